@@ -1,0 +1,69 @@
+"""Checkpoints that resume under another topology, bit for bit.
+
+`import ds_reshard.auto` in a training script is all that most need. Importing this package loads no
+framework and patches nothing; names other than the errors are looked up when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    ChecksumMismatch,
+    ConfigError,
+    EngineUnusable,
+    Fault,
+    HookError,
+    InternalError,
+    ModelMismatch,
+    ParamGroupMismatch,
+    ReadFailed,
+    ReshardError,
+    TrustRequired,
+    UnsafePickle,
+    UnsupportedLayout,
+)
+
+if TYPE_CHECKING:
+    from ds_reshard.hosts import install, installed, uninstall
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointDamaged",
+    "CheckpointNotFound",
+    "ChecksumMismatch",
+    "ConfigError",
+    "EngineUnusable",
+    "Fault",
+    "HookError",
+    "InternalError",
+    "ModelMismatch",
+    "ParamGroupMismatch",
+    "ReadFailed",
+    "ReshardError",
+    "TrustRequired",
+    "UnsafePickle",
+    "UnsupportedLayout",
+    "__version__",
+    "install",
+    "installed",
+    "uninstall",
+]
+
+_HOME = {"install": "ds_reshard.hosts", "installed": "ds_reshard.hosts", "uninstall": "ds_reshard.hosts"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,0 +1,59 @@
+"""A file read at positions: errors of the system told apart from damage, and bytes counted."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReadFailed
+
+
+class PositionedFile:
+    """An open file of `nbytes` bytes; `bytes_read` counts what was read of it. Close it, or use `with`.
+
+    Raises CheckpointNotFound, ReadFailed or, when the path is not a regular file, CheckpointDamaged.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.bytes_read = 0
+        self._descriptor = -1
+        try:
+            # Non-blocking, because opening a named pipe would otherwise wait for its other end for ever.
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            status = os.fstat(self._descriptor)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointNotFound(f"{path}: there is no such file") from error
+        except (OSError, ValueError) as error:
+            self.close()
+            raise ReadFailed(f"{path}: cannot be opened: {error}") from error
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise CheckpointDamaged(f"{path}: not a regular file")
+        self.nbytes = status.st_size
+
+    def read(self, byte_offset: int, nbytes: int) -> bytes:
+        """Exactly the bytes [byte_offset, byte_offset + nbytes).
+
+        Raises ReadFailed when the system reports an error, CheckpointDamaged when the file ends first.
+        """
+        parts: list[bytes] = []
+        while nbytes:
+            try:
+                part = os.pread(self._descriptor, min(nbytes, 1 << 30), byte_offset)
+            except OSError as error:
+                raise ReadFailed(f"{self.path}: {nbytes} bytes at {byte_offset} cannot be read: {error}") from error
+            if not part:
+                raise CheckpointDamaged(
+                    f"{self.path}: the file ends at byte {byte_offset}, {nbytes} bytes early: it shrank while open"
+                )
+            parts.append(part)
+            self.bytes_read += len(part)
+            byte_offset += len(part)
+            nbytes -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)

@@ -1,0 +1,164 @@
+"""A file of torch.save, opened without torch: its pickle as records, its tensors as places in the file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType, TracebackType
+
+from ds_reshard.containers.crc import crc32
+from ds_reshard.containers.pickle_reader import DEFAULT_LIMITS, PickleLimits, read_pickle
+from ds_reshard.containers.positioned import PositionedFile
+from ds_reshard.containers.torch_tensors import TensorCalls
+from ds_reshard.containers.zip_directory import ArchiveMember, read_members
+from ds_reshard.errors import CheckpointDamaged, ChecksumMismatch, UnsupportedLayout
+from ds_reshard.model.records import StorageRecord, TensorRecord
+
+__all__ = ["ArchiveLimits", "ArchiveMember", "TorchArchive", "open_archive"]
+
+# caffe2/serialize/versions.h, kMinSupportedFileFormatVersion and kMaxSupportedFileFormatVersion, torch 2.13.
+_VERSIONS = range(1, 11)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchiveLimits:
+    """What opening an archive may cost: the bytes of its directory, and its pickles' limits."""
+
+    directory_nbytes: int = 64 << 20
+    pickle: PickleLimits = DEFAULT_LIMITS
+
+
+_DEFAULT = ArchiveLimits()
+
+
+class TorchArchive:
+    """An open archive; close it, or use it with `with`.
+
+    `root` is the folder that holds every member; `members` are by their name below it; `nbytes` is the
+    file's size, and `bytes_read` how many of them were read so far.
+    """
+
+    def __init__(self, path: str, limits: ArchiveLimits) -> None:
+        self.path = path
+        self._limits = limits
+        self._file = PositionedFile(path)
+        try:
+            root, members = read_members(self._file, limits.directory_nbytes)
+            self.root = root
+            self.members: Mapping[str, ArchiveMember] = MappingProxyType(members)
+            self._calls = TensorCalls(path, members)
+            self._check_kind()
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        return self._file.nbytes
+
+    @property
+    def bytes_read(self) -> int:
+        return self._file.bytes_read
+
+    def load(self, name: str = "data.pkl") -> object:
+        """The value that member `name` pickles: TensorRecords for tensors, StorageRecords for bare storages.
+
+        No tensor's bytes are read. Raises UnsafePickle, CheckpointDamaged, ChecksumMismatch, ReadFailed.
+        """
+        limit = self._limits.pickle.nbytes
+        nbytes = self._member(name).nbytes
+        if nbytes > limit:
+            raise CheckpointDamaged(f"{self.path}: {name!r} is a pickle of {nbytes} bytes; at most {limit} are read")
+        return read_pickle(
+            self.read(name),
+            where=f"{self.path}: {name}",
+            persistent=self._calls.storage,
+            limits=self._limits.pickle,
+            reduce=self._calls.call,
+        )
+
+    def read(self, name: str) -> bytes:
+        """All bytes of member `name`, checked; raises ChecksumMismatch, CheckpointDamaged or ReadFailed."""
+        member = self._member(name)
+        data = self._file.read(member.byte_offset, member.nbytes)
+        self._check(f"member {name!r}", data, member.crc32)
+        return data
+
+    def tensor_bytes(self, tensor: TensorRecord) -> bytes:
+        """The bytes of a small tensor, row-major; checked when the tensor is all of its storage.
+
+        Raises UnsupportedLayout when the tensor is not contiguous, ChecksumMismatch, CheckpointDamaged or
+        ReadFailed.
+        """
+        storage = tensor.storage
+        if storage.path != self.path:
+            raise ValueError(f"the tensor lies in {storage.path}, and this archive is {self.path}")
+        if not tensor.contiguous:
+            raise UnsupportedLayout(
+                f"{self.path}: storage {storage.key!r}: a tensor of shape {tensor.shape} and stride {tensor.stride} "
+                "is not contiguous; save it with .contiguous()"
+            )
+        data = self._file.read(tensor.byte_offset, tensor.nbytes)
+        if tensor.nbytes == storage.nbytes:
+            self._check(f"storage {storage.key!r}", data, storage.crc32)
+        return data
+
+    def storage_bytes(self, storage: StorageRecord) -> bytes:
+        """All bytes of a storage, checked; raises ChecksumMismatch, CheckpointDamaged or ReadFailed."""
+        return self.read(f"data/{storage.key}")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> TorchArchive:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _member(self, name: str) -> ArchiveMember:
+        member = self.members.get(name)
+        if member is None:
+            raise CheckpointDamaged(f"{self.path}: the archive has no member {name!r}")
+        return member
+
+    def _check(self, what: str, data: bytes, recorded: int | None) -> None:
+        if recorded is not None and (found := crc32(data)) != recorded:
+            raise ChecksumMismatch(
+                f"{self.path}: {what}: expected crc32 {recorded:08x}, found {found:08x}: the bytes are not those that "
+                "were written; take another copy of the file"
+            )
+
+    def _check_kind(self) -> None:
+        if "constants.pkl" in self.members:
+            raise UnsupportedLayout(f"{self.path}: a TorchScript program (torch.jit.save), not a checkpoint")
+        version = self._small("version").strip()
+        if not version.isdigit() or int(version) not in _VERSIONS:
+            raise UnsupportedLayout(
+                f"{self.path}: torch archive version {version!r}; versions {_VERSIONS[0]} to {_VERSIONS[-1]} are read"
+            )
+        order = self._small("byteorder") if "byteorder" in self.members else b"little"
+        if order != b"little":
+            raise UnsupportedLayout(
+                f"{self.path}: byte order {order!r}; only little-endian checkpoints are read. Save it again on a "
+                "little-endian machine"
+            )
+
+    def _small(self, name: str) -> bytes:
+        nbytes = self._member(name).nbytes
+        if nbytes > 16:
+            raise CheckpointDamaged(f"{self.path}: {name!r} has {nbytes} bytes, where a word is expected")
+        return self.read(name)
+
+
+def open_archive(path: str | os.PathLike[str], *, limits: ArchiveLimits = _DEFAULT) -> TorchArchive:
+    """Open a file of torch.save; for a shard of a gigabyte this reads kilobytes.
+
+    Reads the zip directory, the members' headers and two words. Raises CheckpointNotFound, ReadFailed,
+    UnsupportedLayout (TorchScript, big-endian, a version of tomorrow) or CheckpointDamaged when the file is
+    anything else than torch.save's zip format with every declared range in place.
+    """
+    return TorchArchive(os.fspath(path), limits)

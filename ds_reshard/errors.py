@@ -1,0 +1,150 @@
+"""Every exception that ds_reshard raises, and the fault record that they carry.
+
+    ReshardError
+    ├── CheckpointNotFound        the folder, tag or file that was named is not there
+    ├── CheckpointDamaged         files are missing, truncated, contradict each other or lie about sizes
+    │   └── ChecksumMismatch      bytes that were read are not the bytes that were written
+    ├── UnsafePickle              a pickle asks for something that is never done when reading a checkpoint
+    │   └── TrustRequired         a class that the user may accept, by naming it
+    ├── ModelMismatch             parameters of the model and of the checkpoint differ
+    ├── ParamGroupMismatch        param groups cannot be matched without a guess
+    ├── UnsupportedLayout         a layout, format or option that is refused by name
+    ├── ConfigError               a setting is unknown or of the wrong type
+    ├── ReadFailed                the operating system could not read bytes that the file has
+    ├── EngineUnusable            a load failed half-way: the engine must not step or save
+    ├── HookError                 a patch cannot be installed as declared
+    └── InternalError             a bug of ours; raised on every rank so that none is left waiting
+
+An error says what, where, what was expected and what was found, and ends with the command or the line
+that mends it. All of them pickle, and keep their faults as fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class ReshardError(Exception):
+    """Base of every error raised on purpose; `faults` holds each finding as a record."""
+
+    def __init__(self, message: str, faults: Sequence[Fault] = ()) -> None:
+        super().__init__(message)
+        self.faults: tuple[Fault, ...] = tuple(faults)
+
+    def __reduce__(self) -> tuple[type[ReshardError], tuple[str, tuple[Fault, ...]]]:
+        return type(self), (str(self), self.faults)
+
+
+class CheckpointNotFound(ReshardError):
+    """The folder, tag or file that was named does not exist."""
+
+
+class CheckpointDamaged(ReshardError):
+    """Files are missing, truncated, contradict each other or declare what they do not hold."""
+
+
+class ChecksumMismatch(CheckpointDamaged):
+    """Bytes that were read do not have the checksum that the file recorded when it was written."""
+
+
+class UnsafePickle(ReshardError):
+    """A pickle names a call or an import that reading a checkpoint never makes."""
+
+
+class TrustRequired(UnsafePickle):
+    """A value is of a class outside the allow-list; the user can accept the class by name."""
+
+
+class ModelMismatch(ReshardError):
+    """The model's parameters and the checkpoint's differ in name, shape or trainability."""
+
+
+class ParamGroupMismatch(ReshardError):
+    """The optimizer's param groups cannot be matched with the checkpoint's without a guess."""
+
+
+class UnsupportedLayout(ReshardError):
+    """A layout, format or option that is not supported, and what to do instead."""
+
+
+class ConfigError(ReshardError):
+    """A setting is unknown, of the wrong type or out of range."""
+
+
+class ReadFailed(ReshardError):
+    """The operating system failed to read bytes that the file's size promises."""
+
+
+class EngineUnusable(ReshardError):
+    """A load failed after bytes had moved: stepping or saving would make the damage permanent."""
+
+
+class HookError(ReshardError):
+    """A patch cannot be installed as it was declared."""
+
+
+class InternalError(ReshardError):
+    """Something that should never happen did; the report names the rank and the place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One finding about a checkpoint, a model or a setting.
+
+    `error` is the name of the exception class that this fault calls for; `where` a file, parameter or
+    key; `mend` the command or line that puts it right. Faults are compared and sorted, so that every
+    rank that has gathered the same faults raises the same text.
+    """
+
+    error: str
+    where: str
+    what: str
+    expected: str = ""
+    found: str = ""
+    mend: str = ""
+
+    def line(self) -> str:
+        text = f"{self.where}: {self.what}"
+        if self.expected or self.found:
+            text += f" (expected {self.expected}, found {self.found})"
+        return text
+
+
+# When faults of several classes meet, the first of this list names the exception: the cause before
+# its consequences (a truncated shard is reported as damage, not as the mismatch that follows from it).
+_PRECEDENCE: tuple[type[ReshardError], ...] = (
+    InternalError,
+    ConfigError,
+    CheckpointNotFound,
+    UnsupportedLayout,
+    UnsafePickle,
+    TrustRequired,
+    CheckpointDamaged,
+    ReadFailed,
+    ChecksumMismatch,
+    ModelMismatch,
+    ParamGroupMismatch,
+    HookError,
+)
+_BY_NAME: dict[str, type[ReshardError]] = {cls.__name__: cls for cls in _PRECEDENCE}
+_SHOWN = 40
+
+
+def raise_faults(faults: Iterable[Fault], *, subject: str) -> None:
+    """Raise one error that lists every fault, or return when there is none.
+
+    The text depends on nothing but the set of faults and `subject`, so ranks that hold the same faults
+    raise the same error.
+    """
+    found = sorted(set(faults), key=lambda f: (_PRECEDENCE.index(_BY_NAME[f.error]), f.where, f.what, f.found))
+    if not found:
+        return
+    cls = _BY_NAME[found[0].error]
+    lines = [f.line() for f in found[:_SHOWN]]
+    if len(found) > _SHOWN:
+        lines.append(f"... and {len(found) - _SHOWN} more")
+    mends = list(dict.fromkeys(f.mend for f in found if f.mend))
+    body = "\n  ".join(lines)
+    tail = "".join(f"\n  To mend: {mend}" for mend in mends)
+    raise cls(f"{subject}: {len(found)} fault{'s' if len(found) > 1 else ''} found\n  {body}{tail}", found)

@@ -1,0 +1,1 @@
+"""Moving the bytes of a plan; knows no format."""

@@ -1,0 +1,110 @@
+"""Every byte that is read is checked, without reading any twice: slices combine to the record's crc32.
+
+crc32 combines algebraically: the crc of a whole is the exclusive or of the crcs of its consecutive slices,
+each shifted by the number of bytes behind it (zlib's crc32_combine, Mark Adler). So a rank reduces all
+that it read of a record to one number, and ranks exclusive-or theirs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ds_reshard.containers.crc import crc32, shift
+from ds_reshard.errors import Fault
+from ds_reshard.execution.ports import Outcome
+from ds_reshard.model.index import Record
+
+_CHUNK_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialSum:
+    """What one rank read of a record: the combined crc of its slices, and how many bytes they cover."""
+
+    record: Record
+    crc32: int
+    nbytes: int
+
+
+def partial_sums(outcome: Outcome) -> list[PartialSum]:
+    """One sum per record that the rank read, identical slices counted once."""
+    sums = []
+    for record, slices in outcome.slices.items():
+        if record.crc32 is None:
+            continue
+        total = covered = 0
+        for part in sorted(set(slices)):
+            total ^= shift(part.crc32, record.nbytes - part.byte_offset - part.nbytes)
+            covered += part.nbytes
+        sums.append(PartialSum(record=record, crc32=total, nbytes=covered))
+    return sums
+
+
+def settle(sums: Iterable[PartialSum]) -> tuple[list[PartialSum], list[Fault]]:
+    """The sums that need other ranks' parts, and the faults of the records that were read whole."""
+    open_sums, faults = [], []
+    for item in sums:
+        if item.nbytes != item.record.nbytes:
+            open_sums.append(item)
+        elif item.crc32 != item.record.crc32:
+            faults.append(_mismatch(item.record, item.crc32))
+    return open_sums, faults
+
+
+def combine(by_rank: Iterable[Iterable[PartialSum]]) -> tuple[list[Fault], dict[Record, int]]:
+    """Combine all ranks' open sums.
+
+    Returns the faults, and the records that slices did not tile exactly (two ranks read the same bytes,
+    or a rank failed), with the rank that should read the record again whole to be sure.
+    """
+    totals: dict[Record, tuple[int, int, int]] = {}
+    for rank, sums in enumerate(by_rank):
+        for item in sums:
+            crc, nbytes, first = totals.get(item.record, (0, 0, rank))
+            totals[item.record] = (crc ^ item.crc32, nbytes + item.nbytes, first)
+    faults, again = [], {}
+    for record, (crc, nbytes, rank) in totals.items():
+        if nbytes != record.nbytes:
+            again[record] = rank
+        elif crc != record.crc32:
+            faults.append(_mismatch(record, crc))
+    return faults, again
+
+
+def read_again(records: Iterable[Record]) -> list[Fault]:
+    """Check whole records from their files; used where slices could not be combined."""
+    faults = []
+    for record in records:
+        try:
+            with open(record.path, "rb", buffering=0) as file:
+                crc, left = 0, record.nbytes
+                while left:
+                    data = os.pread(file.fileno(), min(left, _CHUNK_NBYTES), record.byte_offset + record.nbytes - left)
+                    if not data:
+                        break
+                    crc, left = crc32(data, crc), left - len(data)
+        except OSError as error:
+            faults.append(Fault(error="ReadFailed", where=record.path, what=f"cannot read: {error.strerror or error}",
+                                mend="check the file system, then load again"))  # fmt: skip
+            continue
+        if crc != record.crc32 or left:
+            faults.append(_mismatch(record, crc))
+    return faults
+
+
+def _mismatch(record: Record, crc: int) -> Fault:
+    return Fault(
+        error="ChecksumMismatch",
+        where=record.path,
+        what=f"bytes [{record.byte_offset}, {record.byte_offset + record.nbytes}) are not what was written",
+        expected=f"crc32 {record.crc32:08x}",
+        found=f"{crc:08x}",
+        mend="restore the file from a copy, or load an older tag; the file on disk is damaged",
+    )
+
+
+def unchecked(outcomes: Mapping[Record, object]) -> int:
+    """How many of the records carry no checksum of their own."""
+    return sum(record.crc32 is None for record in outcomes)

@@ -1,0 +1,209 @@
+"""The host executor: threads that read with positioned reads straight into the targets."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ds_reshard.containers.crc import crc32
+from ds_reshard.errors import Fault
+from ds_reshard.execution.ports import Outcome, Slice, Target
+from ds_reshard.model.index import Record
+from ds_reshard.planning.budget import cut_checks, cut_copies
+from ds_reshard.planning.plan import Check, Copy, Plan
+
+# Large enough that a system call costs nothing, small enough that the checksum finds the bytes in cache.
+_CHUNK_NBYTES = 2 << 20
+_VECTORS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """Reads that lie together in one record: one vectored system call fills all of them."""
+
+    record: Record
+    byte_offset: int
+    nbytes: int
+    copies: tuple[Copy, ...]
+
+
+class ThreadExecutor:
+    """Reads with `threads` threads; scratch memory (casts, devices, checks) within `memory_nbytes`."""
+
+    def __init__(self, *, threads: int, memory_nbytes: int, checksum: bool) -> None:
+        self.threads = threads
+        self.checksum = checksum
+        self.chunk_nbytes = max(4096, min(_CHUNK_NBYTES, memory_nbytes // threads))
+
+    def execute(self, plan: Plan, targets: Mapping[str, Target]) -> Outcome:
+        outcome = Outcome()
+        for fill in plan.fills:
+            targets[fill.buffer].zero(fill.element_offset, fill.numel)
+        batches = list(self._batches(plan, targets))
+        work = _Work(targets=targets, outcome=outcome, executor=self)
+        with work.files(batches), ThreadPoolExecutor(self.threads, thread_name_prefix="ds-reshard") as pool:
+            for _ in pool.map(work.run, batches):
+                pass
+        return outcome
+
+    def _batches(self, plan: Plan, targets: Mapping[str, Target]) -> Iterator[_Batch]:
+        pending: list[Copy] = []
+        size = 0
+        for copy in cut_copies(plan.copies, self.chunk_nbytes):
+            joins = (
+                pending
+                and pending[-1].record == copy.record
+                and pending[-1].byte_offset + pending[-1].nbytes == copy.byte_offset
+                and size + copy.nbytes <= self.chunk_nbytes
+                and len(pending) < _VECTORS
+            )
+            if pending and not joins:
+                yield _batch(pending)
+                pending, size = [], 0
+            pending.append(copy)
+            size += copy.nbytes
+        if pending:
+            yield _batch(pending)
+        if self.checksum:
+            yield from _check_batches(cut_checks(plan.checks, self.chunk_nbytes))
+
+
+def _batch(copies: list[Copy]) -> _Batch:
+    return _Batch(
+        record=copies[0].record,
+        byte_offset=copies[0].byte_offset,
+        nbytes=sum(copy.nbytes for copy in copies),
+        copies=tuple(copies),
+    )
+
+
+def _check_batches(checks: Iterable[Check]) -> Iterator[_Batch]:
+    for check in checks:
+        yield _Batch(record=check.record, byte_offset=check.byte_offset, nbytes=check.nbytes, copies=())
+
+
+class _Files:
+    """Open file descriptors, each closed when the last batch that needs it is done."""
+
+    def __init__(self, batches: Iterable[_Batch], outcome: Outcome) -> None:
+        self._left: dict[str, int] = {}
+        for batch in batches:
+            self._left[batch.record.path] = self._left.get(batch.record.path, 0) + 1
+        self._open: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._outcome = outcome
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+        self._open.clear()
+
+    def acquire(self, path: str) -> int:
+        with self._lock:
+            if path not in self._open:
+                self._open[path] = os.open(path, os.O_RDONLY)
+                self._outcome.files_opened += 1
+            return self._open[path]
+
+    def release(self, path: str) -> None:
+        with self._lock:
+            self._left[path] -= 1
+            if not self._left[path] and path in self._open:
+                os.close(self._open.pop(path))
+
+
+class _Work:
+    """One execution: what the threads share."""
+
+    def __init__(self, *, targets: Mapping[str, Target], outcome: Outcome, executor: ThreadExecutor) -> None:
+        self._targets = targets
+        self._outcome = outcome
+        self._executor = executor
+        self._lock = threading.Lock()
+        self._scratch = threading.local()
+
+    def files(self, batches: list[_Batch]) -> _Files:
+        self._files = _Files(batches, self._outcome)
+        return self._files
+
+    def run(self, batch: _Batch) -> None:
+        path = batch.record.path
+        try:
+            self._move(batch, self._files.acquire(path))
+        except OSError as error:
+            self._fault(Fault(error="ReadFailed", where=path, what=f"cannot read: {error.strerror or error}",
+                              mend="check the file system, then load again"))  # fmt: skip
+        finally:
+            self._files.release(path)
+
+    def _move(self, batch: _Batch, fd: int) -> None:
+        views, staged = self._views(batch)
+        calls = self._read(fd, views, batch)
+        if calls is None:
+            return
+        crc = 0
+        if self._executor.checksum:
+            for view in views:
+                crc = crc32(view, crc)
+        for copy, view in staged:
+            self._targets[copy.buffer].store(copy.element_offset, view, copy.dtype)
+        with self._lock:
+            self._outcome.bytes_read += batch.nbytes
+            self._outcome.read_calls += calls
+            if self._executor.checksum:
+                self._outcome.slices.setdefault(batch.record, []).append(
+                    Slice(byte_offset=batch.byte_offset - batch.record.byte_offset, nbytes=batch.nbytes, crc32=crc)
+                )
+
+    def _views(self, batch: _Batch) -> tuple[list[memoryview], list[tuple[Copy, memoryview]]]:
+        """Where the batch's bytes go: targets in place where possible, scratch memory otherwise."""
+        if not batch.copies:
+            return [self._scratch_memory()[: batch.nbytes]], []
+        views: list[memoryview] = []
+        staged: list[tuple[Copy, memoryview]] = []
+        used = 0
+        for copy in batch.copies:
+            target = self._targets[copy.buffer]
+            view = target.view(copy.element_offset, copy.numel, copy.dtype)
+            if view is None:
+                view = self._scratch_memory()[used : used + copy.nbytes]
+                used += copy.nbytes
+                staged.append((copy, view))
+            views.append(view)
+        return views, staged
+
+    def _scratch_memory(self) -> memoryview:
+        if not hasattr(self._scratch, "memory"):
+            self._scratch.memory = memoryview(bytearray(max(self._executor.chunk_nbytes, 16)))
+        memory: memoryview = self._scratch.memory
+        return memory
+
+    def _read(self, fd: int, views: list[memoryview], batch: _Batch) -> int | None:
+        """Fill the views; the number of system calls, or None after a fault was noted."""
+        left, offset, calls = list(views), batch.byte_offset, 0
+        while left:
+            got = os.preadv(fd, left, offset)
+            calls += 1
+            if got == 0:
+                self._fault(Fault(error="CheckpointDamaged", where=batch.record.path,
+                                  what="the file ended while it was read: it was truncated after it was opened",
+                                  expected=f"{batch.nbytes} bytes at {batch.byte_offset}",
+                                  found=f"end of file at {offset}", mend="restore the file, then load again"))  # fmt: skip
+                return None
+            offset += got
+            while left and got >= len(left[0]):
+                got -= len(left[0])
+                left.pop(0)
+            if left and got:
+                left[0] = left[0][got:]
+        return calls
+
+    def _fault(self, fault: Fault) -> None:
+        with self._lock:
+            self._outcome.faults.append(fault)

@@ -1,0 +1,108 @@
+"""The placement rules of ZeRO, as layouts: pure arithmetic over names, shapes and the data-parallel size.
+
+Flat groups (stages 1 and 2, BF16_Optimizer): the parameters of a group in the order of `param_shapes`, one
+after another (with gaps under `parameter_alignment`), padded at the end to a multiple of 2 * dp elements
+and cut into dp equal partitions (`nccl_start_alignment_factor`, deepspeed/runtime/zero/stage_1_and_2.py
+and bf16_optimizer.py, 0.19.8). Stage 3: each parameter is cut on its own into dp pieces of
+ceil(numel / dp), which lie one after another in the sub-group (runtime/zero/partition_parameters.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+
+from ds_reshard.model.codec import ElementType
+from ds_reshard.model.layout import Cut, Placement, TensorKey
+from ds_reshard.model.region import Box
+
+Shape = tuple[int, ...]
+ALIGNMENT_FACTOR = 2
+
+
+def partition_numel(numel: int, dp: int) -> int:
+    """Elements per rank of a flat group of `numel` elements, padding included."""
+    return -(-numel // (ALIGNMENT_FACTOR * dp)) * ALIGNMENT_FACTOR
+
+
+def flat_offsets(shapes: Mapping[str, Shape], gaps: Sequence[int] | None) -> tuple[dict[str, int], int]:
+    """Each parameter's offset in its flat group, and the group's elements without the final padding.
+
+    `gaps[i]` elements follow parameter i (`param_alignment_paddings`).
+    """
+    offsets, at = {}, 0
+    for i, (name, shape) in enumerate(shapes.items()):
+        offsets[name] = at
+        at += prod(shape) + (gaps[i] if gaps else 0)
+    return offsets, at
+
+
+def flat_group(
+    shapes: Mapping[str, Shape],
+    gaps: Sequence[int] | None,
+    dp: int,
+    kinds: Mapping[str, ElementType],
+    *,
+    number: int,
+    family: str,
+) -> Iterator[Placement]:
+    """Placements of one flat group's tensors, for every kind (`fp32`, `exp_avg`, ...) and its type."""
+    offsets, total = flat_offsets(shapes, gaps)
+    chunk = max(1, partition_numel(total, dp))
+    for kind, dtype in kinds.items():
+        for name, shape in shapes.items():
+            yield _placement(name, kind, shape, dtype, family, f"{kind}/{number}", Cut(chunk=chunk, phase=offsets[name]))
+
+
+def chunk_numel(shape: Shape, dp: int) -> int:
+    """Elements per rank of a stage-3 parameter, padding included."""
+    return -(-prod(shape) // dp)
+
+
+def sub_group(
+    shapes: Mapping[str, Shape], dp: int, kinds: Mapping[str, ElementType], *, number: int, family: str
+) -> Iterator[Placement]:
+    """Placements of one stage-3 sub-group's tensors."""
+    for kind, dtype in kinds.items():
+        at = 0
+        for name, shape in shapes.items():
+            chunk = chunk_numel(shape, dp)
+            cut = Cut(chunk=max(1, chunk), origin=at)
+            yield _placement(name, kind, shape, dtype, family, f"{kind}/{number}", cut)
+            at += chunk
+
+
+def sub_group_numel(shapes: Mapping[str, Shape], dp: int) -> int:
+    """Elements per rank of a stage-3 sub-group."""
+    return sum(chunk_numel(shape, dp) for shape in shapes.values())
+
+
+def whole(name: str, kind: str, shape: Shape, dtype: ElementType, *, family: str, buffer: str) -> Placement:
+    """A tensor that every shard of the family has whole."""
+    cut = Cut(chunk=max(1, prod(shape)))
+    return _placement(name, kind, shape, dtype, family, buffer, cut, replicated=True)
+
+
+def sliced(name: str, kind: str, shape: Shape, dtype: ElementType, dp: int, *, family: str, buffer: str) -> Placement:
+    """A tensor in a buffer of its own, cut into dp pieces of ceil(numel / dp)."""
+    return _placement(name, kind, shape, dtype, family, buffer, Cut(chunk=max(1, chunk_numel(shape, dp))))
+
+
+def by_key(placements: Iterable[Placement]) -> dict[TensorKey, Placement]:
+    return {placement.key: placement for placement in placements}
+
+
+def _placement(
+    name: str,
+    kind: str,
+    shape: Shape,
+    dtype: ElementType,
+    family: str,
+    buffer: str,
+    cut: Cut,
+    replicated: bool = False,
+) -> Placement:
+    return Placement(
+        key=TensorKey(name=name, kind=kind), shape=shape, dtype=dtype, family=family, buffer=buffer, cut=cut,
+        box=Box.whole(shape), replicated=replicated,
+    )  # fmt: skip

@@ -1,0 +1,132 @@
+"""One `*model_states.pt` file: weights, shapes, counters, the user's own state.
+
+Keys from deepspeed/runtime/engine.py `_common_checkpoint_state` and `_save_checkpoint` (0.19.8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ds_reshard.containers.torch_zip import open_archive
+from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.formats.zero.faults import check_root, damaged, fail
+from ds_reshard.model.records import TensorRecord
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStates:
+    """What a model file says; `entries` is the whole top level, as records.
+
+    `param_shapes` lists, per param group (per sub-group at stage 3), the trainable parameters in the
+    order of the flat buffers: the one truth about that order. None at stage 0.
+    """
+
+    path: str
+    entries: Mapping[str, object]
+    module: Mapping[str, TensorRecord]
+    objects: Mapping[str, object]
+    buffer_names: frozenset[str]
+    param_shapes: tuple[dict[str, Shape], ...] | None
+    frozen_shapes: dict[str, Shape]
+    frozen_fragments: Mapping[str, TensorRecord]
+    shared: dict[str, str]
+    dp: int
+    version: str
+
+    @property
+    def trainable(self) -> dict[str, Shape]:
+        """Every trainable parameter's shape; empty at stage 0."""
+        return {name: shape for group in self.param_shapes or () for name, shape in group.items()}
+
+
+def read_model_states(path: str, stem: str) -> ModelStates:
+    """Read one model file: directory and pickle only.
+
+    Raises CheckpointDamaged when the file is not what its name says, or lacks what every DeepSpeed model
+    file has.
+    """
+    with open_archive(path) as archive:
+        check_root(path, stem, archive.root)
+        top = archive.load()
+    if not isinstance(top, dict) or not all(isinstance(key, str) for key in top):
+        raise_faults([damaged(path, "is not a DeepSpeed model file", "a dict of entries", type(top).__name__)],
+                     subject="reading a checkpoint")  # fmt: skip
+        raise AssertionError
+    faults = [
+        damaged(path, f"has no entry {key!r}", "a DeepSpeed model file", f"entries {sorted(top)[:8]}")
+        for key in ("module", "dp_world_size", "global_steps")
+        if key not in top
+    ]
+    module = top.get("module")
+    if module is not None and not isinstance(module, dict):
+        faults.append(damaged(path, "entry 'module' is not a state dict", "a dict", type(module).__name__))
+    mp = top.get("mp_world_size", 1)
+    if mp != 1:
+        faults.append(Fault(error="UnsupportedLayout", where=path, what="saved with model parallelism",
+                            expected="mp_world_size 1", found=f"{mp}",
+                            mend="load it at the tensor- and data-parallel sizes it was saved with"))  # fmt: skip
+    raise_faults(faults, subject="reading a checkpoint")
+    module = module or {}
+    return ModelStates(
+        path=path,
+        entries=top,
+        module={name: value for name, value in module.items() if isinstance(value, TensorRecord)},
+        objects={name: value for name, value in module.items() if not isinstance(value, TensorRecord)},
+        buffer_names=frozenset(_texts(path, top.get("buffer_names") or ())),
+        param_shapes=_groups(path, top.get("param_shapes")),
+        frozen_shapes=_shapes(path, "frozen_param_shapes", top.get("frozen_param_shapes") or {}),
+        frozen_fragments=_tensors(path, top.get("frozen_param_fragments") or {}),
+        shared={str(k): str(v) for k, v in _mapping(path, "shared_params", top.get("shared_params") or {}).items()},
+        dp=_count(path, "dp_world_size", top["dp_world_size"]),
+        version=str(top.get("ds_version", "unknown")),
+    )
+
+
+def _texts(path: str, value: object) -> Sequence[str]:
+    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        return value
+    raise fail(path, "entry 'buffer_names' is not a list of names", "names", type(value).__name__)
+
+
+def _mapping(path: str, entry: str, value: object) -> Mapping[object, object]:
+    if isinstance(value, dict):
+        return value
+    raise fail(path, f"entry {entry!r} is not a dict", "a dict", type(value).__name__)
+
+
+def _shapes(path: str, entry: str, value: object) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    for name, shape in _mapping(path, entry, value).items():
+        well_formed = isinstance(shape, list | tuple) and all(
+            isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape
+        )
+        if not isinstance(name, str) or not isinstance(shape, list | tuple) or not well_formed:
+            raise fail(path, f"entry {entry!r} is malformed", "parameter names and shapes", f"{name!r}: {shape!r}")
+        shapes[name] = tuple(shape)
+    return shapes
+
+
+def _groups(path: str, value: object) -> tuple[dict[str, Shape], ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple):
+        raise fail(path, "entry 'param_shapes' is not a list", "one dict per param group", type(value).__name__)
+    return tuple(_shapes(path, "param_shapes", group) for group in value)
+
+
+def _tensors(path: str, value: object) -> dict[str, TensorRecord]:
+    tensors: dict[str, TensorRecord] = {}
+    for name, tensor in _mapping(path, "frozen_param_fragments", value).items():
+        if not isinstance(tensor, TensorRecord):
+            raise fail(path, "entry 'frozen_param_fragments' is malformed", "tensors", type(tensor).__name__)
+        tensors[str(name)] = tensor
+    return tensors
+
+
+def _count(path: str, entry: str, value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise fail(path, f"entry {entry!r} is malformed", "a positive int", repr(value)[:40])

@@ -1,0 +1,121 @@
+"""What the files of a DeepSpeed checkpoint folder are called, and what a listing of it says.
+
+Names from deepspeed/runtime/engine.py `_get_ckpt_name`, `_get_rank_zero_ckpt_name` (0.19.8): the number
+after `zero_pp_rank_` is the data-parallel rank, whatever the name suggests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ds_reshard.errors import Fault
+
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_MODEL_ZERO3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_FOREIGN: tuple[tuple[re.Pattern[str], str, str], ...] = (
+    (
+        re.compile(r"layer_\d+-.*model_states\.pt"),
+        "a PipelineModule checkpoint (one file per layer)",
+        "load it with the pipeline layout it was saved with",
+    ),
+    (
+        re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_.*optim_states\.pt"),
+        "a mixture-of-experts checkpoint (expert files)",
+        "load it at the expert- and data-parallel sizes it was saved with",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """The files of one tag folder, sorted into what ZeRO calls them; sizes in bytes.
+
+    `model` is keyed by data-parallel rank (0 alone below stage 3), `optim` likewise.
+    """
+
+    folder: str
+    nbytes: Mapping[str, int]
+    model: dict[int, str] = field(default_factory=dict)
+    optim: dict[int, str] = field(default_factory=dict)
+    partitioned_model: bool = False
+    optim_prefix: str = ""
+    nvme: bool = False
+    universal: bool = False
+    faults: tuple[Fault, ...] = ()
+
+    def path(self, name: str) -> str:
+        return f"{self.folder}/{name}"
+
+
+def read_listing(folder: str, files: Mapping[str, int], subfolders: frozenset[str] = frozenset()) -> Listing:
+    """Sort the files (name to bytes) of a tag folder; what cannot be read as one checkpoint is a fault."""
+    faults: list[Fault] = []
+    whole: dict[int, str] = {}
+    partitioned: dict[int, str] = {}
+    optim: dict[str, dict[int, str]] = {}
+    tensor_ranks: set[int] = set()
+    for name in sorted(files):
+        if match := _MODEL_ZERO3.fullmatch(name):
+            partitioned[int(match[1])] = name
+            tensor_ranks.add(int(match[2]))
+        elif match := _MODEL.fullmatch(name):
+            whole[int(match[1])] = name
+            tensor_ranks.add(int(match[1]))
+        elif match := _OPTIM.fullmatch(name):
+            optim.setdefault(match[1] or "", {})[int(match[2])] = name
+            tensor_ranks.add(int(match[3]))
+        else:
+            faults.extend(_foreign(folder, name))
+    if tensor_ranks - {0}:
+        faults.append(
+            Fault(
+                error="UnsupportedLayout",
+                where=folder,
+                what="saved with tensor parallelism",
+                expected="tensor-parallel size 1",
+                found=f"files of tensor-parallel ranks {sorted(tensor_ranks)}",
+                mend="load it at the tensor- and data-parallel sizes it was saved with",
+            )
+        )
+    faults.extend(_two_checkpoints(folder, whole, partitioned, optim))
+    prefix, shards = next(iter(optim.items())) if optim else ("", {})
+    return Listing(
+        folder=folder,
+        nbytes=dict(files),
+        model=partitioned or {rank: name for rank, name in whole.items() if rank == 0},
+        optim=shards,
+        partitioned_model=bool(partitioned),
+        optim_prefix=prefix,
+        nvme="offloaded_tensors" in subfolders,
+        universal="zero" in subfolders and not shards,
+        faults=tuple(dict.fromkeys(faults)),
+    )
+
+
+def _foreign(folder: str, name: str) -> list[Fault]:
+    return [
+        Fault(error="UnsupportedLayout", where=folder, what=what, mend=mend)
+        for pattern, what, mend in _FOREIGN
+        if pattern.fullmatch(name)
+    ]
+
+
+def _two_checkpoints(
+    folder: str, whole: Mapping[int, str], partitioned: Mapping[int, str], optim: Mapping[str, Mapping[int, str]]
+) -> list[Fault]:
+    mend = "move the files of the older run out of the folder, or load another tag"
+    faults = []
+    if whole and partitioned:
+        faults.append(
+            Fault(error="CheckpointDamaged", where=folder, what="holds the model files of two checkpoints",
+                  expected="either mp_rank_* (stages 0 to 2) or zero_pp_rank_* (stage 3)", found="both", mend=mend)
+        )  # fmt: skip
+    if len(optim) > 1:
+        faults.append(
+            Fault(error="CheckpointDamaged", where=folder, what="holds the optimizer files of two checkpoints",
+                  expected="one file prefix", found=", ".join(repr(p) for p in sorted(optim)), mend=mend)
+        )  # fmt: skip
+    return faults

@@ -1,0 +1,253 @@
+"""One `*optim_states.pt` file: a rank's share of the flat optimizer state, and what it says about it.
+
+Layouts from deepspeed 0.19.8: `DeepSpeedZeroOptimizer.state_dict` (runtime/zero/stage_1_and_2.py),
+`BF16_Optimizer.state_dict` (runtime/bf16_optimizer.py), `_rigid_state_dict` (runtime/zero/stage3.py).
+A bf16 stage-1 run may be of either of the first two classes with the same file name: the keys tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ds_reshard.containers.torch_zip import TorchArchive, open_archive
+from ds_reshard.formats.zero.facts import Scalar, ScalarTensor, canonical
+from ds_reshard.formats.zero.faults import check_root, fail
+from ds_reshard.model.records import ObjectRecord, TensorRecord
+
+_SCALAR_NBYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """One flat buffer's share in a shard: fp32 masters, states that follow it, and its scalar states.
+
+    At stages 1 and 2 there is one per param group, at stage 3 one per sub-group. `padding` elements at
+    the end of the padded partition belong to no parameter.
+    """
+
+    fp32: TensorRecord
+    states: Mapping[str, TensorRecord]
+    scalars: Mapping[str, Scalar]
+    padding: int
+    alignment: tuple[int, ...] | None
+
+    @property
+    def padded_numel(self) -> int:
+        sizes = [self.fp32.numel, *(state.numel for state in self.states.values())]
+        return max(sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimStates:
+    """What one optimizer file says.
+
+    `kind` is "zero" (stages 1 and 2), "bf16" (BF16_Optimizer) or "zero3"; `groups` the hyper-parameters
+    per param group (None when elastic); `members` the partitions of each param group.
+    """
+
+    path: str
+    kind: str
+    stage: int
+    elastic: bool
+    partition_count: int
+    partitions: tuple[Partition, ...]
+    groups: tuple[Mapping[str, object], ...] | None
+    members: tuple[tuple[int, ...], ...]
+    entries: Mapping[str, object]
+    version: str
+    config: object
+
+    def signature(self) -> dict[str, str]:
+        """What every shard of one checkpoint says alike, as comparable text."""
+        said = {
+            "ZeRO stage": str(self.stage),
+            "optimizer wrapper": self.kind,
+            "partition count": str(self.partition_count),
+            "DeepSpeed version": self.version,
+            "saved DeepSpeed config": canonical(self.config),
+            "elastic": str(self.elastic),
+        }
+        for g, partition in enumerate(self.partitions):
+            said[f"states of partition {g}"] = ",".join(
+                sorted(f"{name}:{state.dtype.label}" for name, state in partition.states.items())
+            )
+            for name, value in partition.scalars.items():
+                said[f"{name} of partition {g}"] = canonical(value)
+        for g, group in enumerate(self.groups or ()):
+            for name, value in group.items():
+                said[f"{name} of param group {g}"] = canonical(value)
+        return said
+
+
+def read_optim_states(path: str, stem: str) -> OptimStates:
+    """Read one optimizer file: directory, pickle and scalar states only.
+
+    Raises CheckpointDamaged when the file is not one of DeepSpeed's optimizer layouts.
+    """
+    with open_archive(path) as archive:
+        check_root(path, stem, archive.root)
+        top = archive.load()
+        if not isinstance(top, dict) or not isinstance(top.get("optimizer_state_dict"), dict):
+            raise fail(path, "is not a DeepSpeed optimizer file", "an entry 'optimizer_state_dict'", _keys(top))
+        entries = top["optimizer_state_dict"]
+        if "fp32_flat_groups" in entries:
+            return _zero3(path, archive, top, entries)
+        if "single_partition_of_fp32_groups" in entries:
+            return _flat_groups(path, archive, top, entries)
+    raise fail(path, "is of an unknown optimizer layout", "ZeRO 1 to 3 or BF16_Optimizer", _keys(entries))
+
+
+def _flat_groups(
+    path: str, archive: TorchArchive, top: Mapping[str, object], entries: Mapping[str, object]
+) -> OptimStates:
+    fp32 = _tensors(path, "single_partition_of_fp32_groups", entries["single_partition_of_fp32_groups"])
+    base = entries.get("base_optimizer_state")
+    elastic = isinstance(base, list)
+    if elastic:
+        states, groups, members = _elastic(path, base, len(fp32))
+    else:
+        states, groups, members = _rigid(path, "base_optimizer_state", base)
+        if len(members) != len(fp32) or any(len(m) != 1 for m in members):
+            raise fail(path, "param groups and flat partitions differ", f"{len(fp32)} groups", f"{len(members)}")
+        states = {g: states.get(m[0], {}) for g, m in enumerate(members)}
+        members = tuple((g,) for g in range(len(members)))
+    kind = "zero" if "zero_stage" in entries else "bf16"
+    paddings = _ints(path, "group_paddings", entries.get("group_paddings"), len(fp32))
+    alignments = entries.get("param_alignment_paddings")
+    partitions = []
+    for g, tensor in enumerate(fp32):
+        padded = tensor.numel + paddings[g] if kind == "zero" else tensor.numel
+        alignment = _alignment(path, alignments, g)
+        partitions.append(_partition(path, archive, g, tensor, states.get(g, {}), padded, alignment))
+    counts = entries.get("partition_count")
+    count = counts[0] if isinstance(counts, list) and counts else counts
+    return OptimStates(
+        path=path, kind=kind, stage=_stage(path, entries.get("zero_stage")) if kind == "zero" else 1, elastic=elastic,
+        partition_count=_positive(path, "partition_count", count), partitions=tuple(partitions), groups=groups,
+        members=members, entries=entries, version=str(entries.get("ds_version", top.get("ds_version", "unknown"))),
+        config=top.get("ds_config"),
+    )  # fmt: skip
+
+
+def _zero3(path: str, archive: TorchArchive, top: Mapping[str, object], entries: Mapping[str, object]) -> OptimStates:
+    fp32 = _tensors(path, "fp32_flat_groups", entries["fp32_flat_groups"])
+    states, groups, members = _rigid(path, "optimizer_state_dict", entries.get("optimizer_state_dict"))
+    if sorted(i for m in members for i in m) != list(range(len(fp32))):
+        raise fail(path, "param groups and sub-groups differ", f"{len(fp32)} sub-groups", str(members))
+    partitions = tuple(
+        _partition(path, archive, i, tensor, states.get(i, {}), tensor.numel, None) for i, tensor in enumerate(fp32)
+    )
+    return OptimStates(
+        path=path, kind="zero3", stage=3, elastic=False,
+        partition_count=_positive(path, "partition_count", entries.get("partition_count")), partitions=partitions,
+        groups=groups, members=members, entries=entries, version=str(top.get("ds_version", "unknown")),
+        config=top.get("ds_config"),
+    )  # fmt: skip
+
+
+States = dict[int, Mapping[str, object]]
+Groups = tuple[Mapping[str, object], ...]
+Members = tuple[tuple[int, ...], ...]
+
+
+def _rigid(path: str, entry: str, value: object) -> tuple[States, Groups, Members]:
+    """A torch optimizer's state_dict: states by index, groups, and the indices of each group."""
+    if not isinstance(value, dict) or not isinstance(value.get("state"), dict):
+        raise fail(path, f"entry {entry!r} is not a torch optimizer state", "'state' and 'param_groups'", _keys(value))
+    groups = value.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups):
+        raise fail(path, f"entry {entry!r} has malformed param groups", "a list of dicts with 'params'", "other")
+    states: States = {}
+    for index, state in value["state"].items():
+        if not isinstance(index, int) or not isinstance(state, dict):
+            raise fail(path, f"entry {entry!r} has malformed states", "dicts by index", f"{index!r}")
+        states[index] = state
+    members = tuple(tuple(_index(path, i) for i in g["params"]) for g in groups)
+    hyper = tuple({str(k): v for k, v in g.items() if k != "params"} for g in groups)
+    return states, hyper, members
+
+
+def _elastic(path: str, value: object, count: int) -> tuple[States, None, Members]:
+    """`elastic_checkpoint=true`: a list of unpadded states, one per group, and no param groups."""
+    if not isinstance(value, list) or len(value) != count or not all(isinstance(s, dict) for s in value):
+        raise fail(path, "entry 'base_optimizer_state' is malformed", f"{count} states", _keys(value))
+    return dict(enumerate(value)), None, tuple((g,) for g in range(count))
+
+
+def _partition(
+    path: str,
+    archive: TorchArchive,
+    number: int,
+    fp32: TensorRecord,
+    state: Mapping[str, object],
+    padded: int,
+    alignment: tuple[int, ...] | None,
+) -> Partition:
+    """Tell the states that follow the parameter (flat, of the partition's size) from the scalar ones."""
+    flat: dict[str, TensorRecord] = {}
+    scalars: dict[str, Scalar] = {}
+    for name, value in state.items():
+        if isinstance(value, TensorRecord) and len(value.shape) == 1 and value.numel in (fp32.numel, padded):
+            if not value.contiguous:
+                raise fail(path, f"state {name!r} of partition {number} is not contiguous", "stride 1", str(value.stride))
+            flat[str(name)] = value
+        elif isinstance(value, TensorRecord) and value.nbytes <= _SCALAR_NBYTES and value.contiguous:
+            data = archive.tensor_bytes(value)
+            scalars[str(name)] = ScalarTensor(dtype=value.dtype, shape=value.shape, data=data)
+        elif value is None or isinstance(value, int | float | bool | str):
+            scalars[str(name)] = value
+        else:
+            found = f"shape {value.shape}" if isinstance(value, TensorRecord) else type(value).__name__
+            raise fail(path, f"state {name!r} of partition {number} does not follow the parameter",
+                       f"{padded} elements or a scalar", found)  # fmt: skip
+    if len(fp32.shape) != 1 or not fp32.contiguous:
+        raise fail(path, f"fp32 partition {number} is not flat", "one contiguous dimension", str(fp32.shape))
+    return Partition(fp32=fp32, states=flat, scalars=scalars, padding=padded - fp32.numel, alignment=alignment)
+
+
+def _tensors(path: str, entry: str, value: object) -> list[TensorRecord]:
+    if isinstance(value, list | tuple) and value and all(isinstance(item, TensorRecord) for item in value):
+        return list(value)
+    raise fail(path, f"entry {entry!r} is malformed", "a list of tensors", _keys(value))
+
+
+def _ints(path: str, entry: str, value: object, count: int) -> list[int]:
+    if isinstance(value, list) and len(value) == count and all(isinstance(i, int) and i >= 0 for i in value):
+        return value
+    raise fail(path, f"entry {entry!r} is malformed", f"{count} sizes", repr(value)[:60])
+
+
+def _alignment(path: str, value: object, group: int) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, list) and group < len(value) and isinstance(value[group], list):
+        return tuple(_ints(path, "param_alignment_paddings", value[group], len(value[group])))
+    raise fail(path, "entry 'param_alignment_paddings' is malformed", "a list per group", _keys(value))
+
+
+def _stage(path: str, value: object) -> int:
+    """`ZeroStageEnum(n)` as a record, or a plain number."""
+    if isinstance(value, ObjectRecord) and len(value.args) == 1:
+        value = value.args[0]
+    if isinstance(value, int) and value in (1, 2, 3):
+        return value
+    raise fail(path, "entry 'zero_stage' is malformed", "1, 2 or 3", repr(value)[:40])
+
+
+def _positive(path: str, entry: str, value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise fail(path, f"entry {entry!r} is malformed", "a positive int", repr(value)[:40])
+
+
+def _index(path: str, value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise fail(path, "a param group lists something that is no index", "ints", repr(value)[:40])
+
+
+def _keys(value: object) -> str:
+    return f"keys {sorted(map(str, value))[:8]}" if isinstance(value, dict) else type(value).__name__
+
+

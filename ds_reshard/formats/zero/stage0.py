@@ -1,0 +1,158 @@
+"""A stage-0 checkpoint's optimizer, which names no parameter: the caller gives the order.
+
+DeepSpeed 0.19.8 saves `optimizer.state_dict()` in the model file: of a torch optimizer (fp32 training),
+of `FP16_UnfusedOptimizer` (`fp32_groups`, runtime/fp16/unfused_optimizer.py) or of `FP16_Optimizer`
+(`fp32_groups_flat`, runtime/fp16/fused_optimizer.py). Indices count parameters over the param groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from ds_reshard.containers.torch_zip import TorchArchive, open_archive
+from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, extent_of
+from ds_reshard.formats.zero.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
+from ds_reshard.formats.zero.faults import fail
+from ds_reshard.formats.zero.layout import by_key, flat_offsets, whole
+from ds_reshard.model.index import Extent
+from ds_reshard.model.layout import Cut, Layout, Placement
+from ds_reshard.model.records import TensorRecord
+
+Shape = tuple[int, ...]
+_SCALAR_NBYTES = 4096
+
+
+@dataclass(slots=True, kw_only=True)
+class _Found:
+    """What has been read so far: tensors by buffer, placements, scalar states, faults."""
+
+    path: str
+    archive: TorchArchive
+    tensors: dict[str, TensorRecord] = field(default_factory=dict)
+    placements: list[Placement] = field(default_factory=list)
+    scalars: dict[str, dict[str, Scalar]] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+
+    def place(self, name: str, kind: str, shape: Shape, tensor: TensorRecord) -> None:
+        if tensor.shape != shape or not tensor.contiguous:
+            self.faults.append(_order_fault(name, kind, shape, tensor.shape))
+            return
+        buffer = f"{kind}/{name}"
+        self.tensors[buffer] = tensor
+        self.placements.append(whole(name, kind, shape, tensor.dtype, family=MODEL, buffer=buffer))
+
+    def scalar(self, name: str, kind: str, value: object) -> None:
+        if isinstance(value, TensorRecord) and value.nbytes <= _SCALAR_NBYTES and value.contiguous:
+            found: Scalar = ScalarTensor(dtype=value.dtype, shape=value.shape, data=self.archive.tensor_bytes(value))
+        elif value is None or isinstance(value, int | float | bool | str):
+            found = value
+        else:
+            raise fail(self.path, f"state {kind!r} of {name} is neither flat nor scalar", "a tensor", str(type(value)))
+        self.scalars.setdefault(name, {})[kind] = found
+
+
+def with_order(
+    checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]]
+) -> tuple[ZeroCheckpoint, dict[str, Extent]]:
+    """The same checkpoint with its optimizer named: `order` lists each param group's trainable parameters.
+
+    Returns it with the extents of the optimizer's tensors, keyed by buffer. Shapes are checked one by
+    one (ModelMismatch); where masters are saved, the caller compares their cast with the weights.
+    """
+    model = checkpoint.model
+    saved = model.entries.get("optimizer")
+    if not isinstance(saved, dict):
+        raise fail(model.path, "holds no optimizer state", "an entry 'optimizer'", type(saved).__name__)
+    inner = saved.get("optimizer_state_dict", saved)
+    if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
+        raise fail(model.path, "has an optimizer of an unknown layout", "a torch optimizer state", str(sorted(saved)))
+    groups = inner["param_groups"]
+    if len(groups) != len(order):
+        raise_faults([_groups_fault(model.path, len(order), len(groups))], subject="matching a stage-0 optimizer")
+    with open_archive(model.path) as archive:
+        found = _Found(path=model.path, archive=archive)
+        raw = "fp32_groups" not in saved and "fp32_groups_flat" not in saved
+        for g, (group, shapes) in enumerate(zip(groups, order, strict=True)):
+            if "fp32_groups_flat" in saved:
+                _flat(found, saved["fp32_groups_flat"][g], inner["state"].get(group["params"][0], {}), shapes, g)
+            else:
+                masters = saved["fp32_groups"][g] if not raw else None
+                _per_parameter(found, masters, inner["state"], group["params"], shapes)
+    raise_faults(found.faults, subject=f"checkpoint {checkpoint.listing.folder}")
+    if raw:
+        for name, shape in ((n, s) for shapes in order for n, s in shapes.items()):
+            if name in model.module:
+                found.place(name, "fp32", shape, model.module[name])
+    facts = OptimizerFacts(groups=tuple(_group_facts(groups, order)), scalars=found.scalars)
+    layout = Layout({**checkpoint.layout.placements, **by_key(found.placements)}, checkpoint.layout.shards)
+    named = replace(checkpoint, layout=layout, facts=facts, masters_in_module=raw)
+    return named, {buffer: extent_of(tensor) for buffer, tensor in found.tensors.items()}
+
+
+def _group_facts(groups: list[dict[str, object]], order: Sequence[Mapping[str, Shape]]) -> Iterator[GroupFacts]:
+    for group, shapes in zip(groups, order, strict=True):
+        hyper = {str(key): value for key, value in group.items() if key != "params"}
+        yield GroupFacts(members=tuple(shapes), hyperparameters=hyper)
+
+
+def _per_parameter(
+    found: _Found,
+    masters: Sequence[TensorRecord] | None,
+    states: Mapping[int, Mapping[str, object]],
+    indices: Sequence[int],
+    shapes: Mapping[str, Shape],
+) -> None:
+    """One tensor a parameter. A torch optimizer lists frozen parameters too, but holds no state of them."""
+    trained = [i for i in indices if i in states] if masters is None else list(indices)
+    if not trained and masters is None:
+        return
+    if len(trained) != len(shapes):
+        found.faults.append(_groups_fault(found.path, len(shapes), len(trained)))
+        return
+    for j, (index, (name, shape)) in enumerate(zip(trained, shapes.items(), strict=True)):
+        if masters is not None:
+            found.place(name, "fp32", shape, masters[j])
+        for kind, value in states.get(index, {}).items():
+            if isinstance(value, TensorRecord) and value.shape == shape and (shape or kind != "step"):
+                found.place(name, str(kind), shape, value)
+            else:
+                found.scalar(name, str(kind), value)
+
+
+def _flat(
+    found: _Found, master: TensorRecord, state: Mapping[str, object], shapes: Mapping[str, Shape], number: int
+) -> None:
+    """`FP16_Optimizer`: one flat tensor a group, no padding."""
+    offsets, total = flat_offsets(shapes, None)
+    flat = {"fp32": master}
+    for kind, value in state.items():
+        if isinstance(value, TensorRecord) and value.shape == (total,):
+            flat[str(kind)] = value
+        else:
+            for name in shapes:
+                found.scalar(name, str(kind), value)
+    for kind, tensor in flat.items():
+        if tensor.shape != (total,) or not tensor.contiguous:
+            found.faults.append(_order_fault(f"param group {number}", kind, (total,), tensor.shape))
+            continue
+        found.tensors[f"{kind}/{number}"] = tensor
+        for name, shape in shapes.items():
+            if prod(shape):
+                placed = whole(name, kind, shape, tensor.dtype, family=MODEL, buffer=f"{kind}/{number}")
+                found.placements.append(replace(placed, cut=Cut(chunk=total, phase=offsets[name])))
+
+
+def _order_fault(name: str, kind: str, expected: Shape, found: Shape) -> Fault:
+    return Fault(error="ModelMismatch", where=f"parameter {name}", what=f"its saved {kind} has another shape: "
+                 "a stage-0 optimizer names no parameter, so the order of this run's param groups is used",
+                 expected=str(list(expected)), found=str(list(found)),
+                 mend="build the optimizer's param groups in the order of the saved run")  # fmt: skip
+
+
+def _groups_fault(path: str, expected: int, found: int) -> Fault:
+    return Fault(error="ParamGroupMismatch", where=path, what="a stage-0 optimizer names no parameter, and its "
+                 "param groups are not those of this run", expected=f"{expected} (this run)", found=f"{found} (saved)",
+                 mend="build the optimizer with the param groups of the saved run")  # fmt: skip

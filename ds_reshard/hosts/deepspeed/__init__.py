@@ -1,0 +1,53 @@
+"""DeepSpeed: `engine.load_checkpoint` under any ZeRO stage and data-parallel size.
+
+Importing this loads neither DeepSpeed nor torch; the seam is in `load.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+
+from ds_reshard.hooks import HostHooks, Patch
+
+
+def _wrap_load_checkpoint(original: Callable[..., object]) -> Callable[..., object]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_checkpoint(*args: object, **kwargs: object) -> object:
+        from ds_reshard.hosts.deepspeed.load import load_checkpoint as seam
+
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = dict(bound.arguments)
+        engine = arguments.pop("self")
+        return seam(engine, lambda: original(*args, **kwargs), **arguments)  # type: ignore[arg-type]
+
+    return load_checkpoint
+
+
+HOOKS = HostHooks(
+    host="deepspeed",
+    distribution="deepspeed",
+    versions=">=0.14,<0.20",
+    tested=("0.19.8",),
+    patches=(
+        Patch(
+            target="deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint",
+            wrapper=_wrap_load_checkpoint,
+            signature=(
+                "load_dir",
+                "tag",
+                "load_module_strict",
+                "load_optimizer_states",
+                "load_lr_scheduler_states",
+                "load_module_only",
+                "custom_load_fn",
+            ),
+            summary="loads a checkpoint of another ZeRO stage or data-parallel size straight from its files",
+            vendored_marker="_DS_RESHARD_LOAD_CHECKPOINT",
+        ),
+    ),
+)

@@ -1,0 +1,68 @@
+"""What the ranks tell each other, so that all of them act and fail alike."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from ds_reshard.errors import Fault, ReshardError, raise_faults
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def broadcast(value: T) -> T:
+    """Rank 0's value, on every rank. Collective."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    box: list[object] = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]  # type: ignore[return-value]
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's value, in rank order, on every rank. Collective."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values  # type: ignore[return-value]
+
+
+def faults_of(error: Exception) -> list[Fault]:
+    """An exception as faults, so that it can be told to the other ranks."""
+    if isinstance(error, ReshardError):
+        return list(error.faults) or [Fault(error=type(error).__name__, where=f"rank {rank()}", what=str(error))]
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{last.filename.rsplit('/', 1)[-1]}:{last.lineno}"
+    return [
+        Fault(error="InternalError", where=f"rank {rank()}", what=f"{type(error).__name__}: {error} ({place})",
+              mend="report this with the checkpoint's `ds-reshard inspect` output")
+    ]  # fmt: skip
+
+
+def attempt(work: Callable[[], T]) -> tuple[T | None, list[Fault], Exception | None]:
+    """Run one rank's share of the work; what it raises comes back as faults, never past a collective."""
+    try:
+        return work(), [], None
+    except Exception as error:
+        return None, faults_of(error), error
+
+
+def agree(faults: Iterable[Fault], *, subject: str, cause: Exception | None = None) -> None:
+    """Raise the same error on every rank when any rank has a fault. Collective."""
+    everyone = [fault for of_rank in gather(list(faults)) for fault in of_rank]
+    try:
+        raise_faults(everyone, subject=subject)
+    except ReshardError as error:
+        raise error from cause

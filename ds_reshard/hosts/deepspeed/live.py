@@ -1,0 +1,207 @@
+"""A running DeepSpeed engine as a layout and buffers: the target side of a load.
+
+Attributes read here, all seen in deepspeed 0.14 to 0.19.8: `DeepSpeedZeroOptimizer.round_robin_bit16_groups`,
+`.single_partition_of_fp32_groups` (runtime/zero/stage_1_and_2.py), `BF16_Optimizer.bf16_groups`,
+`.fp32_groups_flat_partition` (runtime/bf16_optimizer.py), `DeepSpeedZeroOptimizer_Stage3.fp16_groups`,
+`.fp32_partitioned_groups_flat`, `.sub_group_to_group_id` (runtime/zero/stage3.py). `round_robin_bit16_padding`
+is newer than 0.19.5; without it there are no gaps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatBuffer:
+    """One flat buffer of this rank: its parameters in order, and the fp32 tensor that holds its masters.
+
+    A param group at stages 1 and 2, a sub-group at stage 3. `gaps[i]` elements follow parameter i in
+    the group (`parameter_alignment`); `group` is the param group that the buffer belongs to.
+    """
+
+    shapes: dict[str, Shape]
+    fp32: torch.Tensor
+    gaps: tuple[int, ...] | None
+    group: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveOptimizer:
+    """An optimizer of any stage, seen alike.
+
+    `kind` is "zero", "bf16" or "zero3", and at stage 0 "fused" (one flat buffer a group), "unfused" or
+    "torch" (one buffer a parameter; a torch optimizer's masters are the weights themselves). `rank` and
+    `dp` are those of the group that partitions the optimizer; at stage 0 every rank holds all, as the
+    one rank of dp=1. `groups` are the optimizer's live param groups, `order` the trainable parameters of
+    each in the order in which the user gave them.
+    """
+
+    kind: str
+    stage: int
+    rank: int
+    dp: int
+    buffers: tuple[FlatBuffer, ...]
+    groups: tuple[dict[str, object], ...]
+    order: tuple[dict[str, Shape], ...]
+
+    @property
+    def replicated(self) -> bool:
+        return self.stage == 0
+
+    def members(self, group: int) -> list[str]:
+        return [name for buffer in self.buffers if buffer.group == group for name in buffer.shapes]
+
+
+def unsupported(engine: DeepSpeedEngine) -> list[str]:
+    """What this engine uses that a load under another layout cannot handle; names for the refusal."""
+    optimizer = getattr(engine, "optimizer", None)
+    wrapper = type(optimizer).__name__
+    module = getattr(engine, "module", None)
+    stage = engine.zero_optimization_stage()
+    base = type(getattr(optimizer, "optimizer", optimizer)).__name__
+    autotp = getattr(engine, "autotp_size", lambda: 0)
+    found = {
+        "tensor parallelism": getattr(engine, "mp_world_size", 1) > 1 or autotp() > 1,
+        "PipelineModule": any(cls.__name__ == "PipelineModule" for cls in type(module).__mro__),
+        "mixture of experts": bool(getattr(engine, "has_moe_layers", False)),
+        "NVMe offload": _nvme(engine),
+        "ZenFlow": bool(getattr(optimizer, "zenflow", False)) or bool(getattr(engine, "zenflow", False)),
+        "SuperOffload": wrapper.startswith("SuperOffload"),
+        "MiCS": wrapper.startswith("MiCS"),
+        "Muon at stage 3": stage == 3 and "Muon" in base,
+    }
+    return [name for name, present in found.items() if present]
+
+
+def _nvme(engine: DeepSpeedEngine) -> bool:
+    offload = engine.zero_nvme_offload_optimizer()
+    param = getattr(getattr(engine, "optimizer", None), "params_in_nvme_and_cpu", False)
+    return bool(offload) or bool(param)
+
+
+def live_kind(engine: DeepSpeedEngine) -> str:
+    """The kind of the engine's optimizer; "none" without one, "offload" at stage 3 without one."""
+    optimizer = getattr(engine, "optimizer", None)
+    marks = {
+        "fp32_groups_flat_partition": "bf16",
+        "single_partition_of_fp32_groups": "zero",
+        "fp32_partitioned_groups_flat": "zero3",
+        "fp32_groups_flat": "fused",
+        "fp32_groups": "unfused",
+    }
+    for attribute, kind in marks.items():
+        if hasattr(optimizer, attribute):
+            return kind
+    if engine.zero_optimization_stage() == 3:
+        return "offload"
+    return "torch" if hasattr(optimizer, "param_groups") else "none"
+
+
+def live_optimizer(engine: DeepSpeedEngine) -> LiveOptimizer | None:
+    """The engine's optimizer, None when it has none."""
+    import torch.distributed as dist
+
+    kind = live_kind(engine)
+    if kind in ("none", "offload"):
+        return None
+    optimizer, names = engine.optimizer, engine.param_names
+    stage = int(engine.zero_optimization_stage())
+    readers = {"zero": _zero, "bf16": _bf16, "zero3": _zero3, "fused": _fused, "unfused": _unfused, "torch": _torch}
+    buffers = tuple(readers[kind](optimizer, names))
+    groups = tuple(getattr(optimizer, "optimizer", optimizer).param_groups)
+    group = None if stage == 0 else optimizer.dp_process_group
+    return LiveOptimizer(
+        kind=kind,
+        stage=stage,
+        rank=0 if group is None else dist.get_rank(group=group),
+        dp=1 if group is None else dist.get_world_size(group=group),
+        buffers=buffers,
+        groups=groups,
+        order=_order(kind, optimizer, names, buffers, len(groups)),
+    )
+
+
+def _order(
+    kind: str,
+    optimizer: ZeROOptimizer,
+    names: dict[torch.Tensor, str],
+    buffers: tuple[FlatBuffer, ...],
+    groups: int,
+) -> tuple[dict[str, Shape], ...]:
+    if kind == "zero":
+        return tuple(_shapes(params, names) for params in optimizer.bit16_groups)
+    order: list[dict[str, Shape]] = [{} for _ in range(groups)]
+    for buffer in buffers:
+        order[buffer.group] |= buffer.shapes
+    return tuple(order)
+
+
+def param_shape(param: torch.Tensor) -> Shape:
+    """A parameter's full shape, also when stage 3 has partitioned it."""
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def _shapes(params: list[torch.Tensor], names: dict[torch.Tensor, str]) -> dict[str, Shape]:
+    return {names[param]: param_shape(param) for param in params}
+
+
+def _zero(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[FlatBuffer]:
+    groups = optimizer.round_robin_bit16_groups
+    gaps = getattr(optimizer, "round_robin_bit16_padding", None)
+    flats = optimizer.single_partition_of_fp32_groups
+    return [
+        FlatBuffer(shapes=_shapes(params, names), fp32=flat, gaps=tuple(gaps[g]) if gaps else None, group=g)
+        for g, (params, flat) in enumerate(zip(groups, flats, strict=True))
+    ]
+
+
+def _bf16(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[FlatBuffer]:
+    groups = optimizer.bf16_groups
+    flats = optimizer.fp32_groups_flat_partition
+    return [
+        FlatBuffer(shapes=_shapes(params, names), fp32=flat, gaps=None, group=g)
+        for g, (params, flat) in enumerate(zip(groups, flats, strict=True))
+    ]
+
+
+def _zero3(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[FlatBuffer]:
+    groups = optimizer.fp16_groups
+    flats = optimizer.fp32_partitioned_groups_flat
+    group_of = optimizer.sub_group_to_group_id
+    return [
+        FlatBuffer(shapes=_shapes(params, names), fp32=flat, gaps=None, group=group_of[i])
+        for i, (params, flat) in enumerate(zip(groups, flats, strict=True))
+    ]
+
+
+def _fused(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[FlatBuffer]:
+    return [
+        FlatBuffer(shapes=_shapes(params, names), fp32=flat, gaps=None, group=g)
+        for g, (params, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True))
+    ]
+
+
+def _unfused(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[FlatBuffer]:
+    return [
+        FlatBuffer(shapes=_shapes([param], names), fp32=master, gaps=None, group=g)
+        for g, (params, masters) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True))
+        for param, master in zip(params, masters, strict=True)
+    ]
+
+
+def _torch(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> list[FlatBuffer]:
+    return [
+        FlatBuffer(shapes=_shapes([param], names), fp32=param, gaps=None, group=g)
+        for g, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+        if param.requires_grad
+    ]

@@ -1,0 +1,211 @@
+"""Carry out a prepared load: move bytes, verify them, hand them to DeepSpeed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ds_reshard.errors import Fault
+from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
+from ds_reshard.execution.ports import Outcome
+from ds_reshard.execution.threads import ThreadExecutor
+from ds_reshard.hosts.deepspeed.adopt import adopt
+from ds_reshard.hosts.deepspeed.agree import agree, attempt, gather, rank
+from ds_reshard.hosts.deepspeed.live import LiveOptimizer
+from ds_reshard.hosts.deepspeed.prepare import Prepared, Request
+from ds_reshard.hosts.deepspeed.revival import read_tensor
+from ds_reshard.hosts.deepspeed.settings import Settings
+
+if TYPE_CHECKING:
+    import torch
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+logger = logging.getLogger("ds_reshard")
+_COMPARED_NUMEL = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """What one rank's load read: bytes, system calls, files."""
+
+    bytes_read: int
+    read_calls: int
+    files: tuple[str, ...]
+
+
+def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings: Settings) -> Moved:
+    """Fill the engine. Collective; a fault on any rank raises on every rank, and the engine is then unusable."""
+    subject = f"loading {prepared.checkpoint.listing.folder}"
+    outcome, faults, cause = attempt(lambda: _read(prepared, settings))
+    outcome = outcome or Outcome()
+    sums, found, failed = attempt(lambda: settle(partial_sums(outcome)))
+    faults += found + outcome.faults
+    pending: list[PartialSum] = []
+    if sums is not None:
+        pending, mismatched = sums
+        faults += mismatched
+    told = gather((faults, pending))
+    everyone = [fault for of_rank, _ in told for fault in of_rank]
+    combined, again = combine([of_rank for _, of_rank in told])
+    reread = read_again([record for record, reader in again.items() if reader == rank()]) if not everyone else []
+    agree([*faults, *(combined if rank() == 0 else []), *reread], subject=subject, cause=cause or failed)
+    _, faults, cause = attempt(lambda: _settle_model(engine, prepared, request))
+    if settings.verify != "off" and not faults:
+        faults += list(_masters_against_weights(engine, prepared))
+    agree(faults, subject=subject, cause=cause)
+    _, faults, cause = attempt(lambda: _finish(engine, prepared, request))
+    agree(faults, subject=subject, cause=cause)
+    plan = prepared.plan
+    return Moved(bytes_read=outcome.bytes_read, read_calls=outcome.read_calls, files=plan.files)
+
+
+def _read(prepared: Prepared, settings: Settings) -> Outcome:
+    executor = ThreadExecutor(
+        threads=settings.threads, memory_nbytes=settings.memory_nbytes, checksum=settings.verify == "crc32"
+    )
+    return executor.execute(prepared.plan, prepared.wants.targets())
+
+
+def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> None:
+    """The parts of the module that are not moved by the executor."""
+    import torch
+
+    with torch.no_grad():
+        for record, tensor in prepared.wants.whole_reads:
+            tensor.copy_(read_tensor(record))
+        if request.custom_load_fn is not None:
+            state = {name: read_tensor(record) for name, record in prepared.checkpoint.model.module.items()}
+            request.custom_load_fn(src=state, dst=engine.module)
+
+
+def _finish(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> None:
+    """Scheduler and counters, then the optimizer, in DeepSpeed's own order. Every rank takes the same path."""
+    live = prepared.live
+    if live is None or live.stage != 0:
+        _counters(engine, prepared, request)
+    if live is not None:
+        _finish_optimizer(engine, live, prepared, request)
+    if live is not None and live.stage == 0:
+        _counters(engine, prepared, request)
+
+
+def _finish_optimizer(engine: DeepSpeedEngine, live: LiveOptimizer, prepared: Prepared, request: Request) -> None:
+    optimizer, wants = engine.optimizer, prepared.wants
+    if prepared.values is not None:
+        if not prepared.masters or not _masters_read(prepared):
+            _masters_from_weights(optimizer, live)
+        adopt(engine, live, prepared.values, wants.tensors)
+        _weights_from_masters(engine, live, prepared)
+        return
+    _weights_from_masters(engine, live, prepared)
+    _masters_from_weights(optimizer, live)
+
+
+def _masters_read(prepared: Prepared) -> bool:
+    return any(key.kind == "fp32" for key in prepared.wants.placements)
+
+
+def _masters_from_weights(optimizer: object, live: LiveOptimizer) -> None:
+    """fp32 masters anew from the weights (they lose the bits that 16-bit weights do not have)."""
+    if live.kind == "torch":
+        return
+    name = "refresh_fp32_params" if live.stage == 0 else "_restore_from_bit16_weights"
+    refresh: Callable[[], None] = getattr(optimizer, name)
+    refresh()
+
+
+def _weights_from_masters(engine: DeepSpeedEngine, live: LiveOptimizer, prepared: Prepared) -> None:
+    """Weights that the checkpoint did not hold in this run's type: cast from the masters, then gathered."""
+    import torch
+
+    if not prepared.wants.from_masters:
+        return
+    if live.kind in ("zero", "bf16"):
+        engine.optimizer.update_lp_params()
+        return
+    names = set(prepared.wants.from_masters)
+    params = {name: param for param, name in engine.param_names.items()}
+    with torch.no_grad():
+        for buffer in live.buffers:
+            at = 0
+            for name, shape in buffer.shapes.items():
+                numel = params[name].numel()
+                if name in names:
+                    params[name].copy_(buffer.fp32.detach().view(-1)[at : at + numel].view(shape))
+                at += numel
+
+
+def _counters(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> None:
+    """Counters and schedulers, as DeepSpeed's `_load_checkpoint` (runtime/engine.py, 0.19.8) sets them."""
+    entries = prepared.entries
+    engine.loaded_checkpoint_dp_world_size = prepared.checkpoint.dp
+    if request.module_only:
+        return
+    if request.scheduler and engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(entries["lr_scheduler"])
+    if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and entries.get("random_ltd"):
+        engine.random_ltd_scheduler.load_state_dict(entries["random_ltd"])
+    loader = engine.training_dataloader
+    if loader is not None and engine.curriculum_learning_enabled() and entries.get("data_sampler") is not None:
+        loader.data_sampler.load_state_dict(entries["data_sampler"])
+    engine.global_steps = entries["global_steps"]
+    engine.global_samples = entries.get("global_samples", engine.global_steps * engine.train_batch_size())
+    engine.skipped_steps = entries.get("skipped_steps", 0)
+    engine.loaded_checkpoint_mp_world_size = entries.get("mp_world_size", 1)
+
+
+def _masters_against_weights(engine: DeepSpeedEngine, prepared: Prepared) -> Iterator[Fault]:
+    """Whether the masters' cast is the weight, bit for bit, wherever both were read from files.
+
+    It is so after every step of every run; where it is not, the files are of two runs or two steps.
+    """
+    live = prepared.live
+    if live is None or prepared.values is None or not _masters_read(prepared):
+        return
+    read = {key.name for key in prepared.wants.placements if key.kind == "weight"}
+    for number, (buffer, weights) in enumerate(zip(live.buffers, _weights_beside(engine, live), strict=True)):
+        if weights is None or not all(name in read for name in buffer.shapes):
+            continue
+        at = _first_difference(buffer.fp32.detach().view(-1), weights.detach().view(-1))
+        if at is not None:
+            yield Fault(
+                error="CheckpointDamaged",
+                where=prepared.checkpoint.listing.folder,
+                what=f"weights and fp32 masters of flat buffer {number} ({next(iter(buffer.shapes))}, ...) do not "
+                "belong together: model and optimizer files are of different steps or runs",
+                expected="the masters' cast in every weight",
+                found=f"a difference at element {at} of the partition of rank {live.rank}",
+                mend="restore all files of one save; if the weights were edited on purpose, load once with "
+                '"reshard": {"verify": "off"}',
+            )
+
+
+def _weights_beside(engine: DeepSpeedEngine, live: LiveOptimizer) -> list[torch.Tensor | None]:
+    """For each flat buffer the weights in the same order and cut, None where there is no such view."""
+    optimizer = engine.optimizer
+    if live.kind == "zero":
+        return [parts[live.rank] for parts in optimizer.parallel_partitioned_bit16_groups]
+    if live.kind == "bf16":
+        return [parts[live.rank] for parts in optimizer.bf16_partitioned_groups]
+    if live.kind == "zero3":
+        return list(optimizer.fp16_partitioned_groups_flat)
+    if live.kind == "fused":
+        return list(optimizer.fp16_groups_flat)
+    params = {name: param for param, name in engine.param_names.items()}
+    return [params[next(iter(buffer.shapes))] if live.kind == "unfused" else None for buffer in live.buffers]
+
+
+def _first_difference(masters: torch.Tensor, weights: torch.Tensor) -> int | None:
+    import torch
+
+    for at in range(0, min(masters.numel(), weights.numel()), _COMPARED_NUMEL):
+        part = weights[at : at + _COMPARED_NUMEL]
+        cast = masters[at : at + _COMPARED_NUMEL].to(device=part.device, dtype=part.dtype)
+        if torch.equal(cast, part):
+            continue
+        same = (cast == part) | (cast.isnan() & part.isnan())
+        if not bool(same.all()):
+            return at + int((~same).nonzero()[0])
+    return None

@@ -1,0 +1,307 @@
+"""Everything about a load that can fail, before the first byte of the engine changes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ds_reshard.containers.crc import crc32, repeated
+from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, ZeroShards
+from ds_reshard.formats.zero.stage0 import with_order
+from ds_reshard.hosts.deepspeed.adopt import OptimizerValues
+from ds_reshard.hosts.deepspeed.compare import live_model, match_groups, match_scalars, model_faults
+from ds_reshard.hosts.deepspeed.live import LiveOptimizer
+from ds_reshard.hosts.deepspeed.revival import revived, scalar
+from ds_reshard.hosts.deepspeed.settings import Settings
+from ds_reshard.hosts.deepspeed.wants import RUN, Wants, want_model, want_optimizer
+from ds_reshard.model.index import Index
+from ds_reshard.planning.match import plan_rank
+from ds_reshard.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+logger = logging.getLogger("ds_reshard")
+
+_COUNTERS = ("skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd")
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The arguments of `load_checkpoint`, as the user gave them."""
+
+    load_dir: str
+    tag: str
+    strict: bool
+    optimizer: bool
+    scheduler: bool
+    module_only: bool
+    custom_load_fn: Callable[..., object] | None
+
+    @property
+    def load_optimizer(self) -> bool:
+        return self.optimizer and not self.module_only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A load that nothing but the disk can still stop."""
+
+    checkpoint: ZeroCheckpoint
+    live: LiveOptimizer | None
+    wants: Wants
+    plan: Plan
+    values: OptimizerValues | None
+    masters: bool
+    entries: Mapping[str, object]
+    shards: ZeroShards
+
+
+def prepare(
+    engine: DeepSpeedEngine,
+    live: LiveOptimizer | None,
+    checkpoint: ZeroCheckpoint,
+    request: Request,
+    settings: Settings,
+) -> Prepared:
+    """Match model, groups and states, plan the copies and open the shards they need; no mutation.
+
+    Raises every fault found on this rank at once.
+    """
+    subject = f"loading {checkpoint.listing.folder}"
+    loads_optimizer = request.load_optimizer and live is not None
+    shards = ZeroShards(checkpoint=checkpoint)
+    faults: list[Fault] = list(
+        model_faults(live_model(engine, live), checkpoint, optimizer=loads_optimizer, strict=request.strict)
+    )
+    faults += _custom_faults(request, live, checkpoint)
+    raise_faults(faults, subject=subject)
+    if loads_optimizer and checkpoint.stage == 0 and live is not None:
+        checkpoint, extents = with_order(checkpoint, live.order)
+        shards = ZeroShards(checkpoint=checkpoint, stage0=extents)
+    values = None
+    if loads_optimizer and live is not None:
+        values, found = _optimizer_values(engine, live, checkpoint, settings)
+        faults += found
+    masters = loads_optimizer and (live is None or live.stage == 0 or live.kind == "zero3" or _from_fp32(engine))
+    wants = _wants(engine, live, checkpoint, loads_optimizer=loads_optimizer, masters=masters)
+    entries = _entries(engine, checkpoint, request, settings)
+    index = Index(checkpoint.layout, shards)
+    rank = live.rank if live else 0
+    plan = plan_rank(index, wants.layout(live.dp if live else 1), rank, wants.sources, family=RUN, sizes=wants.sizes)
+    faults += index.faults
+    faults += _files_as_listed(checkpoint, plan)
+    raise_faults(faults, subject=subject)
+    return Prepared(checkpoint=checkpoint, live=live, wants=wants, plan=plan, values=values, masters=masters,
+                    entries=entries, shards=shards)  # fmt: skip
+
+
+def _from_fp32(engine: DeepSpeedEngine) -> bool:
+    return bool(engine.zero_load_from_fp32_weights())
+
+
+def _custom_faults(request: Request, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+    partitioned = checkpoint.listing.partitioned_model or (live is not None and live.kind == "zero3")
+    if request.custom_load_fn is not None and partitioned:
+        yield Fault(error="UnsupportedLayout", where="load_checkpoint(custom_load_fn=...)",
+                    what="a custom load function gets whole weights, which stage 3 does not have",
+                    expected="stages 0 to 2 on both sides", found="stage 3",
+                    mend="load without custom_load_fn, or save and load at stages 0 to 2")  # fmt: skip
+
+
+def _wants(
+    engine: DeepSpeedEngine,
+    live: LiveOptimizer | None,
+    checkpoint: ZeroCheckpoint,
+    *,
+    loads_optimizer: bool,
+    masters: bool,
+) -> Wants:
+    wants = Wants(checkpoint=checkpoint)
+    want_model(wants, engine, live, masters=masters)
+    if live is not None and loads_optimizer:
+        want_optimizer(wants, live, masters=masters, states=True)
+    elif live is not None and wants.from_masters and live.kind in ("zero", "bf16"):
+        want_optimizer(wants, live, masters=True, states=False)
+    return wants
+
+
+def _optimizer_values(
+    engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroCheckpoint, settings: Settings
+) -> tuple[OptimizerValues, list[Fault]]:
+    facts = checkpoint.facts
+    assert facts is not None
+    groups, faults = match_groups({g: live.members(g) for g in range(len(live.groups))}, facts)
+    hyper: dict[int, Mapping[str, object]] = {}
+    for number, saved in groups.items():
+        made = revived(dict(saved), trusted=settings.trust, where=f"param group {number}")
+        assert isinstance(made, dict)
+        hyper[number] = made
+    scalars: dict[int, Mapping[str, object]] = {}
+    for number, buffer in enumerate(live.buffers):
+        found, wrong = match_scalars(f"flat buffer {number}", list(buffer.shapes), facts)
+        scalars[number] = {name: scalar(value) for name, value in found.items()}
+        faults += wrong + _uneven_states(checkpoint, number, buffer.shapes)
+    entries = checkpoint.optim.entries if checkpoint.optim else {}
+    extras = _extras(engine, entries, settings)
+    step = entries.get("base_optimizer_state_step")
+    return OptimizerValues(groups=hyper, scalars=scalars, extras=extras, step=step), faults
+
+
+def _uneven_states(checkpoint: ZeroCheckpoint, number: int, shapes: Mapping[str, Shape]) -> list[Fault]:
+    """Members of one flat buffer must have been saved with the same states: there is one for all."""
+    kinds: dict[tuple[str, ...], str] = {}
+    for name in shapes:
+        found = tuple(sorted(kind for kind in checkpoint.layout.kinds(name) if kind not in ("weight", "fp32")))
+        kinds.setdefault(found, name)
+    if len(kinds) < 2:
+        return []
+    (one, first), (other, second), *_ = kinds.items()
+    return [
+        Fault(error="ParamGroupMismatch", where=f"flat buffer {number}", what="its members were saved with other states",
+              expected=f"{', '.join(one) or 'none'} (as {first})", found=f"{', '.join(other) or 'none'} (as {second})",
+              mend="build the optimizer with the param groups that were saved, or pass load_optimizer_states=False")
+    ]  # fmt: skip
+
+
+def _extras(engine: DeepSpeedEngine, entries: Mapping[str, object], settings: Settings) -> dict[str, object]:
+    """Loss scaler, overflow flag and clipping: restored as DeepSpeed restores them.
+
+    A loss scaler of another kind than this run's (the precision was changed) is left alone, loudly.
+    """
+    extras: dict[str, object] = {}
+    if "clip_grad" in entries:
+        extras["clip_grad"] = entries["clip_grad"]
+    live = getattr(engine.optimizer, "loss_scaler", None)
+    if live is not None and "loss_scaler" in entries:
+        saved = revived(entries["loss_scaler"], trusted=settings.trust, where="loss_scaler")
+        if type(saved) is type(live):
+            extras["loss_scaler"] = saved
+            extras["dynamic_loss_scale"] = entries.get("dynamic_loss_scale", False)
+            extras["overflow"] = entries.get("overflow", False)
+        else:
+            logger.warning("the checkpoint's loss scaler (%s) is not of this run's kind (%s): this run's is kept",
+                           type(saved).__name__, type(live).__name__)  # fmt: skip
+    return extras
+
+
+def _entries(
+    engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint, request: Request, settings: Settings
+) -> Mapping[str, object]:
+    """The model file's entries but the weights, as live values; what is not needed stays unbuilt."""
+    import torch
+
+    skipped = {"module", "frozen_param_fragments"}
+    if request.load_optimizer or request.optimizer:
+        skipped.add("optimizer")
+    saved = {key: value for key, value in checkpoint.model.entries.items() if key not in skipped}
+    made = revived(saved, trusted=settings.trust, where=checkpoint.model.path)
+    assert isinstance(made, dict)
+    for key in ("param_shapes", "frozen_param_shapes"):
+        shapes = made.get(key)
+        for group in shapes if isinstance(shapes, list) else [shapes] if shapes else []:
+            for name, shape in group.items():
+                group[name] = torch.Size(shape)
+    wants_scheduler = request.scheduler and not request.module_only and engine.lr_scheduler is not None
+    if wants_scheduler and made.get("lr_scheduler") is None:
+        raise_faults([Fault(error="ModelMismatch", where=checkpoint.model.path, what="holds no scheduler state",
+                            expected="the state of this run's scheduler", found="none",
+                            mend="pass load_lr_scheduler_states=False")],
+                     subject=f"loading {checkpoint.listing.folder}")  # fmt: skip
+    return made
+
+
+def _files_as_listed(checkpoint: ZeroCheckpoint, plan: Plan) -> Iterator[Fault]:
+    """Whether this rank sees the files that rank 0 listed, at the sizes that it saw."""
+    from ds_reshard.hosts.deepspeed.agree import rank
+
+    for path in plan.files:
+        listed = checkpoint.listing.nbytes[path.rsplit("/", 1)[-1]]
+        try:
+            nbytes = os.stat(path).st_size
+        except OSError as error:
+            yield _other_folder(path, rank(), f"{listed} bytes", error.strerror or str(error))
+            continue
+        if nbytes != listed:
+            yield _other_folder(path, rank(), f"{listed} bytes", f"{nbytes} bytes")
+
+
+def _other_folder(path: str, rank: int, expected: str, found: str) -> Fault:
+    return Fault(error="CheckpointDamaged", where=path, what=f"rank {rank} sees another folder than rank 0",
+                 expected=expected, found=found,
+                 mend="load from a folder that every rank sees (with node-local storage: copy all files to each node)")  # fmt: skip
+
+
+def client_entries(prepared: Prepared, request: Request, engine: DeepSpeedEngine) -> dict[str, object]:
+    """`client_state`, by the rule of DeepSpeed's `_load_checkpoint`: all entries that it did not use itself."""
+    used = {"module"} if request.module_only else {"module", *_COUNTERS}
+    used |= {"lr_scheduler"} if request.scheduler else set()
+    used |= {"optimizer"} if request.optimizer else set()
+    entries: dict[str, object] = {}
+    for key in prepared.checkpoint.model.entries:
+        if key in used:
+            continue
+        entries[key] = prepared.entries.get(key)
+        if key == "frozen_param_fragments" and prepared.checkpoint.model.entries[key] is not None:
+            entries[key] = {
+                name: getattr(param, "ds_tensor", param).detach()
+                for param, name in engine.param_names.items()
+                if name in prepared.checkpoint.model.frozen_fragments
+            }
+    if request.load_optimizer and prepared.checkpoint.stage == 0 and engine.zero_optimization_stage() == 0:
+        entries["optimizer"] = engine.optimizer.state_dict()
+    return entries
+
+
+def compare_signatures(signatures: Mapping[str, Mapping[str, str]], folder: str) -> list[Fault]:
+    """Faults where shards of one family say different things: they are of different steps or runs."""
+    faults = []
+    families: dict[str, list[str]] = {}
+    for name in sorted(signatures):
+        families.setdefault(OPTIM if name.endswith("optim_states.pt") else MODEL, []).append(name)
+    for names in families.values():
+        first = signatures[names[0]]
+        for name in names[1:]:
+            for key in sorted({*first, *signatures[name]}):
+                one, other = first.get(key, "absent"), signatures[name].get(key, "absent")
+                if one != other:
+                    faults.append(
+                        Fault(error="CheckpointDamaged", where=f"{folder}/{name}",
+                              what=f"is of another step or run than {names[0]}: {key} differs",
+                              expected=_short(one), found=_short(other),
+                              mend="restore all files of one save, or load another tag")
+                    )  # fmt: skip
+    return faults
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:40]}... ({crc32(text.encode()):08x})"
+
+
+def compare_prints(prints: Mapping[str, Sequence[tuple[int, int | None]]], folder: str) -> list[Fault]:
+    """Faults where two optimizer shards hold the same bytes: one was copied over the other.
+
+    Partitions of constant values (zero moments, unit weights) may truly be equal: a shard counts as a
+    copy only when all its buffers equal another's and at least two of them are not all zeros.
+    """
+    seen: dict[tuple[tuple[int, int | None], ...], str] = {}
+    faults = []
+    for name in sorted(prints):
+        marks = tuple(prints[name])
+        telling = [crc for nbytes, crc in marks if crc is not None and crc != repeated(b"\0", nbytes)]
+        if len(telling) < 2:
+            continue
+        if marks in seen:
+            faults.append(
+                Fault(error="CheckpointDamaged", where=f"{folder}/{name}",
+                      what=f"holds the same bytes as {seen[marks]}: one shard was copied over another",
+                      expected="different partitions", found="identical checksums in every buffer",
+                      mend="restore the shard, or load another tag")
+            )  # fmt: skip
+        seen.setdefault(marks, name)
+    return faults

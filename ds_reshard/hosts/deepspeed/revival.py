@@ -1,0 +1,93 @@
+"""Records of a DeepSpeed checkpoint as live values: what an allow-list lets be built, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from ds_reshard.containers.revive import revive
+from ds_reshard.containers.torch_zip import open_archive
+from ds_reshard.execution.buffers import tensor_from_bytes
+from ds_reshard.formats.zero.facts import Scalar, ScalarTensor
+from ds_reshard.model.records import GlobalName, ObjectRecord, TensorRecord
+
+if TYPE_CHECKING:
+    import torch
+
+Record = ObjectRecord | GlobalName
+Child = Callable[[object], object]
+
+
+def read_tensor(record: TensorRecord) -> torch.Tensor:
+    """One tensor, whole, in memory of its own; strides as saved."""
+    import torch
+
+    storage = record.storage
+    itemsize = record.dtype.itemsize
+    if record.contiguous:
+        with open_archive(storage.path) as archive:
+            return tensor_from_bytes(archive.tensor_bytes(record), record.dtype, record.shape)
+    flat = TensorRecord(storage=storage, dtype=record.dtype, element_offset=0, shape=(storage.nbytes // itemsize,),
+                        stride=(1,))  # fmt: skip
+    with open_archive(storage.path) as archive:
+        values = tensor_from_bytes(archive.tensor_bytes(flat), record.dtype, flat.shape)
+    return torch.as_strided(values, record.shape, record.stride, record.element_offset)
+
+
+def revived(value: object, *, trusted: frozenset[str], where: str) -> object:
+    """The value that `torch.load` would have given, built from the allow-list alone (else TrustRequired)."""
+    return revive(value, builders=_builders(), trusted=trusted, tensor=read_tensor, where=where)
+
+
+def scalar(value: Scalar) -> object:
+    """A scalar state as the optimizer keeps it: a small tensor, or a plain value."""
+    if isinstance(value, ScalarTensor):
+        return tensor_from_bytes(value.data, value.dtype, value.shape)
+    return value
+
+
+def _builders() -> Mapping[str, Callable[[Record, Child], object]]:
+    import torch
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    def plain(cls: type) -> Callable[[Record, Child], object]:
+        def build(record: Record, child: Child) -> object:
+            if isinstance(record, GlobalName):
+                return cls
+            made = object.__new__(cls)
+            state = child(record.state)
+            if isinstance(state, tuple) and len(state) == 2:
+                state = {**(state[0] or {}), **(state[1] or {})}
+            for name, value in (state or {}).items() if isinstance(state, dict) else ():
+                object.__setattr__(made, name, value)
+            return made
+
+        return build
+
+    def call(function: Callable[..., object]) -> Callable[[Record, Child], object]:
+        def build(record: Record, child: Child) -> object:
+            if isinstance(record, GlobalName):
+                return function
+            return function(*(child(arg) for arg in record.args))
+
+        return build
+
+    def dtype_of(name: str) -> Callable[[Record, Child], object]:
+        return lambda record, child: getattr(torch, name)
+
+    from ds_reshard.model.codec import ElementType
+
+    names = {f"torch.{t.label}": dtype_of(t.label) for t in ElementType if hasattr(torch, t.label)}
+    return {
+        **names,
+        "torch.device": call(torch.device),
+        "torch.Size": call(torch.Size),
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler": plain(LossScaler),
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": plain(DynamicLossScaler),
+        "deepspeed.utils.tensor_fragment.fragment_address": plain(fragment_address),
+        "deepspeed.runtime.zero.config.ZeroStageEnum": call(ZeroStageEnum),
+    }
+
+

@@ -1,0 +1,79 @@
+"""The `"ds_reshard"` section of the DeepSpeed JSON, parsed once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ds_reshard.errors import Fault, raise_faults
+
+SECTION = "ds_reshard"
+_TOP = ("enabled", "reshard", "trust")
+_RESHARD = ("always", "threads", "memory_mib", "verify")
+_VERIFY = ("crc32", "off")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the user set.
+
+    `always` takes the direct path on an unchanged layout too; `threads` and `memory_mib` bound the
+    reading; `verify` is "crc32" or "off"; `trust` names classes ("module.Class") that may be built when
+    they occur in `client_state`.
+    """
+
+    enabled: bool = True
+    always: bool = False
+    threads: int = 4
+    memory_mib: int = 64
+    verify: str = "crc32"
+    trust: frozenset[str] = frozenset()
+
+    @property
+    def memory_nbytes(self) -> int:
+        return self.memory_mib << 20
+
+
+def parse_settings(config: Mapping[str, object]) -> Settings:
+    """Settings of a DeepSpeed config; every unknown key and wrong type is reported at once (ConfigError)."""
+    section = config.get(SECTION, {})
+    if not isinstance(section, Mapping):
+        raise_faults([_wrong(SECTION, "an object", section)], subject="DeepSpeed config")
+        raise AssertionError
+    faults = [_unknown(SECTION, key, _TOP) for key in section if key not in _TOP]
+    reshard = section.get("reshard", {})
+    if not isinstance(reshard, Mapping):
+        faults.append(_wrong(f"{SECTION}.reshard", "an object", reshard))
+        reshard = {}
+    faults += [_unknown(f"{SECTION}.reshard", key, _RESHARD) for key in reshard if key not in _RESHARD]
+    enabled = section.get("enabled", True)
+    always = reshard.get("always", False)
+    threads = reshard.get("threads", min(4, os.cpu_count() or 1))
+    memory_mib = reshard.get("memory_mib", 64)
+    verify = reshard.get("verify", "crc32")
+    trust = section.get("trust", [])
+    for key, value in (("enabled", enabled), ("reshard.always", always)):
+        if not isinstance(value, bool):
+            faults.append(_wrong(f"{SECTION}.{key}", "true or false", value))
+    for key, value, low, high in (("threads", threads, 1, 256), ("memory_mib", memory_mib, 1, 1 << 20)):
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            faults.append(_wrong(f"{SECTION}.reshard.{key}", f"a whole number from {low} to {high}", value))
+    if verify not in _VERIFY:
+        faults.append(_wrong(f"{SECTION}.reshard.verify", " or ".join(f'"{v}"' for v in _VERIFY), verify))
+    if not isinstance(trust, list) or not all(isinstance(name, str) and "." in name for name in trust):
+        faults.append(_wrong(f"{SECTION}.trust", 'a list of "module.Class" names', trust))
+    raise_faults(faults, subject="DeepSpeed config")
+    return Settings(enabled=enabled, always=always, threads=threads, memory_mib=memory_mib, verify=verify,
+                    trust=frozenset(trust))  # fmt: skip
+
+
+def _unknown(section: str, key: object, allowed: tuple[str, ...]) -> Fault:
+    return Fault(error="ConfigError", where=f"{section}.{key}", what="is not a setting",
+                 expected=f"one of {', '.join(allowed)}", found=repr(key),
+                 mend=f'remove or correct "{key}" in the "{SECTION}" section of the DeepSpeed JSON')  # fmt: skip
+
+
+def _wrong(where: str, expected: str, value: object) -> Fault:
+    return Fault(error="ConfigError", where=where, what="has a value that is not allowed", expected=expected,
+                 found=repr(value), mend=f'correct "{where}" in the DeepSpeed JSON')  # fmt: skip

@@ -1,0 +1,214 @@
+"""What one rank of a run wants from a checkpoint, and the tensors that receive it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from ds_reshard.execution.buffers import TensorTarget, element_type, fresh, torch_dtype
+from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.formats.zero.layout import flat_group, sliced, sub_group, whole
+from ds_reshard.hosts.deepspeed.live import FlatBuffer, LiveOptimizer
+from ds_reshard.model.codec import ElementType
+from ds_reshard.model.layout import Layout, Placement, TensorKey
+from ds_reshard.model.records import TensorRecord
+
+if TYPE_CHECKING:
+    import torch
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+RUN = "run"
+
+
+@dataclass(slots=True, kw_only=True)
+class Wants:
+    """Target placements, the source tensor of each, and where the target's bytes live.
+
+    `sizes` lists the fresh buffers alone: only those have padding to zero. `whole_reads` are tensors
+    that are read and copied as a whole (not row-major in the file or in memory). `from_masters` names
+    the weights that the checkpoint does not hold and that are cast from the masters once those are in.
+    """
+
+    checkpoint: ZeroCheckpoint
+    placements: dict[TensorKey, Placement] = field(default_factory=dict)
+    sources: dict[TensorKey, TensorKey] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    makers: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    whole_reads: list[tuple[TensorRecord, torch.Tensor]] = field(default_factory=list)
+    from_masters: list[str] = field(default_factory=list)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def existing(self, placement: Placement, source: TensorKey, tensor: torch.Tensor) -> None:
+        """Want `source` in a buffer that the engine already has."""
+        self.placements[placement.key] = placement
+        self.sources[placement.key] = source
+        self.makers[placement.buffer] = lambda: tensor
+
+    def fresh(self, placement: Placement, source: TensorKey, numel: int, device: torch.device) -> None:
+        """Want `source` in a new buffer of `numel` elements, which the engine will adopt."""
+        self.placements[placement.key] = placement
+        self.sources[placement.key] = source
+        self.sizes[placement.buffer] = numel
+        self.makers[placement.buffer] = lambda: fresh(numel, torch_dtype(placement.dtype), device)
+
+    def layout(self, world: int) -> Layout:
+        return Layout(self.placements, {RUN: world})
+
+    def targets(self) -> dict[str, TensorTarget]:
+        """Make every buffer; memory is allocated here and not before."""
+        self.tensors = {buffer: make() for buffer, make in self.makers.items()}
+        return {buffer: TensorTarget(tensor) for buffer, tensor in self.tensors.items()}
+
+
+def has(checkpoint: ZeroCheckpoint, name: str, kind: str) -> bool:
+    return TensorKey(name=name, kind=kind) in checkpoint.layout
+
+
+def want_model(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer | None, *, masters: bool) -> None:
+    """Want every weight and buffer of the module.
+
+    `masters` says that fp32 masters are loaded: a trainable weight that the checkpoint lacks, or holds
+    in another type than this run trains in, is then cast from its master.
+    """
+    trainable = {name for buffer in live.buffers for name in buffer.shapes} if live else set()
+    if live is not None and live.kind == "zero3":
+        _want_partitioned(wants, engine, live, masters=masters)
+    for names, tensor in _entries(engine):
+        if hasattr(tensor, "ds_id"):
+            continue
+        master = next((name for name in names if name in trainable and has(wants.checkpoint, name, "fp32")), None)
+        if masters and live is not None and master is not None:
+            if live.kind == "torch":
+                continue
+            if not _weight_as_trained(wants.checkpoint, names, tensor):
+                wants.from_masters.append(master)
+                continue
+        _want_weight(wants, names, tensor, live)
+
+
+def _entries(engine: DeepSpeedEngine) -> Iterator[tuple[list[str], torch.Tensor]]:
+    """Each tensor of the module's state dict once, with all its names (tied weights have several)."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in engine.module.state_dict(keep_vars=True).items():
+        if hasattr(tensor, "data_ptr"):
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+    for key, tensor in tensors.items():
+        yield names[key], tensor
+
+
+def _weight_as_trained(checkpoint: ZeroCheckpoint, names: list[str], tensor: torch.Tensor) -> bool:
+    """Whether the checkpoint holds this weight beside its master, in the type that this run trains in."""
+    keys = [TensorKey(name=name, kind="weight") for name in names]
+    saved = next((checkpoint.layout[key] for key in keys if key in checkpoint.layout), None)
+    return saved is not None and saved.dtype is element_type(tensor.dtype) and not checkpoint.masters_in_module
+
+
+def _want_weight(wants: Wants, names: list[str], tensor: torch.Tensor, live: LiveOptimizer | None) -> None:
+    """A weight or buffer from the module's entries; without one, a trainable weight from its master.
+
+    Where the run partitions masters, only this rank's share is read into them, and the weight is then
+    cast and gathered (`from_masters`).
+    """
+    checkpoint = wants.checkpoint
+    for name in names:
+        if has(checkpoint, name, "weight"):
+            _want_whole(wants, names[0], TensorKey(name=name, kind="weight"), tensor)
+            return
+        record = checkpoint.model.module.get(name)
+        if record is not None and record.shape == tuple(tensor.shape):
+            wants.whole_reads.append((record, tensor))
+            return
+        if has(checkpoint, name, "fp32"):
+            if live is not None and live.kind in ("zero", "bf16"):
+                wants.from_masters.append(name)
+            else:
+                _want_whole(wants, names[0], TensorKey(name=name, kind="fp32"), tensor)
+            return
+
+
+def _want_whole(wants: Wants, name: str, source: TensorKey, tensor: torch.Tensor) -> None:
+    if not tensor.numel():
+        return
+    record = wants.checkpoint.model.module.get(source.name)
+    if not tensor.is_contiguous() and source.kind == "weight" and record is not None and record.numel:
+        wants.whole_reads.append((record, tensor))
+        return
+    placement = whole(name, "weight", tuple(tensor.shape), element_type(tensor.dtype), family=RUN, buffer=f"module/{name}")
+    wants.existing(placement, source, tensor)
+
+
+def _want_partitioned(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer, *, masters: bool) -> None:
+    """Stage 3: this rank's slices of trainable and frozen parameters.
+
+    With masters, DeepSpeed itself casts the partitions from them; the saved 16-bit slices are read all
+    the same where there are any, to be compared with that cast.
+    """
+    checkpoint = wants.checkpoint
+    flats = engine.optimizer.fp16_partitioned_groups_flat
+    for number, (buffer, flat) in enumerate(zip(live.buffers, flats, strict=True)):
+        held = all(has(checkpoint, name, "weight") for name in buffer.shapes if prod(buffer.shapes[name]))
+        kind = "weight" if held and not (masters and checkpoint.masters_in_module) else "fp32"
+        saved = [checkpoint.layout[TensorKey(name=n, kind=kind)].dtype for n in buffer.shapes if has(checkpoint, n, kind)]
+        dtype = element_type(flat.dtype)
+        if masters and (kind == "fp32" or any(d is not dtype for d in saved)):
+            continue
+        for placement in sub_group(buffer.shapes, live.dp, {"weight": dtype}, number=number, family=RUN):
+            source = TensorKey(name=placement.key.name, kind=kind)
+            if source in checkpoint.layout and placement.numel:
+                wants.existing(placement, source, flat)
+    trained = {name for buffer in live.buffers for name in buffer.shapes}
+    for param, name in engine.param_names.items():
+        if name in trained or not hasattr(param, "ds_tensor") or not param.ds_numel:
+            continue
+        key = next((k for k in _weight_keys(name) if k in checkpoint.layout), None)
+        if key is not None:
+            part = param.ds_tensor
+            placement = sliced(name, "weight", tuple(param.ds_shape), element_type(part.dtype), live.dp, family=RUN,
+                               buffer=f"frozen/{name}")  # fmt: skip
+            wants.existing(placement, key, part)
+
+
+def _weight_keys(name: str) -> tuple[TensorKey, TensorKey]:
+    return TensorKey(name=name, kind="weight"), TensorKey(name=name, kind="fp32")
+
+
+def want_optimizer(wants: Wants, live: LiveOptimizer, *, masters: bool, states: bool) -> None:
+    """Want this rank's partitions: fp32 masters in place, states in fresh buffers beside them."""
+    for number, buffer in enumerate(live.buffers):
+        kinds: dict[str, ElementType] = {}
+        if masters and all(has(wants.checkpoint, name, "fp32") for name in buffer.shapes):
+            kinds["fp32"] = element_type(buffer.fp32.dtype)
+        if states:
+            kinds |= state_kinds(wants.checkpoint, buffer)
+        for placement in _flat_placements(buffer, live, kinds, number):
+            key = placement.key
+            if not placement.numel:
+                continue
+            if key.kind == "fp32":
+                wants.existing(placement, key, buffer.fp32)
+            else:
+                wants.fresh(placement, key, buffer.fp32.numel(), buffer.fp32.device)
+
+
+def state_kinds(checkpoint: ZeroCheckpoint, buffer: FlatBuffer) -> dict[str, ElementType]:
+    """The states that follow the buffer's parameters in the checkpoint, with their types."""
+    kinds: dict[str, ElementType] = {}
+    for name, shape in buffer.shapes.items():
+        if prod(shape):
+            for kind in checkpoint.layout.kinds(name):
+                if kind not in ("weight", "fp32"):
+                    kinds[kind] = checkpoint.layout[TensorKey(name=name, kind=kind)].dtype
+    return kinds
+
+
+def _flat_placements(
+    buffer: FlatBuffer, live: LiveOptimizer, kinds: dict[str, ElementType], number: int
+) -> Iterator[Placement]:
+    if live.kind == "zero3":
+        return sub_group(buffer.shapes, live.dp, kinds, number=number, family=RUN)
+    placements = flat_group(buffer.shapes, buffer.gaps, live.dp, kinds, number=number, family=RUN)
+    return (replace(placement, replicated=live.replicated) for placement in placements)

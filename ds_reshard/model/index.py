@@ -1,0 +1,124 @@
+"""Index: which bytes of which file hold a part of a logical tensor; shards are opened when wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ds_reshard.errors import Fault, ReshardError
+from ds_reshard.model.codec import ElementType
+from ds_reshard.model.layout import Layout, Placement, TensorKey
+from ds_reshard.model.region import Region, overlap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Record:
+    """A run of bytes that was checksummed as one: a record of a torch zip file."""
+
+    path: str
+    byte_offset: int
+    nbytes: int
+    crc32: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """`numel` row-major elements of `dtype` at `byte_offset` of the file, inside `record`."""
+
+    record: Record
+    byte_offset: int
+    dtype: ElementType
+    numel: int
+
+    @property
+    def path(self) -> str:
+        return self.record.path
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment:
+    """A region of a logical tensor and the bytes that hold it."""
+
+    key: TensorKey
+    region: Region
+    extent: Extent
+
+
+class ShardSource(Protocol):
+    """Opens one shard of a family and says where its buffers are.
+
+    Every extent is checked when it is returned (inside its file, of the layout's size); what is wrong
+    is raised as a ReshardError that names the file.
+    """
+
+    def buffers(self, family: str, shard: int) -> Mapping[str, Extent]: ...
+
+
+class Index:
+    """A layout and the shards of it that have been opened so far.
+
+    Opening is lazy and happens once per shard. A shard that cannot be opened, or lacks a buffer, adds
+    its faults to `faults` and yields no fragments; the caller raises them all before it moves a byte.
+    """
+
+    def __init__(self, layout: Layout, source: ShardSource) -> None:
+        self.layout = layout
+        self.faults: list[Fault] = []
+        self._source = source
+        self._opened: dict[tuple[str, int], Mapping[str, Extent]] = {}
+
+    def open(self, family: str, shard: int) -> Mapping[str, Extent]:
+        """The buffers of a shard, opened on first use; empty when the shard is faulty."""
+        at = (family, shard)
+        if at not in self._opened:
+            try:
+                self._opened[at] = self._source.buffers(family, shard)
+            except ReshardError as error:
+                self.faults.extend(error.faults or [Fault(error=type(error).__name__, where=family, what=str(error))])
+                self._opened[at] = {}
+        return self._opened[at]
+
+    @property
+    def opened(self) -> tuple[tuple[str, int], ...]:
+        """The (family, shard) pairs opened so far."""
+        return tuple(self._opened)
+
+    def pieces(self, placement: Placement, wanted: Region) -> Iterator[tuple[int, Region, int]]:
+        """The (shard, region, element offset in the shard's buffer) that together cover `wanted`."""
+        same_box = placement.box == wanted.box
+        start, stop = (wanted.start, wanted.stop) if same_box else (0, placement.numel)
+        for piece in placement.cut.pieces(start, stop):
+            yield piece.shard, placement.region(piece), piece.element_offset
+
+    def locate(self, key: TensorKey, wanted: Region) -> Iterator[tuple[int, Fragment]]:
+        """The fragments that hold elements of `wanted`, each with its first element's offset in `wanted`."""
+        placement = self.layout[key]
+        for shard, region, element_offset in self.pieces(placement, wanted):
+            runs = list(overlap(wanted, region))
+            extent = self.open(placement.family, shard).get(placement.buffer) if runs else None
+            if extent is None:
+                continue
+            for run in runs:
+                offset = element_offset + run.second_offset
+                yield (
+                    run.first_offset,
+                    Fragment(
+                        key=key,
+                        region=Region(
+                            box=region.box,
+                            start=region.start + run.second_offset,
+                            stop=region.start + run.second_offset + run.numel,
+                        ),
+                        extent=Extent(
+                            record=extent.record,
+                            byte_offset=extent.byte_offset + offset * extent.dtype.itemsize,
+                            dtype=extent.dtype,
+                            numel=run.numel,
+                        ),
+                    ),
+                )

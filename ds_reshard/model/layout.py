@@ -1,0 +1,145 @@
+"""Layout: the rule by which a format places every logical tensor; complete, small, valid by construction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ds_reshard.model.codec import ElementType
+from ds_reshard.model.region import Box, Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class TensorKey:
+    """One logical tensor: a parameter (or buffer) name and a kind.
+
+    The kind is `weight`, `fp32`, or the name of an optimizer state such as `exp_avg`.
+    """
+
+    name: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.kind}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Elements [start, stop) of a placement's box, at `element_offset` of the buffer of shard `shard`."""
+
+    shard: int
+    start: int
+    stop: int
+    element_offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How a box is cut over shards, all counted in elements.
+
+    Element x lies in shard (x + phase) // chunk, at (x + phase) % chunk + origin of that shard's buffer.
+    A ZeRO-1/2 partition of a flat group has `phase` = the parameter's offset in the group and `chunk` =
+    the partition size; a ZeRO-3 partition has `chunk` = ceil(numel / dp) and `origin` = its offset in
+    the sub-group; a whole tensor has one chunk.
+    """
+
+    chunk: int
+    phase: int = 0
+    origin: int = 0
+
+    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """The pieces of elements [start, stop), in order; cost is their number."""
+        at = start
+        while at < stop:
+            shard, inside = divmod(at + self.phase, self.chunk)
+            end = min(stop, at + self.chunk - inside)
+            yield Piece(shard=shard, start=at, stop=end, element_offset=inside + self.origin)
+            at = end
+
+    def piece(self, shard: int, numel: int) -> Piece | None:
+        """The piece of `shard` of a box of `numel` elements, None when it holds none."""
+        start = max(0, shard * self.chunk - self.phase)
+        stop = min(numel, (shard + 1) * self.chunk - self.phase)
+        if start >= stop:
+            return None
+        offset = start + self.phase - shard * self.chunk + self.origin
+        return Piece(shard=shard, start=start, stop=stop, element_offset=offset)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where one logical tensor lies.
+
+    `family` names a set of shards (the optimizer files, the model files, the ranks of a run), `buffer`
+    a flat buffer that each shard of the family has; `box` is the part of the tensor that this family
+    holds. `replicated` means that every shard holds the box whole (pieces are then those of shard 0).
+    """
+
+    key: TensorKey
+    shape: tuple[int, ...]
+    dtype: ElementType
+    family: str
+    buffer: str
+    cut: Cut
+    box: Box
+    replicated: bool = False
+
+    @property
+    def numel(self) -> int:
+        return self.box.numel
+
+    def piece(self, shard: int) -> Piece | None:
+        """What `shard` holds of this tensor."""
+        return self.cut.piece(0 if self.replicated else shard, self.numel)
+
+    def region(self, piece: Piece) -> Region:
+        return Region(box=self.box, start=piece.start, stop=piece.stop)
+
+
+class Layout:
+    """Every logical tensor's placement, and the number of shards of each family.
+
+    Built once from the little that all shards share; the same on every rank. The constructor refuses
+    (ValueError: a bug of the reader) tensors that overlap in a buffer or that do not fit their shards.
+    """
+
+    def __init__(self, placements: Mapping[TensorKey, Placement], shards: Mapping[str, int]) -> None:
+        self.placements = dict(placements)
+        self.shards = dict(shards)
+        self._by_buffer: dict[tuple[str, str], list[Placement]] = {}
+        for placement in self.placements.values():
+            self._by_buffer.setdefault((placement.family, placement.buffer), []).append(placement)
+        for (family, buffer), members in self._by_buffer.items():
+            self._check(family, buffer, members)
+
+    def __getitem__(self, key: TensorKey) -> Placement:
+        return self.placements[key]
+
+    def __contains__(self, key: TensorKey) -> bool:
+        return key in self.placements
+
+    def kinds(self, name: str) -> list[str]:
+        return [key.kind for key in self.placements if key.name == name]
+
+    def in_buffer(self, family: str, buffer: str) -> list[Placement]:
+        """The placements of one buffer, in the order in which they were declared."""
+        return self._by_buffer.get((family, buffer), [])
+
+    def buffers(self, family: str) -> list[str]:
+        return [buffer for of, buffer in self._by_buffer if of == family]
+
+    def _check(self, family: str, buffer: str, members: list[Placement]) -> None:
+        cuts = [(p.cut, p.numel, str(p.key), p.replicated) for p in members if p.numel]
+        flat = all(cut.origin == 0 and cut.chunk == cuts[0][0].chunk for cut, _, _, _ in cuts)
+        if not flat and any(cut.phase for cut, _, _, _ in cuts):
+            raise ValueError(f"buffer {buffer}: flat and per-tensor cuts are mixed")
+        spans = sorted(
+            (cut.phase, cut.phase + numel, key) if flat else (cut.origin, cut.origin + min(cut.chunk, numel), key)
+            for cut, numel, key, _ in cuts
+        )
+        for before, after in zip(spans, spans[1:], strict=False):
+            if before[1] > after[0]:
+                raise ValueError(f"buffer {buffer}: {before[2]} and {after[2]} overlap")
+        for cut, numel, key, replicated in cuts:
+            if cut.phase + numel > cut.chunk * (1 if replicated else self.shards[family]):
+                raise ValueError(f"buffer {buffer}: {key} does not fit {self.shards[family]} shards")

@@ -1,0 +1,161 @@
+"""The one region type: a span of an n-dimensional box of a logical tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """An axis-aligned part of a logical tensor: `offset[i] <= index[i] < offset[i] + size[i]`."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offset) != len(self.size) or min((*self.offset, *self.size, 0)) < 0:
+            raise ValueError(f"not a box: offset {self.offset}, size {self.size}")
+
+    @property
+    def numel(self) -> int:
+        return prod(self.size)
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        return cls(offset=(0,) * len(shape), size=tuple(shape))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Elements [start, stop) of `box` in row-major order; the box is in the whole tensor's coordinates.
+
+    A ZeRO partition is a span of the whole tensor's box; a tensor-parallel shard is its own box with the
+    full span. Storage of a region is contiguous: element `start` comes first.
+    """
+
+    box: Box
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop <= self.box.numel:
+            raise ValueError(f"span [{self.start}, {self.stop}) leaves a box of {self.box.numel} elements")
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """`numel` elements that lie together in two regions, counted from the first element of each."""
+
+    first_offset: int
+    second_offset: int
+    numel: int
+
+
+def overlap(first: Region, second: Region) -> Iterator[Run]:
+    """Yield the runs of elements that both regions hold, in the order of `first`.
+
+    Regions of one box overlap in at most one run, found in constant time. Regions of different boxes
+    are cut into boxes (at most 2 * ndim - 1 each) whose rows are intersected: the cost is the number of
+    runs. Runs that follow each other in both storages are joined.
+    """
+    if first.box == second.box:
+        start, stop = max(first.start, second.start), min(first.stop, second.stop)
+        if start < stop:
+            yield Run(first_offset=start - first.start, second_offset=start - second.start, numel=stop - start)
+        return
+    pending: Run | None = None
+    for run in sorted(_different_boxes(first, second), key=lambda r: r.first_offset):
+        if (
+            pending is not None
+            and pending.first_offset + pending.numel == run.first_offset
+            and pending.second_offset + pending.numel == run.second_offset
+        ):
+            pending = Run(
+                first_offset=pending.first_offset,
+                second_offset=pending.second_offset,
+                numel=pending.numel + run.numel,
+            )
+            continue
+        if pending is not None:
+            yield pending
+        pending = run
+    if pending is not None:
+        yield pending
+
+
+def boxes(region: Region) -> Iterator[Box]:
+    """Cut a region into at most 2 * ndim - 1 boxes, in storage order, each contiguous in storage."""
+    for offset, size in _cut(region.box.size, region.start, region.stop):
+        yield Box(offset=tuple(a + b for a, b in zip(region.box.offset, offset, strict=True)), size=size)
+
+
+def _cut(size: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    if start >= stop:
+        return
+    if not size:
+        yield (), ()
+        return
+    if len(size) == 1:
+        yield (start,), (stop - start,)
+        return
+    row = prod(size[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if first == last:
+        yield from _nested(first, size[1:], head, tail)
+        return
+    if head:
+        yield from _nested(first, size[1:], head, row)
+        first += 1
+    if first < last:
+        yield (first, *(0,) * (len(size) - 1)), (last - first, *size[1:])
+    if tail:
+        yield from _nested(last, size[1:], 0, tail)
+
+
+def _nested(
+    index: int, size: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offset, extent in _cut(size, start, stop):
+        yield (index, *offset), (1, *extent)
+
+
+def _different_boxes(first: Region, second: Region) -> Iterator[Run]:
+    others = list(boxes(second))
+    for one in boxes(first):
+        for other in others:
+            low = tuple(max(a, b) for a, b in zip(one.offset, other.offset, strict=True))
+            high = tuple(
+                min(a + s, b + t) for a, s, b, t in zip(one.offset, one.size, other.offset, other.size, strict=True)
+            )
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            for row in _rows(low, high):
+                yield Run(
+                    first_offset=_position(first.box, row) - first.start,
+                    second_offset=_position(second.box, row) - second.start,
+                    numel=(high[-1] - low[-1]) if high else 1,
+                )
+
+
+def _rows(low: tuple[int, ...], high: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The first index of every row (all axes but the last) of the box [low, high)."""
+    if len(low) <= 1:
+        yield low
+        return
+    for index in range(low[0], high[0]):
+        for rest in _rows(low[1:], high[1:]):
+            yield (index, *rest)
+
+
+def _position(box: Box, index: tuple[int, ...]) -> int:
+    position = 0
+    for i, offset, size in zip(index, box.offset, box.size, strict=True):
+        position = position * size + (i - offset)
+    return position

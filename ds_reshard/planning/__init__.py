@@ -1,0 +1,1 @@
+"""From two layouts to the copies between them; pure, the same wherever it is computed."""

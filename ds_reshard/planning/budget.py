@@ -1,0 +1,28 @@
+"""Cut copies so that each fits a bounded buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from ds_reshard.planning.plan import Check, Copy
+
+
+def cut_copies(copies: Iterable[Copy], chunk_nbytes: int) -> Iterator[Copy]:
+    """The same copies in pieces of at most `chunk_nbytes` bytes of source (at least one element)."""
+    for copy in copies:
+        step = max(1, chunk_nbytes // copy.dtype.itemsize)
+        for at in range(0, copy.numel, step):
+            yield replace(
+                copy,
+                byte_offset=copy.byte_offset + at * copy.dtype.itemsize,
+                element_offset=copy.element_offset + at,
+                numel=min(step, copy.numel - at),
+            )
+
+
+def cut_checks(checks: Iterable[Check], chunk_nbytes: int) -> Iterator[Check]:
+    """The same checks in pieces of at most `chunk_nbytes` bytes."""
+    for check in checks:
+        for at in range(0, check.nbytes, chunk_nbytes):
+            yield replace(check, byte_offset=check.byte_offset + at, nbytes=min(chunk_nbytes, check.nbytes - at))

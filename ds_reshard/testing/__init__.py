@@ -1,0 +1,1 @@
+"""The conformance kit that a new format, executor or host is tested with."""

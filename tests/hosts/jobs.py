@@ -1,0 +1,273 @@
+"""What the worker processes do: build an engine, train, save, load, and tell what an engine holds.
+
+What an engine holds is read from the optimizer's own flat partitions and reassembled by the test, never
+from `safe_get_*`, which is wrong under round-robin.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import GLOBAL_BATCH, Model, Run, ds_config
+
+_STATE: dict[str, Any] = {}
+
+
+def start(timeout_s: int) -> None:
+    """Once per process: join the world, silence DeepSpeed, keep its JIT op away."""
+    torch.set_num_threads(1)
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    deepspeed.init_distributed("gloo", verbose=False)
+
+
+class Net(torch.nn.Module):
+    """Odd sizes, a scalar-like parameter, and whatever the case asks for."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(13, 7)
+        if model.frozen:
+            self.tower = torch.nn.Linear(7, 13, bias=True)
+            for p in self.tower.parameters():
+                p.requires_grad = False
+        self.first = torch.nn.Linear(7, 11)
+        if model.batchnorm:
+            self.norm = torch.nn.BatchNorm1d(11, affine=False)
+        self.second = torch.nn.Linear(11, 7)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.tiny = torch.nn.Parameter(torch.full((3,), 0.5))
+        if model.empty:
+            self.empty = torch.nn.Parameter(torch.zeros(0, 5))
+        self.head = torch.nn.Linear(7, 13, bias=False)
+        if model.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        hidden = self.first(hidden)
+        if hasattr(self, "norm"):
+            hidden = self.norm(hidden.to(self.norm.running_mean.dtype)).to(hidden.dtype)
+        hidden = self.second(torch.tanh(hidden)) * self.scale + self.tiny.sum()
+        logits = self.head(hidden)
+        if hasattr(self, "tower"):
+            logits = logits + self.tower(hidden)
+        return torch.nn.functional.cross_entropy(logits.float(), labels)
+
+
+def _groups(net: torch.nn.Module, model: Model) -> list[dict[str, Any]]:
+    named = [(n, p) for n, p in net.named_parameters() if p.requires_grad]
+    if model.groups == 1:
+        return [{"params": [p for _, p in named], "lr": 0.01, "weight_decay": 0.1}]
+    plain = [p for n, p in named if p.dim() > 1]
+    other = [p for n, p in named if p.dim() <= 1]
+    return [
+        {"params": plain, "lr": 0.01, "weight_decay": 0.1},
+        {"params": other, "lr": 0.003, "weight_decay": 0.0},
+    ]
+
+
+def _optimizer(model: Model, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    makers = {
+        "adamw": lambda: torch.optim.AdamW(groups, betas=(0.9, 0.95)),
+        "amsgrad": lambda: torch.optim.AdamW(groups, amsgrad=True),
+        "sgd": lambda: torch.optim.SGD(groups, momentum=0.9),
+        "plain_sgd": lambda: torch.optim.SGD(groups),
+        "adagrad": lambda: torch.optim.Adagrad(groups),
+        "nadam": lambda: torch.optim.NAdam(groups),
+    }
+    return makers[model.optimizer]()
+
+
+def build(run: Run, model: Model, seed: int | None = None) -> Any:
+    import deepspeed
+
+    _STATE.clear()
+    gc.collect()
+    torch.manual_seed(model.seed if seed is None else seed)
+    net = Net(model)
+    optimizer = _optimizer(model, _groups(net, model))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1.0 / (1 + 0.1 * s)) if model.scheduler else None
+    engine, *_ = deepspeed.initialize(
+        model=net, optimizer=optimizer, lr_scheduler=scheduler, config=ds_config(run), dist_init_required=False
+    )
+    _STATE["engine"] = engine
+    return engine
+
+
+def batch(step: int, rank: int, dp: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(0, 13, (GLOBAL_BATCH,), generator=generator)
+    labels = torch.randint(0, 13, (GLOBAL_BATCH,), generator=generator)
+    share = slice(rank * GLOBAL_BATCH // dp, (rank + 1) * GLOBAL_BATCH // dp)
+    return tokens[share], labels[share]
+
+
+def train(engine: Any, first: int, steps: int) -> list[float]:
+    rank, dp = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    losses = []
+    for step in range(first, first + steps):
+        loss = engine(*batch(step, rank, dp))
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().float().clone()
+        torch.distributed.all_reduce(mean)
+        losses.append(float(mean) / dp)
+    return losses
+
+
+def save(run: Run, model: Model, folder: str, steps: int = 3, tag: str | None = None, more: int = 0,
+         client: dict[str, Any] | None = None, save_options: dict[str, Any] | None = None) -> dict[str, Any]:  # fmt: skip
+    engine = build(run, model)
+    losses = train(engine, 0, steps)
+    held = contents(engine)
+    state = client or {"note": "kept", "epoch": 4}
+    engine.save_checkpoint(folder, tag=tag, client_state=state, **(save_options or {}))
+    held["losses"] = losses
+    held["later"] = train(engine, steps, more)
+    return held
+
+
+def load(run: Run, model: Model, folder: str, more: int = 0, hooks: bool = True, tag: str | None = None,
+         arguments: dict[str, Any] | None = None, reshard: dict[str, Any] | None = None, seed: int = 99) -> dict[str, Any]:  # fmt: skip
+    import ds_reshard
+
+    if reshard is not None:
+        run = Run(run.stage, run.dp, run.dtype, run.options, {**run.config, "ds_reshard": reshard})
+    engine = build(run, model, seed=seed)
+    if hooks:
+        with ds_reshard.install("deepspeed"):
+            path, client = engine.load_checkpoint(folder, tag=tag, **(arguments or {}))
+    else:
+        path, client = engine.load_checkpoint(folder, tag=tag, **(arguments or {}))
+    held = contents(engine)
+    held["path"] = path and os.path.relpath(path, folder)
+    held["client"] = {k: v for k, v in (client or {}).items() if k in ("note", "epoch", "global_samples", "extra")}
+    held["client_keys"] = sorted(client or {})
+    held["later"] = train(engine, engine.global_steps, more)
+    return held
+
+
+def load_refused(run: Run, model: Model, folder: str, **kwargs: Any) -> dict[str, Any]:
+    """Load and expect an error; says what it was and what the engine holds afterwards."""
+    import ds_reshard
+
+    reshard = kwargs.pop("reshard", None)
+    if reshard is not None:
+        run = Run(run.stage, run.dp, run.dtype, run.options, {**run.config, "ds_reshard": reshard})
+    engine = build(run, model, seed=99)
+    before = contents(engine)
+    try:
+        with ds_reshard.install("deepspeed"):
+            engine.load_checkpoint(folder, **kwargs)
+    except ds_reshard.ReshardError as error:
+        after = contents(engine)
+        return {"error": type(error).__name__, "text": str(error), "faults": error.faults,
+                "unchanged": same(before, after), "step": outcome(engine.step),
+                "save": outcome(lambda: engine.save_checkpoint(str(Path(folder) / "refused")))}  # fmt: skip
+    return {"error": None, "text": "nothing was raised"}
+
+
+def outcome(action: Any) -> str:
+    from ds_reshard.errors import EngineUnusable
+
+    try:
+        action()
+    except EngineUnusable:
+        return "EngineUnusable"
+    except Exception as error:
+        return type(error).__name__
+    return "done"
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    def pieces(held: dict[str, Any]) -> list[tuple[Any, ...]]:
+        return [(n, k, s, t.view(torch.uint8).numpy().tobytes() if t.numel() else b"") for n, k, s, t in held["pieces"]]
+
+    return pieces(one) == pieces(other) and one["groups"] == other["groups"] and one["steps"] == other["steps"]
+
+
+def contents(engine: Any) -> dict[str, Any]:
+    """What this rank holds: pieces (name, kind, first element, values), groups by member names, counters."""
+    optimizer, names = engine.optimizer, engine.param_names
+    pieces: list[tuple[str, str, int, torch.Tensor]] = []
+    scalars: dict[tuple[str, str], Any] = {}
+
+    def put(name: str, start: int, take: slice, master: torch.Tensor, state: dict[str, Any]) -> None:
+        pieces.append((name, "fp32", start, master.detach().view(-1)[take].clone()))
+        for kind, value in state.items():
+            if torch.is_tensor(value) and value.numel() == master.numel() and (value.dim() or kind != "step"):
+                if kind in ("step", "mu_product"):
+                    scalars[name, kind] = float(value)
+                else:
+                    pieces.append((name, kind, start, value.detach().view(-1)[take].clone()))
+            else:
+                scalars[name, kind] = float(value) if torch.is_tensor(value) or isinstance(value, int | float) else value
+
+    inner = getattr(optimizer, "optimizer", optimizer)
+    members: list[list[str]] = []
+    if hasattr(optimizer, "fp16_partitioned_groups_flat"):
+        rank, dp = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        members = [[] for _ in inner.param_groups]
+        for i, (params, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat)):
+            at = 0
+            members[optimizer.sub_group_to_group_id[i]] += [names[p] for p in params]
+            for p in params:
+                chunk = -(-p.ds_numel // dp)
+                start, stop = min(rank * chunk, p.ds_numel), min((rank + 1) * chunk, p.ds_numel)
+                put(names[p], start, slice(at, at + stop - start), flat, inner.state.get(flat, {}))
+                at += chunk
+    elif hasattr(optimizer, "round_robin_bit16_groups") or hasattr(optimizer, "bf16_groups"):
+        flats = getattr(optimizer, "single_partition_of_fp32_groups", None)
+        flats = optimizer.fp32_groups_flat_partition if flats is None else flats
+        groups = getattr(optimizer, "round_robin_bit16_groups", None)
+        groups = optimizer.bf16_groups if groups is None else groups
+        rank = torch.distributed.get_rank()
+        for g, (params, flat) in enumerate(zip(groups, flats)):
+            members.append([names[p] for p in params])
+            low, high, at = rank * flat.numel(), (rank + 1) * flat.numel(), 0
+            offsets = getattr(optimizer, "round_robin_bit16_offsets", None)
+            for i, p in enumerate(params):
+                base = offsets[g][i] if offsets else at
+                a, b = max(base, low), min(base + p.numel(), high)
+                if a < b:
+                    put(names[p], a - base, slice(a - low, b - low), flat, inner.state.get(flat, {}))
+                at = base + p.numel()
+    else:
+        masters = getattr(optimizer, "fp32_groups", None)
+        for g, group in enumerate(inner.param_groups):
+            params = optimizer.fp16_groups[g] if masters is not None else [p for p in group["params"] if p.requires_grad]
+            members.append([names[p] for p in params])
+            for j, p in enumerate(params):
+                master = masters[g][j] if masters is not None else p
+                put(names[p], 0, slice(0, master.numel()), master, inner.state.get(master, {}))
+    return {
+        "pieces": pieces,
+        "scalars": scalars,
+        "groups": [
+            (tuple(sorted(m)), {k: v for k, v in group.items() if k != "params"})
+            for m, group in zip(members, inner.param_groups)
+        ],
+        "weights": weights(engine),
+        "steps": (engine.global_steps, engine.global_samples, engine.skipped_steps),
+        "scheduler": engine.lr_scheduler.state_dict().get("last_epoch") if engine.lr_scheduler else None,
+        "scaler": getattr(getattr(optimizer, "loss_scaler", None), "cur_scale", None),
+    }
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    """Every entry of the module's state dict, whole."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=hasattr(next(engine.module.parameters()), "ds_id")):
+        return {name: value.detach().clone() for name, value in engine.module.state_dict().items()}

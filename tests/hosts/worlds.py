@@ -1,0 +1,129 @@
+"""Worlds of worker processes that stay alive across test cases.
+
+A world of n ranks is n processes joined by gloo on a free port of the loopback interface. Jobs are
+functions of `jobs.py`, named by text, run on every rank at once; a world that does not answer in time is
+killed, and the next case gets a new one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+JOB_TIMEOUT_S = 120.0
+COLLECTIVE_TIMEOUT_S = 60
+
+
+class WorkerFailed(Exception):
+    """A job raised on some rank; `errors` holds each rank's exception (None where it did not raise)."""
+
+    def __init__(self, message: str, errors: list[BaseException | None]) -> None:
+        super().__init__(message)
+        self.errors = errors
+
+
+class World:
+    """`size` ranks; `run(job, **kwargs)` returns each rank's result in rank order."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, job: str, **kwargs: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((job, kwargs))
+        deadline = time.monotonic() + JOB_TIMEOUT_S
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException | None] = [None] * self.size
+        report = ""
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                self.close()
+                raise TimeoutError(f"rank {rank} of {self.size} did not finish {job} in {JOB_TIMEOUT_S} s")
+            ok, value, trace = pipe.recv()
+            if ok:
+                results[rank] = value
+            else:
+                errors[rank] = value
+                report += f"\n--- rank {rank} ---\n{trace}"
+        if report:
+            raise WorkerFailed(f"{job} failed{report}", errors)
+        return results
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(5)
+
+
+class Worlds:
+    """One living world per size."""
+
+    def __init__(self) -> None:
+        self._worlds: dict[int, World] = {}
+        atexit.register(self.close)
+
+    def __getitem__(self, size: int) -> World:
+        world = self._worlds.get(size)
+        if world is None or not world.alive:
+            self._worlds[size] = world = World(size)
+        return world
+
+    def close(self) -> None:
+        for world in self._worlds.values():
+            world.close()
+        self._worlds.clear()
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu",
+        GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
+    import jobs
+
+    jobs.start(COLLECTIVE_TIMEOUT_S)
+    while True:
+        try:
+            job, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, getattr(jobs, job)(**kwargs), "")
+        except Exception as error:
+            answer = (False, _sendable(error), traceback.format_exc())
+        pipe.send(answer)
+
+
+def _sendable(error: Exception) -> Exception:
+    import pickle
+
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
