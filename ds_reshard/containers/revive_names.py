@@ -129,9 +129,7 @@ def _accepted(part: object, name: GlobalName, builders: Mapping[str, object], tr
         return True
     if dotted in (RECIPES if isinstance(part, ObjectRecord) else VALUES):
         return True
-    if isinstance(part, GlobalName) and dotted in ("copyreg._reconstructor", "copyreg.__newobj__"):
-        return False
-    return dotted in trusted and not _acts(name)
+    return dotted in trusted and not _acts(name) and name.module != "copyreg"
 
 
 def _acts(name: GlobalName) -> bool:
@@ -145,6 +143,13 @@ def _fault(name: GlobalName, where: str) -> Fault:
             where=where,
             what=f"it names {str(name)[:200]!r}, which acts on the machine; nothing was run",
             mend="do not load this file elsewhere either: ask whoever wrote it",
+        )
+    if name.module == "copyreg":
+        return Fault(
+            error="UnsafePickle",
+            where=where,
+            what="it holds an object that pickle protocol 0 or 1 wrote by way of a built-in type",
+            mend="save it again with pickle protocol 2 or later, as torch.save does",
         )
     return Fault(
         error="TrustRequired",
@@ -176,7 +181,9 @@ def enum_member(kind: type[enum.Enum], args: tuple[object, ...]) -> enum.Enum:
 
 def import_trusted(name: GlobalName, trusted: frozenset[str], where: str) -> object:
     """Import what the user has accepted by name; raises ConfigError when it is not there."""
-    if str(name) not in trusted or _acts(name):  # found before by find_faults; never import on its word alone
+    if (
+        str(name) not in trusted or _acts(name) or name.module == "copyreg"
+    ):  # found before by find_faults; never import on its word alone
         raise_faults([_fault(name, where)], subject=where)
     try:
         found: object = importlib.import_module(name.module)

@@ -91,7 +91,11 @@ def _array(parts: Parts) -> object:
     if parts.args[0] is not numpy.ndarray:
         raise ValueError("malformed array")
     _, shape, dtype, fortran, content = exact(parts.state, tuple)
-    return _filled(content, dtype, _shape(shape), "F" if fortran is True else "C")
+    made = _filled(content, dtype, _shape(shape), "F" if fortran is True else "C")
+    if made.dtype.isnative or made.dtype.names:
+        return made
+    native: numpy.ndarray = made.astype(made.dtype.newbyteorder("="))  # as methods.c `array_setstate` does
+    return native
 
 
 def _array_from_buffer(parts: Parts) -> object:
@@ -100,7 +104,7 @@ def _array_from_buffer(parts: Parts) -> object:
     return _filled(content, dtype, _shape(shape), "F" if order == "F" else "C")
 
 
-def _filled(content: object, dtype: object, shape: tuple[int, ...], order: Literal["C", "F"]) -> object:
+def _filled(content: object, dtype: object, shape: tuple[int, ...], order: Literal["C", "F"]) -> numpy.ndarray:
     import numpy
 
     if not isinstance(dtype, numpy.dtype):
@@ -112,12 +116,14 @@ def _filled(content: object, dtype: object, shape: tuple[int, ...], order: Liter
         flat = numpy.empty(len(content), dtype=object)
         for i, value in enumerate(content):
             flat[i] = value
-        return flat.reshape(shape, order=order)
+        shaped: numpy.ndarray = flat.reshape(shape, order=order)
+        return shaped
     if dtype.hasobject or not isinstance(content, (bytes, bytearray)):
         raise ValueError("malformed array")
     if len(content) != numel * dtype.itemsize or (dtype.itemsize == 0 and numel):
         raise ValueError(f"an array of shape {shape} and {dtype.itemsize} bytes per element has {len(content)} bytes")
-    return numpy.ndarray(shape, dtype, bytearray(content), order=order)
+    made: numpy.ndarray = numpy.ndarray(shape, dtype, bytearray(content), order=order)
+    return made
 
 
 def _scalar(parts: Parts) -> object:

@@ -20,6 +20,8 @@ _WIDE = 0xFFFFFFFF
 # Sizes follow the bytes (bit 3), names are UTF-8 (bit 11): all that torch's writer sets.
 _KNOWN_FLAGS = 0x0808
 _WINDOW_NBYTES = 64 << 10
+# Torch writes the 64-bit sizes (28 bytes) and then padding, of which the first 4 bytes are read.
+_EXTRA_NBYTES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,10 +157,11 @@ def _placed(file: PositionedFile, members: Sequence[ArchiveMember], directory_of
                 f"{file.path}: {member.name!r} declares {member.nbytes} bytes at {start}; its directory is at "
                 f"{directory_offset}: the file was cut short or is damaged"
             )
-        if not (window_offset <= start and stop <= window_offset + len(window)):
+        header_stop = min(stop + _EXTRA_NBYTES, directory_offset)
+        if not (window_offset <= start and header_stop <= window_offset + len(window)):
             window_offset = start
             window = file.read(start, _window_stop(members, i, directory_offset) - start)
-        header = window[start - window_offset : stop - window_offset]
+        header = window[start - window_offset : header_stop - window_offset]
         byte_offset = stop + _extra_nbytes(file.path, member, header)
         free_from = byte_offset + member.nbytes
         if free_from > directory_offset:
@@ -172,7 +175,7 @@ def _window_stop(members: Sequence[ArchiveMember], first: int, directory_offset:
     start = members[first].header_offset
     stop = start
     for member in members[first:]:
-        header_stop = member.header_offset + _LOCAL.size + len(member.name.encode())
+        header_stop = member.header_offset + _LOCAL.size + len(member.name.encode()) + _EXTRA_NBYTES
         if stop > start and (member.header_offset > stop + 1024 or header_stop > start + _WINDOW_NBYTES):
             break
         stop = header_stop
@@ -182,7 +185,8 @@ def _window_stop(members: Sequence[ArchiveMember], first: int, directory_offset:
 def _extra_nbytes(path: str, member: ArchiveMember, header: bytes) -> int:
     """The length of the extra field in a local header, which must agree with the directory's entry."""
     signature, _, flags, method, _, _, crc, packed, nbytes, name_nbytes, extra_nbytes = _LOCAL.unpack_from(header)
-    name = header[_LOCAL.size :]
+    extra_at = _LOCAL.size + len(member.name.encode())
+    name = header[_LOCAL.size : extra_at]
     if signature != b"PK\x03\x04" or name_nbytes != len(name) or name != member.name.encode():
         raise CheckpointDamaged(
             f"{path}: the header at byte {member.header_offset} is not that of {member.name!r}, as the directory says"
@@ -192,7 +196,14 @@ def _extra_nbytes(path: str, member: ArchiveMember, header: bytes) -> int:
         raise CheckpointDamaged(
             f"{path}: {member.name!r} has another size or checksum in its header than in the directory"
         )
-    return int(extra_nbytes)
+    at, extra_stop = extra_at, extra_at + int(extra_nbytes)
+    while at < extra_stop and at + 4 <= len(header):
+        at += 4 + int.from_bytes(header[at + 2 : at + 4], "little")
+    if at != extra_stop:
+        raise CheckpointDamaged(
+            f"{path}: {member.name!r} has a header whose extra field has another length than declared"
+        )
+    return extra_stop - extra_at
 
 
 def _by_name(path: str, members: Sequence[ArchiveMember]) -> tuple[str, dict[str, ArchiveMember]]:

@@ -34,8 +34,12 @@ def start(timeout_s: int) -> None:
 class Net(torch.nn.Module):
     """Odd sizes, a scalar-like parameter, and whatever the case asks for."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, tiny: bool = False) -> None:
         super().__init__()
+        if tiny:
+            self.scale = torch.nn.Parameter(torch.ones(1))
+            self.table = torch.nn.Parameter(torch.randn(1, 3))
+            return
         self.embed = torch.nn.Embedding(13, 7)
         if model.frozen:
             self.tower = torch.nn.Linear(7, 13, bias=True)
@@ -48,12 +52,14 @@ class Net(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.ones(1))
         self.tiny = torch.nn.Parameter(torch.full((3,), 0.5))
         if model.empty:
-            self.empty = torch.nn.Parameter(torch.zeros(0, 5))
+            self.spare = torch.nn.ParameterDict({"empty": torch.nn.Parameter(torch.zeros(0, 5))})
         self.head = torch.nn.Linear(7, 13, bias=False)
         if model.tied:
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if hasattr(self, "table"):
+            return (self.table.float().sum() * self.scale.float() * tokens.float() - labels).square().mean()
         hidden = self.embed(tokens)
         hidden = self.first(hidden)
         if hasattr(self, "norm"):
@@ -89,13 +95,13 @@ def _optimizer(model: Model, groups: list[dict[str, Any]]) -> torch.optim.Optimi
     return makers[model.optimizer]()
 
 
-def build(run: Run, model: Model, seed: int | None = None) -> Any:
+def build(run: Run, model: Model, seed: int | None = None, tiny: bool = False) -> Any:
     import deepspeed
 
     _STATE.clear()
     gc.collect()
     torch.manual_seed(model.seed if seed is None else seed)
-    net = Net(model)
+    net = Net(model, tiny)
     optimizer = _optimizer(model, _groups(net, model))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1.0 / (1 + 0.1 * s)) if model.scheduler else None
     engine, *_ = deepspeed.initialize(
@@ -127,8 +133,8 @@ def train(engine: Any, first: int, steps: int) -> list[float]:
 
 
 def save(run: Run, model: Model, folder: str, steps: int = 3, tag: str | None = None, more: int = 0,
-         client: dict[str, Any] | None = None, save_options: dict[str, Any] | None = None) -> dict[str, Any]:  # fmt: skip
-    engine = build(run, model)
+         client: dict[str, Any] | None = None, save_options: dict[str, Any] | None = None, tiny: bool = False) -> dict[str, Any]:  # fmt: skip
+    engine = build(run, model, tiny=tiny)
     losses = train(engine, 0, steps)
     held = contents(engine)
     state = client or {"note": "kept", "epoch": 4}
@@ -139,12 +145,12 @@ def save(run: Run, model: Model, folder: str, steps: int = 3, tag: str | None = 
 
 
 def load(run: Run, model: Model, folder: str, more: int = 0, hooks: bool = True, tag: str | None = None,
-         arguments: dict[str, Any] | None = None, reshard: dict[str, Any] | None = None, seed: int = 99) -> dict[str, Any]:  # fmt: skip
+         arguments: dict[str, Any] | None = None, reshard: dict[str, Any] | None = None, seed: int = 99, tiny: bool = False) -> dict[str, Any]:  # fmt: skip
     import ds_reshard
 
     if reshard is not None:
         run = Run(run.stage, run.dp, run.dtype, run.options, {**run.config, "ds_reshard": reshard})
-    engine = build(run, model, seed=seed)
+    engine = build(run, model, seed=seed, tiny=tiny)
     if hooks:
         with ds_reshard.install("deepspeed"):
             path, client = engine.load_checkpoint(folder, tag=tag, **(arguments or {}))
@@ -259,6 +265,7 @@ def contents(engine: Any) -> dict[str, Any]:
             for m, group in zip(members, inner.param_groups)
         ],
         "weights": weights(engine),
+        "stage": int(engine.zero_optimization_stage()),
         "steps": (engine.global_steps, engine.global_samples, engine.skipped_steps),
         "scheduler": engine.lr_scheduler.state_dict().get("last_epoch") if engine.lr_scheduler else None,
         "scaler": getattr(getattr(optimizer, "loss_scaler", None), "cur_scale", None),
@@ -269,5 +276,6 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
     """Every entry of the module's state dict, whole."""
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=hasattr(next(engine.module.parameters()), "ds_id")):
-        return {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+    partitioned = [p for p in engine.module.parameters() if getattr(p, "ds_numel", 0)]
+    with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
+        return {name: value.detach().clone() for name, value in engine.module.state_dict().items() if value.numel()}

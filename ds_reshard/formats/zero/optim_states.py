@@ -108,10 +108,8 @@ def _flat_groups(
         states, groups, members = _elastic(path, base, len(fp32))
     else:
         states, groups, members = _rigid(path, "base_optimizer_state", base)
-        if len(members) != len(fp32) or any(len(m) != 1 for m in members):
-            raise fail(path, "param groups and flat partitions differ", f"{len(fp32)} groups", f"{len(members)}")
-        states = {g: states.get(m[0], {}) for g, m in enumerate(members)}
-        members = tuple((g,) for g in range(len(members)))
+        if sorted(i for m in members for i in m) != list(range(len(fp32))):
+            raise fail(path, "param groups and flat partitions differ", f"{len(fp32)} partitions", str(members))
     kind = "zero" if "zero_stage" in entries else "bf16"
     paddings = _ints(path, "group_paddings", entries.get("group_paddings"), len(fp32))
     alignments = entries.get("param_alignment_paddings")

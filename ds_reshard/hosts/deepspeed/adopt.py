@@ -82,6 +82,7 @@ def _adopt_partitioned(
     }
     if live.kind == "zero3":
         kept.pop("clip_grad", None)
+        optimizer._clear_fp32_optimizer_param_groups()  # a fresh torch Adagrad has its groups filled already
         mine = {**kept, "zero_stage": live.stage, "partition_count": live.dp, "optimizer_state_dict": base,
                 "fp32_flat_groups": masters}  # fmt: skip
     else:

@@ -17,11 +17,17 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def world_size() -> int:
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def broadcast(value: T) -> T:
     """Rank 0's value, on every rank. Collective."""
     import torch.distributed as dist
 
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return value
     box: list[object] = [value]
     dist.broadcast_object_list(box, src=0)
@@ -32,9 +38,9 @@ def gather(value: T) -> list[T]:
     """Every rank's value, in rank order, on every rank. Collective."""
     import torch.distributed as dist
 
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return [value]
-    values: list[object] = [None] * dist.get_world_size()
+    values: list[object] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values  # type: ignore[return-value]
 

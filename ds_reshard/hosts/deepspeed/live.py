@@ -158,10 +158,20 @@ def _zero(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[Flat
     groups = optimizer.round_robin_bit16_groups
     gaps = getattr(optimizer, "round_robin_bit16_padding", None)
     flats = optimizer.single_partition_of_fp32_groups
+    group_of = _group_of(optimizer)
     return [
-        FlatBuffer(shapes=_shapes(params, names), fp32=flat, gaps=tuple(gaps[g]) if gaps else None, group=g)
+        FlatBuffer(shapes=_shapes(params, names), fp32=flat, gaps=tuple(gaps[g]) if gaps else None, group=group_of[id(flat)])
         for g, (params, flat) in enumerate(zip(groups, flats, strict=True))
     ]
+
+
+def _group_of(optimizer: ZeROOptimizer) -> dict[int, int]:
+    """The param group of each flat tensor, by identity.
+
+    Not always one each: DeepSpeed rebuilds torch's Adagrad with all flat partitions in a single group
+    (`initialize_optimizer_states`, runtime/zero/stage_1_and_2.py, 0.19.8).
+    """
+    return {id(flat): g for g, group in enumerate(optimizer.optimizer.param_groups) for flat in group["params"]}
 
 
 def _bf16(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[FlatBuffer]:

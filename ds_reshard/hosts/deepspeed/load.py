@@ -17,19 +17,13 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.errors import EngineUnusable, Fault, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, ZeroShards, open_checkpoint
+from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
 from ds_reshard.formats.zero.names import read_listing
 from ds_reshard.hosts.deepspeed.agree import agree, attempt, broadcast, faults_of, gather, rank
 from ds_reshard.hosts.deepspeed.compare import same_layout
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_kind, live_optimizer, unsupported
 from ds_reshard.hosts.deepspeed.move import Moved, move
-from ds_reshard.hosts.deepspeed.prepare import (
-    Prepared,
-    Request,
-    client_entries,
-    compare_prints,
-    compare_signatures,
-    prepare,
-)
+from ds_reshard.hosts.deepspeed.prepare import Prepared, Request, client_entries, prepare
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.model.index import Index
 
@@ -200,8 +194,7 @@ def _load_directly(
     _event(engine, "epilogue")
     restore_use(engine)
     _log(prepared, moved, time.perf_counter() - started)
-    name = checkpoint.listing.model[0]
-    return checkpoint.listing.path(name), client_entries(prepared, request, engine)
+    return prepared.model.path, client_entries(prepared, request, engine)
 
 
 def _event(engine: DeepSpeedEngine, when: str) -> None:

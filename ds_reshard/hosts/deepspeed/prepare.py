@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ds_reshard.containers.crc import crc32, repeated
 from ds_reshard.errors import Fault, raise_faults
-from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, ZeroShards
+from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, ZeroShards
+from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.stage0 import with_order
 from ds_reshard.hosts.deepspeed.adopt import OptimizerValues
+from ds_reshard.hosts.deepspeed.agree import rank, world_size
 from ds_reshard.hosts.deepspeed.compare import live_model, match_groups, match_scalars, model_faults
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer
 from ds_reshard.hosts.deepspeed.revival import revived, scalar
@@ -50,9 +51,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A load that nothing but the disk can still stop."""
+    """A load that nothing but the disk can still stop.
+
+    `model` is the model file whose entries and buffers this rank takes: stage 3 writes one a rank, and at
+    the saved data-parallel size each rank takes back its own; otherwise all take rank 0's.
+    """
 
     checkpoint: ZeroCheckpoint
+    model: ModelStates
     live: LiveOptimizer | None
     wants: Wants
     plan: Plan
@@ -90,15 +96,26 @@ def prepare(
         faults += found
     masters = loads_optimizer and (live is None or live.stage == 0 or live.kind == "zero3" or _from_fp32(engine))
     wants = _wants(engine, live, checkpoint, loads_optimizer=loads_optimizer, masters=masters)
-    entries = _entries(engine, checkpoint, request, settings)
+    model = _own_model(checkpoint)
+    if model is not checkpoint.model:
+        wants.take_buffers(engine, model)
+    entries = _entries(engine, model, request, settings)
     index = Index(checkpoint.layout, shards)
-    rank = live.rank if live else 0
-    plan = plan_rank(index, wants.layout(live.dp if live else 1), rank, wants.sources, family=RUN, sizes=wants.sizes)
+    position, size = (live.rank, live.dp) if live else (0, 1)
+    plan = plan_rank(index, wants.layout(size), position, wants.sources, family=RUN, sizes=wants.sizes)
     faults += index.faults
     faults += _files_as_listed(checkpoint, plan)
     raise_faults(faults, subject=subject)
-    return Prepared(checkpoint=checkpoint, live=live, wants=wants, plan=plan, values=values, masters=masters,
+    return Prepared(checkpoint=checkpoint, model=model, live=live, wants=wants, plan=plan, values=values, masters=masters,
                     entries=entries, shards=shards)  # fmt: skip
+
+
+def _own_model(checkpoint: ZeroCheckpoint) -> ModelStates:
+    listing, number = checkpoint.listing, rank()
+    if not listing.partitioned_model or number == 0 or world_size() != checkpoint.dp:
+        return checkpoint.model
+    name = listing.model[number]
+    return read_model_states(listing.path(name), name.removesuffix(".pt"))
 
 
 def _from_fp32(engine: DeepSpeedEngine) -> bool:
@@ -191,7 +208,7 @@ def _extras(engine: DeepSpeedEngine, entries: Mapping[str, object], settings: Se
 
 
 def _entries(
-    engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint, request: Request, settings: Settings
+    engine: DeepSpeedEngine, model: ModelStates, request: Request, settings: Settings
 ) -> Mapping[str, object]:
     """The model file's entries but the weights, as live values; what is not needed stays unbuilt."""
     import torch
@@ -199,8 +216,8 @@ def _entries(
     skipped = {"module", "frozen_param_fragments"}
     if request.load_optimizer or request.optimizer:
         skipped.add("optimizer")
-    saved = {key: value for key, value in checkpoint.model.entries.items() if key not in skipped}
-    made = revived(saved, trusted=settings.trust, where=checkpoint.model.path)
+    saved = {key: value for key, value in model.entries.items() if key not in skipped}
+    made = revived(saved, trusted=settings.trust, where=model.path)
     assert isinstance(made, dict)
     for key in ("param_shapes", "frozen_param_shapes"):
         shapes = made.get(key)
@@ -209,17 +226,15 @@ def _entries(
                 group[name] = torch.Size(shape)
     wants_scheduler = request.scheduler and not request.module_only and engine.lr_scheduler is not None
     if wants_scheduler and made.get("lr_scheduler") is None:
-        raise_faults([Fault(error="ModelMismatch", where=checkpoint.model.path, what="holds no scheduler state",
+        raise_faults([Fault(error="ModelMismatch", where=model.path, what="holds no scheduler state",
                             expected="the state of this run's scheduler", found="none",
                             mend="pass load_lr_scheduler_states=False")],
-                     subject=f"loading {checkpoint.listing.folder}")  # fmt: skip
+                     subject=f"loading {model.path}")  # fmt: skip
     return made
 
 
 def _files_as_listed(checkpoint: ZeroCheckpoint, plan: Plan) -> Iterator[Fault]:
     """Whether this rank sees the files that rank 0 listed, at the sizes that it saw."""
-    from ds_reshard.hosts.deepspeed.agree import rank
-
     for path in plan.files:
         listed = checkpoint.listing.nbytes[path.rsplit("/", 1)[-1]]
         try:
@@ -243,11 +258,11 @@ def client_entries(prepared: Prepared, request: Request, engine: DeepSpeedEngine
     used |= {"lr_scheduler"} if request.scheduler else set()
     used |= {"optimizer"} if request.optimizer else set()
     entries: dict[str, object] = {}
-    for key in prepared.checkpoint.model.entries:
+    for key in prepared.model.entries:
         if key in used:
             continue
         entries[key] = prepared.entries.get(key)
-        if key == "frozen_param_fragments" and prepared.checkpoint.model.entries[key] is not None:
+        if key == "frozen_param_fragments" and prepared.model.entries[key] is not None:
             entries[key] = {
                 name: getattr(param, "ds_tensor", param).detach()
                 for param, name in engine.param_names.items()
@@ -256,52 +271,3 @@ def client_entries(prepared: Prepared, request: Request, engine: DeepSpeedEngine
     if request.load_optimizer and prepared.checkpoint.stage == 0 and engine.zero_optimization_stage() == 0:
         entries["optimizer"] = engine.optimizer.state_dict()
     return entries
-
-
-def compare_signatures(signatures: Mapping[str, Mapping[str, str]], folder: str) -> list[Fault]:
-    """Faults where shards of one family say different things: they are of different steps or runs."""
-    faults = []
-    families: dict[str, list[str]] = {}
-    for name in sorted(signatures):
-        families.setdefault(OPTIM if name.endswith("optim_states.pt") else MODEL, []).append(name)
-    for names in families.values():
-        first = signatures[names[0]]
-        for name in names[1:]:
-            for key in sorted({*first, *signatures[name]}):
-                one, other = first.get(key, "absent"), signatures[name].get(key, "absent")
-                if one != other:
-                    faults.append(
-                        Fault(error="CheckpointDamaged", where=f"{folder}/{name}",
-                              what=f"is of another step or run than {names[0]}: {key} differs",
-                              expected=_short(one), found=_short(other),
-                              mend="restore all files of one save, or load another tag")
-                    )  # fmt: skip
-    return faults
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:40]}... ({crc32(text.encode()):08x})"
-
-
-def compare_prints(prints: Mapping[str, Sequence[tuple[int, int | None]]], folder: str) -> list[Fault]:
-    """Faults where two optimizer shards hold the same bytes: one was copied over the other.
-
-    Partitions of constant values (zero moments, unit weights) may truly be equal: a shard counts as a
-    copy only when all its buffers equal another's and at least two of them are not all zeros.
-    """
-    seen: dict[tuple[tuple[int, int | None], ...], str] = {}
-    faults = []
-    for name in sorted(prints):
-        marks = tuple(prints[name])
-        telling = [crc for nbytes, crc in marks if crc is not None and crc != repeated(b"\0", nbytes)]
-        if len(telling) < 2:
-            continue
-        if marks in seen:
-            faults.append(
-                Fault(error="CheckpointDamaged", where=f"{folder}/{name}",
-                      what=f"holds the same bytes as {seen[marks]}: one shard was copied over another",
-                      expected="different partitions", found="identical checksums in every buffer",
-                      mend="restore the shard, or load another tag")
-            )  # fmt: skip
-        seen.setdefault(marks, name)
-    return faults

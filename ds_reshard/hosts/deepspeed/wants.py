@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ds_reshard.execution.buffers import TensorTarget, element_type, fresh, torch_dtype
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import flat_group, sliced, sub_group, whole
+from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.hosts.deepspeed.live import FlatBuffer, LiveOptimizer
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.layout import Layout, Placement, TensorKey
@@ -52,6 +53,18 @@ class Wants:
         self.sources[placement.key] = source
         self.sizes[placement.buffer] = numel
         self.makers[placement.buffer] = lambda: fresh(numel, torch_dtype(placement.dtype), device)
+
+    def take_buffers(self, engine: DeepSpeedEngine, model: ModelStates) -> None:
+        """Take the module's buffers from this rank's own model file instead of the first one's."""
+        for names, tensor in _entries(engine):
+            record = next((model.module[name] for name in names if name in model.module), None)
+            if record is None or set(names).isdisjoint(model.buffer_names) or record.shape != tuple(tensor.shape):
+                continue
+            for key in [TensorKey(name=name, kind="weight") for name in names]:
+                placement = self.placements.pop(key, None)
+                if placement is not None:
+                    del self.sources[key], self.makers[placement.buffer]
+            self.whole_reads.append((record, tensor))
 
     def layout(self, world: int) -> Layout:
         return Layout(self.placements, {RUN: world})

@@ -1,0 +1,58 @@
+"""What shards that were saved together say alike, compared: faults where they are of two saves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ds_reshard.containers.crc import crc32, repeated
+from ds_reshard.errors import Fault
+from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM
+
+
+def compare_signatures(signatures: Mapping[str, Mapping[str, str]], folder: str) -> list[Fault]:
+    """Faults where shards of one family say different things: they are of different steps or runs."""
+    faults = []
+    families: dict[str, list[str]] = {}
+    for name in sorted(signatures):
+        families.setdefault(OPTIM if name.endswith("optim_states.pt") else MODEL, []).append(name)
+    for names in families.values():
+        first = signatures[names[0]]
+        for name in names[1:]:
+            for key in sorted({*first, *signatures[name]}):
+                one, other = first.get(key, "absent"), signatures[name].get(key, "absent")
+                if one != other:
+                    faults.append(
+                        Fault(error="CheckpointDamaged", where=f"{folder}/{name}",
+                              what=f"is of another step or run than {names[0]}: {key} differs",
+                              expected=_short(one), found=_short(other),
+                              mend="restore all files of one save, or load another tag")
+                    )  # fmt: skip
+    return faults
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:40]}... ({crc32(text.encode()):08x})"
+
+
+def compare_prints(prints: Mapping[str, Sequence[tuple[int, int | None]]], folder: str) -> list[Fault]:
+    """Faults where two optimizer shards hold the same bytes: one was copied over the other.
+
+    Partitions of constant values (zero moments, unit weights) may truly be equal: a shard counts as a
+    copy only when all its buffers equal another's and at least two of them are not all zeros.
+    """
+    seen: dict[tuple[tuple[int, int | None], ...], str] = {}
+    faults = []
+    for name in sorted(prints):
+        marks = tuple(prints[name])
+        telling = [crc for nbytes, crc in marks if crc is not None and crc != repeated(b"\0", nbytes)]
+        if len(telling) < 2:
+            continue
+        if marks in seen:
+            faults.append(
+                Fault(error="CheckpointDamaged", where=f"{folder}/{name}",
+                      what=f"holds the same bytes as {seen[marks]}: one shard was copied over another",
+                      expected="different partitions", found="identical checksums in every buffer",
+                      mend="restore the shard, or load another tag")
+            )  # fmt: skip
+        seen.setdefault(marks, name)
+    return faults

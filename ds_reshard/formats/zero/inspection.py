@@ -1,0 +1,278 @@
+"""What a survey of a ZeRO checkpoint found, told in plain values."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+
+from ds_reshard.formats.zero.facts import ScalarTensor
+from ds_reshard.formats.zero.model_states import ModelStates
+from ds_reshard.formats.zero.names import Listing
+from ds_reshard.formats.zero.optim_states import OptimStates
+from ds_reshard.formats.zero.survey import Survey
+from ds_reshard.model.inspection import (
+    Arrangement,
+    FileEntry,
+    GroupEntry,
+    Inspection,
+    ParameterEntry,
+    StateEntry,
+    Steps,
+)
+from ds_reshard.model.records import GlobalName, ObjectRecord, TensorRecord
+
+_STRUCT = {"float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b"}
+_SHOWN_ITEMS = 64
+
+
+def describe_survey(found: Survey, *, tag: str, bytes_read: int | None) -> Inspection:
+    """What the files tell; where the optimizer's could not be read, what the model file says of them."""
+    model, optim = found.model, found.optim
+    config = _config(model, optim)
+    torch_optimizer = _stage0_optimizer(model)
+    return Inspection(
+        format="DeepSpeed ZeRO",
+        folder=found.listing.folder,
+        tag=tag,
+        version=model.version if model is not None else optim.version if optim is not None else None,
+        stage=_stage(found, config),
+        wrapper=_wrapper(found),
+        dp=found.dp,
+        optimizer=_optimizer_name(config),
+        states=tuple(_states(optim)) if optim is not None else tuple(_stage0_states(torch_optimizer)),
+        groups=tuple(_groups(model, optim) if optim is not None else _stage0_groups(torch_optimizer)),
+        steps=_steps(model, optim, torch_optimizer),
+        arrangement=_arrangement(found, config),
+        parameters=tuple(_parameters(model, optim)) if model is not None else (),
+        files=tuple(_files(found.listing, found.dp)),
+        faults=found.faults,
+        bytes_read=bytes_read,
+    )
+
+
+def plain(value: object, depth: int = 3) -> object:
+    """A value of a pickle as JSON can hold it; what JSON has no word for is named, what is long is counted."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, ScalarTensor):
+        return _number(value)
+    if isinstance(value, TensorRecord):
+        return f"a {value.dtype.label} tensor of shape {list(value.shape)}"
+    if isinstance(value, GlobalName):
+        return str(value)
+    if isinstance(value, ObjectRecord):
+        return f"a {value.callable}"
+    if isinstance(value, dict | list | tuple) and (len(value) > _SHOWN_ITEMS or not depth):
+        return f"{len(value)} items"
+    if isinstance(value, dict):
+        return {str(key): plain(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, depth - 1) for item in value]
+    return f"a {type(value).__name__}"
+
+
+def _number(value: ScalarTensor) -> object:
+    code = _STRUCT.get(value.dtype.label)
+    if code is None or len(value.data) != value.dtype.itemsize:
+        return f"a {value.dtype.label} tensor of shape {list(value.shape)}"
+    return plain(struct.unpack("<" + code, value.data)[0])
+
+
+def _config(model: ModelStates | None, optim: OptimStates | None) -> Mapping[str, object]:
+    """The saved DeepSpeed config, empty where it was not saved as a dict."""
+    said = model.entries.get("ds_config") if model is not None else optim.config if optim is not None else None
+    return said if isinstance(said, dict) else {}
+
+
+def _section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _stage(found: Survey, config: Mapping[str, object]) -> int | None:
+    if found.optim is not None:
+        return found.optim.stage
+    if found.listing.partitioned_model:
+        return 3
+    if found.model is None:
+        return None
+    if found.model.param_shapes is None:
+        return 0
+    stage = _section(config, "zero_optimization").get("stage")
+    return stage if isinstance(stage, int) and stage in (1, 2) else None
+
+
+def _wrapper(found: Survey) -> str | None:
+    if found.optim is not None:
+        return found.optim.kind
+    if found.listing.partitioned_model:
+        return "zero3"
+    return "none" if found.model is not None and found.model.param_shapes is None else None
+
+
+def _optimizer_name(config: Mapping[str, object]) -> str | None:
+    """The name of the optimizer that DeepSpeed built; None when the script passed its own."""
+    name = _section(config, "optimizer").get("type")
+    return name if isinstance(name, str) else None
+
+
+def _states(optim: OptimStates) -> Iterator[StateEntry]:
+    flat: dict[str, set[str]] = {"fp32": {p.fp32.dtype.label for p in optim.partitions}}
+    scalars: dict[str, set[str]] = {}
+    for partition in optim.partitions:
+        for kind, tensor in partition.states.items():
+            flat.setdefault(kind, set()).add(tensor.dtype.label)
+        for kind, value in partition.scalars.items():
+            label = value.dtype.label if isinstance(value, ScalarTensor) else type(value).__name__
+            scalars.setdefault(kind, set()).add(label)
+    for kinds, scalar in ((flat, False), (scalars, True)):
+        for kind, labels in kinds.items():
+            yield StateEntry(kind=kind, dtypes=tuple(sorted(labels)), scalar=scalar)
+
+
+def _groups(model: ModelStates | None, optim: OptimStates) -> Iterator[GroupEntry]:
+    shapes = _matching_shapes(model, optim)
+    for number, buffers in enumerate(optim.members):
+        members = [shape for i in buffers for shape in shapes[i].values()] if shapes else None
+        yield GroupEntry(
+            number=number,
+            members=len(members) if members is not None else len(buffers),
+            numel=sum(map(prod, members)) if members is not None else None,
+            hyperparameters=_hyperparameters(optim.groups[number]) if optim.groups is not None else None,
+        )
+
+
+def _matching_shapes(model: ModelStates | None, optim: OptimStates) -> tuple[dict[str, tuple[int, ...]], ...]:
+    """The members of each flat buffer; none where the files contradict each other (a fault says so)."""
+    shapes = model.param_shapes if model is not None else None
+    return shapes if shapes is not None and len(shapes) == len(optim.partitions) else ()
+
+
+def _hyperparameters(group: Mapping[str, object]) -> dict[str, object]:
+    return {str(name): plain(value) for name, value in group.items()}
+
+
+def _steps(model: ModelStates | None, optim: OptimStates | None, stage0: Mapping[str, object]) -> Steps:
+    entries = model.entries if model is not None else {}
+    return Steps(
+        global_steps=_count(entries.get("global_steps")),
+        global_samples=_count(entries.get("global_samples")),
+        skipped_steps=_count(entries.get("skipped_steps")),
+        optimizer_steps=tuple(dict.fromkeys(_optimizer_steps(optim, stage0))),
+    )
+
+
+def _optimizer_steps(optim: OptimStates | None, stage0: Mapping[str, object]) -> Iterator[object]:
+    """`step` of the states, of the param groups (DeepSpeed's fused optimizers), and of elastic checkpoints."""
+    said: list[object] = [state.get("step") for state in _stage0_state(stage0)]
+    if optim is not None:
+        said += [partition.scalars.get("step") for partition in optim.partitions]
+        said += [group.get("step") for group in optim.groups or ()]
+        said.append(optim.entries.get("base_optimizer_state_step"))
+    for value in said:
+        number = plain(value)
+        if isinstance(number, float) and number.is_integer():
+            number = int(number)
+        if isinstance(number, int | float) and not isinstance(number, bool):
+            yield number
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _arrangement(found: Survey, config: Mapping[str, object]) -> Arrangement:
+    zero = _section(config, "zero_optimization")
+    optim = found.optim
+    device = _section(zero, "offload_optimizer").get("device")
+    gaps = [p.alignment is not None and any(p.alignment) for p in optim.partitions] if optim is not None else []
+    round_robin = zero.get("round_robin_gradients", False) if config else None
+    return Arrangement(
+        buffers=len(optim.partitions) if optim is not None else None,
+        round_robin=round_robin if isinstance(round_robin, bool) else None,
+        alignment_gaps=any(gaps) if optim is not None else None,
+        elastic=optim.elastic if optim is not None else None,
+        offloaded_to="nvme" if found.listing.nvme else device if isinstance(device, str) else None,
+    )
+
+
+def _parameters(model: ModelStates, optim: OptimStates | None) -> Iterator[ParameterEntry]:
+    """Every entry of the module's state, then what is known by shape alone (stage 3, excluded weights)."""
+    trainable, frozen = model.trainable, model.frozen_shapes
+    group_of = _group_of(model, optim)
+    owners: dict[tuple[str, int, tuple[int, ...]], str] = {}
+    for name in dict.fromkeys((*model.module, *trainable, *frozen)):
+        tensor = model.module.get(name)
+        tied = model.shared.get(name)
+        if tensor is not None and tensor.numel:
+            first = owners.setdefault((tensor.storage.key, tensor.element_offset, tensor.shape), name)
+            tied = tied or (first if first != name else None)
+        owner = tied or name
+        if name in model.buffer_names:
+            role = "buffer"
+        elif owner in frozen:
+            role = "frozen"
+        else:
+            role = "trainable" if owner in trainable or model.param_shapes is None else "other"
+        shape = trainable.get(owner) or frozen.get(owner) or (tensor.shape if tensor is not None else ())
+        yield ParameterEntry(name=name, shape=shape, dtype=tensor.dtype.label if tensor is not None else None, role=role,
+                             group=group_of.get(owner), tied_to=tied)  # fmt: skip
+
+
+def _group_of(model: ModelStates, optim: OptimStates | None) -> dict[str, int]:
+    shapes = _matching_shapes(model, optim) if optim is not None else ()
+    if optim is None or not shapes:
+        return {}
+    return {name: g for g, buffers in enumerate(optim.members) for i in buffers for name in shapes[i]}
+
+
+def _files(listing: Listing, dp: int | None) -> Iterator[FileEntry]:
+    roles: dict[str, str] = {}
+    for role, files in (("model", listing.model), ("optimizer", listing.optim)):
+        for rank, name in files.items():
+            roles[name] = "unused" if dp is not None and rank >= dp else role
+    for name in sorted(listing.nbytes):
+        yield FileEntry(name=name, nbytes=listing.nbytes[name], role=roles.get(name, "other"))
+
+
+def _stage0_optimizer(model: ModelStates | None) -> Mapping[str, object]:
+    """The state_dict of a stage-0 run's optimizer, which lies in the model file; empty where there is none."""
+    saved = model.entries.get("optimizer") if model is not None else None
+    if not isinstance(saved, dict):
+        return {}
+    inner = saved.get("optimizer_state_dict", saved)
+    return inner if isinstance(inner, dict) else {}
+
+
+def _dicts(values: object) -> list[Mapping[str, object]]:
+    return [value for value in values if isinstance(value, dict)] if isinstance(values, Iterable) else []
+
+
+def _stage0_state(saved: Mapping[str, object]) -> list[Mapping[str, object]]:
+    state = saved.get("state")
+    return _dicts(state.values()) if isinstance(state, dict) else []
+
+
+def _stage0_groups(saved: Mapping[str, object]) -> Iterator[GroupEntry]:
+    """Sizes only: a stage-0 optimizer names no parameter."""
+    for number, group in enumerate(_dicts(saved.get("param_groups"))):
+        members = group.get("params")
+        hyper = {name: value for name, value in group.items() if name != "params"}
+        yield GroupEntry(number=number, members=len(members) if isinstance(members, list) else 0, numel=None,
+                         hyperparameters=_hyperparameters(hyper))  # fmt: skip
+
+
+def _stage0_states(saved: Mapping[str, object]) -> Iterator[StateEntry]:
+    found: dict[str, tuple[set[str], bool]] = {}
+    for state in _stage0_state(saved):
+        for kind, value in state.items():
+            tensor = isinstance(value, TensorRecord)
+            label = value.dtype.label if isinstance(value, TensorRecord) else type(value).__name__
+            labels, scalar = found.get(str(kind), (set(), True))
+            found[str(kind)] = (labels | {label}, scalar and not (tensor and kind != "step"))
+    for kind, (labels, scalar) in found.items():
+        yield StateEntry(kind=kind, dtypes=tuple(sorted(labels)), scalar=scalar)

@@ -1,0 +1,103 @@
+"""What can be asked of a checkpoint without a running engine: the wiring of the rooms below."""
+
+from __future__ import annotations
+
+import os
+
+from ds_reshard.errors import Fault, ReadFailed, raise_faults
+from ds_reshard.formats.zero.inspection import describe_survey
+from ds_reshard.formats.zero.names import Listing, read_listing
+from ds_reshard.formats.zero.survey import survey
+from ds_reshard.model.inspection import Inspection
+
+__all__ = ["Inspection", "inspect"]
+
+_LATEST_NBYTES = 4096
+
+
+def inspect(path: str, *, tag: str | None = None) -> Inspection:
+    """What the checkpoint in `path` says about itself, and every fault of its files.
+
+    `path` is the folder that was given to save_checkpoint (then `tag`, or what its file `latest` names, says
+    which of its checkpoints), or the folder of one tag. Opens every shard and reads its directory and
+    pickle, no tensor's bytes but scalars; neither imports torch nor executes anything from the files.
+
+    Raises CheckpointNotFound when the path does not exist or holds no checkpoint, ReadFailed when the
+    folder cannot be listed. Everything else that is wrong is in the `faults` of what is returned.
+    """
+    before = _bytes_asked_for()
+    listing = _find(os.fspath(path), tag)
+    found = survey(listing)
+    after = _bytes_asked_for()
+    bytes_read = after - before if before is not None and after is not None else None
+    return describe_survey(found, tag=os.path.basename(os.path.abspath(listing.folder)), bytes_read=bytes_read)
+
+
+def _find(path: str, tag: str | None) -> Listing:
+    if not os.path.isdir(path):
+        file = os.path.exists(path)
+        raise _not_found(path, "is a file" if file else "does not exist",
+                         "give the folder that was given to save_checkpoint" if file else "check the path")  # fmt: skip
+    if tag is None:
+        listing = _list(path)
+        if listing.model or listing.optim:
+            return listing
+        tag = _latest(path)
+    folder = os.path.join(path, tag)
+    if not os.path.isdir(folder):
+        raise _no_checkpoint(path, f"has no tag {tag!r}")
+    listing = _list(folder)
+    if not (listing.model or listing.optim or listing.faults):
+        raise _no_checkpoint(path, f"has no DeepSpeed checkpoint in its tag {tag!r}")
+    return listing
+
+
+def _latest(path: str) -> str:
+    """The tag that the file `latest` names."""
+    latest = os.path.join(path, "latest")
+    try:
+        with open(latest, "rb") as file:
+            tag = file.read(_LATEST_NBYTES).decode("utf-8").strip()
+    except FileNotFoundError:
+        raise _no_checkpoint(path, "holds no DeepSpeed checkpoint, and no file 'latest' that names a tag") from None
+    except (OSError, ValueError) as error:
+        raise ReadFailed(f"{latest}: cannot be read: {error}; name the tag: --tag TAG") from error
+    if not tag or "\0" in tag:
+        raise _no_checkpoint(path, "has a file 'latest' that names no tag")
+    return tag
+
+
+def _list(folder: str) -> Listing:
+    try:
+        with os.scandir(folder) as scan:
+            entries = [(e.name, e.stat().st_size if e.is_file() else None) for e in scan]
+    except OSError as error:
+        raise ReadFailed(f"{folder}: cannot be listed: {error}") from error
+    files = {name: nbytes for name, nbytes in entries if nbytes is not None}
+    return read_listing(folder, files, frozenset(name for name, nbytes in entries if nbytes is None))
+
+
+def _no_checkpoint(path: str, what: str) -> Exception:
+    listings = ((e.name, _list(e.path)) for e in os.scandir(path) if e.is_dir())
+    tags = sorted(name for name, listing in listings if listing.model or listing.optim)
+    if not tags:
+        return _not_found(path, what, "give the folder that was given to save_checkpoint")
+    return _not_found(path, what, f"name one of the tags that are there: --tag {' | '.join(tags[:12])}")
+
+
+def _not_found(path: str, what: str, mend: str) -> Exception:
+    fault = Fault(error="CheckpointNotFound", where=path, what=what, mend=mend)
+    try:
+        raise_faults([fault], subject="looking for a checkpoint")
+    except Exception as error:
+        return error
+    raise AssertionError
+
+
+def _bytes_asked_for() -> int | None:
+    """Bytes that this process has read so far, from any file, as Linux counts them (proc(5), rchar)."""
+    try:
+        with open("/proc/self/io", encoding="ascii") as file:
+            return int(file.readline().removeprefix("rchar:"))
+    except (OSError, ValueError):
+        return None

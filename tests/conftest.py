@@ -1,0 +1,25 @@
+"""Fixtures of all tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_HOSTS = str(Path(__file__).parent / "hosts")
+sys.path.insert(0, _HOSTS)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_HOSTS, os.environ.get("PYTHONPATH", ""))))
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Any]:
+    """Worlds of worker processes by size, kept alive for the whole session."""
+    from worlds import Worlds
+
+    made = Worlds()
+    yield made
+    made.close()

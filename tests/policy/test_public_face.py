@@ -1,0 +1,94 @@
+"""What users can rely on: the exported names, the commands and the version. A change here is a release note."""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import subprocess
+import sys
+
+from house import ROOT
+
+import ds_reshard
+from ds_reshard.cli.main import build_parser
+
+EXPORTED = [
+    "CheckpointDamaged",
+    "CheckpointNotFound",
+    "ChecksumMismatch",
+    "ConfigError",
+    "EngineUnusable",
+    "Fault",
+    "HookError",
+    "InternalError",
+    "ModelMismatch",
+    "ParamGroupMismatch",
+    "ReadFailed",
+    "ReshardError",
+    "TrustRequired",
+    "UnsafePickle",
+    "UnsupportedLayout",
+    "__version__",
+    "install",
+    "installed",
+    "uninstall",
+]
+
+COMMANDS = {
+    "hooks": ["--json"],
+    "inspect": ["--json", "--tag", "CKPT"],
+}
+
+
+def _subcommands() -> dict[str, argparse.ArgumentParser]:
+    found = [action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    assert len(found) == 1, "build_parser() must have exactly one set of subcommands"
+    return dict(found[0].choices)
+
+
+def _arguments(parser: argparse.ArgumentParser) -> list[str]:
+    actions = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+    return sorted(action.option_strings[-1] if action.option_strings else str(action.metavar) for action in actions)
+
+
+def test_exported_names_are_frozen() -> None:
+    """ds_reshard.__all__ is this list; whoever changes it changes the list and CHANGELOG.md in the same commit."""
+    assert sorted(ds_reshard.__all__) == EXPORTED
+
+
+def test_every_exported_name_is_there() -> None:
+    """Each name of __all__ can be had from the package, the ones that are looked up late too."""
+    missing = [name for name in ds_reshard.__all__ if not hasattr(ds_reshard, name)]
+    assert missing == [], f"exported and not there: {', '.join(missing)}"
+
+
+def test_every_error_is_exported() -> None:
+    """An exception that a caller can catch is a public name."""
+    import ds_reshard.errors as errors
+
+    raised = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    assert raised - set(ds_reshard.__all__) == set()
+
+
+def test_commands_are_frozen() -> None:
+    """The subcommands and arguments of ds-reshard are this table; scripts depend on them."""
+    assert {name: _arguments(parser) for name, parser in _subcommands().items()} == COMMANDS
+
+
+def test_every_command_explains_itself() -> None:
+    """`ds-reshard --help` lists every subcommand, and each has a help of its own."""
+    for arguments in ([], *([name] for name in COMMANDS)):
+        done = subprocess.run(
+            [sys.executable, "-m", "ds_reshard.cli", *arguments, "--help"], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        assert all(word in done.stdout for word in (arguments or COMMANDS))
+
+
+def test_the_version_is_one() -> None:
+    """setup.cfg, ds_reshard.__version__ and the newest heading of CHANGELOG.md agree."""
+    declared = configparser.ConfigParser()
+    declared.read(ROOT / "setup.cfg", encoding="utf-8")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    newest = next(line for line in changes if line.startswith("## ")).split()[1]
+    assert (declared["metadata"]["version"], newest) == (ds_reshard.__version__, ds_reshard.__version__)

@@ -1,0 +1,39 @@
+"""Files and functions stay short enough to be read in one go."""
+
+from __future__ import annotations
+
+from house import PACKAGE, ROOT, TESTS, functions, offenders, place, sources
+
+FILE_LINES = 300
+TEST_FILE_LINES = 600
+FUNCTION_LINES = 60
+
+
+def test_files_of_the_package_are_under_300_lines() -> None:
+    """A file of ds_reshard that reaches 300 lines holds two things and is split by what they are."""
+    lengths = {place(path): len(path.read_text(encoding="utf-8").splitlines()) for path in sources(PACKAGE)}
+    found = [f"{name}: {lines} lines" for name, lines in lengths.items() if lines >= FILE_LINES]
+    assert not found, offenders(f"split these files, each must be under {FILE_LINES} lines:", found)
+
+
+def test_other_files_are_under_600_lines() -> None:
+    """A test, example or benchmark file stays under 600 lines."""
+    folders = (TESTS, ROOT / "examples", ROOT / "benchmarks")
+    lengths = {
+        place(path): len(path.read_text(encoding="utf-8").splitlines())
+        for folder in folders
+        for path in sources(folder)
+    }
+    found = [f"{name}: {lines} lines" for name, lines in lengths.items() if lines >= TEST_FILE_LINES]
+    assert not found, offenders(f"split these files, each must be under {TEST_FILE_LINES} lines:", found)
+
+
+def test_functions_are_under_60_lines() -> None:
+    """A function of ds_reshard, decorators not counted, stays under 60 lines."""
+    found = [
+        f"{place(path, node.lineno)}: {node.name} has {lines} lines"
+        for path in sources(PACKAGE)
+        for node in functions(path)
+        if (lines := (node.end_lineno or node.lineno) - node.lineno + 1) >= FUNCTION_LINES
+    ]
+    assert not found, offenders(f"split these functions, each must be under {FUNCTION_LINES} lines:", found)

@@ -1,0 +1,259 @@
+"""Files of torch.save open without torch, and say of tensors what torch.load makes of them."""
+
+from __future__ import annotations
+
+import collections
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.serialization import config
+
+from ds_reshard.containers.torch_zip import ArchiveLimits, open_archive
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    ChecksumMismatch,
+    ReadFailed,
+    UnsupportedLayout,
+)
+from ds_reshard.model.codec import ElementType
+from ds_reshard.model.records import GlobalName, ObjectRecord, StorageRecord, TensorRecord
+
+DTYPES = [getattr(torch, member.label) for member in ElementType]
+
+
+def live(record: TensorRecord) -> torch.Tensor:
+    """The tensor that a record describes, from the whole file's bytes."""
+    with open(record.storage.path, "rb") as file:
+        file.seek(record.storage.byte_offset)
+        data = bytearray(file.read(record.storage.nbytes))
+    dtype = getattr(torch, record.dtype.label)
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return torch.as_strided(flat, record.shape, record.stride, record.element_offset)
+
+
+def same(found: object, expected: object) -> bool:
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(found, TensorRecord)
+        assert getattr(torch, found.dtype.label) == expected.dtype
+        assert (found.shape, found.requires_grad) == (tuple(expected.shape), expected.requires_grad)
+        if expected.numel():
+            assert (found.stride, found.element_offset) == (expected.stride(), expected.storage_offset())
+        assert found.contiguous == expected.is_contiguous()
+        return torch.equal(raw(live(found)), raw(expected))
+    if isinstance(expected, (list, tuple)):
+        assert (isinstance(found, list), len(found)) == (isinstance(expected, list), len(expected))
+        return all(map(same, found, expected))
+    if isinstance(expected, dict):
+        return list(found) == list(expected) and all(same(found[key], expected[key]) for key in expected)
+    return type(found) is type(expected) and found == expected
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().contiguous().reshape(-1)
+    return tensor.view(torch.uint8) if tensor.numel() else tensor.to(torch.uint8)
+
+
+def saved(tmp_path, value: object, name: str = "file.pt") -> str:
+    path = str(tmp_path / name)
+    torch.save(value, path)
+    return path
+
+
+def loaded(path: str) -> object:
+    with open_archive(path) as archive:
+        return archive.load()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_element_type(tmp_path, dtype):
+    path = saved(tmp_path, {"a": torch.arange(6).to(dtype), "b": torch.arange(6).to(dtype).reshape(2, 3).t()[1:]})
+    assert same(loaded(path), torch.load(path, weights_only=True))
+
+
+@st.composite
+def tensors(draw):
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    tensor = torch.arange(24 * 24)[: int(torch.tensor(shape).prod())].to(dtype).reshape(shape)
+    for axis in range(len(shape)):
+        start = draw(st.integers(0, shape[axis]))
+        tensor = tensor.narrow(axis, start, draw(st.integers(0, shape[axis] - start)))
+    if draw(st.booleans()) and tensor.dim() > 1:
+        tensor = tensor.transpose(0, 1)
+    if draw(st.booleans()) and tensor.dim():
+        tensor = tensor.unsqueeze(0).expand(2, *tensor.shape)
+    if dtype in (torch.float32, torch.bfloat16) and draw(st.booleans()):
+        return torch.nn.Parameter(tensor.clone(), requires_grad=draw(st.booleans()))
+    return tensor
+
+
+PLAIN = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(allow_nan=False), st.text(max_size=5)
+)
+TREES = st.recursive(
+    st.one_of(PLAIN, tensors()),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(st.one_of(st.text(max_size=3), st.integers(0, 99)), inner, max_size=3),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(collections.OrderedDict),
+    ),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=80)
+@given(tree=TREES)
+def test_trees_of_tensors_say_what_torch_load_makes(tmp_path_factory, tree):
+    path = saved(tmp_path_factory.mktemp("tree"), tree)
+    assert same(loaded(path), torch.load(path, weights_only=True))
+
+
+def test_tensors_that_share_a_storage_share_its_record(tmp_path):
+    base = torch.arange(12.0)
+    found = loaded(saved(tmp_path, [base, base[3:], base.view(3, 4)]))
+    assert found[0].storage is found[1].storage is found[2].storage
+    assert found[1].element_offset == 3
+
+
+def test_sizes_devices_element_types_and_bare_storages(tmp_path):
+    value = [torch.Size([1, 2]), torch.float16, torch.device("cpu"), torch.UntypedStorage(5)]
+    size, dtype, device, storage = loaded(saved(tmp_path, value))
+    assert (size, dtype) == ((1, 2), GlobalName(module="torch", name="float16"))
+    assert (str(device.callable), device.args) == ("torch.device", ("cpu",))
+    assert isinstance(storage, StorageRecord)
+    assert (storage.dtype, storage.nbytes) == (ElementType.UINT8, 5)
+
+
+def test_tensors_with_attributes_lose_them(tmp_path):
+    tensor, parameter = torch.ones(2), torch.nn.Parameter(torch.ones(3))
+    tensor.note = "kept by torch"
+    parameter.ds_id = 4
+    first, second = loaded(saved(tmp_path, [tensor, parameter]))
+    assert (first.shape, second.shape, second.requires_grad) == ((2,), (3,), True)
+
+
+def test_tensors_that_a_record_cannot_say_stay_calls(tmp_path):
+    """A lazy conjugate has other values than its storage; sparse tensors have no one storage."""
+    found = loaded(saved(tmp_path, [torch.ones(2, dtype=torch.complex64).conj(), torch.eye(2).to_sparse()]))
+    assert [type(value) for value in found] == [ObjectRecord, ObjectRecord]
+
+
+def test_bytes_read_are_kilobytes_of_a_large_file(tmp_path):
+    path = saved(tmp_path, {f"layer{i}": torch.zeros(400_000) for i in range(8)})
+    with open_archive(path) as archive:
+        archive.load()
+        assert archive.nbytes == os.path.getsize(path) > 12_000_000
+        assert archive.bytes_read < 40_000
+
+
+def test_root_is_the_name_under_which_it_was_saved(tmp_path):
+    path = saved(tmp_path, 1, "zero_pp_rank_0_optim_states.pt")
+    os.rename(path, tmp_path / "renamed.pt")
+    with open_archive(tmp_path / "renamed.pt") as archive:
+        assert archive.root == "zero_pp_rank_0_optim_states"
+
+
+def test_tensor_bytes_are_those_that_were_saved(tmp_path):
+    path = saved(tmp_path, {"a": torch.arange(10), "t": torch.ones(2, 3).t(), "e": torch.empty(0)})
+    with open_archive(path) as archive:
+        found = archive.load()
+        assert archive.tensor_bytes(found["a"]) == torch.arange(10).numpy().tobytes()
+        assert archive.storage_bytes(found["a"].storage) == torch.arange(10).numpy().tobytes()
+        assert archive.tensor_bytes(found["e"]) == b""
+        with pytest.raises(UnsupportedLayout, match="not contiguous"):
+            archive.tensor_bytes(found["t"])
+
+
+def test_changed_bytes_of_a_tensor_are_found_when_read_whole(tmp_path):
+    path = saved(tmp_path, torch.arange(10))
+    record = loaded(path)
+    with open(path, "r+b") as file:
+        file.seek(record.byte_offset + 3)
+        file.write(b"\x01")
+    with open_archive(path) as archive, pytest.raises(ChecksumMismatch, match="storage '0': expected crc32"):
+        archive.tensor_bytes(archive.load())
+
+
+def test_files_without_checksums_have_none(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = saved(tmp_path, torch.ones(3))
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with open_archive(path) as archive:
+        assert {member.crc32 for member in archive.members.values()} == {None}
+        record = archive.load()
+        assert record.storage.crc32 is None
+        assert archive.tensor_bytes(record) == torch.ones(3).numpy().tobytes()
+
+
+@pytest.mark.parametrize("alignment", [1, 64, 4096])
+def test_any_storage_alignment(tmp_path, alignment):
+    with config.patch("save.storage_alignment", alignment):
+        path = saved(tmp_path, [torch.ones(3), torch.arange(5)])
+    found = loaded(path)
+    assert same(found, torch.load(path, weights_only=True))
+    assert [tensor.byte_offset % alignment for tensor in found] == [0, 0]
+
+
+def test_absent_byteorder_means_little_and_big_is_refused(tmp_path):
+    path = str(tmp_path / "file.pt")
+    torch.save(torch.ones(2), path, _disable_byteorder_record=True)
+    assert loaded(path).shape == (2,)
+    with open(saved(tmp_path, 1), "r+b") as file:
+        data = file.read().replace(b"little", b"bigbig")
+        file.seek(0)
+        file.write(data)
+    with pytest.raises(ChecksumMismatch):
+        open_archive(path)
+
+
+def test_files_that_are_not_there_or_cannot_be_read(tmp_path, monkeypatch):
+    with pytest.raises(CheckpointNotFound, match=r"none\.pt"):
+        open_archive(tmp_path / "none.pt")
+    with pytest.raises(CheckpointDamaged, match="not a regular file"):
+        open_archive(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointDamaged, match="not a regular file"):
+        open_archive(tmp_path / "pipe")
+    with open_archive(saved(tmp_path, torch.ones(3))) as archive:
+        record = archive.load()
+    with pytest.raises(ReadFailed, match="cannot be read"):
+        archive.tensor_bytes(record)
+
+
+def test_a_closed_archive_holds_no_file_open(tmp_path):
+    path = saved(tmp_path, 1)
+    before = sorted(os.listdir("/proc/self/fd"))
+    open_archive(path).close()
+    (tmp_path / "bad.pt").write_bytes(b"PK\x03\x04 and nothing else")
+    with pytest.raises(CheckpointDamaged):
+        open_archive(tmp_path / "bad.pt")
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_shrinks_while_it_is_open_is_damage(tmp_path):
+    path = saved(tmp_path, torch.zeros(100_000))
+    with open_archive(path) as archive:
+        record = archive.load()
+        os.truncate(path, 10_000)
+        with pytest.raises(CheckpointDamaged, match="shrank"):
+            archive.tensor_bytes(record)
+
+
+def test_limits_are_those_given(tmp_path):
+    path = saved(tmp_path, 1)
+    with pytest.raises(CheckpointDamaged, match="at most 10 are read"):
+        open_archive(path, limits=ArchiveLimits(directory_nbytes=10))
+
+
+def test_torchscript_is_refused_by_name(tmp_path):
+    path = str(tmp_path / "script.pt")
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), path)
+    with pytest.raises((UnsupportedLayout, CheckpointDamaged), match=r"TorchScript|compressed"):
+        open_archive(path)
