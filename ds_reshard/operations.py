@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ds_reshard.errors import Fault, ReadFailed, raise_faults
+from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed
 from ds_reshard.formats.zero.inspection import describe_survey
 from ds_reshard.formats.zero.names import Listing, read_listing
 from ds_reshard.formats.zero.survey import survey
@@ -40,7 +40,7 @@ def _find(path: str, tag: str | None) -> Listing:
                          "give the folder that was given to save_checkpoint" if file else "check the path")  # fmt: skip
     if tag is None:
         listing = _list(path)
-        if listing.model or listing.optim:
+        if listing.model or listing.optim or listing.faults:
             return listing
         tag = _latest(path)
     folder = os.path.join(path, tag)
@@ -77,7 +77,7 @@ def _list(folder: str) -> Listing:
     return read_listing(folder, files, frozenset(name for name, nbytes in entries if nbytes is None))
 
 
-def _no_checkpoint(path: str, what: str) -> Exception:
+def _no_checkpoint(path: str, what: str) -> CheckpointNotFound:
     listings = ((e.name, _list(e.path)) for e in os.scandir(path) if e.is_dir())
     tags = sorted(name for name, listing in listings if listing.model or listing.optim)
     if not tags:
@@ -85,13 +85,9 @@ def _no_checkpoint(path: str, what: str) -> Exception:
     return _not_found(path, what, f"name one of the tags that are there: --tag {' | '.join(tags[:12])}")
 
 
-def _not_found(path: str, what: str, mend: str) -> Exception:
+def _not_found(path: str, what: str, mend: str) -> CheckpointNotFound:
     fault = Fault(error="CheckpointNotFound", where=path, what=what, mend=mend)
-    try:
-        raise_faults([fault], subject="looking for a checkpoint")
-    except Exception as error:
-        return error
-    raise AssertionError
+    return CheckpointNotFound(f"{fault.line()}; {mend}", [fault])
 
 
 def _bytes_asked_for() -> int | None:

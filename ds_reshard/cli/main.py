@@ -18,6 +18,7 @@ from ds_reshard import __version__
 from ds_reshard.cli import render
 from ds_reshard.errors import ReshardError
 from ds_reshard.hosts import installed
+from ds_reshard.operations import inspect
 
 OK, FINDING, UNUSABLE = 0, 1, 2
 
@@ -35,11 +36,12 @@ def build_parser() -> argparse.ArgumentParser:
     hooks.add_argument("--json", action="store_true", help="print JSON")
     hooks.set_defaults(run=_hooks)
 
-    inspect = commands.add_parser("inspect", help="show what a checkpoint holds, or every fault found in it")
-    inspect.add_argument("checkpoint", metavar="CKPT", help="the folder that was given to save_checkpoint")
-    inspect.add_argument("--tag", help="the tag to look at (default: the one that 'latest' names)")
-    inspect.add_argument("--json", action="store_true", help="print JSON")
-    inspect.set_defaults(run=_inspect)
+    look = commands.add_parser("inspect", help="show what a checkpoint holds, or every fault found in it")
+    look.add_argument("checkpoint", metavar="CKPT", help="the folder that was given to save_checkpoint")
+    look.add_argument("--tag", help="the tag to look at (default: the one that 'latest' names)")
+    look.add_argument("--json", action="store_true", help="print JSON")
+    look.add_argument("--all", action="store_true", help="list every parameter and file")
+    look.set_defaults(run=_inspect)
     return parser
 
 
@@ -64,11 +66,9 @@ def _hooks(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from ds_reshard.operations import inspect  # after the arguments are right: it may load torch
-
     inspection = inspect(arguments.checkpoint, tag=arguments.tag)
     if arguments.json:
         print(json.dumps(inspection.to_json(), indent=2))
     else:
-        render.render_inspection(inspection, Console())
+        render.render_inspection(inspection, Console(), every_row=arguments.all)
     return FINDING if inspection.faults else OK

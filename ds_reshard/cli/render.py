@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from ds_reshard.hooks import HookStatus
+from ds_reshard.model.inspection import FileEntry, GroupEntry, Inspection, ParameterEntry
+
+_ROWS = 20
 
 _STYLE = {
     "installed": "green",
@@ -39,6 +43,104 @@ def render_hooks(statuses: Sequence[HookStatus], console: Console) -> None:
     console.print(table)
 
 
-def render_inspection(inspection: object, console: Console) -> None:
-    """Not drawn yet: `inspect --json` shows everything."""
-    raise NotImplementedError("ds-reshard inspect has no terminal view yet; use --json")
+def render_inspection(inspection: Inspection, console: Console, *, every_row: bool = False) -> None:
+    """A summary, the param groups, the parameters (the first 20 unless `every_row`), then every fault in red."""
+    console.print(Panel(_summary(inspection), title="Checkpoint", title_align="left", expand=False))
+    if inspection.groups:
+        console.print(_group_table(inspection.groups))
+    if inspection.parameters:
+        shown = inspection.parameters if every_row else inspection.parameters[:_ROWS]
+        console.print(_parameter_table(shown))
+        if len(shown) < len(inspection.parameters):
+            console.print(Text(f"and {len(inspection.parameters) - len(shown)} more: --all shows them", style="dim"))
+    if every_row or inspection.faults:
+        console.print(_file_table(inspection.files))
+    if inspection.faults:
+        count = len(inspection.faults)
+        console.print(Text(f"{count} fault{'s' if count > 1 else ''} found", style="bold red"))
+    for fault in inspection.faults:
+        console.print(Text(printable(fault.line()), style="red"), soft_wrap=True)
+        console.print(Text(f"  to mend: {printable(fault.mend)}"), soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """The text with control characters spelled out: names in a file must not command the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _summary(inspection: Inspection) -> Table:
+    steps, made = inspection.steps, inspection.arrangement
+    roles = ", ".join(f"{c['tensors']} {role} ({c['elements']:,})" for role, c in inspection.counts.items())
+    flags = {
+        "round-robin": made.round_robin,
+        "alignment gaps": made.alignment_gaps,
+        "elastic": made.elastic,
+        f"offloaded to {made.offloaded_to}": made.offloaded_to not in (None, "none"),
+    }
+    rows = {
+        "format": f"{inspection.format}, written by DeepSpeed {_or_unknown(inspection.version)}",
+        "folder": inspection.folder,
+        "tag": inspection.tag,
+        "layout": f"stage {_or_unknown(inspection.stage)}, dp {_or_unknown(inspection.dp)}, "
+        f"wrapper {_or_unknown(inspection.wrapper)}, {_or_unknown(made.buffers)} flat buffers a rank",
+        "flags": ", ".join(name for name, on in flags.items() if on) or "none",
+        "optimizer": inspection.optimizer or "not named (the script's own)",
+        "states": ", ".join(
+            f"{s.kind} {'/'.join(s.dtypes)}{' (scalar)' if s.scalar else ''}" for s in inspection.states
+        ),
+        "steps": f"{_or_unknown(steps.global_steps)} global, {_or_unknown(steps.skipped_steps)} skipped, optimizer "
+        + (", ".join(map(str, steps.optimizer_steps)) or "unknown"),
+        "elements": roles or "unknown",
+        "size": f"{_size(inspection.total_nbytes)} in {len(inspection.files)} files"
+        + (f"; {_size(inspection.bytes_read)} read" if inspection.bytes_read is not None else ""),
+    }
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        grid.add_row(Text(name, style="dim"), Text(printable(value), overflow="fold"))
+    return grid
+
+
+def _group_table(groups: Sequence[GroupEntry]) -> Table:
+    table = Table(title="Param groups", title_justify="left")
+    for heading in ("group", "members", "elements", "hyper-parameters"):
+        table.add_column(heading, overflow="fold", justify="left" if heading == "hyper-parameters" else "right")
+    for group in groups:
+        hyper = group.hyperparameters
+        said = "not saved" if hyper is None else ", ".join(f"{name}={value}" for name, value in hyper.items())
+        numel = "unknown" if group.numel is None else f"{group.numel:,}"
+        table.add_row(str(group.number), str(group.members), numel, Text(printable(said)))
+    return table
+
+
+def _parameter_table(parameters: Sequence[ParameterEntry]) -> Table:
+    table = Table(title="Parameters", title_justify="left")
+    for heading in ("name", "shape", "type", "role", "group"):
+        table.add_column(heading, overflow="fold")
+    for entry in parameters:
+        role = f"{entry.role}, tied to {printable(entry.tied_to)}" if entry.tied_to is not None else entry.role
+        shape = "x".join(map(str, entry.shape)) or "scalar"
+        group = "" if entry.group is None else str(entry.group)
+        table.add_row(Text(printable(entry.name)), shape, entry.dtype or "unknown", Text(role), group)
+    return table
+
+
+def _file_table(files: Sequence[FileEntry]) -> Table:
+    table = Table(title="Files", title_justify="left")
+    table.add_column("name", overflow="fold")
+    table.add_column("role")
+    table.add_column("size", justify="right")
+    for file in files:
+        table.add_row(Text(printable(file.name)), file.role, _size(file.nbytes))
+    return table
+
+
+def _or_unknown(value: object) -> str:
+    return "unknown" if value is None else str(value)
+
+
+def _size(nbytes: int) -> str:
+    size, units = float(nbytes), iter(("bytes", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while size >= 1024 and unit != "TiB":
+        size, unit = size / 1024, next(units)
+    return f"{nbytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"

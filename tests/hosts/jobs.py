@@ -104,9 +104,14 @@ def build(run: Run, model: Model, seed: int | None = None, tiny: bool = False) -
     net = Net(model, tiny)
     optimizer = _optimizer(model, _groups(net, model))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1.0 / (1 + 0.1 * s)) if model.scheduler else None
+    config = ds_config(run)
+    mesh = config.pop("mesh", None)
+    if mesh is not None:
+        config["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH // mesh[0]
     engine, *_ = deepspeed.initialize(
-        model=net, optimizer=optimizer, lr_scheduler=scheduler, config=ds_config(run), dist_init_required=False
-    )
+        model=net, optimizer=optimizer, lr_scheduler=scheduler, config=config, dist_init_required=False,
+        mesh_param=tuple(mesh) if mesh else None,
+    )  # fmt: skip
     _STATE["engine"] = engine
     return engine
 
@@ -279,3 +284,107 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
     partitioned = [p for p in engine.module.parameters() if getattr(p, "ds_numel", 0)]
     with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
         return {name: value.detach().clone() for name, value in engine.module.state_dict().items() if value.numel()}
+
+
+def fresh(run: Run, model: Model, seed: int = 99) -> dict[str, Any]:
+    return contents(build(run, model, seed=seed))
+
+
+def load_custom(run: Run, model: Model, folder: str) -> Any:
+    """Load through a custom function; what it saw, or the text of the refusal."""
+    import ds_reshard
+
+    seen: list[str] = []
+
+    def custom(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
+        seen.extend(src)
+        dst.load_state_dict(src)
+
+    engine = build(run, model, seed=99)
+    try:
+        with ds_reshard.install("deepspeed"):
+            engine.load_checkpoint(folder, custom_load_fn=custom)
+    except ds_reshard.ReshardError as error:
+        return str(error)
+    return seen
+
+
+def load_counting(run: Run, model: Model, folder: str) -> tuple[int, int]:
+    """How often DeepSpeed's `_load_checkpoint` and our direct path ran in one load."""
+    import ds_reshard
+    from ds_reshard.hosts.deepspeed import load as host
+
+    engine = build(run, model, seed=99)
+    counts = {"original": 0, "direct": 0}
+    original, direct = type(engine)._load_checkpoint, host._load_directly
+
+    def count_original(*args: Any, **kwargs: Any) -> Any:
+        counts["original"] += 1
+        return original(*args, **kwargs)
+
+    def count_direct(*args: Any, **kwargs: Any) -> Any:
+        counts["direct"] += 1
+        return direct(*args, **kwargs)
+
+    type(engine)._load_checkpoint, host._load_directly = count_original, count_direct
+    try:
+        with ds_reshard.install("deepspeed"):
+            engine.load_checkpoint(folder)
+    finally:
+        type(engine)._load_checkpoint, host._load_directly = original, direct
+    return counts["original"], counts["direct"]
+
+
+def _client(stranger: bool) -> dict[str, Any]:
+    import argparse
+    import collections
+    import random
+
+    import numpy as np
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from strangers import Stranger
+
+    torch.manual_seed(3)
+    state = {
+        "namespace": argparse.Namespace(lr=0.1, path=Path("a/b"), nested=argparse.Namespace(x=[1, (2, 3)])),
+        "when": datetime.datetime(2026, 1, 2, 3, 4, 5),
+        "span": datetime.timedelta(days=3),
+        "numpy": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "number": np.float64(0.25),
+        "numpy_random": np.random.RandomState(5).get_state(),
+        "python_random": random.Random(5).getstate(),
+        "torch_random": torch.get_rng_state(),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "shape": torch.Size((2, 3)),
+        "stage": ZeroStageEnum.weights,
+        "ordered": collections.OrderedDict(a=1, b={2, 3}),
+        "tensor": torch.arange(5).float()[1:4],
+    }
+    if stranger:
+        state["stranger"] = Stranger(7)
+    return state
+
+
+def _told(state: dict[str, Any]) -> dict[str, str]:
+    names = (*_client(stranger=False), "stranger")
+    return {name: f"{type(state[name]).__name__} {state[name]!r}" for name in names if name in state and name != "stranger"} | (
+        {"stranger": repr(state["stranger"])} if "stranger" in state else {}
+    )
+
+
+def save_client(run: Run, folder: str, stranger: bool = False) -> dict[str, str]:
+    engine = build(run, Model())
+    train(engine, 0, 1)
+    engine.save_checkpoint(folder, client_state=_client(stranger))
+    return _told(_client(stranger))
+
+
+def load_client(run: Run, folder: str, trust: list[str] | None = None) -> dict[str, str]:
+    import ds_reshard
+
+    section = {"ds_reshard": {"trust": trust}} if trust else {}
+    engine = build(Run(run.stage, run.dp, run.dtype, run.options, section), Model(), seed=99)
+    with ds_reshard.install("deepspeed"):
+        _, client = engine.load_checkpoint(folder)
+    return _told(client)

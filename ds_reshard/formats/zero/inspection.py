@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 
 from ds_reshard.formats.zero.facts import ScalarTensor
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates
+from ds_reshard.formats.zero.plain import Scalars, plain
+from ds_reshard.formats.zero.stage0_states import param_groups, states, torch_optimizer
 from ds_reshard.formats.zero.survey import Survey
 from ds_reshard.model.inspection import (
     Arrangement,
@@ -21,17 +21,14 @@ from ds_reshard.model.inspection import (
     StateEntry,
     Steps,
 )
-from ds_reshard.model.records import GlobalName, ObjectRecord, TensorRecord
-
-_STRUCT = {"float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b"}
-_SHOWN_ITEMS = 64
+from ds_reshard.model.records import TensorRecord
 
 
 def describe_survey(found: Survey, *, tag: str, bytes_read: int | None) -> Inspection:
     """What the files tell; where the optimizer's could not be read, what the model file says of them."""
     model, optim = found.model, found.optim
     config = _config(model, optim)
-    torch_optimizer = _stage0_optimizer(model)
+    stage0 = torch_optimizer(model)
     return Inspection(
         format="DeepSpeed ZeRO",
         folder=found.listing.folder,
@@ -41,45 +38,17 @@ def describe_survey(found: Survey, *, tag: str, bytes_read: int | None) -> Inspe
         wrapper=_wrapper(found),
         dp=found.dp,
         optimizer=_optimizer_name(config),
-        states=tuple(_states(optim)) if optim is not None else tuple(_stage0_states(torch_optimizer)),
-        groups=tuple(_groups(model, optim) if optim is not None else _stage0_groups(torch_optimizer)),
-        steps=_steps(model, optim, torch_optimizer),
+        states=tuple(_states(optim)) if optim is not None else tuple(_stage0_states(stage0)),
+        groups=tuple(
+            _groups(model, optim, found.scalars) if optim is not None else _stage0_groups(stage0, found.scalars)
+        ),
+        steps=_steps(found, stage0),
         arrangement=_arrangement(found, config),
         parameters=tuple(_parameters(model, optim)) if model is not None else (),
         files=tuple(_files(found.listing, found.dp)),
         faults=found.faults,
         bytes_read=bytes_read,
     )
-
-
-def plain(value: object, depth: int = 3) -> object:
-    """A value of a pickle as JSON can hold it; what JSON has no word for is named, what is long is counted."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, ScalarTensor):
-        return _number(value)
-    if isinstance(value, TensorRecord):
-        return f"a {value.dtype.label} tensor of shape {list(value.shape)}"
-    if isinstance(value, GlobalName):
-        return str(value)
-    if isinstance(value, ObjectRecord):
-        return f"a {value.callable}"
-    if isinstance(value, dict | list | tuple) and (len(value) > _SHOWN_ITEMS or not depth):
-        return f"{len(value)} items"
-    if isinstance(value, dict):
-        return {str(key): plain(item, depth - 1) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item, depth - 1) for item in value]
-    return f"a {type(value).__name__}"
-
-
-def _number(value: ScalarTensor) -> object:
-    code = _STRUCT.get(value.dtype.label)
-    if code is None or len(value.data) != value.dtype.itemsize:
-        return f"a {value.dtype.label} tensor of shape {list(value.shape)}"
-    return plain(struct.unpack("<" + code, value.data)[0])
 
 
 def _config(model: ModelStates | None, optim: OptimStates | None) -> Mapping[str, object]:
@@ -134,7 +103,7 @@ def _states(optim: OptimStates) -> Iterator[StateEntry]:
             yield StateEntry(kind=kind, dtypes=tuple(sorted(labels)), scalar=scalar)
 
 
-def _groups(model: ModelStates | None, optim: OptimStates) -> Iterator[GroupEntry]:
+def _groups(model: ModelStates | None, optim: OptimStates, scalars: Scalars) -> Iterator[GroupEntry]:
     shapes = _matching_shapes(model, optim)
     for number, buffers in enumerate(optim.members):
         members = [shape for i in buffers for shape in shapes[i].values()] if shapes else None
@@ -142,7 +111,7 @@ def _groups(model: ModelStates | None, optim: OptimStates) -> Iterator[GroupEntr
             number=number,
             members=len(members) if members is not None else len(buffers),
             numel=sum(map(prod, members)) if members is not None else None,
-            hyperparameters=_hyperparameters(optim.groups[number]) if optim.groups is not None else None,
+            hyperparameters=_hyperparameters(optim.groups[number], scalars) if optim.groups is not None else None,
         )
 
 
@@ -152,29 +121,31 @@ def _matching_shapes(model: ModelStates | None, optim: OptimStates) -> tuple[dic
     return shapes if shapes is not None and len(shapes) == len(optim.partitions) else ()
 
 
-def _hyperparameters(group: Mapping[str, object]) -> dict[str, object]:
-    return {str(name): plain(value) for name, value in group.items()}
+def _hyperparameters(group: Mapping[str, object], scalars: Scalars) -> dict[str, object]:
+    return {str(name): plain(value, scalars) for name, value in group.items()}
 
 
-def _steps(model: ModelStates | None, optim: OptimStates | None, stage0: Mapping[str, object]) -> Steps:
-    entries = model.entries if model is not None else {}
+def _steps(found: Survey, stage0: Mapping[str, object]) -> Steps:
+    entries = found.model.entries if found.model is not None else {}
     return Steps(
         global_steps=_count(entries.get("global_steps")),
         global_samples=_count(entries.get("global_samples")),
         skipped_steps=_count(entries.get("skipped_steps")),
-        optimizer_steps=tuple(dict.fromkeys(_optimizer_steps(optim, stage0))),
+        optimizer_steps=tuple(dict.fromkeys(_optimizer_steps(found, stage0))),
     )
 
 
-def _optimizer_steps(optim: OptimStates | None, stage0: Mapping[str, object]) -> Iterator[object]:
+def _optimizer_steps(found: Survey, stage0: Mapping[str, object]) -> Iterator[object]:
     """`step` of the states, of the param groups (DeepSpeed's fused optimizers), and of elastic checkpoints."""
-    said: list[object] = [state.get("step") for state in _stage0_state(stage0)]
+    optim = found.optim
+    said: list[object] = [state.get("step") for state in states(stage0)]
+    said += [group.get("step") for group in param_groups(stage0)]
     if optim is not None:
         said += [partition.scalars.get("step") for partition in optim.partitions]
         said += [group.get("step") for group in optim.groups or ()]
         said.append(optim.entries.get("base_optimizer_state_step"))
     for value in said:
-        number = plain(value)
+        number = plain(value, found.scalars)
         if isinstance(number, float) and number.is_integer():
             number = int(number)
         if isinstance(number, int | float) and not isinstance(number, bool):
@@ -219,8 +190,8 @@ def _parameters(model: ModelStates, optim: OptimStates | None) -> Iterator[Param
         else:
             role = "trainable" if owner in trainable or model.param_shapes is None else "other"
         shape = trainable.get(owner) or frozen.get(owner) or (tensor.shape if tensor is not None else ())
-        yield ParameterEntry(name=name, shape=shape, dtype=tensor.dtype.label if tensor is not None else None, role=role,
-                             group=group_of.get(owner), tied_to=tied)  # fmt: skip
+        dtype = tensor.dtype.label if tensor is not None else None
+        yield ParameterEntry(name=name, shape=shape, dtype=dtype, role=role, group=group_of.get(owner), tied_to=tied)
 
 
 def _group_of(model: ModelStates, optim: OptimStates | None) -> dict[str, int]:
@@ -239,36 +210,18 @@ def _files(listing: Listing, dp: int | None) -> Iterator[FileEntry]:
         yield FileEntry(name=name, nbytes=listing.nbytes[name], role=roles.get(name, "other"))
 
 
-def _stage0_optimizer(model: ModelStates | None) -> Mapping[str, object]:
-    """The state_dict of a stage-0 run's optimizer, which lies in the model file; empty where there is none."""
-    saved = model.entries.get("optimizer") if model is not None else None
-    if not isinstance(saved, dict):
-        return {}
-    inner = saved.get("optimizer_state_dict", saved)
-    return inner if isinstance(inner, dict) else {}
-
-
-def _dicts(values: object) -> list[Mapping[str, object]]:
-    return [value for value in values if isinstance(value, dict)] if isinstance(values, Iterable) else []
-
-
-def _stage0_state(saved: Mapping[str, object]) -> list[Mapping[str, object]]:
-    state = saved.get("state")
-    return _dicts(state.values()) if isinstance(state, dict) else []
-
-
-def _stage0_groups(saved: Mapping[str, object]) -> Iterator[GroupEntry]:
+def _stage0_groups(saved: Mapping[str, object], scalars: Scalars) -> Iterator[GroupEntry]:
     """Sizes only: a stage-0 optimizer names no parameter."""
-    for number, group in enumerate(_dicts(saved.get("param_groups"))):
+    for number, group in enumerate(param_groups(saved)):
         members = group.get("params")
         hyper = {name: value for name, value in group.items() if name != "params"}
         yield GroupEntry(number=number, members=len(members) if isinstance(members, list) else 0, numel=None,
-                         hyperparameters=_hyperparameters(hyper))  # fmt: skip
+                         hyperparameters=_hyperparameters(hyper, scalars))  # fmt: skip
 
 
 def _stage0_states(saved: Mapping[str, object]) -> Iterator[StateEntry]:
     found: dict[str, tuple[set[str], bool]] = {}
-    for state in _stage0_state(saved):
+    for state in states(saved):
         for kind, value in state.items():
             tensor = isinstance(value, TensorRecord)
             label = value.dtype.label if isinstance(value, TensorRecord) else type(value).__name__

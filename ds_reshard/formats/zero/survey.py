@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -13,6 +13,8 @@ from ds_reshard.formats.zero.faults import damaged
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
+from ds_reshard.formats.zero.plain import Scalars, read_scalars, single_elements
+from ds_reshard.formats.zero.stage0_states import param_groups, states, torch_optimizer
 from ds_reshard.model.layout import Layout
 
 States = TypeVar("States", ModelStates, OptimStates)
@@ -21,11 +23,15 @@ _MEND = "restore the file, or load another tag"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """The first model file and the first optimizer file that could be read, and all faults, sorted."""
+    """The first model file and the first optimizer file that could be read, and all faults, sorted.
+
+    `scalars` holds the learning rates and steps of those two that were kept as tensors.
+    """
 
     listing: Listing
     model: ModelStates | None
     optim: OptimStates | None
+    scalars: Scalars
     faults: tuple[Fault, ...]
 
     @property
@@ -186,5 +192,30 @@ class _Look:
         self.faults += [fault if fault.mend else replace(fault, mend=_MEND) for fault in error.faults]
 
     def done(self, model: ModelStates | None, optim: OptimStates | None) -> Survey:
+        scalars = {**self.scalars(model, _stage0_values(model)), **self.scalars(optim, _values(optim))}
         faults = sorted(set(self.faults), key=lambda fault: (fault.where, fault.what, fault.found))
-        return Survey(listing=self.listing, model=model, optim=optim, faults=tuple(faults))
+        return Survey(listing=self.listing, model=model, optim=optim, scalars=scalars, faults=tuple(faults))
+
+    def scalars(self, file: ModelStates | OptimStates | None, values: Iterable[object]) -> Scalars:
+        """The tensors of one element among `values`, which lie in `file`."""
+        if file is None:
+            return {}
+        try:
+            return read_scalars(file.path, single_elements(values))
+        except ReshardError as error:
+            self.note(error, file.path)
+            return {}
+
+
+def _values(optim: OptimStates | None) -> Iterator[object]:
+    """What may be a tensor of one element in an optimizer file: hyper-parameters."""
+    for group in (optim.groups or ()) if optim is not None else ():
+        yield from group.values()
+
+
+def _stage0_values(model: ModelStates | None) -> Iterator[object]:
+    saved = torch_optimizer(model)
+    for group in param_groups(saved):
+        yield from group.values()
+    for state in states(saved):
+        yield state.get("step")

@@ -1,0 +1,216 @@
+"""The arguments of `load_checkpoint`, and the settings, keep their meaning under another layout."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import Model, Run
+from gathered import assert_same, gathered, same_bits
+from saves import Saves
+
+pytestmark = pytest.mark.distributed
+
+MODEL = Model(groups=2, frozen=True)
+PAIRS = (
+    (Run(2, 2), Run(1, 3)), (Run(1, 2), Run(3, 3)), (Run(3, 2), Run(2, 3)), (Run(3, 3), Run(3, 2)),
+    (Run("bf16", 2), Run(1, 3)), (Run(3, 2), Run("bf16", 1)), (Run(3, 2), Run(0, 1)), (Run(0, 2), Run(3, 2)),
+)  # fmt: skip
+
+
+def _weights_equal(saved: Any, loaded: Any) -> None:
+    for rank in loaded:
+        wrong = [n for n, t in saved[0]["weights"].items() if not same_bits(t, rank["weights"][n])]
+        assert not wrong, f"weights differ: {wrong}"
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
+def test_without_optimizer_states_weights_load_and_masters_follow_them(
+    worlds: Any, saves: Saves, source: Run, target: Run
+) -> None:
+    """`load_optimizer_states=False`: weights equal, masters are the weights, no moments, this run's lr."""
+    folder, saved = saves(source, MODEL)
+    loaded = worlds[target.dp].run(
+        "load", run=target, model=MODEL, folder=str(folder), arguments={"load_optimizer_states": False}
+    )
+    _weights_equal(saved, loaded)
+    for (name, kind), values in gathered(loaded).items():
+        if kind == "fp32":
+            assert same_bits(values, saved[0]["weights"][name].float().view(-1)), name
+        else:
+            assert not values.any(), f"{name} {kind} is not fresh"
+    assert loaded[0]["steps"] == saved[0]["steps"]
+    assert loaded[0]["scheduler"] == saved[0]["scheduler"]
+    assert "optimizer" in loaded[0]["client_keys"]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS[:5], ids=str)
+def test_module_only_leaves_counters_and_scheduler_alone(
+    worlds: Any, saves: Saves, source: Run, target: Run
+) -> None:
+    """`load_module_only=True`: weights equal, step 0, scheduler untouched."""
+    folder, saved = saves(source, MODEL)
+    loaded = worlds[target.dp].run(
+        "load", run=target, model=MODEL, folder=str(folder), arguments={"load_module_only": True}
+    )
+    _weights_equal(saved, loaded)
+    assert loaded[0]["steps"] == (0, 0, 0)
+    assert loaded[0]["scheduler"] == 0
+
+
+def test_without_scheduler_states_the_schedule_starts_anew(worlds: Any, saves: Saves) -> None:
+    """`load_lr_scheduler_states=False` loads all but the scheduler, and hands its state to the caller."""
+    folder, saved = saves(Run(2, 2), MODEL)
+    loaded = worlds[3].run(
+        "load", run=Run(3, 3), model=MODEL, folder=str(folder), arguments={"load_lr_scheduler_states": False}
+    )
+    assert loaded[0]["scheduler"] == 0
+    assert "lr_scheduler" in loaded[0]["client_keys"]
+    for rank in (*saved, *loaded):
+        rank["scheduler"] = None
+    assert_same(saved, loaded)
+
+
+def test_an_explicit_tag_and_latest(worlds: Any, tmp_path: Path) -> None:
+    """`tag` chooses; without it `latest` does."""
+    early = worlds[2].run("save", run=Run(1, 2), model=MODEL, folder=str(tmp_path), steps=2, tag="early")
+    late = worlds[2].run("save", run=Run(1, 2), model=MODEL, folder=str(tmp_path), steps=4, tag="late")
+    assert_same(early, worlds[3].run("load", run=Run(3, 3), model=MODEL, folder=str(tmp_path), tag="early"))
+    assert_same(late, worlds[3].run("load", run=Run(3, 3), model=MODEL, folder=str(tmp_path)))
+
+
+def test_a_folder_without_latest_gives_none(worlds: Any, saves: Saves, tmp_path: Path) -> None:
+    """Scripts rely on `(None, None)` where there is nothing to resume from."""
+    folder, _ = saves(Run(2, 2), MODEL)
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy" / "latest").unlink()
+    loaded = worlds[2].run("load", run=Run(3, 2), model=MODEL, folder=str(tmp_path / "copy"))
+    assert loaded[0]["path"] is None and loaded[0]["client_keys"] == []
+    loaded = worlds[2].run("load", run=Run(3, 2), model=MODEL, folder=str(tmp_path / "nothing"))
+    assert loaded[0]["path"] is None
+
+
+def test_frozen_parameters_left_out_of_the_save(worlds: Any, tmp_path: Path) -> None:
+    """`exclude_frozen_parameters` with `load_module_strict=False` (HF Trainer with PEFT)."""
+    for source, target in ((Run(2, 2), Run(3, 3)), (Run(3, 2), Run(1, 1)), (Run(3, 2), Run(3, 3))):
+        folder = tmp_path / f"{source}-{target}"
+        saved = worlds[source.dp].run("save", run=source, model=MODEL, folder=str(folder),
+                                      save_options={"exclude_frozen_parameters": True})  # fmt: skip
+        loaded = worlds[target.dp].run("load", run=target, model=MODEL, folder=str(folder),
+                                       arguments={"load_module_strict": False})  # fmt: skip
+        fresh = worlds[target.dp].run("fresh", run=target, model=MODEL)
+        for rank in loaded:
+            for name, values in rank["weights"].items():
+                kept = fresh if name.startswith("tower") else saved
+                assert same_bits(values, kept[0]["weights"][name]), name
+        for rank in (*saved, *loaded):
+            rank["weights"] = {}
+        assert_same(saved, loaded)
+        refused = worlds[target.dp].run("load_refused", run=target, model=MODEL, folder=str(folder))
+        assert {r["error"] for r in refused} == {"ModelMismatch"}
+        assert all(r["unchanged"] and "tower.weight" in r["text"] for r in refused)
+
+
+def test_masters_from_weights_when_the_config_says_so(worlds: Any, saves: Saves) -> None:
+    """`zero_optimization.load_from_fp32_weights=false`: moments load, masters are the 16-bit weights."""
+    folder, saved = saves(Run(2, 2), MODEL)
+    for target in (Run(1, 3, options={"load_from_fp32_weights": False}),
+                   Run("bf16", 3, options={"load_from_fp32_weights": False})):  # fmt: skip
+        loaded = worlds[3].run("load", run=target, model=MODEL, folder=str(folder))
+        truth, got = gathered(saved), gathered(loaded)
+        for (name, kind), values in got.items():
+            expected = saved[0]["weights"][name].float().view(-1) if kind == "fp32" else truth[name, kind]
+            assert same_bits(values, expected), (name, kind)
+
+
+def test_a_custom_load_function_gets_whole_weights_or_is_refused(worlds: Any, saves: Saves) -> None:
+    """Below stage 3 it is called with the state dict that DeepSpeed would give; at stage 3 it is refused."""
+    folder, saved = saves(Run(2, 2), MODEL)
+    seen = worlds[3].run("load_custom", run=Run(1, 3), model=MODEL, folder=str(folder))
+    assert all(set(names) == set(saved[0]["weights"]) for names in seen)
+    refused = worlds[3].run("load_custom", run=Run(3, 3), model=MODEL, folder=str(folder))
+    assert all("custom_load_fn" in text for text in refused)
+
+
+def test_client_state_of_plain_classes_comes_back_equal(worlds: Any, tmp_path: Path) -> None:
+    """numpy, Namespace, paths, dates, enums, torch types: the same values as DeepSpeed returns."""
+    saved = worlds[2].run("save_client", run=Run(2, 2), folder=str(tmp_path))
+    loaded = worlds[1].run("load_client", run=Run(3, 1), folder=str(tmp_path))
+    assert loaded[0] == saved[0]
+    assert "shape" in loaded[0]
+
+
+def test_an_unknown_class_is_named_and_can_be_trusted(worlds: Any, tmp_path: Path) -> None:
+    """A class outside the allow-list is refused with the line that accepts it; with that line it loads."""
+    worlds[2].run("save_client", run=Run(2, 2), folder=str(tmp_path), stranger=True)
+    refused = worlds[1].run("load_refused", run=Run(1, 1), model=Model(), folder=str(tmp_path))
+    assert refused[0]["error"] == "TrustRequired" and refused[0]["unchanged"]
+    assert '"trust": ["strangers.Stranger"]' in refused[0]["text"]
+    loaded = worlds[1].run("load_client", run=Run(1, 1), folder=str(tmp_path), trust=["strangers.Stranger"])
+    assert loaded[0]["stranger"] == "Stranger(7)"
+
+
+def test_param_groups_merge_when_they_agree(worlds: Any, saves: Saves) -> None:
+    """A group whose members come from two saved groups that disagree is an error that lists the fields."""
+    folder, _ = saves(Run(2, 2), Model(groups=2))
+    refused = worlds[3].run("load_refused", run=Run(1, 3), model=Model(groups=1), folder=str(folder))
+    assert {r["error"] for r in refused} == {"ParamGroupMismatch"}
+    assert all("'lr'" in r["text"] and "'weight_decay'" in r["text"] and r["unchanged"] for r in refused)
+    folder, saved = saves(Run(2, 2), Model(groups=1))
+    loaded = worlds[3].run("load", run=Run(1, 3), model=Model(groups=2), folder=str(folder))
+    assert all(group["lr"] == saved[0]["groups"][0][1]["lr"] for _, group in loaded[0]["groups"])
+
+
+SETTINGS = (
+    ({"threds": 1}, "ds_reshard.threds"),
+    ({"reshard": {"verify": "md5"}}, '"crc32" or "off"'),
+    ({"reshard": {"threads": 0}}, "from 1 to 256"),
+    ({"reshard": {"threads": True}}, "from 1 to 256"),
+    ({"reshard": {"always": "yes"}}, "true or false"),
+    ({"reshard": {"speed": 3}}, "one of always, threads, memory_mib, verify"),
+    ({"enabled": 1}, "true or false"),
+    ({"trust": "a.B"}, "a list"),
+)
+
+
+@pytest.mark.parametrize(("section", "text"), SETTINGS, ids=str)
+def test_a_wrong_setting_is_named(worlds: Any, saves: Saves, section: dict[str, Any], text: str) -> None:
+    """Unknown keys and wrong types name the key and the allowed values."""
+    folder, _ = saves(Run(2, 2), MODEL)
+    refused = worlds[1].run("load_refused", run=Run(1, 1), model=MODEL, folder=str(folder), reshard=section)
+    assert refused[0]["error"] == "ConfigError" and text in refused[0]["text"] and refused[0]["unchanged"]
+
+
+def test_disabled_in_the_json_deepspeed_answers_itself(worlds: Any, saves: Saves) -> None:
+    """`"enabled": false`: DeepSpeed's own refusal."""
+    folder, _ = saves(Run(2, 2), MODEL)
+    from worlds import WorkerFailed
+
+    with pytest.raises(WorkerFailed, match="Automatic adjustment"):
+        worlds[1].run("load", run=Run(2, 1), model=MODEL, folder=str(folder), reshard={"enabled": False})
+
+
+def test_verification_off_and_one_thread_load_the_same(worlds: Any, saves: Saves) -> None:
+    """Settings change how bytes move, never which."""
+    folder, saved = saves(Run(3, 2), MODEL)
+    for reshard in ({"reshard": {"verify": "off"}}, {"reshard": {"threads": 1, "memory_mib": 1}}):
+        assert_same(saved, worlds[3].run("load", run=Run(1, 3), model=MODEL, folder=str(folder), reshard=reshard))
+
+
+def test_an_unchanged_layout_runs_deepspeed_untouched(worlds: Any, saves: Saves) -> None:
+    """Same layout: DeepSpeed's own method loads, with the user's arguments."""
+    folder, saved = saves(Run(2, 2), MODEL)
+    counts = worlds[2].run("load_counting", run=Run(2, 2), model=MODEL, folder=str(folder))
+    assert counts == [(1, 0), (1, 0)]
+    counts = worlds[2].run("load_counting", run=Run(3, 2), model=MODEL, folder=str(folder))
+    assert counts == [(0, 1), (0, 1)]
+
+
+def test_sequence_parallel_runs_count_as_data_parallel(worlds: Any, tmp_path: Path) -> None:
+    """A run of 2 x 2 (data x sequence) partitions over four ranks; it loads at any other size."""
+    saved = worlds[4].run("save", run=Run(2, 4, config={"mesh": [2, 2]}), model=MODEL, folder=str(tmp_path), more=0)
+    assert_same(saved, worlds[3].run("load", run=Run(3, 3), model=MODEL, folder=str(tmp_path)))
+    loaded = worlds[4].run("load", run=Run(3, 4, config={"mesh": [2, 2]}), model=MODEL, folder=str(tmp_path))
+    assert_same(saved, loaded)
