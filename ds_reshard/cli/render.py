@@ -70,7 +70,7 @@ def printable(text: str) -> str:
 
 def _summary(inspection: Inspection) -> Table:
     steps, made = inspection.steps, inspection.arrangement
-    roles = ", ".join(f"{c['tensors']} {role} ({c['elements']:,})" for role, c in inspection.counts.items())
+    roles = ", ".join(f"{c['elements']:,} {role} (in {c['tensors']} tensors)" for role, c in inspection.counts.items())
     flags = {
         "round-robin": made.round_robin,
         "alignment gaps": made.alignment_gaps,
@@ -82,7 +82,8 @@ def _summary(inspection: Inspection) -> Table:
         "folder": inspection.folder,
         "tag": inspection.tag,
         "layout": f"stage {_or_unknown(inspection.stage)}, dp {_or_unknown(inspection.dp)}, "
-        f"wrapper {_or_unknown(inspection.wrapper)}, {_or_unknown(made.buffers)} flat buffers a rank",
+        f"wrapper {_or_unknown(inspection.wrapper)}"
+        + (f", flat buffers a rank: {made.buffers}" if made.buffers is not None else ""),
         "flags": ", ".join(name for name, on in flags.items() if on) or "none",
         "optimizer": inspection.optimizer or "not named (the script's own)",
         "states": ", ".join(

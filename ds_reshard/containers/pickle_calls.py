@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from ds_reshard.containers.pickle_machine import Forbidden, PickleMachine
-from ds_reshard.model.records import GlobalName, ObjectRecord
+from ds_reshard.model.records import GlobalName, ObjectRecord, SizeRecord
 
 Call = Callable[[PickleMachine, tuple[object, ...]], object]
 
@@ -56,7 +56,7 @@ def _elements(machine: PickleMachine, args: tuple[object, ...]) -> list[object] 
 
 def _size(machine: PickleMachine, args: tuple[object, ...]) -> object:
     sizes = _elements(machine, args)
-    return NotImplemented if sizes is None else tuple(sizes)
+    return NotImplemented if sizes is None else SizeRecord(sizes)
 
 
 def _set(machine: PickleMachine, args: tuple[object, ...]) -> object:

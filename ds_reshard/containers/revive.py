@@ -18,7 +18,7 @@ from ds_reshard.containers.revive_names import (
 from ds_reshard.containers.revive_parts import Parts
 from ds_reshard.containers.revive_recipes import RECIPES, VALUES
 from ds_reshard.errors import CheckpointDamaged, ReshardError, raise_faults
-from ds_reshard.model.records import GlobalName, ObjectRecord, TensorRecord
+from ds_reshard.model.records import GlobalName, ObjectRecord, SizeRecord, TensorRecord
 
 __all__ = ["Builder", "ReviveChild", "revive"]
 
@@ -122,6 +122,9 @@ class _Revival:
             items: list[object] = []
             for item in value:
                 items.append(item if type(item) in _PLAIN else (yield item))
+            if isinstance(value, SizeRecord) and "torch.Size" in self._builders:
+                record = ObjectRecord(callable=GlobalName(module="torch", name="Size"), args=(tuple(items),))
+                return self._builders["torch.Size"](record, lambda part: part)
             return tuple(items) if isinstance(value, tuple) else frozenset(items)
         if isinstance(value, TensorRecord):
             return self._tensor(value)

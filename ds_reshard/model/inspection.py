@@ -38,7 +38,7 @@ class GroupEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterEntry:
-    """A parameter or buffer; `role` is "trainable", "frozen", "buffer" or "other".
+    """A parameter or buffer; `role` is "trainable", "frozen", "buffer", or "parameter" where the files do not tell.
 
     `tied_to` is the name under which its values are also saved; `group` the param group that trains it.
     """

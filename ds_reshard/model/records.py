@@ -38,6 +38,12 @@ class ObjectRecord:
         return f"<{self.callable}>"
 
 
+class SizeRecord(tuple[int, ...]):
+    """A `torch.Size`: a tuple in every respect, told apart so that it comes back as what it was."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageRecord:
     """A flat storage: where its bytes lie in the file.

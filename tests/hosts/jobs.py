@@ -95,13 +95,15 @@ def _optimizer(model: Model, groups: list[dict[str, Any]]) -> torch.optim.Optimi
     return makers[model.optimizer]()
 
 
-def build(run: Run, model: Model, seed: int | None = None, tiny: bool = False) -> Any:
+def build(run: Run, model: Model, seed: int | None = None, tiny: bool = False, thaw: bool = False) -> Any:
     import deepspeed
 
     _STATE.clear()
     gc.collect()
     torch.manual_seed(model.seed if seed is None else seed)
     net = Net(model, tiny)
+    for parameter in net.parameters() if thaw else ():
+        parameter.requires_grad = True
     optimizer = _optimizer(model, _groups(net, model))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1.0 / (1 + 0.1 * s)) if model.scheduler else None
     config = ds_config(run)
@@ -124,15 +126,21 @@ def batch(step: int, rank: int, dp: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[share], labels[share]
 
 
+def place(engine: Any) -> tuple[int, int]:
+    """Rank and size of the group that shares the data and the optimizer."""
+    group = engine.seq_data_parallel_group
+    return torch.distributed.get_rank(group=group), torch.distributed.get_world_size(group=group)
+
+
 def train(engine: Any, first: int, steps: int) -> list[float]:
-    rank, dp = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank, dp = place(engine)
     losses = []
     for step in range(first, first + steps):
         loss = engine(*batch(step, rank, dp))
         engine.backward(loss)
         engine.step()
         mean = loss.detach().float().clone()
-        torch.distributed.all_reduce(mean)
+        torch.distributed.all_reduce(mean, group=engine.seq_data_parallel_group)
         losses.append(float(mean) / dp)
     return losses
 
@@ -173,11 +181,12 @@ def load_refused(run: Run, model: Model, folder: str, **kwargs: Any) -> dict[str
     """Load and expect an error; says what it was and what the engine holds afterwards."""
     import ds_reshard
 
-    reshard = kwargs.pop("reshard", None)
+    reshard, fault = kwargs.pop("reshard", None), kwargs.pop("fault", None)
     if reshard is not None:
         run = Run(run.stage, run.dp, run.dtype, run.options, {**run.config, "ds_reshard": reshard})
-    engine = build(run, model, seed=99)
+    engine = build(run, model, seed=99, thaw=kwargs.pop("thaw", False))
     before = contents(engine)
+    undo = break_rank_1(fault) if fault else None
     try:
         with ds_reshard.install("deepspeed"):
             engine.load_checkpoint(folder, **kwargs)
@@ -185,7 +194,10 @@ def load_refused(run: Run, model: Model, folder: str, **kwargs: Any) -> dict[str
         after = contents(engine)
         return {"error": type(error).__name__, "text": str(error), "faults": error.faults,
                 "unchanged": same(before, after), "step": outcome(engine.step),
-                "save": outcome(lambda: engine.save_checkpoint(str(Path(folder) / "refused")))}  # fmt: skip
+                "save": "" if same(before, after) else outcome(lambda: engine.save_checkpoint(folder))}  # fmt: skip
+    finally:
+        if undo:
+            undo()
     return {"error": None, "text": "nothing was raised"}
 
 
@@ -228,7 +240,7 @@ def contents(engine: Any) -> dict[str, Any]:
     inner = getattr(optimizer, "optimizer", optimizer)
     members: list[list[str]] = []
     if hasattr(optimizer, "fp16_partitioned_groups_flat"):
-        rank, dp = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        rank, dp = place(engine)
         members = [[] for _ in inner.param_groups]
         for i, (params, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat)):
             at = 0
@@ -243,7 +255,7 @@ def contents(engine: Any) -> dict[str, Any]:
         flats = optimizer.fp32_groups_flat_partition if flats is None else flats
         groups = getattr(optimizer, "round_robin_bit16_groups", None)
         groups = optimizer.bf16_groups if groups is None else groups
-        rank = torch.distributed.get_rank()
+        rank, _ = place(engine)
         for g, (params, flat) in enumerate(zip(groups, flats)):
             members.append([names[p] for p in params])
             low, high, at = rank * flat.numel(), (rank + 1) * flat.numel(), 0
@@ -388,3 +400,47 @@ def load_client(run: Run, folder: str, trust: list[str] | None = None) -> dict[s
     with ds_reshard.install("deepspeed"):
         _, client = engine.load_checkpoint(folder)
     return _told(client)
+
+
+
+def load_bad_then_good(run: Run, model: Model, bad: str, good: str) -> dict[str, Any]:
+    """A load that fails while copying, what the engine then refuses, and a load that puts it right."""
+    import ds_reshard
+
+    engine = build(run, model, seed=99)
+    told: dict[str, Any] = {"error": None, "text": ""}
+    with ds_reshard.install("deepspeed"):
+        try:
+            engine.load_checkpoint(bad)
+        except ds_reshard.ReshardError as error:
+            told.update(error=type(error).__name__, text=str(error))
+        told["step"] = outcome(engine.step)
+        told["save"] = outcome(lambda: engine.save_checkpoint(bad))
+        engine.load_checkpoint(good)
+    told["after"] = contents(engine)
+    told["step_after"] = outcome(lambda: train(engine, 3, 1))
+    return told
+
+
+def break_rank_1(fault: str) -> Any:
+    """Let one thing fail on rank 1; returns what undoes it."""
+    from unittest import mock
+
+    from ds_reshard.execution import threads
+    from ds_reshard.hosts.deepspeed import prepare
+
+    if torch.distributed.get_rank() != 1:
+        return lambda: None
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise {"unreadable": OSError(5, "Input/output error"), "another folder": FileNotFoundError(2, "No such file"),
+               "crash": KeyError("surprise")}[fault]  # fmt: skip
+
+    patches = {
+        "unreadable": lambda: mock.patch.object(threads.os, "preadv", fail),
+        "another folder": lambda: mock.patch.object(prepare.os, "stat", fail),
+        "crash": lambda: mock.patch.object(prepare, "plan_rank", fail),
+    }
+    patch = patches[fault]()
+    patch.start()
+    return patch.stop

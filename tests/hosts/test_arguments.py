@@ -208,9 +208,11 @@ def test_an_unchanged_layout_runs_deepspeed_untouched(worlds: Any, saves: Saves)
     assert counts == [(0, 1), (0, 1)]
 
 
-def test_sequence_parallel_runs_count_as_data_parallel(worlds: Any, tmp_path: Path) -> None:
-    """A run of 2 x 2 (data x sequence) partitions over four ranks; it loads at any other size."""
-    saved = worlds[4].run("save", run=Run(2, 4, config={"mesh": [2, 2]}), model=MODEL, folder=str(tmp_path), more=0)
+def test_a_mesh_of_data_and_sequence_parallel_ranks(worlds: Any, tmp_path: Path) -> None:
+    """Four ranks as 2 x 2 (data x sequence) partition the optimizer over two; it loads at any other size."""
+    mesh = {"mesh": [2, 2]}
+    saved = worlds[4].run("save", run=Run(2, 2, config=mesh), model=MODEL, folder=str(tmp_path))
     assert_same(saved, worlds[3].run("load", run=Run(3, 3), model=MODEL, folder=str(tmp_path)))
-    loaded = worlds[4].run("load", run=Run(3, 4, config={"mesh": [2, 2]}), model=MODEL, folder=str(tmp_path))
-    assert_same(saved, loaded)
+    other = worlds[3].run("save", run=Run(3, 3), model=MODEL, folder=str(tmp_path / "other"))
+    loaded = worlds[4].run("load", run=Run(1, 2, config=mesh), model=MODEL, folder=str(tmp_path / "other"))
+    assert_same(other, loaded)

@@ -10,7 +10,7 @@ from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates
 from ds_reshard.formats.zero.plain import Scalars, plain
-from ds_reshard.formats.zero.stage0_states import param_groups, states, torch_optimizer
+from ds_reshard.formats.zero.stage0_states import masters, param_groups, states, torch_optimizer
 from ds_reshard.formats.zero.survey import Survey
 from ds_reshard.model.inspection import (
     Arrangement,
@@ -38,7 +38,7 @@ def describe_survey(found: Survey, *, tag: str, bytes_read: int | None) -> Inspe
         wrapper=_wrapper(found),
         dp=found.dp,
         optimizer=_optimizer_name(config),
-        states=tuple(_states(optim)) if optim is not None else tuple(_stage0_states(stage0)),
+        states=tuple(_states(optim)) if optim is not None else tuple(_stage0_states(model, stage0)),
         groups=tuple(
             _groups(model, optim, found.scalars) if optim is not None else _stage0_groups(stage0, found.scalars)
         ),
@@ -185,10 +185,12 @@ def _parameters(model: ModelStates, optim: OptimStates | None) -> Iterator[Param
         owner = tied or name
         if name in model.buffer_names:
             role = "buffer"
-        elif owner in frozen:
-            role = "frozen"
+        elif owner in trainable:
+            role = "trainable"
         else:
-            role = "trainable" if owner in trainable or model.param_shapes is None else "other"
+            # Stage 1 saves no frozen_param_shapes: what is neither a buffer nor in a param group is frozen.
+            untrained = model.param_shapes is not None and tensor is not None and tensor.numel
+            role = "frozen" if owner in frozen or untrained else "parameter"
         shape = trainable.get(owner) or frozen.get(owner) or (tensor.shape if tensor is not None else ())
         dtype = tensor.dtype.label if tensor is not None else None
         yield ParameterEntry(name=name, shape=shape, dtype=dtype, role=role, group=group_of.get(owner), tied_to=tied)
@@ -219,7 +221,10 @@ def _stage0_groups(saved: Mapping[str, object], scalars: Scalars) -> Iterator[Gr
                          hyperparameters=_hyperparameters(hyper, scalars))  # fmt: skip
 
 
-def _stage0_states(saved: Mapping[str, object]) -> Iterator[StateEntry]:
+def _stage0_states(model: ModelStates | None, saved: Mapping[str, object]) -> Iterator[StateEntry]:
+    kept = sorted({tensor.dtype.label for tensor in masters(model)})
+    if kept:
+        yield StateEntry(kind="fp32", dtypes=tuple(kept), scalar=False)
     found: dict[str, tuple[set[str], bool]] = {}
     for state in states(saved):
         for kind, value in state.items():

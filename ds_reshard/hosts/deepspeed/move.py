@@ -46,11 +46,12 @@ def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings
     if sums is not None:
         pending, mismatched = sums
         faults += mismatched
-    told = gather((faults, pending))
-    everyone = [fault for of_rank, _ in told for fault in of_rank]
-    combined, again = combine([of_rank for _, of_rank in told])
+    told = gather((faults, pending, _replica(engine, prepared)))
+    everyone = [fault for of_rank, _, _ in told for fault in of_rank]
+    mine = _replica(engine, prepared)
+    combined, again = combine([sums if replica == mine else [] for _, sums, replica in told])
     reread = read_again([record for record, reader in again.items() if reader == rank()]) if not everyone else []
-    agree([*faults, *(combined if rank() == 0 else []), *reread], subject=subject, cause=cause or failed)
+    agree([*faults, *(combined if not everyone else []), *reread], subject=subject, cause=cause or failed)
     _, faults, cause = attempt(lambda: _settle_model(engine, prepared, request))
     if settings.verify != "off" and not faults:
         faults += list(_masters_against_weights(engine, prepared))
@@ -59,6 +60,19 @@ def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings
     agree(faults, subject=subject, cause=cause)
     plan = prepared.plan
     return Moved(bytes_read=outcome.bytes_read, read_calls=outcome.read_calls, files=plan.files)
+
+
+def _replica(engine: DeepSpeedEngine, prepared: Prepared) -> int:
+    """Which replica of the optimizer this rank is part of: the first rank of the group that partitions it.
+
+    There are several where a device mesh has more dimensions than the data-parallel one; each reads
+    the whole checkpoint, and their slices must not be combined.
+    """
+    import torch.distributed as dist
+
+    if prepared.live is None or prepared.live.replicated:
+        return rank()
+    return min(dist.get_process_group_ranks(engine.optimizer.dp_process_group))
 
 
 def _read(prepared: Prepared, settings: Settings) -> Outcome:

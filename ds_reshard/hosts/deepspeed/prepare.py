@@ -13,7 +13,7 @@ from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, ZeroShards
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.stage0 import with_order
 from ds_reshard.hosts.deepspeed.adopt import OptimizerValues
-from ds_reshard.hosts.deepspeed.agree import rank, world_size
+from ds_reshard.hosts.deepspeed.agree import rank
 from ds_reshard.hosts.deepspeed.compare import live_model, match_groups, match_scalars, model_faults
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer
 from ds_reshard.hosts.deepspeed.revival import revived, scalar
@@ -96,7 +96,7 @@ def prepare(
         faults += found
     masters = loads_optimizer and (live is None or live.stage == 0 or live.kind == "zero3" or _from_fp32(engine))
     wants = _wants(engine, live, checkpoint, loads_optimizer=loads_optimizer, masters=masters)
-    model = _own_model(checkpoint)
+    model = _own_model(engine, checkpoint)
     if model is not checkpoint.model:
         wants.take_buffers(engine, model)
     entries = _entries(engine, model, request, settings)
@@ -110,9 +110,11 @@ def prepare(
                     entries=entries, shards=shards)  # fmt: skip
 
 
-def _own_model(checkpoint: ZeroCheckpoint) -> ModelStates:
-    listing, number = checkpoint.listing, rank()
-    if not listing.partitioned_model or number == 0 or world_size() != checkpoint.dp:
+def _own_model(engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint) -> ModelStates:
+    import torch.distributed as dist
+
+    listing, number = checkpoint.listing, dist.get_rank(group=engine.seq_data_parallel_group)
+    if not listing.partitioned_model or number == 0 or engine.seq_dp_world_size != checkpoint.dp:
         return checkpoint.model
     name = listing.model[number]
     return read_model_states(listing.path(name), name.removesuffix(".pt"))
@@ -211,19 +213,12 @@ def _entries(
     engine: DeepSpeedEngine, model: ModelStates, request: Request, settings: Settings
 ) -> Mapping[str, object]:
     """The model file's entries but the weights, as live values; what is not needed stays unbuilt."""
-    import torch
-
     skipped = {"module", "frozen_param_fragments"}
     if request.load_optimizer or request.optimizer:
         skipped.add("optimizer")
     saved = {key: value for key, value in model.entries.items() if key not in skipped}
     made = revived(saved, trusted=settings.trust, where=model.path)
     assert isinstance(made, dict)
-    for key in ("param_shapes", "frozen_param_shapes"):
-        shapes = made.get(key)
-        for group in shapes if isinstance(shapes, list) else [shapes] if shapes else []:
-            for name, shape in group.items():
-                group[name] = torch.Size(shape)
     wants_scheduler = request.scheduler and not request.module_only and engine.lr_scheduler is not None
     if wants_scheduler and made.get("lr_scheduler") is None:
         raise_faults([Fault(error="ModelMismatch", where=model.path, what="holds no scheduler state",

@@ -1,0 +1,81 @@
+# Every target brings its own set-up: a virtual environment in .venv with the versions of constraints.txt.
+
+PYTHON ?= $(shell for candidate in python3 python3.12 python3.11 python3.10; do \
+	$$candidate -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+	&& { echo $$candidate; break; }; done)
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+INSTALLED := .venv/.installed
+FAST_TESTS := tests/policy tests/docs tests/unit tests/hostile
+
+.PHONY: help venv check style types contracts fast-tests test demo bench gpu test-versions format clean
+
+help:
+	@echo "make demo           train, change stage and ranks, resume; prints the bit-equality table"
+	@echo "make test           every test that needs no GPU"
+	@echo "make check          format, lint, types, import contracts, fast tests"
+	@echo "make bench          load times beside DeepSpeed's own"
+	@echo "make gpu            the tests that need a CUDA device"
+	@echo "make test-versions  a part of the matrix against older DeepSpeed releases"
+	@echo "make format         rewrite the sources in the house's format"
+	@echo "make clean          remove .venv and everything that was built"
+
+venv: $(INSTALLED)
+
+# torch goes first and alone: DeepSpeed is a source distribution that looks for it.
+$(INSTALLED): setup.cfg setup.py pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { \
+		echo "ds_reshard needs Python 3.10, 3.11 or 3.12, and found none: python3 is $$(python3 --version 2>&1)." >&2; \
+		echo "Install one of them, or name it: make $(or $(MAKECMDGOALS),venv) PYTHON=/path/to/python3.11" >&2; \
+		exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || { \
+		echo "ds_reshard needs Python 3.10, 3.11 or 3.12; $(PYTHON) is $$($(PYTHON) --version 2>&1)." >&2; \
+		exit 1; }
+	@echo "Setting up .venv with $$($(PYTHON) --version); a first run takes a few minutes."
+	@$(PYTHON) -m venv .venv
+	@$(PIP) install -c constraints.txt setuptools
+	@$(PIP) install -c constraints.txt torch==2.13.0
+	@$(PIP) install -c constraints.txt -e '.[deepspeed,test,dev]'
+	@touch $@
+
+# Types and tests take most of the time, and run side by side.
+check: venv
+	@$(MAKE) --no-print-directory style
+	@$(MAKE) --no-print-directory --keep-going --output-sync=target -j2 types contracts fast-tests
+
+style: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: venv
+	$(BIN)/mypy
+
+contracts: venv
+	$(BIN)/lint-imports
+
+fast-tests: venv
+	$(BIN)/python -m pytest -m "not slow and not distributed and not gpu" $(FAST_TESTS)
+
+test: venv
+	$(BIN)/python -m pytest -m "not gpu"
+
+demo: venv
+	$(BIN)/python examples/demo.py
+
+bench: venv
+	$(BIN)/python -m benchmarks.load
+
+gpu: venv
+	$(BIN)/python -m pytest -m gpu
+
+test-versions: venv
+	$(BIN)/python tests/versions/run.py
+
+format: venv
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv .venv-* build dist *.egg-info .demo .bench
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
