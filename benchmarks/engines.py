@@ -30,7 +30,9 @@ def join(rendezvous: str, rank: int, world: int) -> None:
     deepspeed.init_distributed("gloo", verbose=False)
 
 
-def engine(shape: Shape, *, stage: int, world: int, filled: bool, config: dict[str, Any] | None = None) -> DeepSpeedEngine:
+def engine(
+    shape: Shape, *, stage: int, world: int, filled: bool, config: dict[str, Any] | None = None
+) -> DeepSpeedEngine:
     """An engine that has not trained yet. Collective.
 
     `config` is added to the DeepSpeed configuration.

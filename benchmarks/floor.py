@@ -84,7 +84,9 @@ def _like_the_load(targets: Mapping[str, TensorTarget]) -> dict[str, TensorTarge
     from ds_reshard.execution.buffers import TensorTarget, fresh
 
     return {
-        name: target if name.startswith("fp32/") else TensorTarget(fresh(target.tensor.numel(), target.tensor.dtype, "cpu"))
+        name: target
+        if name.startswith("fp32/")
+        else TensorTarget(fresh(target.tensor.numel(), target.tensor.dtype, "cpu"))
         for name, target in targets.items()
         if is_optimizer(name)
     }

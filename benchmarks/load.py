@@ -95,7 +95,9 @@ def _stage(stage: int, shape: Shape, options: Options, console: Any) -> Iterator
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _load(contestant: Contestant, folder: Path, stage: int, shape: Shape, condition: str, number: int) -> dict[str, Any]:
+def _load(
+    contestant: Contestant, folder: Path, stage: int, shape: Shape, condition: str, number: int
+) -> dict[str, Any]:
     warm(folder)
     ranks = processes.run(
         contest.load, world=LOADED_DP, contestant=contestant, shape=shape, stage=stage, folder=str(folder),

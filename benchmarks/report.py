@@ -49,7 +49,8 @@ def results(runs: list[dict[str, Any]], *, shape: Shape, options: Options, secon
         "made": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "seconds": round(seconds),
         "commit": _commit(),
-        "versions": {name: version(name) for name in ("torch", "deepspeed", "isal")} | {"python": platform.python_version()},
+        "versions": {name: version(name) for name in ("torch", "deepspeed", "isal")}
+        | {"python": platform.python_version()},
         "machine": _machine(),
         "model": {"params": options.params, "width": shape.width, "layers": shape.layers, "dtype": "bfloat16"},
         "repeats": options.repeats,
@@ -172,7 +173,9 @@ def _times(stage: str, summary: dict[str, Any], made: Results) -> Table:
 
 
 def _accounts(stage: str, summary: dict[str, Any]) -> Table:
-    table = _table(f"ZeRO-{stage}: the worst rank", "", "read MiB", "read / owned", "memory above MiB", "files", "written")
+    table = _table(
+        f"ZeRO-{stage}: the worst rank", "", "read MiB", "read / owned", "memory above MiB", "files", "written"
+    )
     for name, account in summary["account"].items():
         table.add_row(
             TITLES[name], f"{account['read_nbytes'] / 2**20:.0f}", f"{account['read_over_owned']:.3f}",

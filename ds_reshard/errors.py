@@ -111,6 +111,21 @@ class Fault:
         return text
 
 
+_MEND = {
+    "UnsafePickle": "do not load this file elsewhere either: ask whoever wrote it",
+    "UnsupportedLayout": "load it with the framework and layout that wrote it",
+}
+
+
+def faults_of(error: ReshardError) -> list[Fault]:
+    """An error as faults: its own, or one made of its text, whose beginning names the file."""
+    if error.faults:
+        return list(error.faults)
+    where, _, what = str(error).partition(": ")
+    mend = _MEND.get(type(error).__name__, "restore the file from a copy, or load another tag")
+    return [Fault(error=type(error).__name__, where=where, what=what or where, mend=mend)]
+
+
 # When faults of several classes meet, the first of this list names the exception: the cause before
 # its consequences (a truncated shard is reported as damage, not as the mismatch that follows from it).
 _PRECEDENCE: tuple[type[ReshardError], ...] = (

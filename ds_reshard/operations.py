@@ -36,8 +36,11 @@ def inspect(path: str, *, tag: str | None = None) -> Inspection:
 def _find(path: str, tag: str | None) -> Listing:
     if not os.path.isdir(path):
         file = os.path.exists(path)
-        raise _not_found(path, "is a file" if file else "does not exist",
-                         "give the folder that was given to save_checkpoint" if file else "check the path")  # fmt: skip
+        raise _not_found(
+            path,
+            "is a file" if file else "does not exist",
+            "give the folder that was given to save_checkpoint" if file else "check the path",
+        )
     if tag is None:
         listing = _list(path)
         if listing.model or listing.optim or listing.faults:

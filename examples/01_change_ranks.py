@@ -1,8 +1,8 @@
 """Save on 4 ranks, go on with 2: only the number of processes changes.
 
-    python examples/01_change_ranks.py                                   # both runs, in a temporary folder
-    torchrun --nproc-per-node 4 examples/01_change_ranks.py CHECKPOINTS  # or one after the other
-    torchrun --nproc-per-node 2 examples/01_change_ranks.py CHECKPOINTS
+python examples/01_change_ranks.py                                   # both runs, in a temporary folder
+torchrun --nproc-per-node 4 examples/01_change_ranks.py CHECKPOINTS  # or one after the other
+torchrun --nproc-per-node 2 examples/01_change_ranks.py CHECKPOINTS
 """
 
 import os

@@ -1,8 +1,7 @@
 """Save at ZeRO-1, go on at ZeRO-3, then at ZeRO-2: only the DeepSpeed config changes.
 
-    python examples/02_change_stage.py                                   # all three, in a temporary folder
-    torchrun --nproc-per-node 2 examples/02_change_stage.py CHECKPOINTS 1  # or one after the other
-    torchrun --nproc-per-node 2 examples/02_change_stage.py CHECKPOINTS 3
+python examples/02_change_stage.py                                     # all three, in a temporary folder
+torchrun --nproc-per-node 2 examples/02_change_stage.py CHECKPOINTS 1  # or one after the other: then 3, then 2
 """
 
 import os
@@ -28,7 +27,7 @@ def main(folder: str, stage: int) -> None:
     def loss_of(step: int) -> torch.Tensor:
         batch = torch.randn(4, 16, generator=torch.Generator().manual_seed(1000 * engine.global_rank + step))
         batch = batch.to(engine.device, torch.bfloat16)
-        return torch.nn.functional.mse_loss(engine(batch), batch.sum(1, keepdim=True))
+        return torch.nn.functional.mse_loss(engine(batch).float(), batch.float().sum(1, keepdim=True))
 
     path, state = engine.load_checkpoint(folder)  # None, None where there is no checkpoint yet
     if path is not None:

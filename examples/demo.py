@@ -13,13 +13,12 @@ FOLDER = Path(".demo")
 
 
 def main() -> int:
-    from rich.console import Console
-
     from gpt_demo.comparison import Comparison, Joined, compare
     from gpt_demo.layouts import GLOBAL_BATCH, Layout, Outcome, Schedule
     from gpt_demo.picture import differences, draw
     from gpt_demo.ranks import RankFailed, run_ranks
     from gpt_demo.report import progress, table
+    from rich.console import Console
 
     console = Console(highlight=False)
     started = time.monotonic()

@@ -56,7 +56,9 @@ def _elements(machine: PickleMachine, args: tuple[object, ...]) -> list[object] 
 
 def _size(machine: PickleMachine, args: tuple[object, ...]) -> object:
     sizes = _elements(machine, args)
-    return NotImplemented if sizes is None else SizeRecord(sizes)
+    if sizes is None or not all(isinstance(size, int) for size in sizes):
+        return NotImplemented
+    return SizeRecord(size for size in sizes if isinstance(size, int))
 
 
 def _set(machine: PickleMachine, args: tuple[object, ...]) -> object:

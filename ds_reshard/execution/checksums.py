@@ -86,8 +86,14 @@ def read_again(records: Iterable[Record]) -> list[Fault]:
                         break
                     crc, left = crc32(data, crc), left - len(data)
         except OSError as error:
-            faults.append(Fault(error="ReadFailed", where=record.path, what=f"cannot read: {error.strerror or error}",
-                                mend="check the file system, then load again"))  # fmt: skip
+            faults.append(
+                Fault(
+                    error="ReadFailed",
+                    where=record.path,
+                    what=f"cannot read: {error.strerror or error}",
+                    mend="check the file system, then load again",
+                )
+            )
             continue
         if crc != record.crc32 or left:
             faults.append(_mismatch(record, crc))

@@ -137,8 +137,14 @@ class _Work:
         try:
             self._move(batch, self._files.acquire(path))
         except OSError as error:
-            self._fault(Fault(error="ReadFailed", where=path, what=f"cannot read: {error.strerror or error}",
-                              mend="check the file system, then load again"))  # fmt: skip
+            self._fault(
+                Fault(
+                    error="ReadFailed",
+                    where=path,
+                    what=f"cannot read: {error.strerror or error}",
+                    mend="check the file system, then load again",
+                )
+            )
         finally:
             self._files.release(path)
 
@@ -191,10 +197,16 @@ class _Work:
             got = os.preadv(fd, left, offset)
             calls += 1
             if got == 0:
-                self._fault(Fault(error="CheckpointDamaged", where=batch.record.path,
-                                  what="the file ended while it was read: it was truncated after it was opened",
-                                  expected=f"{batch.nbytes} bytes at {batch.byte_offset}",
-                                  found=f"end of file at {offset}", mend="restore the file, then load again"))  # fmt: skip
+                self._fault(
+                    Fault(
+                        error="CheckpointDamaged",
+                        where=batch.record.path,
+                        what="the file ended while it was read: it was truncated after it was opened",
+                        expected=f"{batch.nbytes} bytes at {batch.byte_offset}",
+                        found=f"end of file at {offset}",
+                        mend="restore the file, then load again",
+                    )
+                )
                 return None
             offset += got
             while left and got >= len(left[0]):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from ds_reshard.errors import Fault, ReshardError
+from ds_reshard.errors import Fault, ReshardError, faults_of
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.region import Region, overlap
@@ -79,7 +79,7 @@ class Index:
             try:
                 self._opened[at] = self._source.buffers(family, shard)
             except ReshardError as error:
-                self.faults.extend(error.faults or [Fault(error=type(error).__name__, where=family, what=str(error))])
+                self.faults.extend(faults_of(error))
                 self._opened[at] = {}
         return self._opened[at]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.region import Box, Region
@@ -137,7 +138,7 @@ class Layout:
             (cut.phase, cut.phase + numel, key) if flat else (cut.origin, cut.origin + min(cut.chunk, numel), key)
             for cut, numel, key, _ in cuts
         )
-        for before, after in zip(spans, spans[1:], strict=False):
+        for before, after in pairwise(spans):
             if before[1] > after[0]:
                 raise ValueError(f"buffer {buffer}: {before[2]} and {after[2]} overlap")
         for cut, numel, key, replicated in cuts:

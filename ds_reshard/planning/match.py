@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from ds_reshard.model.index import Extent, Index, Record
 from ds_reshard.model.layout import Layout, Placement, TensorKey
@@ -140,8 +141,7 @@ def extents_overlap(extents: Mapping[str, Extent]) -> list[tuple[str, str]]:
     """Pairs of buffers of one shard whose bytes overlap; a well-formed shard has none."""
     spans = sorted((e.path, e.byte_offset, e.byte_offset + e.nbytes, name) for name, e in extents.items() if e.numel)
     found = []
-    for before, after in zip(spans, spans[1:], strict=False):
+    for before, after in pairwise(spans):
         if before[0] == after[0] and before[2] > after[1]:
             found.append((before[3], after[3]))
     return found
-

@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def files(self) -> tuple[str, ...]:
-        return tuple(sorted({c.record.path for c in (*self.copies, *self.checks)}))
+        return tuple(sorted({c.record.path for c in self.copies} | {c.record.path for c in self.checks}))
 
     def to_json(self) -> dict[str, object]:
         """The plan as plain JSON values."""

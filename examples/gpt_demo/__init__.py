@@ -1,1 +1,1 @@
-"""The parts of `examples/demo.py`: a small GPT trained by DeepSpeed, resumed under other layouts, compared bit by bit."""
+"""The parts of `examples/demo.py`: a GPT trained by DeepSpeed, resumed under other layouts, compared bit by bit."""

@@ -14,6 +14,7 @@ from gpt_demo.layouts import GLOBAL_BATCH, Layout, Schedule
 from gpt_demo.model import GPT
 from gpt_demo.text import Text
 
+
 def build(layout: Layout, schedule: Schedule, *, seed: int) -> Any:
     """A DeepSpeed engine in bf16 with AdamW, two param groups and a learning-rate schedule."""
     torch.manual_seed(seed)

@@ -49,9 +49,7 @@ def run_ranks(job: str, ranks: int, folder: Path, tell: Callable[[int, float], N
     return result
 
 
-def _watch(
-    processes: list[BaseProcess], pipe: Connection, folder: Path, tell: Callable[[int, float], None]
-) -> Any:
+def _watch(processes: list[BaseProcess], pipe: Connection, folder: Path, tell: Callable[[int, float], None]) -> Any:
     deadline = time.monotonic() + TIMEOUT_S
     result, running = None, dict(enumerate(processes))
     while running:

@@ -52,7 +52,9 @@ def table(saved: Layout, columns: Mapping[Layout, tuple[Outcome, Comparison]], w
     for kind in KINDS:
         shown.add_row(TITLES[kind], *(_count(*comparison.counts[kind]) for _, comparison in both))
     shown.add_row("groups, schedule, counters", *(_verdict(comparison.facts_equal) for _, comparison in both))
-    shown.add_row("bytes compared", *(f"{comparison.nbytes / 2**20:.1f} MiB" for _, comparison in both), end_section=True)
+    shown.add_row(
+        "bytes compared", *(f"{comparison.nbytes / 2**20:.1f} MiB" for _, comparison in both), end_section=True
+    )
     shown.add_row("largest loss difference", *(f"{worst[layout]:.1e}" for layout in columns))
     shown.add_row("load_checkpoint", *(f"{outcome.seconds:.2f} s" for outcome, _ in both), end_section=True)
     shown.add_row("DeepSpeed alone", *(_refusal(outcome.refusal) for outcome, _ in both))

@@ -119,24 +119,39 @@ def write_checkpoint(folder: Path, shapes: dict[str, Shape], dp: int) -> int:
     tag = folder / "global_step1000"
     tag.mkdir(parents=True)
     (folder / "latest").write_text(tag.name)
-    config = {"train_batch_size": dp, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2},
-              "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}  # fmt: skip
+    config = {
+        "train_batch_size": dp,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    }
     total = sum(map(prod, shapes.values()))
     chunk = -(-total // (2 * dp)) * 2
     write_sparse(
         tag / "mp_rank_00_model_states.pt",
         {
             "module": OrderedDict((name, Hole(shape, torch.bfloat16)) for name, shape in shapes.items()),
-            "buffer_names": [], "optimizer": None, "param_shapes": [OrderedDict(shapes)],
-            "frozen_param_shapes": None, "frozen_param_fragments": None, "shared_params": {},
-            "lr_scheduler": None, "global_steps": 1000, "global_samples": 1000 * dp, "skipped_steps": 0,
-            "dp_world_size": dp, "mp_world_size": 1, "ds_config": config, "ds_version": "0.19.8",
+            "buffer_names": [],
+            "optimizer": None,
+            "param_shapes": [OrderedDict(shapes)],
+            "frozen_param_shapes": None,
+            "frozen_param_fragments": None,
+            "shared_params": {},
+            "lr_scheduler": None,
+            "global_steps": 1000,
+            "global_samples": 1000 * dp,
+            "skipped_steps": 0,
+            "dp_world_size": dp,
+            "mp_world_size": 1,
+            "ds_config": config,
+            "ds_version": "0.19.8",
         },
-    )  # fmt: skip
+    )
     for rank in range(dp):
         used = max(0, min(chunk, total - rank * chunk))
-        write_sparse(tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
-                     _optimizer_file(used, chunk, dp, rank, config))  # fmt: skip
+        write_sparse(
+            tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", _optimizer_file(used, chunk, dp, rank, config)
+        )
     return sum(file.stat().st_size for file in tag.iterdir())
 
 
@@ -145,11 +160,18 @@ def _optimizer_file(used: int, chunk: int, dp: int, rank: int, config: dict[str,
     group = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 1000, "params": [0]}
     return {
         "optimizer_state_dict": {
-            "loss_scaler": None, "dynamic_loss_scale": False, "overflow": False, "clip_grad": 1.0,
+            "loss_scaler": None,
+            "dynamic_loss_scale": False,
+            "overflow": False,
+            "clip_grad": 1.0,
             "base_optimizer_state": {"state": {0: moments}, "param_groups": [group]},
             "single_partition_of_fp32_groups": [Hole((used,), torch.float32)],
-            "zero_stage": 2, "group_paddings": [chunk - used], "partition_count": [dp],
-            "ds_version": "0.19.8", "param_slice_mappings": [OrderedDict()],
+            "zero_stage": 2,
+            "group_paddings": [chunk - used],
+            "partition_count": [dp],
+            "ds_version": "0.19.8",
+            "param_slice_mappings": [OrderedDict()],
         },
-        "ds_config": config, "ds_version": "0.19.8",
-    }  # fmt: skip
+        "ds_config": config,
+        "ds_version": "0.19.8",
+    }

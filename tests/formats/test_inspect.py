@@ -66,15 +66,47 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 FACTS = [
     # stage, wrapper, stage told, flat buffers, states, elements of the groups, roles, files
     (0, "none", 0, None, {"fp32", "exp_avg", "exp_avg_sq", "step"}, [None, None], {"parameter": 371, "buffer": 23}, 1),
-    (1, "zero", 1, 2, {"fp32", "exp_avg", "exp_avg_sq", "step"}, [245, 22],
-     {"trainable": 267, "frozen": 104, "buffer": 23}, 3),
-    (2, "zero", 2, 2, {"fp32", "exp_avg", "exp_avg_sq", "step"}, [245, 22],
-     {"trainable": 267, "frozen": 104, "buffer": 23}, 3),
-    (3, "zero3", 3, 2, {"fp32", "exp_avg", "exp_avg_sq", "step"}, [245, 22],
-     {"trainable": 267, "frozen": 104, "buffer": 23}, 4),
-    ("bf16", "bf16", 1, 2, {"fp32", "exp_avg", "exp_avg_sq", "step"}, [245, 22],
-     {"trainable": 267, "frozen": 104, "buffer": 23}, 3),
-]  # fmt: skip
+    (
+        1,
+        "zero",
+        1,
+        2,
+        {"fp32", "exp_avg", "exp_avg_sq", "step"},
+        [245, 22],
+        {"trainable": 267, "frozen": 104, "buffer": 23},
+        3,
+    ),
+    (
+        2,
+        "zero",
+        2,
+        2,
+        {"fp32", "exp_avg", "exp_avg_sq", "step"},
+        [245, 22],
+        {"trainable": 267, "frozen": 104, "buffer": 23},
+        3,
+    ),
+    (
+        3,
+        "zero3",
+        3,
+        2,
+        {"fp32", "exp_avg", "exp_avg_sq", "step"},
+        [245, 22],
+        {"trainable": 267, "frozen": 104, "buffer": 23},
+        4,
+    ),
+    (
+        "bf16",
+        "bf16",
+        1,
+        2,
+        {"fp32", "exp_avg", "exp_avg_sq", "step"},
+        [245, 22],
+        {"trainable": 267, "frozen": 104, "buffer": 23},
+        3,
+    ),
+]
 
 
 @pytest.mark.distributed
@@ -82,9 +114,16 @@ FACTS = [
     ("stage", "wrapper", "told", "buffers", "states", "numels", "roles", "files"), FACTS, ids=[str(f[0]) for f in FACTS]
 )
 def test_a_real_checkpoint_is_told(
-    save: Save, stage: int | str, wrapper: str, told: int, buffers: int | None, states: set[str],
-    numels: list[int | None], roles: dict[str, int], files: int
-) -> None:  # fmt: skip
+    save: Save,
+    stage: int | str,
+    wrapper: str,
+    told: int,
+    buffers: int | None,
+    states: set[str],
+    numels: list[int | None],
+    roles: dict[str, int],
+    files: int,
+) -> None:
     """Stage, wrapper, groups, states, parameters and sizes are those of the run that saved; there is no fault."""
     import deepspeed
 
@@ -249,7 +288,10 @@ def test_all_faults_are_found_at_once(broken: Save, capsys: pytest.CaptureFixtur
     assert all(fault["mend"] for fault in told["faults"])
     assert (told["stage"], told["dp"], told["version"]) == (3, None, None)
     assert {file["name"]: file["role"] for file in told["files"]} == {
-        _optim(0): "optimizer", _model(0): "model", _model(1): "model"}  # fmt: skip
+        _optim(0): "optimizer",
+        _model(0): "model",
+        _model(1): "model",
+    }
 
 
 @pytest.mark.distributed
@@ -323,7 +365,10 @@ def test_long_tables_are_cut_and_names_cannot_command_the_terminal(
     _, long = run(capsys, "inspect", tmp_path, "--all")
     assert (status, f"and {len(shapes) - 20} more" in short, "more:" in long) == (0, True, False)
     assert ("layers.0.qkv.weight" in short, "layers.2.down.bias" in short, "layers.2.down.bias" in long) == (
-        True, False, True)  # fmt: skip
+        True,
+        False,
+        True,
+    )
     assert printable("\x1b[2J") == "\\x1b[2J"
     assert "\x1b[2J" not in long
     assert "\\x1b[2Jwiped" in long

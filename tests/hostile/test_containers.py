@@ -149,7 +149,7 @@ BOMBS = {
     "declared bytes": b"\x80\x04B\xff\xff\xff\xff.",
     "huge integer": b"\x80\x04\x8b\xff\xff\xff\x7f.",
     "long digits": b"\x80\x04L" + b"9" * 10**6 + b"L\n.",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BOMBS)

@@ -111,9 +111,13 @@ def build(run: Run, model: Model, seed: int | None = None, tiny: bool = False, t
     if mesh is not None:
         config["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH // mesh[0]
     engine, *_ = deepspeed.initialize(
-        model=net, optimizer=optimizer, lr_scheduler=scheduler, config=config, dist_init_required=False,
+        model=net,
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        config=config,
+        dist_init_required=False,
         mesh_param=tuple(mesh) if mesh else None,
-    )  # fmt: skip
+    )
     _STATE["engine"] = engine
     return engine
 
@@ -145,8 +149,17 @@ def train(engine: Any, first: int, steps: int) -> list[float]:
     return losses
 
 
-def save(run: Run, model: Model, folder: str, steps: int = 3, tag: str | None = None, more: int = 0,
-         client: dict[str, Any] | None = None, save_options: dict[str, Any] | None = None, tiny: bool = False) -> dict[str, Any]:  # fmt: skip
+def save(
+    run: Run,
+    model: Model,
+    folder: str,
+    steps: int = 3,
+    tag: str | None = None,
+    more: int = 0,
+    client: dict[str, Any] | None = None,
+    save_options: dict[str, Any] | None = None,
+    tiny: bool = False,
+) -> dict[str, Any]:
     engine = build(run, model, tiny=tiny)
     losses = train(engine, 0, steps)
     held = contents(engine)
@@ -157,8 +170,18 @@ def save(run: Run, model: Model, folder: str, steps: int = 3, tag: str | None = 
     return held
 
 
-def load(run: Run, model: Model, folder: str, more: int = 0, hooks: bool = True, tag: str | None = None,
-         arguments: dict[str, Any] | None = None, reshard: dict[str, Any] | None = None, seed: int = 99, tiny: bool = False) -> dict[str, Any]:  # fmt: skip
+def load(
+    run: Run,
+    model: Model,
+    folder: str,
+    more: int = 0,
+    hooks: bool = True,
+    tag: str | None = None,
+    arguments: dict[str, Any] | None = None,
+    reshard: dict[str, Any] | None = None,
+    seed: int = 99,
+    tiny: bool = False,
+) -> dict[str, Any]:
     import ds_reshard
 
     if reshard is not None:
@@ -192,9 +215,14 @@ def load_refused(run: Run, model: Model, folder: str, **kwargs: Any) -> dict[str
             engine.load_checkpoint(folder, **kwargs)
     except ds_reshard.ReshardError as error:
         after = contents(engine)
-        return {"error": type(error).__name__, "text": str(error), "faults": error.faults,
-                "unchanged": same(before, after), "step": outcome(engine.step),
-                "save": "" if same(before, after) else outcome(lambda: engine.save_checkpoint(folder))}  # fmt: skip
+        return {
+            "error": type(error).__name__,
+            "text": str(error),
+            "faults": error.faults,
+            "unchanged": same(before, after),
+            "step": outcome(engine.step),
+            "save": "" if same(before, after) else outcome(lambda: engine.save_checkpoint(folder)),
+        }
     finally:
         if undo:
             undo()
@@ -235,14 +263,18 @@ def contents(engine: Any) -> dict[str, Any]:
                 else:
                     pieces.append((name, kind, start, value.detach().view(-1)[take].clone()))
             else:
-                scalars[name, kind] = float(value) if torch.is_tensor(value) or isinstance(value, int | float) else value
+                scalars[name, kind] = (
+                    float(value) if torch.is_tensor(value) or isinstance(value, int | float) else value
+                )
 
     inner = getattr(optimizer, "optimizer", optimizer)
     members: list[list[str]] = []
     if hasattr(optimizer, "fp16_partitioned_groups_flat"):
         rank, dp = place(engine)
         members = [[] for _ in inner.param_groups]
-        for i, (params, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat)):
+        for i, (params, flat) in enumerate(
+            zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+        ):
             at = 0
             members[optimizer.sub_group_to_group_id[i]] += [names[p] for p in params]
             for p in params:
@@ -256,7 +288,7 @@ def contents(engine: Any) -> dict[str, Any]:
         groups = getattr(optimizer, "round_robin_bit16_groups", None)
         groups = optimizer.bf16_groups if groups is None else groups
         rank, _ = place(engine)
-        for g, (params, flat) in enumerate(zip(groups, flats)):
+        for g, (params, flat) in enumerate(zip(groups, flats, strict=True)):
             members.append([names[p] for p in params])
             low, high, at = rank * flat.numel(), (rank + 1) * flat.numel(), 0
             offsets = getattr(optimizer, "round_robin_bit16_offsets", None)
@@ -269,7 +301,9 @@ def contents(engine: Any) -> dict[str, Any]:
     else:
         masters = getattr(optimizer, "fp32_groups", None)
         for g, group in enumerate(inner.param_groups):
-            params = optimizer.fp16_groups[g] if masters is not None else [p for p in group["params"] if p.requires_grad]
+            params = (
+                optimizer.fp16_groups[g] if masters is not None else [p for p in group["params"] if p.requires_grad]
+            )
             members.append([names[p] for p in params])
             for j, p in enumerate(params):
                 master = masters[g][j] if masters is not None else p
@@ -279,7 +313,7 @@ def contents(engine: Any) -> dict[str, Any]:
         "scalars": scalars,
         "groups": [
             (tuple(sorted(m)), {k: v for k, v in group.items() if k != "params"})
-            for m, group in zip(members, inner.param_groups)
+            for m, group in zip(members, inner.param_groups, strict=True)
         ],
         "weights": weights(engine),
         "stage": int(engine.zero_optimization_stage()),
@@ -380,9 +414,9 @@ def _client(stranger: bool) -> dict[str, Any]:
 
 def _told(state: dict[str, Any]) -> dict[str, str]:
     names = (*_client(stranger=False), "stranger")
-    return {name: f"{type(state[name]).__name__} {state[name]!r}" for name in names if name in state and name != "stranger"} | (
-        {"stranger": repr(state["stranger"])} if "stranger" in state else {}
-    )
+    return {
+        name: f"{type(state[name]).__name__} {state[name]!r}" for name in names if name in state and name != "stranger"
+    } | ({"stranger": repr(state["stranger"])} if "stranger" in state else {})
 
 
 def save_client(run: Run, folder: str, stranger: bool = False) -> dict[str, str]:
@@ -400,7 +434,6 @@ def load_client(run: Run, folder: str, trust: list[str] | None = None) -> dict[s
     with ds_reshard.install("deepspeed"):
         _, client = engine.load_checkpoint(folder)
     return _told(client)
-
 
 
 def load_bad_then_good(run: Run, model: Model, bad: str, good: str) -> dict[str, Any]:
@@ -433,8 +466,11 @@ def break_rank_1(fault: str) -> Any:
         return lambda: None
 
     def fail(*args: Any, **kwargs: Any) -> Any:
-        raise {"unreadable": OSError(5, "Input/output error"), "another folder": FileNotFoundError(2, "No such file"),
-               "crash": KeyError("surprise")}[fault]  # fmt: skip
+        raise {
+            "unreadable": OSError(5, "Input/output error"),
+            "another folder": FileNotFoundError(2, "No such file"),
+            "crash": KeyError("surprise"),
+        }[fault]
 
     patches = {
         "unreadable": lambda: mock.patch.object(threads.os, "preadv", fail),

@@ -15,9 +15,15 @@ pytestmark = pytest.mark.distributed
 
 MODEL = Model(groups=2, frozen=True)
 PAIRS = (
-    (Run(2, 2), Run(1, 3)), (Run(1, 2), Run(3, 3)), (Run(3, 2), Run(2, 3)), (Run(3, 3), Run(3, 2)),
-    (Run("bf16", 2), Run(1, 3)), (Run(3, 2), Run("bf16", 1)), (Run(3, 2), Run(0, 1)), (Run(0, 2), Run(3, 2)),
-)  # fmt: skip
+    (Run(2, 2), Run(1, 3)),
+    (Run(1, 2), Run(3, 3)),
+    (Run(3, 2), Run(2, 3)),
+    (Run(3, 3), Run(3, 2)),
+    (Run("bf16", 2), Run(1, 3)),
+    (Run(3, 2), Run("bf16", 1)),
+    (Run(3, 2), Run(0, 1)),
+    (Run(0, 2), Run(3, 2)),
+)
 
 
 def _weights_equal(saved: Any, loaded: Any) -> None:
@@ -47,9 +53,7 @@ def test_without_optimizer_states_weights_load_and_masters_follow_them(
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS[:5], ids=str)
-def test_module_only_leaves_counters_and_scheduler_alone(
-    worlds: Any, saves: Saves, source: Run, target: Run
-) -> None:
+def test_module_only_leaves_counters_and_scheduler_alone(worlds: Any, saves: Saves, source: Run, target: Run) -> None:
     """`load_module_only=True`: weights equal, step 0, scheduler untouched."""
     folder, saved = saves(source, MODEL)
     loaded = worlds[target.dp].run(
@@ -96,10 +100,12 @@ def test_frozen_parameters_left_out_of_the_save(worlds: Any, tmp_path: Path) -> 
     """`exclude_frozen_parameters` with `load_module_strict=False` (HF Trainer with PEFT)."""
     for source, target in ((Run(2, 2), Run(3, 3)), (Run(3, 2), Run(1, 1)), (Run(3, 2), Run(3, 3))):
         folder = tmp_path / f"{source}-{target}"
-        saved = worlds[source.dp].run("save", run=source, model=MODEL, folder=str(folder),
-                                      save_options={"exclude_frozen_parameters": True})  # fmt: skip
-        loaded = worlds[target.dp].run("load", run=target, model=MODEL, folder=str(folder),
-                                       arguments={"load_module_strict": False})  # fmt: skip
+        saved = worlds[source.dp].run(
+            "save", run=source, model=MODEL, folder=str(folder), save_options={"exclude_frozen_parameters": True}
+        )
+        loaded = worlds[target.dp].run(
+            "load", run=target, model=MODEL, folder=str(folder), arguments={"load_module_strict": False}
+        )
         fresh = worlds[target.dp].run("fresh", run=target, model=MODEL)
         for rank in loaded:
             for name, values in rank["weights"].items():
@@ -116,8 +122,10 @@ def test_frozen_parameters_left_out_of_the_save(worlds: Any, tmp_path: Path) -> 
 def test_masters_from_weights_when_the_config_says_so(worlds: Any, saves: Saves) -> None:
     """`zero_optimization.load_from_fp32_weights=false`: moments load, masters are the 16-bit weights."""
     folder, saved = saves(Run(2, 2), MODEL)
-    for target in (Run(1, 3, options={"load_from_fp32_weights": False}),
-                   Run("bf16", 3, options={"load_from_fp32_weights": False})):  # fmt: skip
+    for target in (
+        Run(1, 3, options={"load_from_fp32_weights": False}),
+        Run("bf16", 3, options={"load_from_fp32_weights": False}),
+    ):
         loaded = worlds[3].run("load", run=target, model=MODEL, folder=str(folder))
         truth, got = gathered(saved), gathered(loaded)
         for (name, kind), values in got.items():
@@ -201,7 +209,7 @@ def test_verification_off_and_one_thread_load_the_same(worlds: Any, saves: Saves
 
 def test_an_unchanged_layout_runs_deepspeed_untouched(worlds: Any, saves: Saves) -> None:
     """Same layout: DeepSpeed's own method loads, with the user's arguments."""
-    folder, saved = saves(Run(2, 2), MODEL)
+    folder, _ = saves(Run(2, 2), MODEL)
     counts = worlds[2].run("load_counting", run=Run(2, 2), model=MODEL, folder=str(folder))
     assert counts == [(1, 0), (1, 0)]
     counts = worlds[2].run("load_counting", run=Run(3, 2), model=MODEL, folder=str(folder))

@@ -50,7 +50,9 @@ def _rows() -> list[tuple[Run, Run, Model]]:
             model = MODELS[(n + i) % len(MODELS)]
             if source == "bf16" and model.optimizer == "adagrad":  # DeepSpeed itself fails at the first step
                 model = MODELS[2]
-            rows.append((Run(source, dp, dtype, of[n % len(of)]), Run(target, other, dtype, to[(n + 1) % len(to)]), model))
+            rows.append(
+                (Run(source, dp, dtype, of[n % len(of)]), Run(target, other, dtype, to[(n + 1) % len(to)]), model)
+            )
     return rows
 
 
@@ -124,11 +126,17 @@ def test_the_direct_path_on_an_unchanged_layout_equals_deepspeed(worlds: Any, sa
     model = Model(groups=2, frozen=True, batchnorm=True)
     folder, saved = saves(run, model)
     plain = worlds[run.dp].run("load", run=run, model=model, folder=str(folder), hooks=False, more=2)
-    direct = worlds[run.dp].run("load", run=run, model=model, folder=str(folder), reshard={"reshard": {"always": True}}, more=2)
+    direct = worlds[run.dp].run(
+        "load", run=run, model=model, folder=str(folder), reshard={"reshard": {"always": True}}, more=2
+    )
     assert_same(saved, direct)
     for one, other in zip(plain, direct, strict=True):
         assert one["later"] == other["later"]
-        assert (one["path"], one["client"], one["client_keys"]) == (other["path"], other["client"], other["client_keys"])
+        assert (one["path"], one["client"], one["client_keys"]) == (
+            other["path"],
+            other["client"],
+            other["client_keys"],
+        )
 
 
 def test_more_ranks_than_a_group_has_elements(worlds: Any, tmp_path: Path) -> None:

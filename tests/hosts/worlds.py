@@ -100,10 +100,16 @@ class Worlds:
 
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu",
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+        DS_ACCELERATOR="cpu",
         GLOO_SOCKET_IFNAME="lo",
-    )  # fmt: skip
+    )
     import jobs
 
     jobs.start(COLLECTIVE_TIMEOUT_S)

@@ -22,11 +22,15 @@ def compare_signatures(signatures: Mapping[str, Mapping[str, str]], folder: str)
                 one, other = first.get(key, "absent"), signatures[name].get(key, "absent")
                 if one != other:
                     faults.append(
-                        Fault(error="CheckpointDamaged", where=f"{folder}/{name}",
-                              what=f"is of another step or run than {names[0]}: {key} differs",
-                              expected=_short(one), found=_short(other),
-                              mend="restore all files of one save, or load another tag")
-                    )  # fmt: skip
+                        Fault(
+                            error="CheckpointDamaged",
+                            where=f"{folder}/{name}",
+                            what=f"is of another step or run than {names[0]}: {key} differs",
+                            expected=_short(one),
+                            found=_short(other),
+                            mend="restore all files of one save, or load another tag",
+                        )
+                    )
     return faults
 
 
@@ -49,10 +53,14 @@ def compare_prints(prints: Mapping[str, Sequence[tuple[int, int | None]]], folde
             continue
         if marks in seen:
             faults.append(
-                Fault(error="CheckpointDamaged", where=f"{folder}/{name}",
-                      what=f"holds the same bytes as {seen[marks]}: one shard was copied over another",
-                      expected="different partitions", found="identical checksums in every buffer",
-                      mend="restore the shard, or load another tag")
-            )  # fmt: skip
+                Fault(
+                    error="CheckpointDamaged",
+                    where=f"{folder}/{name}",
+                    what=f"holds the same bytes as {seen[marks]}: one shard was copied over another",
+                    expected="different partitions",
+                    found="identical checksums in every buffer",
+                    mend="restore the shard, or load another tag",
+                )
+            )
         seen.setdefault(marks, name)
     return faults

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ class ScalarTensor:
     shape: tuple[int, ...]
     data: bytes
 
+
+_LONGEST = 4096
 
 Scalar = ScalarTensor | int | float | bool | str | None
 """A state value that is one for a whole partition."""
@@ -45,23 +48,41 @@ class OptimizerFacts:
 def canonical(value: object) -> str:
     """A text that is equal exactly for equal trees of plain values and records.
 
-    Used to compare what two shards say. Tensors stand for their shape, type and checksum.
+    Used to compare what two shards say. Tensors stand for their shape, type and checksum. A part that
+    is shared is written once, so the cost is linear; a part that contains itself is written as such.
     """
-    if isinstance(value, dict):
-        rows = sorted((canonical(k), canonical(v)) for k, v in value.items())
-        return "{" + ",".join(f"{k}:{v}" for k, v in rows) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(canonical(v) for v in value) + "]"
+    return _canonical(value, {}, set())
+
+
+def _canonical(value: object, done: dict[int, str], open_parts: set[int]) -> str:
     if isinstance(value, TensorRecord):
         return f"tensor({value.dtype.label},{value.shape},{value.storage.crc32},{value.element_offset})"
     if isinstance(value, ScalarTensor):
         return f"scalar({value.dtype.label},{value.shape},{value.data.hex()})"
     if isinstance(value, GlobalName):
         return str(value)
+    if not isinstance(value, dict | list | tuple | ObjectRecord):
+        return repr(value)
+    key = id(value)
+    if key in open_parts:
+        return "itself"
+    if key not in done:
+        open_parts.add(key)
+        text = _compound(value, done, open_parts)
+        open_parts.discard(key)
+        done[key] = text if len(text) <= _LONGEST else f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+    return done[key]
+
+
+def _compound(value: object, done: dict[int, str], open_parts: set[int]) -> str:
+    if isinstance(value, dict):
+        rows = sorted((_canonical(k, done, open_parts), _canonical(v, done, open_parts)) for k, v in value.items())
+        return "{" + ",".join(f"{k}:{v}" for k, v in rows) + "}"
     if isinstance(value, ObjectRecord):
         parts = (value.args, value.kwargs, value.state, value.items, value.pairs)
-        return f"{value.callable}({','.join(canonical(part) for part in parts)})"
-    return repr(value)
+        return f"{value.callable}({','.join(_canonical(part, done, open_parts) for part in parts)})"
+    assert isinstance(value, list | tuple)
+    return "[" + ",".join(_canonical(item, done, open_parts) for item in value) + "]"
 
 
 def describe(value: object) -> str:

@@ -29,8 +29,14 @@ def check_root(path: str, stem: str, root: str) -> None:
 
 
 def damaged(path: str, what: str, expected: str, found: str) -> Fault:
-    return Fault(error="CheckpointDamaged", where=path, what=what, expected=expected, found=found,
-                 mend="restore the file, or load another tag")  # fmt: skip
+    return Fault(
+        error="CheckpointDamaged",
+        where=path,
+        what=what,
+        expected=expected,
+        found=found,
+        mend="restore the file, or load another tag",
+    )
 
 
 def fail(path: str, what: str, expected: str, found: str) -> CheckpointDamaged:

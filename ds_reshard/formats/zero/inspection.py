@@ -217,8 +217,12 @@ def _stage0_groups(saved: Mapping[str, object], scalars: Scalars) -> Iterator[Gr
     for number, group in enumerate(param_groups(saved)):
         members = group.get("params")
         hyper = {name: value for name, value in group.items() if name != "params"}
-        yield GroupEntry(number=number, members=len(members) if isinstance(members, list) else 0, numel=None,
-                         hyperparameters=_hyperparameters(hyper, scalars))  # fmt: skip
+        yield GroupEntry(
+            number=number,
+            members=len(members) if isinstance(members, list) else 0,
+            numel=None,
+            hyperparameters=_hyperparameters(hyper, scalars),
+        )
 
 
 def _stage0_states(model: ModelStates | None, saved: Mapping[str, object]) -> Iterator[StateEntry]:

@@ -51,7 +51,9 @@ def flat_group(
     chunk = max(1, partition_numel(total, dp))
     for kind, dtype in kinds.items():
         for name, shape in shapes.items():
-            yield _placement(name, kind, shape, dtype, family, f"{kind}/{number}", Cut(chunk=chunk, phase=offsets[name]))
+            yield _placement(
+                name, kind, shape, dtype, family, f"{kind}/{number}", Cut(chunk=chunk, phase=offsets[name])
+            )
 
 
 def chunk_numel(shape: Shape, dp: int) -> int:
@@ -103,6 +105,12 @@ def _placement(
     replicated: bool = False,
 ) -> Placement:
     return Placement(
-        key=TensorKey(name=name, kind=kind), shape=shape, dtype=dtype, family=family, buffer=buffer, cut=cut,
-        box=Box.whole(shape), replicated=replicated,
-    )  # fmt: skip
+        key=TensorKey(name=name, kind=kind),
+        shape=shape,
+        dtype=dtype,
+        family=family,
+        buffer=buffer,
+        cut=cut,
+        box=Box.whole(shape),
+        replicated=replicated,
+    )

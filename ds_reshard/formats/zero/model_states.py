@@ -52,8 +52,10 @@ def read_model_states(path: str, stem: str) -> ModelStates:
         check_root(path, stem, archive.root)
         top = archive.load()
     if not isinstance(top, dict) or not all(isinstance(key, str) for key in top):
-        raise_faults([damaged(path, "is not a DeepSpeed model file", "a dict of entries", type(top).__name__)],
-                     subject="reading a checkpoint")  # fmt: skip
+        raise_faults(
+            [damaged(path, "is not a DeepSpeed model file", "a dict of entries", type(top).__name__)],
+            subject="reading a checkpoint",
+        )
         raise AssertionError
     faults = [
         damaged(path, f"has no entry {key!r}", "a DeepSpeed model file", f"entries {sorted(top)[:8]}")
@@ -65,9 +67,16 @@ def read_model_states(path: str, stem: str) -> ModelStates:
         faults.append(damaged(path, "entry 'module' is not a state dict", "a dict", type(module).__name__))
     mp = top.get("mp_world_size", 1)
     if mp != 1:
-        faults.append(Fault(error="UnsupportedLayout", where=path, what="saved with model parallelism",
-                            expected="mp_world_size 1", found=f"{mp}",
-                            mend="load it at the tensor- and data-parallel sizes it was saved with"))  # fmt: skip
+        faults.append(
+            Fault(
+                error="UnsupportedLayout",
+                where=path,
+                what="saved with model parallelism",
+                expected="mp_world_size 1",
+                found=f"{mp}",
+                mend="load it at the tensor- and data-parallel sizes it was saved with",
+            )
+        )
     raise_faults(faults, subject="reading a checkpoint")
     module = module or {}
     return ModelStates(

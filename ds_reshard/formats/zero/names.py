@@ -110,12 +110,24 @@ def _two_checkpoints(
     faults = []
     if whole and partitioned:
         faults.append(
-            Fault(error="CheckpointDamaged", where=folder, what="holds the model files of two checkpoints",
-                  expected="either mp_rank_* (stages 0 to 2) or zero_pp_rank_* (stage 3)", found="both", mend=mend)
-        )  # fmt: skip
+            Fault(
+                error="CheckpointDamaged",
+                where=folder,
+                what="holds the model files of two checkpoints",
+                expected="either mp_rank_* (stages 0 to 2) or zero_pp_rank_* (stage 3)",
+                found="both",
+                mend=mend,
+            )
+        )
     if len(optim) > 1:
         faults.append(
-            Fault(error="CheckpointDamaged", where=folder, what="holds the optimizer files of two checkpoints",
-                  expected="one file prefix", found=", ".join(repr(p) for p in sorted(optim)), mend=mend)
-        )  # fmt: skip
+            Fault(
+                error="CheckpointDamaged",
+                where=folder,
+                what="holds the optimizer files of two checkpoints",
+                expected="one file prefix",
+                found=", ".join(repr(p) for p in sorted(optim)),
+                mend=mend,
+            )
+        )
     return faults

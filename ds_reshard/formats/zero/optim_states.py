@@ -72,11 +72,9 @@ class OptimStates:
             said[f"states of partition {g}"] = ",".join(
                 sorted(f"{name}:{state.dtype.label}" for name, state in partition.states.items())
             )
-            for name, value in partition.scalars.items():
-                said[f"{name} of partition {g}"] = canonical(value)
+            said |= {f"{name} of partition {g}": canonical(scalar) for name, scalar in partition.scalars.items()}
         for g, group in enumerate(self.groups or ()):
-            for name, value in group.items():
-                said[f"{name} of param group {g}"] = canonical(value)
+            said |= {f"{name} of param group {g}": canonical(value) for name, value in group.items()}
         return said
 
 
@@ -121,11 +119,18 @@ def _flat_groups(
     counts = entries.get("partition_count")
     count = counts[0] if isinstance(counts, list) and counts else counts
     return OptimStates(
-        path=path, kind=kind, stage=_stage(path, entries.get("zero_stage")) if kind == "zero" else 1, elastic=elastic,
-        partition_count=_positive(path, "partition_count", count), partitions=tuple(partitions), groups=groups,
-        members=members, entries=entries, version=str(entries.get("ds_version", top.get("ds_version", "unknown"))),
+        path=path,
+        kind=kind,
+        stage=_stage(path, entries.get("zero_stage")) if kind == "zero" else 1,
+        elastic=elastic,
+        partition_count=_positive(path, "partition_count", count),
+        partitions=tuple(partitions),
+        groups=groups,
+        members=members,
+        entries=entries,
+        version=str(entries.get("ds_version", top.get("ds_version", "unknown"))),
         config=top.get("ds_config"),
-    )  # fmt: skip
+    )
 
 
 def _zero3(path: str, archive: TorchArchive, top: Mapping[str, object], entries: Mapping[str, object]) -> OptimStates:
@@ -137,11 +142,18 @@ def _zero3(path: str, archive: TorchArchive, top: Mapping[str, object], entries:
         _partition(path, archive, i, tensor, states.get(i, {}), tensor.numel, None) for i, tensor in enumerate(fp32)
     )
     return OptimStates(
-        path=path, kind="zero3", stage=3, elastic=False,
-        partition_count=_positive(path, "partition_count", entries.get("partition_count")), partitions=partitions,
-        groups=groups, members=members, entries=entries, version=str(top.get("ds_version", "unknown")),
+        path=path,
+        kind="zero3",
+        stage=3,
+        elastic=False,
+        partition_count=_positive(path, "partition_count", entries.get("partition_count")),
+        partitions=partitions,
+        groups=groups,
+        members=members,
+        entries=entries,
+        version=str(top.get("ds_version", "unknown")),
         config=top.get("ds_config"),
-    )  # fmt: skip
+    )
 
 
 States = dict[int, Mapping[str, object]]
@@ -154,7 +166,9 @@ def _rigid(path: str, entry: str, value: object) -> tuple[States, Groups, Member
     if not isinstance(value, dict) or not isinstance(value.get("state"), dict):
         raise fail(path, f"entry {entry!r} is not a torch optimizer state", "'state' and 'param_groups'", _keys(value))
     groups = value.get("param_groups")
-    if not isinstance(groups, list) or not all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups):
+    if not isinstance(groups, list) or not all(
+        isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
+    ):
         raise fail(path, f"entry {entry!r} has malformed param groups", "a list of dicts with 'params'", "other")
     states: States = {}
     for index, state in value["state"].items():
@@ -188,7 +202,9 @@ def _partition(
     for name, value in state.items():
         if isinstance(value, TensorRecord) and len(value.shape) == 1 and value.numel in (fp32.numel, padded):
             if not value.contiguous:
-                raise fail(path, f"state {name!r} of partition {number} is not contiguous", "stride 1", str(value.stride))
+                raise fail(
+                    path, f"state {name!r} of partition {number} is not contiguous", "stride 1", str(value.stride)
+                )
             flat[str(name)] = value
         elif isinstance(value, TensorRecord) and value.nbytes <= _SCALAR_NBYTES and value.contiguous:
             data = archive.tensor_bytes(value)
@@ -197,8 +213,12 @@ def _partition(
             scalars[str(name)] = value
         else:
             found = f"shape {value.shape}" if isinstance(value, TensorRecord) else type(value).__name__
-            raise fail(path, f"state {name!r} of partition {number} does not follow the parameter",
-                       f"{padded} elements or a scalar", found)  # fmt: skip
+            raise fail(
+                path,
+                f"state {name!r} of partition {number} does not follow the parameter",
+                f"{padded} elements or a scalar",
+                found,
+            )
     if len(fp32.shape) != 1 or not fp32.contiguous:
         raise fail(path, f"fp32 partition {number} is not flat", "one contiguous dimension", str(fp32.shape))
     return Partition(fp32=fp32, states=flat, scalars=scalars, padding=padded - fp32.numel, alignment=alignment)
@@ -247,5 +267,3 @@ def _index(path: str, value: object) -> int:
 
 def _keys(value: object) -> str:
     return f"keys {sorted(map(str, value))[:8]}" if isinstance(value, dict) else type(value).__name__
-
-

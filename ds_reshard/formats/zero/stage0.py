@@ -146,13 +146,23 @@ def _flat(
 
 
 def _order_fault(name: str, kind: str, expected: Shape, found: Shape) -> Fault:
-    return Fault(error="ModelMismatch", where=f"parameter {name}", what=f"its saved {kind} has another shape: "
-                 "a stage-0 optimizer names no parameter, so the order of this run's param groups is used",
-                 expected=str(list(expected)), found=str(list(found)),
-                 mend="build the optimizer's param groups in the order of the saved run")  # fmt: skip
+    return Fault(
+        error="ModelMismatch",
+        where=f"parameter {name}",
+        what=f"its saved {kind} has another shape: "
+        "a stage-0 optimizer names no parameter, so the order of this run's param groups is used",
+        expected=str(list(expected)),
+        found=str(list(found)),
+        mend="build the optimizer's param groups in the order of the saved run",
+    )
 
 
 def _groups_fault(path: str, expected: int, found: int) -> Fault:
-    return Fault(error="ParamGroupMismatch", where=path, what="a stage-0 optimizer names no parameter, and its "
-                 "param groups are not those of this run", expected=f"{expected} (this run)", found=f"{found} (saved)",
-                 mend="build the optimizer with the param groups of the saved run")  # fmt: skip
+    return Fault(
+        error="ParamGroupMismatch",
+        where=path,
+        what="a stage-0 optimizer names no parameter, and its param groups are not those of this run",
+        expected=f"{expected} (this run)",
+        found=f"{found} (saved)",
+        mend="build the optimizer with the param groups of the saved run",
+    )

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from ds_reshard.errors import Fault, ReshardError
-from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, ZeroShards, open_checkpoint
+from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
 from ds_reshard.formats.zero.faults import damaged
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
 from ds_reshard.formats.zero.plain import Scalars, read_scalars, single_elements
+from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.stage0_states import param_groups, states, torch_optimizer
 from ds_reshard.model.layout import Layout
 
@@ -66,9 +67,16 @@ def survey(listing: Listing) -> Survey:
 def _universal(listing: Listing) -> list[Fault]:
     if not listing.universal:
         return []
-    return [Fault(error="UnsupportedLayout", where=listing.folder, what="a universal checkpoint (of ds_to_universal)",
-                  expected="a checkpoint as save_checkpoint writes it", found="a folder 'zero' and no optimizer shards",
-                  mend="inspect the checkpoint that it was made from")]  # fmt: skip
+    return [
+        Fault(
+            error="UnsupportedLayout",
+            where=listing.folder,
+            what="a universal checkpoint (of ds_to_universal)",
+            expected="a checkpoint as save_checkpoint writes it",
+            found="a folder 'zero' and no optimizer shards",
+            mend="inspect the checkpoint that it was made from",
+        )
+    ]
 
 
 def _empty(listing: Listing) -> list[Fault]:
@@ -129,8 +137,9 @@ class _Look:
         placed = model is not None and self.matching(model, optim)
         if model is not None:
             # The shards are checked against the model file and the first of them; no tensor is placed.
-            checkpoint = ZeroCheckpoint(listing=listing, model=model, optim=optim if placed else None,
-                                        layout=Layout({}, {}), facts=None)  # fmt: skip
+            checkpoint = ZeroCheckpoint(
+                listing=listing, model=model, optim=optim if placed else None, layout=Layout({}, {}), facts=None
+            )
             self.open_shards(checkpoint)
         if optim is not None and not placed:
             names = [name for _, name in sorted(listing.optim.items())]
@@ -145,10 +154,15 @@ class _Look:
         if missing and not counted:
             shown = ", ".join(missing[:16]) + (f", ... ({len(missing)} in all)" if len(missing) > 16 else "")
             self.faults.append(
-                Fault(error="CheckpointDamaged", where=self.listing.folder,
-                      what=f"{what} files of data-parallel ranks {shown} are missing", expected=f"{count} files",
-                      found=f"{count - len(missing)}", mend="restore the missing files, or load another tag")
-            )  # fmt: skip
+                Fault(
+                    error="CheckpointDamaged",
+                    where=self.listing.folder,
+                    what=f"{what} files of data-parallel ranks {shown} are missing",
+                    expected=f"{count} files",
+                    found=f"{count - len(missing)}",
+                    mend="restore the missing files, or load another tag",
+                )
+            )
 
     def matching(self, model: ModelStates, optim: OptimStates | None) -> bool:
         """Whether the optimizer's flat buffers are those of the model file, so that sizes can be checked."""
@@ -156,13 +170,20 @@ class _Look:
             return False
         shapes, partitions = model.param_shapes, optim.partitions
         if len(shapes) != len(partitions):
-            self.faults.append(damaged(optim.path, "flat buffers do not match the model file",
-                                       f"{len(shapes)}", f"{len(partitions)}"))  # fmt: skip
+            self.faults.append(
+                damaged(optim.path, "flat buffers do not match the model file", f"{len(shapes)}", f"{len(partitions)}")
+            )
             return False
         for group, partition in zip(shapes, partitions, strict=True):
             if partition.alignment is not None and len(partition.alignment) != len(group):
-                self.faults.append(damaged(optim.path, "alignment gaps do not match the parameters",
-                                           f"{len(group)}", f"{len(partition.alignment)}"))  # fmt: skip
+                self.faults.append(
+                    damaged(
+                        optim.path,
+                        "alignment gaps do not match the parameters",
+                        f"{len(group)}",
+                        f"{len(partition.alignment)}",
+                    )
+                )
                 return False
         return True
 

@@ -23,7 +23,7 @@ def _wrap_load_checkpoint(original: Callable[..., object]) -> Callable[..., obje
         bound.apply_defaults()
         arguments = dict(bound.arguments)
         engine = arguments.pop("self")
-        return seam(engine, lambda: original(*args, **kwargs), **arguments)  # type: ignore[arg-type]
+        return seam(engine, lambda: original(*args, **kwargs), **arguments)  # type: ignore[arg-type, return-value]
 
     return load_checkpoint
 

@@ -49,7 +49,10 @@ def adopt(
         if live.replicated and live.kind != "fused":
             found = {kind: tensor.view(buffer.fp32.shape) for kind, tensor in found.items()}
         state[number] = {**values.scalars.get(number, {}), **found}
-    base = {"state": {n: s for n, s in state.items() if s}, "param_groups": _param_groups(live, values)}
+    base: dict[str, object] = {
+        "state": {n: s for n, s in state.items() if s},
+        "param_groups": _param_groups(live, values),
+    }
     if live.replicated:
         _adopt_stage0(engine, values, base)
     else:
@@ -83,11 +86,20 @@ def _adopt_partitioned(
     if live.kind == "zero3":
         kept.pop("clip_grad", None)
         optimizer._clear_fp32_optimizer_param_groups()  # a fresh torch Adagrad has its groups filled already
-        mine = {**kept, "zero_stage": live.stage, "partition_count": live.dp, "optimizer_state_dict": base,
-                "fp32_flat_groups": masters}  # fmt: skip
+        mine = {
+            **kept,
+            "zero_stage": live.stage,
+            "partition_count": live.dp,
+            "optimizer_state_dict": base,
+            "fp32_flat_groups": masters,
+        }
     else:
-        mine = {**kept, "base_optimizer_state": base, "single_partition_of_fp32_groups": masters,
-                "ds_version": deepspeed.__version__}  # fmt: skip
+        mine = {
+            **kept,
+            "base_optimizer_state": base,
+            "single_partition_of_fp32_groups": masters,
+            "ds_version": deepspeed.__version__,
+        }
         if hasattr(optimizer, "groups_padding"):
             mine["group_paddings"] = optimizer.groups_padding
         if hasattr(optimizer, "round_robin_bit16_padding"):

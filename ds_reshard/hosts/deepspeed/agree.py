@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from ds_reshard.errors import Fault, ReshardError, raise_faults
+from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
 
 T = TypeVar("T")
 
@@ -45,16 +45,20 @@ def gather(value: T) -> list[T]:
     return values  # type: ignore[return-value]
 
 
-def faults_of(error: Exception) -> list[Fault]:
+def told(error: Exception) -> list[Fault]:
     """An exception as faults, so that it can be told to the other ranks."""
     if isinstance(error, ReshardError):
-        return list(error.faults) or [Fault(error=type(error).__name__, where=f"rank {rank()}", what=str(error))]
+        return faults_of(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{last.filename.rsplit('/', 1)[-1]}:{last.lineno}"
     return [
-        Fault(error="InternalError", where=f"rank {rank()}", what=f"{type(error).__name__}: {error} ({place})",
-              mend="report this with the checkpoint's `ds-reshard inspect` output")
-    ]  # fmt: skip
+        Fault(
+            error="InternalError",
+            where=f"rank {rank()}",
+            what=f"{type(error).__name__}: {error} ({place})",
+            mend="report this with the checkpoint's `ds-reshard inspect` output",
+        )
+    ]
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, list[Fault], Exception | None]:
@@ -62,7 +66,7 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, list[Fault], Exception | N
     try:
         return work(), [], None
     except Exception as error:
-        return None, faults_of(error), error
+        return None, told(error), error
 
 
 def agree(faults: Iterable[Fault], *, subject: str, cause: Exception | None = None) -> None:

@@ -81,9 +81,7 @@ def live_model(engine: DeepSpeedEngine, live: LiveOptimizer | None) -> LiveModel
     )
 
 
-def model_faults(
-    model: LiveModel, checkpoint: ZeroCheckpoint, *, optimizer: bool, strict: bool
-) -> Iterator[Fault]:
+def model_faults(model: LiveModel, checkpoint: ZeroCheckpoint, *, optimizer: bool, strict: bool) -> Iterator[Fault]:
     """All differences between the model and the checkpoint that this load cannot accept."""
     saved = checkpoint.model
     shapes = saved_shapes(checkpoint)
@@ -108,7 +106,9 @@ def model_faults(
         for name in sorted(trained - live):
             if strict and name not in model.keys:
                 continue
-            yield _mismatch(name, "was trained by the saved run but not by this one", "trainable", "frozen or absent", mend)
+            yield _mismatch(
+                name, "was trained by the saved run but not by this one", "trainable", "frozen or absent", mend
+            )
 
 
 def saved_shapes(checkpoint: ZeroCheckpoint) -> dict[str, Shape]:
@@ -125,8 +125,14 @@ def saved_shapes(checkpoint: ZeroCheckpoint) -> dict[str, Shape]:
 
 
 def _mismatch(name: str, what: str, expected: str, found: str, mend: str = "") -> Fault:
-    return Fault(error="ModelMismatch", where=f"parameter {name}", what=what, expected=expected, found=found,
-                 mend=mend or "build the model that was saved, or pass load_module_strict=False for weights only")  # fmt: skip
+    return Fault(
+        error="ModelMismatch",
+        where=f"parameter {name}",
+        what=what,
+        expected=expected,
+        found=found,
+        mend=mend or "build the model that was saved, or pass load_module_strict=False for weights only",
+    )
 
 
 def match_groups(
@@ -156,13 +162,17 @@ def _disagreements(number: int, members: list[str], one: GroupFacts, other: Grou
     first, second = one.hyperparameters or {}, other.hyperparameters or {}
     names = [next(n for n in members if n in set(group.members)) for group in (one, other)]
     return [
-        Fault(error="ParamGroupMismatch", where=f"param group {number}",
-              what=f"its members were saved with different values of {key!r}",
-              expected=f"{describe(first.get(key))} (as {names[0]})", found=f"{describe(second.get(key))} (as {names[1]})",
-              mend="build the optimizer with the param groups that were saved, or pass load_optimizer_states=False")
+        Fault(
+            error="ParamGroupMismatch",
+            where=f"param group {number}",
+            what=f"its members were saved with different values of {key!r}",
+            expected=f"{describe(first.get(key))} (as {names[0]})",
+            found=f"{describe(second.get(key))} (as {names[1]})",
+            mend="build the optimizer with the param groups that were saved, or pass load_optimizer_states=False",
+        )
         for key in sorted({*first, *second})
         if canonical(first.get(key)) != canonical(second.get(key))
-    ]  # fmt: skip
+    ]
 
 
 def match_scalars(where: str, members: list[str], facts: OptimizerFacts) -> tuple[Mapping[str, Scalar], list[Fault]]:
@@ -174,10 +184,13 @@ def match_scalars(where: str, members: list[str], facts: OptimizerFacts) -> tupl
         for key in sorted({*first, *scalars}):
             if canonical(first.get(key)) != canonical(scalars.get(key)):
                 faults.append(
-                    Fault(error="ParamGroupMismatch", where=where,
-                          what=f"its members were saved with different values of state {key!r}",
-                          expected=f"{describe(first.get(key))} (as {members[0]})",
-                          found=f"{describe(scalars.get(key))} (as {name})",
-                          mend="build the optimizer with the param groups that were saved")
-                )  # fmt: skip
+                    Fault(
+                        error="ParamGroupMismatch",
+                        where=where,
+                        what=f"its members were saved with different values of state {key!r}",
+                        expected=f"{describe(first.get(key))} (as {members[0]})",
+                        found=f"{describe(scalars.get(key))} (as {name})",
+                        mend="build the optimizer with the param groups that were saved",
+                    )
+                )
     return first, faults

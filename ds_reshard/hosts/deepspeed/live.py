@@ -160,7 +160,9 @@ def _zero(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[Flat
     flats = optimizer.single_partition_of_fp32_groups
     group_of = _group_of(optimizer)
     return [
-        FlatBuffer(shapes=_shapes(params, names), fp32=flat, gaps=tuple(gaps[g]) if gaps else None, group=group_of[id(flat)])
+        FlatBuffer(
+            shapes=_shapes(params, names), fp32=flat, gaps=tuple(gaps[g]) if gaps else None, group=group_of[id(flat)]
+        )
         for g, (params, flat) in enumerate(zip(groups, flats, strict=True))
     ]
 

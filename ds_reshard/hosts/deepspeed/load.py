@@ -16,14 +16,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import EngineUnusable, Fault, raise_faults
-from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, ZeroShards, open_checkpoint
+from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
 from ds_reshard.formats.zero.names import read_listing
-from ds_reshard.hosts.deepspeed.agree import agree, attempt, broadcast, faults_of, gather, rank
+from ds_reshard.formats.zero.shards import ZeroShards
+from ds_reshard.hosts.deepspeed.agree import agree, attempt, broadcast, gather, rank, told
 from ds_reshard.hosts.deepspeed.compare import same_layout
+from ds_reshard.hosts.deepspeed.entries import Request, client_entries
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_kind, live_optimizer, unsupported
 from ds_reshard.hosts.deepspeed.move import Moved, move
-from ds_reshard.hosts.deepspeed.prepare import Prepared, Request, client_entries, prepare
+from ds_reshard.hosts.deepspeed.prepare import Prepared, prepare
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.model.index import Index
 
@@ -66,15 +68,21 @@ def load_checkpoint(
     if not settings.enabled or engine.load_universal_checkpoint() or live_kind(engine) == "offload":
         return original()
     _commit_pending_save(engine)
-    found = broadcast(_look(str(load_dir), tag, optimizer=load_optimizer_states and not load_module_only)
-                      if rank() == 0 else Found())  # fmt: skip
+    found = broadcast(
+        _look(str(load_dir), tag, optimizer=load_optimizer_states and not load_module_only) if rank() == 0 else Found()
+    )
     raise_faults(found.faults, subject=f"loading {load_dir}")
     if found.checkpoint is None:
         return original()
     request = Request(
-        load_dir=str(load_dir), tag=found.tag, strict=load_module_strict, optimizer=load_optimizer_states,
-        scheduler=load_lr_scheduler_states, module_only=load_module_only, custom_load_fn=custom_load_fn,
-    )  # fmt: skip
+        load_dir=str(load_dir),
+        tag=found.tag,
+        strict=load_module_strict,
+        optimizer=load_optimizer_states,
+        scheduler=load_lr_scheduler_states,
+        module_only=load_module_only,
+        custom_load_fn=custom_load_fn,
+    )
     live = live_optimizer(engine)
     if _leave_to_deepspeed(engine, live, found.checkpoint, request, settings):
         result = original()
@@ -111,16 +119,19 @@ def _look(load_dir: str, tag: object, *, optimizer: bool) -> Found:
             return Found()
         return Found(tag=str(tag), checkpoint=open_checkpoint(listing, optimizer=optimizer))
     except Exception as error:
-        return Found(faults=tuple(faults_of(error)))
+        return Found(faults=tuple(told(error)))
 
 
 def _no_tag(load_dir: str, tag: str) -> Fault:
     tags = sorted(e.name for e in os.scandir(load_dir) if e.is_dir()) if os.path.isdir(load_dir) else []
     return Fault(
-        error="CheckpointNotFound", where=load_dir, what=f"has no tag {tag!r}",
-        expected="one of " + (", ".join(map(repr, tags[:12])) or "none"), found=repr(tag),
+        error="CheckpointNotFound",
+        where=load_dir,
+        what=f"has no tag {tag!r}",
+        expected="one of " + (", ".join(map(repr, tags[:12])) or "none"),
+        found=repr(tag),
         mend="pass tag= one of the tags that exist, or none for the latest" if tags else "check the folder's path",
-    )  # fmt: skip
+    )
 
 
 def _leave_to_deepspeed(
@@ -139,12 +150,15 @@ def _leave_to_deepspeed(
     same, faults, cause = attempt(lambda: same_layout(engine, live, checkpoint))
     if features and not same:
         faults.append(
-            Fault(error="UnsupportedLayout", where=checkpoint.listing.folder,
-                  what=f"a load under another layout is not supported with {', '.join(features)}",
-                  expected=f"stage {checkpoint.stage}, dp={checkpoint.dp}, as saved",
-                  found=f"stage {engine.zero_optimization_stage()}, dp={engine.seq_dp_world_size}",
-                  mend="resume with the layout that was saved")
-        )  # fmt: skip
+            Fault(
+                error="UnsupportedLayout",
+                where=checkpoint.listing.folder,
+                what=f"a load under another layout is not supported with {', '.join(features)}",
+                expected=f"stage {checkpoint.stage}, dp={checkpoint.dp}, as saved",
+                found=f"stage {engine.zero_optimization_stage()}, dp={engine.seq_dp_world_size}",
+                mend="resume with the layout that was saved",
+            )
+        )
     signatures: dict[str, dict[str, str]] = {}
     prints: dict[str, tuple[tuple[int, int | None], ...]] = {}
     leave = bool(same) and (bool(features) or not settings.always or checkpoint.stage == 0)
@@ -159,11 +173,19 @@ def _leave_to_deepspeed(
         signatures, prints = shards.signatures, shards.prints
     verdicts = gather((leave, faults, signatures, prints))
     faults = [fault for _, of_rank, _, _ in verdicts for fault in of_rank]
-    faults += compare_signatures({k: v for _, _, said, _ in verdicts for k, v in said.items()}, checkpoint.listing.folder)
+    faults += compare_signatures(
+        {k: v for _, _, said, _ in verdicts for k, v in said.items()}, checkpoint.listing.folder
+    )
     faults += compare_prints({k: v for _, _, _, seen in verdicts for k, v in seen.items()}, checkpoint.listing.folder)
     if len({taken for taken, _, _, _ in verdicts}) > 1:
-        faults.append(Fault(error="InternalError", where=subject, what="ranks disagree on who loads",
-                            mend="build the same engine on every rank"))  # fmt: skip
+        faults.append(
+            Fault(
+                error="InternalError",
+                where=subject,
+                what="ranks disagree on who loads",
+                mend="build the same engine on every rank",
+            )
+        )
     try:
         raise_faults(faults, subject=subject)
     except Exception as error:
@@ -194,7 +216,7 @@ def _load_directly(
     _event(engine, "epilogue")
     restore_use(engine)
     _log(prepared, moved, time.perf_counter() - started)
-    return prepared.model.path, client_entries(prepared, request, engine)
+    return prepared.model.path, client_entries(engine, prepared.model, prepared.entries, request)
 
 
 def _event(engine: DeepSpeedEngine, when: str) -> None:
@@ -208,9 +230,15 @@ def _log(prepared: Prepared, moved: Moved, seconds: float) -> None:
     live = prepared.live
     logger.info(
         "loaded %s (ZeRO %s, dp=%d) as ZeRO %s, dp=%d: %.1f MiB read from %d files in %.2f s",
-        prepared.checkpoint.listing.folder, prepared.checkpoint.stage, prepared.checkpoint.dp,
-        live.stage if live else 0, live.dp if live else 1, moved.bytes_read / 2**20, len(moved.files), seconds,
-    )  # fmt: skip
+        prepared.checkpoint.listing.folder,
+        prepared.checkpoint.stage,
+        prepared.checkpoint.dp,
+        live.stage if live else 0,
+        live.dp if live else 1,
+        moved.bytes_read / 2**20,
+        len(moved.files),
+        seconds,
+    )
 
 
 _GUARDED = ("step", "save_checkpoint")

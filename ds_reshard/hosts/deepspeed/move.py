@@ -13,8 +13,9 @@ from ds_reshard.execution.ports import Outcome
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.hosts.deepspeed.adopt import adopt
 from ds_reshard.hosts.deepspeed.agree import agree, attempt, gather, rank
+from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer
-from ds_reshard.hosts.deepspeed.prepare import Prepared, Request
+from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.hosts.deepspeed.revival import read_tensor
 from ds_reshard.hosts.deepspeed.settings import Settings
 
@@ -89,6 +90,8 @@ def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, request: Request)
     with torch.no_grad():
         for record, tensor in prepared.wants.whole_reads:
             tensor.copy_(read_tensor(record))
+        for name, extra in prepared.extra.items():
+            engine.module.get_submodule(name).set_extra_state(extra)
         if request.custom_load_fn is not None:
             state = {name: read_tensor(record) for name, record in prepared.checkpoint.model.module.items()}
             request.custom_load_fn(src=state, dst=engine.module)

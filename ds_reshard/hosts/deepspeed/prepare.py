@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault, raise_faults
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, ZeroShards
+from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
+from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.stage0 import with_order
 from ds_reshard.hosts.deepspeed.adopt import OptimizerValues
 from ds_reshard.hosts.deepspeed.agree import rank
 from ds_reshard.hosts.deepspeed.compare import live_model, match_groups, match_scalars, model_faults
+from ds_reshard.hosts.deepspeed.entries import Request, extra_state, live_entries, loss_scaling
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer
 from ds_reshard.hosts.deepspeed.revival import revived, scalar
 from ds_reshard.hosts.deepspeed.settings import Settings
@@ -28,25 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ds_reshard")
 
-_COUNTERS = ("skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd")
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """The arguments of `load_checkpoint`, as the user gave them."""
-
-    load_dir: str
-    tag: str
-    strict: bool
-    optimizer: bool
-    scheduler: bool
-    module_only: bool
-    custom_load_fn: Callable[..., object] | None
-
-    @property
-    def load_optimizer(self) -> bool:
-        return self.optimizer and not self.module_only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +49,7 @@ class Prepared:
     values: OptimizerValues | None
     masters: bool
     entries: Mapping[str, object]
+    extra: Mapping[str, object]
     shards: ZeroShards
 
 
@@ -99,15 +84,28 @@ def prepare(
     model = _own_model(engine, checkpoint)
     if model is not checkpoint.model:
         wants.take_buffers(engine, model)
-    entries = _entries(engine, model, request, settings)
+    entries = live_entries(engine, model, request, settings)
     index = Index(checkpoint.layout, shards)
     position, size = (live.rank, live.dp) if live else (0, 1)
     plan = plan_rank(index, wants.layout(size), position, wants.sources, family=RUN, sizes=wants.sizes)
+    if checkpoint.listing.partitioned_model:
+        for shard in range(position, checkpoint.dp, size):
+            index.open(MODEL, shard)
     faults += index.faults
     faults += _files_as_listed(checkpoint, plan)
     raise_faults(faults, subject=subject)
-    return Prepared(checkpoint=checkpoint, model=model, live=live, wants=wants, plan=plan, values=values, masters=masters,
-                    entries=entries, shards=shards)  # fmt: skip
+    return Prepared(
+        checkpoint=checkpoint,
+        model=model,
+        live=live,
+        wants=wants,
+        plan=plan,
+        values=values,
+        masters=masters,
+        entries=entries,
+        extra=extra_state(engine, model, settings),
+        shards=shards,
+    )
 
 
 def _own_model(engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint) -> ModelStates:
@@ -127,10 +125,14 @@ def _from_fp32(engine: DeepSpeedEngine) -> bool:
 def _custom_faults(request: Request, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     partitioned = checkpoint.listing.partitioned_model or (live is not None and live.kind == "zero3")
     if request.custom_load_fn is not None and partitioned:
-        yield Fault(error="UnsupportedLayout", where="load_checkpoint(custom_load_fn=...)",
-                    what="a custom load function gets whole weights, which stage 3 does not have",
-                    expected="stages 0 to 2 on both sides", found="stage 3",
-                    mend="load without custom_load_fn, or save and load at stages 0 to 2")  # fmt: skip
+        yield Fault(
+            error="UnsupportedLayout",
+            where="load_checkpoint(custom_load_fn=...)",
+            what="a custom load function gets whole weights, which stage 3 does not have",
+            expected="stages 0 to 2 on both sides",
+            found="stage 3",
+            mend="load without custom_load_fn, or save and load at stages 0 to 2",
+        )
 
 
 def _wants(
@@ -167,7 +169,7 @@ def _optimizer_values(
         scalars[number] = {name: scalar(value) for name, value in found.items()}
         faults += wrong + _uneven_states(checkpoint, number, buffer.shapes)
     entries = checkpoint.optim.entries if checkpoint.optim else {}
-    extras = _extras(engine, entries, settings)
+    extras = loss_scaling(engine, entries, settings)
     step = entries.get("base_optimizer_state_step")
     return OptimizerValues(groups=hyper, scalars=scalars, extras=extras, step=step), faults
 
@@ -182,50 +184,15 @@ def _uneven_states(checkpoint: ZeroCheckpoint, number: int, shapes: Mapping[str,
         return []
     (one, first), (other, second), *_ = kinds.items()
     return [
-        Fault(error="ParamGroupMismatch", where=f"flat buffer {number}", what="its members were saved with other states",
-              expected=f"{', '.join(one) or 'none'} (as {first})", found=f"{', '.join(other) or 'none'} (as {second})",
-              mend="build the optimizer with the param groups that were saved, or pass load_optimizer_states=False")
-    ]  # fmt: skip
-
-
-def _extras(engine: DeepSpeedEngine, entries: Mapping[str, object], settings: Settings) -> dict[str, object]:
-    """Loss scaler, overflow flag and clipping: restored as DeepSpeed restores them.
-
-    A loss scaler of another kind than this run's (the precision was changed) is left alone, loudly.
-    """
-    extras: dict[str, object] = {}
-    if "clip_grad" in entries:
-        extras["clip_grad"] = entries["clip_grad"]
-    live = getattr(engine.optimizer, "loss_scaler", None)
-    if live is not None and "loss_scaler" in entries:
-        saved = revived(entries["loss_scaler"], trusted=settings.trust, where="loss_scaler")
-        if type(saved) is type(live):
-            extras["loss_scaler"] = saved
-            extras["dynamic_loss_scale"] = entries.get("dynamic_loss_scale", False)
-            extras["overflow"] = entries.get("overflow", False)
-        else:
-            logger.warning("the checkpoint's loss scaler (%s) is not of this run's kind (%s): this run's is kept",
-                           type(saved).__name__, type(live).__name__)  # fmt: skip
-    return extras
-
-
-def _entries(
-    engine: DeepSpeedEngine, model: ModelStates, request: Request, settings: Settings
-) -> Mapping[str, object]:
-    """The model file's entries but the weights, as live values; what is not needed stays unbuilt."""
-    skipped = {"module", "frozen_param_fragments"}
-    if request.load_optimizer or request.optimizer:
-        skipped.add("optimizer")
-    saved = {key: value for key, value in model.entries.items() if key not in skipped}
-    made = revived(saved, trusted=settings.trust, where=model.path)
-    assert isinstance(made, dict)
-    wants_scheduler = request.scheduler and not request.module_only and engine.lr_scheduler is not None
-    if wants_scheduler and made.get("lr_scheduler") is None:
-        raise_faults([Fault(error="ModelMismatch", where=model.path, what="holds no scheduler state",
-                            expected="the state of this run's scheduler", found="none",
-                            mend="pass load_lr_scheduler_states=False")],
-                     subject=f"loading {model.path}")  # fmt: skip
-    return made
+        Fault(
+            error="ParamGroupMismatch",
+            where=f"flat buffer {number}",
+            what="its members were saved with other states",
+            expected=f"{', '.join(one) or 'none'} (as {first})",
+            found=f"{', '.join(other) or 'none'} (as {second})",
+            mend="build the optimizer with the param groups that were saved, or pass load_optimizer_states=False",
+        )
+    ]
 
 
 def _files_as_listed(checkpoint: ZeroCheckpoint, plan: Plan) -> Iterator[Fault]:
@@ -242,27 +209,11 @@ def _files_as_listed(checkpoint: ZeroCheckpoint, plan: Plan) -> Iterator[Fault]:
 
 
 def _other_folder(path: str, rank: int, expected: str, found: str) -> Fault:
-    return Fault(error="CheckpointDamaged", where=path, what=f"rank {rank} sees another folder than rank 0",
-                 expected=expected, found=found,
-                 mend="load from a folder that every rank sees (with node-local storage: copy all files to each node)")  # fmt: skip
-
-
-def client_entries(prepared: Prepared, request: Request, engine: DeepSpeedEngine) -> dict[str, object]:
-    """`client_state`, by the rule of DeepSpeed's `_load_checkpoint`: all entries that it did not use itself."""
-    used = {"module"} if request.module_only else {"module", *_COUNTERS}
-    used |= {"lr_scheduler"} if request.scheduler else set()
-    used |= {"optimizer"} if request.optimizer else set()
-    entries: dict[str, object] = {}
-    for key in prepared.model.entries:
-        if key in used:
-            continue
-        entries[key] = prepared.entries.get(key)
-        if key == "frozen_param_fragments" and prepared.model.entries[key] is not None:
-            entries[key] = {
-                name: getattr(param, "ds_tensor", param).detach()
-                for param, name in engine.param_names.items()
-                if name in prepared.checkpoint.model.frozen_fragments
-            }
-    if request.load_optimizer and prepared.checkpoint.stage == 0 and engine.zero_optimization_stage() == 0:
-        entries["optimizer"] = engine.optimizer.state_dict()
-    return entries
+    return Fault(
+        error="CheckpointDamaged",
+        where=path,
+        what=f"rank {rank} sees another folder than rank 0",
+        expected=expected,
+        found=found,
+        mend="load from a folder that every rank sees (with node-local storage: copy all files to each node)",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from ds_reshard.containers.revive import revive
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.execution.buffers import tensor_from_bytes
 from ds_reshard.formats.zero.facts import Scalar, ScalarTensor
+from ds_reshard.model.codec import ElementType
 from ds_reshard.model.records import GlobalName, ObjectRecord, TensorRecord
 
 if TYPE_CHECKING:
@@ -27,8 +29,9 @@ def read_tensor(record: TensorRecord) -> torch.Tensor:
     if record.contiguous:
         with open_archive(storage.path) as archive:
             return tensor_from_bytes(archive.tensor_bytes(record), record.dtype, record.shape)
-    flat = TensorRecord(storage=storage, dtype=record.dtype, element_offset=0, shape=(storage.nbytes // itemsize,),
-                        stride=(1,))  # fmt: skip
+    flat = TensorRecord(
+        storage=storage, dtype=record.dtype, element_offset=0, shape=(storage.nbytes // itemsize,), stride=(1,)
+    )
     with open_archive(storage.path) as archive:
         values = tensor_from_bytes(archive.tensor_bytes(flat), record.dtype, flat.shape)
     return torch.as_strided(values, record.shape, record.stride, record.element_offset)
@@ -46,6 +49,17 @@ def scalar(value: Scalar) -> object:
     return value
 
 
+def _bytes_io(record: Record, child: Child) -> object:
+    """A BytesIO, in which models keep extra state; its pickled state is (content, position, attributes)."""
+    made = io.BytesIO()
+    if isinstance(record, ObjectRecord):
+        state = child(record.state)
+        if isinstance(state, tuple) and len(state) == 3 and isinstance(state[0], bytes) and isinstance(state[1], int):
+            made.write(state[0])
+            made.seek(state[1])
+    return made
+
+
 def _builders() -> Mapping[str, Callable[[Record, Child], object]]:
     import torch
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -56,7 +70,7 @@ def _builders() -> Mapping[str, Callable[[Record, Child], object]]:
         def build(record: Record, child: Child) -> object:
             if isinstance(record, GlobalName):
                 return cls
-            made = object.__new__(cls)
+            made: object = object.__new__(cls)
             state = child(record.state)
             if isinstance(state, tuple) and len(state) == 2:
                 state = {**(state[0] or {}), **(state[1] or {})}
@@ -77,17 +91,14 @@ def _builders() -> Mapping[str, Callable[[Record, Child], object]]:
     def dtype_of(name: str) -> Callable[[Record, Child], object]:
         return lambda record, child: getattr(torch, name)
 
-    from ds_reshard.model.codec import ElementType
-
     names = {f"torch.{t.label}": dtype_of(t.label) for t in ElementType if hasattr(torch, t.label)}
     return {
         **names,
         "torch.device": call(torch.device),
         "torch.Size": call(torch.Size),
+        "_io.BytesIO": _bytes_io,
         "deepspeed.runtime.fp16.loss_scaler.LossScaler": plain(LossScaler),
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": plain(DynamicLossScaler),
         "deepspeed.utils.tensor_fragment.fragment_address": plain(fragment_address),
         "deepspeed.runtime.zero.config.ZeroStageEnum": call(ZeroStageEnum),
     }
-
-

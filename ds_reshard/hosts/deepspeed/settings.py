@@ -64,16 +64,28 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
     if not isinstance(trust, list) or not all(isinstance(name, str) and "." in name for name in trust):
         faults.append(_wrong(f"{SECTION}.trust", 'a list of "module.Class" names', trust))
     raise_faults(faults, subject="DeepSpeed config")
-    return Settings(enabled=enabled, always=always, threads=threads, memory_mib=memory_mib, verify=verify,
-                    trust=frozenset(trust))  # fmt: skip
+    return Settings(
+        enabled=enabled, always=always, threads=threads, memory_mib=memory_mib, verify=verify, trust=frozenset(trust)
+    )
 
 
 def _unknown(section: str, key: object, allowed: tuple[str, ...]) -> Fault:
-    return Fault(error="ConfigError", where=f"{section}.{key}", what="is not a setting",
-                 expected=f"one of {', '.join(allowed)}", found=repr(key),
-                 mend=f'remove or correct "{key}" in the "{SECTION}" section of the DeepSpeed JSON')  # fmt: skip
+    return Fault(
+        error="ConfigError",
+        where=f"{section}.{key}",
+        what="is not a setting",
+        expected=f"one of {', '.join(allowed)}",
+        found=repr(key),
+        mend=f'remove or correct "{key}" in the "{SECTION}" section of the DeepSpeed JSON',
+    )
 
 
 def _wrong(where: str, expected: str, value: object) -> Fault:
-    return Fault(error="ConfigError", where=where, what="has a value that is not allowed", expected=expected,
-                 found=repr(value), mend=f'correct "{where}" in the DeepSpeed JSON')  # fmt: skip
+    return Fault(
+        error="ConfigError",
+        where=where,
+        what="has a value that is not allowed",
+        expected=expected,
+        found=repr(value),
+        mend=f'correct "{where}" in the DeepSpeed JSON',
+    )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 RUN = "run"
+EXTRA_STATE = "_extra_state"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,7 +107,7 @@ def _entries(engine: DeepSpeedEngine) -> Iterator[tuple[list[str], torch.Tensor]
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for name, tensor in engine.module.state_dict(keep_vars=True).items():
-        if hasattr(tensor, "data_ptr"):
+        if hasattr(tensor, "data_ptr") and not name.endswith(EXTRA_STATE):
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
     for key, tensor in tensors.items():
@@ -150,7 +151,9 @@ def _want_whole(wants: Wants, name: str, source: TensorKey, tensor: torch.Tensor
     if not tensor.is_contiguous() and source.kind == "weight" and record is not None and record.numel:
         wants.whole_reads.append((record, tensor))
         return
-    placement = whole(name, "weight", tuple(tensor.shape), element_type(tensor.dtype), family=RUN, buffer=f"module/{name}")
+    placement = whole(
+        name, "weight", tuple(tensor.shape), element_type(tensor.dtype), family=RUN, buffer=f"module/{name}"
+    )
     wants.existing(placement, source, tensor)
 
 
@@ -165,7 +168,9 @@ def _want_partitioned(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer
     for number, (buffer, flat) in enumerate(zip(live.buffers, flats, strict=True)):
         held = all(has(checkpoint, name, "weight") for name in buffer.shapes if prod(buffer.shapes[name]))
         kind = "weight" if held and not (masters and checkpoint.masters_in_module) else "fp32"
-        saved = [checkpoint.layout[TensorKey(name=n, kind=kind)].dtype for n in buffer.shapes if has(checkpoint, n, kind)]
+        saved = [
+            checkpoint.layout[TensorKey(name=n, kind=kind)].dtype for n in buffer.shapes if has(checkpoint, n, kind)
+        ]
         dtype = element_type(flat.dtype)
         if masters and (kind == "fp32" or any(d is not dtype for d in saved)):
             continue
@@ -180,8 +185,15 @@ def _want_partitioned(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer
         key = next((k for k in _weight_keys(name) if k in checkpoint.layout), None)
         if key is not None:
             part = param.ds_tensor
-            placement = sliced(name, "weight", tuple(param.ds_shape), element_type(part.dtype), live.dp, family=RUN,
-                               buffer=f"frozen/{name}")  # fmt: skip
+            placement = sliced(
+                name,
+                "weight",
+                tuple(param.ds_shape),
+                element_type(part.dtype),
+                live.dp,
+                family=RUN,
+                buffer=f"frozen/{name}",
+            )
             wants.existing(placement, key, part)
 
 

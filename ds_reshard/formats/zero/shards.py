@@ -1,0 +1,147 @@
+"""The shards of a ZeRO checkpoint, opened one by one and each checked against the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from ds_reshard.containers.revive_names import find_hostile
+from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, extent_of, kinds_of
+from ds_reshard.formats.zero.faults import damaged, fail
+from ds_reshard.formats.zero.layout import flat_offsets, partition_numel, sub_group_numel
+from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
+from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
+from ds_reshard.model.index import Extent
+from ds_reshard.planning.match import extents_overlap
+
+
+@dataclass(slots=True, kw_only=True)
+class ZeroShards:
+    """Opens the shards of a checkpoint for an index, each checked against the layout when it is opened.
+
+    `signatures` collects what each opened shard says of the run; the ranks compare theirs.
+    """
+
+    checkpoint: ZeroCheckpoint
+    stage0: Mapping[str, Extent] = field(default_factory=dict)
+    signatures: dict[str, dict[str, str]] = field(default_factory=dict)
+    prints: dict[str, tuple[tuple[int, int | None], ...]] = field(default_factory=dict)
+
+    def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
+        """The buffers of one shard: `fp32/0`, `exp_avg/1`, `module/<name>`, `frozen/<name>`."""
+        return self._model(shard) if family == MODEL else self._optim(shard)
+
+    def _model(self, shard: int) -> Mapping[str, Extent]:
+        checkpoint = self.checkpoint
+        name = checkpoint.listing.model[shard]
+        model = checkpoint.model
+        if shard != 0:
+            model = read_model_states(checkpoint.listing.path(name), name.removesuffix(".pt"))
+        self.signatures[name] = model_signature(model)
+        _refuse_hostile(model.entries, model.path)
+        extents = {f"module/{key}": extent_of(tensor) for key, tensor in model.module.items() if tensor.contiguous}
+        for key, shape in checkpoint.model.frozen_shapes.items() if checkpoint.listing.partitioned_model else ():
+            fragment = model.frozen_fragments.get(key)
+            expected = -(-prod(shape) // checkpoint.dp)
+            if not prod(shape):
+                continue
+            if fragment is None or fragment.numel != expected or not fragment.contiguous:
+                found = "nothing" if fragment is None else f"{fragment.numel}"
+                raise fail(model.path, f"frozen parameter {key!r} has the wrong share", f"{expected} elements", found)
+            extents[f"frozen/{key}"] = extent_of(fragment)
+        return {**extents, **self.stage0}
+
+    def _optim(self, shard: int) -> Mapping[str, Extent]:
+        checkpoint, first = self.checkpoint, self.checkpoint.optim
+        assert first is not None, "optimizer shards are wanted only where there are some"
+        name = checkpoint.listing.optim[shard]
+        optim = first if shard == 0 else read_optim_states(checkpoint.listing.path(name), name.removesuffix(".pt"))
+        self.signatures[name] = optim.signature()
+        _refuse_hostile(optim.entries, optim.path)
+        faults: list[Fault] = []
+        if optim.partition_count != checkpoint.dp:
+            faults.append(
+                damaged(
+                    optim.path,
+                    "was saved with another data-parallel size than the model file",
+                    f"{checkpoint.dp}",
+                    f"{optim.partition_count}",
+                )
+            )
+        if optim.kind != first.kind or len(optim.partitions) != len(first.partitions):
+            faults.append(
+                damaged(
+                    optim.path,
+                    "is of another optimizer layout than the first shard",
+                    f"{first.kind}, {len(first.partitions)} buffers",
+                    f"{optim.kind}, {len(optim.partitions)} buffers",
+                )
+            )
+        raise_faults(faults, subject=f"checkpoint {checkpoint.listing.folder}")
+        extents: dict[str, Extent] = {}
+        for number, partition in enumerate(optim.partitions):
+            faults += self._sizes(optim, shard, number, partition)
+            extents[f"fp32/{number}"] = extent_of(partition.fp32)
+            extents |= {f"{kind}/{number}": extent_of(state) for kind, state in partition.states.items()}
+        for one, other in extents_overlap(extents):
+            faults.append(damaged(optim.path, f"buffers {one} and {other} share bytes", "disjoint buffers", "overlap"))
+        raise_faults(faults, subject=f"checkpoint {checkpoint.listing.folder}")
+        self.prints[name] = tuple((e.record.nbytes, e.record.crc32) for e in extents.values() if e.numel)
+        return extents
+
+    def _sizes(self, optim: OptimStates, shard: int, number: int, partition: Partition) -> Iterator[Fault]:
+        """Whether a partition has exactly the elements that the layout gives it."""
+        checkpoint = self.checkpoint
+        assert checkpoint.optim is not None
+        shapes = (checkpoint.model.param_shapes or ())[number]
+        kinds, expected_kinds = kinds_of(partition), kinds_of(checkpoint.optim.partitions[number])
+        if kinds != expected_kinds:
+            yield damaged(
+                optim.path,
+                f"partition {number} holds other states than the first shard",
+                ", ".join(sorted(expected_kinds)),
+                ", ".join(sorted(kinds)),
+            )
+        if (partition.alignment or ()) != (checkpoint.optim.partitions[number].alignment or ()):
+            yield damaged(
+                optim.path,
+                f"partition {number} has other alignment gaps than the first shard",
+                "the same gaps",
+                "others",
+            )
+            return
+        if optim.kind == "zero3":
+            padded = used = sub_group_numel(shapes, checkpoint.dp)
+        else:
+            total = flat_offsets(shapes, partition.alignment)[1]
+            padded = partition_numel(total, checkpoint.dp)
+            used = min(padded, max(0, total - shard * padded))
+        allowed = {"zero": {used}, "bf16": {padded}, "zero3": {padded}}[optim.kind]
+        if partition.fp32.numel not in allowed:
+            yield damaged(
+                optim.path,
+                f"fp32 partition {number} has the wrong size",
+                f"{min(allowed)} elements",
+                f"{partition.fp32.numel}",
+            )
+        for kind, state in partition.states.items():
+            if state.numel not in (padded, used):
+                yield damaged(
+                    optim.path, f"{kind} partition {number} has the wrong size", f"{padded} elements", f"{state.numel}"
+                )
+
+
+def _refuse_hostile(entries: Mapping[str, object], path: str) -> None:
+    """Refuse a file that would act on the machine if a framework loaded it, whoever loads it then."""
+    raise_faults(list(find_hostile(dict(entries), path)), subject="reading a checkpoint")
+
+
+def model_signature(model: ModelStates) -> dict[str, str]:
+    """What every model file of one checkpoint says alike."""
+    keys = ("global_steps", "global_samples", "skipped_steps", "dp_world_size")
+    return {key: str(model.entries[key]) for key in keys if key in model.entries} | {
+        "DeepSpeed version": model.version,
+        "param_shapes": str(model.param_shapes),
+    }

@@ -1,0 +1,126 @@
+"""What a checkpoint says beside its tensors: counters, scheduler, loss scale, the user's own state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.formats.zero.model_states import ModelStates
+from ds_reshard.hosts.deepspeed.revival import revived
+from ds_reshard.hosts.deepspeed.settings import Settings
+from ds_reshard.hosts.deepspeed.wants import EXTRA_STATE
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+logger = logging.getLogger("ds_reshard")
+
+_COUNTERS = ("skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The arguments of `load_checkpoint`, as the user gave them."""
+
+    load_dir: str
+    tag: str
+    strict: bool
+    optimizer: bool
+    scheduler: bool
+    module_only: bool
+    custom_load_fn: Callable[..., object] | None
+
+    @property
+    def load_optimizer(self) -> bool:
+        return self.optimizer and not self.module_only
+
+
+def loss_scaling(engine: DeepSpeedEngine, entries: Mapping[str, object], settings: Settings) -> dict[str, object]:
+    """Loss scaler, overflow flag and clipping: restored as DeepSpeed restores them.
+
+    A loss scaler of another kind than this run's (the precision was changed) is left alone, loudly.
+    """
+    extras: dict[str, object] = {}
+    if "clip_grad" in entries:
+        extras["clip_grad"] = entries["clip_grad"]
+    live = getattr(engine.optimizer, "loss_scaler", None)
+    if live is not None and "loss_scaler" in entries:
+        saved = revived(entries["loss_scaler"], trusted=settings.trust, where="loss_scaler")
+        if type(saved) is type(live):
+            extras["loss_scaler"] = saved
+            extras["dynamic_loss_scale"] = entries.get("dynamic_loss_scale", False)
+            extras["overflow"] = entries.get("overflow", False)
+        else:
+            logger.warning(
+                "the checkpoint's loss scaler (%s) is not of this run's kind (%s): this run's is kept",
+                type(saved).__name__,
+                type(live).__name__,
+            )
+    return extras
+
+
+def live_entries(
+    engine: DeepSpeedEngine, model: ModelStates, request: Request, settings: Settings
+) -> Mapping[str, object]:
+    """The model file's entries but the weights, as live values; what is not needed stays unbuilt."""
+    skipped = {"module", "frozen_param_fragments"}
+    if request.load_optimizer or request.optimizer:
+        skipped.add("optimizer")
+    saved = {key: value for key, value in model.entries.items() if key not in skipped}
+    made = revived(saved, trusted=settings.trust, where=model.path)
+    assert isinstance(made, dict)
+    wants_scheduler = request.scheduler and not request.module_only and engine.lr_scheduler is not None
+    if wants_scheduler and made.get("lr_scheduler") is None:
+        raise_faults(
+            [
+                Fault(
+                    error="ModelMismatch",
+                    where=model.path,
+                    what="holds no scheduler state",
+                    expected="the state of this run's scheduler",
+                    found="none",
+                    mend="pass load_lr_scheduler_states=False",
+                )
+            ],
+            subject=f"loading {model.path}",
+        )
+    return made
+
+
+def extra_state(engine: DeepSpeedEngine, model: ModelStates, settings: Settings) -> dict[str, object]:
+    """What modules saved through `get_extra_state`, by the name of the module."""
+    import torch
+
+    saved = model.entries["module"]
+    assert isinstance(saved, dict)
+    found = {}
+    for name, module in engine.module.named_modules():
+        key = f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE
+        if key in saved and type(module).set_extra_state is not torch.nn.Module.set_extra_state:
+            found[name] = revived(saved[key], trusted=settings.trust, where=f"{model.path}, {key}")
+    return found
+
+
+def client_entries(
+    engine: DeepSpeedEngine, model: ModelStates, revived_entries: Mapping[str, object], request: Request
+) -> dict[str, object]:
+    """`client_state`, by the rule of DeepSpeed's `_load_checkpoint`: all entries that it did not use itself.
+
+    Frozen parameters are given as this engine holds them: the same values, not a second copy.
+    """
+    used = {"module"} if request.module_only else {"module", *_COUNTERS}
+    used |= {"lr_scheduler"} if request.scheduler else set()
+    used |= {"optimizer"} if request.optimizer else set()
+    entries = {key: revived_entries.get(key) for key in model.entries if key not in used}
+    if model.entries.get("frozen_param_fragments") is not None:
+        entries["frozen_param_fragments"] = {
+            name: getattr(param, "ds_tensor", param).detach()
+            for param, name in engine.param_names.items()
+            if name in model.frozen_fragments
+        }
+    if request.load_optimizer and model.param_shapes is None and engine.zero_optimization_stage() == 0:
+        entries["optimizer"] = engine.optimizer.state_dict()
+    return entries

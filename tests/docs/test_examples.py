@@ -1,0 +1,119 @@
+"""The examples run as they stand and say what they promise; the demo's verdict can be a bad one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))
+TIMEOUT_S = 240
+
+# Every line of each example's standard output, as a pattern; equal groups must match equal text.
+PRINTED = {
+    "01_change_ranks.py": (
+        r"4 ranks saved step 20\n"
+        r"2 ranks go on at step 20 of a run of 4 ranks\n"
+        r"2 ranks saved step 40\n"
+    ),
+    "02_change_stage.py": (
+        r"ZeRO-1 saved step 10, loss (?P<first>\d+\.\d{6})\n"
+        r"ZeRO-3 goes on: loss (?P=first), and (?P=first) when it was saved\n"
+        r"ZeRO-3 saved step 20, loss (?P<second>\d+\.\d{6})\n"
+        r"ZeRO-2 goes on: loss (?P=second), and (?P=second) when it was saved\n"
+        r"ZeRO-2 saved step 30, loss \d+\.\d{6}\n"
+    ),
+}
+
+
+def test_every_example_has_an_outcome() -> None:
+    """The examples that are there are those that are run below, and there are some."""
+    assert [path.name for path in EXAMPLES] == sorted(PRINTED)
+    assert EXAMPLES
+
+
+def _run(path: Path) -> tuple[int, str, str]:
+    """Exit status, output and errors of an example; after the time limit its whole process group is killed."""
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    process = subprocess.Popen(
+        [sys.executable, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    try:
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    return process.returncode, output, errors
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_prints_its_outcome(path: Path) -> None:
+    """Run by plain python, each example launches its ranks and prints exactly what it is about."""
+    status, output, errors = _run(path)
+    assert status == 0, f"{path.name} ended with {status}:\n{output}{errors}"
+    # DeepSpeed logs to standard output as well; its lines begin with a date in brackets.
+    lines = [line for line in output.splitlines(keepends=True) if not line.startswith("[")]
+    assert re.fullmatch(PRINTED[path.name], "".join(lines)), f"{path.name} printed:\n{output}"
+
+
+@pytest.fixture
+def demo_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("demo_path")
+def test_the_demo_names_the_rank_that_fails(tmp_path: Path) -> None:
+    """A rank that raises ends the demo with the end of its log, and no process is left."""
+    from gpt_demo.ranks import RankFailed, run_ranks
+
+    with pytest.raises(RankFailed, match=r"(?s)rank [01] ended with status 1; .*no attribute 'no_such_job'"):
+        run_ranks("no_such_job", 2, tmp_path / "run", lambda step, loss: None)
+    assert multiprocessing.active_children() == []
+
+
+def _held(folder: Path, name: str, **changes: object) -> object:
+    """One rank's contents, written and joined as the demo does it; `changes` replace kinds or facts."""
+    from gpt_demo.comparison import KINDS, Joined
+    from gpt_demo.layouts import Contents
+
+    pieces = {("w", kind): (0, torch.zeros(3)) for kind in KINDS}
+    pieces |= {("w", kind): (0, value) for kind, value in changes.items() if isinstance(value, torch.Tensor)}
+    contents = Contents(pieces=pieces, facts={"counters": changes.get("counters", 1)})
+    torch.save(contents, folder / name)
+    return Joined([folder / name])
+
+
+@pytest.mark.usefixtures("demo_path")
+@pytest.mark.parametrize(
+    ("changes", "equal"),
+    [
+        ({}, True),
+        ({"exp_avg": torch.tensor([0.0, -0.0, 0.0])}, False),
+        ({"fp32": torch.tensor([0.0, 0.0, 1e-45])}, False),
+        ({"weight": torch.zeros(3, dtype=torch.bfloat16)}, False),
+        ({"momentum": torch.zeros(3)}, False),
+        ({"counters": 2}, False),
+    ],
+    ids=["same", "sign-of-a-zero", "lowest-bit", "another-type", "one-more-state", "another-counter"],
+)
+def test_the_demo_sees_the_smallest_difference(tmp_path: Path, changes: dict[str, object], equal: bool) -> None:
+    """One bit, one type, one state or one counter is enough for the demo to say that not everything is equal."""
+    from gpt_demo.comparison import compare
+
+    assert compare(_held(tmp_path, "saved"), _held(tmp_path, "resumed", **changes)).equal is equal
