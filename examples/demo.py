@@ -19,6 +19,7 @@ def main() -> int:
     from gpt_demo.ranks import RankFailed, run_ranks
     from gpt_demo.report import progress, table
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console(highlight=False)
     started = time.monotonic()
@@ -44,7 +45,7 @@ def main() -> int:
             outcome, held = run("resumed", layout, f"{layout}, resumed", schedule.checkpoint)
             columns[layout] = outcome, compare(truth, held)
     except RankFailed as failure:
-        console.print(f"\n[bold red]The demo failed.[/] {failure}", soft_wrap=True)
+        console.print(f"\n[bold red]The demo failed.[/] {escape(str(failure))}", soft_wrap=True)
         return 2
     worst = {layout: max(map(abs, differences(whole, outcome))) for layout, (outcome, _) in columns.items()}
     draw(FOLDER / "loss.png", schedule, (saving, whole), {layout: outcome for layout, (outcome, _) in columns.items()})

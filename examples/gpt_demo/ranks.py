@@ -63,7 +63,8 @@ def _watch(processes: list[BaseProcess], pipe: Connection, folder: Path, tell: C
                 result = values[0]
         for rank, status in ended.items():
             if status != 0:
-                raise RankFailed(f"rank {rank} ended with status {status}; {_end_of_log(_log(folder, rank))}")
+                how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+                raise RankFailed(f"rank {rank} {how}; {_end_of_log(_log(folder, rank))}")
             del running[rank]
     return result
 

@@ -1,7 +1,9 @@
-"""The examples run as they stand and say what they promise; the demo's verdict can be a bad one."""
+"""The examples run as they stand and say what they promise; the demo can say no; the documents leave nothing out."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import multiprocessing
 import os
 import re
@@ -12,6 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import ds_reshard
+from ds_reshard.hosts.deepspeed.settings import parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))
@@ -117,3 +122,29 @@ def test_the_demo_sees_the_smallest_difference(tmp_path: Path, changes: dict[str
     from gpt_demo.comparison import compare
 
     assert compare(_held(tmp_path, "saved"), _held(tmp_path, "resumed", **changes)).equal is equal
+
+
+def test_every_error_is_documented() -> None:
+    """Each exported error has a row in the table of docs/errors.md, and a section with an example text."""
+    exported = {getattr(ds_reshard, name) for name in ds_reshard.__all__ if name != "__version__"}
+    errors = {
+        kind.__name__
+        for kind in exported
+        if isinstance(kind, type) and issubclass(kind, ds_reshard.ReshardError) and kind is not ds_reshard.ReshardError
+    }
+    text = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| \[`(\w+)`\]", text, flags=re.MULTILINE)) == errors
+    assert set(re.findall(r"^## (\w+)\n\n```text\n", text, flags=re.MULTILINE)) == errors
+
+
+def test_the_documented_settings_are_the_defaults() -> None:
+    """The first block of docs/settings.md names every setting with its default; its table has a row for each."""
+    text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    block = re.search(r"```json\n(.*?)```", text, flags=re.DOTALL)
+    assert block
+    section = json.loads(block.group(1))["ds_reshard"]
+    section["reshard"]["threads"] = parse_settings({}).threads  # the number of cores, at most 4
+    assert parse_settings({"ds_reshard": section}) == parse_settings({})
+    keys = {"enabled", "trust", *(f"reshard.{key}" for key in section["reshard"])}
+    assert set(re.findall(r"^\| `([\w.]+)` \|", text, flags=re.MULTILINE)) == keys
+    assert {key.rpartition(".")[2] for key in keys} == {field.name for field in dataclasses.fields(parse_settings({}))}

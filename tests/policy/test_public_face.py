@@ -36,7 +36,7 @@ EXPORTED = [
 
 COMMANDS = {
     "hooks": ["--json"],
-    "inspect": ["--json", "--tag", "CKPT"],
+    "inspect": ["--all", "--json", "--tag", "CKPT"],
 }
 
 

@@ -88,12 +88,13 @@ def model_faults(model: LiveModel, checkpoint: ZeroCheckpoint, *, optimizer: boo
     wanted = {**model.trainable, **model.frozen, **model.buffers}
     for name, shape in wanted.items():
         if name in shapes and shapes[name] != shape and not (prod(shape) == 0 == prod(shapes[name])):
-            yield _mismatch(name, "has another shape", str(list(shape)), str(list(shapes[name])))
+            mend = "build the model with the shapes that were saved"
+            yield _mismatch(name, "has another shape", str(list(shape)), str(list(shapes[name])), mend)
     if strict:
         for name in sorted(model.keys - set(saved.module) - set(saved.objects)):
             yield _mismatch(name, "is missing from the checkpoint", "an entry", "none")
         for name in sorted((set(saved.module) | set(saved.objects)) - model.keys):
-            yield _mismatch(name, "is in the checkpoint but not in the model", "an entry", "none")
+            yield _mismatch(name, "is in the checkpoint but not in the model", "no entry", "an entry")
     if optimizer and saved.param_shapes is not None:
         live = {name for name, shape in model.trainable.items() if prod(shape)}
         trained = {name for name, shape in saved.trainable.items() if prod(shape)}

@@ -83,9 +83,9 @@ def unsupported(engine: DeepSpeedEngine) -> list[str]:
 
 
 def _nvme(engine: DeepSpeedEngine) -> bool:
-    offload = engine.zero_nvme_offload_optimizer()
-    param = getattr(getattr(engine, "optimizer", None), "params_in_nvme_and_cpu", False)
-    return bool(offload) or bool(param)
+    """By the optimizer's own marks: `engine.zero_nvme_offload_optimizer` is newer than 0.15.4."""
+    optimizer = getattr(engine, "optimizer", None)
+    return bool(getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False))
 
 
 def live_kind(engine: DeepSpeedEngine) -> str:

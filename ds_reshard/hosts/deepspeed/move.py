@@ -53,10 +53,8 @@ def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings
     combined, again = combine([sums if replica == mine else [] for _, sums, replica in told])
     reread = read_again([record for record, reader in again.items() if reader == rank()]) if not everyone else []
     agree([*faults, *(combined if not everyone else []), *reread], subject=subject, cause=cause or failed)
-    _, faults, cause = attempt(lambda: _settle_model(engine, prepared, request))
-    if settings.verify != "off" and not faults:
-        faults += list(_masters_against_weights(engine, prepared))
-    agree(faults, subject=subject, cause=cause)
+    found_late, faults, cause = attempt(lambda: _settle_model(engine, prepared, request, settings))
+    agree([*faults, *(found_late or [])], subject=subject, cause=cause)
     _, faults, cause = attempt(lambda: _finish(engine, prepared, request))
     agree(faults, subject=subject, cause=cause)
     plan = prepared.plan
@@ -83,8 +81,8 @@ def _read(prepared: Prepared, settings: Settings) -> Outcome:
     return executor.execute(prepared.plan, prepared.wants.targets())
 
 
-def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> None:
-    """The parts of the module that are not moved by the executor."""
+def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings: Settings) -> list[Fault]:
+    """Fill in the parts of the module that the executor does not move, then compare weights with masters."""
     import torch
 
     with torch.no_grad():
@@ -95,6 +93,7 @@ def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, request: Request)
         if request.custom_load_fn is not None:
             state = {name: read_tensor(record) for name, record in prepared.checkpoint.model.module.items()}
             request.custom_load_fn(src=state, dst=engine.module)
+    return [] if settings.verify == "off" else list(_masters_against_weights(engine, prepared))
 
 
 def _finish(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> None:

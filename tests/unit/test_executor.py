@@ -1,0 +1,167 @@
+"""The thread executor conforms, and the torch targets that it writes to say what they can take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_reshard.execution.buffers import TensorTarget, element_type, fresh, tensor_from_bytes, torch_dtype
+from ds_reshard.execution.threads import ThreadExecutor
+from ds_reshard.model.codec import ElementType
+from ds_reshard.planning.budget import cut_checks, cut_copies
+from ds_reshard.planning.plan import Check, Copy, Plan
+from ds_reshard.testing import ExecutorSuite
+from ds_reshard.testing.recorded import open_files, write_record
+
+KNOWN = [dtype for dtype in ElementType if hasattr(torch, dtype.label)]
+FP32, BF16, UINT8 = ElementType.FLOAT32, ElementType.BFLOAT16, ElementType.UINT8
+
+
+class TestThreadExecutor(ExecutorSuite):
+    def make(self, *, threads, memory_nbytes, checksum):
+        return ThreadExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=checksum)
+
+
+def one_by_one(record, numel, *, every=1, to=UINT8):
+    """A plan of `numel` copies of one byte, every so many bytes of the record."""
+    copies = [
+        Copy(
+            record=record,
+            byte_offset=record.byte_offset + i * every,
+            numel=1,
+            dtype=UINT8,
+            buffer=f"b{i}",
+            element_offset=0,
+            target_dtype=to,
+        )
+        for i in range(numel)
+    ]
+    return Plan(copies=tuple(copies))
+
+
+@pytest.mark.parametrize(("every", "read_calls"), [(1, 4), (2, 1000)], ids=["neighbours", "with gaps"])
+def test_neighbouring_copies_are_read_in_one_call(tmp_path, every, read_calls):
+    """256 targets a vectored read; bytes that nobody wants are not read to join two copies."""
+    data = bytes(i % 251 for i in range(2000))
+    record = write_record(str(tmp_path), "file", data)
+    tensors = [torch.zeros(1, dtype=torch.uint8) for _ in range(1000)]
+    targets = {f"b{i}": TensorTarget(tensor) for i, tensor in enumerate(tensors)}
+    executor = ThreadExecutor(threads=2, memory_nbytes=1 << 20, checksum=True)
+    outcome = executor.execute(one_by_one(record, 1000, every=every), targets)
+    assert bytes(int(tensor) for tensor in tensors) == data[: 1000 * every : every]
+    assert (outcome.read_calls, outcome.bytes_read, outcome.files_opened) == (read_calls, 1000, 1)
+
+
+def test_elements_of_different_sizes_share_scratch_memory(tmp_path):
+    """A byte before four-byte elements: a cast reads elements that are not aligned in the scratch buffer."""
+    values = torch.tensor([1.5, -2.25, 1e30])
+    record = write_record(str(tmp_path), "file", b"\7" + bytes(values.view(torch.uint8).tolist()))
+    plan = Plan(
+        copies=(
+            Copy(record=record, byte_offset=record.byte_offset, numel=1, dtype=UINT8, buffer="byte", element_offset=0,
+                 target_dtype=FP32),
+            Copy(record=record, byte_offset=record.byte_offset + 1, numel=3, dtype=FP32, buffer="cast",
+                 element_offset=0, target_dtype=BF16),
+        )
+    )  # fmt: skip
+    byte, cast = torch.zeros(1), torch.zeros(3, dtype=torch.bfloat16)
+    targets = {"byte": TensorTarget(byte), "cast": TensorTarget(cast)}
+    ThreadExecutor(threads=1, memory_nbytes=4096, checksum=True).execute(plan, targets)
+    assert (byte.tolist(), cast.tolist()) == ([7.0], values.bfloat16().tolist())
+
+
+class BrokenTarget(TensorTarget):
+    def view(self, element_offset, numel, dtype):
+        raise RuntimeError("broken target")
+
+
+def test_files_are_closed_when_a_target_breaks(tmp_path):
+    record = write_record(str(tmp_path), "file", bytes(50))
+    targets = {f"b{i}": BrokenTarget(torch.zeros(1)) for i in range(50)}
+    executor = ThreadExecutor(threads=4, memory_nbytes=1 << 20, checksum=True)
+    before = open_files()
+    with pytest.raises(RuntimeError, match="broken target"):
+        executor.execute(one_by_one(record, 25, every=2), targets)
+    assert open_files() == before
+
+
+def test_one_fault_a_file_however_many_copies(tmp_path):
+    """A record that is gone is one fault once duplicates are taken out: its text names no offset."""
+    record = write_record(str(tmp_path), "file", bytes(50))
+    (tmp_path / "file").unlink()
+    targets = {f"b{i}": TensorTarget(torch.zeros(1)) for i in range(50)}
+    outcome = ThreadExecutor(threads=4, memory_nbytes=1 << 20, checksum=True).execute(
+        one_by_one(record, 25, every=2), targets
+    )
+    assert len(set(outcome.faults)) == 1
+
+
+@pytest.mark.parametrize("dtype", KNOWN, ids=lambda dtype: dtype.label)
+def test_element_types_are_those_of_torch(dtype):
+    assert element_type(torch_dtype(dtype)) is dtype
+    assert torch.empty(1, dtype=torch_dtype(dtype)).element_size() == dtype.itemsize
+    assert ElementType.named(dtype.label) is dtype
+
+
+def test_a_tensor_that_is_not_contiguous_is_no_target():
+    with pytest.raises(ValueError, match="contiguous"):
+        TensorTarget(torch.zeros(3, 4).t())
+
+
+def test_a_view_is_the_memory_of_its_own_elements():
+    """Of the tensor's own type only; through it the tensor changes, a parameter that needs gradients too."""
+    tensor = torch.nn.Parameter(torch.zeros(2, 3))
+    target = TensorTarget(tensor)
+    assert target.view(0, 6, BF16) is None
+    view = target.view(2, 3, FP32)
+    assert view is not None and len(view) == 12
+    view[:] = bytes(torch.tensor([1.0, 2.0, 3.0]).view(torch.uint8).tolist())
+    assert tensor.tolist() == [[0.0, 0.0, 1.0], [2.0, 3.0, 0.0]]
+
+
+def test_an_empty_tensor_has_no_view():
+    assert TensorTarget(torch.zeros(0)).view(0, 0, FP32) is None
+
+
+def test_store_casts_and_zero_clears():
+    tensor = torch.ones(5, dtype=torch.bfloat16)
+    target = TensorTarget(tensor)
+    data = memoryview(bytearray(torch.tensor([0.1, 3.0]).view(torch.uint8).tolist()))
+    target.store(1, data, FP32)
+    target.zero(3, 2)
+    assert tensor.tolist() == [1.0, torch.tensor(0.1).bfloat16().item(), 3.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("numel", [0, 1, 5 << 20])
+def test_fresh_memory_has_the_size_and_type_that_was_asked_for(numel):
+    """Also where it is large enough to be asked for in huge pages."""
+    tensor = fresh(numel, torch.uint8, "cpu")
+    assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((numel,), torch.uint8, True)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3), (3, 0)])
+def test_a_tensor_is_made_of_its_bytes(shape):
+    expected = torch.arange(torch.Size(shape).numel(), dtype=torch.int16).reshape(shape)
+    made = tensor_from_bytes(bytes(expected.reshape(-1).view(torch.uint8).tolist()), ElementType.INT16, shape)
+    assert torch.equal(made, expected) and made.dtype == expected.dtype
+
+
+@pytest.mark.parametrize(
+    ("chunk_nbytes", "pieces"), [(1, 7), (3, 7), (4, 7), (7, 7), (8, 4), (27, 2), (28, 1), (99, 1)]
+)
+def test_copies_are_cut_between_elements(tmp_path, chunk_nbytes, pieces):
+    """Seven elements of four bytes: never less than one element a piece, even where the chunk is smaller."""
+    record = write_record(str(tmp_path), "file", bytes(40))
+    copy = Copy(record=record, byte_offset=50, numel=7, dtype=FP32, buffer="b", element_offset=3, target_dtype=BF16)
+    made = list(cut_copies([copy], chunk_nbytes))
+    assert len(made) == pieces
+    elements = [(c.byte_offset + 4 * i, c.element_offset + i) for c in made for i in range(c.numel)]
+    assert elements == [(50 + 4 * i, 3 + i) for i in range(7)]
+
+
+@pytest.mark.parametrize("chunk_nbytes", [1, 3, 10, 11])
+def test_checks_are_cut_to_the_byte(tmp_path, chunk_nbytes):
+    record = write_record(str(tmp_path), "file", bytes(40))
+    made = list(cut_checks([Check(record=record, byte_offset=20, nbytes=10)], chunk_nbytes))
+    assert [at for c in made for at in range(c.byte_offset, c.byte_offset + c.nbytes)] == list(range(20, 30))
+    assert max(c.nbytes for c in made) <= chunk_nbytes

@@ -1,0 +1,208 @@
+"""Layouts: every element of every tensor lies in exactly one place, whatever the rule and the number of shards."""
+
+from __future__ import annotations
+
+from math import ceil, prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_reshard.formats.zero.layout import (
+    by_key,
+    chunk_numel,
+    flat_group,
+    flat_offsets,
+    partition_numel,
+    sliced,
+    sub_group,
+    sub_group_numel,
+    whole,
+)
+from ds_reshard.model.codec import ElementType
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
+from ds_reshard.model.region import Box, Region
+
+QUICK = settings(deadline=None, max_examples=100)
+FP32, BF16 = ElementType.FLOAT32, ElementType.BFLOAT16
+KINDS = {"fp32": FP32, "exp_avg": BF16}
+
+dps = st.integers(1, 9)
+shapes_of = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+models = st.lists(shapes_of, max_size=6).map(lambda shapes: {f"p{i}": shape for i, shape in enumerate(shapes)})
+cuts = st.builds(Cut, chunk=st.integers(1, 9), phase=st.integers(0, 20), origin=st.integers(0, 9))
+
+
+def places(placements: list[Placement], shards: int) -> list[tuple[str, int, int]]:
+    """(buffer, shard, element offset) of every element of every tensor, in the order of the tensors."""
+    found = []
+    for placement in placements:
+        for element in range(placement.numel):
+            holders = [(shard, placement.piece(shard)) for shard in range(shards)]
+            holders = [(shard, piece) for shard, piece in holders if piece and piece.start <= element < piece.stop]
+            assert len(holders) == 1, f"{placement.key}, element {element}: {holders}"
+            shard, piece = holders[0]
+            found.append((placement.buffer, shard, piece.element_offset + element - piece.start))
+    return found
+
+
+@QUICK
+@given(cuts, st.integers(0, 40), st.integers(0, 40))
+def test_pieces_are_the_elements_one_by_one(cut, start, numel):
+    """Element x lies in shard (x + phase) // chunk, at (x + phase) % chunk + origin; pieces join neighbours."""
+    found = [
+        (element, piece.shard, piece.element_offset + element - piece.start)
+        for piece in cut.pieces(start, start + numel)
+        for element in range(piece.start, piece.stop)
+    ]
+    expected = []
+    for element in range(start, start + numel):
+        shard, inside = divmod(element + cut.phase, cut.chunk)
+        expected.append((element, shard, inside + cut.origin))
+    assert found == expected
+    shards = [piece.shard for piece in cut.pieces(start, start + numel)]
+    assert shards == sorted(set(shards))
+
+
+@QUICK
+@given(cuts, st.integers(0, 60))
+def test_the_piece_of_a_shard_is_that_of_all_pieces(cut, numel):
+    """`piece` answers for one shard what `pieces` says of all, and None for a shard that holds nothing."""
+    by_shard = {piece.shard: piece for piece in cut.pieces(0, numel)}
+    last = (numel + cut.phase) // cut.chunk + 2
+    assert [cut.piece(shard, numel) for shard in range(last)] == [by_shard.get(shard) for shard in range(last)]
+
+
+@QUICK
+@given(models, dps, st.data())
+def test_a_flat_group_is_its_tensors_one_after_another(shapes, dp, data):
+    """With gaps and padding: the place in the group, divided by the partition, is shard and offset."""
+    gaps = data.draw(st.none() | st.lists(st.integers(0, 3), min_size=len(shapes), max_size=len(shapes)))
+    placements = list(flat_group(shapes, gaps, dp, KINDS, number=7, family="f"))
+    Layout(by_key(placements), {"f": dp})
+    total = sum(map(prod, shapes.values())) + sum(gaps or ())
+    chunk = partition_numel(total, dp)
+    expected, at = [], 0
+    for i, shape in enumerate(shapes.values()):
+        expected += [(at + element) for element in range(prod(shape))]
+        at += prod(shape) + (gaps[i] if gaps else 0)
+    assert places(placements, dp) == [(f"{kind}/7", x // chunk, x % chunk) for kind in KINDS for x in expected]
+    assert flat_offsets(shapes, gaps)[1] == total
+
+
+@QUICK
+@given(st.integers(0, 10**7), dps)
+def test_a_partition_is_the_least_even_share(numel, dp):
+    """Padded at the end to a multiple of 2 * dp, and by less than that."""
+    padded = partition_numel(numel, dp) * dp
+    assert padded % (2 * dp) == 0
+    assert 0 <= padded - numel < 2 * dp
+
+
+@QUICK
+@given(models, dps)
+def test_a_sub_group_holds_a_slice_of_each_tensor(shapes, dp):
+    """Tensor by tensor ceil(numel / dp) elements a rank, one slice after another, nothing behind the last."""
+    placements = list(sub_group(shapes, dp, KINDS, number=3, family="f"))
+    Layout(by_key(placements), {"f": dp})
+    expected, at = [], 0
+    for shape in shapes.values():
+        chunk = ceil(prod(shape) / dp)
+        assert chunk == chunk_numel(shape, dp)
+        expected += [(element // chunk, at + element % chunk) for element in range(prod(shape))]
+        at += chunk
+    assert places(placements, dp) == [(f"{kind}/3", *place) for kind in KINDS for place in expected]
+    assert sub_group_numel(shapes, dp) == at
+
+
+@QUICK
+@given(shapes_of, dps)
+def test_a_sliced_tensor_has_a_buffer_of_its_own(shape, dp):
+    """Cut into pieces of ceil(numel / dp), each at the start of its buffer."""
+    placement = sliced("p", "weight", shape, BF16, dp, family="f", buffer="own")
+    Layout(by_key([placement]), {"f": dp})
+    chunk = chunk_numel(shape, dp)
+    assert places([placement], dp) == [("own", x // chunk, x % chunk) for x in range(prod(shape))]
+
+
+@QUICK
+@given(shapes_of, dps)
+def test_a_whole_tensor_is_in_every_shard(shape, shards):
+    placement = whole("p", "weight", shape, BF16, family="f", buffer="own")
+    Layout(by_key([placement]), {"f": shards})
+    for shard in range(shards):
+        piece = placement.piece(shard)
+        if not prod(shape):
+            assert piece is None
+            continue
+        assert (piece.start, piece.stop, piece.element_offset) == (0, prod(shape), 0)
+        assert placement.region(piece) == Region(box=Box.whole(shape), start=0, stop=prod(shape))
+
+
+@QUICK
+@given(models, dps, st.sampled_from([flat_group, sub_group]))
+def test_no_two_elements_share_a_place(shapes, dp, rule):
+    arguments = (shapes, None, dp, KINDS) if rule is flat_group else (shapes, dp, KINDS)
+    found = places(list(rule(*arguments, number=0, family="f")), dp)
+    assert len(found) == len(set(found))
+    room = partition_numel(flat_offsets(shapes, None)[1], dp) if rule is flat_group else sub_group_numel(shapes, dp)
+    assert all(offset < room for _, _, offset in found)
+
+
+def tensor(name: str, numel: int, cut: Cut, **more: object) -> Placement:
+    return Placement(
+        key=TensorKey(name=name, kind="fp32"),
+        shape=(numel,),
+        dtype=FP32,
+        family="f",
+        buffer="b",
+        cut=cut,
+        box=Box.whole((numel,)),
+        **more,
+    )
+
+
+REFUSED = {
+    "flat tensors overlap": ([tensor("a", 5, Cut(chunk=6)), tensor("b", 2, Cut(chunk=6, phase=4))], "a.*b.* overlap"),
+    "slices overlap": ([tensor("a", 8, Cut(chunk=4)), tensor("b", 8, Cut(chunk=4, origin=3))], "a.*b.* overlap"),
+    "one inside another": ([tensor("a", 9, Cut(chunk=6)), tensor("b", 1, Cut(chunk=6, phase=3))], "overlap"),
+    "same place": ([tensor("a", 1, Cut(chunk=4)), tensor("b", 1, Cut(chunk=4))], "overlap"),
+    "too long for the shards": ([tensor("a", 13, Cut(chunk=6))], "a.*does not fit 2 shards"),
+    "phase pushes it out": ([tensor("a", 3, Cut(chunk=6, phase=10))], "a.*does not fit 2 shards"),
+    "replica longer than a shard": ([tensor("a", 7, Cut(chunk=6), replicated=True)], "a.*does not fit"),
+    "two rules in one buffer": ([tensor("a", 4, Cut(chunk=3, phase=1)), tensor("b", 2, Cut(chunk=2))], "mixed"),
+    "origin in a flat group": ([tensor("a", 2, Cut(chunk=3, phase=1)), tensor("b", 1, Cut(chunk=3, origin=1))], "mix"),
+}
+
+
+@pytest.mark.parametrize(("placements", "why"), REFUSED.values(), ids=REFUSED)
+def test_a_layout_that_cannot_be_is_refused(placements, why):
+    with pytest.raises(ValueError, match=why):
+        Layout(by_key(placements), {"f": 2})
+
+
+ACCEPTED = {
+    "fills its shards": [tensor("a", 12, Cut(chunk=6))],
+    "next to each other": [tensor("a", 5, Cut(chunk=6)), tensor("b", 7, Cut(chunk=6, phase=5))],
+    "slices side by side": [tensor("a", 8, Cut(chunk=4)), tensor("b", 3, Cut(chunk=2, origin=4))],
+    "short slice leaves its room": [tensor("a", 1, Cut(chunk=4)), tensor("b", 8, Cut(chunk=4, origin=1))],
+    "an empty tensor is nowhere": [tensor("a", 12, Cut(chunk=6)), tensor("b", 0, Cut(chunk=1, phase=99))],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("placements", ACCEPTED.values(), ids=ACCEPTED)
+def test_a_layout_that_fits_is_accepted(placements):
+    layout = Layout(by_key(placements), {"f": 2})
+    assert layout.in_buffer("f", "b") == placements
+    assert layout.in_buffer("f", "other") == []
+
+
+def test_a_layout_knows_its_tensors_by_name_kind_and_buffer():
+    placements = list(flat_group({"p": (3,), "q": (2, 2)}, None, 2, KINDS, number=0, family="f"))
+    layout = Layout(by_key([*placements, whole("p", "weight", (3,), BF16, family="g", buffer="w")]), {"f": 2, "g": 1})
+    assert layout.kinds("p") == ["fp32", "exp_avg", "weight"]
+    assert layout.buffers("f") == ["fp32/0", "exp_avg/0"]
+    assert [str(p.key) for p in layout.in_buffer("f", "exp_avg/0")] == ["p[exp_avg]", "q[exp_avg]"]
+    assert layout[TensorKey(name="q", kind="fp32")] is placements[1]
+    assert (TensorKey(name="p", kind="weight") in layout, TensorKey(name="z", kind="fp32") in layout) == (True, False)

@@ -1,0 +1,138 @@
+"""Regions: cut into boxes exactly, and intersected as a brute-force enumeration does."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_reshard.model.region import Box, Region, Run, boxes, overlap
+
+QUICK = settings(deadline=None, max_examples=150)
+
+
+def indices(box: Box) -> list[tuple[int, ...]]:
+    """Every index of the box in row-major order, in the coordinates of the whole tensor."""
+    return list(product(*(range(at, at + n) for at, n in zip(box.offset, box.size, strict=True))))
+
+
+def elements(region: Region) -> list[tuple[int, ...]]:
+    """The region's elements in storage order."""
+    return indices(region.box)[region.start : region.stop]
+
+
+@st.composite
+def regions(draw, *, ndim=None, box=None):
+    if box is None:
+        ndim = draw(st.integers(0, 4)) if ndim is None else ndim
+        axes = [(draw(st.integers(0, 3)), draw(st.integers(0, 4))) for _ in range(ndim)]
+        box = Box(offset=tuple(at for at, _ in axes), size=tuple(n for _, n in axes))
+    start, stop = sorted(draw(st.tuples(st.integers(0, box.numel), st.integers(0, box.numel))))
+    return Region(box=box, start=start, stop=stop)
+
+
+@st.composite
+def pairs(draw):
+    """Two regions of one tensor; half of the time of the same box."""
+    first = draw(regions())
+    same = draw(st.booleans())
+    return first, draw(regions(box=first.box) if same else regions(ndim=len(first.box.size)))
+
+
+@QUICK
+@given(regions())
+def test_boxes_hold_the_elements_of_the_region_in_storage_order(region):
+    assert [index for box in boxes(region) for index in indices(box)] == elements(region)
+
+
+@QUICK
+@given(regions())
+def test_boxes_are_few_and_none_is_empty(region):
+    """At most 2 * ndim - 1 boxes (one of a tensor without axes)."""
+    made = list(boxes(region))
+    assert len(made) <= max(1, 2 * len(region.box.size) - 1)
+    assert all(box.numel for box in made)
+
+
+@QUICK
+@given(regions())
+def test_each_box_is_contiguous_in_storage(region):
+    positions = {index: i for i, index in enumerate(elements(region))}
+    for box in boxes(region):
+        found = [positions[index] for index in indices(box)]
+        assert found == list(range(found[0], found[0] + len(found)))
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3, 4])
+def test_the_bound_of_boxes_is_reached(ndim):
+    """A span from the second element to the last but one of a cube of side 3 needs 2 * ndim - 1 boxes."""
+    cube = Box.whole((3,) * ndim)
+    assert len(list(boxes(Region(box=cube, start=1, stop=cube.numel - 1)))) == 2 * ndim - 1
+
+
+@QUICK
+@given(pairs())
+def test_overlap_is_what_both_hold(pair):
+    """Every element of both, once, in the order of the first, with its position in each."""
+    first, second = pair
+    in_second = {index: i for i, index in enumerate(elements(second))}
+    expected = [(i, in_second[index]) for i, index in enumerate(elements(first)) if index in in_second]
+    found = [(run.first_offset + i, run.second_offset + i) for run in overlap(first, second) for i in range(run.numel)]
+    assert found == expected
+
+
+@QUICK
+@given(pairs())
+def test_runs_of_an_overlap_are_as_long_as_can_be(pair):
+    runs = list(overlap(*pair))
+    assert all(run.numel > 0 for run in runs)
+    for run, after in pairwise(runs):
+        continued = (run.first_offset + run.numel, run.second_offset + run.numel)
+        assert (after.first_offset, after.second_offset) != continued
+
+
+@QUICK
+@given(pairs())
+def test_overlap_does_not_depend_on_which_comes_first(pair):
+    first, second = pair
+    swapped = sorted((run.second_offset, run.first_offset, run.numel) for run in overlap(second, first))
+    assert swapped == [(run.first_offset, run.second_offset, run.numel) for run in overlap(first, second)]
+
+
+def test_spans_of_one_huge_box_overlap_in_one_run():
+    """A trillion elements cost nothing: the boxes are not looked into."""
+    box = Box.whole((10**6, 10**6))
+    first, second = Region(box=box, start=5, stop=10**12), Region(box=box, start=10**11, stop=10**11 + 7)
+    assert list(overlap(first, second)) == [Run(first_offset=10**11 - 5, second_offset=0, numel=7)]
+
+
+def test_a_column_block_overlaps_row_by_row():
+    """Columns 2 and 3 of a 3 x 5 tensor, against the span [1, 9) of the whole."""
+    block = Region(box=Box(offset=(0, 2), size=(3, 2)), start=0, stop=6)
+    span = Region(box=Box.whole((3, 5)), start=1, stop=9)
+    assert list(overlap(block, span)) == [
+        Run(first_offset=0, second_offset=1, numel=2),
+        Run(first_offset=2, second_offset=6, numel=2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("offset", "size"), [((0,), ()), ((), (1,)), ((-1,), (2,)), ((0, 0), (3, -1)), ((1, 2, 3), (1, 2))]
+)
+def test_what_is_no_box_is_refused(offset, size):
+    with pytest.raises(ValueError, match="not a box"):
+        Box(offset=offset, size=size)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 7), (7, 7)])
+def test_a_span_that_leaves_its_box_is_refused(start, stop):
+    with pytest.raises(ValueError, match="leaves a box of 6 elements"):
+        Region(box=Box.whole((2, 3)), start=start, stop=stop)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (7,), (2, 3, 4)])
+def test_the_whole_of_a_shape_has_its_elements(shape):
+    assert Box.whole(shape).numel == prod(shape) == len(indices(Box.whole(shape)))

@@ -1,0 +1,130 @@
+"""The part of the matrix that is run against every DeepSpeed release, and what one release does with it.
+
+    python tests/versions/cells.py save FOLDER REPORT   save every cell under the release that is importable
+    python tests/versions/cells.py load FOLDER REPORT   load what lies in FOLDER under it, compare with the truth
+
+A separate program, because one process sees one DeepSpeed. The truth (what every rank held when it saved) lies
+beside each checkpoint, so that one release can judge what another has saved.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "hosts"))
+
+from cases import Model, Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One save and one load of the same model."""
+
+    source: Run
+    target: Run
+    model: Model
+
+    def __str__(self) -> str:
+        return f"{self.source} to {self.target}, {self.model.optimizer}"
+
+
+_ROUND_ROBIN = {"round_robin_gradients": True}
+_ELASTIC = {"elastic_checkpoint": True}
+
+CELLS = (
+    Cell(source=Run(2, 2, options=_ROUND_ROBIN), target=Run(3, 3), model=Model(groups=2)),
+    Cell(source=Run(1, 3), target=Run(2, 2, options=_ROUND_ROBIN), model=Model(optimizer="amsgrad", tied=True)),
+    Cell(source=Run(3, 2), target=Run(1, 3), model=Model(groups=2, frozen=True)),
+    Cell(source=Run("bf16", 2), target=Run(3, 1), model=Model(groups=2)),
+    Cell(source=Run(0, 2), target=Run(2, 2), model=Model()),
+    Cell(source=Run(1, 2, options=_ELASTIC), target=Run(2, 3), model=Model(optimizer="sgd", groups=2)),
+    Cell(source=Run(1, 2, options=_ELASTIC), target=Run(2, 3), model=Model(groups=2)),
+)
+
+
+def _reason(error: BaseException) -> str:
+    """The last line of a traceback, the innermost error of a worker's where there is one."""
+    raised = [e for e in getattr(error, "errors", []) if e is not None]
+    error = raised[0] if raised else error
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _save(worlds: Any, cell: Cell, folder: Path) -> dict[str, str]:
+    import torch
+
+    try:
+        held = worlds[cell.source.dp].run(
+            "save", run=cell.source, model=cell.model, folder=str(folder / "saved"), more=2
+        )
+    except Exception as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        return {"outcome": "not run", "reason": _reason(error)}
+    torch.save(held, folder / "truth.pt")
+    return {"outcome": "saved", "reason": ""}
+
+
+def _load(worlds: Any, cell: Cell, folder: Path) -> dict[str, str]:
+    """A load that fails where DeepSpeed cannot train the target's layout at all is not a failure of ours."""
+    import pytest
+    import torch
+    from gathered import assert_same
+
+    if not folder.is_dir():
+        return {"outcome": "not saved", "reason": ""}
+    saved = torch.load(folder / "truth.pt", weights_only=False)
+    world = worlds[cell.target.dp]
+    try:
+        loaded = world.run("load", run=cell.target, model=cell.model, folder=str(folder / "saved"), more=2)
+        if "elastic_checkpoint" in cell.source.options:  # that format holds no hyper-parameters
+            for rank in (*saved, *loaded):
+                rank["groups"] = []
+        assert_same(saved, loaded)
+        assert loaded[0]["later"] == pytest.approx(saved[0]["later"], rel=0.02), "the losses after the load differ"
+    except Exception as error:
+        own = _own_failure(worlds, cell, folder / "probe")
+        return {"outcome": "not run", "reason": own} if own else {"outcome": "failed", "reason": _reason(error)}
+    return {"outcome": "passed", "reason": ""}
+
+
+def _own_failure(worlds: Any, cell: Cell, folder: Path) -> str:
+    """How this release fails at training the target's layout without any checkpoint; empty where it does not."""
+    try:
+        worlds[cell.target.dp].run("save", run=cell.target, model=cell.model, folder=str(folder), more=2)
+    except Exception as error:
+        return _reason(error)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return ""
+
+
+def _run(act: Callable[[Any, Cell, Path], dict[str, str]], folder: Path) -> list[dict[str, str]]:
+    from worlds import Worlds
+
+    worlds, answers = Worlds(), []
+    try:
+        for number, cell in enumerate(CELLS):
+            answer = {"cell": str(cell), **act(worlds, cell, folder / str(number))}
+            answer["reason"] = answer["reason"].replace(str(folder), "CHECKPOINT")
+            answers.append(answer)
+    finally:
+        worlds.close()
+    return answers
+
+
+def main() -> None:
+    action, folder, report = sys.argv[1:]
+    import deepspeed  # a release that cannot be imported says so here, and not in every worker
+
+    cells = _run({"save": _save, "load": _load}[action], Path(folder))
+    Path(report).write_text(json.dumps({"deepspeed": deepspeed.__version__, "cells": cells}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""The support table in README.md is the one that the last `make test-versions` gave."""
+
+from __future__ import annotations
+
+import pytest
+from table import README, block, read_results, render
+
+from ds_reshard.hosts.deepspeed import HOOKS
+
+
+def test_the_support_table_is_what_the_results_render_to() -> None:
+    """README shows results.json, not something written by hand."""
+    expected = render(read_results())
+    assert expected == block(README.read_text(encoding="utf-8")), "run `make test-versions` to write the table anew"
+
+
+@pytest.mark.parametrize("release", read_results()["releases"], ids=lambda release: release["deepspeed"])
+def test_a_release_ran_or_says_why_not(release: dict) -> None:
+    """No release and no cell is left out in silence."""
+    assert release["cells"] or release["reason"]
+    silent = [cell for cell in release["cells"] if cell["outcome"] != "passed" and not cell["reason"]]
+    assert silent == []
+
+
+def test_every_release_of_the_table_is_one_that_the_patches_accept() -> None:
+    """A table that speaks for releases outside the declared range would promise what install refuses."""
+    outside = [r["deepspeed"] for r in read_results()["releases"] if not HOOKS.covers(r["deepspeed"])]
+    assert outside == []
