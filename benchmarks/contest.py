@@ -9,13 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.engines import engine, join
 from benchmarks.gpt import Shape
-from benchmarks.memory import Counters, forget_peak, opened, resident, touch
+from benchmarks.memory import Counters, forget_peak, opened, resident, take_back, touch
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-# A load that keeps its whole shard beside what it fills needs this much of free memory, in parts of the checkpoint.
-TOUCHED_SHARE = 1.25
+CONDITIONS = ("fresh", "kept", "touched")
+
+
+def free_memory(condition: str, params: int, world: int) -> int:
+    """Bytes that were touched and freed before a load: none; what the engine keeps of the load (its moments);
+    or more than any contestant's peak (the shards and the module's file beside what they are copied to)."""
+    moments, shard, module = 8 * params // world, 12 * params // world, 2 * params
+    return {"fresh": 0, "kept": moments, "touched": 5 * (shard + module) // 4}[condition]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +49,7 @@ def load(
     shape: Shape,
     stage: int,
     folder: str,
-    touched: bool,
+    condition: str,
     round_number: int,
 ) -> dict[str, Any]:
     """Build an engine, load once, and say what that took on this rank. Collective."""
@@ -53,9 +59,9 @@ def load(
         import ds_reshard.auto  # noqa: F401
     join(rendezvous, rank, world)
     made = engine(shape, stage=stage, world=world, filled=False, config=contestant.config)
-    if touched:
-        numel = sum(getattr(param, "ds_numel", param.numel()) for param in made.module.parameters())
-        touch(int(TOUCHED_SHARE * numel * (12 / world + 2)))
+    params = sum(getattr(param, "ds_numel", param.numel()) for param in made.module.parameters())
+    touch(free_memory(condition, params, world))
+    take_back(free_memory("touched", params, world) - free_memory(condition, params, world))
     executions = []
     if contestant.hooked:
         from benchmarks.floor import compare, watch_executor
@@ -84,7 +90,10 @@ def load(
     if executions:
         measured["execute_s"] = executions[0].seconds
         measured["planned_nbytes"] = executions[0].plan.nbytes
-        measured |= compare(executions[0], barrier=torch.distributed.barrier, executor_first=round_number % 2 == 0)
+        measured |= compare(
+            executions[0], touched=condition != "fresh", executor_first=round_number % 2 == 0,
+            barrier=torch.distributed.barrier,
+        )  # fmt: skip
     torch.distributed.barrier()
     return measured
 

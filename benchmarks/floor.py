@@ -58,10 +58,13 @@ def optimizer_part(plan: Plan) -> Plan:
     )
 
 
-def compare(execution: Execution, *, barrier: Callable[[], None], executor_first: bool) -> dict[str, object]:
+def compare(
+    execution: Execution, *, touched: bool, executor_first: bool, barrier: Callable[[], None]
+) -> dict[str, object]:
     """Move the optimizer's bytes once more, by the executor and by a bare loop; seconds and page faults of each.
 
-    Both write masters where the load wrote them and states into memory made as the load makes it. Collective.
+    Both write masters where the load wrote them and states into memory made as the load makes it, or, when
+    `touched`, written to before. Collective.
     """
     plan = optimizer_part(execution.plan)
     contestants: dict[str, Callable[[Mapping[str, TensorTarget]], object]] = {
@@ -70,7 +73,7 @@ def compare(execution: Execution, *, barrier: Callable[[], None], executor_first
     }
     taken: dict[str, object] = {"optimizer_nbytes": plan.nbytes}
     for name in contestants if executor_first else reversed(contestants):
-        targets = _like_the_load(execution.targets)
+        targets = _like_the_load(execution.targets, touched=touched)
         barrier()
         before, started = Counters.now(), time.perf_counter()
         contestants[name](targets)
@@ -80,16 +83,16 @@ def compare(execution: Execution, *, barrier: Callable[[], None], executor_first
     return taken
 
 
-def _like_the_load(targets: Mapping[str, TensorTarget]) -> dict[str, TensorTarget]:
+def _like_the_load(targets: Mapping[str, TensorTarget], *, touched: bool) -> dict[str, TensorTarget]:
     from ds_reshard.execution.buffers import TensorTarget, fresh
 
-    return {
-        name: target
-        if name.startswith("fp32/")
-        else TensorTarget(fresh(target.tensor.numel(), target.tensor.dtype, "cpu"))
-        for name, target in targets.items()
-        if is_optimizer(name)
-    }
+    made = {name: target for name, target in targets.items() if is_optimizer(name)}
+    for name, target in made.items():
+        if not name.startswith("fp32/"):
+            made[name] = TensorTarget(fresh(target.tensor.numel(), target.tensor.dtype, "cpu"))
+            if touched:
+                made[name].tensor.fill_(1)
+    return made
 
 
 def bare_preadv(plan: Plan, targets: Mapping[str, TensorTarget]) -> None:

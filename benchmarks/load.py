@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import contest, engines, processes
-from benchmarks.contest import ALWAYS, DEEPSPEED, DIRECT, UNIVERSAL, Contestant
+from benchmarks.contest import ALWAYS, CONDITIONS, DEEPSPEED, DIRECT, UNIVERSAL, Contestant
 from benchmarks.gpt import Shape
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRATCH = ROOT / ".bench"
 LOADED_DP = 2
 STAGES = (1, 3)
-CONDITIONS = ("fresh", "touched")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +100,7 @@ def _load(
     warm(folder)
     ranks = processes.run(
         contest.load, world=LOADED_DP, contestant=contestant, shape=shape, stage=stage, folder=str(folder),
-        touched=condition == "touched", round_number=number,
+        condition=condition, round_number=number,
     )  # fmt: skip
     seconds = max(rank["seconds"] for rank in ranks)
     return {"contestant": contestant.name, "stage": stage, "condition": condition, "round": number,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import resource
 import sys
@@ -21,8 +22,12 @@ def touch(nbytes: int) -> None:
 
     Allocations of any size then come from the heap, and freed memory stays with the process (mallopt(3):
     M_MMAP_MAX=0, M_TRIM_THRESHOLD=-1). Page faults during the load that follows show whether it worked.
+    With `nbytes` of 0 nothing is changed: large allocations are mapped anew, and given back when freed.
     """
     import torch
+
+    if not nbytes:
+        return
 
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_MAX, 0)
@@ -30,6 +35,20 @@ def touch(nbytes: int) -> None:
     block = torch.empty(nbytes, dtype=torch.uint8)
     block.fill_(1)
     del block
+
+
+def take_back(nbytes: int) -> None:
+    """Have the kernel's free memory backed by real memory, then return it: this process must fault it in again.
+
+    A virtual machine may have lent its free pages to the host (free page reporting, in blocks of 2 MiB, some
+    seconds after they were freed). What fetching them back costs is no part of a load on a machine in use, differs
+    tenfold from run to run, and hits large pages alone.
+    """
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    for at in range(0, nbytes, mmap.PAGESIZE):
+        memory[at] = 1
+    memory.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

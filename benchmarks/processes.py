@@ -93,4 +93,3 @@ def _serve(pipe: Connection, work: Callable[..., Any], rank: int, world: int, ar
         answer = (False, traceback.format_exc())
     pipe.send(answer)
     pipe.close()
-    os._exit(0)

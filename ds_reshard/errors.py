@@ -141,9 +141,16 @@ _PRECEDENCE: tuple[type[ReshardError], ...] = (
     ModelMismatch,
     ParamGroupMismatch,
     HookError,
+    EngineUnusable,
+    ReshardError,
 )
 _BY_NAME: dict[str, type[ReshardError]] = {cls.__name__: cls for cls in _PRECEDENCE}
 _SHOWN = 40
+
+
+def _order(fault: Fault) -> tuple[int, str, str, str, str, str]:
+    rank = _PRECEDENCE.index(_BY_NAME[fault.error])
+    return rank, fault.where, fault.what, fault.expected, fault.found, fault.mend
 
 
 def raise_faults(faults: Iterable[Fault], *, subject: str) -> None:
@@ -152,7 +159,7 @@ def raise_faults(faults: Iterable[Fault], *, subject: str) -> None:
     The text depends on nothing but the set of faults and `subject`, so ranks that hold the same faults
     raise the same error.
     """
-    found = sorted(set(faults), key=lambda f: (_PRECEDENCE.index(_BY_NAME[f.error]), f.where, f.what, f.found))
+    found = sorted(set(faults), key=_order)
     if not found:
         return
     cls = _BY_NAME[found[0].error]

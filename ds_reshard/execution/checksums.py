@@ -8,7 +8,7 @@ that it read of a record to one number, and ranks exclusive-or theirs.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ds_reshard.containers.crc import crc32, shift
@@ -21,11 +21,14 @@ _CHUNK_NBYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialSum:
-    """What one rank read of a record: the combined crc of its slices, and how many bytes they cover."""
+    """What one rank read of a record: the combined crc of its slices, and the byte spans they cover.
+
+    Spans are half-open, count from the record's start, are in order, and adjacent ones are joined.
+    """
 
     record: Record
     crc32: int
-    nbytes: int
+    spans: tuple[tuple[int, int], ...]
 
 
 def partial_sums(outcome: Outcome) -> list[PartialSum]:
@@ -34,19 +37,34 @@ def partial_sums(outcome: Outcome) -> list[PartialSum]:
     for record, slices in outcome.slices.items():
         if record.crc32 is None:
             continue
-        total = covered = 0
-        for part in sorted(set(slices)):
+        total = 0
+        for part in set(slices):
             total ^= shift(part.crc32, record.nbytes - part.byte_offset - part.nbytes)
-            covered += part.nbytes
-        sums.append(PartialSum(record=record, crc32=total, nbytes=covered))
+        spans = _joined((part.byte_offset, part.byte_offset + part.nbytes) for part in set(slices))
+        sums.append(PartialSum(record=record, crc32=total, spans=spans))
     return sums
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Spans in order, those that touch joined; spans that overlap stay apart, and so never tile a record."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        elif start < stop:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def _whole(record: Record, spans: Iterable[tuple[int, int]]) -> bool:
+    return _joined(spans) == ((0, record.nbytes),)
 
 
 def settle(sums: Iterable[PartialSum]) -> tuple[list[PartialSum], list[Fault]]:
     """The sums that need other ranks' parts, and the faults of the records that were read whole."""
     open_sums, faults = [], []
     for item in sums:
-        if item.nbytes != item.record.nbytes:
+        if not _whole(item.record, item.spans):
             open_sums.append(item)
         elif item.crc32 != item.record.crc32:
             faults.append(_mismatch(item.record, item.crc32))
@@ -59,14 +77,14 @@ def combine(by_rank: Iterable[Iterable[PartialSum]]) -> tuple[list[Fault], dict[
     Returns the faults, and the records that slices did not tile exactly (two ranks read the same bytes,
     or a rank failed), with the rank that should read the record again whole to be sure.
     """
-    totals: dict[Record, tuple[int, int, int]] = {}
+    totals: dict[Record, tuple[int, list[tuple[int, int]], int]] = {}
     for rank, sums in enumerate(by_rank):
         for item in sums:
-            crc, nbytes, first = totals.get(item.record, (0, 0, rank))
-            totals[item.record] = (crc ^ item.crc32, nbytes + item.nbytes, first)
+            crc, spans, first = totals.get(item.record, (0, [], rank))
+            totals[item.record] = (crc ^ item.crc32, [*spans, *item.spans], first)
     faults, again = [], {}
-    for record, (crc, nbytes, rank) in totals.items():
-        if nbytes != record.nbytes:
+    for record, (crc, spans, rank) in totals.items():
+        if not _whole(record, spans):
             again[record] = rank
         elif crc != record.crc32:
             faults.append(_mismatch(record, crc))
@@ -109,8 +127,3 @@ def _mismatch(record: Record, crc: int) -> Fault:
         found=f"{crc:08x}",
         mend="restore the file from a copy, or load an older tag; the file on disk is damaged",
     )
-
-
-def unchecked(outcomes: Mapping[Record, object]) -> int:
-    """How many of the records carry no checksum of their own."""
-    return sum(record.crc32 is None for record in outcomes)

@@ -71,6 +71,7 @@ class Index:
         self.faults: list[Fault] = []
         self._source = source
         self._opened: dict[tuple[str, int], Mapping[str, Extent]] = {}
+        self._failed: set[tuple[str, int]] = set()
 
     def open(self, family: str, shard: int) -> Mapping[str, Extent]:
         """The buffers of a shard, opened on first use; empty when the shard is faulty."""
@@ -81,7 +82,24 @@ class Index:
             except ReshardError as error:
                 self.faults.extend(faults_of(error))
                 self._opened[at] = {}
+                self._failed.add(at)
         return self._opened[at]
+
+    def _extent(self, placement: Placement, shard: int) -> Extent | None:
+        """The buffer of one shard; a shard that was opened well and lacks it is damaged."""
+        buffers = self.open(placement.family, shard)
+        if (placement.family, shard) not in self._failed and placement.buffer not in buffers:
+            fault = Fault(
+                error="CheckpointDamaged",
+                where=f"{placement.family} shard {shard}",
+                what=f"holds no buffer {placement.buffer!r}",
+                expected=f"{placement.key} in it",
+                found="nothing",
+                mend="restore the file from a copy, or load another tag",
+            )
+            if fault not in self.faults:
+                self.faults.append(fault)
+        return buffers.get(placement.buffer)
 
     @property
     def opened(self) -> tuple[tuple[str, int], ...]:
@@ -100,7 +118,7 @@ class Index:
         placement = self.layout[key]
         for shard, region, element_offset in self.pieces(placement, wanted):
             runs = list(overlap(wanted, region))
-            extent = self.open(placement.family, shard).get(placement.buffer) if runs else None
+            extent = self._extent(placement, shard) if runs else None
             if extent is None:
                 continue
             for run in runs:

@@ -73,10 +73,15 @@ class World:
         return all(process.is_alive() for process in self._processes)
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
+        """Let the workers end by themselves, so that they clean up; what does not end is killed."""
+        for pipe in self._pipes:
+            pipe.close()
         for process in self._processes:
             process.join(5)
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+                process.join(5)
 
 
 class Worlds:

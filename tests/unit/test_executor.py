@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +14,7 @@ from ds_reshard.model.codec import ElementType
 from ds_reshard.planning.budget import cut_checks, cut_copies
 from ds_reshard.planning.plan import Check, Copy, Plan
 from ds_reshard.testing import ExecutorSuite
-from ds_reshard.testing.recorded import open_files, write_record
+from ds_reshard.testing.recorded import checksum_faults, open_files, write_record
 
 KNOWN = [dtype for dtype in ElementType if hasattr(torch, dtype.label)]
 FP32, BF16, UINT8 = ElementType.FLOAT32, ElementType.BFLOAT16, ElementType.UINT8
@@ -20,6 +23,81 @@ FP32, BF16, UINT8 = ElementType.FLOAT32, ElementType.BFLOAT16, ElementType.UINT8
 class TestThreadExecutor(ExecutorSuite):
     def make(self, *, threads, memory_nbytes, checksum):
         return ThreadExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=checksum)
+
+
+class Altered(ThreadExecutor):
+    """A thread executor that carries out another plan than the one it was given."""
+
+    def execute(self, plan, targets):
+        return super().execute(self.alter(plan), targets)
+
+
+class WithoutFills(Altered):
+    def alter(self, plan):
+        return replace(plan, fills=())
+
+
+class WithoutChecks(Altered):
+    def alter(self, plan):
+        return replace(plan, checks=())
+
+
+class Twice(Altered):
+    def alter(self, plan):
+        return replace(plan, copies=tuple(c for copy in plan.copies for c in (copy, replace(copy, numel=1))))
+
+
+class OneFurther(Altered):
+    def alter(self, plan):
+        return replace(plan, copies=tuple(replace(c, element_offset=max(0, c.element_offset - 1)) for c in plan.copies))
+
+
+class Greedy(ThreadExecutor):
+    def __init__(self, *, threads, memory_nbytes, checksum):
+        super().__init__(threads=threads, memory_nbytes=2 * memory_nbytes, checksum=checksum)
+
+
+class Leaking(ThreadExecutor):
+    def execute(self, plan, targets):
+        kept.append(open(os.devnull))  # noqa: SIM115
+        return super().execute(plan, targets)
+
+
+class Raising(ThreadExecutor):
+    def execute(self, plan, targets):
+        outcome = super().execute(plan, targets)
+        if outcome.faults:
+            raise OSError(outcome.faults[0].what)
+        return outcome
+
+
+kept = []
+
+
+@pytest.mark.parametrize(
+    ("executor", "test"),
+    [
+        (WithoutFills, "test_fills_are_zero_and_touch_nothing_else"),
+        (WithoutChecks, "test_every_byte_that_was_read_is_summed"),
+        (Twice, "test_any_number_of_threads_and_any_budget_move_the_same_bytes"),
+        (OneFurther, "test_copies_land_where_the_plan_says"),
+        (Greedy, "test_scratch_memory_stays_within_the_budget"),
+        (Leaking, "test_every_file_is_closed"),
+        (Raising, "test_a_truncated_file_is_a_fault"),
+        (Raising, "test_an_unreadable_file_is_a_fault"),
+    ],
+)
+def test_the_kit_for_executors_can_fail(executor, test):
+    """An executor that does something else fails the test for it."""
+
+    class Broken(ExecutorSuite):
+        def make(self, **limits):
+            return executor(**limits)
+
+    with pytest.raises((AssertionError, OSError)):
+        getattr(Broken(), test)()
+    while kept:
+        kept.pop().close()
 
 
 def one_by_one(record, numel, *, every=1, to=UINT8):
@@ -50,6 +128,35 @@ def test_neighbouring_copies_are_read_in_one_call(tmp_path, every, read_calls):
     outcome = executor.execute(one_by_one(record, 1000, every=every), targets)
     assert bytes(int(tensor) for tensor in tensors) == data[: 1000 * every : every]
     assert (outcome.read_calls, outcome.bytes_read, outcome.files_opened) == (read_calls, 1000, 1)
+
+
+def test_short_reads_are_continued(tmp_path, monkeypatch):
+    """A file system may give fewer bytes than were asked for: reading goes on where it stopped."""
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][:7]], offset))
+    data = bytes(i % 251 for i in range(500))
+    record = write_record(str(tmp_path), "file", data)
+    lengths = {"a": 3, "b": 7, "c": 90, "d": 400}
+    copies, at = [], record.byte_offset
+    for buffer, numel in lengths.items():
+        copies.append(
+            Copy(
+                record=record,
+                byte_offset=at,
+                numel=numel,
+                dtype=UINT8,
+                buffer=buffer,
+                element_offset=0,
+                target_dtype=UINT8,
+            )
+        )
+        at += numel
+    tensors = {buffer: torch.zeros(numel, dtype=torch.uint8) for buffer, numel in lengths.items()}
+    targets = {buffer: TensorTarget(tensor) for buffer, tensor in tensors.items()}
+    executor = ThreadExecutor(threads=1, memory_nbytes=4096, checksum=True)
+    outcome = executor.execute(Plan(copies=tuple(copies)), targets)
+    assert bytes(value for tensor in tensors.values() for value in tensor.tolist()) == data
+    assert (outcome.faults, checksum_faults([outcome])) == ([], [])
 
 
 def test_elements_of_different_sizes_share_scratch_memory(tmp_path):

@@ -23,7 +23,7 @@ from ds_reshard.model.codec import ElementType
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
 from ds_reshard.model.region import Box, Region
 
-QUICK = settings(deadline=None, max_examples=100)
+QUICK = settings(deadline=None, max_examples=40)
 FP32, BF16 = ElementType.FLOAT32, ElementType.BFLOAT16
 KINDS = {"fp32": FP32, "exp_avg": BF16}
 

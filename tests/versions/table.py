@@ -1,4 +1,7 @@
-"""The table of DeepSpeed releases that README.md shows, rendered from `results.json`."""
+"""The table of DeepSpeed releases that README.md shows, rendered from `results.json`.
+
+python tests/versions/table.py   write it anew, without running anything
+"""
 
 from __future__ import annotations
 
@@ -69,10 +72,11 @@ def _count(cells: Sequence[Mapping[str, str]]) -> str:
 
 def _note(cells: Sequence[Mapping[str, str]]) -> str:
     """What did not run or failed: cell by cell, once for the same cell and reason."""
+    verbs = {"failed": "fails", "not run": "DeepSpeed itself fails"}
     said = [
-        f"{'fails' if cell['outcome'] == 'failed' else 'not run'}: {cell['cell']}: {_short(cell['reason'])}"
+        f"{verbs[cell['outcome']]} ({cell['cell']}): {_short(cell['reason'])}"
         for cell in cells
-        if cell["outcome"] != "passed" and cell["reason"]
+        if cell["outcome"] != "passed"
     ]
     return "; ".join(dict.fromkeys(said))
 
@@ -80,3 +84,7 @@ def _note(cells: Sequence[Mapping[str, str]]) -> str:
 def _short(reason: str) -> str:
     reason = reason.replace("|", "/")
     return reason if len(reason) <= _NOTE_LENGTH else reason[:_NOTE_LENGTH].rstrip() + "..."
+
+
+if __name__ == "__main__":
+    write_block(read_results())

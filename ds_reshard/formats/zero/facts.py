@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ds_reshard.model.codec import ElementType
-from ds_reshard.model.records import GlobalName, ObjectRecord, TensorRecord
+from ds_reshard.model.records import GlobalName, ObjectRecord, StorageRecord, TensorRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class OptimizerFacts:
 
 
 def canonical(value: object) -> str:
-    """A text that is equal exactly for equal trees of plain values and records.
+    """A text that is equal exactly for equal trees of plain values and records; a list equals its tuple.
 
     Used to compare what two shards say. Tensors stand for their shape, type and checksum. A part that
     is shared is written once, so the cost is linear; a part that contains itself is written as such.
@@ -56,12 +56,15 @@ def canonical(value: object) -> str:
 
 def _canonical(value: object, done: dict[int, str], open_parts: set[int]) -> str:
     if isinstance(value, TensorRecord):
-        return f"tensor({value.dtype.label},{value.shape},{value.storage.crc32},{value.element_offset})"
+        where = (value.shape, value.stride, value.element_offset, value.storage.numel, value.storage.crc32)
+        return f"tensor({value.dtype.label},{where})"
+    if isinstance(value, StorageRecord):
+        return f"storage({value.dtype.label},{value.numel},{value.crc32})"
     if isinstance(value, ScalarTensor):
         return f"scalar({value.dtype.label},{value.shape},{value.data.hex()})"
     if isinstance(value, GlobalName):
         return str(value)
-    if not isinstance(value, dict | list | tuple | ObjectRecord):
+    if not isinstance(value, dict | list | tuple | set | frozenset | ObjectRecord):
         return repr(value)
     key = id(value)
     if key in open_parts:
@@ -79,8 +82,10 @@ def _compound(value: object, done: dict[int, str], open_parts: set[int]) -> str:
         rows = sorted((_canonical(k, done, open_parts), _canonical(v, done, open_parts)) for k, v in value.items())
         return "{" + ",".join(f"{k}:{v}" for k, v in rows) + "}"
     if isinstance(value, ObjectRecord):
-        parts = (value.args, value.kwargs, value.state, value.items, value.pairs)
+        parts = (value.args, value.kwargs, value.by_new, value.has_state, value.state, value.items, value.pairs)
         return f"{value.callable}({','.join(_canonical(part, done, open_parts) for part in parts)})"
+    if isinstance(value, set | frozenset):
+        return "set[" + ",".join(sorted(_canonical(item, done, open_parts) for item in value)) + "]"
     assert isinstance(value, list | tuple)
     return "[" + ",".join(_canonical(item, done, open_parts) for item in value) + "]"
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from ds_reshard.errors import Fault
 
-_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-_MODEL_ZERO3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_MODEL = re.compile(r"mp_rank_([0-9]+)_model_states\.pt")
+_MODEL_ZERO3 = re.compile(r"zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_model_states\.pt")
+_OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_?optim_states\.pt")
 _FOREIGN: tuple[tuple[re.Pattern[str], str, str], ...] = (
     (
         re.compile(r"layer_\d+-.*model_states\.pt"),
@@ -59,14 +59,20 @@ def read_listing(folder: str, files: Mapping[str, int], subfolders: frozenset[st
     tensor_ranks: set[int] = set()
     for name in sorted(files):
         if match := _MODEL_ZERO3.fullmatch(name):
-            partitioned[int(match[1])] = name
             tensor_ranks.add(int(match[2]))
+            if not int(match[2]):
+                faults.extend(_taken(folder, partitioned, int(match[1]), name))
+                partitioned[int(match[1])] = name
         elif match := _MODEL.fullmatch(name):
+            faults.extend(_taken(folder, whole, int(match[1]), name))
             whole[int(match[1])] = name
             tensor_ranks.add(int(match[1]))
         elif match := _OPTIM.fullmatch(name):
-            optim.setdefault(match[1] or "", {})[int(match[2])] = name
+            shards = optim.setdefault(match[1] or "", {})
             tensor_ranks.add(int(match[3]))
+            if not int(match[3]):
+                faults.extend(_taken(folder, shards, int(match[2]), name))
+                shards[int(match[2])] = name
         else:
             faults.extend(_foreign(folder, name))
     if tensor_ranks - {0}:
@@ -93,6 +99,21 @@ def read_listing(folder: str, files: Mapping[str, int], subfolders: frozenset[st
         universal="zero" in subfolders and not shards,
         faults=tuple(dict.fromkeys(faults)),
     )
+
+
+def _taken(folder: str, files: Mapping[int, str], rank: int, name: str) -> list[Fault]:
+    if rank not in files:
+        return []
+    return [
+        Fault(
+            error="CheckpointDamaged",
+            where=folder,
+            what=f"holds two files of rank {rank}",
+            expected=files[rank],
+            found=f"{name} as well",
+            mend="move the one that does not belong to this save out of the folder",
+        )
+    ]
 
 
 def _foreign(folder: str, name: str) -> list[Fault]:

@@ -41,6 +41,13 @@ def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings
     subject = f"loading {prepared.checkpoint.listing.folder}"
     outcome, faults, cause = attempt(lambda: _read(prepared, settings))
     outcome = outcome or Outcome()
+    bare = sum(record.crc32 is None for record in outcome.slices)
+    if bare:
+        logger.warning(
+            "%s: %d records carry no checksum (saved with torch's crc32 off): they were loaded without verification",
+            prepared.checkpoint.listing.folder,
+            bare,
+        )
     sums, found, failed = attempt(lambda: settle(partial_sums(outcome)))
     faults += found + outcome.faults
     pending: list[PartialSum] = []
