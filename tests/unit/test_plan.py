@@ -136,7 +136,7 @@ class Checkpoint:
 
 
 def raw(tensor):
-    return bytes(tensor.contiguous().view(torch.uint8).tolist())
+    return bytes(tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).tolist())
 
 
 def model(shapes):
