@@ -504,7 +504,7 @@ def load_with_feature(run: Run, model: Model, folder: str, switch: str) -> tuple
     arguments = {"load_dir": folder, "tag": None, "load_module_strict": True, "load_optimizer_states": True,
                  "load_lr_scheduler_states": True, "load_module_only": False, "custom_load_fn": None}  # fmt: skip
     try:
-        host.load_checkpoint(engine, lambda: ("original", ""), **arguments)
+        host.load_checkpoint(engine, lambda tag: ("original", ""), **arguments)
     except ds_reshard.ReshardError as error:
         return type(error).__name__, str(error)
     return "original", ""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.formats.zero.facts import GroupFacts, OptimizerFacts
 from ds_reshard.formats.zero.faults import damaged, fail
@@ -106,6 +107,21 @@ def open_checkpoint(listing: Listing, *, optimizer: bool) -> ZeroCheckpoint:
     except ValueError as error:
         raise fail(listing.folder, f"declares an impossible layout: {error}", "disjoint tensors", "overlap") from error
     return ZeroCheckpoint(listing=listing, model=model, optim=optim, layout=layout, facts=facts)
+
+
+def saved_sizes(listing: Listing) -> tuple[int, int] | None:
+    """The data- and model-parallel sizes that the first model file says, None where it says none.
+
+    Reads the pickle alone and judges nothing: for checkpoints that this format refuses.
+    """
+    name = listing.model.get(0)
+    if name is None:
+        return None
+    with open_archive(listing.path(name)) as archive:
+        top = archive.load()
+    sizes = [top.get(key) for key in ("dp_world_size", "mp_world_size")] if isinstance(top, dict) else []
+    numbers = [size for size in sizes if isinstance(size, int)]
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else None
 
 
 def _missing(listing: Listing, model: ModelStates, *, optimizer: bool) -> Iterator[Fault]:

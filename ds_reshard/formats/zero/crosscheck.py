@@ -7,10 +7,15 @@ from collections.abc import Mapping, Sequence
 from ds_reshard.containers.crc import crc32, repeated
 from ds_reshard.errors import Fault
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM
+from ds_reshard.formats.zero.optim_states import STATE
 
 
-def compare_signatures(signatures: Mapping[str, Mapping[str, str]], folder: str) -> list[Fault]:
-    """Faults where shards of one family say different things: they are of different steps or runs."""
+def compare_signatures(signatures: Mapping[str, Mapping[str, str]], folder: str, *, states: bool = True) -> list[Fault]:
+    """Faults where shards of one family say different things: they are of different steps or runs.
+
+    `states=False` passes over scalar states other than the step: an optimizer may keep them per rank,
+    which only a load under another layout has to refuse.
+    """
     faults = []
     families: dict[str, list[str]] = {}
     for name in sorted(signatures):
@@ -19,6 +24,8 @@ def compare_signatures(signatures: Mapping[str, Mapping[str, str]], folder: str)
         first = signatures[names[0]]
         for name in names[1:]:
             for key in sorted({*first, *signatures[name]}):
+                if key.startswith(STATE) and not states:
+                    continue
                 one, other = first.get(key, "absent"), signatures[name].get(key, "absent")
                 if one != other:
                     faults.append(

@@ -15,7 +15,10 @@ from ds_reshard.formats.zero.facts import Scalar, ScalarTensor, canonical
 from ds_reshard.formats.zero.faults import check_root, fail
 from ds_reshard.model.records import ObjectRecord, TensorRecord
 
-_SCALAR_NBYTES = 4096
+STATE = "state "
+"""Marks what a signature says of scalar states other than the step, which an optimizer may keep per rank."""
+_RESERVED = frozenset({"weight", "fp32", "module", "frozen"})
+_CONFIG = ("optimizer", "scheduler", "zero_optimization", "bf16", "fp16", "data_types")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +26,14 @@ class Partition:
     """One flat buffer's share in a shard: fp32 masters, states that follow it, and its scalar states.
 
     At stages 1 and 2 there is one per param group, at stage 3 one per sub-group. `padding` elements at
-    the end of the padded partition belong to no parameter.
+    the end of the padded partition belong to no parameter. `unfollowed` describes states that are neither
+    flat nor one value: kept as they are by the layout that was saved, unknown to any other.
     """
 
     fp32: TensorRecord
     states: Mapping[str, TensorRecord]
     scalars: Mapping[str, Scalar]
+    unfollowed: Mapping[str, str]
     padding: int
     alignment: tuple[int, ...] | None
 
@@ -65,14 +70,15 @@ class OptimStates:
             "optimizer wrapper": self.kind,
             "partition count": str(self.partition_count),
             "DeepSpeed version": self.version,
-            "saved DeepSpeed config": canonical(self.config),
+            "saved DeepSpeed config": canonical(_compared(self.config)),
             "elastic": str(self.elastic),
         }
         for g, partition in enumerate(self.partitions):
             said[f"states of partition {g}"] = ",".join(
                 sorted(f"{name}:{state.dtype.label}" for name, state in partition.states.items())
             )
-            said |= {f"{name} of partition {g}": canonical(scalar) for name, scalar in partition.scalars.items()}
+            for name, scalar in partition.scalars.items():
+                said[f"{name if name == 'step' else STATE + name} of partition {g}"] = canonical(scalar)
         for g, group in enumerate(self.groups or ()):
             said |= {f"{name} of param group {g}": canonical(value) for name, value in group.items()}
         return said
@@ -199,29 +205,38 @@ def _partition(
     """Tell the states that follow the parameter (flat, of the partition's size) from the scalar ones."""
     flat: dict[str, TensorRecord] = {}
     scalars: dict[str, Scalar] = {}
+    unfollowed: dict[str, str] = {}
     for name, value in state.items():
-        if isinstance(value, TensorRecord) and len(value.shape) == 1 and value.numel in (fp32.numel, padded):
+        if str(name) in _RESERVED or "/" in str(name):
+            unfollowed[str(name)] = "a name that is used for something else"
+        elif isinstance(value, TensorRecord) and len(value.shape) == 1 and value.numel in (fp32.numel, padded):
             if not value.contiguous:
                 raise fail(
                     path, f"state {name!r} of partition {number} is not contiguous", "stride 1", str(value.stride)
                 )
             flat[str(name)] = value
-        elif isinstance(value, TensorRecord) and value.nbytes <= _SCALAR_NBYTES and value.contiguous:
+        elif isinstance(value, TensorRecord) and value.numel == 1 and value.contiguous:
             data = archive.tensor_bytes(value)
             scalars[str(name)] = ScalarTensor(dtype=value.dtype, shape=value.shape, data=data)
         elif value is None or isinstance(value, int | float | bool | str):
             scalars[str(name)] = value
         else:
-            found = f"shape {value.shape}" if isinstance(value, TensorRecord) else type(value).__name__
-            raise fail(
-                path,
-                f"state {name!r} of partition {number} does not follow the parameter",
-                f"{padded} elements or a scalar",
-                found,
-            )
+            unfollowed[str(name)] = f"shape {value.shape}" if isinstance(value, TensorRecord) else type(value).__name__
     if len(fp32.shape) != 1 or not fp32.contiguous:
         raise fail(path, f"fp32 partition {number} is not flat", "one contiguous dimension", str(fp32.shape))
-    return Partition(fp32=fp32, states=flat, scalars=scalars, padding=padded - fp32.numel, alignment=alignment)
+    return Partition(
+        fp32=fp32,
+        states=flat,
+        scalars=scalars,
+        unfollowed=unfollowed,
+        padding=padded - fp32.numel,
+        alignment=alignment,
+    )
+
+
+def _compared(config: object) -> object:
+    """The sections of a saved config that all ranks of one run have alike; others may name the rank."""
+    return {key: config[key] for key in _CONFIG if key in config} if isinstance(config, dict) else None
 
 
 def _tensors(path: str, entry: str, value: object) -> list[TensorRecord]:

@@ -22,7 +22,7 @@ from ds_reshard.model.layout import Cut, Layout, Placement
 from ds_reshard.model.records import TensorRecord
 
 Shape = tuple[int, ...]
-_SCALAR_NBYTES = 4096
+_RESERVED = frozenset({"weight", "fp32", "module", "frozen"})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,8 +36,8 @@ class _Found:
     scalars: dict[str, dict[str, Scalar]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
 
-    def place(self, name: str, kind: str, shape: Shape, tensor: TensorRecord) -> None:
-        if tensor.shape != shape or not tensor.contiguous:
+    def place(self, name: str, kind: str, shape: Shape, tensor: TensorRecord, *, state: bool = True) -> None:
+        if (state and (kind in _RESERVED or "/" in kind)) or tensor.shape != shape or not tensor.contiguous:
             self.faults.append(_order_fault(name, kind, shape, tensor.shape))
             return
         buffer = f"{kind}/{name}"
@@ -45,12 +45,14 @@ class _Found:
         self.placements.append(whole(name, kind, shape, tensor.dtype, family=MODEL, buffer=buffer))
 
     def scalar(self, name: str, kind: str, value: object) -> None:
-        if isinstance(value, TensorRecord) and value.nbytes <= _SCALAR_NBYTES and value.contiguous:
+        if isinstance(value, TensorRecord) and value.numel == 1 and value.contiguous:
             found: Scalar = ScalarTensor(dtype=value.dtype, shape=value.shape, data=self.archive.tensor_bytes(value))
         elif value is None or isinstance(value, int | float | bool | str):
             found = value
         else:
-            raise fail(self.path, f"state {kind!r} of {name} is neither flat nor scalar", "a tensor", str(type(value)))
+            shape = value.shape if isinstance(value, TensorRecord) else ()
+            self.faults.append(_order_fault(name, kind, (1,), shape))
+            return
         self.scalars.setdefault(name, {})[kind] = found
 
 
@@ -85,7 +87,7 @@ def with_order(
     if raw:
         for name, shape in ((n, s) for shapes in order for n, s in shapes.items()):
             if name in model.module:
-                found.place(name, "fp32", shape, model.module[name])
+                found.place(name, "fp32", shape, model.module[name], state=False)
     facts = OptimizerFacts(groups=tuple(_group_facts(groups, order)), scalars=found.scalars)
     layout = Layout({**checkpoint.layout.placements, **by_key(found.placements)}, checkpoint.layout.shards)
     named = replace(checkpoint, layout=layout, facts=facts, masters_in_module=raw)
@@ -114,7 +116,7 @@ def _per_parameter(
         return
     for j, (index, (name, shape)) in enumerate(zip(trained, shapes.items(), strict=True)):
         if masters is not None:
-            found.place(name, "fp32", shape, masters[j])
+            found.place(name, "fp32", shape, masters[j], state=False)
         for kind, value in states.get(index, {}).items():
             if isinstance(value, TensorRecord) and value.shape == shape and (shape or kind != "step"):
                 found.place(name, str(kind), shape, value)

@@ -23,7 +23,12 @@ def _wrap_load_checkpoint(original: Callable[..., object]) -> Callable[..., obje
         bound.apply_defaults()
         arguments = dict(bound.arguments)
         engine = arguments.pop("self")
-        return seam(engine, lambda: original(*args, **kwargs), **arguments)  # type: ignore[arg-type, return-value]
+
+        def by_deepspeed(tag: object) -> object:
+            bound.arguments["tag"] = tag
+            return original(*bound.args, **bound.kwargs)
+
+        return seam(engine, by_deepspeed, **arguments)  # type: ignore[arg-type]
 
     return load_checkpoint
 

@@ -25,7 +25,7 @@ def same_layout(engine: DeepSpeedEngine, live: LiveOptimizer | None, checkpoint:
     optimizer state, which DeepSpeed loads at no size. Two stage-0 runs are alike at any size.
     """
     if live is None or live.stage == 0:
-        return live_kind(engine) != "offload" and checkpoint.stage == 0
+        return checkpoint.stage == 0 and live_kind(engine) == _stage0_kind(checkpoint)
     optim = checkpoint.optim
     if optim is None or optim.elastic or checkpoint.dp != live.dp:
         return False
@@ -42,6 +42,15 @@ def same_layout(engine: DeepSpeedEngine, live: LiveOptimizer | None, checkpoint:
     facts = checkpoint.facts
     assert facts is not None
     return [list(g.members) for g in facts.groups] == [live.members(g) for g in range(len(live.groups))]
+
+
+def _stage0_kind(checkpoint: ZeroCheckpoint) -> str:
+    """Which wrapper wrote a stage-0 optimizer: DeepSpeed loads each into its own kind alone."""
+    saved = checkpoint.model.entries.get("optimizer")
+    if not isinstance(saved, dict):
+        return "none"
+    marks = {"fp32_groups_flat": "fused", "fp32_groups": "unfused"}
+    return next((kind for mark, kind in marks.items() if mark in saved), "torch")
 
 
 def _gaps(gaps: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -95,6 +104,15 @@ def model_faults(model: LiveModel, checkpoint: ZeroCheckpoint, *, optimizer: boo
             yield _mismatch(name, "is missing from the checkpoint", "an entry", "none")
         for name in sorted((set(saved.module) | set(saved.objects)) - model.keys):
             yield _mismatch(name, "is in the checkpoint but not in the model", "no entry", "an entry")
+    if optimizer and saved.param_shapes is None:
+        saved_names = set(saved.module) - saved.buffer_names
+        mend = "a stage-0 optimizer names nothing and is matched by order: build the model that was saved"
+        for name in sorted(set(model.trainable) - saved_names):
+            if not strict:
+                yield _mismatch(name, "is missing from the checkpoint", "an entry", "none", mend)
+        for name in sorted(saved_names - model.keys):
+            if not strict:
+                yield _mismatch(name, "is in the checkpoint but not in the model", "no entry", "an entry", mend)
     if optimizer and saved.param_shapes is not None:
         live = {name for name, shape in model.trainable.items() if prod(shape)}
         trained = {name for name, shape in saved.trainable.items() if prod(shape)}

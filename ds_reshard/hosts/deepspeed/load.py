@@ -9,21 +9,20 @@ can be reached; it has had one signature from 0.14 to 0.19.8.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import EngineUnusable, Fault, raise_faults
-from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, open_checkpoint
+from ds_reshard.errors import EngineUnusable, Fault, ReshardError, raise_faults
+from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
-from ds_reshard.formats.zero.names import read_listing
 from ds_reshard.formats.zero.shards import ZeroShards
-from ds_reshard.hosts.deepspeed.agree import agree, attempt, broadcast, gather, rank, told
+from ds_reshard.hosts.deepspeed.agree import agree, attempt, broadcast, gather, rank
 from ds_reshard.hosts.deepspeed.compare import same_layout
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_kind, live_optimizer, unsupported
+from ds_reshard.hosts.deepspeed.look import Found, look
 from ds_reshard.hosts.deepspeed.move import Moved, move
 from ds_reshard.hosts.deepspeed.prepare import Prepared, prepare
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
@@ -35,16 +34,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ds_reshard")
 
 Result = tuple[object, object]
-Original = Callable[[], Result]
+Original = Callable[[object], Result]
+"""DeepSpeed's own method with the user's arguments, and the tag that rank 0 resolved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What rank 0 found on disk, told to every rank: faults, nothing to do with us, or a checkpoint."""
+class Considered:
+    """One rank's view of its engine before anything is read; `direct` is False where DeepSpeed loads anyway."""
 
-    tag: str = ""
-    checkpoint: ZeroCheckpoint | None = None
-    faults: tuple[Fault, ...] = ()
+    direct: bool
+    settings: Settings
+    live: LiveOptimizer | None
+    features: tuple[str, ...]
 
 
 def load_checkpoint(
@@ -64,16 +65,21 @@ def load_checkpoint(
     Collective: every rank calls it with the same arguments, and every rank leaves it the same way.
     `original` is DeepSpeed's own method with the user's arguments bound.
     """
-    settings = parse_settings(engine._config._param_dict)
-    if not settings.enabled or engine.load_universal_checkpoint() or live_kind(engine) == "offload":
-        return original()
-    _commit_pending_save(engine)
-    found = broadcast(
-        _look(str(load_dir), tag, optimizer=load_optimizer_states and not load_module_only) if rank() == 0 else Found()
-    )
+    mine, faults, cause = attempt(lambda: _consider(engine))
+    considered = gather((mine.direct if mine else False, faults))
+    faults = [fault for _, of_rank in considered for fault in of_rank]
+    if len({direct for direct, _ in considered}) > 1 and not faults:
+        faults.append(_disagreement(str(load_dir)))
+    _raise(faults, subject=f"loading {load_dir}", cause=cause)
+    assert mine is not None
+    if not mine.direct:
+        return _by_deepspeed(engine, original, tag)
+    wants_optimizer = load_optimizer_states and not load_module_only
+    found = broadcast(look(str(load_dir), tag, optimizer=wants_optimizer) if rank() == 0 else Found())
+    if found.checkpoint is None and (not found.faults or _as_saved(engine, found, mine.features)):
+        return _by_deepspeed(engine, original, found.tag or tag)
     raise_faults(found.faults, subject=f"loading {load_dir}")
-    if found.checkpoint is None:
-        return original()
+    assert found.checkpoint is not None
     request = Request(
         load_dir=str(load_dir),
         tag=found.tag,
@@ -83,12 +89,47 @@ def load_checkpoint(
         module_only=load_module_only,
         custom_load_fn=custom_load_fn,
     )
-    live = live_optimizer(engine)
-    if _leave_to_deepspeed(engine, live, found.checkpoint, request, settings):
-        result = original()
-        restore_use(engine)
-        return result
-    return _load_directly(engine, live, found.checkpoint, request, settings)
+    if _leave_to_deepspeed(engine, mine, found.checkpoint, request):
+        return _by_deepspeed(engine, original, found.tag)
+    return _load_directly(engine, mine.live, found.checkpoint, request, mine.settings)
+
+
+def _by_deepspeed(engine: DeepSpeedEngine, original: Original, tag: object) -> Result:
+    result = original(tag)
+    restore_use(engine)
+    return result
+
+
+def _consider(engine: DeepSpeedEngine) -> Considered:
+    """This rank's settings and engine; a pending save is finished first."""
+    settings = parse_settings(engine._config._param_dict)
+    if not settings.enabled or engine.load_universal_checkpoint() or live_kind(engine) == "offload":
+        return Considered(direct=False, settings=settings, live=None, features=())
+    _commit_pending_save(engine)
+    return Considered(direct=True, settings=settings, live=live_optimizer(engine), features=tuple(unsupported(engine)))
+
+
+def _disagreement(where: str) -> Fault:
+    return Fault(
+        error="InternalError",
+        where=where,
+        what="ranks disagree on who loads",
+        mend="give every rank the same DeepSpeed config and build the same engine",
+    )
+
+
+def _raise(faults: list[Fault], *, subject: str, cause: Exception | None) -> None:
+    try:
+        raise_faults(faults, subject=subject)
+    except ReshardError as error:
+        raise error from cause
+
+
+def _as_saved(engine: DeepSpeedEngine, found: Found, features: tuple[str, ...]) -> bool:
+    """Whether files of a kind that is not read here (pipeline, experts, tensor parallel) are this engine's own."""
+    if not features or any(fault.error != "UnsupportedLayout" for fault in found.faults):
+        return False
+    return found.sizes == (engine.seq_dp_world_size, engine.mp_world_size)
 
 
 def _commit_pending_save(engine: DeepSpeedEngine) -> None:
@@ -98,99 +139,56 @@ def _commit_pending_save(engine: DeepSpeedEngine) -> None:
         engine._commit_decoupled_checkpoint()
 
 
-def _look(load_dir: str, tag: object, *, optimizer: bool) -> Found:
-    """Rank 0: resolve the tag, list the folder, read what all shards share. Never raises."""
-    try:
-        if tag is None:
-            latest = os.path.join(load_dir, "latest")
-            if not os.path.isfile(latest):
-                return Found()
-            with open(latest, encoding="utf-8") as file:
-                tag = file.read().strip()
-        folder = os.path.join(load_dir, str(tag))
-        if not os.path.isdir(folder):
-            return Found(faults=(_no_tag(load_dir, str(tag)),))
-        with os.scandir(folder) as scan:
-            entries = [(e.name, e.stat().st_size if e.is_file() else None) for e in scan]
-        listing = read_listing(
-            folder, {n: s for n, s in entries if s is not None}, frozenset(n for n, s in entries if s is None)
-        )
-        if listing.universal:
-            return Found()
-        return Found(tag=str(tag), checkpoint=open_checkpoint(listing, optimizer=optimizer))
-    except Exception as error:
-        return Found(faults=tuple(told(error)))
-
-
-def _no_tag(load_dir: str, tag: str) -> Fault:
-    tags = sorted(e.name for e in os.scandir(load_dir) if e.is_dir()) if os.path.isdir(load_dir) else []
-    return Fault(
-        error="CheckpointNotFound",
-        where=load_dir,
-        what=f"has no tag {tag!r}",
-        expected="one of " + (", ".join(map(repr, tags[:12])) or "none"),
-        found=repr(tag),
-        mend="pass tag= one of the tags that exist, or none for the latest" if tags else "check the folder's path",
-    )
-
-
 def _leave_to_deepspeed(
-    engine: DeepSpeedEngine,
-    live: LiveOptimizer | None,
-    checkpoint: ZeroCheckpoint,
-    request: Request,
-    settings: Settings,
+    engine: DeepSpeedEngine, mine: Considered, checkpoint: ZeroCheckpoint, request: Request
 ) -> bool:
     """Whether DeepSpeed's own path takes this load; decided alike, and agreed, on every rank.
 
-    What is left to DeepSpeed has had its structure checked. What can be loaded by neither is refused.
+    What is left to DeepSpeed has had its structure checked. What can be loaded by neither is refused. At
+    stage 3 a load without optimizer states is not left to DeepSpeed: with `load_module_only` it loads
+    nothing, and with `load_optimizer_states=False` the weights of `latest`, whatever the tag
+    (`_load_checkpoint`, runtime/engine.py, 0.19.8; issue 8499 of DeepSpeed).
     """
-    subject = f"loading {checkpoint.listing.folder}"
-    features = unsupported(engine)
-    same, faults, cause = attempt(lambda: same_layout(engine, live, checkpoint))
-    if features and not same:
-        faults.append(
-            Fault(
-                error="UnsupportedLayout",
-                where=checkpoint.listing.folder,
-                what=f"a load under another layout is not supported with {', '.join(features)}",
-                expected=f"stage {checkpoint.stage}, dp={checkpoint.dp}, as saved",
-                found=f"stage {engine.zero_optimization_stage()}, dp={engine.seq_dp_world_size}",
-                mend="resume with the layout that was saved",
-            )
-        )
-    signatures: dict[str, dict[str, str]] = {}
-    prints: dict[str, tuple[tuple[int, int | None], ...]] = {}
-    leave = bool(same) and (bool(features) or not settings.always or checkpoint.stage == 0)
+    folder = checkpoint.listing.folder
+    same, faults, cause = attempt(lambda: same_layout(engine, mine.live, checkpoint))
+    if mine.features and not same:
+        faults.append(_unsupported_fault(engine, mine.features, checkpoint))
+    partial = checkpoint.stage == 3 and not request.load_optimizer
+    always = mine.settings.always and checkpoint.stage != 0
+    leave = bool(same) and (bool(mine.features) or not (always or partial))
+    shards = ZeroShards(checkpoint=checkpoint)
     if leave and not faults:
-        shards = ZeroShards(checkpoint=checkpoint)
-        index = Index(checkpoint.layout, shards)
-        if live is not None and live.stage != 0:
-            if checkpoint.optim is not None:
-                index.open(OPTIM, live.rank)
-            index.open(MODEL, live.rank if checkpoint.listing.partitioned_model else 0)
-        faults += index.faults
-        signatures, prints = shards.signatures, shards.prints
-    verdicts = gather((leave, faults, signatures, prints))
+        found, more, cause = attempt(lambda: _check_own(mine.live, checkpoint, shards))
+        faults += (found or []) + more
+    verdicts = gather((leave, faults, shards.signatures, shards.prints))
     faults = [fault for _, of_rank, _, _ in verdicts for fault in of_rank]
-    faults += compare_signatures(
-        {k: v for _, _, said, _ in verdicts for k, v in said.items()}, checkpoint.listing.folder
-    )
-    faults += compare_prints({k: v for _, _, _, seen in verdicts for k, v in seen.items()}, checkpoint.listing.folder)
+    faults += compare_signatures({k: v for _, _, said, _ in verdicts for k, v in said.items()}, folder, states=False)
+    faults += compare_prints({k: v for _, _, _, seen in verdicts for k, v in seen.items()}, folder)
     if len({taken for taken, _, _, _ in verdicts}) > 1:
-        faults.append(
-            Fault(
-                error="InternalError",
-                where=subject,
-                what="ranks disagree on who loads",
-                mend="build the same engine on every rank",
-            )
-        )
-    try:
-        raise_faults(faults, subject=subject)
-    except Exception as error:
-        raise error from cause
+        faults.append(_disagreement(folder))
+    _raise(faults, subject=f"loading {folder}", cause=cause)
     return leave
+
+
+def _check_own(live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, shards: ZeroShards) -> list[Fault]:
+    """Open the shards that DeepSpeed will load on this rank, and say what is wrong with them."""
+    index = Index(checkpoint.layout, shards)
+    if live is not None and live.stage != 0:
+        if checkpoint.optim is not None:
+            index.open(OPTIM, live.rank)
+        index.open(MODEL, live.rank if checkpoint.listing.partitioned_model else 0)
+    return index.faults
+
+
+def _unsupported_fault(engine: DeepSpeedEngine, features: tuple[str, ...], checkpoint: ZeroCheckpoint) -> Fault:
+    return Fault(
+        error="UnsupportedLayout",
+        where=checkpoint.listing.folder,
+        what=f"a load under another layout is not supported with {', '.join(features)}",
+        expected=f"stage {checkpoint.stage}, dp={checkpoint.dp}, as saved",
+        found=f"stage {engine.zero_optimization_stage()}, dp={engine.seq_dp_world_size}",
+        mend="resume with the layout that was saved",
+    )
 
 
 def _load_directly(
@@ -214,9 +212,11 @@ def _load_directly(
     _event(engine, "prologue")
     moved = move(engine, prepared, request, settings)
     _event(engine, "epilogue")
+    client, faults, cause = attempt(lambda: client_entries(engine, prepared.model, prepared.entries, request))
+    agree(faults, subject=f"loading {folder}", cause=cause)
     restore_use(engine)
     _log(prepared, moved, time.perf_counter() - started)
-    return prepared.model.path, client_entries(engine, prepared.model, prepared.entries, request)
+    return prepared.model.path, client
 
 
 def _event(engine: DeepSpeedEngine, when: str) -> None:
@@ -241,7 +241,7 @@ def _log(prepared: Prepared, moved: Moved, seconds: float) -> None:
     )
 
 
-_GUARDED = ("step", "save_checkpoint")
+_GUARDED = ("step", "save_checkpoint", "save_16bit_model", "save_fp16_model")
 
 
 def refuse_use(engine: DeepSpeedEngine, why: str) -> None:

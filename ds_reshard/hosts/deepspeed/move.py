@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, ModelMismatch
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.ports import Outcome
 from ds_reshard.execution.threads import ThreadExecutor
@@ -39,7 +39,7 @@ class Moved:
 def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings: Settings) -> Moved:
     """Fill the engine. Collective; a fault on any rank raises on every rank, and the engine is then unusable."""
     subject = f"loading {prepared.checkpoint.listing.folder}"
-    outcome, faults, cause = attempt(lambda: _read(prepared, settings))
+    outcome, faults, cause = attempt(lambda: _read(engine, prepared, settings))
     outcome = outcome or Outcome()
     bare = sum(record.crc32 is None for record in outcome.slices)
     if bare:
@@ -60,9 +60,11 @@ def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings
     combined, again = combine([sums if replica == mine else [] for _, sums, replica in told])
     reread = read_again([record for record, reader in again.items() if reader == rank()]) if not everyone else []
     agree([*faults, *(combined if not everyone else []), *reread], subject=subject, cause=cause or failed)
-    found_late, faults, cause = attempt(lambda: _settle_model(engine, prepared, request, settings))
-    agree([*faults, *(found_late or [])], subject=subject, cause=cause)
-    _, faults, cause = attempt(lambda: _finish(engine, prepared, request))
+    late, faults, cause = attempt(lambda: _settle_model(engine, prepared, request, settings))
+    agree([*faults, *(late or [])], subject=subject, cause=cause)
+    _, faults, cause = attempt(lambda: _adopt(engine, prepared, request))
+    agree(faults, subject=subject, cause=cause)
+    _, faults, cause = attempt(lambda: _settle_masters(engine, prepared, request))
     agree(faults, subject=subject, cause=cause)
     plan = prepared.plan
     return Moved(bytes_read=outcome.bytes_read, read_calls=outcome.read_calls, files=plan.files)
@@ -81,7 +83,9 @@ def _replica(engine: DeepSpeedEngine, prepared: Prepared) -> int:
     return min(dist.get_process_group_ranks(engine.optimizer.dp_process_group))
 
 
-def _read(prepared: Prepared, settings: Settings) -> Outcome:
+def _read(engine: DeepSpeedEngine, prepared: Prepared, settings: Settings) -> Outcome:
+    if prepared.wants.absent and prepared.live is not None:
+        _masters_from_weights(engine.optimizer, prepared.live)  # what is absent keeps its weights
     executor = ThreadExecutor(
         threads=settings.threads, memory_nbytes=settings.memory_nbytes, checksum=settings.verify == "crc32"
     )
@@ -100,30 +104,59 @@ def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, request: Request,
         if request.custom_load_fn is not None:
             state = {name: read_tensor(record) for name, record in prepared.checkpoint.model.module.items()}
             request.custom_load_fn(src=state, dst=engine.module)
+        elif _loads_itself(engine.module, prepared.wants.state):
+            _run_loaders(engine.module, prepared.wants.state)
     return [] if settings.verify == "off" else list(_masters_against_weights(engine, prepared))
 
 
-def _finish(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> None:
-    """Scheduler and counters, then the optimizer, in DeepSpeed's own order. Every rank takes the same path."""
-    live = prepared.live
+def _loads_itself(module: torch.nn.Module, state: Mapping[str, object]) -> bool:
+    """Whether some module takes part in loading: hooks, its own loader, or entries that are not its tensors."""
+    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    if any(hasattr(value, "data_ptr") and id(value) not in own for value in state.values()):
+        return True
+    return any(
+        part._load_state_dict_pre_hooks
+        or part._load_state_dict_post_hooks
+        or not type(part)._load_from_state_dict.__module__.startswith("torch.nn.")
+        for part in module.modules()
+    )
+
+
+def _run_loaders(module: torch.nn.Module, state: Mapping[str, object]) -> None:
+    """Let the module load what was read: a copy of each tensor onto itself, and all that it does besides."""
+    whole = {name: value for name, value in state.items() if not hasattr(value, "ds_id")}
+    answer = module.load_state_dict(whole, strict=False)
+    if answer.unexpected_keys:
+        raise ModelMismatch(
+            f"module {type(module).__name__}: its state dict has entries that it does not load itself: "
+            f"{', '.join(answer.unexpected_keys[:8])}; resume with the layout that was saved"
+        )
+
+
+def _adopt(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> None:
+    """Scheduler, counters and optimizer, in DeepSpeed's own order. Not collective: a rank may fail alone."""
+    live, wants = prepared.live, prepared.wants
     if live is None or live.stage != 0:
         _counters(engine, prepared, request)
-    if live is not None:
-        _finish_optimizer(engine, live, prepared, request)
+    if live is not None and prepared.values is not None:
+        if not wants.from_masters and not (prepared.masters and _masters_read(prepared)):
+            _masters_from_weights(engine.optimizer, live)
+        adopt(engine, live, prepared.values, wants.tensors)
     if live is not None and live.stage == 0:
         _counters(engine, prepared, request)
 
 
-def _finish_optimizer(engine: DeepSpeedEngine, live: LiveOptimizer, prepared: Prepared, request: Request) -> None:
-    optimizer, wants = engine.optimizer, prepared.wants
-    if prepared.values is not None:
-        if not prepared.masters or not _masters_read(prepared):
-            _masters_from_weights(optimizer, live)
-        adopt(engine, live, prepared.values, wants.tensors)
-        _weights_from_masters(engine, live, prepared)
+def _settle_masters(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> None:
+    """Weights from masters, then masters from weights, where either is asked for.
+
+    Collective: every rank takes the same branches, and the failures of one rank alone are behind it.
+    """
+    live = prepared.live
+    if live is None:
         return
     _weights_from_masters(engine, live, prepared)
-    _masters_from_weights(optimizer, live)
+    if prepared.values is None or (prepared.wants.from_masters and not prepared.masters):
+        _masters_from_weights(engine.optimizer, live)
 
 
 def _masters_read(prepared: Prepared) -> bool:

@@ -78,12 +78,13 @@ def prepare(
     values = None
     if loads_optimizer and live is not None:
         values, found = _optimizer_values(engine, live, checkpoint, settings)
-        faults += found
+        faults += found + list(_unfollowed(checkpoint))
+        raise_faults(faults, subject=subject)
     masters = loads_optimizer and (live is None or live.stage == 0 or live.kind == "zero3" or _from_fp32(engine))
     wants = _wants(engine, live, checkpoint, loads_optimizer=loads_optimizer, masters=masters)
     model = _own_model(engine, checkpoint)
     if model is not checkpoint.model:
-        wants.take_buffers(engine, model)
+        wants.take_buffers(model)
     entries = live_entries(engine, model, request, settings)
     index = Index(checkpoint.layout, shards)
     position, size = (live.rank, live.dp) if live else (0, 1)
@@ -91,7 +92,7 @@ def prepare(
     if checkpoint.listing.partitioned_model:
         for shard in range(position, checkpoint.dp, size):
             index.open(MODEL, shard)
-    faults += index.faults
+    faults += index.faults + wants.faults
     faults += _files_as_listed(checkpoint, plan)
     raise_faults(faults, subject=subject)
     return Prepared(
@@ -145,11 +146,26 @@ def _wants(
 ) -> Wants:
     wants = Wants(checkpoint=checkpoint)
     want_model(wants, engine, live, masters=masters)
-    if live is not None and loads_optimizer:
-        want_optimizer(wants, live, masters=masters, states=True)
-    elif live is not None and wants.from_masters and live.kind in ("zero", "bf16"):
-        want_optimizer(wants, live, masters=True, states=False)
+    if live is None:
+        return wants
+    gathered = bool(wants.from_masters) and live.kind in ("zero", "bf16")
+    if loads_optimizer or gathered:
+        want_optimizer(wants, live, masters=masters or gathered, states=loads_optimizer)
     return wants
+
+
+def _unfollowed(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+    """States that are neither one value nor cut as the parameters are: nobody can say how to cut them anew."""
+    for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim else ()):
+        for name, found in partition.unfollowed.items():
+            yield Fault(
+                error="UnsupportedLayout",
+                where=f"optimizer state {name!r} of flat buffer {number}",
+                what="does not follow the parameter, so it cannot be cut for another layout",
+                expected=f"{partition.padded_numel} elements or one",
+                found=found,
+                mend="resume with the layout that was saved, or pass load_optimizer_states=False",
+            )
 
 
 def _optimizer_values(

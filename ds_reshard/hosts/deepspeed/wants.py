@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from ds_reshard.errors import Fault
 from ds_reshard.execution.buffers import TensorTarget, element_type, fresh, torch_dtype
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import flat_group, sliced, sub_group, whole
@@ -30,7 +31,10 @@ class Wants:
 
     `sizes` lists the fresh buffers alone: only those have padding to zero. `whole_reads` are tensors
     that are read and copied as a whole (not row-major in the file or in memory). `from_masters` names
-    the weights that the checkpoint does not hold and that are cast from the masters once those are in.
+    the weights that the checkpoint does not hold and that are cast from the masters once those are in;
+    `absent` the trainable parameters that it does not hold at all (a non-strict load keeps them).
+    `state` is the module's state dict, taken once: where its entries are not the module's own tensors,
+    they are what is read into. `faults` are entries that cannot be read.
     """
 
     checkpoint: ZeroCheckpoint
@@ -41,6 +45,9 @@ class Wants:
     whole_reads: list[tuple[TensorRecord, torch.Tensor]] = field(default_factory=list)
     from_masters: list[str] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    state: Mapping[str, object] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
 
     def existing(self, placement: Placement, source: TensorKey, tensor: torch.Tensor) -> None:
         """Want `source` in a buffer that the engine already has."""
@@ -55,9 +62,9 @@ class Wants:
         self.sizes[placement.buffer] = numel
         self.makers[placement.buffer] = lambda: fresh(numel, torch_dtype(placement.dtype), device)
 
-    def take_buffers(self, engine: DeepSpeedEngine, model: ModelStates) -> None:
+    def take_buffers(self, model: ModelStates) -> None:
         """Take the module's buffers from this rank's own model file instead of the first one's."""
-        for names, tensor in _entries(engine):
+        for names, tensor in _entries(self.state):
             record = next((model.module[name] for name in names if name in model.module), None)
             if record is None or set(names).isdisjoint(model.buffer_names) or record.shape != tuple(tensor.shape):
                 continue
@@ -87,9 +94,10 @@ def want_model(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer | None
     in another type than this run trains in, is then cast from its master.
     """
     trainable = {name for buffer in live.buffers for name in buffer.shapes} if live else set()
+    wants.state = engine.module.state_dict(keep_vars=True)
     if live is not None and live.kind == "zero3":
         _want_partitioned(wants, engine, live, masters=masters)
-    for names, tensor in _entries(engine):
+    for names, tensor in _entries(wants.state):
         if hasattr(tensor, "ds_id"):
             continue
         master = next((name for name in names if name in trainable and has(wants.checkpoint, name, "fp32")), None)
@@ -102,12 +110,14 @@ def want_model(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer | None
         _want_weight(wants, names, tensor, live)
 
 
-def _entries(engine: DeepSpeedEngine) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """Each tensor of the module's state dict once, with all its names (tied weights have several)."""
+def _entries(state: Mapping[str, object]) -> Iterator[tuple[list[str], torch.Tensor]]:
+    """Each tensor of a state dict once, with all its names (tied weights have several)."""
+    import torch
+
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
-    for name, tensor in engine.module.state_dict(keep_vars=True).items():
-        if hasattr(tensor, "data_ptr") and not name.endswith(EXTRA_STATE):
+    for name, tensor in state.items():
+        if isinstance(tensor, torch.Tensor) and name.rpartition(".")[2] != EXTRA_STATE:
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
     for key, tensor in tensors.items():
@@ -142,6 +152,20 @@ def _want_weight(wants: Wants, names: list[str], tensor: torch.Tensor, live: Liv
             else:
                 _want_whole(wants, names[0], TensorKey(name=name, kind="fp32"), tensor)
             return
+    held = [name for name in names if name in checkpoint.model.module or name in checkpoint.model.objects]
+    if held and tensor.numel():
+        wants.faults.append(_unread(held[0], "is in the checkpoint in a form that is not read"))
+
+
+def _unread(name: str, what: str) -> Fault:
+    return Fault(
+        error="UnsupportedLayout",
+        where=f"module entry {name}",
+        what=what,
+        expected="a plain dense tensor, or a share in the optimizer's files",
+        found="another kind of value, or a placeholder without one",
+        mend="resume with the layout that was saved, where DeepSpeed loads it itself",
+    )
 
 
 def _want_whole(wants: Wants, name: str, source: TensorKey, tensor: torch.Tensor) -> None:
@@ -150,6 +174,9 @@ def _want_whole(wants: Wants, name: str, source: TensorKey, tensor: torch.Tensor
     record = wants.checkpoint.model.module.get(source.name)
     if not tensor.is_contiguous() and source.kind == "weight" and record is not None and record.numel:
         wants.whole_reads.append((record, tensor))
+        return
+    if not tensor.is_contiguous():
+        wants.faults.append(_unread(name, "is not contiguous in this run, and has no whole weight to be read from"))
         return
     placement = whole(
         name, "weight", tuple(tensor.shape), element_type(tensor.dtype), family=RUN, buffer=f"module/{name}"
@@ -185,6 +212,9 @@ def _want_partitioned(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer
         key = next((k for k in _weight_keys(name) if k in checkpoint.layout), None)
         if key is not None:
             part = param.ds_tensor
+            if not part.is_floating_point() and checkpoint.layout[key].dtype is not element_type(part.dtype):
+                wants.faults.append(_unread(name, "is kept quantized in this run"))
+                continue
             placement = sliced(
                 name,
                 "weight",
@@ -205,13 +235,16 @@ def want_optimizer(wants: Wants, live: LiveOptimizer, *, masters: bool, states: 
     """Want this rank's partitions: fp32 masters in place, states in fresh buffers beside them."""
     for number, buffer in enumerate(live.buffers):
         kinds: dict[str, ElementType] = {}
-        if masters and all(has(wants.checkpoint, name, "fp32") for name in buffer.shapes):
+        if masters and any(has(wants.checkpoint, name, "fp32") for name in buffer.shapes):
             kinds["fp32"] = element_type(buffer.fp32.dtype)
         if states:
             kinds |= state_kinds(wants.checkpoint, buffer)
         for placement in _flat_placements(buffer, live, kinds, number):
             key = placement.key
             if not placement.numel:
+                continue
+            if key not in wants.checkpoint.layout:
+                wants.absent.append(key.name)
                 continue
             if key.kind == "fp32":
                 wants.existing(placement, key, buffer.fp32)
