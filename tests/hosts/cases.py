@@ -37,6 +37,7 @@ class Model:
     tied: bool = False
     empty: bool = False
     scheduler: bool = True
+    extra: bool = False
     seed: int = 7
 
 

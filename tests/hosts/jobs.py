@@ -54,6 +54,8 @@ class Net(torch.nn.Module):
         if model.empty:
             self.spare = torch.nn.ParameterDict({"empty": torch.nn.Parameter(torch.zeros(0, 5))})
         self.head = torch.nn.Linear(7, 13, bias=False)
+        if model.extra:
+            self.new = torch.nn.Linear(3, 5)
         if model.tied:
             self.head.weight = self.embed.weight
 
@@ -92,7 +94,28 @@ def _optimizer(model: Model, groups: list[dict[str, Any]]) -> torch.optim.Optimi
         "adagrad": lambda: torch.optim.Adagrad(groups),
         "nadam": lambda: torch.optim.NAdam(groups),
     }
+    if model.optimizer.startswith("odd_"):
+        return Odd(groups, model.optimizer.removeprefix("odd_"))
     return makers[model.optimizer]()
+
+
+class Odd(torch.optim.AdamW):
+    """AdamW that keeps one more state: a scale per block, one named like a weight, or one value a rank."""
+
+    def __init__(self, groups: Any, kind: str) -> None:
+        super().__init__(groups)
+        self.kind = kind
+
+    def step(self, closure: Any = None) -> Any:
+        answer = super().step(closure)
+        for parameter, state in self.state.items():
+            extra = {
+                "blocks": lambda p: p.detach().abs()[: p.numel() // 8 * 8].view(-1, 8).amax(1),
+                "weight": lambda p: p.detach().clone(),
+                "per_rank": lambda p: torch.tensor(float(torch.distributed.get_rank() + 1)),
+            }[self.kind](parameter)
+            state[{"blocks": "absmax", "weight": "weight", "per_rank": "rms"}[self.kind]] = extra
+        return answer
 
 
 def build(run: Run, model: Model, seed: int | None = None, tiny: bool = False, thaw: bool = False) -> Any:
@@ -257,6 +280,8 @@ def contents(engine: Any) -> dict[str, Any]:
     def put(name: str, start: int, take: slice, master: torch.Tensor, state: dict[str, Any]) -> None:
         pieces.append((name, "fp32", start, master.detach().view(-1)[take].clone()))
         for kind, value in state.items():
+            if kind in ("absmax", "rms", "weight"):
+                continue
             if torch.is_tensor(value) and value.numel() == master.numel() and (value.dim() or kind != "step"):
                 if kind in ("step", "mu_product"):
                     scalars[name, kind] = float(value)
@@ -460,24 +485,29 @@ def break_rank_1(fault: str) -> Any:
     from unittest import mock
 
     from ds_reshard.execution import threads
-    from ds_reshard.hosts.deepspeed import prepare
+    from ds_reshard.hosts.deepspeed import load, move, prepare
 
     if torch.distributed.get_rank() != 1:
         return lambda: None
 
     def fail(*args: Any, **kwargs: Any) -> Any:
-        raise {
+        raised = {
             "unreadable": OSError(5, "Input/output error"),
             "another folder": FileNotFoundError(2, "No such file"),
-            "crash": KeyError("surprise"),
-        }[fault]
+        }
+        raise raised.get(fault, KeyError("surprise"))
 
-    patches = {
-        "unreadable": lambda: mock.patch.object(threads.os, "preadv", fail),
-        "another folder": lambda: mock.patch.object(prepare.os, "stat", fail),
-        "crash": lambda: mock.patch.object(prepare, "plan_rank", fail),
-    }
-    patch = patches[fault]()
+    place, name = {
+        "unreadable": (threads.os, "preadv"),
+        "another folder": (prepare.os, "stat"),
+        "crash": (prepare, "plan_rank"),
+        "crash in settings": (load, "parse_settings"),
+        "crash in live": (load, "live_optimizer"),
+        "crash in check": (load, "Index"),
+        "crash in adopt": (move, "adopt"),
+        "crash in client": (load, "client_entries"),
+    }[fault]
+    patch = mock.patch.object(place, name, fail)
     patch.start()
     return patch.stop
 
@@ -520,3 +550,80 @@ def load_after_decoupled_save(run: Run, model: Model, folder: str) -> list[str]:
     with ds_reshard.install("deepspeed"):
         engine.load_checkpoint(folder)
     return [*order, "load"]
+
+
+class Curious(torch.nn.Module):
+    """Takes part in saving and loading in every way that torch offers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+        self.register_buffer("my_extra_state", torch.randn(3))
+        self.register_buffer("base", torch.randn(3))
+        self.register_buffer("derived", torch.zeros(3), persistent=False)
+        self.count = 0
+        self.hidden = torch.randn(2)
+        self.register_load_state_dict_post_hook(lambda module, keys: module._derive())
+
+    def _derive(self) -> None:
+        self.derived.copy_(2 * self.base)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "hidden_doubled"] = 2 * self.hidden
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        hidden = state.pop(prefix + "hidden_doubled", None)
+        if hidden is not None:
+            self.hidden = hidden / 2
+        super()._load_from_state_dict(state, prefix, *rest)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        rows = tokens.to(self.linear.weight.dtype)[:, None].repeat(1, 3)
+        return self.linear(rows).float().square().mean()
+
+    def told(self) -> dict[str, Any]:
+        return {"extra": self.count, "hidden": self.hidden.tolist(), "base": self.base.float().tolist(),
+                "named": self.my_extra_state.float().tolist(), "derived": self.derived.float().tolist()}  # fmt: skip
+
+
+def _curious(run: Run, seed: int) -> Any:
+    import deepspeed
+
+    torch.manual_seed(seed)
+    net = Curious()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=ds_config(run), dist_init_required=False)
+    return engine
+
+
+def save_curious(run: Run, folder: str) -> dict[str, Any]:
+    engine = _curious(run, seed=5)
+    engine.module.count = 41
+    engine.module._derive()
+    train(engine, 0, 1)
+    engine.save_checkpoint(folder)
+    return engine.module.told()
+
+
+def load_curious(run: Run, folder: str) -> dict[str, Any]:
+    import ds_reshard
+
+    engine = _curious(run, seed=6)
+    with ds_reshard.install("deepspeed"):
+        engine.load_checkpoint(folder)
+    return engine.module.told()
+
+
+def save_named(run: Run, folder: str) -> None:
+    """A config with a value of the rank's own, as a logger's file name may be."""
+    named = {"tensorboard": {"enabled": False, "job_name": f"rank{torch.distributed.get_rank()}"}}
+    engine = build(Run(run.stage, run.dp, run.dtype, run.options, named), Model())
+    train(engine, 0, 1)
+    engine.save_checkpoint(folder)

@@ -31,7 +31,12 @@ class Cell:
     model: Model
 
     def __str__(self) -> str:
-        return f"{self.source} to {self.target}, {self.model.optimizer}"
+        return f"{_layout(self.source)} to {_layout(self.target)}, {self.model.optimizer}"
+
+
+def _layout(run: Run) -> str:
+    """Stage x ranks, and the options that are on: "2x3 round_robin_gradients"."""
+    return " ".join([f"{run.stage}x{run.dp}", *run.options])
 
 
 _ROUND_ROBIN = {"round_robin_gradients": True}
@@ -66,8 +71,27 @@ def _save(worlds: Any, cell: Cell, folder: Path) -> dict[str, str]:
     except Exception as error:
         shutil.rmtree(folder, ignore_errors=True)
         return {"outcome": "not run", "reason": _reason(error)}
+    if _optimizer_lost(folder / "saved"):
+        shutil.rmtree(folder)
+        return {"outcome": "not run", "reason": "save_checkpoint wrote no optimizer state"}
     torch.save(held, folder / "truth.pt")
     return {"outcome": "saved", "reason": ""}
+
+
+def _optimizer_lost(saved: Path) -> bool:
+    """Whether DeepSpeed saved the weights alone.
+
+    So it does with bf16 at stage 0, and at stage 1 with grad_accum_dtype fp32, where runtime/constants.py has
+    `DDP_BFLOAT16 = "bf16"` (0.17.6, 0.18.4): the engine then builds FP16_UnfusedOptimizer in place of
+    BF16_Optimizer (runtime/engine.py, `_configure_optimizer`), and `_save_checkpoint` takes it for a ZeRO one.
+    """
+    import torch
+
+    if any(saved.glob("*/*_optim_states.pt")):
+        return False
+    return all(
+        torch.load(path, weights_only=False)["optimizer"] is None for path in saved.glob("*/mp_rank_*_model_states.pt")
+    )
 
 
 def _load(worlds: Any, cell: Cell, folder: Path) -> dict[str, str]:

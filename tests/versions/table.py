@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 RESULTS = Path(__file__).with_name("results.json")
 BLOCK = re.compile(r"(<!-- support-table:begin -->\n).*?(<!-- support-table:end -->)", re.DOTALL)
-_NOTE_LENGTH = 110
+_NOTE_LENGTH = 75
 
 
 def read_results() -> dict[str, Any]:
@@ -41,7 +41,7 @@ def rows(results: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
 def render(results: Mapping[str, Any]) -> str:
     """The lines between README's markers."""
     lines = [
-        f"Each cell is a save and a load under another stage and size, compared bit for bit; torch {results['torch']},",
+        f"Each cell is a save and a load under another stage x ranks, compared bit for bit; torch {results['torch']},",
         f'Python {results["python"]}, CPU. "Saved by it loads" is a load under DeepSpeed {results["current"]}.',
         "",
         "| DeepSpeed | runs here | saved by it loads | loads under it | note |",
@@ -71,18 +71,20 @@ def _count(cells: Sequence[Mapping[str, str]]) -> str:
 
 
 def _note(cells: Sequence[Mapping[str, str]]) -> str:
-    """What did not run or failed: cell by cell, once for the same cell and reason."""
+    """What failed or did not run, cells with one reason together."""
     verbs = {"failed": "fails", "not run": "DeepSpeed itself fails"}
-    said = [
-        f"{verbs[cell['outcome']]} ({cell['cell']}): {_short(cell['reason'])}"
-        for cell in cells
-        if cell["outcome"] != "passed"
-    ]
-    return "; ".join(dict.fromkeys(said))
+    found: dict[tuple[str, str], list[str]] = {}
+    for cell in cells:
+        if cell["outcome"] != "passed":
+            found.setdefault((verbs[cell["outcome"]], _short(cell["reason"])), []).append(cell["cell"])
+    return ". ".join(
+        f"{verb} in {'; '.join(dict.fromkeys(names))}: {reason}" for (verb, reason), names in found.items()
+    )
 
 
 def _short(reason: str) -> str:
     reason = reason.replace("|", "/")
+    reason = reason.rstrip(".")
     return reason if len(reason) <= _NOTE_LENGTH else reason[:_NOTE_LENGTH].rstrip() + "..."
 
 

@@ -18,6 +18,7 @@ from ds_reshard.hosts.deepspeed.live import LiveOptimizer
 from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.hosts.deepspeed.revival import read_tensor
 from ds_reshard.hosts.deepspeed.settings import Settings
+from ds_reshard.hosts.deepspeed.wants import EXTRA_STATE
 
 if TYPE_CHECKING:
     import torch
@@ -99,13 +100,13 @@ def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, request: Request,
     with torch.no_grad():
         for record, tensor in prepared.wants.whole_reads:
             tensor.copy_(read_tensor(record))
-        for name, extra in prepared.extra.items():
-            engine.module.get_submodule(name).set_extra_state(extra)
         if request.custom_load_fn is not None:
             state = {name: read_tensor(record) for name, record in prepared.checkpoint.model.module.items()}
             request.custom_load_fn(src=state, dst=engine.module)
         elif _loads_itself(engine.module, prepared.wants.state):
             _run_loaders(engine.module, prepared.wants.state)
+        for name, extra in prepared.extra.items():
+            engine.module.get_submodule(name).set_extra_state(extra)
     return [] if settings.verify == "off" else list(_masters_against_weights(engine, prepared))
 
 
@@ -124,7 +125,8 @@ def _loads_itself(module: torch.nn.Module, state: Mapping[str, object]) -> bool:
 
 def _run_loaders(module: torch.nn.Module, state: Mapping[str, object]) -> None:
     """Let the module load what was read: a copy of each tensor onto itself, and all that it does besides."""
-    whole = {name: value for name, value in state.items() if not hasattr(value, "ds_id")}
+    skipped = {name for name in state if name.rpartition(".")[2] == EXTRA_STATE}
+    whole = {name: value for name, value in state.items() if name not in skipped and not hasattr(value, "ds_id")}
     answer = module.load_state_dict(whole, strict=False)
     if answer.unexpected_keys:
         raise ModelMismatch(

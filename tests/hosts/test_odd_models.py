@@ -1,0 +1,139 @@
+"""Partial loads, modules that take part in loading, and optimizers that keep more than moments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import Model, Run
+from gathered import gathered, same_bits
+from saves import Saves
+
+pytestmark = pytest.mark.distributed
+
+
+def _weights_of(saved: Any, loaded: Any, names: Any) -> list[str]:
+    return [n for n in names if not same_bits(saved[0]["weights"][n], loaded[0]["weights"][n])]
+
+
+@pytest.mark.parametrize("target", (Run(2, 1), Run("bf16", 3), Run(0, 1), Run(3, 3)), ids=str)
+@pytest.mark.parametrize("arguments", ({"load_optimizer_states": False}, {"load_module_only": True}), ids=str)
+def test_a_new_parameter_keeps_its_start_and_all_others_load(
+    worlds: Any, saves: Saves, target: Run, arguments: dict[str, Any]
+) -> None:
+    """Stage 3 holds weights only as masters: one name that it lacks must not cost the others theirs."""
+    folder, saved = saves(Run(3, 2), Model())
+    model = Model(extra=True)
+    fresh = worlds[target.dp].run("fresh", run=target, model=model)
+    loaded = worlds[target.dp].run(
+        "load", run=target, model=model, folder=str(folder), arguments={"load_module_strict": False, **arguments}
+    )
+    assert _weights_of(saved, loaded, saved[0]["weights"]) == []
+    assert _weights_of(fresh, loaded, ["new.weight", "new.bias"]) == []
+    masters = {name: values for (name, kind), values in gathered(loaded).items() if kind == "fp32"}
+    for name, values in masters.items():
+        assert same_bits(values, loaded[0]["weights"][name].float().view(-1)), name
+
+
+@pytest.mark.parametrize("target", (Run(1, 3), Run("bf16", 1)), ids=str)
+def test_masters_from_weights_out_of_a_stage_3_checkpoint(worlds: Any, saves: Saves, target: Run) -> None:
+    """`load_from_fp32_weights=false` where the weights themselves come from masters."""
+    folder, saved = saves(Run(3, 2), Model())
+    run = Run(target.stage, target.dp, options={"load_from_fp32_weights": False})
+    loaded = worlds[target.dp].run("load", run=run, model=Model(), folder=str(folder))
+    assert _weights_of(saved, loaded, saved[0]["weights"]) == []
+    truth = gathered(saved)
+    for (name, kind), values in gathered(loaded).items():
+        expected = saved[0]["weights"][name].float().view(-1) if kind == "fp32" else truth[name, kind]
+        assert same_bits(values, expected), (name, kind)
+
+
+def test_stage_3_without_optimizer_states_on_an_unchanged_layout(worlds: Any, tmp_path: Path) -> None:
+    """DeepSpeed alone loads nothing (`load_module_only`), or the weights of `latest` whatever the tag."""
+    run = Run(3, 2)
+    early = worlds[2].run("save", run=run, model=Model(), folder=str(tmp_path), steps=1, tag="early")
+    worlds[2].run("save", run=run, model=Model(), folder=str(tmp_path), steps=4, tag="late")
+    for arguments in ({"load_optimizer_states": False}, {"load_module_only": True}):
+        loaded = worlds[2].run("load", run=run, model=Model(), folder=str(tmp_path), tag="early", arguments=arguments)
+        assert _weights_of(early, loaded, early[0]["weights"]) == [], arguments
+
+
+@pytest.mark.parametrize(("source", "target"), ((Run(2, 2), Run(1, 1)), (Run(2, 2), Run(3, 3)), (Run(3, 2), Run(2, 3))))
+def test_modules_that_take_part_in_loading_do(worlds: Any, tmp_path: Path, source: Run, target: Run) -> None:
+    """Own loaders, load hooks, extra state, names that end like it: all as `load_state_dict` would leave them."""
+    told = worlds[source.dp].run("save_curious", run=source, folder=str(tmp_path))
+    loaded = worlds[target.dp].run("load_curious", run=target, folder=str(tmp_path))
+    assert loaded == [told[0]] * target.dp
+
+
+def test_a_stage_0_optimizer_is_never_matched_to_other_names(worlds: Any, saves: Saves) -> None:
+    """It is matched by order alone, so a renamed parameter is an error also when the load is not strict."""
+    folder, _ = saves(Run(0, 1, "fp32"), Model())
+    refused = worlds[2].run(
+        "load_refused", run=Run(1, 2, "fp32"), model=Model(extra=True), folder=str(folder), load_module_strict=False
+    )
+    assert {r["error"] for r in refused} == {"ModelMismatch"} and all(r["unchanged"] for r in refused)
+
+
+ODD = {
+    "blocks": "does not follow the parameter",
+    "weight": "a name that is used for something else",
+    "per_rank": "rms of partition",
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_states_that_cannot_be_cut_are_refused_and_left_to_deepspeed_at_home(
+    worlds: Any, tmp_path: Path, odd: str
+) -> None:
+    """A per-block scale, a state whose name clashes, one value a rank: refused elsewhere, loaded unchanged at home."""
+    model = Model(optimizer=f"odd_{odd}")
+    worlds[2].run("save", run=Run(1, 2), model=model, folder=str(tmp_path))
+    for target in (Run(1, 3), Run(3, 2)):
+        refused = worlds[target.dp].run("load_refused", run=target, model=model, folder=str(tmp_path))
+        assert refused[0]["error"] in ("UnsupportedLayout", "CheckpointDamaged"), refused[0]["text"]
+        assert ODD[odd] in refused[0]["text"] and all(r["unchanged"] for r in refused)
+    assert worlds[2].run("load_counting", run=Run(1, 2), model=model, folder=str(tmp_path)) == [(1, 0), (1, 0)]
+
+
+def test_a_config_that_names_the_rank_is_no_fault(worlds: Any, tmp_path: Path) -> None:
+    """Only the sections that all ranks share are compared."""
+    worlds[2].run("save_named", run=Run(1, 2), folder=str(tmp_path))
+    for target in (Run(1, 2), Run(3, 3)):
+        assert worlds[target.dp].run("load", run=target, model=Model(), folder=str(tmp_path))[0]["path"]
+
+
+@pytest.mark.parametrize("place", ("settings", "live", "check", "adopt", "client"))
+def test_a_crash_anywhere_on_one_rank_ends_on_every_rank(worlds: Any, saves: Saves, place: str) -> None:
+    """Before, between and after the collectives: the others raise too, within the time of one collective."""
+    folder, _ = saves(Run(3, 2), Model())
+    target = Run(3, 2) if place == "check" else Run(2, 2)
+    refused = worlds[2].run("load_refused", run=target, model=Model(), folder=str(folder), fault=f"crash in {place}")
+    assert {r["error"] for r in refused} == {"InternalError"} and len({r["text"] for r in refused}) == 1
+    assert "rank 1" in refused[0]["text"]
+
+
+def test_stage_0_fp32_and_bf16_change_into_each_other(worlds: Any, saves: Saves) -> None:
+    """Both are stage 0, and DeepSpeed loads neither into the other."""
+    for one, other in (("fp32", "bf16"), ("bf16", "fp32")):
+        folder, saved = saves(Run(0, 1, one), Model())
+        loaded = worlds[2].run("load", run=Run(0, 2, other), model=Model(), folder=str(folder))
+        truth, got = gathered(saved), gathered(loaded)
+        assert set(truth) == set(got) and all(same_bits(truth[key], got[key]) for key in truth)
+
+
+def test_files_of_another_kind_are_deepspeeds_at_the_sizes_that_were_saved(
+    worlds: Any, saves: Saves, tmp_path: Path
+) -> None:
+    """Expert files at the saved sizes, in an engine with experts (synthetic): not refused, DeepSpeed loads them."""
+    import shutil
+
+    folder, _ = saves(Run(2, 2), Model())
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy" / "global_step3" / "layer_0_expert_1_mp_rank_00_model_states.pt").write_bytes(b"x")
+    for target, expected in ((Run(2, 2), "original"), (Run(2, 3), "UnsupportedLayout")):
+        told = worlds[target.dp].run(
+            "load_with_feature", run=target, model=Model(), folder=str(tmp_path / "copy"), switch="has_moe_layers"
+        )
+        assert {error for error, _ in told} == {expected}
