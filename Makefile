@@ -6,7 +6,7 @@ PYTHON ?= $(shell for candidate in python3 python3.12 python3.11 python3.10; do 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 INSTALLED := .venv/.installed
-FAST_TESTS := tests/policy tests/docs tests/unit tests/hostile
+FAST_TESTS := tests/policy tests/docs tests/unit tests/hostile tests/versions
 
 .PHONY: help venv check style types contracts fast-tests test demo bench gpu test-versions format clean
 

@@ -161,7 +161,8 @@ def _of(value: Spread, form: str = ".2f", unit: str = "") -> str:
 
 
 def _times(stage: str, summary: dict[str, Any], made: Results) -> Table:
-    title = f"ZeRO-{stage}, {made['model']['params'] / 1e6:.0f}M parameters: load_checkpoint, median of {made['repeats']} (min to max)"
+    million = f"{made['model']['params'] / 1e6:.0f}M"
+    title = f"ZeRO-{stage}, {million} parameters: load_checkpoint, median of {made['repeats']} (min to max)"
     table = _table(title, "", *(f"{c}: {what}" for c in CONDITIONS for what in ("seconds", "of DeepSpeed's")))
     for name in summary["seconds"]["fresh"]:
         cells = []

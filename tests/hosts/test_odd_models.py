@@ -62,8 +62,8 @@ def test_stage_3_without_optimizer_states_on_an_unchanged_layout(worlds: Any, tm
 @pytest.mark.parametrize(("source", "target"), ((Run(2, 2), Run(1, 1)), (Run(2, 2), Run(3, 3)), (Run(3, 2), Run(2, 3))))
 def test_modules_that_take_part_in_loading_do(worlds: Any, tmp_path: Path, source: Run, target: Run) -> None:
     """Own loaders, load hooks, extra state, names that end like it: all as `load_state_dict` would leave them."""
-    told = worlds[source.dp].run("save_curious", run=source, folder=str(tmp_path))
-    loaded = worlds[target.dp].run("load_curious", run=target, folder=str(tmp_path))
+    told = worlds[source.dp].run("curious.save_curious", run=source, folder=str(tmp_path))
+    loaded = worlds[target.dp].run("curious.load_curious", run=target, folder=str(tmp_path))
     assert loaded == [told[0]] * target.dp
 
 

@@ -1,13 +1,14 @@
 """Worlds of worker processes that stay alive across test cases.
 
-A world of n ranks is n processes joined by gloo on a free port of the loopback interface. Jobs are
-functions of `jobs.py`, named by text, run on every rank at once; a world that does not answer in time is
-killed, and the next case gets a new one.
+A world of n ranks is n processes joined by gloo on a free port of the loopback interface. Jobs are functions
+of `jobs.py` (or `module.function`), named by text, run on every rank at once; a world that does not answer in
+time is ended, and the next case gets a new one.
 """
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import multiprocessing
 import os
 import socket
@@ -124,7 +125,8 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
         except EOFError:
             return
         try:
-            answer = (True, getattr(jobs, job)(**kwargs), "")
+            module, _, name = job.rpartition(".")
+            answer = (True, getattr(importlib.import_module(module or "jobs"), name)(**kwargs), "")
         except Exception as error:
             answer = (False, _sendable(error), traceback.format_exc())
         pipe.send(answer)

@@ -138,7 +138,10 @@ def _missing(listing: Listing, model: ModelStates, *, optimizer: bool) -> Iterat
                 what=f"{what} files of data-parallel ranks {_ranges(absent)} are missing",
                 expected=f"{count} files (the saving run had dp={model.dp})",
                 found=f"{count - len(absent)}",
-                mend="restore the missing files, or load another tag",
+                mend="restore the missing files, or load another tag"
+                if len(absent) < count
+                else "load another tag, or pass load_optimizer_states=False (DeepSpeed 0.17 and 0.18.4 save no "
+                "optimizer files of a bf16 run that it wraps as FP16_UnfusedOptimizer)",
             )
         for rank in range(count):
             if rank in files and listing.nbytes[files[rank]] == 0:

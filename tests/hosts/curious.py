@@ -1,0 +1,78 @@
+"""A module that takes part in saving and loading in every way that torch offers, and the jobs that use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from cases import Run, ds_config
+from jobs import train
+
+
+class Curious(torch.nn.Module):
+    """Takes part in saving and loading in every way that torch offers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+        self.register_buffer("my_extra_state", torch.randn(3))
+        self.register_buffer("base", torch.randn(3))
+        self.register_buffer("derived", torch.zeros(3), persistent=False)
+        self.count = 0
+        self.hidden = torch.randn(2)
+        self.register_load_state_dict_post_hook(lambda module, keys: module._derive())
+
+    def _derive(self) -> None:
+        self.derived.copy_(2 * self.base)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "hidden_doubled"] = 2 * self.hidden
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        hidden = state.pop(prefix + "hidden_doubled", None)
+        if hidden is not None:
+            self.hidden = hidden / 2
+        super()._load_from_state_dict(state, prefix, *rest)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        rows = tokens.to(self.linear.weight.dtype)[:, None].repeat(1, 3)
+        return self.linear(rows).float().square().mean()
+
+    def told(self) -> dict[str, Any]:
+        return {"extra": self.count, "hidden": self.hidden.tolist(), "base": self.base.float().tolist(),
+                "named": self.my_extra_state.float().tolist(), "derived": self.derived.float().tolist()}  # fmt: skip
+
+
+def _curious(run: Run, seed: int) -> Any:
+    import deepspeed
+
+    torch.manual_seed(seed)
+    net = Curious()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=ds_config(run), dist_init_required=False)
+    return engine
+
+
+def save_curious(run: Run, folder: str) -> dict[str, Any]:
+    engine = _curious(run, seed=5)
+    engine.module.count = 41
+    engine.module._derive()
+    train(engine, 0, 1)
+    engine.save_checkpoint(folder)
+    return engine.module.told()
+
+
+def load_curious(run: Run, folder: str) -> dict[str, Any]:
+    import ds_reshard
+
+    engine = _curious(run, seed=6)
+    with ds_reshard.install("deepspeed"):
+        engine.load_checkpoint(folder)
+    return engine.module.told()
