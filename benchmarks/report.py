@@ -30,7 +30,11 @@ TITLES = {
     "universal": "ds_to_universal + load, dp 4 to 2",
 }
 COLORS = {"deepspeed": "#8c8c8c", "direct": "#1b7f5c", "always": "#6fbf9f"}
-CONDITIONS = ("fresh", "touched")
+MEMORY = {
+    "fresh": "fresh",
+    "kept": "touched before, as much as stays in use",
+    "touched": "touched before, as much as any load needs",
+}
 WIDTH = 130
 
 
@@ -39,7 +43,7 @@ def line(run: dict[str, Any]) -> str:
     faults = max(rank["minor_faults"] for rank in run["ranks"])
     return (
         f"ZeRO-{run['stage']} {run['condition']:<8} {run['contestant']:<10} {run['seconds']:8.3f} s  "
-        f"{faults:>8} page faults"
+        f"cpu {run['cpu_s']:7.3f} s  {faults:>8} page faults"
     )
 
 
@@ -80,6 +84,7 @@ def _machine() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "kernel": platform.release(),
         "libc": " ".join(platform.libc_ver()),
+        "load_average_at_end": os.getloadavg(),
         "huge_pages": huge.read_text().strip() if huge.exists() else "none",
     }
 
@@ -91,17 +96,25 @@ def spread(values: list[float]) -> Spread:
 def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Spreads of one stage: seconds, ratios of runs of one round, and the worst rank's account of bytes and memory."""
     names = list(dict.fromkeys(run["contestant"] for run in runs))
-    summary: dict[str, Any] = {"seconds": {}, "ratio": {}, "universal_over": {}, "moving": {}, "account": {}}
-    for condition in CONDITIONS:
+    parts = ("seconds", "ratio", "cpu_s", "cpu_ratio", "faults", "universal_over", "moving", "account")
+    summary: dict[str, Any] = {part: {} for part in parts}
+    for condition in MEMORY:
         here = [run for run in runs if run["condition"] == condition]
-        seconds = {n: {run["round"]: run["seconds"] for run in here if run["contestant"] == n} for n in names}
-        summary["seconds"][condition] = {n: spread(list(values.values())) for n, values in seconds.items()}
-        summary["ratio"][condition] = {
-            n: spread([seconds[n][i] / base for i, base in seconds["deepspeed"].items()]) for n in ("direct", "always")
+        for key, ratio in (("seconds", "ratio"), ("cpu_s", "cpu_ratio")):
+            taken = {n: {run["round"]: run[key] for run in here if run["contestant"] == n} for n in names}
+            summary[key][condition] = {n: spread(list(values.values())) for n, values in taken.items() if values}
+            summary[ratio][condition] = {
+                n: spread([taken[n][i] / base for i, base in taken["deepspeed"].items()]) for n in ("direct", "always")
+            }
+        summary["faults"][condition] = {
+            n: max(r["minor_faults"] for run in here if run["contestant"] == n for r in run["ranks"])
+            for n in summary["seconds"][condition]
         }
-        for value in seconds.get("universal", {}).values():
-            summary["universal_over"][condition] = spread([value / direct for direct in seconds["direct"].values()])
         summary["moving"][condition] = {n: _moving(here, n) for n in ("direct", "always")}
+        for run in here:
+            if run["contestant"] == "universal":
+                direct = [other["seconds"] for other in here if other["contestant"] == "direct"]
+                summary["universal_over"][condition] = spread([run["seconds"] / one for one in direct])
     for name in names:
         summary["account"][name] = _account([run for run in runs if run["contestant"] == name])
     return summary
@@ -154,22 +167,26 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _of(value: Spread, form: str = ".2f", unit: str = "") -> str:
+def _of(value: Spread | None, form: str = ".2f") -> str:
+    if value is None:
+        return ""
     if value["n"] == 1:
-        return f"{value['median']:{form}}{unit}"
-    return f"{value['median']:{form}}{unit} ({value['min']:{form}} to {value['max']:{form}})"
+        return f"{value['median']:{form}}"
+    return f"{value['median']:{form}} ({value['min']:{form}} to {value['max']:{form}})"
 
 
 def _times(stage: str, summary: dict[str, Any], made: Results) -> Table:
-    million = f"{made['model']['params'] / 1e6:.0f}M"
-    title = f"ZeRO-{stage}, {million} parameters: load_checkpoint, median of {made['repeats']} (min to max)"
-    table = _table(title, "", *(f"{c}: {what}" for c in CONDITIONS for what in ("seconds", "of DeepSpeed's")))
-    for name in summary["seconds"]["fresh"]:
-        cells = []
-        for condition in CONDITIONS:
-            ratio = summary["ratio"][condition].get(name)
-            cells += [_of(summary["seconds"][condition][name]), _of(ratio) if ratio else ""]
-        table.add_row(TITLES[name], *cells)
+    params, repeats = made["model"]["params"] / 1e6, made["repeats"]
+    table = _table(
+        f"ZeRO-{stage}, {params:.0f}M parameters: load_checkpoint, median of {repeats} (min to max)",
+        "memory", "", "seconds", "of DeepSpeed's", "CPU seconds", "of DeepSpeed's", "page faults",
+    )  # fmt: skip
+    for condition in MEMORY:
+        for name, value in summary["seconds"][condition].items():
+            ratio, cpu, cpu_ratio = (summary[key][condition].get(name) for key in ("ratio", "cpu_s", "cpu_ratio"))
+            faults = f"{summary['faults'][condition][name]}"
+            table.add_row(condition, TITLES[name], _of(value), _of(ratio), _of(cpu), _of(cpu_ratio), faults)
+        table.add_section()
     return table
 
 
@@ -195,12 +212,12 @@ def _targets(stage: str, summary: dict[str, Any]) -> Table:
 
 
 def _aims(summary: dict[str, Any]) -> Iterator[tuple[str, float, bool, str, Spread]]:
-    for condition, aim in (("fresh", 0.7), ("touched", 0.5)):
+    for condition, aim in (("fresh", 0.7), ("kept", 0.5), ("touched", 0.5)):
         for name in ("direct", "always"):
             yield f"{name}, {condition}: of DeepSpeed's time", aim, False, ".2f", summary["ratio"][condition][name]
     for condition, value in summary["universal_over"].items():
         yield f"universal over direct, {condition}", 10, True, ".1f", value
-    for condition in CONDITIONS:
+    for condition in MEMORY:
         for name in ("direct", "always"):
             value = summary["moving"][condition][name]["ratio"]
             yield f"{name}, {condition}: optimizer bytes over preadv", 2, False, ".2f", value
@@ -227,11 +244,11 @@ def _draw(made: Results, path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(made["summary"]), figsize=(5 * len(made["summary"]), 4), squeeze=False)
+    figure, axes = pyplot.subplots(1, len(made["summary"]), figsize=(6.5 * len(made["summary"]), 4.5), squeeze=False)
     for axis, (stage, summary) in zip(axes[0], made["summary"].items(), strict=True):
         for number, (name, color) in enumerate(COLORS.items()):
-            spreads = [summary["seconds"][condition][name] for condition in CONDITIONS]
-            places = [at + (number - 1) * 0.27 for at in range(len(CONDITIONS))]
+            spreads = [summary["seconds"][condition][name] for condition in MEMORY]
+            places = [at + (number - 1) * 0.27 for at in range(len(MEMORY))]
             heights = [s["median"] for s in spreads]
             reach = [[s["median"] - s["min"] for s in spreads], [s["max"] - s["median"] for s in spreads]]
             axis.bar(places, heights, 0.25, yerr=reach, color=color, capsize=3, label=TITLES[name])
@@ -240,7 +257,8 @@ def _draw(made: Results, path: Path) -> None:
         universal = summary["seconds"]["fresh"].get("universal")
         note = f"\nds_to_universal + load: {universal['median']:.0f} s" if universal else ""
         axis.set_title(f"ZeRO-{stage}{note}", fontsize=10)
-        axis.set_xticks(range(len(CONDITIONS)), ["fresh memory", "memory touched before"])
+        axis.set_xticks(range(len(MEMORY)), [text.replace(", ", ",\n") for text in MEMORY.values()], fontsize=8)
+        axis.set_xlabel("memory")
         axis.set_ylabel("load_checkpoint, seconds")
         axis.spines[["top", "right"]].set_visible(False)
         axis.margins(y=0.12)

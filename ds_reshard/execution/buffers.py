@@ -45,6 +45,10 @@ class TensorTarget:
             self._memory = memoryview(raw).cast("B")
 
     def view(self, element_offset: int, numel: int, dtype: ElementType) -> memoryview | None:
+        if element_offset < 0 or element_offset + numel > self.tensor.numel():
+            raise IndexError(
+                f"elements [{element_offset}, {element_offset + numel}) of a buffer of {self.tensor.numel()}"
+            )
         if self._memory is None or dtype is not self.dtype:
             return None
         size = self.dtype.itemsize

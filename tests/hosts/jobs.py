@@ -19,14 +19,20 @@ from cases import GLOBAL_BATCH, Model, Run, ds_config
 _STATE: dict[str, Any] = {}
 
 
-def start(timeout_s: int) -> None:
-    """Once per process: join the world, silence DeepSpeed, keep its JIT op away."""
+def load_frameworks() -> None:
+    """Once per process: import, silence DeepSpeed, keep its JIT op away."""
     torch.set_num_threads(1)
     import deepspeed
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
+def join(timeout_s: int) -> None:
+    """Once per process: join the world, all ranks at about the same time."""
+    import deepspeed
+
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
     deepspeed.init_distributed("gloo", verbose=False)
 

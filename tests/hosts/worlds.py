@@ -17,8 +17,9 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-JOB_TIMEOUT_S = 120.0
-COLLECTIVE_TIMEOUT_S = 60
+START_TIMEOUT_S = 300.0
+JOB_TIMEOUT_S = 200.0
+COLLECTIVE_TIMEOUT_S = 90
 
 
 class WorkerFailed(Exception):
@@ -47,6 +48,18 @@ class World:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        self._start()
+
+    def _start(self) -> None:
+        """Let all ranks import first, which takes as long as the machine is busy, and join together then."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                self.close()
+                raise TimeoutError(f"rank {rank} of {self.size} did not start in {START_TIMEOUT_S} s")
+            pipe.recv()
+        for pipe in self._pipes:
+            pipe.send("join")
 
     def run(self, job: str, **kwargs: Any) -> list[Any]:
         for pipe in self._pipes:
@@ -118,7 +131,10 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     )
     import jobs
 
-    jobs.start(COLLECTIVE_TIMEOUT_S)
+    jobs.load_frameworks()
+    pipe.send("ready")
+    pipe.recv()
+    jobs.join(COLLECTIVE_TIMEOUT_S)
     while True:
         try:
             job, kwargs = pipe.recv()

@@ -10,7 +10,11 @@ is newer than 0.19.5; without it there are no gaps.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
+
+from ds_reshard.errors import Fault
+from ds_reshard.formats.zero.layout import flat_offsets, partition_numel, sub_group_numel
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +60,29 @@ class LiveOptimizer:
     @property
     def replicated(self) -> bool:
         return self.stage == 0
+
+    def faults(self) -> list[Fault]:
+        """Where a flat buffer has not the size that the layout rule gives it: the rule is then not this engine's."""
+        found = []
+        for number, buffer in enumerate(self.buffers):
+            if self.kind == "zero3":
+                expected = sub_group_numel(buffer.shapes, self.dp)
+            elif self.replicated:
+                expected = sum(prod(shape) for shape in buffer.shapes.values())
+            else:
+                expected = partition_numel(flat_offsets(buffer.shapes, buffer.gaps)[1], self.dp)
+            if buffer.fp32.numel() != expected:
+                found.append(
+                    Fault(
+                        error="UnsupportedLayout",
+                        where=f"flat buffer {number} of the running engine",
+                        what=f"is not partitioned over the {self.dp} ranks of its data-parallel group",
+                        expected=f"{expected} elements",
+                        found=f"{buffer.fp32.numel()}",
+                        mend="build the engine in a fresh process; with a device mesh, resume as it was saved",
+                    )
+                )
+        return found
 
     def members(self, group: int) -> list[str]:
         return [name for buffer in self.buffers if buffer.group == group for name in buffer.shapes]

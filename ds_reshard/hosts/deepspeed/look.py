@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, ReshardError
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint, saved_sizes
-from ds_reshard.formats.zero.names import read_listing
+from ds_reshard.formats.zero.names import Listing, read_listing
 from ds_reshard.hosts.deepspeed.agree import told
 
 
@@ -28,7 +28,7 @@ class Found:
 
 def look(load_dir: str, tag: object, *, optimizer: bool) -> Found:
     """Rank 0: resolve the tag, list the folder, read what all shards share. Never raises."""
-    sizes = None
+    listing = None
     try:
         if tag is None:
             latest = Path(load_dir, "latest")
@@ -45,10 +45,17 @@ def look(load_dir: str, tag: object, *, optimizer: bool) -> Found:
         )
         if listing.universal:
             return Found(tag=str(tag))
-        sizes = saved_sizes(listing)
         return Found(tag=str(tag), checkpoint=open_checkpoint(listing, optimizer=optimizer))
     except Exception as error:
-        return Found(tag=str(tag), faults=tuple(told(error)), sizes=sizes)
+        return Found(tag=str(tag), faults=tuple(told(error)), sizes=_sizes(listing))
+
+
+def _sizes(listing: Listing | None) -> tuple[int, int] | None:
+    """The saved sizes of a checkpoint that is not loaded here; None where even those cannot be read."""
+    try:
+        return saved_sizes(listing) if listing is not None else None
+    except ReshardError:
+        return None
 
 
 def _no_tag(load_dir: str, tag: str) -> Fault:

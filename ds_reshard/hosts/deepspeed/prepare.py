@@ -71,6 +71,7 @@ def prepare(
         model_faults(live_model(engine, live), checkpoint, optimizer=loads_optimizer, strict=request.strict)
     )
     faults += _custom_faults(request, live, checkpoint)
+    faults += live.faults() if live is not None else []
     raise_faults(faults, subject=subject)
     if loads_optimizer and checkpoint.stage == 0 and live is not None:
         checkpoint, extents = with_order(checkpoint, live.order)
