@@ -98,7 +98,7 @@ def _load(
     contestant: Contestant, folder: Path, stage: int, shape: Shape, condition: str, number: int
 ) -> dict[str, Any]:
     """One load; done again, at most twice, when more than a hundredth of what it read was not in the page cache."""
-    for _ in range(3):
+    for again in range(3):  # noqa: B007 - told below
         warm(folder)
         ranks = processes.run(
             contest.load, world=LOADED_DP, contestant=contestant, shape=shape, stage=stage, folder=str(folder),
