@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 GLOBAL_BATCH = 4
-TOKENS = 9
+LEARNING_RATE = 1e-3
 
 
 def join(rendezvous: str, rank: int, world: int) -> None:
@@ -41,7 +41,7 @@ def engine(
     import torch
 
     model = build(shape, filled=filled)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     full: dict[str, Any] = {
         "train_batch_size": GLOBAL_BATCH,
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // world,
@@ -58,14 +58,25 @@ def engine(
 
 
 def save(rank: int, world: int, *, rendezvous: str, shape: Shape, stage: int, folder: str) -> None:
-    """Train one step, so that there are moments, and save. Collective."""
+    """Give an engine the optimizer state of one step, and save it. Collective.
+
+    The step has a learning rate of zero and made-up gradients, another for every rank: masters stay what the
+    weights are, moments come to be, and no gradient of 270M parameters has to be computed or reduced.
+    """
     import torch
 
     join(rendezvous, rank, world)
-    trained = engine(shape, stage=stage, world=world, filled=True)
-    tokens = torch.randint(0, shape.vocabulary, (GLOBAL_BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
-    share = GLOBAL_BATCH // world
-    trained.backward(trained(tokens[rank * share : (rank + 1) * share]))
-    trained.step()
-    trained.save_checkpoint(folder)
+    made = engine(shape, stage=stage, world=world, filled=True)
+    optimizer = made.optimizer
+    masters = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
+    for group in optimizer.optimizer.param_groups:
+        group["lr"] = 0.0
+    for number, master in enumerate(masters):
+        master.grad = master.detach() * 0.1 + 1e-3 * (1 + rank)
+        optimizer._optimizer_step(number)
+        master.grad = None
+    for group in optimizer.optimizer.param_groups:
+        group["lr"] = LEARNING_RATE
+    made.global_steps = 1
+    made.save_checkpoint(folder)
     torch.distributed.barrier()

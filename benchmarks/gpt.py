@@ -1,4 +1,4 @@
-"""A decoder-only transformer in plain torch, sized by its number of parameters."""
+"""The parameters of a decoder-only transformer, as many as are asked for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +15,6 @@ class Shape:
     width: int
     layers: int
     vocabulary: int = 4096
-    heads: int = 8
 
     @classmethod
     def of(cls, params: int) -> Shape:
@@ -27,11 +25,10 @@ class Shape:
 
 
 class Block(nn.Module):
-    """Attention, then a four times wider perceptron, each added to what came in."""
+    """The parameters of attention, and of a four times wider perceptron."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.heads = shape.heads
         self.before_attention = nn.LayerNorm(shape.width)
         self.qkv = nn.Linear(shape.width, 3 * shape.width)
         self.out = nn.Linear(shape.width, shape.width)
@@ -39,17 +36,9 @@ class Block(nn.Module):
         self.up = nn.Linear(shape.width, 4 * shape.width)
         self.down = nn.Linear(4 * shape.width, shape.width)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        batch, length, width = hidden.shape
-        qkv = self.qkv(self.before_attention(hidden)).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return hidden + self.down(functional.gelu(self.up(self.before_mlp(hidden))))
-
 
 class GPT(nn.Module):
-    """The model; calling it with tokens gives the loss of predicting each from those before it."""
+    """The model. It has no forward: it is saved and loaded here, and nobody calls it."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -57,13 +46,6 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(tokens[:, :-1])
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits = self.head(self.norm(hidden))
-        return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def build(shape: Shape, *, filled: bool) -> GPT:

@@ -44,6 +44,8 @@ def take_back(nbytes: int) -> None:
     seconds after they were freed). What fetching them back costs is no part of a load on a machine in use, differs
     tenfold from run to run, and hits large pages alone.
     """
+    if not nbytes:
+        return
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     for at in range(0, nbytes, mmap.PAGESIZE):
