@@ -41,7 +41,8 @@ def start() -> None:
 def run(work: Callable[..., Any], *, world: int, **arguments: Any) -> list[Any]:
     """Call `work(rank, world, rendezvous=..., **arguments)` in `world` fresh processes; results in rank order."""
     context = multiprocessing.get_context("forkserver")
-    with tempfile.TemporaryDirectory() as folder:
+    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # the rendezvous is no write of a load's to a disk
+    with tempfile.TemporaryDirectory(dir=in_memory) as folder:
         arguments["rendezvous"] = str(Path(folder, "rendezvous"))
         pipes: dict[Connection, int] = {}
         processes = []
