@@ -1,1 +1,1 @@
-"""What was asked of a load and what happened: the resume policy. Empty until flags are parsed into it."""
+"""What a resume was asked to load, keep, override or reset, and what happened. Knows no host and no torch."""

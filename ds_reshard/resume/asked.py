@@ -1,0 +1,42 @@
+"""What this process was asked: places that gave a policy, until a load consumes them; and the last report."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from ds_reshard.resume.policy import Given, ResumePolicy, combine
+
+_LOCK = threading.Lock()
+_PLACES: dict[str, Given] = {}
+_LISTENERS: list[Callable[[ResumePolicy], None]] = []
+
+
+def ask(given: Given) -> None:
+    """Note what a place gave, instead of what it gave before; ConfigError where places differ."""
+    with _LOCK:
+        others = [one for place, one in _PLACES.items() if place != given.place]
+        policy = combine([*others, given])
+        _PLACES[given.place] = given
+    for listener in list(_LISTENERS):
+        listener(policy)
+
+
+def on_asked(listener: Callable[[ResumePolicy], None]) -> None:
+    """Call `listener` with the policy whenever one is asked for, and now if one was."""
+    _LISTENERS.append(listener)
+    policy = asked_policy()
+    if not policy.is_default:
+        listener(policy)
+
+
+def asked_policy(*more: Given) -> ResumePolicy:
+    """The policy of every place together with `more` (a host's own configuration)."""
+    with _LOCK:
+        return combine([*_PLACES.values(), *more])
+
+
+def forget() -> None:
+    """Forget what was asked."""
+    with _LOCK:
+        _PLACES.clear()

@@ -1,0 +1,166 @@
+"""The resume policy as command-line flags, for any argparse script and for the launcher.
+
+Flags that a framework or a fork has already are adopted: read where it put them, not defined again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.resume import asked
+from ds_reshard.resume.policy import Given
+
+PLACE = "command line"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One flag: its spellings, the key and value that it stands for (None: the value follows the flag), its help."""
+
+    names: tuple[str, ...]
+    key: str
+    value: object
+    help: str
+    metavar: str | None = None
+
+    @property
+    def dest(self) -> str:
+        return self.names[0].removeprefix("--").replace("-", "_")
+
+
+FLAGS = (
+    Flag(
+        names=("--override-opt-param-scheduler", "--override-opt_param-scheduler"), key="scheduler", value="override",
+        help="learning rates, schedule and weight decay of this run at the checkpoint's position; moments are kept",
+    ),
+    Flag(
+        names=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"), key="scheduler",
+        value="checkpoint", help="learning rates, schedule, weight decay and position of the checkpoint",
+    ),
+    Flag(
+        names=("--strict-opt-param-scheduler",), key="scheduler", value="strict",
+        help="refuse to load when learning rates, schedule or weight decay differ from the checkpoint's",
+    ),
+    Flag(
+        names=("--no-load-lr-state",), key="scheduler", value="reset",
+        help="this run's schedule from its beginning; moments are kept",
+    ),
+    Flag(
+        names=("--no-load-optim",), key="optimizer", value="skip",
+        help="weights only: moments and fp32 masters anew, the schedule from its beginning",
+    ),
+    Flag(
+        names=("--load-masters-only",), key="optimizer", value="masters",
+        help="weights and fp32 masters; moments and the optimizer's step anew",
+    ),
+    Flag(
+        names=("--override-optim-hparams",), key="hyperparameters", value=None, metavar="NAME,NAME",
+        help="hyper-parameters taken from this run: betas, eps, weight_decay, momentum, clip_grad, loss_scale, ...",
+    ),
+    Flag(names=("--no-load-rng",), key="rng", value=False, help="random states are not restored"),
+    Flag(names=("--finetune",), key="finetune", value=True, help="weights only, iteration 0, no random states"),
+    Flag(
+        names=("--reset-iteration",), key="iteration", value="reset",
+        help="iteration, consumed samples and the schedule's position become 0; weights and moments are kept",
+    ),
+    Flag(
+        names=("--reset-dataloader",), key="dataloader", value="reset",
+        help="the data starts anew; iteration and the schedule's position are kept",
+    ),
+    Flag(names=("--resume-report",), key="report", value=None, metavar="FILE", help="write the resume report here"),
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Give a parser the resume flags; whatever it parses is then this process's resume policy.
+
+    A flag that the parser knows already is adopted as it is. Called twice, the second call changes nothing.
+    Raises ConfigError for a known flag of another kind (one that takes a value where ours takes none).
+    """
+    if getattr(parser, "_ds_reshard_flags", None) is not None:
+        return parser
+    dests = _define(parser)
+    plain = parser.parse_known_args
+
+    def parse_known_args(args=None, namespace=None):  # type: ignore[no-untyped-def]
+        parsed, rest = plain(args, namespace)
+        asked.ask(given(parsed, dests))
+        return parsed, rest
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
+    parser._ds_reshard_flags = dests  # type: ignore[attr-defined]
+    return parser
+
+
+def given(parsed: argparse.Namespace, dests: dict[str, Flag], *, place: str = PLACE) -> Given:
+    """What the flags of a parsed command line say; two flags that say different things are a ConfigError."""
+    values: dict[str, object] = {}
+    spelled: dict[str, str] = {}
+    faults = []
+    for dest, flag in dests.items():
+        value = getattr(parsed, dest, None)
+        if value is None or value is False:
+            continue
+        meant = _value(flag, value)
+        if flag.key in values and values[flag.key] != meant:
+            faults.append(
+                Fault(
+                    error="ConfigError",
+                    where=f"{spelled[flag.key]} with {flag.names[0]}",
+                    what=f"contradict each other: both say what becomes of the {flag.key}",
+                    mend=f"leave out one of {spelled[flag.key]} and {flag.names[0]}",
+                )
+            )
+        values[flag.key], spelled[flag.key] = meant, flag.names[0]
+    raise_faults(faults, subject=place)
+    return Given(place=place, values=values, spelled=spelled)
+
+
+def _define(parser: argparse.ArgumentParser) -> dict[str, Flag]:
+    """Add the flags that the parser has not; where the value of each will be, by dest."""
+    known = parser._option_string_actions
+    dests: dict[str, Flag] = {}
+    faults = []
+    group = None
+    for flag in FLAGS:
+        theirs = next((known[name] for name in flag.names if name in known), None)
+        if theirs is None:
+            group = group or parser.add_argument_group("resume", "what a load takes from the checkpoint (ds_reshard)")
+            if flag.value is None:
+                group.add_argument(*flag.names, dest=flag.dest, metavar=flag.metavar, help=flag.help)
+            else:
+                group.add_argument(*flag.names, dest=flag.dest, action="store_true", default=None, help=flag.help)
+        elif (theirs.nargs == 0) != (flag.value is not None):
+            faults.append(
+                Fault(
+                    error="ConfigError",
+                    where=flag.names[0],
+                    what="this parser has a flag of that name which is of another kind",
+                    expected="a switch" if flag.value is not None else "a flag with a value",
+                    found=type(theirs).__name__.strip("_"),
+                    mend="give the policy in the DeepSpeed JSON or through `python -m ds_reshard.run`",
+                )
+            )
+        dests[theirs.dest if theirs is not None else flag.dest] = flag
+    raise_faults(faults, subject="command line")
+    return dests
+
+
+def _value(flag: Flag, value: object) -> object:
+    if flag.value is not None:
+        return flag.value
+    if flag.key != "hyperparameters":
+        return str(value)
+    names = value if isinstance(value, Sequence) and not isinstance(value, str) else str(value).split(",")
+    clean = tuple(dict.fromkeys(str(name).strip() for name in names if str(name).strip()))
+    wrong = [name for name in clean if not name.isidentifier()]
+    if wrong or not clean:
+        fault = Fault(
+            error="ConfigError", where=flag.names[0], what="takes names separated by commas",
+            expected="names such as betas,eps", found=repr(value), mend=f"write {flag.names[0]} betas,eps",
+        )  # fmt: skip
+        raise_faults([fault], subject=PLACE)
+    return clean

@@ -1,0 +1,219 @@
+"""The resume policy: one framework-neutral value, from flags, the DeepSpeed JSON or Python.
+
+*Position* is how far a schedule has run: the number of optimizer steps for DeepSpeed and torch, of samples for
+Megatron-LM. Only what a user gave counts when two places are compared; what nobody gave has its default,
+which is what the framework does without this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+
+from ds_reshard.errors import Fault, raise_faults
+
+SCHEDULER = ("host", "override", "checkpoint", "strict", "reset")
+OPTIMIZER = ("load", "skip", "masters")
+ITERATION = ("load", "reset")
+DATALOADER = ("load", "reset")
+
+_CHOICES = {"scheduler": SCHEDULER, "optimizer": OPTIMIZER, "iteration": ITERATION, "dataloader": DATALOADER}
+_SWITCHES = ("rng", "finetune")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePolicy:
+    """What a load takes from the checkpoint and what from this run.
+
+    * `scheduler`: "host" (the framework's own values), "override" (this run's schedule, learning rates and weight
+      decay at the checkpoint's position), "checkpoint" (all of these from the checkpoint), "strict" (they must
+      agree), "reset" (this run's schedule from position 0).
+    * `optimizer`: "load", "skip" (weights only; masters anew from them), "masters" (weights and fp32 masters,
+      moments and step anew).
+    * `hyperparameters`: names of param-group or engine values (betas, eps, weight_decay, momentum, clip_grad,
+      loss_scale, ...) that this run's configuration gives.
+    * `rng`: whether random states are restored. `finetune`: weights only, iteration 0, no rng.
+    * `iteration`: "reset" zeroes iteration, consumed samples and the schedule's position. `dataloader`: "reset"
+      starts the data anew and keeps the iteration.
+    * `report`: a file that receives the resume report as JSON.
+
+    Contradicting values raise ConfigError.
+    """
+
+    scheduler: str = "host"
+    optimizer: str = "load"
+    hyperparameters: tuple[str, ...] = ()
+    rng: bool = True
+    finetune: bool = False
+    iteration: str = "load"
+    dataloader: str = "load"
+    report: str | None = None
+
+    def __post_init__(self) -> None:
+        raise_faults(_contradictions(self), subject="resume policy")
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the framework's own behaviour was asked for in every respect; a report changes nothing."""
+        return all(getattr(self, name) == default for name, default in defaults().items() if name != "report")
+
+    @property
+    def loads_masters(self) -> bool:
+        """Whether fp32 masters come from the checkpoint, rather than from the weights that were loaded."""
+        return self.optimizer != "skip" and not self.finetune
+
+    @property
+    def loads_moments(self) -> bool:
+        """Whether the optimizer's states and step count come from the checkpoint."""
+        return self.optimizer == "load" and not self.finetune
+
+    @property
+    def keeps_position(self) -> bool:
+        """Whether the schedule goes on where the checkpoint's was, rather than from position 0.
+
+        A skipped optimizer starts its schedule anew unless "override" or "checkpoint" is asked for; an iteration
+        that is reset takes the position with it, unless "checkpoint" is.
+        """
+        if self.finetune or self.scheduler == "reset":
+            return False
+        if self.scheduler == "checkpoint":
+            return True
+        if self.iteration == "reset":
+            return False
+        return self.optimizer != "skip" or self.scheduler == "override"
+
+    @property
+    def keeps_iteration(self) -> bool:
+        return self.iteration == "load" and not self.finetune
+
+    @property
+    def schedule_is_this_runs(self) -> bool:
+        """Whether learning rates, weight decay and schedule are this run's by request, not the host's choice."""
+        return self.scheduler in ("override", "reset") or not self.loads_moments and self.scheduler == "host"
+
+    def takes(self, name: str) -> bool:
+        """Whether the hyper-parameter `name` of this run replaces the checkpoint's by request."""
+        return name in self.hyperparameters
+
+
+def defaults() -> dict[str, object]:
+    """Every key of a policy with its default."""
+    return {item.name: item.default for item in fields(ResumePolicy)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What one place gave: the `place` as a user would name it, values by key, and how each was spelled there.
+
+    Only keys that the user gave are in `values`; `spelled` may leave out what is spelled as `key: value`.
+    """
+
+    place: str
+    values: Mapping[str, object]
+    spelled: Mapping[str, str] = field(default_factory=dict)
+
+    def say(self, key: str) -> str:
+        return f"{self.spelled.get(key, f'{key} = {self.values[key]!r}')} ({self.place})"
+
+
+def from_json(section: object, *, place: str = "ds_reshard.resume in the DeepSpeed JSON") -> Given:
+    """The keys of a JSON object; every unknown key and wrong type is reported at once (ConfigError)."""
+    if not isinstance(section, Mapping):
+        raise_faults([_wrong(place, "an object", section)], subject="resume policy")
+        raise AssertionError
+    faults = [fault for key, value in section.items() for fault in _check(str(key), value, place)]
+    raise_faults(faults, subject="resume policy")
+    values = {key: tuple(value) if key == "hyperparameters" else value for key, value in section.items()}
+    return Given(place=place, values=values, spelled={key: f'"{key}": {value!r}' for key, value in section.items()})
+
+
+def combine(places: Iterable[Given]) -> ResumePolicy:
+    """One policy from every place that gave something; ConfigError names both places where two differ."""
+    chosen: dict[str, Given] = {}
+    faults: list[Fault] = []
+    for given in places:
+        for key, value in given.values.items():
+            first = chosen.setdefault(key, given)
+            if not _same(key, first.values[key], value):
+                faults.append(
+                    Fault(
+                        error="ConfigError",
+                        where=key,
+                        what="is given in two places and differs",
+                        expected=first.say(key),
+                        found=given.say(key),
+                        mend=f"give {key} in one place, or the same in both",
+                    )
+                )
+    raise_faults(faults, subject="resume policy")
+    values = {key: given.values[key] for key, given in chosen.items()}
+    return ResumePolicy(**values)  # type: ignore[arg-type]
+
+
+def _same(key: str, one: object, other: object) -> bool:
+    if key == "hyperparameters":
+        assert isinstance(one, tuple) and isinstance(other, tuple)
+        return set(one) == set(other)
+    return one == other
+
+
+def _check(key: str, value: object, place: str) -> list[Fault]:
+    if key not in defaults():
+        allowed = ", ".join(defaults())
+        mend = f"remove or correct {key!r} in {place}"
+        return [
+            Fault(
+                error="ConfigError", where=f"{place}: {key}", what="is not a key of the resume policy",
+                expected=f"one of {allowed}", found=repr(key), mend=mend,
+            )
+        ]  # fmt: skip
+    if key in _CHOICES:
+        return [] if value in _CHOICES[key] else [_wrong(f"{place}: {key}", _one_of(_CHOICES[key]), value)]
+    if key in _SWITCHES:
+        return [] if isinstance(value, bool) else [_wrong(f"{place}: {key}", "true or false", value)]
+    if key == "report":
+        return [] if isinstance(value, str) and value else [_wrong(f"{place}: {key}", "the path of a file", value)]
+    names = isinstance(value, (list, tuple)) and all(isinstance(name, str) and name.isidentifier() for name in value)
+    return [] if names else [_wrong(f"{place}: {key}", 'a list of names such as ["betas", "eps"]', value)]
+
+
+def _one_of(values: Iterable[str]) -> str:
+    return "one of " + ", ".join(f'"{value}"' for value in values)
+
+
+def _wrong(where: str, expected: str, value: object) -> Fault:
+    return Fault(
+        error="ConfigError",
+        where=where,
+        what="has a value that is not allowed",
+        expected=expected,
+        found=repr(value),
+        mend=f"correct it: {where} takes {expected}",
+    )
+
+
+def _contradictions(policy: ResumePolicy) -> list[Fault]:
+    faults = []
+    for name, value in (("scheduler", policy.scheduler), ("optimizer", policy.optimizer)):
+        kept = {"scheduler": ("host", "reset"), "optimizer": ("load", "skip")}[name]
+        if policy.finetune and value not in kept:
+            faults.append(
+                _contradiction(
+                    f'finetune with {name} "{value}"',
+                    "finetune takes weights alone and starts at iteration 0",
+                    f'leave out one of finetune and {name} "{value}"',
+                )
+            )
+    if "lr" in policy.hyperparameters and policy.scheduler in ("checkpoint", "strict"):
+        faults.append(
+            _contradiction(
+                f'hyperparameters "lr" with scheduler "{policy.scheduler}"',
+                "the learning rate cannot be this run's and the checkpoint's",
+                'leave "lr" out of the hyper-parameters, or ask for --override-opt-param-scheduler',
+            )
+        )
+    return faults
+
+
+def _contradiction(where: str, what: str, mend: str) -> Fault:
+    return Fault(error="ConfigError", where=where, what=f"contradict each other: {what}", mend=mend)
