@@ -24,8 +24,8 @@ def _wrap_load_checkpoint(original: Callable[..., object]) -> Callable[..., obje
         arguments = dict(bound.arguments)
         engine = arguments.pop("self")
 
-        def by_deepspeed(tag: object) -> object:
-            bound.arguments["tag"] = tag
+        def by_deepspeed(changed: dict[str, object]) -> object:
+            bound.arguments.update(changed)
             return original(*bound.args, **bound.kwargs)
 
         return seam(engine, by_deepspeed, **arguments)  # type: ignore[arg-type]
