@@ -134,9 +134,42 @@ def refusal(scheduler: object) -> str:
 
 def needs_rates(scheduler: object, params: Mapping[str, object]) -> bool:
     """Whether what configures one of DeepSpeed's schedulers depends on the rates of the groups it is built for."""
-    groups = scheduler.optimizer.param_groups  # type: ignore[attr-defined]
-    one, other = (configuration(like(scheduler, params, [{**g, "lr": rate} for g in groups])) for rate in (1.0, 2.0))
+    one, other = (configuration(_with_rate(scheduler, params, rate)) for rate in (1.0, 2.0))
     return one != other
+
+
+def base_rates(
+    scheduler: object, params: Mapping[str, object], rates: Sequence[float], position: int
+) -> list[float] | None:
+    """The rates that groups had when one of DeepSpeed's schedulers was built, from what they are at a position.
+
+    Schedules are affine in the base rate. The shortest decimal that gives the very rate at that position is taken:
+    that is how a person wrote it. None where the position says nothing (a factor of 0) or no number does.
+    """
+    found = []
+    for number, rate in enumerate(rates):
+        zero, one = (_rate_at(scheduler, params, base, position, number) for base in (0.0, 1.0))
+        if one == zero:
+            return None
+        about = (rate - zero) / (one - zero)
+        written = (float(f"{about:.{digits}g}") for digits in range(1, 18))
+        exact = next((b for b in written if _rate_at(scheduler, params, b, position, number) == rate), None)
+        if exact is None:
+            return None
+        found.append(exact)
+    return found
+
+
+def _with_rate(scheduler: object, params: Mapping[str, object], rate: float) -> object:
+    groups = scheduler.optimizer.param_groups  # type: ignore[attr-defined]
+    return like(scheduler, params, [{**group, "lr": rate} for group in groups])
+
+
+def _rate_at(scheduler: object, params: Mapping[str, object], base: float, position: int, group: int) -> float:
+    made = _with_rate(scheduler, params, base)
+    if position:
+        made.step(position - 1)  # type: ignore[attr-defined]
+    return float(made.optimizer.param_groups[group]["lr"])  # type: ignore[attr-defined]
 
 
 def adopt_configuration(
@@ -157,6 +190,7 @@ def like(scheduler: object, params: Mapping[str, object], groups: Sequence[Mappi
     """A scheduler of the same class with other parameters, bound to copies of the groups."""
     optimizer = type(scheduler.optimizer)  # type: ignore[attr-defined]
     stand_in = object.__new__(optimizer)
+    vars(stand_in).update(vars(scheduler.optimizer))  # type: ignore[attr-defined]
     stand_in.param_groups = [copy.deepcopy({n: v for n, v in group.items() if n != "params"}) for group in groups]
     return type(scheduler)(stand_in, **params)  # type: ignore[call-arg]
 

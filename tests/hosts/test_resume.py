@@ -5,17 +5,15 @@ The measure is an uninterrupted run of the configuration that should win, read w
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import Run
-from gathered import gathered, same_bits
 from resume_jobs import Setup
+from resumed import STEPS, rates, resume, same_tensors, uninterrupted
 
 pytestmark = pytest.mark.distributed
 
-STEPS = 5
 SAVED = {
     "none-json": Setup(json=True),
     "none-client": Setup(),
@@ -42,9 +40,7 @@ CHANGED = {
         "scheduler": ("WarmupDecayLR", {"warmup_max_lr": 0.5, "warmup_num_steps": 3, "total_num_steps": 30})
     },
     "WarmupCosineLR": {"scheduler": ("WarmupCosineLR", {"warmup_num_steps": 3, "total_num_steps": 30})},
-    "OneCycle": {
-        "scheduler": ("OneCycle", {"cycle_min_lr": 0.05, "cycle_max_lr": 0.5, "cycle_first_step_size": 6})
-    },
+    "OneCycle": {"scheduler": ("OneCycle", {"cycle_min_lr": 0.05, "cycle_max_lr": 0.5, "cycle_first_step_size": 6})},
     "LambdaLR": {"scheduler": ("LambdaLR", {"slope": 0.2})},
     "CosineAnnealingLR": {"scheduler": ("CosineAnnealingLR", {"T_max": 60})},
     "OneCycleLR": {"scheduler": ("OneCycleLR", {"max_lr": [0.5, 0.05], "total_steps": 60})},
@@ -57,42 +53,6 @@ def _new(kind: str, run: Run) -> Setup:
     return SAVED[kind].but(run=run, lr=0.5, weight_decay=0.7, **CHANGED[kind])
 
 
-@pytest.fixture(scope="module")
-def kept(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A folder saved by a setup after five steps, and what its ranks held then; each made once."""
-    made: dict[str, Any] = {}
-
-    def save(setup: Setup) -> Any:
-        key = repr(setup)
-        if key not in made:
-            folder = tmp_path_factory.mktemp("resume")
-            made[key] = (folder, worlds[setup.run.dp].run("resume_jobs.save", setup=setup, folder=str(folder), steps=STEPS))
-        return made[key]
-
-    return save
-
-
-def _resume(worlds: Any, setup: Setup, folder: Path, **more: Any) -> list[dict[str, Any]]:
-    loaded: list[dict[str, Any]] = worlds[setup.run.dp].run("resume_jobs.resume", setup=setup, folder=str(folder), **more)
-    assert len({repr(rank["error"]) for rank in loaded}) == 1, "ranks disagree"
-    return loaded
-
-
-def _uninterrupted(worlds: Any, setup: Setup, steps: int = STEPS) -> Any:
-    return worlds[setup.run.dp].run("resume_jobs.uninterrupted", setup=setup.but(policy={}), steps=steps)[0]
-
-
-def _same_tensors(saved: Any, loaded: Any, kinds: tuple[str, ...] | None = None) -> None:
-    truth, got = gathered(saved), gathered(loaded)
-    wanted = {key for key in truth if kinds is None or key[1] in kinds}
-    wrong = [key for key in wanted if key not in got or not same_bits(truth[key], got[key])]
-    assert wanted and not wrong, f"{len(wrong)} of {len(wanted)} tensors differ: {wrong[:3]}"
-
-
-def _rates(rows: Any, names: tuple[str, ...] = ("lr", "weight_decay")) -> Any:
-    return [[{name: group[name] for name in names} for group in step] for step in rows]
-
-
 @pytest.mark.parametrize("kind", SAVED)
 @pytest.mark.parametrize("run", LAYOUTS, ids=str)
 def test_override_uses_this_runs_rates_from_the_first_step_and_keeps_the_moments(
@@ -101,12 +61,12 @@ def test_override_uses_this_runs_rates_from_the_first_step_and_keeps_the_moments
     """`scheduler: override` on an unchanged layout: each step as in an uninterrupted run of the new configuration."""
     folder, saved = kept(SAVED[kind].but(run=run))
     new = _new(kind, run)
-    loaded = _resume(worlds, new.but(policy={"scheduler": "override"}), folder)
+    loaded = resume(worlds, new.but(policy={"scheduler": "override"}), folder)
     assert loaded[0]["error"] is None, loaded[0].get("text")
-    expected = _rates(_uninterrupted(worlds, new))
-    assert all(_rates(rank["rates"]) == expected for rank in loaded)
-    assert expected != _rates(saved[0]["rates"]), "the new configuration must differ for this to show anything"
-    _same_tensors(saved, loaded)
+    expected = rates(uninterrupted(worlds, new))
+    assert all(rates(rank["rates"]) == expected for rank in loaded)
+    assert expected != rates(saved[0]["rates"]), "the new configuration must differ for this to show anything"
+    same_tensors(saved, loaded)
 
 
 @pytest.mark.parametrize("kind", ["none-client", "WarmupDecayLR", "LambdaLR", "SequentialLR"])
@@ -115,11 +75,11 @@ def test_override_under_another_layout(worlds: Any, kept: Any, kind: str, source
     """`scheduler: override` together with another stage and dp."""
     folder, saved = kept(SAVED[kind].but(run=source))
     new = _new(kind, target)
-    loaded = _resume(worlds, new.but(policy={"scheduler": "override"}), folder)
+    loaded = resume(worlds, new.but(policy={"scheduler": "override"}), folder)
     assert loaded[0]["error"] is None, loaded[0].get("text")
-    expected = _rates(_uninterrupted(worlds, new))
-    assert all(_rates(rank["rates"]) == expected for rank in loaded)
-    _same_tensors(saved, loaded)
+    expected = rates(uninterrupted(worlds, new))
+    assert all(rates(rank["rates"]) == expected for rank in loaded)
+    same_tensors(saved, loaded)
 
 
 @pytest.mark.parametrize("kind", [k for k in SAVED if k != "LambdaLR"])
@@ -127,10 +87,10 @@ def test_override_under_another_layout(worlds: Any, kept: Any, kind: str, source
 def test_checkpoint_goes_on_with_the_saved_schedule(worlds: Any, kept: Any, kind: str, run: Run) -> None:
     """`scheduler: checkpoint`: rates, decay and schedule of the saving run, in a run that is configured otherwise."""
     folder, saved = kept(SAVED[kind].but(run=run))
-    loaded = _resume(worlds, _new(kind, run).but(policy={"scheduler": "checkpoint"}), folder)
+    loaded = resume(worlds, _new(kind, run).but(policy={"scheduler": "checkpoint"}), folder)
     assert loaded[0]["error"] is None, loaded[0].get("text")
-    assert _rates(loaded[0]["rates"]) == _rates(saved[0]["rates"])
-    _same_tensors(saved, loaded)
+    assert rates(loaded[0]["rates"]) == rates(saved[0]["rates"])
+    same_tensors(saved, loaded)
 
 
 @pytest.mark.parametrize("kind", SAVED)
@@ -138,23 +98,23 @@ def test_checkpoint_goes_on_with_the_saved_schedule(worlds: Any, kept: Any, kind
 def test_reset_starts_this_runs_schedule_and_keeps_the_moments(worlds: Any, kept: Any, kind: str, run: Run) -> None:
     folder, saved = kept(SAVED[kind].but(run=run))
     new = _new(kind, run)
-    loaded = _resume(worlds, new.but(policy={"scheduler": "reset"}), folder)
+    loaded = resume(worlds, new.but(policy={"scheduler": "reset"}), folder)
     assert loaded[0]["error"] is None, loaded[0].get("text")
-    assert _rates(loaded[0]["rates"]) == _rates(_uninterrupted(worlds, new, 0))
+    assert rates(loaded[0]["rates"]) == rates(uninterrupted(worlds, new, 0))
     assert loaded[0]["counters"][0] == STEPS
-    _same_tensors(saved, loaded)
+    same_tensors(saved, loaded)
 
 
 @pytest.mark.parametrize("kind", ["none-json", "WarmupLR", "OneCycle", "CosineAnnealingLR", "SequentialLR"])
 def test_strict_lists_every_difference_and_loads_what_agrees(worlds: Any, kept: Any, kind: str) -> None:
     run = Run(2, 2)
     folder, saved = kept(SAVED[kind].but(run=run))
-    refused = _resume(worlds, _new(kind, run).but(policy={"scheduler": "strict"}), folder)
+    refused = resume(worlds, _new(kind, run).but(policy={"scheduler": "strict"}), folder)
     assert refused[0]["error"] == "ScheduleMismatch"
     assert len({rank["text"] for rank in refused}) == 1 and all(rank["unchanged"] for rank in refused)
     text = refused[0]["text"]
     assert "weight_decay" in text and "0.1" in text and "0.7" in text
     assert "--override-opt-param-scheduler" in text and "--use-checkpoint-opt-param-scheduler" in text
-    loaded = _resume(worlds, SAVED[kind].but(run=run, policy={"scheduler": "strict"}), folder)
+    loaded = resume(worlds, SAVED[kind].but(run=run, policy={"scheduler": "strict"}), folder)
     assert loaded[0]["error"] is None, loaded[0].get("text")
-    assert _rates(loaded[0]["rates"]) == _rates(saved[0]["rates"])
+    assert rates(loaded[0]["rates"]) == rates(saved[0]["rates"])

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.saved import Saved
-from ds_reshard.resume import schedulers
+from ds_reshard.resume import asked, schedulers
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.schedulers import DEEPSPEED, PLATEAU, UNKNOWN, Beginning, set_groups
 
@@ -116,6 +116,9 @@ def refusals(engine: DeepSpeedEngine, request: Request, policy: ResumePolicy) ->
                 "use --override-opt-param-scheduler (scheduler: override)",
             )
         )
+    if not policy.rng and not policy.finetune and not asked.adopted("rng"):
+        what = "DeepSpeed's checkpoints hold no random states: there is nothing to leave out"
+        faults.append(_fault("rng", what, "leave out --no-load-rng; the script restores what it saved itself"))
     known = {name for group in own.groups for name in group} | set(ENGINE_VALUES)
     for name in policy.hyperparameters:
         if name not in known:
@@ -148,10 +151,13 @@ def checkpoint_faults(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolic
 def _continuation_faults(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy) -> list[Fault]:
     scheduler = engine.lr_scheduler
     mend = "build the scheduler that was saved, or use --override-opt-param-scheduler or --no-load-lr-state"
+    groups = own_values(engine).groups
+    if not policy.loads_masters and saved_values(saved, len(groups)) is None:
+        why = "the optimizer's files, which hold what each param group had, are not opened"
+        if scheduler is None:
+            return [_unknown_rates(saved, why)]
     if scheduler is None and saved.scheduler is None:
-        if policy.loads_masters or "lr" in saved.optimizer_params:
-            return []
-        return [_unknown_rates(saved, "the optimizer's files, which hold the learning rates, are not opened")]
+        return []
     if scheduler is None or saved.scheduler is None:
         without, has = ("this run", "the checkpoint") if scheduler is None else ("the checkpoint", "this run")
         return [_fault(saved.where, f'{without} has no scheduler and {has} has one: "checkpoint" needs both', mend)]
@@ -167,7 +173,7 @@ def _continuation_faults(engine: DeepSpeedEngine, saved: Saved, policy: ResumePo
                     expected=f"{type(scheduler).__name__} in the saved DeepSpeed JSON", found=found, mend=mend,
                 )
             ]  # fmt: skip
-        if schedulers.needs_rates(scheduler, params) and "lr" not in saved.optimizer_params:
+        if schedulers.needs_rates(scheduler, params) and _base_rates(scheduler, saved, params, len(groups)) is None:
             return [_unknown_rates(saved, f"{type(scheduler).__name__} was built from the optimizer's learning rates")]
         return []
     live = set(schedulers.configuration(scheduler)) | {"last_epoch", "num_steps"}
@@ -186,9 +192,9 @@ def _unknown_rates(saved: Saved, why: str) -> Fault:
     return Fault(
         error="UnsupportedLayout",
         where=saved.where,
-        what=f'scheduler "checkpoint" needs the learning rate of the saving run: {why}',
-        expected="optimizer.params.lr in the saved DeepSpeed JSON",
-        found="an optimizer that the script built",
+        what=f'scheduler "checkpoint" needs the rates and weight decay of the saving run: {why}',
+        expected="one param group, described in the saved DeepSpeed JSON",
+        found="several param groups, or an optimizer that the script built",
         mend="use --override-opt-param-scheduler with the learning rate of the saving run, or load the optimizer",
     )
 
@@ -273,20 +279,40 @@ def _continue(scheduler: object, saved: Saved, policy: ResumePolicy, groups: lis
 
     Where the optimizer was loaded the groups have the checkpoint's rates and weight decay already.
     """
-    if not policy.loads_masters:
-        for name in ("lr", "weight_decay"):
-            if name in saved.optimizer_params:
-                set_groups(groups, [{name: saved.optimizer_params[name]}] * len(groups), (name,))
+    values = saved_values(saved, len(groups))
+    if not policy.loads_masters and values is not None:
+        set_groups(groups, values, ("lr", "weight_decay"))
     if scheduler is None:
         return
     if schedulers.kind_of(scheduler) == DEEPSPEED:
         _, params = saved.scheduler_section
         assert params is not None
-        schedulers.adopt_configuration(scheduler, params, _with_saved_rates(groups, saved))
+        rates = _base_rates(scheduler, saved, params, len(groups))
+        built_for = [{**group, "lr": rate} for group, rate in zip(groups, rates, strict=True)] if rates else groups
+        schedulers.adopt_configuration(scheduler, params, built_for)
     if not policy.loads_masters:
         schedulers.write_rates(scheduler)
 
 
-def _with_saved_rates(groups: Sequence[Mapping[str, object]], saved: Saved) -> list[dict[str, object]]:
-    rate = {"lr": saved.optimizer_params["lr"]} if "lr" in saved.optimizer_params else {}
-    return [{**group, **rate} for group in groups]
+def saved_values(saved: Saved, count: int) -> list[Mapping[str, object]] | None:
+    """Saved rate and weight decay of each live group; None where the files that were read do not say.
+
+    The saved JSON speaks for a single group alone: with several, each may have had its own.
+    """
+    if all(number in saved.groups for number in range(count)):
+        return [saved.groups[number] for number in range(count)]
+    if count == 1 and "lr" in saved.optimizer_params:
+        return [saved.optimizer_params]
+    return None
+
+
+def _base_rates(scheduler: object, saved: Saved, params: Mapping[str, object], count: int) -> list[float] | None:
+    """The rates that the saved scheduler was built from: the JSON's for one group, else what its rates imply."""
+    if not schedulers.needs_rates(scheduler, params):
+        return None
+    if count == 1 and "lr" in saved.optimizer_params:
+        return [float(str(saved.optimizer_params["lr"]))]
+    values = saved_values(saved, count)
+    if values is None:
+        return None
+    return schedulers.base_rates(scheduler, params, [float(str(v["lr"])) for v in values], saved.position)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ds_reshard.hosts.deepspeed.entries import Request
-from ds_reshard.hosts.deepspeed.resume import SCHEDULED, Own, live_groups
+from ds_reshard.hosts.deepspeed.resume import SCHEDULED, Own, live_groups, saved_values
 from ds_reshard.hosts.deepspeed.saved import Saved
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because
@@ -57,6 +57,8 @@ def report(engine: DeepSpeedEngine, own: Own, saved: Saved, policy: ResumePolicy
     warnings = batch_size_warning(saved.train_batch_size, batch)
     if not policy.keeps_iteration and not policy.finetune:
         warnings += ("the iteration starts again at 0: later saves may overwrite earlier tags of the same folder",)
+    if policy.scheduler == "checkpoint" and not policy.loads_masters and saved_values(saved, len(own.groups)) is None:
+        warnings += ("weight decay is this run's: the optimizer's files, which hold the saved one, were not opened",)
     return ResumeReport(host="deepspeed", checkpoint=saved.where, rows=tuple(rows), warnings=warnings)
 
 
