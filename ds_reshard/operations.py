@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 
-from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed
+from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReadFailed, UnsupportedLayout
 from ds_reshard.formats.zero.inspection import describe_survey
 from ds_reshard.formats.zero.names import Listing, read_listing
+from ds_reshard.formats.zero.past import read_past
 from ds_reshard.formats.zero.survey import survey
 from ds_reshard.model.inspection import Inspection
+from ds_reshard.resume import coming
+from ds_reshard.resume.coming import ComingRun
 
-__all__ = ["Inspection", "inspect"]
+__all__ = ["ComingRun", "Inspection", "coming_run", "inspect"]
 
 _LATEST_NBYTES = 4096
 
@@ -31,6 +36,74 @@ def inspect(path: str, *, tag: str | None = None) -> Inspection:
     after = _bytes_asked_for()
     bytes_read = after - before if before is not None and after is not None else None
     return describe_survey(found, tag=os.path.basename(os.path.abspath(listing.folder)), bytes_read=bytes_read)
+
+
+def coming_run(
+    path: str, config: str, *, tag: str | None = None, steps: int | None = None, version: str | None = None
+) -> ComingRun:
+    """The learning rates of the run that will resume the checkpoint in `path` with the DeepSpeed JSON `config`.
+
+    `path` and `tag` as for `inspect`; `steps` and `version` as for `resume.coming.coming_run`. Opens one model file
+    and one optimizer file, and executes nothing from them.
+
+    Raises what a load raises for files that are missing or damaged, ConfigError for a JSON that cannot be read or
+    that DeepSpeed would refuse, and UnsupportedLayout for a checkpoint of Megatron-LM.
+    """
+    folder, where = os.fspath(path), os.fspath(config)
+    read = _read_config(where)
+    _refuse_megatron(folder)
+    past = read_past(_find(folder, tag))
+    return coming.coming_run(past, read, where=where, steps=steps, version=version)
+
+
+def _read_config(path: str) -> Mapping[str, object]:
+    """A DeepSpeed JSON; a key given twice is refused, as DeepSpeed does (runtime/config_utils.py, 0.19.8)."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = json.load(file, object_pairs_hook=_without_repetition)
+    except OSError as error:
+        raise _config_error(
+            path, f"cannot be read: {error.strerror}", "name the DeepSpeed JSON: --config FILE"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        mend = "correct the file; comments and other liberties of Hjson are not read here"
+        raise _config_error(path, f"is not JSON: {error}", mend) from None
+    if not isinstance(config, dict):
+        raise _config_error(
+            path, "is not a DeepSpeed JSON: it holds no object", "name the DeepSpeed JSON: --config FILE"
+        )
+    return config
+
+
+def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"given twice: {', '.join(sorted({name for name in names if names.count(name) > 1}))}")
+    return made
+
+
+def _config_error(path: str, what: str, mend: str) -> ConfigError:
+    fault = Fault(error="ConfigError", where=path, what=what, mend=mend)
+    return ConfigError(f"{fault.line()}; {mend}", [fault])
+
+
+# What Megatron-LM leaves in the folder of all iterations, and in that of one (`torch` and `torch_dist` formats).
+_MEGATRON = ("latest_checkpointed_iteration.txt", ".metadata", "common.pt")
+
+
+def _refuse_megatron(path: str) -> None:
+    """Megatron-DeepSpeed leaves the first of these too, beside DeepSpeed's own files, and is not meant."""
+    try:
+        names = set(os.listdir(path))
+    except OSError:
+        return
+    ranks = any(name.startswith("mp_rank_") and os.path.isdir(os.path.join(path, name)) for name in names)
+    if "latest" in names or (names.isdisjoint(_MEGATRON) and not ranks):
+        return
+    mend = "start the run with --resume-report FILE, or read the rates it logs: lr draws DeepSpeed checkpoints so far"
+    fault = Fault(error="UnsupportedLayout", where=path, what="is a checkpoint of Megatron-LM", mend=mend)
+    raise UnsupportedLayout(f"{fault.line()}; {mend}", [fault])
 
 
 def _find(path: str, tag: str | None) -> Listing:

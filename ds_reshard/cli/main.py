@@ -1,6 +1,7 @@
 """The arguments of `ds-reshard`, what each subcommand calls, and the exit status.
 
-0: nothing to report; 1: something was found (a refused hook, a fault in a checkpoint); 2: wrong usage, or
+0: nothing to report; 1: something was found (a refused hook, a fault in a checkpoint, a curve that the files
+cannot tell); 2: wrong usage, or
 what was named cannot be read.
 """
 
@@ -11,14 +12,16 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib import metadata
 
 from rich.console import Console
 
 from ds_reshard import __version__
-from ds_reshard.cli import render
+from ds_reshard.cli import rates, render
+from ds_reshard.cli.picture import draw
 from ds_reshard.errors import ReshardError
 from ds_reshard.hosts import installed
-from ds_reshard.operations import inspect
+from ds_reshard.operations import coming_run, inspect
 
 OK, FINDING, UNUSABLE = 0, 1, 2
 
@@ -42,7 +45,22 @@ def build_parser() -> argparse.ArgumentParser:
     look.add_argument("--json", action="store_true", help="print JSON")
     look.add_argument("--all", action="store_true", help="list every parameter and file")
     look.set_defaults(run=_inspect)
+
+    lr = commands.add_parser("lr", help="draw the learning rate of the coming run before it is started")
+    lr.add_argument("checkpoint", metavar="CKPT", help="the folder that was given to save_checkpoint")
+    lr.add_argument("--config", required=True, metavar="FILE", help="the DeepSpeed JSON of the coming run")
+    lr.add_argument("--tag", help="the tag that will be loaded (default: the one that 'latest' names)")
+    lr.add_argument("--steps", type=_steps, metavar="N", help="how many steps (default: to the schedule's end)")
+    lr.add_argument("--png", metavar="FILE", help="write a picture")
+    lr.add_argument("--json", action="store_true", help="print JSON")
+    lr.set_defaults(run=_lr)
     return parser
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 10_000_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps, from 1 to 10,000,000")
+    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,3 +90,27 @@ def _inspect(arguments: argparse.Namespace) -> int:
     else:
         render.render_inspection(inspection, Console(), every_row=arguments.all)
     return FINDING if inspection.faults else OK
+
+
+def _lr(arguments: argparse.Namespace) -> int:
+    """Status 1 where a curve cannot be drawn: what it would be is not in the files."""
+    coming = coming_run(
+        arguments.checkpoint, arguments.config, tag=arguments.tag, steps=arguments.steps, version=_deepspeed_version()
+    )
+    if arguments.png is not None:
+        draw(coming, arguments.png)
+    if arguments.json:
+        print(json.dumps(coming.to_json(), indent=2))
+    elif sys.stdout.isatty():
+        rates.render_rates(coming, Console())
+    else:
+        sys.stdout.writelines(f"{line}\n" for line in rates.plain_rates(coming))
+    return FINDING if any(curve.unknown is not None for curve in coming.curves) else OK
+
+
+def _deepspeed_version() -> str | None:
+    """The DeepSpeed that is installed here, which is not imported."""
+    try:
+        return metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
+        return None

@@ -50,6 +50,7 @@ _LISTS = frozenset({"warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max
                     "cycle_min_mom", "cycle_max_mom"})  # fmt: skip
 _COUNTS = frozenset({"warmup_num_steps", "lr_range_test_step_size"})
 _OTHER = frozenset({"warmup_type", "cycle_momentum", "lr_range_test_staircase"})
+_LEAST = {"cycle_first_step_size": 1e-3, "cycle_second_step_size": 0.0, "decay_step_size": 0.0, "decay_lr_rate": 0.0}
 _OPTIONAL = frozenset({"warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count"})
 
 
@@ -123,12 +124,13 @@ def _fits(name: str, value: object) -> bool:
         return bool(value) and all(map(_is_number, value))
     if value is None:
         return name in _OPTIONAL
-    low = {"cycle_first_step_size": 5e-324, "cycle_second_step_size": 0.0}.get(name, -math.inf)
-    return _is_number(value) and float(str(value)) >= low
+    return _is_number(value) and float(str(value)) >= _LEAST.get(name, -math.inf)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 2**53
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def given_rate(config: Mapping[str, object], *, where: str) -> float | Unknown:

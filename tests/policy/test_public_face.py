@@ -41,6 +41,7 @@ EXPORTED = [
 COMMANDS = {
     "hooks": ["--json"],
     "inspect": ["--all", "--json", "--tag", "CKPT"],
+    "lr": ["--config", "--json", "--png", "--steps", "--tag", "CKPT"],
 }
 
 

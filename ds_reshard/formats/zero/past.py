@@ -1,0 +1,60 @@
+"""What a ZeRO checkpoint says of its learning-rate schedule: the first model file and the first optimizer file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint
+from ds_reshard.formats.zero.faults import fail
+from ds_reshard.formats.zero.names import Listing
+from ds_reshard.formats.zero.plain import plain, read_scalars, single_elements
+from ds_reshard.formats.zero.stage0_states import param_groups, torch_optimizer
+from ds_reshard.resume.past import Past
+from ds_reshard.resume.schedulers import position_in
+
+_MOST = 2**53
+
+
+def read_past(listing: Listing) -> Past:
+    """Position, rates, scheduler and configuration as they were saved; nothing of the files is executed.
+
+    Opens two files, and reads no tensor but a learning rate that was kept as one. Raises what a load raises for
+    files that are missing, damaged or of a layout that is refused.
+    """
+    checkpoint = open_checkpoint(listing, optimizer=True)
+    entries = checkpoint.model.entries
+    state, config = entries.get("lr_scheduler"), entries.get("ds_config")
+    if state is not None and not isinstance(state, dict):
+        state = {}
+    return Past(
+        where=listing.folder,
+        version=checkpoint.model.version,
+        position=_position(checkpoint, state),
+        rates=_rates(checkpoint),
+        scheduler=None if state is None else tuple(map(str, state)),
+        config=config if isinstance(config, dict) else None,
+    )
+
+
+def _position(checkpoint: ZeroCheckpoint, state: Mapping[str, object] | None) -> int:
+    """The scheduler's own; without one, the updates that were made: steps without those that overflowed."""
+    found = position_in(state) if state is not None else None
+    if found is None:
+        steps, skipped = (checkpoint.model.entries.get(name, 0) for name in ("global_steps", "skipped_steps"))
+        found = max(0, steps - skipped) if isinstance(steps, int) and isinstance(skipped, int) else None
+    if found is None or found >= _MOST:
+        raise fail(checkpoint.model.path, "its count of steps cannot be", "a whole number", repr(found)[:40])
+    return found
+
+
+def _rates(checkpoint: ZeroCheckpoint) -> tuple[float, ...] | None:
+    optim = checkpoint.optim
+    path = optim.path if optim is not None else checkpoint.model.path
+    groups = optim.groups if optim is not None else param_groups(torch_optimizer(checkpoint.model))
+    if not groups:
+        return None
+    given = [group.get("lr") for group in groups]
+    scalars = read_scalars(path, single_elements(given))
+    values = [plain(value, scalars) for value in given]
+    rates = [float(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    return tuple(rates) if len(rates) == len(values) else None
