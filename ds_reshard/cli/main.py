@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -72,6 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ReshardError as error:
         print(f"ds-reshard: {error}", file=sys.stderr)
         return UNUSABLE
+    except BrokenPipeError:
+        # Whoever read the output has read enough (python.org, library/signal, "Note on SIGPIPE").
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
 
 
 def _hooks(arguments: argparse.Namespace) -> int:

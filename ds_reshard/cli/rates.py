@@ -23,6 +23,8 @@ def plain_rates(coming: ComingRun) -> Iterator[str]:
         if curve.unknown is not None:
             yield f"# {curve.title}: not known: {printable(curve.unknown)}"
     shown = [curve for curve in coming.curves if curve.unknown is None]
+    if not shown:
+        return
     heads = [f"{curve.name}{_of(coming, part)}" for curve in shown for part in range(len(coming.groups))]
     yield "\t".join(("position", *heads))
     for number, position in enumerate(coming.positions):
@@ -45,7 +47,8 @@ def render_rates(coming: ComingRun, console: Console) -> None:
                 console.print(Text(label, style="dim").append(line, style=COLORS[curve.name]), no_wrap=True)
             console.print(Text(f"{'position':>9} {first}{last:>{width - len(str(first))}}", style="dim"), no_wrap=True)
     console.print()
-    console.print(_table(coming))
+    if any(curve.unknown is None for curve in coming.curves):
+        console.print(_table(coming))
     for curve in coming.curves:
         if curve.unknown is not None:
             console.print(Text(f"{curve.title}: not known: {printable(curve.unknown)}", style="yellow"))

@@ -115,13 +115,18 @@ def coming_run(
 
 def _continued(past: Past, count: int) -> _Drawn | Unknown:
     """The saved schedule, if the saved rates are those that it gives at the position."""
+    foreign = scripts_own(past, "the checkpoint was saved with")
+    if foreign is not None:
+        return Unknown(reason=foreign)
     if past.scheduler is None:
         if past.rates is None:
             return Unknown(reason=f"{past.where} holds no param groups, and no scheduler")
         return _Drawn(schedules=tuple(Constant(lr=rate) for rate in past.rates))
     section = saved_section(past)
-    if section is None or "last_batch_iteration" not in past.scheduler:
-        return Unknown(reason=scripts_own(past, "the checkpoint was saved with"))
+    if section is None:
+        return Unknown(
+            reason="the checkpoint was saved with a scheduler that its DeepSpeed JSON, as kept, does not name"
+        )
     if isinstance(section, Unknown):
         return section
     drawable = schedules_of(section, [0.0] * count, count)
@@ -145,8 +150,9 @@ def _continued(past: Past, count: int) -> _Drawn | Unknown:
 
 def _without_flag(past: Past, section: Section | None, rate: float | Unknown, count: int) -> _Drawn | Unknown:
     """The rates of the loaded param groups until the scheduler steps for the first time."""
-    if past.scheduler is not None and "last_batch_iteration" not in past.scheduler:
-        return Unknown(reason=scripts_own(past, "and so, it seems, is this run's:"))
+    foreign = scripts_own(past, "this run's is not in its JSON if, as the checkpoint's, it is")
+    if foreign is not None:
+        return Unknown(reason=foreign)
     if past.rates is None:
         return Unknown(reason=f"{past.where} holds no param groups, so the rate of the first step is the script's")
     if section is None:
@@ -161,8 +167,9 @@ def _without_flag(past: Past, section: Section | None, rate: float | Unknown, co
 
 
 def _overridden(past: Past, section: Section | None, rate: float | Unknown, count: int) -> _Drawn | Unknown:
-    if past.scheduler is not None and "last_batch_iteration" not in past.scheduler:
-        return Unknown(reason=scripts_own(past, "and so, it seems, is this run's:"))
+    foreign = scripts_own(past, "this run's is not in its JSON if, as the checkpoint's, it is")
+    if foreign is not None:
+        return Unknown(reason=foreign)
     return _this_runs(past, section, rate, count)
 
 

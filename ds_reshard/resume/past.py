@@ -16,7 +16,9 @@ class Past:
 
     `position` counts the steps that the scheduler had taken (without one, the updates that were made); `rates` are
     those of each param group, None where the files hold none; `scheduler` the names in the scheduler's saved state,
-    None where there was no scheduler; `config` the DeepSpeed JSON of the saving run, None where it was not kept.
+    None where there was no scheduler; `config` the DeepSpeed JSON of the saving run, None where it was not kept;
+    `outside` whether the param groups bear the mark of a scheduler that DeepSpeed did not own (`initial_lr`,
+    torch/optim/lr_scheduler.py, 2.13, `LRScheduler.__init__`).
     """
 
     where: str
@@ -25,6 +27,7 @@ class Past:
     rates: tuple[float, ...] | None
     scheduler: tuple[str, ...] | None
     config: Mapping[str, object] | None
+    outside: bool = False
 
 
 def base_rates(past: Past, section: Section, count: int) -> tuple[float, ...] | Unknown:
@@ -70,8 +73,13 @@ def saved_section(past: Past) -> Section | Unknown | None:
         return Unknown(reason=error.faults[0].line())
 
 
-def scripts_own(past: Past, how: str) -> str:
-    names = past.scheduler or ()
+def scripts_own(past: Past, how: str) -> str | None:
+    """Words for a scheduler that the script built, None where DeepSpeed built it or there is none."""
+    if past.scheduler is None and past.outside:
+        return f"{how} a scheduler that the script built and steps itself: DeepSpeed's files hold nothing of it"
+    if past.scheduler is None or "last_batch_iteration" in past.scheduler:
+        return None
+    names = past.scheduler
     kind = next((kind for mark, kind in _MARKS.items() if mark in names), None)
     what = f"{kind}: the function is not in the file" if kind == "LambdaLR" else f"{kind or 'its kind'} is not drawn"
     return f"{how} a scheduler that the script built ({what}; its state has {', '.join(names[:8]) or 'no names'})"

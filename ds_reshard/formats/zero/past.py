@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.faults import fail
@@ -23,6 +23,7 @@ def read_past(listing: Listing) -> Past:
     """
     checkpoint = open_checkpoint(listing, optimizer=True)
     entries = checkpoint.model.entries
+    groups = _groups(checkpoint)
     state, config = entries.get("lr_scheduler"), entries.get("ds_config")
     if state is not None and not isinstance(state, dict):
         state = {}
@@ -30,9 +31,10 @@ def read_past(listing: Listing) -> Past:
         where=listing.folder,
         version=checkpoint.model.version,
         position=_position(checkpoint, state),
-        rates=_rates(checkpoint),
+        rates=_rates(checkpoint, groups),
         scheduler=None if state is None else tuple(map(str, state)),
         config=config if isinstance(config, dict) else None,
+        outside=state is None and any("initial_lr" in group for group in groups),
     )
 
 
@@ -47,13 +49,18 @@ def _position(checkpoint: ZeroCheckpoint, state: Mapping[str, object] | None) ->
     return found
 
 
-def _rates(checkpoint: ZeroCheckpoint) -> tuple[float, ...] | None:
-    optim = checkpoint.optim
-    path = optim.path if optim is not None else checkpoint.model.path
-    groups = optim.groups if optim is not None else param_groups(torch_optimizer(checkpoint.model))
+def _groups(checkpoint: ZeroCheckpoint) -> Sequence[Mapping[str, object]]:
+    if checkpoint.optim is not None:
+        return checkpoint.optim.groups or ()
+    return param_groups(torch_optimizer(checkpoint.model))
+
+
+def _rates(checkpoint: ZeroCheckpoint, groups: Sequence[Mapping[str, object]]) -> tuple[float, ...] | None:
+    """The rate of each param group, None where one is missing or no number."""
     if not groups:
         return None
     given = [group.get("lr") for group in groups]
+    path = checkpoint.optim.path if checkpoint.optim is not None else checkpoint.model.path
     scalars = read_scalars(path, single_elements(given))
     values = [plain(value, scalars) for value in given]
     rates = [float(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
