@@ -8,10 +8,11 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 INSTALLED := .venv/.installed
 FAST_TESTS := tests/policy tests/docs tests/unit tests/hostile tests/versions
 
-.PHONY: help venv check style types contracts fast-tests test demo bench gpu test-versions format clean
+.PHONY: help venv check style types contracts fast-tests test demo demo-lr bench gpu test-versions format clean
 
 help:
 	@echo "make demo           train, change stage and ranks, resume; prints the bit-equality table"
+	@echo "make demo-lr        resume with another learning rate; draws what each update uses in .demo/lr.png"
 	@echo "make test           every test that needs no GPU"
 	@echo "make check          format, lint, types, import contracts, fast tests"
 	@echo "make bench          load times beside DeepSpeed's own"
@@ -61,6 +62,10 @@ test: venv
 
 demo: venv
 	$(BIN)/python examples/demo.py
+
+demo-lr: venv
+	@mkdir -p .demo
+	$(BIN)/python -W ignore examples/03_new_learning_rate.py .demo/lr.png
 
 bench: venv
 	$(BIN)/python -m benchmarks.load

@@ -36,6 +36,11 @@ PRINTED = {
         r"ZeRO-2 goes on: loss (?P=second), and (?P=second) when it was saved\n"
         r"ZeRO-2 saved step 30, loss \d+\.\d{6}\n"
     ),
+    "03_new_learning_rate.py": (
+        r"saved after 20 updates, the last at 0.009111\n"
+        r"no flag: 0.009000, 0.000889, 0.000878, as foretold, moments bit-identical\n"
+        r"override: 0.000900, 0.000889, 0.000878, as foretold, moments bit-identical\n"
+    ),
 }
 
 
