@@ -22,6 +22,7 @@ from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.schedulers import DEEPSPEED, PLATEAU, UNKNOWN, Beginning, set_groups
 
 if TYPE_CHECKING:
+    from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
     from deepspeed.runtime.engine import DeepSpeedEngine
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -34,7 +35,8 @@ class Own:
     """This run's own values, as they were before its first load.
 
     `groups` are the param groups' values but the parameters; `begun` says that the engine had stepped before,
-    so that the scheduler's beginning is not known. `unowned` are schedulers that the engine does not know.
+    so that the scheduler's beginning is not known. `unowned` are schedulers that the engine does not know,
+    `sampler` the state of a curriculum's data sampler.
     """
 
     groups: tuple[dict[str, object], ...]
@@ -42,6 +44,7 @@ class Own:
     loss_scaler: object
     scheduler: Beginning | None
     begun: bool
+    sampler: object
     unowned: weakref.WeakKeyDictionary[LRScheduler, Beginning]
 
 
@@ -61,6 +64,7 @@ def own_values(engine: DeepSpeedEngine) -> Own:
             loss_scaler=copy.deepcopy(getattr(engine.optimizer, "loss_scaler", None)),
             scheduler=Beginning(scheduler) if scheduler is not None else None,
             begun=engine.global_steps > 0,
+            sampler=copy.deepcopy(sampler.state_dict()) if (sampler := _sampler(engine)) is not None else None,
             unowned=weakref.WeakKeyDictionary({one: Beginning(one) for one in unowned(engine)}),
         )
     return _OWN[engine]
@@ -72,6 +76,13 @@ def live_groups(engine: DeepSpeedEngine) -> list[dict[str, object]]:
     inner = getattr(optimizer, "optimizer", optimizer)
     groups: list[dict[str, object]] = getattr(inner, "param_groups", [])
     return groups
+
+
+def _sampler(engine: DeepSpeedEngine) -> DeepSpeedDataSampler | None:
+    """The data sampler of curriculum learning, the only data position that DeepSpeed stores."""
+    loader = engine.training_dataloader
+    sampler: DeepSpeedDataSampler | None = getattr(loader, "data_sampler", None)
+    return sampler if loader is not None and engine.curriculum_learning_enabled() else None
 
 
 def narrowed(request: Request, policy: ResumePolicy) -> Request:
@@ -100,6 +111,9 @@ def apply(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy) -> None:
         engine.optimizer.loss_scaler = copy.deepcopy(own.loss_scaler)
     if not policy.keeps_iteration:
         engine.global_steps = engine.global_samples = engine.skipped_steps = 0
+    sampler = _sampler(engine)
+    if sampler is not None and (policy.dataloader == "reset" or policy.finetune):
+        sampler.load_state_dict(copy.deepcopy(own.sampler))
     if policy.scheduler == "checkpoint":
         _continue(scheduler, saved, policy, groups)
     elif scheduler is not None and (policy.scheduler == "override" or not policy.keeps_position):
