@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 
 from ds_reshard.errors import HookError, raise_faults
 from ds_reshard.hooks import guard
@@ -37,22 +38,23 @@ def install(hooks: HostHooks) -> Installation:
         return installation
 
 
-def install_on_import(hooks: HostHooks) -> None:
-    """Patch a host as soon as its modules are imported, which may be now; never raise for a failed guard.
+def install_on_import(hooks: HostHooks, *, insist: Callable[[], bool] = lambda: False) -> None:
+    """Patch a host as soon as its modules are imported, which may be now.
 
     A failed guard is one warning, and the host stays as it is, so that its own errors still protect the
-    user. A host whose source carries the patches needs none, and is not warned about.
+    user; where `insist` says that more was asked for than that, it is raised. A host whose source carries the
+    patches needs none, and is not warned about.
     """
     with REGISTRY.lock:
         if REGISTRY.active(hooks.host) is not None or hooks.host in REGISTRY.deferred:
             return
         absent = [module for module in hooks.modules if module not in sys.modules]
         if absent:
-            deferred = Deferred(absent, lambda: _install_or_stand_aside(hooks))
+            deferred = Deferred(absent, lambda: _install_or_stand_aside(hooks, insist))
             REGISTRY.deferred[hooks.host] = deferred
             deferred.arm()
             return
-    _install_or_stand_aside(hooks)
+    _install_or_stand_aside(hooks, insist)
 
 
 def uninstall(host: str) -> None:
@@ -70,7 +72,12 @@ def _stop_waiting(host: str) -> None:
         deferred.remove()
 
 
-def _install_or_stand_aside(hooks: HostHooks) -> None:
+def refused() -> dict[str, HookError]:
+    """Why each host that was imported has been left as it is, by host."""
+    return dict(REGISTRY.refusals)
+
+
+def _install_or_stand_aside(hooks: HostHooks, insist: Callable[[], bool]) -> None:
     REGISTRY.deferred.pop(hooks.host, None)
     if all(guard.vendored(patch) for patch in hooks.patches):
         _LOG.info("%s: the hooks stand aside, its source carries them (vendored)", hooks.host)
@@ -81,3 +88,5 @@ def _install_or_stand_aside(hooks: HostHooks) -> None:
         if hooks.host not in REGISTRY.refusals:
             _LOG.warning("%s is left as it is, its own checkpoint loading runs: %s", hooks.host, error)
         REGISTRY.refusals[hooks.host] = error
+        if insist():
+            raise

@@ -151,13 +151,12 @@ def resume(
         if flags is not None:
             _parse(flags)
         with ds_reshard.install("deepspeed"):
-            try:
-                for _ in range(1 + twice):
-                    engine.load_checkpoint(folder, **(arguments or {}))
-            except ds_reshard.ReshardError as error:
-                after = jobs.contents(engine)
-                unchanged = jobs.same(before, after) and before["scheduler"] == after["scheduler"]
-                return {"error": type(error).__name__, "text": str(error), "unchanged": unchanged}
+            for _ in range(1 + twice):
+                engine.load_checkpoint(folder, **(arguments or {}))
+    except ds_reshard.ReshardError as error:
+        after = jobs.contents(engine)
+        unchanged = jobs.same(before, after) and before["scheduler"] == after["scheduler"]
+        return {"error": type(error).__name__, "text": str(error), "unchanged": unchanged}
     finally:
         asked.forget()
     held = jobs.contents(engine)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from ds_reshard.hooks import HostHooks, Patch
 
 
-def _wrap_load_checkpoint(original: Callable[..., object]) -> Callable[..., object]:
+def wrap_load_checkpoint(original: Callable[..., object]) -> Callable[..., object]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -41,7 +41,7 @@ HOOKS = HostHooks(
     patches=(
         Patch(
             target="deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint",
-            wrapper=_wrap_load_checkpoint,
+            wrapper=wrap_load_checkpoint,
             signature=(
                 "load_dir",
                 "tag",

@@ -13,19 +13,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import UnsupportedLayout
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.saved import Saved
-from ds_reshard.resume import asked, schedulers
+from ds_reshard.hosts.deepspeed.unowned import leave, take_next_state, unowned
+from ds_reshard.resume import schedulers
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.schedulers import DEEPSPEED, PLATEAU, UNKNOWN, Beginning, set_groups
 
 if TYPE_CHECKING:
+    from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from torch.optim.lr_scheduler import LRScheduler
 
 # Of a param group, what a schedule decides. `initial_lr` is where torch's schedulers keep a group's own rate.
 SCHEDULED = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "weight_decay"})
-ENGINE_VALUES = ("clip_grad", "loss_scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,8 @@ class Own:
     """This run's own values, as they were before its first load.
 
     `groups` are the param groups' values but the parameters; `begun` says that the engine had stepped before,
-    so that the scheduler's beginning is not known.
+    so that the scheduler's beginning is not known. `unowned` are schedulers that the engine does not know,
+    `sampler` the state of a curriculum's data sampler.
     """
 
     groups: tuple[dict[str, object], ...]
@@ -41,6 +44,8 @@ class Own:
     loss_scaler: object
     scheduler: Beginning | None
     begun: bool
+    sampler: object
+    unowned: weakref.WeakKeyDictionary[LRScheduler, Beginning]
 
 
 _OWN: weakref.WeakKeyDictionary[DeepSpeedEngine, Own] = weakref.WeakKeyDictionary()
@@ -59,6 +64,8 @@ def own_values(engine: DeepSpeedEngine) -> Own:
             loss_scaler=copy.deepcopy(getattr(engine.optimizer, "loss_scaler", None)),
             scheduler=Beginning(scheduler) if scheduler is not None else None,
             begun=engine.global_steps > 0,
+            sampler=copy.deepcopy(sampler.state_dict()) if (sampler := _sampler(engine)) is not None else None,
+            unowned=weakref.WeakKeyDictionary({one: Beginning(one) for one in unowned(engine)}),
         )
     return _OWN[engine]
 
@@ -71,6 +78,13 @@ def live_groups(engine: DeepSpeedEngine) -> list[dict[str, object]]:
     return groups
 
 
+def _sampler(engine: DeepSpeedEngine) -> DeepSpeedDataSampler | None:
+    """The data sampler of curriculum learning, the only data position that DeepSpeed stores."""
+    loader = engine.training_dataloader
+    sampler: DeepSpeedDataSampler | None = getattr(loader, "data_sampler", None)
+    return sampler if loader is not None and engine.curriculum_learning_enabled() else None
+
+
 def narrowed(request: Request, policy: ResumePolicy) -> Request:
     """The load that a policy asks for: never more than the caller's arguments, which keep their meaning."""
     return replace(
@@ -80,168 +94,6 @@ def narrowed(request: Request, policy: ResumePolicy) -> Request:
         module_only=request.module_only or policy.finetune,
         scheduler=request.scheduler and policy.keeps_position and policy.scheduler != "override",
     )
-
-
-def refusals(engine: DeepSpeedEngine, request: Request, policy: ResumePolicy) -> list[Fault]:
-    """What this engine cannot do of a policy, whatever the checkpoint."""
-    own = own_values(engine)
-    faults = []
-    scheduler = engine.lr_scheduler
-    if policy.scheduler in ("override", "checkpoint", "strict") and not request.scheduler:
-        faults.append(
-            _fault(
-                "load_checkpoint(load_lr_scheduler_states=False)",
-                f'contradicts scheduler "{policy.scheduler}": one leaves the schedule out, the other asks for it',
-                'leave out load_lr_scheduler_states=False, or ask for scheduler "reset" (--no-load-lr-state)',
-            )
-        )
-    places = policy.scheduler in ("override", "reset") or not policy.keeps_position
-    if scheduler is not None and places and policy != ResumePolicy():
-        if schedulers.kind_of(scheduler) in (PLATEAU, UNKNOWN):
-            if policy.scheduler == "override":
-                faults.append(_fault("lr_scheduler", schedulers.refusal(scheduler), "see above", "UnsupportedLayout"))
-        elif own.begun:
-            faults.append(
-                _fault(
-                    "lr_scheduler",
-                    "the engine had taken steps before its first load, so the beginning of this run's schedule is gone",
-                    "call load_checkpoint before the first step",
-                )
-            )
-    if policy.takes("lr") and scheduler is not None and policy.scheduler != "override":
-        faults.append(
-            _fault(
-                "hyperparameters: lr",
-                f"the learning rate belongs to this run's scheduler ({type(scheduler).__name__})",
-                "use --override-opt-param-scheduler (scheduler: override)",
-            )
-        )
-    if not policy.rng and not policy.finetune and not asked.adopted("rng"):
-        what = "DeepSpeed's checkpoints hold no random states: there is nothing to leave out"
-        faults.append(_fault("rng", what, "leave out --no-load-rng; the script restores what it saved itself"))
-    known = {name for group in own.groups for name in group} | set(ENGINE_VALUES)
-    for name in policy.hyperparameters:
-        if name not in known:
-            faults.append(
-                _fault(
-                    f"hyperparameters: {name}",
-                    "is no hyper-parameter of this run's optimizer or engine",
-                    f"name some of {', '.join(sorted(known - {'lr', 'initial_lr'}))}",
-                )
-            )
-    if policy.takes("loss_scale") and own.loss_scaler is None:
-        faults.append(_fault("hyperparameters: loss_scale", "this engine scales no loss", "leave loss_scale out"))
-    return faults
-
-
-def _fault(where: str, what: str, mend: str, error: str = "ConfigError") -> Fault:
-    return Fault(error=error, where=where, what=what, mend=mend)
-
-
-def checkpoint_faults(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy) -> list[Fault]:
-    """What the checkpoint cannot give of what a policy asks for, and under "strict" every difference."""
-    own, scheduler = own_values(engine), engine.lr_scheduler
-    if policy.scheduler == "checkpoint":
-        return _continuation_faults(engine, saved, policy)
-    if policy.scheduler == "strict":
-        return _differences(own, scheduler, saved)
-    return []
-
-
-def _continuation_faults(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy) -> list[Fault]:
-    scheduler = engine.lr_scheduler
-    mend = "build the scheduler that was saved, or use --override-opt-param-scheduler or --no-load-lr-state"
-    groups = own_values(engine).groups
-    if not policy.loads_masters and saved_values(saved, len(groups)) is None:
-        why = "the optimizer's files, which hold what each param group had, are not opened"
-        if scheduler is None:
-            return [_unknown_rates(saved, why)]
-    if scheduler is None and saved.scheduler is None:
-        return []
-    if scheduler is None or saved.scheduler is None:
-        without, has = ("this run", "the checkpoint") if scheduler is None else ("the checkpoint", "this run")
-        return [_fault(saved.where, f'{without} has no scheduler and {has} has one: "checkpoint" needs both', mend)]
-    kind = schedulers.kind_of(scheduler)
-    if kind == DEEPSPEED:
-        name, params = saved.scheduler_section
-        if name != type(scheduler).__name__ or params is None:
-            found = name or "a scheduler that its configuration does not describe"
-            return [
-                Fault(
-                    error="UnsupportedLayout", where=saved.where,
-                    what="a scheduler of DeepSpeed stores its position alone; what configures it cannot be translated",
-                    expected=f"{type(scheduler).__name__} in the saved DeepSpeed JSON", found=found, mend=mend,
-                )
-            ]  # fmt: skip
-        if schedulers.needs_rates(scheduler, params) and _base_rates(scheduler, saved, params, len(groups)) is None:
-            return [_unknown_rates(saved, f"{type(scheduler).__name__} was built from the optimizer's learning rates")]
-        return []
-    live = set(schedulers.configuration(scheduler)) | {"last_epoch", "num_steps"}
-    if schedulers.position_in(saved.scheduler) is None or not live & set(saved.scheduler):
-        found = ", ".join(sorted(saved.scheduler)) or "nothing"
-        return [
-            Fault(
-                error="UnsupportedLayout", where=saved.where, what="holds the state of another kind of scheduler",
-                expected=f"the state of {type(scheduler).__name__}", found=found, mend=mend,
-            )
-        ]  # fmt: skip
-    return []
-
-
-def _unknown_rates(saved: Saved, why: str) -> Fault:
-    return Fault(
-        error="UnsupportedLayout",
-        where=saved.where,
-        what=f'scheduler "checkpoint" needs the rates and weight decay of the saving run: {why}',
-        expected="one param group, described in the saved DeepSpeed JSON",
-        found="several param groups, or an optimizer that the script built",
-        mend="use --override-opt-param-scheduler with the learning rate of the saving run, or load the optimizer",
-    )
-
-
-def _differences(own: Own, scheduler: object, saved: Saved) -> list[Fault]:
-    """Every field of schedule, learning rate and weight decay that differs."""
-    pairs: dict[str, tuple[object, object]] = {}
-    names = {"weight_decay"} if scheduler is not None else {"lr", "weight_decay"}
-    for number, group in enumerate(own.groups):
-        hyper = saved.groups.get(number)
-        if hyper is not None:
-            both = ({"initial_lr"} & set(group) & set(hyper)) | names
-            pairs |= {f"param group {number}: {name}": (hyper.get(name), group.get(name)) for name in sorted(both)}
-    ours = type(scheduler).__name__ if scheduler is not None else "none"
-    theirs, params = saved.scheduler_section if saved.scheduler is not None else ("none", None)
-    if scheduler is None or saved.scheduler is None:
-        pairs["scheduler"] = (theirs or "a scheduler", ours)
-    elif schedulers.kind_of(scheduler) == DEEPSPEED:
-        pairs["scheduler"] = (theirs, ours)
-        if theirs == ours and params is not None:
-            other = schedulers.configuration(schedulers.like(scheduler, params, own.groups))
-            mine = schedulers.configuration(scheduler)
-            pairs |= {f"scheduler: {n}": (other.get(n), mine.get(n)) for n in sorted({*other, *mine})}
-    else:
-        other = schedulers.saved_configuration(saved.scheduler)
-        mine = schedulers.configuration(scheduler)
-        pairs |= {f"scheduler: {n}": (other.get(n), mine.get(n)) for n in sorted({*other, *mine})}
-    return [
-        Fault(
-            error="ScheduleMismatch",
-            where=where,
-            what="differs, and the schedule was asked to be strict",
-            expected=f"{theirs!r} in the checkpoint (kept with --use-checkpoint-opt-param-scheduler)",
-            found=f"{mine!r} in this run (used with --override-opt-param-scheduler)",
-            mend="make this run's configuration the checkpoint's, or say whose values are right with one of the flags",
-        )
-        for where, (theirs, mine) in pairs.items()
-        if not _equal(theirs, mine)
-    ]
-
-
-def _equal(one: object, other: object) -> bool:
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(_equal(a, b) for a, b in zip(one, other, strict=True))
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return set(one) == set(other) and all(_equal(one[key], other[key]) for key in one)
-    return bool(one == other)
 
 
 def apply(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy) -> None:
@@ -259,10 +111,15 @@ def apply(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy) -> None:
         engine.optimizer.loss_scaler = copy.deepcopy(own.loss_scaler)
     if not policy.keeps_iteration:
         engine.global_steps = engine.global_samples = engine.skipped_steps = 0
+    sampler = _sampler(engine)
+    if sampler is not None and (policy.dataloader == "reset" or policy.finetune):
+        sampler.load_state_dict(copy.deepcopy(own.sampler))
     if policy.scheduler == "checkpoint":
         _continue(scheduler, saved, policy, groups)
     elif scheduler is not None and (policy.scheduler == "override" or not policy.keeps_position):
         _place(scheduler, own, saved.position if policy.keeps_position else 0, groups)
+    for other in own.unowned:
+        _hold(engine, other, policy)
 
 
 def _place(scheduler: object, own: Own, position: int, groups: list[dict[str, object]]) -> None:
@@ -272,6 +129,25 @@ def _place(scheduler: object, own: Own, position: int, groups: list[dict[str, ob
         return
     set_groups(groups, own.groups, SCHEDULED - {"weight_decay"})
     own.scheduler.place(scheduler, position)
+
+
+def _hold(engine: DeepSpeedEngine, scheduler: LRScheduler, policy: ResumePolicy) -> None:
+    """A scheduler that the engine does not know, whose state somebody else loads later: the policy holds there too."""
+    leave(scheduler)
+    if policy.scheduler == "strict" or (policy.keeps_position and policy.scheduler != "override"):
+        return
+    own = own_values(engine)
+    set_groups(live_groups(engine), own.groups, SCHEDULED - {"weight_decay"})
+    own.unowned[scheduler].place(scheduler, 0)
+
+    def take(one: LRScheduler, state: Mapping[str, object]) -> None:
+        position = schedulers.position_in(state) if policy.keeps_position else 0
+        if position is None:
+            raise UnsupportedLayout(schedulers.refusal(one))
+        set_groups(live_groups(engine), own.groups, SCHEDULED - {"weight_decay"})
+        own.unowned[one].place(one, position)
+
+    take_next_state(scheduler, take)
 
 
 def _continue(scheduler: object, saved: Saved, policy: ResumePolicy, groups: list[dict[str, object]]) -> None:
@@ -287,7 +163,7 @@ def _continue(scheduler: object, saved: Saved, policy: ResumePolicy, groups: lis
     if schedulers.kind_of(scheduler) == DEEPSPEED:
         _, params = saved.scheduler_section
         assert params is not None
-        rates = _base_rates(scheduler, saved, params, len(groups))
+        rates = base_rates(scheduler, saved, params, len(groups))
         built_for = [{**group, "lr": rate} for group, rate in zip(groups, rates, strict=True)] if rates else groups
         schedulers.adopt_configuration(scheduler, params, built_for)
     if not policy.loads_masters:
@@ -306,7 +182,7 @@ def saved_values(saved: Saved, count: int) -> list[Mapping[str, object]] | None:
     return None
 
 
-def _base_rates(scheduler: object, saved: Saved, params: Mapping[str, object], count: int) -> list[float] | None:
+def base_rates(scheduler: object, saved: Saved, params: Mapping[str, object], count: int) -> list[float] | None:
     """The rates that the saved scheduler was built from: the JSON's for one group, else what its rates imply."""
     if not schedulers.needs_rates(scheduler, params):
         return None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
-from ds_reshard.hosts.deepspeed import resume
+from ds_reshard.hosts.deepspeed import refuse, resume
 from ds_reshard.hosts.deepspeed.agree import agree, attempt, rank
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer
@@ -62,7 +62,7 @@ class Resume:
         """Raise what cannot be done of the policy with this engine, whatever the checkpoint."""
         if self.policy.is_default:
             return
-        found, faults, cause = attempt(lambda: resume.refusals(self._engine, self.asked, self.policy))
+        found, faults, cause = attempt(lambda: refuse.refusals(self._engine, self.asked, self.policy))
         agree([*faults, *(found or [])], subject=self._subject, cause=cause)
 
     def without_files(self) -> None:
@@ -96,7 +96,7 @@ class Resume:
         if policy.is_default:
             return  # the facts are for the report alone; what is wrong with them, the load itself will say
         if saved is not None:
-            found, more, failed = attempt(lambda: resume.checkpoint_faults(engine, saved, policy))
+            found, more, failed = attempt(lambda: refuse.checkpoint_faults(engine, saved, policy))
             faults, cause = faults + more + (found or []), cause or failed
         agree(faults, subject=self._subject, cause=cause)
 
