@@ -43,8 +43,8 @@ def _position(checkpoint: ZeroCheckpoint, state: Mapping[str, object] | None) ->
     found = position_in(state) if state is not None else None
     if found is None:
         steps, skipped = (checkpoint.model.entries.get(name, 0) for name in ("global_steps", "skipped_steps"))
-        found = max(0, steps - skipped) if isinstance(steps, int) and isinstance(skipped, int) else None
-    if found is None or found >= _MOST:
+        found = steps - skipped if isinstance(steps, int) and isinstance(skipped, int) else None
+    if found is None or not 0 <= found < _MOST:
         raise fail(checkpoint.model.path, "its count of steps cannot be", "a whole number", repr(found)[:40])
     return found
 
