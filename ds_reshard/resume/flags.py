@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, place: str = PLACE) -> arg
         asked.ask(given(parsed, dests, place=place, adopted=adopted))
         return parsed, rest
 
-    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
     parser._ds_reshard_flags = dests  # type: ignore[attr-defined]
     return parser
 
