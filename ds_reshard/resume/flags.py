@@ -86,12 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, place: str = PLACE) -> arg
     dests, adopted = _define(parser)
     plain = parser.parse_known_args
 
-    def parse_known_args(args=None, namespace=None):  # type: ignore[no-untyped-def]
-        parsed, rest = plain(args, namespace)
+    def parse_known_args(args: object = None, namespace: object = None) -> tuple[argparse.Namespace, list[str]]:
+        parsed, rest = plain(args, namespace)  # type: ignore[call-overload]
         asked.ask(given(parsed, dests, place=place, adopted=adopted))
         return parsed, rest
 
-    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
     parser._ds_reshard_flags = dests  # type: ignore[attr-defined]
     return parser
 

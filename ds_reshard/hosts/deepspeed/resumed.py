@@ -31,7 +31,7 @@ Result = tuple[object, object]
 
 def policy_of(engine: DeepSpeedEngine, settings: Settings, *, module_only: bool) -> ResumePolicy:
     """The policy of this process and of this engine's JSON; none for `load_module_only`, which is no resume."""
-    policy = asked.asked_policy(*([settings.resume] if settings.resume is not None else []))
+    policy = asked.asked_policy(settings.resume)
     if module_only:
         return ResumePolicy()
     if not settings.enabled and not policy.is_default:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.resume.policy import Given, from_json
@@ -30,7 +30,7 @@ class Settings:
     memory_mib: int = 64
     verify: str = "crc32"
     trust: frozenset[str] = frozenset()
-    resume: Given | None = None
+    resume: Given = field(default_factory=lambda: from_json({}))
 
     @property
     def memory_nbytes(self) -> int:
@@ -68,7 +68,7 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
     raise_faults(faults, subject="DeepSpeed config")
     return Settings(
         enabled=enabled, always=always, threads=threads, memory_mib=memory_mib, verify=verify, trust=frozenset(trust),
-        resume=from_json(section["resume"]) if "resume" in section else None,
+        resume=from_json(section.get("resume", {})),
     )  # fmt: skip
 
 
