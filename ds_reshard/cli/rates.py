@@ -74,7 +74,9 @@ def _table(coming: ComingRun) -> Table:
     columns: list[tuple[Curve, int]] = []
     for curve in coming.curves:
         for part in range(len(coming.groups)) if curve.unknown is None else ():
-            table.add_column(f"{curve.title}{_of(coming, part)}", justify="right", style=COLORS[curve.name])
+            table.add_column(
+                f"{curve.title}{_of(coming, part)}", justify="right", overflow="fold", style=COLORS[curve.name]
+            )
             columns.append((curve, part))
     count = len(coming.positions)
     for number in sorted({0, 1, 2, count // 4, count // 2, 3 * count // 4, count - 1} & set(range(count))):
