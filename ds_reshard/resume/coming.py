@@ -123,10 +123,11 @@ def _continued(past: Past, count: int) -> _Drawn | Unknown:
             return Unknown(reason=f"{past.where} holds no param groups, and no scheduler")
         return _Drawn(schedules=tuple(Constant(lr=rate) for rate in past.rates))
     section = saved_section(past)
+    if section is None and past.config_path is not None:
+        kept = f"of its DeepSpeed JSON the checkpoint keeps the path, {past.config_path}"
+        return Unknown(reason=f"{kept}, and not what it said: it keeps that where the script passes a dict")
     if section is None:
-        return Unknown(
-            reason="the checkpoint was saved with a scheduler that its DeepSpeed JSON, as kept, does not name"
-        )
+        return Unknown(reason="the checkpoint was saved with a scheduler that the DeepSpeed JSON in it does not name")
     if isinstance(section, Unknown):
         return section
     drawable = schedules_of(section, [0.0] * count, count)

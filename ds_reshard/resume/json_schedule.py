@@ -51,6 +51,9 @@ _LISTS = frozenset({"warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max
 _COUNTS = frozenset({"warmup_num_steps", "lr_range_test_step_size"})
 _OTHER = frozenset({"warmup_type", "cycle_momentum", "lr_range_test_staircase"})
 _LEAST = {"cycle_first_step_size": 1e-3, "cycle_second_step_size": 0.0, "decay_step_size": 0.0, "decay_lr_rate": 0.0}
+# Optimizers that do not give each param group the one lr (deepspeed/runtime/engine.py, 0.19.8,
+# `_configure_basic_optimizer`): Muon splits the groups in two, mup's scale the rate by the shape.
+_OWN_RATES = frozenset({"muon", "muadam", "muadamw", "musgd"})
 _OPTIONAL = frozenset({"warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count"})
 
 
@@ -138,6 +141,9 @@ def given_rate(config: Mapping[str, object], *, where: str) -> float | Unknown:
     section = config.get("optimizer")
     if not isinstance(section, Mapping):
         return Unknown(reason=f"{where} has no optimizer section: the script builds the optimizer and gives its lr")
+    kind = str(section.get("type")).lower()
+    if kind in _OWN_RATES:
+        return Unknown(reason=f"{where}: optimizer {section.get('type')} gives its param groups rates of their own")
     params = section.get("params")
     lr = params.get("lr") if isinstance(params, Mapping) else None
     if lr == "auto":

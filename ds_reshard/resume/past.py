@@ -16,9 +16,9 @@ class Past:
 
     `position` counts the steps that the scheduler had taken (without one, the updates that were made); `rates` are
     those of each param group, None where the files hold none; `scheduler` the names in the scheduler's saved state,
-    None where there was no scheduler; `config` the DeepSpeed JSON of the saving run, None where it was not kept;
-    `outside` whether the param groups bear the mark of a scheduler that DeepSpeed did not own (`initial_lr`,
-    torch/optim/lr_scheduler.py, 2.13, `LRScheduler.__init__`).
+    None where there was no scheduler; `config` the DeepSpeed JSON of the saving run, None where it was not kept, and
+    `config_path` where it was, if that is all that was kept; `outside` whether the param groups bear the mark of a
+    scheduler that DeepSpeed did not own (`initial_lr`, torch/optim/lr_scheduler.py, 2.13, `LRScheduler.__init__`).
     """
 
     where: str
@@ -27,6 +27,7 @@ class Past:
     rates: tuple[float, ...] | None
     scheduler: tuple[str, ...] | None
     config: Mapping[str, object] | None
+    config_path: str | None = None
     outside: bool = False
 
 

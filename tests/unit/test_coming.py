@@ -72,7 +72,11 @@ BEFORE = _config(0.01, "WarmupCosineLR", warmup_num_steps=2, total_num_steps=9)
 UNKNOWN = {
     "a function": (replace(PAST, scheduler=("last_epoch", "lr_lambdas")), NEW, ALL, "LambdaLR"),
     "beside the engine": (replace(NO_SCHEDULER, outside=True), _config(0.5), ALL, "steps itself"),
-    "a config that was a path": (replace(PAST, config=None), NEW, {CHECKPOINT}, "does not name"),
+    "a config that was a path": (
+        replace(PAST, config=None, config_path="ds.json"), NEW, {CHECKPOINT}, "keeps the path, ds.json",
+    ),
+    "no config": (replace(PAST, config=None), NEW, {CHECKPOINT}, "does not name"),
+    "muon": (NO_SCHEDULER, {"optimizer": {"type": "Muon", "params": {"lr": 0.5}}}, {OVERRIDE}, "rates of their own"),
     "rates set by hand": (replace(PAST, rates=(0.007,)), NEW, {CHECKPOINT}, "0.007"),
     "no param groups": (replace(PAST, rates=None), NEW, {HOST}, "holds no param groups"),
     "nothing at all": (replace(NO_SCHEDULER, rates=None), _config(0.5), {CHECKPOINT, HOST}, "holds no param groups"),

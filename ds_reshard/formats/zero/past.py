@@ -34,6 +34,7 @@ def read_past(listing: Listing) -> Past:
         rates=_rates(checkpoint, groups),
         scheduler=None if state is None else tuple(map(str, state)),
         config=config if isinstance(config, dict) else None,
+        config_path=config if isinstance(config, str) else None,
         outside=state is None and any("initial_lr" in group for group in groups),
     )
 
