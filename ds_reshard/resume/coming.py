@@ -109,7 +109,7 @@ def coming_run(
     curves = tuple(replace(curve, rates=tuple(curve.rates[g[0]] for g in groups if curve.rates)) for curve in every)
     return ComingRun(
         checkpoint=past.where, config=where, position=past.position, positions=positions, groups=groups,
-        curves=curves, notes=tuple(_notes(past, config, where, section, version)),
+        curves=curves, notes=(*_notes(config, where, version), *_doubts(made[CHECKPOINT])),
     )  # fmt: skip
 
 
@@ -144,7 +144,8 @@ def _continued(past: Past, count: int) -> _Drawn | Unknown:
         if not all(map(same, given, past.rates)):
             return Unknown(
                 reason=f"the saved rates ({shown(past.rates)}) are not those of the saved {section.kind} at position "
-                f"{past.position} ({shown(given)}): the script set them, or passed a scheduler of its own"
+                f"{past.position} ({shown(given)}): the script set them, or passed a scheduler of its own",
+                contradicted=True,
             )
     return _Drawn(schedules=schedules, first=past.rates)
 
@@ -226,9 +227,15 @@ def _alike(curves: Sequence[Curve], count: int) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, together.values()))
 
 
-def _notes(
-    past: Past, config: Mapping[str, object], where: str, section: Section | None, version: str | None
-) -> Iterator[str]:
+def _doubts(continued: _Drawn | Unknown) -> Iterator[str]:
+    if isinstance(continued, Unknown) and continued.contradicted:
+        yield (
+            "beware: the checkpoint's rates are not those of its own JSON. If the script passed a scheduler of its own "
+            "then, and does so now, this run's curves are wrong"
+        )
+
+
+def _notes(config: Mapping[str, object], where: str, version: str | None) -> Iterator[str]:
     yield (
         "read from the JSON alone: a scheduler, or a rate for a param group, that the script itself passes wins over "
         "it and is not seen here"

@@ -59,9 +59,10 @@ _OPTIONAL = frozenset({"warmup_max_lr", "cycle_second_step_size", "cycle_second_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unknown:
-    """Why a learning rate cannot be known from the files."""
+    """Why a learning rate cannot be known from the files; `contradicted` where the JSON says something else than they."""
 
     reason: str
+    contradicted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

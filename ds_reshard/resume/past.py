@@ -78,8 +78,11 @@ def scripts_own(past: Past, how: str) -> str | None:
     """Words for a scheduler that the script built, None where DeepSpeed built it or there is none."""
     if past.scheduler is None and past.outside:
         return f"{how} a scheduler that the script built and steps itself: DeepSpeed's files hold nothing of it"
-    if past.scheduler is None or "last_batch_iteration" in past.scheduler:
+    if past.scheduler is None:
         return None
+    if "last_batch_iteration" in past.scheduler:
+        named = past.config is None or saved_section(past) is not None
+        return None if named else f"{how} a scheduler of DeepSpeed's that the script built: the saved JSON names none"
     names = past.scheduler
     kind = next((kind for mark, kind in _MARKS.items() if mark in names), None)
     what = f"{kind}: the function is not in the file" if kind == "LambdaLR" else f"{kind or 'its kind'} is not drawn"

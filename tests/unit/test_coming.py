@@ -75,6 +75,7 @@ UNKNOWN = {
     "a config that was a path": (
         replace(PAST, config=None, config_path="ds.json"), NEW, {CHECKPOINT}, "keeps the path, ds.json",
     ),
+    "deepspeed's, of the script": (replace(PAST, config=_config(0.01)), NEW, ALL, "the saved JSON names none"),
     "no config": (replace(PAST, config=None), NEW, {CHECKPOINT}, "does not name"),
     "muon": (NO_SCHEDULER, {"optimizer": {"type": "Muon", "params": {"lr": 0.5}}}, {OVERRIDE}, "rates of their own"),
     "rates set by hand": (replace(PAST, rates=(0.007,)), NEW, {CHECKPOINT}, "0.007"),
@@ -101,6 +102,12 @@ def test_what_the_files_do_not_tell_is_said_and_not_drawn(case: str) -> None:
     unknown = _unknown(_run(past, config))
     assert set(unknown) == names
     assert all(words in reason for reason in unknown.values()), unknown
+
+
+def test_rates_that_the_saved_json_does_not_explain_make_all_curves_doubtful() -> None:
+    """A scheduler that the script passes wins over the JSON: seen in the saved rates, and said."""
+    assert any(note.startswith("beware") for note in _run(replace(PAST, rates=(0.007,))).notes)
+    assert not any(note.startswith("beware") for note in _run().notes)
 
 
 OLDER = {
