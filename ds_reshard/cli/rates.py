@@ -53,7 +53,7 @@ def render_rates(coming: ComingRun, console: Console) -> None:
         if curve.unknown is not None:
             console.print(Text(f"{curve.title}: not known: {printable(curve.unknown)}", style="yellow"))
     for note in coming.notes:
-        console.print(Text(printable(note), style="dim"))
+        console.print(Text(printable(note), style="yellow" if note.startswith("beware") else "dim"))
 
 
 def _bars(rates: Sequence[float], top: float, width: int) -> list[str]:

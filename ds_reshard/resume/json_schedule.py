@@ -59,7 +59,7 @@ _OPTIONAL = frozenset({"warmup_max_lr", "cycle_second_step_size", "cycle_second_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unknown:
-    """Why a learning rate cannot be known from the files; `contradicted` where the JSON says something else than they."""
+    """Why a learning rate cannot be known from the files; `contradicted` where these are not what the JSON says."""
 
     reason: str
     contradicted: bool = False
