@@ -32,6 +32,7 @@ from ds_reshard.model.index import Index
 from ds_reshard.resume.policy import ResumePolicy
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 logger = logging.getLogger("ds_reshard")
@@ -243,6 +244,20 @@ def _event(engine: DeepSpeedEngine, when: str) -> None:
     optimizer = engine.optimizer
     if optimizer is not None and hasattr(optimizer, f"checkpoint_event_{when}"):
         getattr(optimizer, f"checkpoint_event_{when}")()
+        _complete_gathers(optimizer.dp_process_group)
+
+
+def _complete_gathers(group: dist.ProcessGroup) -> None:
+    """Wait until what was gathered has arrived. Collective.
+
+    DeepSpeed up to 0.16 waits for the last of several gathers alone (`_allgather_params_coalesced`,
+    runtime/zero/partition_parameters.py), which on gloo leaves the others on their way; gloo's barrier waits for
+    all work before it.
+    """
+    import torch.distributed as dist
+
+    if dist.get_backend(group) == "gloo":
+        dist.barrier(group=group)
 
 
 def _log(prepared: Prepared, moved: Moved, seconds: float) -> None:
