@@ -30,9 +30,9 @@ from ds_reshard.errors import (
 
 if TYPE_CHECKING:
     from ds_reshard.hosts import install, installed, uninstall
-    from ds_reshard.resume.flags import add_arguments
     from ds_reshard.resume.policy import ResumePolicy
     from ds_reshard.resume.report import last_report
+    from ds_reshard.run import add_arguments
 
 __version__ = "0.1.0"
 
@@ -64,7 +64,7 @@ __all__ = [
 
 _HOME = {
     "ResumePolicy": "ds_reshard.resume.policy",
-    "add_arguments": "ds_reshard.resume.flags",
+    "add_arguments": "ds_reshard.run",
     "install": "ds_reshard.hosts",
     "installed": "ds_reshard.hosts",
     "last_report": "ds_reshard.resume.report",

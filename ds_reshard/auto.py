@@ -2,14 +2,14 @@
 
 Loads no framework. A host that does not look as its table says is left as it is, with one warning; where a resume
 policy was asked for, which could then not be applied, that is an error. `DS_RESHARD_DISABLE=1` in the environment
-makes this import do nothing; `ds_reshard.uninstall` undoes it.
+makes this import do nothing, and a policy an error; `ds_reshard.uninstall` undoes it.
 """
 
 from __future__ import annotations
 
 import os
 
-from ds_reshard.errors import HookError
+from ds_reshard.errors import ConfigError, HookError
 from ds_reshard.hooks import install_on_import, refused
 from ds_reshard.hosts import tables
 from ds_reshard.resume import asked
@@ -27,7 +27,17 @@ def _insist(policy: ResumePolicy) -> None:
             raise HookError(f"a resume policy was asked for, and cannot be applied to {host}: {error}", error.faults)
 
 
+def _refuse(policy: ResumePolicy) -> None:
+    if not policy.is_default:
+        raise ConfigError(
+            "DS_RESHARD_DISABLE is set, and a resume policy was asked for: it cannot be applied; "
+            "unset DS_RESHARD_DISABLE, or leave out the resume flags"
+        )
+
+
 if os.environ.get("DS_RESHARD_DISABLE", "") in ("", "0"):
     for _table in tables():
         install_on_import(_table, insist=_asked_for)
     asked.on_asked(_insist)
+else:
+    asked.on_asked(_refuse)

@@ -20,7 +20,7 @@ class Patch:
     """One function of a host that is replaced, and what it must look like for that to be safe.
 
     `target` is `package.module:Class.method` or `package.module:function`. `wrapper` gets the original and
-    returns the replacement; it is called once for each install, and imports nothing. `signature` names the
+    returns the replacement; it is called once for each install, and does not import the host. `signature` names the
     leading parameters of the original in order (a first `self` or `cls` may be left out); the original
     may have more. `vendored_marker` is the name that a source patch sets to a true value in the target's
     module: where it is set, the source does the work and the hook stands aside.

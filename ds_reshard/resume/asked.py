@@ -23,8 +23,9 @@ def ask(given: Given) -> None:
 
 
 def on_asked(listener: Callable[[ResumePolicy], None]) -> None:
-    """Call `listener` with the policy whenever one is asked for, and now if one was."""
-    _LISTENERS.append(listener)
+    """Call `listener` with the policy whenever one is asked for, and now if one was; each listener once."""
+    if listener not in _LISTENERS:
+        _LISTENERS.append(listener)
     policy = asked_policy()
     if not policy.is_default:
         listener(policy)

@@ -75,3 +75,32 @@ def test_the_scripts_own_exit_status_and_errors_are_its_own(script: Path) -> Non
     script.write_text("raise ValueError('theirs')\n")
     failed = _run(str(script))
     assert failed.returncode == 1 and "ValueError: theirs" in failed.stderr
+
+
+def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+    )
+
+
+_PARSE = """
+import argparse, ds_reshard
+from ds_reshard.hooks.registry import REGISTRY
+parser = ds_reshard.add_arguments(argparse.ArgumentParser())
+parser.parse_args([])
+print(sorted(REGISTRY.deferred))
+parser.parse_args(["--no-load-optim"])
+print("deepspeed" in REGISTRY.deferred)
+"""
+
+
+def test_a_flag_in_a_script_without_the_import_puts_the_hooks_on() -> None:
+    """Else the policy would be dropped without a word; without a flag nothing is touched."""
+    assert _python(_PARSE).stdout.split("\n")[:2] == ["[]", "True"]
+
+
+def test_a_flag_while_the_hooks_are_disabled_is_refused() -> None:
+    refused = _python(_PARSE, DS_RESHARD_DISABLE="1")
+    assert refused.returncode != 0 and "DS_RESHARD_DISABLE is set" in refused.stderr

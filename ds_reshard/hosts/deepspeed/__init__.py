@@ -13,12 +13,12 @@ from ds_reshard.hooks import HostHooks, Patch
 
 
 def wrap_load_checkpoint(original: Callable[..., object]) -> Callable[..., object]:
+    from ds_reshard.hosts.deepspeed.load import load_checkpoint as seam  # torch is there: DeepSpeed imported it
+
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def load_checkpoint(*args: object, **kwargs: object) -> object:
-        from ds_reshard.hosts.deepspeed.load import load_checkpoint as seam
-
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = dict(bound.arguments)
