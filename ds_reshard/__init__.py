@@ -22,6 +22,7 @@ from ds_reshard.errors import (
     ParamGroupMismatch,
     ReadFailed,
     ReshardError,
+    ScheduleMismatch,
     TrustRequired,
     UnsafePickle,
     UnsupportedLayout,
@@ -29,6 +30,9 @@ from ds_reshard.errors import (
 
 if TYPE_CHECKING:
     from ds_reshard.hosts import install, installed, uninstall
+    from ds_reshard.resume.flags import add_arguments
+    from ds_reshard.resume.policy import ResumePolicy
+    from ds_reshard.resume.report import last_report
 
 __version__ = "0.1.0"
 
@@ -45,16 +49,27 @@ __all__ = [
     "ParamGroupMismatch",
     "ReadFailed",
     "ReshardError",
+    "ResumePolicy",
+    "ScheduleMismatch",
     "TrustRequired",
     "UnsafePickle",
     "UnsupportedLayout",
     "__version__",
+    "add_arguments",
     "install",
     "installed",
+    "last_report",
     "uninstall",
 ]
 
-_HOME = {"install": "ds_reshard.hosts", "installed": "ds_reshard.hosts", "uninstall": "ds_reshard.hosts"}
+_HOME = {
+    "ResumePolicy": "ds_reshard.resume.policy",
+    "add_arguments": "ds_reshard.resume.flags",
+    "install": "ds_reshard.hosts",
+    "installed": "ds_reshard.hosts",
+    "last_report": "ds_reshard.resume.report",
+    "uninstall": "ds_reshard.hosts",
+}
 
 
 def __getattr__(name: str) -> object:

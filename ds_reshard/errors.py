@@ -8,6 +8,7 @@
     │   └── TrustRequired         a class that the user may accept, by naming it
     ├── ModelMismatch             parameters of the model and of the checkpoint differ
     ├── ParamGroupMismatch        param groups cannot be matched without a guess
+    ├── ScheduleMismatch          the schedule differs from the checkpoint's and was asked to be strict
     ├── UnsupportedLayout         a layout, format or option that is refused by name
     ├── ConfigError               a setting is unknown or of the wrong type
     ├── ReadFailed                the operating system could not read bytes that the file has
@@ -62,6 +63,10 @@ class ModelMismatch(ReshardError):
 
 class ParamGroupMismatch(ReshardError):
     """The optimizer's param groups cannot be matched with the checkpoint's without a guess."""
+
+
+class ScheduleMismatch(ReshardError):
+    """Learning rates, schedule or weight decay of the run and of the checkpoint differ, and must not."""
 
 
 class UnsupportedLayout(ReshardError):
@@ -140,6 +145,7 @@ _PRECEDENCE: tuple[type[ReshardError], ...] = (
     ChecksumMismatch,
     ModelMismatch,
     ParamGroupMismatch,
+    ScheduleMismatch,
     HookError,
     EngineUnusable,
     ReshardError,

@@ -74,11 +74,12 @@ FLAGS = (
 )  # fmt: skip
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def add_arguments(parser: argparse.ArgumentParser, *, place: str = PLACE) -> argparse.ArgumentParser:
     """Give a parser the resume flags; whatever it parses is then this process's resume policy.
 
     A flag that the parser knows already is adopted as it is. Called twice, the second call changes nothing.
-    Raises ConfigError for a known flag of another kind (one that takes a value where ours takes none).
+    `place` is how messages name it. Raises ConfigError for a known flag of another kind (one that takes a value
+    where ours takes none).
     """
     if getattr(parser, "_ds_reshard_flags", None) is not None:
         return parser
@@ -87,10 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     def parse_known_args(args=None, namespace=None):  # type: ignore[no-untyped-def]
         parsed, rest = plain(args, namespace)
-        asked.ask(given(parsed, dests))
+        asked.ask(given(parsed, dests, place=place))
         return parsed, rest
 
-    parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
     parser._ds_reshard_flags = dests  # type: ignore[attr-defined]
     return parser
 

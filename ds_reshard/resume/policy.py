@@ -89,7 +89,7 @@ class ResumePolicy:
     @property
     def schedule_is_this_runs(self) -> bool:
         """Whether learning rates, weight decay and schedule are this run's by request, not the host's choice."""
-        return self.scheduler in ("override", "reset") or not self.loads_moments and self.scheduler == "host"
+        return self.scheduler in ("override", "reset") or (not self.loads_moments and self.scheduler == "host")
 
     def takes(self, name: str) -> bool:
         """Whether the hyper-parameter `name` of this run replaces the checkpoint's by request."""

@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ds_reshard.resume.policy import ResumePolicy
+
 _WIDTH = 160
-_LAST: list["ResumeReport"] = []
+_LAST: list[ResumeReport] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,3 +113,42 @@ def _shown(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return "(" + ", ".join(_shown(item) for item in value) + ")"
     return str(value)
+
+
+_SCHEDULER = {
+    "host": "host",
+    "override": "--override-opt-param-scheduler",
+    "checkpoint": "--use-checkpoint-opt-param-scheduler",
+    "strict": "--strict-opt-param-scheduler",
+    "reset": "--no-load-lr-state",
+}
+
+
+def because(policy: ResumePolicy, what: str, name: str = "") -> str:
+    """Which flag decided about `what`: iteration, position, schedule, optimizer, dataloader, or a hyper-parameter."""
+    if policy.takes(name or what):
+        return "--override-optim-hparams"
+    if policy.finetune:
+        return "--finetune"
+    skipped = {"skip": "--no-load-optim", "masters": "--load-masters-only"}.get(policy.optimizer, "host")
+    if what == "optimizer":
+        return skipped
+    if what == "iteration":
+        return "--reset-iteration" if policy.iteration == "reset" else "host"
+    if what == "dataloader":
+        return "--reset-dataloader" if policy.dataloader == "reset" else "host"
+    if what == "position" and not policy.keeps_position and policy.scheduler != "reset":
+        return "--reset-iteration" if policy.iteration == "reset" else skipped
+    if what in ("position", "schedule"):
+        return _SCHEDULER[policy.scheduler] if policy.scheduler != "host" or policy.loads_masters else skipped
+    return "host" if policy.loads_masters else skipped
+
+
+def batch_size_warning(saved: int | None, now: int) -> tuple[str, ...]:
+    """A warning where the global batch size (samples for each update) is not the saved run's."""
+    if saved is None or saved == now:
+        return ()
+    return (
+        f"global batch size is {now}, and was {saved}: each update now sees {now / saved:.3g} times the samples; keep "
+        f"it (micro batch x accumulation x dp = {saved}), or change learning rate and schedule to suit",
+    )

@@ -25,12 +25,16 @@ EXPORTED = [
     "ParamGroupMismatch",
     "ReadFailed",
     "ReshardError",
+    "ResumePolicy",
+    "ScheduleMismatch",
     "TrustRequired",
     "UnsafePickle",
     "UnsupportedLayout",
     "__version__",
+    "add_arguments",
     "install",
     "installed",
+    "last_report",
     "uninstall",
 ]
 
