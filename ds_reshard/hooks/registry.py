@@ -14,18 +14,23 @@ from ds_reshard.hooks.installation import Installation
 
 
 class Registry:
-    """By host: its latest installation, the one that waits for an import, and why `auto` stood aside.
+    """By host: its latest installation, what waits for an import, and why `auto` stood aside.
+
+    `late` waits for the modules of optional patches, `deferred` for all the others. Hosts in `quiet` were
+    asked for by `auto`: where a guard fails they are left alone with a warning.
 
     `lock` is held while attributes change hands and never while a module is imported: an import holds
     locks of its own, and calls us from inside them.
     """
 
-    __slots__ = ("deferred", "installations", "lock", "refusals")
+    __slots__ = ("deferred", "installations", "late", "lock", "quiet", "refusals")
 
     def __init__(self) -> None:
         self.lock = RLock()
         self.installations: dict[str, Installation] = {}
         self.deferred: dict[str, Deferred] = {}
+        self.late: dict[str, tuple[Deferred, ...]] = {}
+        self.quiet: set[str] = set()
         self.refusals: dict[str, HookError] = {}
 
     def active(self, host: str) -> Installation | None:
