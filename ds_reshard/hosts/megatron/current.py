@@ -31,7 +31,8 @@ class Load:
 
     `found` is None until a checkpoint has been read, and stays so where there is none. `own_loop` says that
     Megatron's training did not make the call, so that nothing comes after it. `optimizer` and `scheduler` are
-    what the load goes into, `where` how messages name the checkpoint.
+    what the load goes into, `where` how messages name the checkpoint. `another_model` says that it reads the
+    weights of `--pretrained-checkpoint`, to which the policy was not meant to apply: it is then `finetune` alone.
     """
 
     policy: ResumePolicy
@@ -40,6 +41,7 @@ class Load:
     where: str = "checkpoint"
     own_loop: bool = False
     found: Found | None = None
+    another_model: bool = False
     warnings: list[str] = field(default_factory=list)
 
 

@@ -96,16 +96,23 @@ def saved_groups(state: object) -> list[Group] | None:
     return None
 
 
-def saved_parts(state: object, count: int) -> list[object]:
-    """The saved states of `count` chained optimizers, in order; None for what is not there.
+def with_saved(optimizer: object, state: object) -> Iterator[tuple[Optimizer, object]]:
+    """Each of the `leaves` with its saved state, None where that is not there.
 
-    A chain of one saves as if it were not chained; others save a list (`torch`) or a dict by index (`torch_dist`).
+    A chain of one saves as if it were not chained; others save a list (`torch`) or a dict by index (`torch_dist`)
+    (`ChainedOptimizer.state_dict` and `sharded_state_dict`, core/optimizer/optimizer.py, 0.16.1 to 0.19.2).
     """
-    if count == 1:
-        return [state]
-    if isinstance(state, Mapping):
-        return [state.get(index, state.get(str(index))) for index in range(count)]
-    return list(state) if isinstance(state, (list, tuple)) and len(state) == count else [None] * count
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is None:
+        for part in _leaves(optimizer):
+            yield part, state
+    elif len(chained) == 1:
+        yield from with_saved(chained[0], state)
+    else:
+        listed = state if isinstance(state, (list, tuple)) and len(state) == len(chained) else None
+        keyed = state if isinstance(state, Mapping) else {}
+        for index, one in enumerate(chained):
+            yield from with_saved(one, listed[index] if listed is not None else keyed.get(index))
 
 
 def as_number(value: object) -> object:

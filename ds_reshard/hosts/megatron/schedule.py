@@ -29,7 +29,9 @@ class Field:
 FIELDS = (
     Field(name="max_lr", older=("start_lr",), flags="--lr"),
     Field(name="min_lr", flags="--min-lr"),
-    Field(name="lr_warmup_steps", older=("warmup_iter", "warmup_steps"), flags="--lr-warmup-iters, -samples, -fraction"),
+    Field(
+        name="lr_warmup_steps", older=("warmup_iter", "warmup_steps"), flags="--lr-warmup-iters, -samples, -fraction"
+    ),
     Field(name="lr_decay_steps", older=("end_iter", "decay_steps"), flags="--lr-decay-iters, --train-iters"),
     Field(name="lr_decay_style", older=("decay_style",), flags="--lr-decay-style"),
     Field(name="start_wd", flags="--weight-decay, --start-weight-decay"),
@@ -97,7 +99,10 @@ def extra_values(arguments: object) -> dict[str, object]:
         "init_lr": arguments.lr_warmup_init,
         "lr_wsd_decay_style": getattr(arguments, "lr_wsd_decay_style", None),
     }
-    iterations, samples = getattr(arguments, "lr_wsd_decay_iters", None), getattr(arguments, "lr_wsd_decay_samples", None)
+    iterations, samples = (
+        getattr(arguments, "lr_wsd_decay_iters", None),
+        getattr(arguments, "lr_wsd_decay_samples", None),
+    )
     if getattr(arguments, "train_iters", None) and getattr(arguments, "train_samples", None) is None:
         batch = getattr(arguments, "global_batch_size", None)
         found["wsd_decay_steps"] = None if iterations is None or batch is None else iterations * batch
@@ -106,22 +111,22 @@ def extra_values(arguments: object) -> dict[str, object]:
     return found
 
 
-def differences(saved: Schedule, run: Schedule, *, where: str, without: Iterable[str] = ()) -> list[Fault]:
+def differences(saved: Schedule, run: Schedule, *, without: Iterable[str] = ()) -> list[Fault]:
     """A ScheduleMismatch fault for every value that both have and that differs."""
     left_out = set(without)
     return [
-        mismatch(where, name, value, run.values[name])
+        mismatch(name, value, run.values[name])
         for name, value in saved.values.items()
         if name in run.values and name not in left_out and value != run.values[name]
     ]
 
 
-def mismatch(where: str, name: str, saved: object, now: object) -> Fault:
-    """One value that differs, with the flags that would accept either side."""
+def mismatch(name: str, saved: object, now: object, *, of: str = "") -> Fault:
+    """One value (`of` a param group) that differs, with the flags that would accept either side."""
     origin = f" (from {_FLAGS[name]})" if name in _FLAGS else ""
     return Fault(
         error="ScheduleMismatch",
-        where=f"{where}: {name}{origin}",
+        where=f"{of}{name}{origin}",
         what="differs from the checkpoint's",
         expected=f"{_shown(saved)} as in the checkpoint",
         found=f"{_shown(now)} in this run",

@@ -103,12 +103,14 @@ def schedule_faults(scheduler: Scheduler, saved: Schedule, load: Load) -> list[F
     left_out = {field.name for field in EXTRA} if policy.scheduler == "host" else set()
     if policy.takes("weight_decay"):
         left_out.update(WEIGHT_DECAY)
-    return differences(saved, run_schedule(scheduler), where=load.where, without=left_out)
+    return differences(saved, run_schedule(scheduler), without=left_out)
 
 
 def own_load(scheduler: Scheduler) -> Load:
     """A load of a loop of the user's own; a scheduler that was built to override asks for that."""
-    return Load(policy=asked_policy(*given_by(scheduler)), optimizer=scheduler.optimizer, scheduler=scheduler, own_loop=True)
+    return Load(
+        policy=asked_policy(*given_by(scheduler)), optimizer=scheduler.optimizer, scheduler=scheduler, own_loop=True
+    )
 
 
 def given_by(scheduler: object) -> tuple[Given, ...]:

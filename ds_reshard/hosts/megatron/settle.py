@@ -78,13 +78,13 @@ def settle_remembered(optimizer: Optimizer, policy: ResumePolicy) -> None:
 
 
 def group_differences(
-    run: Sequence[Group], saved: Sequence[Group], *, where: str, policy: ResumePolicy, said: Iterable[Fault] = ()
+    run: Sequence[Group], saved: Sequence[Group], *, policy: ResumePolicy, said: Iterable[Fault] = ()
 ) -> list[Fault]:
     """A ScheduleMismatch fault for every bound of a group that differs and that `said` (the schedule's) does not say."""
     known = {(fault.expected, fault.found) for fault in said}
     left_out = _OF_WEIGHT_DECAY if policy.takes("weight_decay") else ()
     faults = [
-        mismatch(f"{where}: param group {index}", name, old, new)
+        mismatch(name, old, new, of=f"param group {index}: ")
         for index, (mine, theirs) in enumerate(zip(run, saved, strict=True))
         for name, old, new in zip(BOUNDS, bounds(theirs), bounds(mine), strict=True)
         if old != new and name not in left_out

@@ -185,7 +185,12 @@ def _rank(job: dict[str, Any], rank: int, port: int) -> None:
         answer = getattr(importlib.import_module(module), name)(**job["arguments"])
     except BaseException as error:
         faults = [vars_of(fault) for fault in getattr(error, "faults", ())]
-        answer = {"error": type(error).__name__, "message": str(error), "faults": faults, "lines": traceback.format_exc()}
+        answer = {
+            "error": type(error).__name__,
+            "message": str(error),
+            "faults": faults,
+            "lines": traceback.format_exc(),
+        }
     torch.save(answer, folder / f"rank{rank}.part")
     os.replace(folder / f"rank{rank}.part", folder / f"rank{rank}.pt")
     sys.stdout.flush()

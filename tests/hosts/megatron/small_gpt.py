@@ -79,8 +79,12 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
     return {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in held.items()}
 
 
-def pretrain(arguments: list[str]) -> dict[str, Any]:
+def pretrain(arguments: list[str], hooks: bool = True) -> dict[str, Any]:
     """Run Megatron's own `pretrain` with the command line `arguments`; this rank's record and Megatron's counters."""
+    import ds_reshard
+
+    if hooks:
+        ds_reshard.install("megatron")
     sys.argv = ["pretrain_small_gpt.py", *MODEL, *arguments]
     from megatron.core.enums import ModelType
     from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -105,7 +109,8 @@ def pretrain(arguments: list[str]) -> dict[str, Any]:
     counters = {
         name: getattr(args, name) for name in ("iteration", "curr_iteration", "consumed_train_samples", "train_iters")
     }
-    return {**record.result(), **counters}
+    report = ds_reshard.last_report()
+    return {**record.result(), **counters, "report": report.to_json() if report is not None else None}
 
 
 def _datasets() -> Any:
@@ -117,7 +122,8 @@ def _datasets() -> Any:
 
 
 def _model(
-    pre_process: bool = True, post_process: bool = True, vp_stage: Any = None, config: Any = None, pg_collection: Any = None
+    pre_process: bool = True, post_process: bool = True, vp_stage: Any = None, config: Any = None,
+    pg_collection: Any = None,
 ) -> Any:  # fmt: skip
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

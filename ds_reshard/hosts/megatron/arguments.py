@@ -1,0 +1,41 @@
+"""The seam of `parse_args`, and the policy as Megatron's arguments and every other place give it.
+
+Rung 3 of the ladder: `megatron.training.arguments.parse_args` is what every entry point of every version ends
+in; its `extra_args_provider` is Megatron's extension point, but only the entry script may give one.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+
+from ds_reshard.resume import asked
+from ds_reshard.resume.flags import FLAGS, add_arguments, given
+from ds_reshard.resume.policy import ResumePolicy
+
+Provider = Callable[[ArgumentParser], ArgumentParser]
+
+
+def parse_args(
+    original: Callable[[Provider, bool], Namespace], extra_args_provider: Provider | None, ignore_unknown_args: bool
+) -> Namespace:
+    """Megatron's arguments, its own flags and those of the script adopted, and the resume flags that it has not.
+
+    What was given is this process's policy from here on, also where a YAML file took the command line's place.
+    Raises ConfigError for flags that contradict each other or another place.
+    """
+
+    def with_resume_flags(parser: ArgumentParser) -> ArgumentParser:
+        return add_arguments(extra_args_provider(parser) if extra_args_provider is not None else parser)
+
+    parsed = original(with_resume_flags, ignore_unknown_args)
+    asked.ask(given(parsed, _DESTS))
+    return parsed
+
+
+def policy_of(arguments: Namespace) -> ResumePolicy:
+    """What every place has asked for, and what a program has set in Megatron's arguments since they were parsed."""
+    return asked.asked_policy(given(arguments, _DESTS))
+
+
+_DESTS = {flag.dest: flag for flag in FLAGS}
