@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import sys
 from typing import Any
 
@@ -44,6 +45,7 @@ class Record:
         self.clips: list[float] = []
         self.first: list[list[dict[str, torch.Tensor]]] | None = None
         self.weights: dict[str, torch.Tensor] | None = None
+        self.random: list[float] = []
         self.optimizers: list[torch.optim.Optimizer] = []
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -66,8 +68,17 @@ class Record:
     def result(self) -> dict[str, Any]:
         return {
             "steps": self.steps, "samples": self.samples, "clips": self.clips, "first": self.first,
-            "weights": self.weights, "last": self.held(),
+            "weights": self.weights, "last": self.held(), "random": self.random,
         }  # fmt: skip
+
+
+def _random() -> list[float]:
+    """What Python's and torch's generators will say next, without asking them."""
+    held = random.getstate(), torch.get_rng_state()
+    said = [random.random(), float(torch.rand(()))]
+    random.setstate(held[0])
+    torch.set_rng_state(held[1])
+    return said
 
 
 def _copy(value: Any) -> torch.Tensor:
@@ -87,7 +98,7 @@ def pretrain(arguments: list[str], hooks: bool = True) -> dict[str, Any]:
         ds_reshard.install("megatron")
     sys.argv = ["pretrain_small_gpt.py", *MODEL, *arguments]
     from megatron.core.enums import ModelType
-    from megatron.core.optimizer.optimizer import MegatronOptimizer
+    from megatron.core.optimizer import optimizer
     from megatron.training import get_args
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
@@ -95,8 +106,11 @@ def pretrain(arguments: list[str], hooks: bool = True) -> dict[str, Any]:
 
     record = Record()
     register_optimizer_step_pre_hook(record.before_step)
-    clip = MegatronOptimizer.clip_grad_norm
-    MegatronOptimizer.clip_grad_norm = lambda self, value: (record.clips.append(value), clip(self, value))[1]
+    clip = optimizer.clip_grad_by_total_norm_fp32
+    optimizer.clip_grad_by_total_norm_fp32 = lambda params, max_norm, *rest, **options: (
+        record.clips.append(max_norm),
+        clip(params, max_norm, *rest, **options),
+    )[1]
     args = parse_and_validate_args()
     run(
         pretrain_cfg_container_from_args(args),
@@ -144,6 +158,7 @@ def _model(
 
 def _forward(record: Record, iterator: Any, model: Any) -> Any:
     if record.weights is None:
+        record.random = _random()
         record.weights = {name: value.detach().clone() for name, value in model.named_parameters()}
     batch = next(iterator)
     record.samples += batch["index"].tolist()
