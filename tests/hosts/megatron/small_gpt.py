@@ -43,7 +43,7 @@ class Record:
         self.steps: list[list[dict[str, Any]]] = []
         self.samples: list[int] = []
         self.clips: list[float] = []
-        self.first: list[list[dict[str, torch.Tensor]]] | None = None
+        self.first: list[list[dict[str, torch.Tensor]]] = []
         self.weights: dict[str, torch.Tensor] | None = None
         self.random: list[float] = []
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -51,7 +51,7 @@ class Record:
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not any(optimizer is known for known in self.optimizers):
             self.optimizers.append(optimizer)
-            self.first = self.held()
+            self.first.append(self.held()[-1])
         self.steps.append([_plain(group) for group in optimizer.param_groups])
 
     def held(self) -> list[list[dict[str, torch.Tensor]]]:
