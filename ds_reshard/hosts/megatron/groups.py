@@ -120,16 +120,17 @@ def _split(part: tuple[list[int], list[int]], mine: _Split, theirs: _Split) -> l
 def _pair_alike(
     live: Sequence[Group], saved: Sequence[Group], part: tuple[list[int], list[int]], *, known: bool
 ) -> dict[int, int] | None:
-    """Pair groups that only their bounds tell apart; None where the bounds do not say, or say two things."""
+    """Pair groups that only their bounds tell apart; None where the bounds do not say.
+
+    Where both are to be had, multiples of the default bounds and the bounds as they are give the same pairs.
+    """
     mine, theirs = part
     if len(mine) == 1:
         return {mine[0]: theirs[0]}
-    by_ratio = _by_value(mine, theirs, _ratios(live), _ratios(saved))
-    by_value = _by_value(mine, theirs, lambda i: bounds(live[i]), lambda j: bounds(saved[j]))
-    if by_ratio is not None and by_value is not None:
-        return by_ratio if by_ratio == by_value else None
-    if by_ratio is not None or by_value is not None:
-        return by_ratio if by_ratio is not None else by_value
+    found = _by_value(mine, theirs, _ratios(live), _ratios(saved))
+    found = found or _by_value(mine, theirs, lambda i: bounds(live[i]), lambda j: bounds(saved[j]))
+    if found is not None:
+        return found
     alike = all(_values(live[i]) == _values(live[mine[0]]) for i in mine)
     alike = alike and all(_values(saved[j]) == _values(saved[theirs[0]]) for j in theirs)
     return dict(zip(mine, theirs, strict=True)) if known or alike else None

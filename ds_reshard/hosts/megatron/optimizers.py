@@ -17,7 +17,7 @@ from ds_reshard.hosts.megatron.current import Load, current, is_building
 from ds_reshard.hosts.megatron.groups import Shapes, match_groups
 from ds_reshard.hosts.megatron.live import Group, Optimizer, live_groups, saved_groups
 from ds_reshard.hosts.megatron.moments import fresh_moments
-from ds_reshard.hosts.megatron.scheduler import scheduler_of
+from ds_reshard.hosts.megatron.scheduler import given_by, scheduler_of
 from ds_reshard.hosts.megatron.settle import (
     group_differences,
     hyperparameter_faults,
@@ -52,7 +52,7 @@ def load_optimizer(optimizer: Optimizer, original: Callable[[object], object], s
     if is_building():
         _put(optimizer, original, state_dict, saved, None)
         return None
-    load = current() or Load(policy=asked_policy(), optimizer=optimizer, scheduler=None, own_loop=True)
+    load = current() or _own_load(optimizer)
     policy, run = load.policy, run_groups(optimizer)
     if load.own_loop:
         raise_faults(hyperparameter_faults(optimizer, policy), subject="resuming the optimizer")
@@ -80,6 +80,12 @@ def load_optimizer(optimizer: Optimizer, original: Callable[[object], object], s
     if load.own_loop and policy.optimizer == "masters":
         fresh_moments(optimizer)
     return load
+
+
+def _own_load(optimizer: Optimizer) -> Load:
+    """A load of a loop of the user's own; a scheduler that was loaded before, and built to override, asks for that."""
+    policy = asked_policy(*given_by(scheduler_of(optimizer)))
+    return Load(policy=policy, optimizer=optimizer, scheduler=None, own_loop=True)
 
 
 def load_parameter_state(optimizer: Optimizer, original: Callable[[], object]) -> object:

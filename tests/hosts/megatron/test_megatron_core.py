@@ -112,8 +112,7 @@ def test_a_scheduler_built_to_override_asks_for_it(loops: Loops) -> None:
     folder, _ = loops.saved("0.16.1", "fp32")
     for order in (("optimizer", "scheduler"), ("scheduler", "optimizer")):
         resumed = loops.load("0.16.1", "fp32", folder, built="override", order=order, **NEW)
-        if order[0] == "optimizer":
-            assert used(resumed, "lr") == pytest.approx([curve(POSITION, 3e-5, 2e-5)] * 2)
+        assert used(resumed, "lr") == pytest.approx([curve(POSITION, 3e-5, 2e-5)] * 2), order
     told = loops.refused("0.16.1", "fp32", folder, built="override", flags=CHECKPOINT, **NEW)
     assert told["error"] == "ConfigError" and "override_opt_param_scheduler=True" in told["message"]
 
