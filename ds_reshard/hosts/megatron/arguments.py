@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ds_reshard.resume import asked
 from ds_reshard.resume.flags import FLAGS, add_arguments, given
-from ds_reshard.resume.policy import ResumePolicy
+from ds_reshard.resume.policy import Given, ResumePolicy
 
 Provider = Callable[[ArgumentParser], ArgumentParser]
 
@@ -34,8 +34,15 @@ def parse_args(
 
 
 def policy_of(arguments: Namespace) -> ResumePolicy:
-    """What every place has asked for, and what a program has set in Megatron's arguments since they were parsed."""
-    return asked.asked_policy(given(arguments, _DESTS))
+    """What every place has asked for, and what a program has set in Megatron's arguments since they were parsed.
+
+    Megatron itself sets `finetune` when it falls back to `--pretrained-checkpoint`: nobody has asked for that.
+    """
+    set_now = given(arguments, _DESTS)
+    if getattr(arguments, "pretrained_checkpoint", None) is not None and not asked.asked_policy().finetune:
+        values = {key: value for key, value in set_now.values.items() if key != "finetune"}
+        set_now = Given(place=set_now.place, values=values, spelled=set_now.spelled)
+    return asked.asked_policy(set_now)
 
 
 _DESTS = {flag.dest: flag for flag in FLAGS}

@@ -16,7 +16,7 @@ from ds_reshard.hosts.megatron.arguments import policy_of
 def build_data_loaders(original: Callable[[], object], arguments: Namespace) -> object:
     """Megatron's data loaders, from the data's start where that was asked for and the load has set it so."""
     iteration = arguments.iteration
-    if policy_of(arguments).dataloader != "reset" or iteration == 0 or arguments.consumed_train_samples != 0:
+    if iteration == 0 or arguments.consumed_train_samples != 0 or policy_of(arguments).dataloader != "reset":
         return original()
     arguments.iteration = 0
     try:

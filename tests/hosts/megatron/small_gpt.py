@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,12 +91,21 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
     return {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in held.items()}
 
 
-def pretrain(arguments: list[str], hooks: bool = True) -> dict[str, Any]:
-    """Run Megatron's own `pretrain` with the command line `arguments`; this rank's record and Megatron's counters."""
+def pretrain(
+    arguments: list[str], hooks: bool = True, asked_before: dict[str, Any] | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """Run Megatron's own `pretrain` with the command line `arguments`; this rank's record and Megatron's counters.
+
+    `asked_before` is a policy that another place, such as a launcher, has given.
+    """
     import ds_reshard
+    from ds_reshard.resume import asked
+    from ds_reshard.resume.policy import Given
 
     if hooks:
         ds_reshard.install("megatron")
+    if asked_before is not None:
+        asked.ask(Given(place="the launcher", values=asked_before))
     sys.argv = ["pretrain_small_gpt.py", *MODEL, *arguments]
     from megatron.core.enums import ModelType
     from megatron.core.optimizer import optimizer
@@ -125,6 +135,15 @@ def pretrain(arguments: list[str], hooks: bool = True) -> dict[str, Any]:
     }
     report = ds_reshard.last_report()
     return {**record.result(), **counters, "report": report.to_json() if report is not None else None}
+
+
+def drop(folder: str, name: str) -> dict[str, Any]:
+    """Take an entry out of a `torch` checkpoint, which holds classes of Megatron."""
+    (file,) = Path(folder).rglob("model_optim_rng.pt")
+    states = torch.load(file, weights_only=False)
+    states.pop(name)
+    torch.save(states, file)
+    return {}
 
 
 def _datasets() -> Any:

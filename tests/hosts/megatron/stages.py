@@ -54,6 +54,7 @@ class Stages:
         self._releases = releases
         self._scratch = scratch
         self._first: dict[tuple[str, str, int], Stage] = {}
+        self._folders = 0
 
     def first(self, release: str, options: str = FORMATS["torch-fp32"], ranks: int = 1) -> Stage:
         """The stage that saved, made without hooks: a checkpoint of plain Megatron."""
@@ -68,15 +69,29 @@ class Stages:
 
     def second(
         self, release: str, flags: str = "", *, options: str = FORMATS["torch-fp32"], ranks: int = 1,
-        hooks: bool = True, saved: str | None = None, folder: Path | None = None, **changes: str,
+        hooks: bool = True, saved: str | None = None, folder: Path | None = None,
+        asked_before: dict[str, Any] | None = None, **changes: str,
     ) -> list[dict[str, Any]]:  # fmt: skip
         """Resume the first stage with `flags`; `changes` (lr="3e-5") come on top of SECOND, `saved` are its options."""
         load = folder if folder is not None else self.first(release, saved or options, ranks).folder
         given = {**FIRST, **SECOND, **{"--" + name.replace("_", "-"): value for name, value in changes.items()}}
         arguments = [*_words(given), *options.split(), "--load", str(load), *flags.split()]
         runner = self._releases[release]
-        told: list[dict[str, Any]] = runner.run("small_gpt:pretrain", ranks=ranks, arguments=arguments, hooks=hooks)
+        told: list[dict[str, Any]] = runner.run(
+            "small_gpt:pretrain", ranks=ranks, arguments=arguments, hooks=hooks, asked_before=asked_before
+        )
         return told
+
+    def run(self, release: str, function: str, **arguments: Any) -> list[dict[str, Any]]:
+        told: list[dict[str, Any]] = self._releases[release].run(function, **arguments)
+        return told
+
+    def folder(self) -> Path:
+        """A new empty folder."""
+        self._folders += 1
+        made = self._scratch / f"folder{self._folders}"
+        made.mkdir()
+        return made
 
     def refused(self, release: str, flags: str = "", **others: Any) -> dict[str, Any]:
         """The same, expected to end with an error; what rank 0 said."""
