@@ -256,7 +256,6 @@ def _weights_beside(engine: DeepSpeedEngine, live: LiveOptimizer) -> list[torch.
 
 
 def _first_difference(masters: torch.Tensor, weights: torch.Tensor) -> int | None:
-    import torch
 
     for at in range(0, min(masters.numel(), weights.numel()), _COMPARED_NUMEL):
         part = weights[at : at + _COMPARED_NUMEL]

@@ -103,7 +103,7 @@ def wrap_load_base_checkpoint(original: Function) -> Function:
 def wrap_build_data_loaders(original: Function) -> Function:
     @functools.wraps(original)
     def build_data_loaders(*args: object, **kwargs: object) -> object:
-        from ds_reshard.hosts.megatron.data import build_data_loaders as seam
+        from ds_reshard.hosts.megatron.samples import build_data_loaders as seam
 
         return seam(functools.partial(original, *args, **kwargs), _arguments())  # type: ignore[arg-type]
 
@@ -121,7 +121,8 @@ _OPTIMIZER = "states by Megatron, param groups matched by what they are, learnin
 
 
 def _patch(
-    target: str, wrapper: Callable[[Function], Function], signature: tuple[str, ...], summary: str, *, optional: bool = False
+    target: str, wrapper: Callable[[Function], Function], signature: tuple[str, ...], summary: str, *,
+    optional: bool = False,
 ) -> Patch:  # fmt: skip
     name = target.partition(":")[2].replace(".", "_").strip("_").upper()
     return Patch(
@@ -152,7 +153,7 @@ HOOKS = HostHooks(
         ),
         _patch(
             f"{_CORE}.distrib_optimizer:DistributedOptimizer.sharded_state_dict", wrap_build_state,
-            ("model_sharded_state_dict", "is_loading"), "an optimizer that loads its own state to allocate it resumes nothing",
+            ("model_sharded_state_dict", "is_loading"), "an optimizer that loads its own state resumes nothing",
         ),
         _patch(
             f"{_CORE}.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_zero",

@@ -87,7 +87,7 @@ def _refusals(load: Load, kind: object) -> list[Fault]:
                 found=f"{getattr(kind, 'name', '')}",
                 mend=mend,
                 expected="torch or torch_dist",
-            )  # fmt: skip
+            )
         )
     if load.found is not None and load.found.release and (policy.optimizer == "masters" or policy.scheduler != "host"):
         what = "is a release: weights alone, with no optimizer, schedule or position to resume"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ds_reshard.hosts.megatron.live import Optimizer, live_groups
 
 _MASTERS = ("master_param",)
-"""States that are weights: Transformer Engine's FusedAdam keeps its masters there (`--use-precision-aware-optimizer`)."""
+"""States that are weights: where Transformer Engine's FusedAdam keeps masters (`--use-precision-aware-optimizer`)."""
 
 
 def fresh_moments(optimizer: Optimizer) -> None:

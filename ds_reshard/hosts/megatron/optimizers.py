@@ -89,7 +89,7 @@ def _own_load(optimizer: Optimizer) -> Load:
 
 
 def load_parameter_state(optimizer: Optimizer, original: Callable[[], object]) -> object:
-    """The rest of a distributed optimizer's state, which overwrites moments after `load_state_dict` has made them fresh."""
+    """The rest of a distributed optimizer's state, which comes after `load_state_dict` and overwrites fresh moments."""
     answer = original()
     if current() is None and asked_policy().optimizer == "masters" and optimizer.optimizer is not None:
         fresh_moments(optimizer)

@@ -147,8 +147,8 @@ def _ignored(load: Load) -> Iterator[str]:
             for name in BOUNDS:
                 if run.get(name) != used.get(name):
                     yield (
-                        f"group {index}: {name} is {used.get(name)}, the checkpoint's; this run's {run.get(name)} is not "
-                        "used: add --override-opt-param-scheduler to use it"
+                        f"group {index}: {name} is {used.get(name)}, the checkpoint's; this run's {run.get(name)} is "
+                        "not used: add --override-opt-param-scheduler to use it"
                     )
             index += 1
 

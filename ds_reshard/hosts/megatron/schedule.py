@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ds_reshard.errors import Fault, raise_faults
-from ds_reshard.hosts.megatron.live import Scheduler, State
+from ds_reshard.hosts.megatron.live import Scheduler
 
 OVERRIDE = "--override-opt-param-scheduler"
 CHECKPOINT = "--use-checkpoint-opt-param-scheduler"

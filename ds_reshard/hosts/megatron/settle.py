@@ -68,7 +68,7 @@ def settle(group: Group, run: Group, saved: Group | None, policy: ResumePolicy) 
 def settle_remembered(optimizer: Optimizer, policy: ResumePolicy) -> None:
     """Once more for an optimizer that was loaded before its scheduler was, which may have asked for more."""
     found = remembered(optimizer)
-    if found is None or policy.scheduler == "host" and not policy.schedule_is_this_runs:
+    if found is None or (policy.scheduler == "host" and not policy.schedule_is_this_runs):
         return
     groups = live_groups(optimizer)
     saved: Sequence[Group | None] = found.saved if found.saved is not None else [None] * len(groups)
@@ -80,7 +80,7 @@ def settle_remembered(optimizer: Optimizer, policy: ResumePolicy) -> None:
 def group_differences(
     run: Sequence[Group], saved: Sequence[Group], *, policy: ResumePolicy, said: Iterable[Fault] = ()
 ) -> list[Fault]:
-    """A ScheduleMismatch fault for every bound of a group that differs and that `said` (the schedule's) does not say."""
+    """A ScheduleMismatch fault for every bound of a group that differs; not what `said` (the schedule's) says."""
     known = {(fault.expected, fault.found) for fault in said}
     left_out = _OF_WEIGHT_DECAY if policy.takes("weight_decay") else ()
     faults = [

@@ -15,7 +15,8 @@ KINDS = ("fp32", "float16", "sharded")
 
 
 def loop(
-    kind: str, *, steps: int, lr: float = 3e-4, min_lr: float = 3e-5, weight_decay: float = 0.01, groups: dict[str, float] | None = None,
+    kind: str, *, steps: int, lr: float = 3e-4, min_lr: float = 3e-5, weight_decay: float = 0.01,
+    groups: dict[str, float] | None = None,
     chained: bool = False, save: str | None = None, load: str | None = None, sharded_files: bool = False,
     order: tuple[str, ...] = ("optimizer", "scheduler"), flags: str = "", hooks: bool = True, built: str = "",
     betas: tuple[float, float] = (0.9, 0.999), times: int = 1, edit: str = "", train_steps: int = 40,
@@ -73,7 +74,8 @@ def _build(
         kind
     ]
     config = OptimizerConfig(
-        optimizer="adam", lr=lr, min_lr=min_lr, weight_decay=weight_decay, adam_beta1=betas[0], adam_beta2=betas[1], **options,
+        optimizer="adam", lr=lr, min_lr=min_lr, weight_decay=weight_decay, adam_beta1=betas[0], adam_beta2=betas[1],
+        **options,
     )  # fmt: skip
     overrides = {ParamKey(name="*.bias"): {"wd_mult": 0.0}}
     overrides |= {ParamKey(name=name): {"max_lr": high, "min_lr": high / 10} for name, high in groups.items()}
@@ -124,7 +126,8 @@ def _scheduler(optimizer: Any, lr: float, min_lr: float, weight_decay: float, bu
         "override_opt_param_scheduler": built == "override",
     }
     return OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=lr, min_lr=min_lr, lr_warmup_steps=0, lr_decay_steps=160, lr_decay_style="linear",
+        optimizer, init_lr=0.0, max_lr=lr, min_lr=min_lr, lr_warmup_steps=0, lr_decay_steps=160,
+        lr_decay_style="linear",
         start_wd=weight_decay, end_wd=weight_decay, wd_incr_steps=4 * length, wd_incr_style="constant", **switches,
     )  # fmt: skip
 
@@ -158,7 +161,8 @@ def _save(folder: Path, models: list[Any], optimizer: Any, scheduler: Any, shard
 
 
 def _load(
-    folder: Path, models: list[Any], optimizer: Any, scheduler: Any, order: tuple[str, ...], sharded_files: bool, edit: str
+    folder: Path, models: list[Any], optimizer: Any, scheduler: Any, order: tuple[str, ...],
+    sharded_files: bool, edit: str,
 ) -> None:  # fmt: skip
     if sharded_files:
         from megatron.core import dist_checkpointing

@@ -131,16 +131,13 @@ def _import(release: str) -> None:
     from cuda_stand_in import imported, stand_in
 
     stand_in()
-    import megatron.core.optimizer
-    import megatron.core.optimizer.distrib_optimizer
-    import megatron.core.optimizer_param_scheduler
-    import megatron.core.tensor_parallel
-
+    names = ["optimizer", "optimizer.distrib_optimizer", "optimizer_param_scheduler", "tensor_parallel"]
+    for name in names:
+        importlib.import_module(f"megatron.core.{name}")
     if release != "0.16.1":
-        import megatron.core.datasets.utils as datasets
-        import megatron.core.models.gpt
-        import megatron.training.training
-
+        for name in ("core.models.gpt", "training.training"):
+            importlib.import_module(f"megatron.{name}")
+        datasets = importlib.import_module("megatron.core.datasets.utils")
         datasets.compile_helpers = lambda: None  # the C++ index builder; the runs bring their own dataset
     imported()
 

@@ -21,7 +21,7 @@ HOMES = ROOT / ".venv-megatron"
 RELEASES = ("0.16.1", "0.18.2", "0.19.2")
 WITH_TRAINING = ("0.18.2", "0.19.2")
 # What `megatron.training` imports beside torch; versions are in constraints.txt, names in the extra [test].
-NEEDED = ("einops", "omegaconf", "regex", "sentencepiece", "six", "yaml")
+NEEDED = ("einops", "omegaconf", "yaml")
 DOWNLOAD_TIMEOUT_S = 240
 
 

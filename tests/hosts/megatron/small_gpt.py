@@ -16,14 +16,14 @@ SEQUENCE = 8
 SAMPLES = 4000
 GROUP_KEYS = ("lr", "weight_decay", "betas", "eps", "max_lr", "min_lr", "wd_mult", "step", "default_config")
 
-MODEL = (
+_MODEL = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32 --seq-length 8"
     " --max-position-embeddings 8 --tokenizer-type NullTokenizer --vocab-size 63 --make-vocab-size-divisible-by 64"
     " --transformer-impl local --distributed-backend gloo --num-workers 0 --no-masked-softmax-fusion"
     " --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-persist-layer-norm"
     " --no-gradient-accumulation-fusion --hidden-dropout 0.0 --attention-dropout 0.0"
     " --eval-iters 0 --eval-interval 1000 --log-interval 1 --seed 7"
-).split()
+)
 
 
 class Numbers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -106,7 +106,7 @@ def pretrain(
         ds_reshard.install("megatron")
     if asked_before is not None:
         asked.ask(Given(place="the launcher", values=asked_before))
-    sys.argv = ["pretrain_small_gpt.py", *MODEL, *arguments]
+    sys.argv = ["pretrain_small_gpt.py", *_MODEL.split(), *arguments]
     from megatron.core.enums import ModelType
     from megatron.core.optimizer import optimizer
     from megatron.training import get_args

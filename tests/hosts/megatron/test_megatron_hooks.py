@@ -63,7 +63,7 @@ states = {{s.target: s.state for s in ds_reshard.installed() if s.host == "megat
 from megatron.training import checkpointing, training
 same = training.load_checkpoint is checkpointing.load_checkpoint and hasattr(training.load_checkpoint, "__wrapped__")
 ds_reshard.uninstall("megatron")
-clean = not hasattr(training.load_checkpoint, "__wrapped__") and not hasattr(checkpointing.load_checkpoint, "__wrapped__")
+clean = not any(hasattr(module.load_checkpoint, "__wrapped__") for module in (training, checkpointing))
 print(json.dumps([states, same, clean]))
 """
 
