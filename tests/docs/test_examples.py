@@ -36,6 +36,11 @@ PRINTED = {
         r"ZeRO-2 goes on: loss (?P=second), and (?P=second) when it was saved\n"
         r"ZeRO-2 saved step 30, loss \d+\.\d{6}\n"
     ),
+    "03_new_learning_rate.py": (
+        r"skipped: .*; pip install megatron-core\n|"
+        r"saved at step 20, learning rate 2\.460e-04\n"
+        r"goes on at step 20, learning rate 2\.800e-05, moments kept: True\n"
+    ),
 }
 
 

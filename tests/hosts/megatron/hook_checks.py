@@ -78,3 +78,10 @@ def _refusal(action: Any) -> str | None:
     except HookError as error:
         return str(error)
     return None
+
+
+def vendored() -> dict[str, Any]:
+    """What the hooks say of a tree whose source carries them."""
+    states = {status.target: status.state for status in ds_reshard.installed() if status.host == "megatron"}
+    told = {"states": states, "auto": _refusal(lambda: hooks.install_on_import(HOOKS))}
+    return {**told, "install": _refusal(lambda: hooks.install(HOOKS))}

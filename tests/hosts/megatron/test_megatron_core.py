@@ -5,12 +5,16 @@ All on 0.16.1, which has nothing but core; what differs between releases also on
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from core_loops import KINDS
 from forks import Failed
+from releases import ROOT, NotFetched, home
 from stages import POSITION, SAVED, curve, row, same_state, used
 
 pytestmark = pytest.mark.slow
@@ -232,3 +236,17 @@ def test_a_longer_run_without_a_flag_names_the_flag(loops: Loops) -> None:
     folder, _ = loops.saved("0.16.1", "fp32")
     told = loops.refused("0.16.1", "fp32", folder, train_steps=80)
     assert told["error"] == "ScheduleMismatch" and "add --override-opt-param-scheduler" in told["message"]
+
+
+def test_the_example_runs() -> None:
+    """examples/03 prints the new curve's value where Megatron is, not the reason why it was skipped."""
+    try:
+        folder = home("0.16.1")
+    except NotFetched as error:
+        pytest.skip(str(error))
+    path = os.pathsep.join([str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "NO_VCS_VERSION": "1"}
+    script = str(ROOT / "examples" / "03_new_learning_rate.py")
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "goes on at step 20, learning rate 2.800e-05, moments kept: True"
