@@ -182,5 +182,5 @@ def _unmatched(where: str, live: Sequence[Group], saved: Sequence[Group], what: 
 
 def _describe(group: Group) -> str:
     names = (*STRUCTURE, *BOUNDS, "default_config")
-    held = [f"{name}={group[name]}" for name in names if group.get(name) not in (None, False)]
+    held = [f"{name}={group[name]}" for name in names if group.get(name) is not None and group[name] is not False]
     return f"({', '.join(held)})"

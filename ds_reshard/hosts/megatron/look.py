@@ -9,6 +9,7 @@ sharding type `dp_reshardable` come with the second call, when weights have been
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import PurePath
 
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.hosts.megatron.current import Found, Load, current
@@ -41,10 +42,16 @@ def load_base_checkpoint(original: Callable[[], Base], arguments: object) -> Bas
     if getattr(arguments, "finetune", False) and not load.policy.finetune:
         load.another_model = True
         load.policy = ResumePolicy(finetune=True, rng=load.policy.rng, report=load.policy.report)
-    load.where = str(name)
-    load.found = _found(load, state, str(name), release)
-    raise_faults([*_refusals(load, kind), *_faults(load, load.found, state)], subject=f"resuming from {name}")
+    load.where = _folder(name)
+    load.found = _found(load, state, load.where, release)
+    raise_faults([*_refusals(load, kind), *_faults(load, load.found, state)], subject=f"resuming from {load.where}")
     return result
+
+
+def _folder(name: str) -> str:
+    """The folder of a checkpoint: for `torch`, where each rank names its own file, the same on all of them."""
+    path = PurePath(name)
+    return str(next((one for one in (path, *path.parents) if one.name.startswith(("iter_", "release"))), path))
 
 
 def _found(load: Load, state: Mapping[str, object], name: str, release: bool) -> Found:

@@ -20,6 +20,7 @@ def loop(
     chained: bool = False, save: str | None = None, load: str | None = None, sharded_files: bool = False,
     order: tuple[str, ...] = ("optimizer", "scheduler"), flags: str = "", hooks: bool = True, built: str = "",
     betas: tuple[float, float] = (0.9, 0.999), times: int = 1, edit: str = "", train_steps: int = 40,
+    scale: float = 1024.0,
 ) -> dict[str, Any]:  # fmt: skip
     """Build, load if asked, train, save if asked; what each optimizer step used, and the scheduler's own values.
 
@@ -32,14 +33,15 @@ def loop(
     if hooks:
         ds_reshard.install("megatron")
     _join()
-    models, optimizer = _build(kind, lr, min_lr, weight_decay, groups or {}, chained, betas)
+    models, optimizer = _build(kind, lr, min_lr, weight_decay, groups or {}, chained, betas, scale)
     scheduler = _scheduler(optimizer, lr, min_lr, weight_decay, built, train_steps)
-    record = Record()
+    record, scales = Record(), []
     register_optimizer_step_pre_hook(record.before_step)
     if load is not None:
         for _ in range(times):
             _load(Path(load), models, optimizer, scheduler, order, sharded_files, edit)
     for step in range(steps):
+        scales.append(float(optimizer.get_loss_scale()))
         _train(models, optimizer, step)
         scheduler.step(increment=4)
     if save is not None:
@@ -48,7 +50,7 @@ def loop(
     return {
         **record.result(), "position": scheduler.num_steps, "schedule": scheduler.state_dict(),
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
-        "sizes": [len(group["params"]) for group in optimizer.param_groups],
+        "scales": scales, "sizes": [len(group["params"]) for group in optimizer.param_groups],
         "report": report.to_json() if report is not None else None,
     }  # fmt: skip
 
@@ -65,14 +67,17 @@ def _join() -> None:
 
 def _build(
     kind: str, lr: float, min_lr: float, weight_decay: float, groups: dict[str, float], chained: bool,
-    betas: tuple[float, float],
+    betas: tuple[float, float], scale: float,
 ) -> tuple[list[Any], Any]:  # fmt: skip
     from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-    options = {"fp32": {}, "float16": {"bf16": True}, "sharded": {"bf16": True, "use_distributed_optimizer": True}}[
-        kind
-    ]
+    options: dict[str, Any] = {
+        "fp32": {},
+        "float16": {"bf16": True},
+        "sharded": {"bf16": True, "use_distributed_optimizer": True},
+        "fp16": {"fp16": True, "initial_loss_scale": scale},
+    }[kind]
     config = OptimizerConfig(
         optimizer="adam", lr=lr, min_lr=min_lr, weight_decay=weight_decay, adam_beta1=betas[0], adam_beta2=betas[1],
         **options,
@@ -94,13 +99,11 @@ def _model(kind: str) -> Any:
     from megatron.core.transformer.module import Float16Module, MegatronModule
 
     low = kind != "fp32"
+    half = kind == "fp16"
     config = TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=1,
-        bf16=low,
-        params_dtype=torch.bfloat16 if low else torch.float32,
-    )
+        num_layers=1, hidden_size=8, num_attention_heads=1, bf16=low and not half, fp16=half,
+        params_dtype=torch.float16 if half else torch.bfloat16 if low else torch.float32,
+    )  # fmt: skip
 
     class Net(MegatronModule):
         def __init__(self) -> None:
@@ -139,7 +142,7 @@ def _train(models: list[Any], optimizer: Any, step: int) -> None:
     optimizer.zero_grad()
     for model in models:
         rows = torch.randn(4, 8, generator=generator)
-        model(rows).float().square().mean().backward()
+        optimizer.scale_loss(model(rows).float().square().mean()).backward()
         model.finish_grad_sync()
     optimizer.step()
 

@@ -232,6 +232,17 @@ def test_hyper_parameters_and_the_report(loops: Loops) -> None:
     assert row(resumed, "position (samples)")["used"] == POSITION
 
 
+def test_the_loss_scale_is_the_checkpoints_unless_named(loops: Loops) -> None:
+    """fp16 with dynamic scaling; the scaler's other state is this run's too where it is named."""
+    folder, saved = loops.saved("0.16.1", "fp16", scale=256.0)
+    kept = loops.load("0.16.1", "fp16", folder, scale=64.0, flags=OVERRIDE, **NEW)
+    taken = loops.load(
+        "0.16.1", "fp16", folder, scale=64.0, flags=f"{OVERRIDE} --override-optim-hparams loss_scale", **NEW
+    )
+    assert (saved["scales"][-1], kept["scales"][0], taken["scales"][0]) == (256.0, 256.0, 64.0)
+    assert same_state(saved, taken, EVERYTHING) == []
+
+
 def test_a_longer_run_without_a_flag_names_the_flag(loops: Loops) -> None:
     folder, _ = loops.saved("0.16.1", "fp32")
     told = loops.refused("0.16.1", "fp32", folder, train_steps=80)
