@@ -40,7 +40,9 @@ def _install(hooks: HostHooks) -> Installation:
         if earlier is not None:
             earlier.remove()  # what another library's wrapper had kept from coming off, if that has gone
         raise_faults([*found, *guard.check(hooks), *_half_imported(hooks)], subject=f"hooks of {hooks.host}")
-        installation = Installation(hooks=hooks, lock=REGISTRY.lock)
+        installation = Installation(
+            hooks=hooks, lock=REGISTRY.lock, ended=functools.partial(_stop_optional, hooks.host)
+        )
         installation.put(patch for patch in hooks.patches if not patch.optional or guard.is_loaded(patch.module))
         REGISTRY.installations[hooks.host] = installation
         REGISTRY.refusals.pop(hooks.host, None)
@@ -73,8 +75,8 @@ def uninstall(host: str) -> None:
     """Take a host's patches off, or stop waiting for its import; without effect where neither is the case."""
     with REGISTRY.lock:
         _stop_waiting(host)
-        for late in REGISTRY.late.pop(host, ()):
-            late.remove()
+        _stop_optional(host)
+        REGISTRY.refusals.pop(host, None)
         installation = REGISTRY.installations.get(host)
         if installation is not None:
             installation.remove()
@@ -84,6 +86,11 @@ def _stop_waiting(host: str) -> None:
     deferred = REGISTRY.deferred.pop(host, None)
     if deferred is not None:
         deferred.remove()
+
+
+def _stop_optional(host: str) -> None:
+    for late in REGISTRY.late.pop(host, ()):
+        late.remove()
 
 
 def _install_or_stand_aside(hooks: HostHooks) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from threading import RLock
 from types import ModuleType, TracebackType
 
@@ -72,8 +72,9 @@ class Installation:
     `remove` again (or the next install) takes off what was left beneath.
     """
 
-    def __init__(self, *, hooks: HostHooks, lock: RLock) -> None:
+    def __init__(self, *, hooks: HostHooks, lock: RLock, ended: Callable[[], None]) -> None:
         self.hooks = hooks
+        self._ended = ended
         self._replacements: tuple[Replacement, ...] = ()
         self._switch = Switch()
         self._lock = lock
@@ -113,6 +114,8 @@ class Installation:
     def remove(self) -> None:
         """Take every patch off; without effect where that was done."""
         with self._lock:
+            if self._switch.on:
+                self._ended()
             self._switch.on = False
             for replacement in self._replacements:
                 replacement.restore()

@@ -100,6 +100,8 @@ def hyperparameter_faults(optimizer: object, policy: ResumePolicy) -> list[Fault
     for name in policy.hyperparameters:
         if name in ("lr", "max_lr", "min_lr"):
             what, mend = "belongs to the schedule", f"leave it out and add {OVERRIDE}"
+        elif not parts:  # no parameters on this rank; the others say what there is
+            continue
         elif name == "loss_scale" and all(getattr(part, "grad_scaler", None) is None for part in parts):
             what, mend = "is not used by this run, which has no loss scale", "leave it out"
         elif name in ENGINE_WIDE or name in held - {"params", "step", "default_config"}:
