@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, place: str = PLACE) -> arg
     dests = _define(parser)
     plain = parser.parse_known_args
 
-    def parse_known_args(args=None, namespace=None):  # type: ignore[no-untyped-def]
+    def parse_known_args(args=None, namespace=None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[no-untyped-def]
         parsed, rest = plain(args, namespace)
         asked.ask(given(parsed, dests, place=place))
         return parsed, rest

@@ -18,7 +18,7 @@ from ds_reshard.hosts.megatron.arguments import policy_of
 from ds_reshard.hosts.megatron.current import Load, in_force
 from ds_reshard.hosts.megatron.live import Scheduler, as_number, leaves
 from ds_reshard.hosts.megatron.look import inferred_groups
-from ds_reshard.hosts.megatron.moments import fresh_moments
+from ds_reshard.hosts.megatron.moments import fresh_moments, masters_faults
 from ds_reshard.hosts.megatron.optimizers import matched_groups
 from ds_reshard.hosts.megatron.report import publish_training
 from ds_reshard.hosts.megatron.scheduler import run_schedule
@@ -45,9 +45,8 @@ def load_checkpoint(
         return original()
     policy = policy_of(arguments)
     load = Load(policy=policy, optimizer=optimizer, scheduler=scheduler, where=str(getattr(arguments, "load", None)))
-    raise_faults(
-        [*hyperparameter_faults(optimizer, policy), *_contradictions(policy, arguments)], subject="resume policy"
-    )
+    faults = [*hyperparameter_faults(optimizer, policy), *masters_faults(optimizer, policy)]
+    raise_faults([*faults, *_contradictions(policy, arguments)], subject="resume policy")
     _tell_megatron(policy, arguments)
     with in_force(load):
         iteration, operations = original()

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from ds_reshard.hosts.megatron.live import Optimizer, live_groups
+from ds_reshard.errors import Fault
+from ds_reshard.hosts.megatron.live import Optimizer, leaves, live_groups
+from ds_reshard.resume.policy import ResumePolicy
 
 _MASTERS = ("master_param",)
 """States that are weights: where Transformer Engine's FusedAdam keeps masters (`--use-precision-aware-optimizer`)."""
+
+
+def masters_faults(optimizer: object, policy: ResumePolicy) -> list[Fault]:
+    """A fault where masters cannot be kept without the moments: the optimizer keeps copies of both elsewhere."""
+    if policy.optimizer != "masters" or not any(
+        hasattr(part.optimizer, "sub_optimizers") for part in leaves(optimizer)
+    ):
+        return []
+    what = "is not supported with --optimizer-cpu-offload, whose optimizers keep copies of the states"
+    mend = "leave out one of --load-masters-only and --optimizer-cpu-offload"
+    return [Fault(error="UnsupportedLayout", where="--load-masters-only", what=what, mend=mend)]
 
 
 def fresh_moments(optimizer: Optimizer) -> None:

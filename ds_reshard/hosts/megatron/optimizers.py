@@ -16,7 +16,7 @@ from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.hosts.megatron.current import Load, current, is_building
 from ds_reshard.hosts.megatron.groups import Shapes, match_groups
 from ds_reshard.hosts.megatron.live import Group, Optimizer, live_groups, saved_groups
-from ds_reshard.hosts.megatron.moments import fresh_moments
+from ds_reshard.hosts.megatron.moments import fresh_moments, masters_faults
 from ds_reshard.hosts.megatron.scheduler import given_by, scheduler_of
 from ds_reshard.hosts.megatron.settle import (
     group_differences,
@@ -55,7 +55,8 @@ def load_optimizer(optimizer: Optimizer, original: Callable[[object], object], s
     load = current() or _own_load(optimizer)
     policy, run = load.policy, run_groups(optimizer)
     if load.own_loop:
-        raise_faults(hyperparameter_faults(optimizer, policy), subject="resuming the optimizer")
+        wrong = [*hyperparameter_faults(optimizer, policy), *masters_faults(optimizer, policy)]
+        raise_faults(wrong, subject="resuming the optimizer")
     faults, saved, order = matched_groups(optimizer, state_dict, load.where)
     if not faults and (policy.scheduler == "strict" or (policy.scheduler == "host" and compares_bounds())):
         differ = group_differences(run, saved, policy=policy)

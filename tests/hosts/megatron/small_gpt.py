@@ -122,13 +122,17 @@ def pretrain(
         clip(params, max_norm, *rest, **options),
     )[1]
     args = parse_and_validate_args()
-    run(
-        pretrain_cfg_container_from_args(args),
-        _datasets(),
-        model_type=ModelType.encoder_or_decoder,
-        forward_step_func=functools.partial(_forward, record),
-        model_provider=_model,
-    )
+    try:
+        run(
+            pretrain_cfg_container_from_args(args),
+            _datasets(),
+            model_type=ModelType.encoder_or_decoder,
+            forward_step_func=functools.partial(_forward, record),
+            model_provider=_model,
+        )
+    except SystemExit as end:  # how Megatron ends at --exit-interval
+        if end.code not in (None, 0):
+            raise
     args = get_args()
     counters = {
         name: getattr(args, name) for name in ("iteration", "curr_iteration", "consumed_train_samples", "train_iters")

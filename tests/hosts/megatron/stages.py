@@ -93,6 +93,12 @@ class Stages:
         made.mkdir()
         return made
 
+    def whole(self, release: str, options: str) -> dict[str, Any]:
+        """An uninterrupted run of plain Megatron from the beginning, neither saved nor loaded."""
+        arguments = [*_words(FIRST), *options.split()]
+        told: list[dict[str, Any]] = self._releases[release].run("small_gpt:pretrain", arguments=arguments, hooks=False)
+        return told[0]
+
     def refused(self, release: str, flags: str = "", **others: Any) -> dict[str, Any]:
         """The same, expected to end with an error; what rank 0 said."""
         try:
