@@ -35,7 +35,7 @@ $(INSTALLED): setup.cfg setup.py pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv
 	@$(PIP) install -c constraints.txt setuptools
 	@$(PIP) install -c constraints.txt torch==2.13.0
-	@$(PIP) install -c constraints.txt -e '.[deepspeed,test,dev]'
+	@$(PIP) install -c constraints.txt -e '.[deepspeed,accelerate,test,dev]'
 	@touch $@
 
 # Types and tests take most of the time, and run side by side.

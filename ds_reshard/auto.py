@@ -1,16 +1,33 @@
 """`import ds_reshard.auto`: every host that this process imports, before or after, is patched.
 
-Loads no framework. A host that does not look as its table says is left as it is, with one warning.
-`DS_RESHARD_DISABLE=1` in the environment makes this import do nothing; `ds_reshard.uninstall` undoes it.
+Loads no framework. A host that does not look as its table says is left as it is, with one warning; where a resume
+policy was asked for, which could then not be applied, that is an error. `DS_RESHARD_DISABLE=1` in the environment
+makes this import do nothing; `ds_reshard.uninstall` undoes it.
 """
 
 from __future__ import annotations
 
 import os
 
-from ds_reshard.hooks import install_on_import
+from ds_reshard.errors import HookError
+from ds_reshard.hooks import install_on_import, refused
 from ds_reshard.hosts import tables
+from ds_reshard.resume import asked
+from ds_reshard.resume.policy import ResumePolicy
+
+
+def _asked_for() -> bool:
+    return not asked.asked_policy().is_default
+
+
+def _insist(policy: ResumePolicy) -> None:
+    """A policy that comes after a host was left as it is: say so now, not at the load that would drop it."""
+    for host, error in refused().items():
+        if not policy.is_default:
+            raise HookError(f"a resume policy was asked for, and cannot be applied to {host}: {error}", error.faults)
+
 
 if os.environ.get("DS_RESHARD_DISABLE", "") in ("", "0"):
     for _table in tables():
-        install_on_import(_table)
+        install_on_import(_table, insist=_asked_for)
+    asked.on_asked(_insist)

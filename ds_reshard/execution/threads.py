@@ -44,9 +44,10 @@ class ThreadExecutor:
             targets[fill.buffer].zero(fill.element_offset, fill.numel)
         batches = list(self._batches(plan, targets))
         work = _Work(targets=targets, outcome=outcome, executor=self)
+        left = iter(batches)  # next() of a list's iterator is atomic: each thread takes the next batch
         with work.files(batches), ThreadPoolExecutor(self.threads, thread_name_prefix="ds-reshard") as pool:
-            for _ in pool.map(work.run, batches):
-                pass
+            for done in [pool.submit(work.run_all, left) for _ in range(min(self.threads, len(batches)))]:
+                done.result()
         return outcome
 
     def _batches(self, plan: Plan, targets: Mapping[str, Target]) -> Iterator[_Batch]:
@@ -131,6 +132,11 @@ class _Work:
     def files(self, batches: list[_Batch]) -> _Files:
         self._files = _Files(batches, self._outcome)
         return self._files
+
+    def run_all(self, batches: Iterator[_Batch]) -> None:
+        """Run batches until none is left; the iterator is shared with the other threads."""
+        for batch in batches:
+            self.run(batch)
 
     def run(self, batch: _Batch) -> None:
         path = batch.record.path

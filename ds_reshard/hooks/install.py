@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections.abc import Callable
 
 from ds_reshard.errors import Fault, HookError, raise_faults
 from ds_reshard.hooks import guard
@@ -12,8 +13,6 @@ from ds_reshard.hooks.declare import HostHooks
 from ds_reshard.hooks.deferred import Deferred
 from ds_reshard.hooks.installation import Installation
 from ds_reshard.hooks.registry import REGISTRY
-from ds_reshard.resume.asked import on_asked
-from ds_reshard.resume.policy import ResumePolicy
 
 _LOG = logging.getLogger("ds_reshard")
 
@@ -25,7 +24,7 @@ def install(hooks: HostHooks) -> Installation:
     imported. Raises HookError with every fault of the guard, nothing being patched.
     """
     with REGISTRY.lock:
-        REGISTRY.quiet.discard(hooks.host)
+        REGISTRY.quiet.pop(hooks.host, None)
         _stop_waiting(hooks.host)  # or the import would install, or warn, before this call does
     return _install(hooks)
 
@@ -50,17 +49,17 @@ def _install(hooks: HostHooks) -> Installation:
         return installation
 
 
-def install_on_import(hooks: HostHooks) -> None:
+def install_on_import(hooks: HostHooks, *, insist: Callable[[], bool] = lambda: False) -> None:
     """Patch a host as soon as its modules are imported, which may be now.
 
     A failed guard is one warning, and the host stays as it is, so that its own errors still protect the
-    user; but where a resume policy was asked for, which nobody would then carry out, it is the error itself.
-    A host whose source carries the patches needs none, and is not warned about.
+    user; where `insist` says that more was asked for than that, it is raised. A host whose source carries the
+    patches needs none, and is not warned about.
     """
     with REGISTRY.lock:
         if REGISTRY.active(hooks.host) is not None or hooks.host in REGISTRY.deferred:
             return
-        REGISTRY.quiet.add(hooks.host)
+        REGISTRY.quiet[hooks.host] = insist
         absent = [module for module in hooks.modules if module not in sys.modules]
         if absent:
             deferred = Deferred(absent, lambda: _install_or_stand_aside(hooks))
@@ -93,6 +92,11 @@ def _stop_optional(host: str) -> None:
         late.remove()
 
 
+def refused() -> dict[str, HookError]:
+    """Why each host that was imported has been left as it is, by host."""
+    return dict(REGISTRY.refusals)
+
+
 def _install_or_stand_aside(hooks: HostHooks) -> None:
     REGISTRY.deferred.pop(hooks.host, None)
     if all(guard.vendored(patch) for patch in hooks.patches):
@@ -105,17 +109,13 @@ def _install_or_stand_aside(hooks: HostHooks) -> None:
 
 
 def _stand_aside(hooks: HostHooks, error: HookError) -> None:
-    """Warn once that a host is not patched; raise where a resume policy has been, or will be, asked for."""
-    known = hooks.host in REGISTRY.refusals
-    REGISTRY.refusals[hooks.host] = error
-
-    def refuse(policy: ResumePolicy) -> None:
-        if not policy.is_default and REGISTRY.refusals.get(hooks.host) is error:
-            raise error
-
-    on_asked(refuse)
-    if not known:
+    """Warn once that a host is not patched; raise where more was asked for than that."""
+    if hooks.host not in REGISTRY.refusals:
         _LOG.warning("%s is left as it is, its own checkpoint loading runs: %s", hooks.host, error)
+    REGISTRY.refusals[hooks.host] = error
+    insist = REGISTRY.quiet.get(hooks.host)
+    if insist is not None and insist():
+        raise error
 
 
 def _waited_for(host: str) -> set[str]:

@@ -36,6 +36,12 @@ def asked_policy(*more: Given) -> ResumePolicy:
         return combine([*_PLACES.values(), *more])
 
 
+def adopted(key: str) -> bool:
+    """Whether `key` was given through a flag of the script's own, which the script acts on as well."""
+    with _LOCK:
+        return any(key in given.adopted for given in _PLACES.values())
+
+
 def forget() -> None:
     """Forget what was asked."""
     with _LOCK:

@@ -83,20 +83,22 @@ def add_arguments(parser: argparse.ArgumentParser, *, place: str = PLACE) -> arg
     """
     if getattr(parser, "_ds_reshard_flags", None) is not None:
         return parser
-    dests = _define(parser)
+    dests, adopted = _define(parser)
     plain = parser.parse_known_args
 
-    def parse_known_args(args=None, namespace=None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[no-untyped-def]
-        parsed, rest = plain(args, namespace)
-        asked.ask(given(parsed, dests, place=place))
+    def parse_known_args(args: object = None, namespace: object = None) -> tuple[argparse.Namespace, list[str]]:
+        parsed, rest = plain(args, namespace)  # type: ignore[call-overload]
+        asked.ask(given(parsed, dests, place=place, adopted=adopted))
         return parsed, rest
 
-    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
     parser._ds_reshard_flags = dests  # type: ignore[attr-defined]
     return parser
 
 
-def given(parsed: argparse.Namespace, dests: dict[str, Flag], *, place: str = PLACE) -> Given:
+def given(
+    parsed: argparse.Namespace, dests: dict[str, Flag], *, place: str = PLACE, adopted: frozenset[str] = frozenset()
+) -> Given:
     """What the flags of a parsed command line say; two flags that say different things are a ConfigError."""
     values: dict[str, object] = {}
     spelled: dict[str, str] = {}
@@ -117,14 +119,15 @@ def given(parsed: argparse.Namespace, dests: dict[str, Flag], *, place: str = PL
             )
         values[flag.key], spelled[flag.key] = meant, flag.names[0]
     raise_faults(faults, subject=place)
-    return Given(place=place, values=values, spelled=spelled)
+    return Given(place=place, values=values, spelled=spelled, adopted=adopted & set(values))
 
 
-def _define(parser: argparse.ArgumentParser) -> dict[str, Flag]:
-    """Add the flags that the parser has not; where the value of each will be, by dest."""
+def _define(parser: argparse.ArgumentParser) -> tuple[dict[str, Flag], frozenset[str]]:
+    """Add the flags that the parser has not; where the value of each will be, by dest, and the keys it had."""
     known = parser._option_string_actions
     dests: dict[str, Flag] = {}
     faults = []
+    had: set[str] = set()
     group = None
     for flag in FLAGS:
         theirs = next((known[name] for name in flag.names if name in known), None)
@@ -146,8 +149,10 @@ def _define(parser: argparse.ArgumentParser) -> dict[str, Flag]:
                 )
             )
         dests[theirs.dest if theirs is not None else flag.dest] = flag
+        if theirs is not None:
+            had.add(flag.key)
     raise_faults(faults, subject="command line")
-    return dests
+    return dests, frozenset(had)
 
 
 def _value(flag: Flag, value: object) -> object:

@@ -89,7 +89,7 @@ class ResumePolicy:
     @property
     def schedule_is_this_runs(self) -> bool:
         """Whether learning rates, weight decay and schedule are this run's by request, not the host's choice."""
-        return self.scheduler in ("override", "reset") or (not self.loads_moments and self.scheduler == "host")
+        return self.scheduler in ("override", "reset") or (not self.loads_masters and self.scheduler == "host")
 
     def takes(self, name: str) -> bool:
         """Whether the hyper-parameter `name` of this run replaces the checkpoint's by request."""
@@ -105,12 +105,14 @@ def defaults() -> dict[str, object]:
 class Given:
     """What one place gave: the `place` as a user would name it, values by key, and how each was spelled there.
 
-    Only keys that the user gave are in `values`; `spelled` may leave out what is spelled as `key: value`.
+    Only keys that the user gave are in `values`; `spelled` may leave out what is spelled as `key: value`. `adopted`
+    are the keys whose flags were the script's own before they were ours.
     """
 
     place: str
     values: Mapping[str, object]
     spelled: Mapping[str, str] = field(default_factory=dict)
+    adopted: frozenset[str] = frozenset()
 
     def say(self, key: str) -> str:
         return f"{self.spelled.get(key, f'{key} = {self.values[key]!r}')} ({self.place})"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from ds_reshard.hooks import HostHooks, Patch
 
 
-def _wrap_load_checkpoint(original: Callable[..., object]) -> Callable[..., object]:
+def wrap_load_checkpoint(original: Callable[..., object]) -> Callable[..., object]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -24,8 +24,8 @@ def _wrap_load_checkpoint(original: Callable[..., object]) -> Callable[..., obje
         arguments = dict(bound.arguments)
         engine = arguments.pop("self")
 
-        def by_deepspeed(tag: object) -> object:
-            bound.arguments["tag"] = tag
+        def by_deepspeed(changed: dict[str, object]) -> object:
+            bound.arguments.update(changed)
             return original(*bound.args, **bound.kwargs)
 
         return seam(engine, by_deepspeed, **arguments)  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ HOOKS = HostHooks(
     patches=(
         Patch(
             target="deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint",
-            wrapper=_wrap_load_checkpoint,
+            wrapper=wrap_load_checkpoint,
             signature=(
                 "load_dir",
                 "tag",

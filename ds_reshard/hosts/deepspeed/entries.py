@@ -23,7 +23,10 @@ _COUNTERS = ("skipped_steps", "global_steps", "dp_world_size", "mp_world_size", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The arguments of `load_checkpoint`, as the user gave them."""
+    """The arguments of `load_checkpoint`, as the user gave them or as a resume policy narrowed them.
+
+    `moments` is False where weights and masters alone are wanted of the optimizer.
+    """
 
     load_dir: str
     tag: str
@@ -32,6 +35,7 @@ class Request:
     scheduler: bool
     module_only: bool
     custom_load_fn: Callable[..., object] | None
+    moments: bool = True
 
     @property
     def load_optimizer(self) -> bool:

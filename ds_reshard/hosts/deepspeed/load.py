@@ -11,10 +11,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import EngineUnusable, Fault, ReshardError, raise_faults
+from ds_reshard.errors import Fault, ReshardError, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
 from ds_reshard.formats.zero.shards import ZeroShards
@@ -25,8 +25,11 @@ from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_kind, live_optim
 from ds_reshard.hosts.deepspeed.look import Found, look
 from ds_reshard.hosts.deepspeed.move import Moved, move
 from ds_reshard.hosts.deepspeed.prepare import Prepared, prepare
+from ds_reshard.hosts.deepspeed.resumed import Resume, policy_of
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
+from ds_reshard.hosts.deepspeed.usable import refuse_use, restore_use
 from ds_reshard.model.index import Index
+from ds_reshard.resume.policy import ResumePolicy
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -34,8 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ds_reshard")
 
 Result = tuple[object, object]
-Original = Callable[[object], Result]
-"""DeepSpeed's own method with the user's arguments, and the tag that rank 0 resolved."""
+Original = Callable[[dict[str, object]], Result]
+"""DeepSpeed's own method with the user's arguments, but for those given here by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,7 @@ class Considered:
     settings: Settings
     live: LiveOptimizer | None
     features: tuple[str, ...]
+    policy: ResumePolicy
 
 
 def load_checkpoint(
@@ -62,51 +66,66 @@ def load_checkpoint(
 ) -> Result:
     """Load through DeepSpeed where the layout is unchanged, directly from the files where it is not.
 
+    Either way the resume policy decides what is asked for, and what this run's values replace afterwards.
     Collective: every rank calls it with the same arguments, and every rank leaves it the same way.
-    `original` is DeepSpeed's own method with the user's arguments bound.
+    `original` is DeepSpeed's own method; it takes the arguments that differ from the user's.
     """
-    mine, faults, cause = attempt(lambda: _consider(engine))
-    considered = gather((mine.direct if mine else False, faults))
+    mine, faults, cause = attempt(lambda: _consider(engine, module_only=load_module_only))
+    considered = gather(((mine.direct, mine.policy) if mine else None, faults))
     faults = [fault for _, of_rank in considered for fault in of_rank]
-    if len({direct for direct, _ in considered}) > 1 and not faults:
+    if len({repr(view) for view, _ in considered}) > 1 and not faults:
         faults.append(_disagreement(str(load_dir)))
     _raise(faults, subject=f"loading {load_dir}", cause=cause)
     assert mine is not None
-    if not mine.direct:
-        return _by_deepspeed(engine, original, tag)
-    wants_optimizer = load_optimizer_states and not load_module_only
-    found = broadcast(look(str(load_dir), tag, optimizer=wants_optimizer) if rank() == 0 else Found())
-    if found.checkpoint is None and (not found.faults or _as_saved(engine, found, mine.features)):
-        return _by_deepspeed(engine, original, found.tag or tag)
-    raise_faults(found.faults, subject=f"loading {load_dir}")
-    assert found.checkpoint is not None
     request = Request(
         load_dir=str(load_dir),
-        tag=found.tag,
+        tag=str(tag) if tag is not None else "",
         strict=load_module_strict,
         optimizer=load_optimizer_states,
         scheduler=load_lr_scheduler_states,
         module_only=load_module_only,
         custom_load_fn=custom_load_fn,
     )
+    resume = Resume(engine, mine.policy, request)
+    resume.refuse()
+    if not mine.direct:
+        resume.without_files()
+        return resume.finish(_by_deepspeed(engine, original, resume.request, tag))
+    found = broadcast(look(str(load_dir), tag, optimizer=resume.request.load_optimizer) if rank() == 0 else Found())
+    if found.checkpoint is None and (not found.faults or _as_saved(engine, found, mine.features)):
+        resume.without_files()
+        return resume.finish(_by_deepspeed(engine, original, resume.request, found.tag or tag))
+    raise_faults(found.faults, subject=f"loading {load_dir}")
+    assert found.checkpoint is not None
+    resume.read(mine.live, found.checkpoint, mine.settings)
+    request = replace(resume.request, tag=found.tag)
     if _leave_to_deepspeed(engine, mine, found.checkpoint, request):
-        return _by_deepspeed(engine, original, found.tag)
-    return _load_directly(engine, mine.live, found.checkpoint, request, mine.settings)
+        return resume.finish(_by_deepspeed(engine, original, request, found.tag))
+    return resume.finish(_load_directly(engine, mine.live, found.checkpoint, request, mine.settings))
 
 
-def _by_deepspeed(engine: DeepSpeedEngine, original: Original, tag: object) -> Result:
-    result = original(tag)
+def _by_deepspeed(engine: DeepSpeedEngine, original: Original, request: Request, tag: object) -> Result:
+    result = original(
+        {
+            "tag": tag,
+            "load_optimizer_states": request.optimizer,
+            "load_lr_scheduler_states": request.scheduler,
+            "load_module_only": request.module_only,
+        }
+    )
     restore_use(engine)
     return result
 
 
-def _consider(engine: DeepSpeedEngine) -> Considered:
-    """This rank's settings and engine; a pending save is finished first."""
+def _consider(engine: DeepSpeedEngine, *, module_only: bool) -> Considered:
+    """This rank's settings, policy and engine; a pending save is finished first."""
     settings = parse_settings(engine._config._param_dict)
+    policy = policy_of(engine, settings, module_only=module_only)
     if not settings.enabled or engine.load_universal_checkpoint() or live_kind(engine) == "offload":
-        return Considered(direct=False, settings=settings, live=None, features=())
+        return Considered(direct=False, settings=settings, live=None, features=(), policy=policy)
     _commit_pending_save(engine)
-    return Considered(direct=True, settings=settings, live=live_optimizer(engine), features=tuple(unsupported(engine)))
+    live, features = live_optimizer(engine), tuple(unsupported(engine))
+    return Considered(direct=True, settings=settings, live=live, features=features, policy=policy)
 
 
 def _disagreement(where: str) -> Fault:
@@ -153,7 +172,7 @@ def _leave_to_deepspeed(
     same, faults, cause = attempt(lambda: same_layout(engine, mine.live, checkpoint))
     if mine.features and not same:
         faults.append(_unsupported_fault(engine, mine.features, checkpoint))
-    partial = checkpoint.stage == 3 and not request.load_optimizer
+    partial = (checkpoint.stage == 3 and not request.load_optimizer) or (request.load_optimizer and not request.moments)
     always = mine.settings.always and checkpoint.stage != 0
     leave = bool(same) and (bool(mine.features) or not (always or partial))
     shards = ZeroShards(checkpoint=checkpoint)
@@ -239,22 +258,3 @@ def _log(prepared: Prepared, moved: Moved, seconds: float) -> None:
         len(moved.files),
         seconds,
     )
-
-
-_GUARDED = ("step", "save_checkpoint", "save_16bit_model", "save_fp16_model")
-
-
-def refuse_use(engine: DeepSpeedEngine, why: str) -> None:
-    """Let the engine neither step nor save: it may hold half a checkpoint."""
-
-    def refuse(*_: object, **__: object) -> object:
-        raise EngineUnusable(f"{why}: the engine may hold parts of it; load a good checkpoint or build the engine anew")
-
-    for name in _GUARDED:
-        object.__setattr__(engine, name, refuse)
-
-
-def restore_use(engine: DeepSpeedEngine) -> None:
-    """Undo `refuse_use`, after a load that succeeded."""
-    for name in _GUARDED:
-        engine.__dict__.pop(name, None)

@@ -78,11 +78,12 @@ def prepare(
         shards = ZeroShards(checkpoint=checkpoint, stage0=extents)
     values = None
     if loads_optimizer and live is not None:
-        values, found = _optimizer_values(engine, live, checkpoint, settings)
-        faults += found + list(_unfollowed(checkpoint))
+        values, found = _optimizer_values(engine, live, checkpoint, settings, moments=request.moments)
+        faults += found + (list(_unfollowed(checkpoint)) if request.moments else [])
         raise_faults(faults, subject=subject)
     masters = loads_optimizer and (live is None or live.stage == 0 or live.kind == "zero3" or _from_fp32(engine))
-    wants = _wants(engine, live, checkpoint, loads_optimizer=loads_optimizer, masters=masters)
+    states = loads_optimizer and request.moments
+    wants = _wants(engine, live, checkpoint, loads_optimizer=loads_optimizer, states=states, masters=masters)
     model = _own_model(engine, checkpoint)
     if model is not checkpoint.model:
         wants.take_buffers(model)
@@ -143,6 +144,7 @@ def _wants(
     checkpoint: ZeroCheckpoint,
     *,
     loads_optimizer: bool,
+    states: bool,
     masters: bool,
 ) -> Wants:
     wants = Wants(checkpoint=checkpoint)
@@ -151,7 +153,7 @@ def _wants(
         return wants
     gathered = bool(wants.from_masters) and live.kind in ("zero", "bf16")
     if loads_optimizer or gathered:
-        want_optimizer(wants, live, masters=masters or gathered, states=loads_optimizer)
+        want_optimizer(wants, live, masters=masters or gathered, states=states)
     return wants
 
 
@@ -170,8 +172,9 @@ def _unfollowed(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
 
 
 def _optimizer_values(
-    engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroCheckpoint, settings: Settings
+    engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroCheckpoint, settings: Settings, *, moments: bool
 ) -> tuple[OptimizerValues, list[Fault]]:
+    """What the optimizer takes over; without `moments` neither scalar states nor a step count."""
     facts = checkpoint.facts
     assert facts is not None
     groups, faults = match_groups({g: live.members(g) for g in range(len(live.groups))}, facts)
@@ -179,15 +182,15 @@ def _optimizer_values(
     for number, saved in groups.items():
         made = revived(dict(saved), trusted=settings.trust, where=f"param group {number}")
         assert isinstance(made, dict)
-        hyper[number] = made
+        hyper[number] = made if moments else {name: value for name, value in made.items() if name != "step"}
     scalars: dict[int, Mapping[str, object]] = {}
-    for number, buffer in enumerate(live.buffers):
+    for number, buffer in enumerate(live.buffers if moments else ()):
         found, wrong = match_scalars(f"flat buffer {number}", list(buffer.shapes), facts)
         scalars[number] = {name: scalar(value) for name, value in found.items()}
         faults += wrong + _uneven_states(checkpoint, number, buffer.shapes)
     entries = checkpoint.optim.entries if checkpoint.optim else {}
     extras = loss_scaling(engine, entries, settings)
-    step = entries.get("base_optimizer_state_step")
+    step = entries.get("base_optimizer_state_step") if moments else None
     return OptimizerValues(groups=hyper, scalars=scalars, extras=extras, step=step), faults
 
 

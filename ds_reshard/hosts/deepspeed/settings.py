@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.resume.policy import Given, from_json
 
 SECTION = "ds_reshard"
-_TOP = ("enabled", "reshard", "trust")
+_TOP = ("enabled", "reshard", "resume", "trust")
 _RESHARD = ("always", "threads", "memory_mib", "verify")
 _VERIFY = ("crc32", "off")
 
@@ -20,7 +21,7 @@ class Settings:
 
     `always` takes the direct path on an unchanged layout too; `threads` and `memory_mib` bound the
     reading; `verify` is "crc32" or "off"; `trust` names classes ("module.Class") that may be built when
-    they occur in `client_state`.
+    they occur in `client_state`; `resume` is what the section says of the resume policy.
     """
 
     enabled: bool = True
@@ -29,6 +30,7 @@ class Settings:
     memory_mib: int = 64
     verify: str = "crc32"
     trust: frozenset[str] = frozenset()
+    resume: Given = field(default_factory=lambda: from_json({}))
 
     @property
     def memory_nbytes(self) -> int:
@@ -65,8 +67,9 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
         faults.append(_wrong(f"{SECTION}.trust", 'a list of "module.Class" names', trust))
     raise_faults(faults, subject="DeepSpeed config")
     return Settings(
-        enabled=enabled, always=always, threads=threads, memory_mib=memory_mib, verify=verify, trust=frozenset(trust)
-    )
+        enabled=enabled, always=always, threads=threads, memory_mib=memory_mib, verify=verify, trust=frozenset(trust),
+        resume=from_json(section.get("resume", {})),
+    )  # fmt: skip
 
 
 def _unknown(section: str, key: object, allowed: tuple[str, ...]) -> Fault:

@@ -21,16 +21,14 @@ def parse_args(
 ) -> Namespace:
     """Megatron's arguments, its own flags and those of the script adopted, and the resume flags that it has not.
 
-    What was given is this process's policy from here on, also where a YAML file took the command line's place.
-    Raises ConfigError for flags that contradict each other or another place.
+    What was given is this process's policy from here on; what a YAML file says instead of the command line is met
+    by `policy_of`. Raises ConfigError for flags that contradict each other or another place.
     """
 
     def with_resume_flags(parser: ArgumentParser) -> ArgumentParser:
         return add_arguments(extra_args_provider(parser) if extra_args_provider is not None else parser)
 
-    parsed = original(with_resume_flags, ignore_unknown_args)
-    asked.ask(given(parsed, _DESTS))
-    return parsed
+    return original(with_resume_flags, ignore_unknown_args)
 
 
 def policy_of(arguments: Namespace) -> ResumePolicy:

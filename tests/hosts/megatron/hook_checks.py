@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 from types import ModuleType
@@ -62,12 +63,12 @@ def outside_the_range() -> dict[str, Any]:
     megatron.core.__version__ = "0.21.0"
     before = everything()
     told: dict[str, Any] = {"install": _refusal(lambda: hooks.install(HOOKS))}
-    told["auto"] = _refusal(lambda: hooks.install_on_import(HOOKS))
+    told["auto"] = _refusal(lambda: importlib.import_module("ds_reshard.auto"))
     told["warnings"] = list(messages)
     policy = Given(place="a test", values={"scheduler": "override"})
     told["asked after"] = _refusal(lambda: asked.ask(policy))
     hooks.uninstall("megatron")
-    told["asked before"] = _refusal(lambda: hooks.install_on_import(HOOKS))
+    told["asked before"] = _refusal(lambda: importlib.reload(sys.modules["ds_reshard.auto"]))
     told["left"] = sorted(name for name, held in everything().items() if before.get(name) != held)
     return told
 

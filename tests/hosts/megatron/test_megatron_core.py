@@ -124,7 +124,7 @@ def test_a_scheduler_built_to_override_asks_for_it(loops: Loops) -> None:
 def test_masters_alone_and_nothing(loops: Loops, kind: str) -> None:
     """`--load-masters-only` and `--no-load-optim` in a loop that calls `load_state_dict` all the same."""
     folder, saved = loops.saved("0.16.1", kind)
-    masters = loops.load("0.16.1", kind, folder, flags="--load-masters-only", **NEW)
+    masters = loops.load("0.16.1", kind, folder, flags=f"--load-masters-only {OVERRIDE}", **NEW)
     assert same_state(saved, masters, ("master",)) == []
     assert all(float(one[name].abs().max()) == 0 for one in masters["first"][0] for name in EVERYTHING[1:])
     assert used(masters, "lr") == pytest.approx([curve(POSITION, 3e-5, 2e-5)] * 2)

@@ -1,0 +1,185 @@
+"""What a resume policy asks that this engine or this checkpoint cannot give: every fault, before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ds_reshard.errors import Fault
+from ds_reshard.hosts.deepspeed.entries import Request
+from ds_reshard.hosts.deepspeed.resume import Own, base_rates, own_values, saved_values
+from ds_reshard.hosts.deepspeed.saved import Saved
+from ds_reshard.resume import asked, schedulers
+from ds_reshard.resume.policy import ResumePolicy
+from ds_reshard.resume.schedulers import DEEPSPEED, PLATEAU, UNKNOWN
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+ENGINE_VALUES = ("clip_grad", "loss_scale")
+
+
+def refusals(engine: DeepSpeedEngine, request: Request, policy: ResumePolicy) -> list[Fault]:
+    """What this engine cannot do of a policy, whatever the checkpoint."""
+    own = own_values(engine)
+    faults = []
+    scheduler = engine.lr_scheduler
+    if policy.scheduler in ("override", "checkpoint", "strict") and not request.scheduler:
+        faults.append(
+            _fault(
+                "load_checkpoint(load_lr_scheduler_states=False)",
+                f'contradicts scheduler "{policy.scheduler}": one leaves the schedule out, the other asks for it',
+                'leave out load_lr_scheduler_states=False, or ask for scheduler "reset" (--no-load-lr-state)',
+            )
+        )
+    places = policy.scheduler in ("override", "reset") or not policy.keeps_position
+    if policy.scheduler == "override":
+        for other in own.unowned:
+            if schedulers.kind_of(other) in (PLATEAU, UNKNOWN):
+                faults.append(_fault("lr_scheduler", schedulers.refusal(other), "see above", "UnsupportedLayout"))
+    if scheduler is not None and places:
+        if schedulers.kind_of(scheduler) in (PLATEAU, UNKNOWN):
+            if policy.scheduler == "override":
+                faults.append(_fault("lr_scheduler", schedulers.refusal(scheduler), "see above", "UnsupportedLayout"))
+        elif own.begun:
+            faults.append(
+                _fault(
+                    "lr_scheduler",
+                    "the engine had taken steps before its first load, so the beginning of this run's schedule is gone",
+                    "call load_checkpoint before the first step",
+                )
+            )
+    if policy.takes("lr") and scheduler is not None and policy.scheduler != "override":
+        faults.append(
+            _fault(
+                "hyperparameters: lr",
+                f"the learning rate belongs to this run's scheduler ({type(scheduler).__name__})",
+                "use --override-opt-param-scheduler (scheduler: override)",
+            )
+        )
+    if not policy.rng and not policy.finetune and not asked.adopted("rng"):
+        what = "DeepSpeed's checkpoints hold no random states: there is nothing to leave out"
+        faults.append(_fault("rng", what, "leave out --no-load-rng; the script restores what it saved itself"))
+    known = {name for group in own.groups for name in group} | set(ENGINE_VALUES)
+    for name in policy.hyperparameters:
+        if name not in known:
+            faults.append(
+                _fault(
+                    f"hyperparameters: {name}",
+                    "is no hyper-parameter of this run's optimizer or engine",
+                    f"name some of {', '.join(sorted(known - {'lr', 'initial_lr'}))}",
+                )
+            )
+    if policy.takes("loss_scale") and own.loss_scaler is None:
+        faults.append(_fault("hyperparameters: loss_scale", "this engine scales no loss", "leave loss_scale out"))
+    return faults
+
+
+def _fault(where: str, what: str, mend: str, error: str = "ConfigError") -> Fault:
+    return Fault(error=error, where=where, what=what, mend=mend)
+
+
+def checkpoint_faults(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy) -> list[Fault]:
+    """What the checkpoint cannot give of what a policy asks for, and under "strict" every difference."""
+    own, scheduler = own_values(engine), engine.lr_scheduler
+    if policy.scheduler == "checkpoint":
+        return _continuation_faults(engine, saved, policy)
+    if policy.scheduler == "strict":
+        return _differences(own, scheduler, saved)
+    return []
+
+
+def _continuation_faults(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy) -> list[Fault]:
+    scheduler = engine.lr_scheduler
+    mend = "build the scheduler that was saved, or use --override-opt-param-scheduler or --no-load-lr-state"
+    groups = own_values(engine).groups
+    if not policy.loads_masters and saved_values(saved, len(groups)) is None:
+        why = "the optimizer's files, which hold what each param group had, are not opened"
+        if scheduler is None:
+            return [_unknown_rates(saved, why)]
+    if scheduler is None and saved.scheduler is None:
+        return []
+    if scheduler is None or saved.scheduler is None:
+        without, has = ("this run", "the checkpoint") if scheduler is None else ("the checkpoint", "this run")
+        return [_fault(saved.where, f'{without} has no scheduler and {has} has one: "checkpoint" needs both', mend)]
+    kind = schedulers.kind_of(scheduler)
+    if kind == DEEPSPEED:
+        name, params = saved.scheduler_section
+        if name != type(scheduler).__name__ or params is None:
+            found = name or "a scheduler that its configuration does not describe"
+            return [
+                Fault(
+                    error="UnsupportedLayout", where=saved.where,
+                    what="a scheduler of DeepSpeed stores its position alone; what configures it cannot be translated",
+                    expected=f"{type(scheduler).__name__} in the saved DeepSpeed JSON", found=found, mend=mend,
+                )
+            ]  # fmt: skip
+        if schedulers.needs_rates(scheduler, params) and base_rates(scheduler, saved, params, len(groups)) is None:
+            return [_unknown_rates(saved, f"{type(scheduler).__name__} was built from the optimizer's learning rates")]
+        return []
+    live = set(schedulers.configuration(scheduler)) | {"last_epoch", "num_steps"}
+    if schedulers.position_in(saved.scheduler) is None or not live & set(saved.scheduler):
+        found = ", ".join(sorted(saved.scheduler)) or "nothing"
+        return [
+            Fault(
+                error="UnsupportedLayout", where=saved.where, what="holds the state of another kind of scheduler",
+                expected=f"the state of {type(scheduler).__name__}", found=found, mend=mend,
+            )
+        ]  # fmt: skip
+    return []
+
+
+def _unknown_rates(saved: Saved, why: str) -> Fault:
+    return Fault(
+        error="UnsupportedLayout",
+        where=saved.where,
+        what=f'scheduler "checkpoint" needs the rates and weight decay of the saving run: {why}',
+        expected="one param group, described in the saved DeepSpeed JSON",
+        found="several param groups, or an optimizer that the script built",
+        mend="use --override-opt-param-scheduler with the learning rate of the saving run, or load the optimizer",
+    )
+
+
+def _differences(own: Own, scheduler: object, saved: Saved) -> list[Fault]:
+    """Every field of schedule, learning rate and weight decay that differs."""
+    pairs: dict[str, tuple[object, object]] = {}
+    names = {"weight_decay"} if scheduler is not None else {"lr", "weight_decay"}
+    for number, group in enumerate(own.groups):
+        hyper = saved.groups.get(number)
+        if hyper is not None:
+            both = ({"initial_lr"} & set(group) & set(hyper)) | names
+            pairs |= {f"param group {number}: {name}": (hyper.get(name), group.get(name)) for name in sorted(both)}
+    ours = type(scheduler).__name__ if scheduler is not None else "none"
+    theirs, params = saved.scheduler_section if saved.scheduler is not None else ("none", None)
+    if scheduler is None or saved.scheduler is None:
+        pairs["scheduler"] = (theirs or "a scheduler", ours)
+    elif schedulers.kind_of(scheduler) == DEEPSPEED:
+        pairs["scheduler"] = (theirs, ours)
+        if theirs == ours and params is not None:
+            other = schedulers.configuration(schedulers.like(scheduler, params, own.groups))
+            mine = schedulers.configuration(scheduler)
+            pairs |= {f"scheduler: {n}": (other.get(n), mine.get(n)) for n in sorted({*other, *mine})}
+    else:
+        other = schedulers.saved_configuration(saved.scheduler)
+        mine = schedulers.configuration(scheduler)
+        pairs |= {f"scheduler: {n}": (other.get(n), mine.get(n)) for n in sorted({*other, *mine})}
+    return [
+        Fault(
+            error="ScheduleMismatch",
+            where=where,
+            what="differs, and the schedule was asked to be strict",
+            expected=f"{theirs!r} in the checkpoint (kept with --use-checkpoint-opt-param-scheduler)",
+            found=f"{mine!r} in this run (used with --override-opt-param-scheduler)",
+            mend="make this run's configuration the checkpoint's, or say whose values are right with one of the flags",
+        )
+        for where, (theirs, mine) in pairs.items()
+        if not _equal(theirs, mine)
+    ]
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(_equal(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return set(one) == set(other) and all(_equal(one[key], other[key]) for key in one)
+    return bool(one == other)

@@ -1,0 +1,194 @@
+"""The resume policy on a DeepSpeed engine: what is loaded, and what this run's values replace.
+
+The load itself, DeepSpeed's own or the direct one, is asked for no more than the policy wants; afterwards this
+run's values, noted before its first load, are written back where the policy says so, and the scheduler is put
+where it belongs. Everything that can be refused is refused before.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ds_reshard.errors import UnsupportedLayout
+from ds_reshard.hosts.deepspeed.entries import Request
+from ds_reshard.hosts.deepspeed.saved import Saved
+from ds_reshard.hosts.deepspeed.unowned import leave, take_next_state, unowned
+from ds_reshard.resume import schedulers
+from ds_reshard.resume.policy import ResumePolicy
+from ds_reshard.resume.schedulers import DEEPSPEED, PLATEAU, UNKNOWN, Beginning, set_groups
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from torch.optim.lr_scheduler import LRScheduler
+
+# Of a param group, what a schedule decides. `initial_lr` is where torch's schedulers keep a group's own rate.
+SCHEDULED = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "weight_decay"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    """This run's own values, as they were before its first load.
+
+    `groups` are the param groups' values but the parameters; `begun` says that the engine had stepped before,
+    so that the scheduler's beginning is not known. `unowned` are schedulers that the engine does not know,
+    `sampler` the state of a curriculum's data sampler.
+    """
+
+    groups: tuple[dict[str, object], ...]
+    clip_grad: object
+    loss_scaler: object
+    scheduler: Beginning | None
+    begun: bool
+    sampler: object
+    unowned: weakref.WeakKeyDictionary[LRScheduler, Beginning]
+
+
+_OWN: weakref.WeakKeyDictionary[DeepSpeedEngine, Own] = weakref.WeakKeyDictionary()
+
+
+def own_values(engine: DeepSpeedEngine) -> Own:
+    """This run's values, noted when an engine is first asked for them."""
+    if engine not in _OWN:
+        scheduler = engine.lr_scheduler
+        _OWN[engine] = Own(
+            groups=tuple(
+                copy.deepcopy({name: value for name, value in group.items() if name not in ("params", "step")})
+                for group in live_groups(engine)
+            ),
+            clip_grad=getattr(engine.optimizer, "clip_grad", None),
+            loss_scaler=copy.deepcopy(getattr(engine.optimizer, "loss_scaler", None)),
+            scheduler=Beginning(scheduler) if scheduler is not None else None,
+            begun=engine.global_steps > 0,
+            sampler=copy.deepcopy(sampler.state_dict()) if (sampler := _sampler(engine)) is not None else None,
+            unowned=weakref.WeakKeyDictionary({one: Beginning(one) for one in unowned(engine)}),
+        )
+    return _OWN[engine]
+
+
+def live_groups(engine: DeepSpeedEngine) -> list[dict[str, object]]:
+    """The live param groups of the torch optimizer inside the engine's."""
+    optimizer = getattr(engine, "optimizer", None)
+    inner = getattr(optimizer, "optimizer", optimizer)
+    groups: list[dict[str, object]] = getattr(inner, "param_groups", [])
+    return groups
+
+
+def _sampler(engine: DeepSpeedEngine) -> DeepSpeedDataSampler | None:
+    """The data sampler of curriculum learning, the only data position that DeepSpeed stores."""
+    loader = engine.training_dataloader
+    sampler: DeepSpeedDataSampler | None = getattr(loader, "data_sampler", None)
+    return sampler if loader is not None and engine.curriculum_learning_enabled() else None
+
+
+def narrowed(request: Request, policy: ResumePolicy) -> Request:
+    """The load that a policy asks for: never more than the caller's arguments, which keep their meaning."""
+    return replace(
+        request,
+        optimizer=request.optimizer and policy.loads_masters,
+        moments=policy.loads_moments,
+        module_only=request.module_only or policy.finetune,
+        scheduler=request.scheduler and policy.keeps_position and policy.scheduler != "override",
+    )
+
+
+def apply(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy) -> None:
+    """After a load: this run's values where the policy wants them, and the schedule where it belongs.
+
+    Not collective; the same on every rank.
+    """
+    own, groups, scheduler = own_values(engine), live_groups(engine), engine.lr_scheduler
+    if policy.schedule_is_this_runs:
+        set_groups(groups, own.groups, SCHEDULED)
+    set_groups(groups, own.groups, policy.hyperparameters)
+    if policy.takes("clip_grad"):
+        engine.optimizer.clip_grad = own.clip_grad if own.clip_grad is not None else engine.gradient_clipping()
+    if policy.takes("loss_scale"):
+        engine.optimizer.loss_scaler = copy.deepcopy(own.loss_scaler)
+    if not policy.keeps_iteration:
+        engine.global_steps = engine.global_samples = engine.skipped_steps = 0
+    sampler = _sampler(engine)
+    if sampler is not None and (policy.dataloader == "reset" or policy.finetune):
+        sampler.load_state_dict(copy.deepcopy(own.sampler))
+    if policy.scheduler == "checkpoint":
+        _continue(scheduler, saved, policy, groups)
+    elif scheduler is not None and (policy.scheduler == "override" or not policy.keeps_position):
+        _place(scheduler, own, saved.position if policy.keeps_position else 0, groups)
+    for other in own.unowned:
+        _hold(engine, other, policy)
+
+
+def _place(scheduler: object, own: Own, position: int, groups: list[dict[str, object]]) -> None:
+    """This run's scheduler at a position. One that cannot be placed has not been loaded, so it is at its beginning."""
+    assert own.scheduler is not None
+    if own.scheduler.kind in (PLATEAU, UNKNOWN):
+        return
+    set_groups(groups, own.groups, SCHEDULED - {"weight_decay"})
+    own.scheduler.place(scheduler, position)
+
+
+def _hold(engine: DeepSpeedEngine, scheduler: LRScheduler, policy: ResumePolicy) -> None:
+    """A scheduler that the engine does not know, whose state somebody else loads later: the policy holds there too."""
+    leave(scheduler)
+    if policy.scheduler == "strict" or (policy.keeps_position and policy.scheduler != "override"):
+        return
+    own = own_values(engine)
+    set_groups(live_groups(engine), own.groups, SCHEDULED - {"weight_decay"})
+    own.unowned[scheduler].place(scheduler, 0)
+
+    def take(one: LRScheduler, state: Mapping[str, object]) -> None:
+        position = schedulers.position_in(state) if policy.keeps_position else 0
+        if position is None:
+            raise UnsupportedLayout(schedulers.refusal(one))
+        set_groups(live_groups(engine), own.groups, SCHEDULED - {"weight_decay"})
+        own.unowned[one].place(one, position)
+
+    take_next_state(scheduler, take)
+
+
+def _continue(scheduler: object, saved: Saved, policy: ResumePolicy, groups: list[dict[str, object]]) -> None:
+    """The checkpoint's schedule: what configures it, and with a skipped optimizer the rates that it gives.
+
+    Where the optimizer was loaded the groups have the checkpoint's rates and weight decay already.
+    """
+    values = saved_values(saved, len(groups))
+    if not policy.loads_masters and values is not None:
+        set_groups(groups, values, ("lr", "weight_decay"))
+    if scheduler is None:
+        return
+    if schedulers.kind_of(scheduler) == DEEPSPEED:
+        _, params = saved.scheduler_section
+        assert params is not None
+        rates = base_rates(scheduler, saved, params, len(groups))
+        built_for = [{**group, "lr": rate} for group, rate in zip(groups, rates, strict=True)] if rates else groups
+        schedulers.adopt_configuration(scheduler, params, built_for)
+    if not policy.loads_masters:
+        schedulers.write_rates(scheduler)
+
+
+def saved_values(saved: Saved, count: int) -> list[Mapping[str, object]] | None:
+    """Saved rate and weight decay of each live group; None where the files that were read do not say.
+
+    The saved JSON speaks for a single group alone: with several, each may have had its own.
+    """
+    if all(number in saved.groups for number in range(count)):
+        return [saved.groups[number] for number in range(count)]
+    if count == 1 and "lr" in saved.optimizer_params:
+        return [saved.optimizer_params]
+    return None
+
+
+def base_rates(scheduler: object, saved: Saved, params: Mapping[str, object], count: int) -> list[float] | None:
+    """The rates that the saved scheduler was built from: the JSON's for one group, else what its rates imply."""
+    if not schedulers.needs_rates(scheduler, params):
+        return None
+    if count == 1 and "lr" in saved.optimizer_params:
+        return [float(str(saved.optimizer_params["lr"]))]
+    values = saved_values(saved, count)
+    if values is None:
+        return None
+    return schedulers.base_rates(scheduler, params, [float(str(v["lr"])) for v in values], saved.position)

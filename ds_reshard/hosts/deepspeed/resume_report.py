@@ -1,0 +1,92 @@
+"""The resume report of a DeepSpeed load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from ds_reshard.hosts.deepspeed.entries import Request
+from ds_reshard.hosts.deepspeed.resume import SCHEDULED, Own, live_groups, saved_values
+from ds_reshard.hosts.deepspeed.saved import Saved
+from ds_reshard.resume.policy import ResumePolicy
+from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because
+from ds_reshard.resume.schedulers import position_of
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+_SHOWN = ("lr", "min_lr", "weight_decay", "betas", "eps", "momentum")
+
+
+def report(engine: DeepSpeedEngine, own: Own, saved: Saved, policy: ResumePolicy, request: Request) -> ResumeReport:
+    """Rows for iteration, schedule, each param group, optimizer, data, layout and batch size, as they are now."""
+    batch = engine.train_batch_size()
+    rows = [
+        Row(
+            name="iteration", checkpoint=saved.iteration, this_run=0, used=engine.global_steps,
+            because=because(policy, "iteration"),
+        ),
+        Row(
+            name="samples", checkpoint=saved.samples, this_run=0, used=engine.global_samples,
+            because=because(policy, "iteration"),
+        ),
+        _position(engine, saved, policy),
+        *_groups(engine, own, saved, policy),
+        Row(
+            name="clip_grad", checkpoint=saved.clip_grad, this_run=own.clip_grad,
+            used=getattr(engine.optimizer, "clip_grad", engine.gradient_clipping()),
+            because=because(policy, "clip_grad"),
+        ),
+        *_optimizer(saved, policy, request),
+        Row(name="rng", checkpoint=None, this_run="this run", used="this run", because="DeepSpeed stores none"),
+        Row(
+            name="data", checkpoint=None, this_run="from its start",
+            used="from its start" if policy.dataloader == "reset" else "the script's own",
+            because=because(policy, "dataloader"),
+        ),
+        Row(
+            name="stage and dp", checkpoint=(saved.stage, saved.dp),
+            this_run=(int(engine.zero_optimization_stage()), engine.seq_dp_world_size),
+            used=(int(engine.zero_optimization_stage()), engine.seq_dp_world_size), because="this run",
+        ),
+        Row(
+            name="global batch size", checkpoint=saved.train_batch_size, this_run=batch, used=batch,
+            because="this run",
+        ),
+    ]  # fmt: skip
+    warnings = batch_size_warning(saved.train_batch_size, batch)
+    if not policy.keeps_iteration and not policy.finetune:
+        warnings += ("the iteration starts again at 0: later saves may overwrite earlier tags of the same folder",)
+    if policy.scheduler == "checkpoint" and not policy.loads_masters and saved_values(saved, len(own.groups)) is None:
+        warnings += ("weight decay is this run's: the optimizer's files, which hold the saved one, were not opened",)
+    return ResumeReport(host="deepspeed", checkpoint=saved.where, rows=tuple(rows), warnings=warnings)
+
+
+def _position(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy) -> Row:
+    scheduler = engine.lr_scheduler
+    used = position_of(scheduler) if scheduler is not None else None
+    return Row(
+        name="schedule position", checkpoint=saved.position if saved.scheduler is not None else None,
+        this_run=0 if scheduler is not None else None, used=used, because=because(policy, "position"),
+    )  # fmt: skip
+
+
+def _groups(engine: DeepSpeedEngine, own: Own, saved: Saved, policy: ResumePolicy) -> Iterator[Row]:
+    for number, (group, mine) in enumerate(zip(live_groups(engine), own.groups, strict=True)):
+        theirs: Mapping[str, object] = saved.groups.get(number, {})
+        for name in _SHOWN:
+            if name in group:
+                yield Row(
+                    name=f"group {number}: {name}", checkpoint=theirs.get(name), this_run=mine.get(name),
+                    used=group[name], because=because(policy, "schedule" if name in SCHEDULED else "", name),
+                )  # fmt: skip
+
+
+def _optimizer(saved: Saved, policy: ResumePolicy, request: Request) -> Iterator[Row]:
+    loaded = {"fp32 masters": request.load_optimizer, "moments": request.load_optimizer and request.moments}
+    for name, present in loaded.items():
+        anew = "from the loaded weights" if name == "fp32 masters" else "anew"
+        why = because(policy, "optimizer")
+        if not present and why == "host":
+            why = "arguments of load_checkpoint"
+        yield Row(name=name, checkpoint="saved", this_run=anew, used="checkpoint" if present else anew, because=why)

@@ -1,0 +1,132 @@
+"""One load under a resume policy: refused before, applied after, reported. Every method is collective."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.hosts.deepspeed import refuse, resume
+from ds_reshard.hosts.deepspeed.agree import agree, attempt, rank
+from ds_reshard.hosts.deepspeed.entries import Request
+from ds_reshard.hosts.deepspeed.live import LiveOptimizer
+from ds_reshard.hosts.deepspeed.resume_report import report
+from ds_reshard.hosts.deepspeed.saved import Saved, read_saved
+from ds_reshard.hosts.deepspeed.settings import Settings
+from ds_reshard.hosts.deepspeed.usable import refuse_use, restore_use
+from ds_reshard.resume import asked
+from ds_reshard.resume.policy import ResumePolicy
+from ds_reshard.resume.report import publish
+from ds_reshard.resume.schedulers import position_of
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+logger = logging.getLogger("ds_reshard")
+
+Result = tuple[object, object]
+
+
+def policy_of(engine: DeepSpeedEngine, settings: Settings, *, module_only: bool) -> ResumePolicy:
+    """The policy of this process and of this engine's JSON; none for `load_module_only`, which is no resume."""
+    policy = asked.asked_policy(settings.resume)
+    if module_only:
+        return ResumePolicy()
+    if not settings.enabled and not policy.is_default:
+        fault = Fault(
+            error="ConfigError",
+            where="ds_reshard.enabled",
+            what="is false, and a resume policy was asked for: it cannot be applied",
+            mend='set "enabled": true, or leave out the resume policy',
+        )
+        raise_faults([fault], subject="DeepSpeed config")
+    return policy
+
+
+class Resume:
+    """What the policy makes of the caller's `request`; `request` is then what the load itself is asked for."""
+
+    def __init__(self, engine: DeepSpeedEngine, policy: ResumePolicy, request: Request) -> None:
+        self.policy = policy
+        self.asked = request
+        self.request = resume.narrowed(request, policy)
+        self._engine = engine
+        self._saved: Saved | None = None
+        self._subject = f"loading {request.load_dir}"
+        if not request.module_only:
+            resume.own_values(engine)
+
+    def refuse(self) -> None:
+        """Raise what cannot be done of the policy with this engine, whatever the checkpoint."""
+        if self.policy.is_default:
+            return
+        found, faults, cause = attempt(lambda: refuse.refusals(self._engine, self.asked, self.policy))
+        agree([*faults, *(found or [])], subject=self._subject, cause=cause)
+
+    def without_files(self) -> None:
+        """The load is DeepSpeed's, of files that are not read here: raise what then cannot be done."""
+        if self.policy.is_default:
+            return
+        unread = {
+            "scheduler": self.policy.scheduler in ("checkpoint", "strict"),
+            "optimizer": self.policy.optimizer != "load" or self.policy.finetune,
+        }
+        faults = [
+            Fault(
+                error="UnsupportedLayout",
+                where=self.asked.load_dir,
+                what=f"is of a kind that is left to DeepSpeed (universal, pipeline, experts): {name} "
+                f'"{"finetune" if self.policy.finetune else getattr(self.policy, name)}" cannot be applied to it',
+                mend="convert or save it as a plain ZeRO checkpoint, or leave that out of the resume policy",
+            )
+            for name, present in unread.items()
+            if present
+        ]
+        agree(faults, subject=self._subject)
+        self.request = replace(self.request, scheduler=self.asked.scheduler and self.policy.keeps_position)
+
+    def read(self, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, settings: Settings) -> None:
+        """Read the checkpoint's facts, and raise what it cannot give of what the policy asks for."""
+        engine, policy = self._engine, self.policy
+        wants = engine.lr_scheduler is not None or policy.scheduler in ("checkpoint", "strict")
+        saved, faults, cause = attempt(lambda: read_saved(engine, live, checkpoint, settings, scheduler=wants))
+        self._saved = saved
+        if policy.is_default:
+            return  # the facts are for the report alone; what is wrong with them, the load itself will say
+        if saved is not None:
+            found, more, failed = attempt(lambda: refuse.checkpoint_faults(engine, saved, policy))
+            faults, cause = faults + more + (found or []), cause or failed
+        agree(faults, subject=self._subject, cause=cause)
+
+    def finish(self, result: Result) -> Result:
+        """Apply the policy to the engine that was loaded, and publish the report; the load's own result."""
+        if result[0] is None or self.asked.module_only:
+            return result
+        engine, policy = self._engine, self.policy
+        saved = self._saved or self._from_engine()
+        if not policy.is_default:
+            refuse_use(engine, f"the resume policy was not applied after {self._subject}")
+            _, faults, cause = attempt(lambda: resume.apply(engine, saved, policy))
+            agree(faults, subject=self._subject, cause=cause)
+            restore_use(engine)
+        if rank() == 0:
+            made = report(engine, resume.own_values(engine), saved, policy, self.request)
+            publish(made, path=policy.report)
+            logger.info("%s", made)
+            for warning in made.warnings:
+                logger.warning("%s", warning)
+        return result
+
+    def _from_engine(self) -> Saved:
+        """What the engine shows after DeepSpeed's own load of files that are not read here."""
+        engine = self._engine
+        scheduler = engine.lr_scheduler
+        position = position_of(scheduler) if scheduler is not None else None
+        state = {"last_epoch": position} if position is not None else None
+        return Saved(
+            where=self.asked.load_dir, stage=int(engine.zero_optimization_stage()),
+            dp=int(engine.loaded_checkpoint_dp_world_size or engine.dp_world_size), scheduler=state,
+            iteration=engine.global_steps, samples=engine.global_samples, skipped=engine.skipped_steps,
+        )  # fmt: skip

@@ -1,0 +1,57 @@
+"""`python -m ds_reshard.run [resume flags] script.py [arguments]`: hooks and resume policy for an unchanged script.
+
+Also below a launcher: `torchrun ... -m ds_reshard.run ...`, `deepspeed --module ds_reshard.run ...`,
+`accelerate launch -m ds_reshard.run ...`. With `-m` a module is run instead of a file. A `--local_rank` that a
+launcher puts before the flags is handed on to the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+from ds_reshard.errors import ReshardError
+from ds_reshard.resume.flags import add_arguments
+
+PLACE = "python -m ds_reshard.run"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PLACE,
+        description="Run a training script unchanged, with the hooks of ds_reshard and a resume policy.",
+        allow_abbrev=False,
+    )
+    add_arguments(parser, place=PLACE)
+    parser.add_argument("--local_rank", "--local-rank", metavar="N", help=argparse.SUPPRESS)
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as `python -m` does")
+    parser.add_argument("script", help="the training script, or with -m the module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, install the hooks for every framework that gets imported, and run the script in this process."""
+    parser = build_parser()
+    try:
+        given = parser.parse_args(argv)
+        import ds_reshard.auto  # noqa: F401
+    except ReshardError as error:
+        parser.exit(2, f"{PLACE}: {error}\n")
+    forwarded = [] if given.local_rank is None else [f"--local_rank={given.local_rank}"]
+    sys.argv = [given.script, *forwarded, *given.arguments]
+    if given.module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(given.script, run_name="__main__", alter_sys=True)
+    else:
+        if not os.path.isfile(given.script):
+            parser.exit(2, f"{PLACE}: no such script: {given.script}\n")
+        sys.path[0] = os.path.dirname(os.path.abspath(given.script))
+        runpy.run_path(given.script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

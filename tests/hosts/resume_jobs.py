@@ -1,0 +1,179 @@
+"""Jobs of the resume-policy tests: what each optimizer step used, and what a load left behind.
+
+Rates are read where the optimizer steps, by wrapping the torch optimizer's own `step`: what a getter says, or
+what stands in a group at another moment, is not what was used.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jobs
+import torch
+from cases import Run, ds_config
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run as far as its learning rates go. `scheduler` is (kind, parameters); `json` builds it and the optimizer
+    from the DeepSpeed JSON, otherwise the script does. The second group has `lr / 10` and no weight decay."""
+
+    run: Run = field(default_factory=lambda: Run(1, 1))
+    lr: float = 0.01
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip: float = 1.0
+    scheduler: tuple[str, dict[str, Any]] | None = None
+    json: bool = False
+    groups: int = 2
+    policy: dict[str, Any] = field(default_factory=dict)
+
+    def but(self, **changes: Any) -> Setup:
+        return replace(self, **changes)
+
+
+def make(setup: Setup, seed: int = 7) -> Any:
+    import deepspeed
+
+    jobs._STATE.clear()
+    gc.collect()
+    torch.manual_seed(seed)
+    net = jobs.Net(jobs.Model())
+    named = [(n, p) for n, p in net.named_parameters() if p.requires_grad]
+    both = [
+        {"params": [p for _, p in named if p.dim() > 1], "lr": setup.lr, "weight_decay": setup.weight_decay},
+        {"params": [p for _, p in named if p.dim() <= 1], "lr": setup.lr / 10, "weight_decay": 0.0},
+    ]
+    groups = both if setup.groups == 2 else [{**both[0], "params": [p for _, p in named]}]
+    config = ds_config(setup.run)
+    config["gradient_clipping"] = setup.clip
+    if setup.policy:
+        config["ds_reshard"] = {**config.get("ds_reshard", {}), "resume": setup.policy}
+    given: dict[str, Any] = {}
+    if setup.json:
+        params = {"lr": setup.lr, "weight_decay": setup.weight_decay, "betas": list(setup.betas), "eps": setup.eps}
+        config["optimizer"] = {"type": "AdamW", "params": {**params, "torch_adam": True}}
+        if setup.scheduler is not None:
+            config["scheduler"] = {"type": setup.scheduler[0], "params": setup.scheduler[1]}
+        given["model_parameters"] = groups
+    else:
+        given["optimizer"] = torch.optim.AdamW(groups, betas=setup.betas, eps=setup.eps)
+        if setup.scheduler is not None:
+            given["lr_scheduler"] = client_scheduler(given["optimizer"], *setup.scheduler)
+    engine, *_ = deepspeed.initialize(model=net, config=config, dist_init_required=False, **given)
+    jobs._STATE["engine"] = engine
+    return engine
+
+
+def client_scheduler(optimizer: Any, kind: str, params: dict[str, Any]) -> Any:
+    from torch.optim import lr_scheduler
+
+    if kind == "LambdaLR":
+        return lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + params["slope"] * step))
+    if kind == "SequentialLR":
+        parts = [
+            lr_scheduler.LinearLR(optimizer, start_factor=params["start"], total_iters=3),
+            lr_scheduler.CosineAnnealingLR(optimizer, T_max=params["T_max"]),
+        ]
+        return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+    return getattr(lr_scheduler, kind)(optimizer, **params)
+
+
+def used(engine: Any, first: int, steps: int) -> list[list[dict[str, Any]]]:
+    """Train, and say for each step what each param group held when the optimizer stepped, and the clipping."""
+    optimizer = engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    seen: list[list[dict[str, Any]]] = []
+    original = inner.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        values = [{k: _plain(v) for k, v in group.items() if k in _WATCHED} for group in inner.param_groups]
+        if len(seen) and engine.global_steps == noted[-1]:
+            return original(*args, **kwargs)  # stage 3 steps once a sub-group
+        noted.append(engine.global_steps)
+        seen.append([{**v, "clip": _clip(engine)} for v in values])
+        return original(*args, **kwargs)
+
+    noted: list[int] = []
+    inner.step = step
+    try:
+        jobs.train(engine, first, steps)
+    finally:
+        inner.step = original
+    return seen
+
+
+_WATCHED = ("lr", "weight_decay", "betas", "eps")
+
+
+def _plain(value: Any) -> Any:
+    return tuple(float(v) for v in value) if isinstance(value, (tuple, list)) else float(value)
+
+
+def _clip(engine: Any) -> float:
+    return float(getattr(engine.optimizer, "clip_grad", None) or engine.gradient_clipping())
+
+
+def save(setup: Setup, folder: str, steps: int) -> dict[str, Any]:
+    engine = make(setup)
+    jobs.train(engine, 0, steps)
+    held = jobs.contents(engine)
+    engine.save_checkpoint(folder)
+    held["rates"] = used(engine, steps, 3)
+    return held
+
+
+def uninterrupted(setup: Setup, steps: int, more: int = 3) -> list[list[dict[str, Any]]]:
+    """What the steps after the first `steps` of a fresh run of this configuration use."""
+    return used(make(setup), 0, steps + more)[steps:]
+
+
+def resume(
+    setup: Setup,
+    folder: str,
+    more: int = 3,
+    flags: list[str] | None = None,
+    arguments: dict[str, Any] | None = None,
+    twice: bool = False,
+) -> dict[str, Any]:
+    """Load under the setup's policy and the flags; what is held then, and what the next steps use."""
+    import ds_reshard
+    from ds_reshard.resume import asked
+
+    engine = make(setup, seed=99)
+    before = jobs.contents(engine)
+    asked.forget()
+    try:
+        if flags is not None:
+            _parse(flags)
+        with ds_reshard.install("deepspeed"):
+            for _ in range(1 + twice):
+                engine.load_checkpoint(folder, **(arguments or {}))
+    except ds_reshard.ReshardError as error:
+        after = jobs.contents(engine)
+        unchanged = jobs.same(before, after) and before["scheduler"] == after["scheduler"]
+        return {"error": type(error).__name__, "text": str(error), "unchanged": unchanged}
+    finally:
+        asked.forget()
+    held = jobs.contents(engine)
+    report = ds_reshard.last_report()
+    held["report"] = report.to_json() if report is not None and torch.distributed.get_rank() == 0 else None
+    held["error"] = None
+    held["counters"] = (engine.global_steps, engine.global_samples)
+    held["rates"] = used(engine, 100, more)
+    return held
+
+
+def _parse(flags: list[str]) -> None:
+    import argparse
+
+    import ds_reshard
+
+    ds_reshard.add_arguments(argparse.ArgumentParser()).parse_args(flags)
+
+
+logging.getLogger("ds_reshard").setLevel(logging.ERROR)

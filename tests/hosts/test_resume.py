@@ -1,0 +1,120 @@
+"""The resume policy on DeepSpeed: what the first optimizer steps after a load use, and what the load kept.
+
+The measure is an uninterrupted run of the configuration that should win, read where the optimizer steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from cases import Run
+from resume_jobs import Setup
+from resumed import STEPS, rates, resume, same_tensors, uninterrupted
+
+pytestmark = pytest.mark.distributed
+
+SAVED = {
+    "none-json": Setup(json=True),
+    "none-client": Setup(),
+    "WarmupLR": Setup(json=True, scheduler=("WarmupLR", {"warmup_max_lr": 0.01, "warmup_num_steps": 8})),
+    "WarmupDecayLR": Setup(
+        json=True,
+        scheduler=("WarmupDecayLR", {"warmup_max_lr": 0.01, "warmup_num_steps": 4, "total_num_steps": 20}),
+    ),
+    "WarmupCosineLR": Setup(json=True, scheduler=("WarmupCosineLR", {"warmup_num_steps": 4, "total_num_steps": 20})),
+    "OneCycle": Setup(
+        json=True,
+        scheduler=("OneCycle", {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 4}),
+    ),
+    "LambdaLR": Setup(scheduler=("LambdaLR", {"slope": 0.1})),
+    "CosineAnnealingLR": Setup(scheduler=("CosineAnnealingLR", {"T_max": 40})),
+    "OneCycleLR": Setup(scheduler=("OneCycleLR", {"max_lr": [0.01, 0.001], "total_steps": 40})),
+    "SequentialLR": Setup(scheduler=("SequentialLR", {"start": 0.1, "T_max": 30})),
+}
+CHANGED = {
+    "none-json": {},
+    "none-client": {},
+    "WarmupLR": {"scheduler": ("WarmupLR", {"warmup_max_lr": 0.5, "warmup_num_steps": 12})},
+    "WarmupDecayLR": {
+        "scheduler": ("WarmupDecayLR", {"warmup_max_lr": 0.5, "warmup_num_steps": 3, "total_num_steps": 30})
+    },
+    "WarmupCosineLR": {"scheduler": ("WarmupCosineLR", {"warmup_num_steps": 3, "total_num_steps": 30})},
+    "OneCycle": {"scheduler": ("OneCycle", {"cycle_min_lr": 0.05, "cycle_max_lr": 0.5, "cycle_first_step_size": 6})},
+    "LambdaLR": {"scheduler": ("LambdaLR", {"slope": 0.2})},
+    "CosineAnnealingLR": {"scheduler": ("CosineAnnealingLR", {"T_max": 60})},
+    "OneCycleLR": {"scheduler": ("OneCycleLR", {"max_lr": [0.5, 0.05], "total_steps": 60})},
+    "SequentialLR": {"scheduler": ("SequentialLR", {"start": 0.2, "T_max": 50})},
+}
+LAYOUTS = (Run(0, 1), Run(1, 1), Run(2, 2), Run(3, 2), Run("bf16", 1))
+
+
+def _new(kind: str, run: Run) -> Setup:
+    return SAVED[kind].but(run=run, lr=0.5, weight_decay=0.7, **CHANGED[kind])
+
+
+@pytest.mark.parametrize("kind", SAVED)
+@pytest.mark.parametrize("run", LAYOUTS, ids=str)
+def test_override_uses_this_runs_rates_from_the_first_step_and_keeps_the_moments(
+    worlds: Any, kept: Any, kind: str, run: Run
+) -> None:
+    """`scheduler: override` on an unchanged layout: each step as in an uninterrupted run of the new configuration."""
+    folder, saved = kept(SAVED[kind].but(run=run))
+    new = _new(kind, run)
+    loaded = resume(worlds, new.but(policy={"scheduler": "override"}), folder)
+    assert loaded[0]["error"] is None, loaded[0].get("text")
+    expected = rates(uninterrupted(worlds, new))
+    assert all(rates(rank["rates"]) == expected for rank in loaded)
+    assert expected != rates(saved[0]["rates"]), "the new configuration must differ for this to show anything"
+    same_tensors(saved, loaded)
+
+
+@pytest.mark.parametrize("kind", ["none-client", "WarmupDecayLR", "LambdaLR", "SequentialLR"])
+@pytest.mark.parametrize(("source", "target"), [(Run(2, 2), Run(3, 3)), (Run(3, 2), Run(1, 1)), (Run(1, 3), Run(0, 2))])
+def test_override_under_another_layout(worlds: Any, kept: Any, kind: str, source: Run, target: Run) -> None:
+    """`scheduler: override` together with another stage and dp."""
+    folder, saved = kept(SAVED[kind].but(run=source))
+    new = _new(kind, target)
+    loaded = resume(worlds, new.but(policy={"scheduler": "override"}), folder)
+    assert loaded[0]["error"] is None, loaded[0].get("text")
+    expected = rates(uninterrupted(worlds, new))
+    assert all(rates(rank["rates"]) == expected for rank in loaded)
+    same_tensors(saved, loaded)
+
+
+@pytest.mark.parametrize("kind", [k for k in SAVED if k != "LambdaLR"])
+@pytest.mark.parametrize("run", (Run(1, 1), Run(3, 2)), ids=str)
+def test_checkpoint_goes_on_with_the_saved_schedule(worlds: Any, kept: Any, kind: str, run: Run) -> None:
+    """`scheduler: checkpoint`: rates, decay and schedule of the saving run, in a run that is configured otherwise."""
+    folder, saved = kept(SAVED[kind].but(run=run))
+    loaded = resume(worlds, _new(kind, run).but(policy={"scheduler": "checkpoint"}), folder)
+    assert loaded[0]["error"] is None, loaded[0].get("text")
+    assert rates(loaded[0]["rates"]) == rates(saved[0]["rates"])
+    same_tensors(saved, loaded)
+
+
+@pytest.mark.parametrize("kind", SAVED)
+@pytest.mark.parametrize("run", (Run(1, 1), Run(3, 2)), ids=str)
+def test_reset_starts_this_runs_schedule_and_keeps_the_moments(worlds: Any, kept: Any, kind: str, run: Run) -> None:
+    folder, saved = kept(SAVED[kind].but(run=run))
+    new = _new(kind, run)
+    loaded = resume(worlds, new.but(policy={"scheduler": "reset"}), folder)
+    assert loaded[0]["error"] is None, loaded[0].get("text")
+    assert rates(loaded[0]["rates"]) == rates(uninterrupted(worlds, new, 0))
+    assert loaded[0]["counters"][0] == STEPS
+    same_tensors(saved, loaded)
+
+
+@pytest.mark.parametrize("kind", ["none-json", "WarmupLR", "OneCycle", "CosineAnnealingLR", "SequentialLR"])
+def test_strict_lists_every_difference_and_loads_what_agrees(worlds: Any, kept: Any, kind: str) -> None:
+    run = Run(2, 2)
+    folder, saved = kept(SAVED[kind].but(run=run))
+    refused = resume(worlds, _new(kind, run).but(policy={"scheduler": "strict"}), folder)
+    assert refused[0]["error"] == "ScheduleMismatch"
+    assert len({rank["text"] for rank in refused}) == 1 and all(rank["unchanged"] for rank in refused)
+    text = refused[0]["text"]
+    assert "weight_decay" in text and "0.1" in text and "0.7" in text
+    assert "--override-opt-param-scheduler" in text and "--use-checkpoint-opt-param-scheduler" in text
+    loaded = resume(worlds, SAVED[kind].but(run=run, policy={"scheduler": "strict"}), folder)
+    assert loaded[0]["error"] is None, loaded[0].get("text")
+    assert rates(loaded[0]["rates"]) == rates(saved[0]["rates"])

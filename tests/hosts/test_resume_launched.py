@@ -1,0 +1,83 @@
+"""Unchanged scripts under launchers: `torchrun -m ds_reshard.run`, `deepspeed --module`, and flags that are adopted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "fork_train.py"
+ROOT = Path(__file__).resolve().parents[2]
+FIRST = 0.4 * (1 - 12 / 400)  # three steps of four samples
+
+pytestmark = pytest.mark.distributed
+
+
+def _launch(*command: str, **environment: str) -> dict[str, Any]:
+    env = {
+        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+        "GLOO_SOCKET_IFNAME": "lo", **environment,
+    }  # fmt: skip
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    lines = [line for line in done.stdout.splitlines() if "SAID" in line]
+    assert done.returncode == 0 and lines, done.stdout[-2000:] + done.stderr[-4000:]
+    said: dict[str, Any] = json.loads(lines[-1].partition("SAID")[2])
+    return said
+
+
+def torchrun(*arguments: str, ranks: int = 1, **environment: str) -> dict[str, Any]:
+    prefix = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}")
+    return _launch(*prefix, *arguments, **environment)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("fork"))
+    torchrun(str(SCRIPT), "--lr", "0.1", "--save", folder, ranks=2)
+    return folder
+
+
+def test_the_forks_flags_are_dead_without_us(saved: str) -> None:
+    said = torchrun(str(SCRIPT), "--lr", "0.4", "--load", saved, "--no-load-optim", "--no-load-lr-state", ranks=2)
+    assert said["moments"] and said["lr"] == pytest.approx(0.1 * (1 - 12 / 400))
+
+
+def test_under_the_launcher_the_flags_are_live(saved: str) -> None:
+    """Two ranks resume as one; the flags come before the script."""
+    run = ("-m", "ds_reshard.run")
+    script = (str(SCRIPT), "--lr", "0.4", "--load", saved)
+    assert torchrun(*run, "--no-load-optim", *script) == {"lr": 0.4, "position": 0, "moments": False}
+    overridden = torchrun(*run, "--override-opt-param-scheduler", *script)
+    assert overridden == {"lr": FIRST, "position": 12, "moments": True}
+
+
+def test_flags_that_the_script_defines_are_adopted(saved: str) -> None:
+    """`ds_reshard.add_arguments(parser)` on the script's own parser; its own --no-load-rng stays its own."""
+    run = ("-m", "ds_reshard.run", str(SCRIPT), "--lr", "0.4", "--load", saved)
+    said = torchrun(*run, "--override-opt_param-scheduler", "--no-load-rng", ADOPT="1")
+    assert said == {"lr": FIRST, "position": 12, "moments": True}
+
+
+def test_under_deepspeeds_own_launcher(saved: str) -> None:
+    """`deepspeed --module ds_reshard.run` puts --local_rank before our flags."""
+    launcher = Path(sys.executable).with_name("deepspeed")
+    command = (
+        sys.executable, str(launcher), "--num_gpus", "1", "--num_nodes", "1", "--module", "ds_reshard.run",
+        "--override-opt-param-scheduler", str(SCRIPT), "--lr", "0.4", "--load", saved,
+    )  # fmt: skip
+    assert _launch(*command) == {"lr": FIRST, "position": 12, "moments": True}
+
+
+def test_under_accelerates_launcher(saved: str) -> None:
+    command = (
+        sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1",
+        "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "ds_reshard.run", "--no-load-lr-state", str(SCRIPT),
+        "--lr", "0.4", "--load", saved,
+    )  # fmt: skip
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    assert _launch(*command, **environment) == {"lr": 0.4, "position": 0, "moments": True}

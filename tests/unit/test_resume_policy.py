@@ -1,0 +1,221 @@
+"""The resume policy as a value: its places, its flags, its contradictions, and what follows from it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ds_reshard
+from ds_reshard import ConfigError, ResumePolicy
+from ds_reshard.resume import asked
+from ds_reshard.resume.flags import FLAGS
+from ds_reshard.resume.policy import DATALOADER, ITERATION, OPTIMIZER, SCHEDULER, Given, combine, defaults, from_json
+from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked() -> Iterator[None]:
+    asked.forget()
+    yield
+    asked.forget()
+
+
+def parse(*flags: str, parser: argparse.ArgumentParser | None = None) -> ResumePolicy:
+    ds_reshard.add_arguments(parser or argparse.ArgumentParser()).parse_args(list(flags))
+    return asked.asked_policy()
+
+
+EACH = {
+    "--override-opt-param-scheduler": {"scheduler": "override"},
+    "--override-opt_param-scheduler": {"scheduler": "override"},
+    "--use-checkpoint-opt-param-scheduler": {"scheduler": "checkpoint"},
+    "--use-checkpoint-opt_param-scheduler": {"scheduler": "checkpoint"},
+    "--strict-opt-param-scheduler": {"scheduler": "strict"},
+    "--no-load-lr-state": {"scheduler": "reset"},
+    "--no-load-optim": {"optimizer": "skip"},
+    "--load-masters-only": {"optimizer": "masters"},
+    "--override-optim-hparams=betas, eps": {"hyperparameters": ("betas", "eps")},
+    "--no-load-rng": {"rng": False},
+    "--finetune": {"finetune": True},
+    "--reset-iteration": {"iteration": "reset"},
+    "--reset-dataloader": {"dataloader": "reset"},
+    "--resume-report=r.json": {"report": "r.json"},
+}
+
+
+@pytest.mark.parametrize("flag", EACH)
+def test_each_flag_is_its_json_key(flag: str) -> None:
+    expected = ResumePolicy(**EACH[flag])
+    assert parse(flag) == expected
+    assert combine([from_json({k: list(v) if isinstance(v, tuple) else v for k, v in EACH[flag].items()})]) == expected
+
+
+def test_every_flag_is_in_the_table_above() -> None:
+    assert {name for flag in FLAGS for name in flag.names} == {text.partition("=")[0] for text in EACH}
+
+
+def test_nothing_given_is_the_frameworks_own_behaviour() -> None:
+    policy = parse()
+    assert policy == ResumePolicy() and policy.is_default
+    assert policy.loads_masters and policy.loads_moments and policy.keeps_position and policy.keeps_iteration
+    assert not policy.schedule_is_this_runs
+    assert ResumePolicy(report="x").is_default
+
+
+def test_flags_that_a_script_has_are_adopted() -> None:
+    """Megatron-DeepSpeed defines several of them itself; they keep their help, default and destination."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--no-load-optim", action="store_true", default=None, help="theirs")
+    parser.add_argument("--override-opt_param-scheduler", action="store_true", dest="theirs")
+    before = parser._option_string_actions["--no-load-optim"]
+    assert parse("--no-load-optim", "--override-opt_param-scheduler", parser=parser) == ResumePolicy(
+        optimizer="skip", scheduler="override"
+    )
+    assert parser._option_string_actions["--no-load-optim"] is before
+    assert "--override-opt-param-scheduler" not in parser._option_string_actions
+    assert asked.adopted("optimizer") and not asked.adopted("iteration")
+
+
+def test_adding_the_arguments_twice_adds_them_once() -> None:
+    parser = ds_reshard.add_arguments(argparse.ArgumentParser())
+    count = len(parser._actions)
+    assert len(ds_reshard.add_arguments(parser)._actions) == count
+
+
+def test_a_flag_of_another_kind_is_refused() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--finetune", type=str)
+    with pytest.raises(ConfigError, match="of another kind"):
+        ds_reshard.add_arguments(parser)
+
+
+def test_parsing_again_replaces_what_the_command_line_said() -> None:
+    parser = ds_reshard.add_arguments(argparse.ArgumentParser())
+    parser.parse_args(["--finetune"])
+    parser.parse_args([])
+    assert asked.asked_policy().is_default
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--no-load-lr-state", "--override-opt-param-scheduler"], "contradict"),
+        (["--no-load-optim", "--load-masters-only"], "contradict"),
+        (["--finetune", "--load-masters-only"], "finetune"),
+        (["--finetune", "--use-checkpoint-opt-param-scheduler"], "finetune"),
+        (["--override-optim-hparams", "a-b"], "names separated by commas"),
+        (["--override-optim-hparams", ","], "names separated by commas"),
+        (["--override-optim-hparams", "lr", "--strict-opt-param-scheduler"], "learning rate"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(flags: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        parse(*flags)
+    assert "To mend" in str(caught.value)
+    assert asked.asked_policy().is_default, "what was refused must not stay asked for"
+
+
+def test_two_places_that_differ_are_both_named() -> None:
+    parse("--override-opt-param-scheduler")
+    with pytest.raises(ConfigError) as caught:
+        asked.asked_policy(from_json({"scheduler": "reset"}))
+    assert "--override-opt-param-scheduler (command line)" in str(caught.value)
+    assert "\"scheduler\": 'reset' (ds_reshard.resume in the DeepSpeed JSON)" in str(caught.value)
+    agreed = asked.asked_policy(from_json({"scheduler": "override", "rng": True}))
+    assert agreed == ResumePolicy(scheduler="override")
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        [],
+        {"scheduler": "overide"},
+        {"schedulers": "override"},
+        {"optimizer": True},
+        {"rng": 1},
+        {"finetune": "yes"},
+        {"hyperparameters": "betas"},
+        {"hyperparameters": ["be tas"]},
+        {"iteration": None},
+        {"report": 3},
+        {"report": ""},
+    ],
+    ids=repr,
+)
+def test_a_wrong_json_value_is_named_with_what_is_allowed(section: Any) -> None:
+    with pytest.raises(ConfigError, match="resume in the DeepSpeed JSON") as caught:
+        from_json(section)
+    assert "expected" in str(caught.value) and "To mend" in str(caught.value)
+
+
+POLICIES = st.builds(
+    dict,
+    scheduler=st.sampled_from(SCHEDULER),
+    optimizer=st.sampled_from(OPTIMIZER),
+    iteration=st.sampled_from(ITERATION),
+    dataloader=st.sampled_from(DATALOADER),
+    finetune=st.booleans(),
+    rng=st.booleans(),
+    hyperparameters=st.sampled_from([(), ("betas",), ("eps", "betas")]),
+)
+
+
+@given(POLICIES)
+def test_a_policy_split_over_places_is_the_policy(values: dict[str, Any]) -> None:
+    """However the keys are spread over two places, and in which order, the policy is the same or refused alike."""
+    whole = _made([Given(place="one", values=values)])
+    keys = sorted(values)
+    halves = [Given(place=str(n), values={k: values[k] for k in keys[n::2]}) for n in range(2)]
+    assert _made(halves) == whole == _made(halves[::-1])
+
+
+def _made(places: list[Given]) -> Any:
+    try:
+        return combine(places)
+    except ConfigError as error:
+        return str(error)
+
+
+@given(POLICIES)
+def test_what_follows_from_a_policy_is_consistent(values: dict[str, Any]) -> None:
+    policy = _made([Given(place="one", values=values)])
+    if isinstance(policy, str):
+        return
+    assert policy.loads_masters or not policy.loads_moments
+    if policy.finetune:
+        assert not (policy.loads_masters or policy.keeps_position or policy.keeps_iteration)
+    if policy.scheduler == "checkpoint":
+        assert policy.keeps_position and not policy.schedule_is_this_runs
+    if policy.scheduler == "reset":
+        assert not policy.keeps_position and policy.schedule_is_this_runs
+    if policy.scheduler == "override" and policy.iteration == "load":
+        assert policy.keeps_position and policy.schedule_is_this_runs
+    for name in defaults():
+        assert because(policy, name)
+
+
+def test_a_report_that_cannot_be_written_leaves_nothing_behind(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Row(name="lr", checkpoint=0.1, this_run=0.5, used=0.5, because="--override-opt-param-scheduler")
+    report = ResumeReport(host="deepspeed", checkpoint="somewhere", rows=(row,), warnings=("look",))
+    publish(report, path=str(tmp_path / "report.json"))
+    assert ds_reshard.last_report() is report
+    assert "--override-opt-param-scheduler" in str(report) and "look" in str(report)
+    monkeypatch.setattr("os.replace", _fail)
+    with pytest.raises(OSError, match="no space"):
+        publish(report, path=str(tmp_path / "other.json"))
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def _fail(*_: object) -> None:
+    raise OSError("no space")
+
+
+def test_the_batch_size_warning_names_both_sizes() -> None:
+    assert batch_size_warning(64, 64) == () == batch_size_warning(None, 64)
+    (text,) = batch_size_warning(64, 32)
+    assert "64" in text and "32" in text
