@@ -58,6 +58,7 @@ fast-tests: venv
 	$(BIN)/python -m pytest -m "not slow and not distributed and not gpu" $(FAST_TESTS)
 
 test: venv
+	@$(BIN)/python tests/hosts/megatron/releases.py
 	$(BIN)/python -m pytest -m "not gpu"
 
 demo: venv

@@ -23,7 +23,9 @@ class Patch:
     returns the replacement; it is called once for each install, and does not import the host. `signature` names the
     leading parameters of the original in order (a first `self` or `cls` may be left out); the original
     may have more. `vendored_marker` is the name that a source patch sets to a true value in the target's
-    module: where it is set, the source does the work and the hook stands aside.
+    module: where it is set, the source does the work and the hook stands aside. An `optional` patch is one of a
+    module that not every user of the host has or imports: nothing waits for that module, and the patch is put
+    in place as soon as the module has been imported.
     """
 
     target: str
@@ -31,6 +33,7 @@ class Patch:
     signature: tuple[str, ...]
     summary: str
     vendored_marker: str | None = None
+    optional: bool = False
 
     def __post_init__(self) -> None:
         if _TARGET.fullmatch(self.target) is None:
@@ -57,7 +60,8 @@ class HostHooks:
 
     `distribution` is the name under which the framework is installed, `versions` the range (PEP 440) in
     which the patches are right, pre-releases and local builds included, and `tested` the releases of that
-    range that the tests have run against.
+    range that the tests have run against. Where the framework may be used from a source tree, without a
+    distribution, `version_attribute` names what holds its version, as `package.module:name`.
     """
 
     host: str
@@ -65,6 +69,7 @@ class HostHooks:
     versions: str
     tested: tuple[str, ...]
     patches: tuple[Patch, ...]
+    version_attribute: str | None = None
 
     def __post_init__(self) -> None:
         versions = SpecifierSet(self.versions)
@@ -72,13 +77,18 @@ class HostHooks:
         if outside:
             raise ValueError(f"{self.host}: tested versions {outside} are outside {self.versions}")
         targets = [patch.target for patch in self.patches]
-        if not targets or len(set(targets)) != len(targets):
+        if not self.modules or len(set(targets)) != len(targets):
             raise ValueError(f"{self.host}: expected one patch or more, each with its own target, found {targets}")
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules that hold a target, each once, in the order of the patches."""
-        return tuple(dict.fromkeys(patch.module for patch in self.patches))
+        """The modules that hold a target and that every user of the host imports, each once, in order."""
+        return tuple(dict.fromkeys(patch.module for patch in self.patches if not patch.optional))
+
+    @property
+    def optional_modules(self) -> tuple[str, ...]:
+        """The modules of optional patches, each once, in order."""
+        return tuple(dict.fromkeys(patch.module for patch in self.patches if patch.optional))
 
     def covers(self, version: str) -> bool:
         """Whether `version` is in the range; a development or local build of a covered release is."""

@@ -38,13 +38,24 @@ def check(hooks: HostHooks) -> list[Fault]:
     """Every fault of the version and of the targets whose modules are loaded; imports nothing."""
     found = version_faults(hooks)
     for patch in hooks.patches:
-        if patch.module in sys.modules:
+        if is_loaded(patch.module) if patch.optional else patch.module in sys.modules:
             found.extend(patch_faults(hooks, patch))
     return found
 
 
+def is_loaded(module: str) -> bool:
+    """Whether a module has been executed to its end; one that imports the host is itself half-way through."""
+    found = sys.modules.get(module)
+    return found is not None and not getattr(getattr(found, "__spec__", None), "_initializing", False)
+
+
 def installed_version(hooks: HostHooks) -> str | None:
-    """The version of the framework's distribution, or None where none is installed."""
+    """The version that the loaded framework says of itself, else that of its distribution, or None."""
+    if hooks.version_attribute is not None:
+        module, _, name = hooks.version_attribute.partition(":")
+        said = getattr(sys.modules.get(module), name, None)
+        if isinstance(said, str):
+            return said
     try:
         return metadata.version(hooks.distribution)
     except metadata.PackageNotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 from threading import RLock
 from types import ModuleType, TracebackType
 
@@ -71,10 +72,11 @@ class Installation:
     `remove` again (or the next install) takes off what was left beneath.
     """
 
-    def __init__(self, *, hooks: HostHooks, replacements: tuple[Replacement, ...], switch: Switch, lock: RLock) -> None:
+    def __init__(self, *, hooks: HostHooks, lock: RLock, ended: Callable[[], None]) -> None:
         self.hooks = hooks
-        self._replacements = replacements
-        self._switch = switch
+        self._ended = ended
+        self._replacements: tuple[Replacement, ...] = ()
+        self._switch = Switch()
         self._lock = lock
 
     @property
@@ -85,9 +87,35 @@ class Installation:
         """Whether the host's attribute is the replacement itself, with no other wrapper over it."""
         return any(r.patch == patch and r.site.holds(r.value) for r in self._replacements)
 
+    def holds(self, patch: Patch) -> bool:
+        """Whether this patch is in place: an optional one is not before its module has been imported."""
+        return any(r.patch == patch for r in self._replacements)
+
+    def put(self, patches: Iterable[Patch]) -> None:
+        """Put patches that the guard has passed in place; HookError, and nothing stays, where an owner refuses one."""
+        made = []
+        for patch in patches:
+            site = locate(patch)
+            assert site is not None, f"{patch.target} was passed by the guard"
+            original = site.function()
+            assert original is not None, f"{patch.target} was passed by the guard"
+            made.append(Replacement(patch=patch, site=site, original=original, switch=self._switch))
+        self._replacements += tuple(made)
+        for replacement in made:
+            try:
+                replacement.put()
+            except (AttributeError, TypeError) as error:
+                self.remove()
+                what = f"cannot be replaced: {error}"
+                fault = Fault(error="HookError", where=replacement.patch.target, what=what)
+                raise_faults([fault], subject=f"hooks of {self.hooks.host}")
+        self._switch.on = True
+
     def remove(self) -> None:
         """Take every patch off; without effect where that was done."""
         with self._lock:
+            if self._switch.on:
+                self._ended()
             self._switch.on = False
             for replacement in self._replacements:
                 replacement.restore()
@@ -102,29 +130,3 @@ class Installation:
 
     def __repr__(self) -> str:
         return f"<Installation of {self.hooks.host}, {'active' if self.active else 'removed'}>"
-
-
-def put_in_place(hooks: HostHooks, lock: RLock) -> Installation:
-    """Replace every target of a host that the guard has passed, or none.
-
-    Raises HookError where an owner refuses the attribute; what had been put in place is then taken off.
-    """
-    switch = Switch()
-    replacements = []
-    for patch in hooks.patches:
-        site = locate(patch)
-        assert site is not None, f"{patch.target} was passed by the guard"
-        original = site.function()
-        assert original is not None, f"{patch.target} was passed by the guard"
-        replacements.append(Replacement(patch=patch, site=site, original=original, switch=switch))
-    installation = Installation(hooks=hooks, replacements=tuple(replacements), switch=switch, lock=lock)
-    for replacement in replacements:
-        try:
-            replacement.put()
-        except (AttributeError, TypeError) as error:
-            installation.remove()
-            what = f"cannot be replaced: {error}"
-            fault = Fault(error="HookError", where=replacement.patch.target, what=what)
-            raise_faults([fault], subject=f"hooks of {hooks.host}")
-    switch.on = True
-    return installation

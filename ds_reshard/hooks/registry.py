@@ -6,6 +6,7 @@ else takes what it needs as an argument.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import RLock
 
 from ds_reshard.errors import HookError
@@ -14,18 +15,23 @@ from ds_reshard.hooks.installation import Installation
 
 
 class Registry:
-    """By host: its latest installation, the one that waits for an import, and why `auto` stood aside.
+    """By host: its latest installation, what waits for an import, and why `auto` stood aside.
+
+    `late` waits for the modules of optional patches, `deferred` for all the others. Hosts in `quiet` were
+    asked for by `auto`: where a guard fails they are left alone with a warning, unless what is kept there insists.
 
     `lock` is held while attributes change hands and never while a module is imported: an import holds
     locks of its own, and calls us from inside them.
     """
 
-    __slots__ = ("deferred", "installations", "lock", "refusals")
+    __slots__ = ("deferred", "installations", "late", "lock", "quiet", "refusals")
 
     def __init__(self) -> None:
         self.lock = RLock()
         self.installations: dict[str, Installation] = {}
         self.deferred: dict[str, Deferred] = {}
+        self.late: dict[str, tuple[Deferred, ...]] = {}
+        self.quiet: dict[str, Callable[[], bool]] = {}
         self.refusals: dict[str, HookError] = {}
 
     def active(self, host: str) -> Installation | None:

@@ -70,6 +70,8 @@ def _of_patch(hooks: HostHooks, patch: Patch, *, absent: bool) -> tuple[State, s
     if absent:
         return "framework absent", f"{hooks.distribution} is not installed"
     installation = REGISTRY.active(hooks.host)
+    if installation is not None and not installation.holds(patch):
+        return "available", f"will be installed when {patch.module} is imported"
     if installation is not None:
         covered = "" if installation.on_top(patch) else "another library has wrapped or replaced the attribute"
         return "installed", covered

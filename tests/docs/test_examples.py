@@ -41,6 +41,11 @@ PRINTED = {
         r"no flag: 0.009000, 0.000889, 0.000878, as foretold, moments bit-identical\n"
         r"override: 0.000900, 0.000889, 0.000878, as foretold, moments bit-identical\n"
     ),
+    "04_megatron_learning_rate.py": (
+        r"skipped: .*; pip install megatron-core\n|"
+        r"saved at step 20, learning rate 2\.460e-04\n"
+        r"goes on at step 20, learning rate 2\.800e-05, moments kept: True\n"
+    ),
 }
 
 

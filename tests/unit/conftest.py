@@ -24,5 +24,6 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Frame
     hooks.uninstall("fakeframe")
     REGISTRY.installations.pop("fakeframe", None)
     REGISTRY.refusals.pop("fakeframe", None)
+    REGISTRY.quiet.pop("fakeframe", None)
     for name in [name for name in sys.modules if name.partition(".")[0] == "fakeframe"]:
         del sys.modules[name]

@@ -70,8 +70,12 @@ def theirs(original: Function) -> Function:
     return replacement
 
 
-def patch(target: str, *, signature: tuple[str, ...] = ("load_dir",), marker: str | None = None) -> Patch:
-    return Patch(target=target, wrapper=ours, signature=signature, summary="a test", vendored_marker=marker)
+def patch(
+    target: str, *, signature: tuple[str, ...] = ("load_dir",), marker: str | None = None, optional: bool = False
+) -> Patch:
+    return Patch(
+        target=target, wrapper=ours, signature=signature, summary="a test", vendored_marker=marker, optional=optional
+    )
 
 
 def table(*patches: Patch, versions: str = ">=1.0,<2", tested: tuple[str, ...] = ("1.4.0",)) -> HostHooks:

@@ -1,0 +1,121 @@
+"""What this host touches of Megatron's live objects, as types; and the optimizers inside an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Protocol, cast
+
+Group = dict[str, object]
+"""A param group, live or saved: `params` and the values that the optimizer and the scheduler read."""
+
+State = Mapping[str, object]
+
+
+class TorchOptimizer(Protocol):
+    """The optimizer that steps: `torch.optim.Optimizer` or a fused one."""
+
+    param_groups: list[Group]
+    state: MutableMapping[object, dict[str, object]]
+
+
+class GradScaler(Protocol):
+    def state_dict(self) -> dict[str, object]: ...
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None: ...
+
+
+class Optimizer(Protocol):
+    """`MegatronOptimizer` (core/optimizer/optimizer.py): wraps one torch optimizer, or chains others."""
+
+    optimizer: TorchOptimizer | None
+
+    @property
+    def param_groups(self) -> list[Group]: ...
+
+    def reload_model_params(self) -> None: ...
+
+    def load_state_dict(self, state_dict: object) -> None: ...
+
+
+class Scheduler(Protocol):
+    """`OptimizerParamScheduler` (core/optimizer_param_scheduler.py); steps are samples in `megatron.training`."""
+
+    optimizer: Optimizer
+    num_steps: int
+    init_lr: float
+    wsd_decay_steps: int | None
+    lr_wsd_decay_style: str | None
+    override_opt_param_scheduler: bool
+    use_checkpoint_opt_param_scheduler: bool
+
+    def get_lr(self, param_group: Group) -> float: ...
+
+    def get_wd(self, param_group: Group) -> float: ...
+
+    def step(self, increment: int) -> None: ...
+
+    def load_state_dict(self, state_dict: State) -> None: ...
+
+
+def leaves(optimizer: object) -> tuple[Optimizer, ...]:
+    """The optimizers that wrap a torch optimizer each, in the order in which `ChainedOptimizer` saves them.
+
+    One that has no parameters on this rank has none inside and is left out.
+    """
+    return tuple(_leaves(optimizer))
+
+
+def _leaves(optimizer: object) -> Iterator[Optimizer]:
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is not None:
+        for one in chained:
+            yield from _leaves(one)
+    elif getattr(optimizer, "optimizer", None) is not None:
+        yield cast(Optimizer, optimizer)
+
+
+def live_groups(optimizer: Optimizer) -> list[Group]:
+    assert optimizer.optimizer is not None, "leaves() leaves out what has no torch optimizer"
+    return optimizer.optimizer.param_groups
+
+
+def saved_groups(state: object) -> list[Group] | None:
+    """The param groups of one optimizer's saved state; None where they are not in it.
+
+    `FP32Optimizer` saves its torch optimizer's state; `Float16OptimizerWithFloat16Params` and
+    `DistributedOptimizer` put that under "optimizer", "optimizer_state_dict" in old ones
+    (core/optimizer/optimizer.py and distrib_optimizer.py, 0.16.1 to 0.19.2). In a `torch_dist` checkpoint of
+    sharding type `dp_reshardable` they lie in a sharded object, which is read with the tensors.
+    """
+    if not isinstance(state, Mapping):
+        return None
+    for holder in (state, state.get("optimizer"), state.get("optimizer_state_dict")):
+        groups = holder.get("param_groups") if isinstance(holder, Mapping) else None
+        if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
+            return groups
+    return None
+
+
+def with_saved(optimizer: object, state: object) -> Iterator[tuple[Optimizer, object]]:
+    """Each of the `leaves` with its saved state, None where that is not there.
+
+    A chain of one saves as if it were not chained; others save a list (`torch`) or a dict by index (`torch_dist`)
+    (`ChainedOptimizer.state_dict` and `sharded_state_dict`, core/optimizer/optimizer.py, 0.16.1 to 0.19.2).
+    """
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is None:
+        for part in _leaves(optimizer):
+            yield part, state
+    elif len(chained) == 1:
+        yield from with_saved(chained[0], state)
+    else:
+        listed = state if isinstance(state, (list, tuple)) and len(state) == len(chained) else None
+        keyed = state if isinstance(state, Mapping) else {}
+        for index, one in enumerate(chained):
+            yield from with_saved(one, listed[index] if listed is not None else keyed.get(index))
+
+
+def as_number(value: object) -> object:
+    """A learning rate may be a tensor (0.18, for CUDA graphs): as a plain number."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) else value

@@ -1,0 +1,163 @@
+"""The resume report of a load into Megatron: for each value the checkpoint's, this run's, the one used, and why."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+
+from ds_reshard.hosts.megatron.current import Load
+from ds_reshard.hosts.megatron.groups import BOUNDS
+from ds_reshard.hosts.megatron.live import Group, Optimizer, Scheduler, as_number, leaves, live_groups
+from ds_reshard.hosts.megatron.schedule import FIELDS, Schedule, live_schedule
+from ds_reshard.hosts.megatron.scheduler import run_schedule
+from ds_reshard.hosts.megatron.settle import remembered
+from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish
+
+logger = logging.getLogger("ds_reshard")
+
+_OF_GROUP = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "weight_decay", "betas", "eps", "momentum")
+_OF_SCHEDULE = tuple(field.name for field in FIELDS if field.name not in BOUNDS)
+_PRETRAINED = "--pretrained-checkpoint"
+
+
+def publish_training(load: Load, arguments: Namespace, iteration: int) -> None:
+    """Make, log once and publish the report of a `load_checkpoint` on rank 0; other ranks do nothing."""
+    if _rank() != 0 or load.found is None:
+        return
+    found = load.found
+    rows = [*_counters(load, arguments, iteration), *_schedule(load), *_groups(load), *_rest(load, arguments)]
+    size = _of(found.arguments, "global_batch_size")
+    warnings = batch_size_warning(size if isinstance(size, int) else None, arguments.global_batch_size)
+    _publish(load, rows, (*load.warnings, *warnings))
+
+
+def publish_part(load: Load | None) -> None:
+    """The same for one `load_state_dict` in a loop of the user's own, which has no iteration and no samples."""
+    if load is not None and load.own_loop and _rank() == 0:
+        _publish(load, [*_schedule(load), *_groups(load), *_states(load)], tuple(load.warnings))
+
+
+def _publish(load: Load, rows: list[Row], warnings: tuple[str, ...]) -> None:
+    ignored = [*_ignored(load)] if load.policy.scheduler == "host" else []
+    report = ResumeReport(host="megatron", checkpoint=load.where, rows=tuple(rows), warnings=(*warnings, *ignored))
+    publish(report, path=load.policy.report)
+    logger.info("%s", report)
+
+
+def _counters(load: Load, arguments: Namespace, iteration: int) -> Iterator[Row]:
+    found, policy = load.found, load.policy
+    assert found is not None
+    why = _PRETRAINED if load.another_model else because(policy, "iteration")
+    yield Row(name="iteration", checkpoint=found.iteration, this_run=0, used=iteration, because=why)
+    saved = _of(found.arguments, "consumed_train_samples")
+    why = why if policy.iteration == "reset" or policy.finetune else because(policy, "dataloader")
+    yield Row(name="consumed samples", checkpoint=saved, this_run=0, used=arguments.consumed_train_samples, because=why)
+    yield Row(name="data", checkpoint=f"sample {saved}", this_run="sample 0",
+              used=f"sample {arguments.consumed_train_samples}", because=why)  # fmt: skip
+
+
+def _schedule(load: Load) -> Iterator[Row]:
+    """The position and the values of the schedule; where none was read the checkpoint's are not known."""
+    if load.scheduler is None:
+        return
+    scheduler: Scheduler = load.scheduler  # type: ignore[assignment]
+    saved: Schedule | None = load.found.schedule if load.found is not None else None
+    run, used = run_schedule(scheduler), live_schedule(scheduler)
+    position = saved.position if saved is not None else None
+    why = because(load.policy, "position")
+    yield Row(name="position (samples)", checkpoint=position, this_run=0, used=used.position, because=why)
+    values: Mapping[str, object] = saved.values if saved is not None else {}
+    for name in _OF_SCHEDULE:
+        why = because(load.policy, "schedule")
+        yield Row(
+            name=name, checkpoint=values.get(name), this_run=run.values[name], used=used.values[name], because=why
+        )
+
+
+def _groups(load: Load) -> Iterator[Row]:
+    index = 0
+    for part in leaves(load.optimizer):
+        known = remembered(part)
+        groups = live_groups(part)
+        run = known.run if known is not None else groups
+        saved = known.saved if known is not None and known.saved is not None else [{} for _ in groups]
+        for group, mine, theirs in zip(groups, run, saved, strict=True):
+            yield from _group(load, f"group {index}", group, mine, theirs)
+            index += 1
+
+
+def _group(load: Load, label: str, used: Group, run: Group, saved: Group) -> Iterator[Row]:
+    decided = because(load.policy, "schedule")
+    yield Row(name=f"{label} lr", checkpoint=as_number(saved.get("lr")), this_run=as_number(run.get("lr")),
+              used=as_number(used.get("lr")), because=decided)  # fmt: skip
+    for name in _OF_GROUP:
+        values = [as_number(group.get(name)) for group in (saved, run, used)]
+        if any(value is not None for value in values):
+            of_schedule = name in BOUNDS or name == "weight_decay"
+            why = because(load.policy, "schedule" if of_schedule else name, name)
+            yield Row(name=f"{label} {name}", checkpoint=values[0], this_run=values[1], used=values[2], because=why)
+
+
+def _states(load: Load) -> Iterator[Row]:
+    policy, parts = load.policy, leaves(load.optimizer)
+    kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in parts))
+    why = because(policy, "optimizer")
+    yield Row(name="optimizer", checkpoint=None, this_run=kinds, used=kinds, because=why)
+    masters = "from the checkpoint" if policy.loads_masters else "from the loaded weights"
+    moments = "from the checkpoint" if policy.loads_moments else "zero"
+    yield Row(name="fp32 masters", checkpoint=None, this_run=None, used=masters, because=why)
+    yield Row(name="moments and step", checkpoint=None, this_run=None, used=moments, because=why)
+    for part in parts:
+        scaler = getattr(part, "grad_scaler", None)
+        if scaler is not None:
+            why = because(policy, "optimizer", "loss_scale")
+            yield Row(name="loss scale", checkpoint=None, this_run=None, used=as_number(scaler.scale), because=why)
+
+
+def _rest(load: Load, arguments: Namespace) -> Iterator[Row]:
+    found, policy = load.found, load.policy
+    assert found is not None
+    yield from _states(load)
+    clip = _clip(leaves(load.optimizer), arguments)
+    why = because(policy, "clip_grad", "clip_grad") if policy.takes("clip_grad") else "host"
+    yield Row(name="clip_grad", checkpoint=_of(found.arguments, "clip_grad"), this_run=clip, used=clip, because=why)
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    same = all(_of(found.arguments, name) in (None, getattr(arguments, name, None)) for name in sizes)
+    kept = policy.rng and not policy.finetune and not found.release and not arguments.no_load_rng and same
+    why = "--finetune" if policy.finetune else "host" if policy.rng else "--no-load-rng"
+    used = "from the checkpoint" if kept else "of this run"
+    yield Row(name="random states", checkpoint=None, this_run=None, used=used, because=why)
+    for name, label in (("data_parallel_size", "data parallel size"), ("global_batch_size", "global batch size")):
+        now = getattr(arguments, name, None)
+        yield Row(name=label, checkpoint=_of(found.arguments, name), this_run=now, used=now, because="host")
+
+
+def _clip(parts: tuple[Optimizer, ...], arguments: Namespace) -> object:
+    config = getattr(parts[0], "config", None) if parts else None
+    return getattr(config, "clip_grad", getattr(arguments, "clip_grad", None))
+
+
+def _ignored(load: Load) -> Iterator[str]:
+    """A warning for each bound that Megatron takes from the checkpoint although this run gives another."""
+    index = 0
+    for part in leaves(load.optimizer):
+        known = remembered(part)
+        for run, used in zip(known.run, live_groups(part), strict=True) if known is not None else ():
+            for name in BOUNDS:
+                if run.get(name) != used.get(name):
+                    yield (
+                        f"group {index}: {name} is {used.get(name)}, the checkpoint's; this run's {run.get(name)} is "
+                        "not used: add --override-opt-param-scheduler to use it"
+                    )
+            index += 1
+
+
+def _of(arguments: object, name: str) -> object:
+    return getattr(arguments, name, None)
+
+
+def _rank() -> int:
+    import torch
+
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -1,0 +1,129 @@
+"""The values of a param group: what this run gave, what the checkpoint has, and which of them a policy takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ds_reshard.errors import Fault
+from ds_reshard.hosts.megatron.groups import BOUNDS, bounds
+from ds_reshard.hosts.megatron.live import Group, Optimizer, as_number, leaves, live_groups
+from ds_reshard.hosts.megatron.schedule import OVERRIDE, mismatch
+from ds_reshard.resume.policy import ResumePolicy
+
+_REMEMBERED = "_ds_reshard_groups"
+_CHANGING = ("params", "lr", "weight_decay", "step")
+_OF_WEIGHT_DECAY = ("start_wd", "end_wd", "weight_decay")
+ENGINE_WIDE = ("clip_grad", "loss_scale", "weight_decay")
+"""Hyper-parameters that are not, or not only, values of a param group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remembered:
+    """Of one optimizer, by live group: what this run built, what the last checkpoint had, what was left in place.
+
+    `saved` is None where the checkpoint's groups could not be read.
+    """
+
+    run: tuple[Group, ...]
+    saved: tuple[Group, ...] | None
+    used: tuple[Group, ...]
+
+
+def run_groups(optimizer: Optimizer) -> tuple[Group, ...]:
+    """What this run gave each group, also when an earlier load has put the checkpoint's values in place.
+
+    What has been changed since that load counts as given by this run.
+    """
+    now = tuple(_values(group) for group in live_groups(optimizer))
+    earlier = remembered(optimizer)
+    if earlier is None or [_lasting(group) for group in now] != [_lasting(group) for group in earlier.used]:
+        return now
+    return earlier.run
+
+
+def remembered(optimizer: Optimizer) -> Remembered | None:
+    found = getattr(optimizer, _REMEMBERED, None)
+    return found if isinstance(found, Remembered) else None
+
+
+def remember(optimizer: Optimizer, run: Sequence[Group], saved: Sequence[Group] | None) -> None:
+    """Note what a load has met and left, on the optimizer itself, so that it ends with it."""
+    used = tuple(_values(group) for group in live_groups(optimizer))
+    kept = None if saved is None else tuple(_values(group) for group in saved)
+    setattr(optimizer, _REMEMBERED, Remembered(run=tuple(run), saved=kept, used=used))
+
+
+def settle(group: Group, run: Group, saved: Group | None, policy: ResumePolicy) -> None:
+    """Give a group the values that the policy takes from this run or from the checkpoint; others are left alone."""
+    if policy.schedule_is_this_runs:
+        _copy(run, group, (*BOUNDS, "lr", "weight_decay"))
+    elif saved is not None:
+        _copy(saved, group, BOUNDS)
+    if policy.takes("weight_decay"):
+        _copy(run, group, _OF_WEIGHT_DECAY)
+    _copy(run, group, [name for name in policy.hyperparameters if name not in ENGINE_WIDE])
+
+
+def settle_remembered(optimizer: Optimizer, policy: ResumePolicy) -> None:
+    """Once more for an optimizer that was loaded before its scheduler was, which may have asked for more."""
+    found = remembered(optimizer)
+    if found is None or (policy.scheduler == "host" and not policy.schedule_is_this_runs):
+        return
+    groups = live_groups(optimizer)
+    saved: Sequence[Group | None] = found.saved if found.saved is not None else [None] * len(groups)
+    for group, run, kept in zip(groups, found.run, saved, strict=True):
+        settle(group, run, kept, policy)
+    remember(optimizer, found.run, found.saved)
+
+
+def group_differences(
+    run: Sequence[Group], saved: Sequence[Group], *, policy: ResumePolicy, said: Iterable[Fault] = ()
+) -> list[Fault]:
+    """A ScheduleMismatch fault for every bound of a group that differs; not what `said` (the schedule's) says."""
+    known = {(fault.expected, fault.found) for fault in said}
+    left_out = _OF_WEIGHT_DECAY if policy.takes("weight_decay") else ()
+    faults = [
+        mismatch(name, old, new, of=f"param group {index}: ")
+        for index, (mine, theirs) in enumerate(zip(run, saved, strict=True))
+        for name, old, new in zip(BOUNDS, bounds(theirs), bounds(mine), strict=True)
+        if old != new and name not in left_out
+    ]
+    return [fault for fault in faults if (fault.expected, fault.found) not in known]
+
+
+def hyperparameter_faults(optimizer: object, policy: ResumePolicy) -> list[Fault]:
+    """A ConfigError fault for each name that this run has no value of, or that belongs to the schedule."""
+    parts = leaves(optimizer)
+    held = {name for part in parts for group in live_groups(part) for name in group}
+    faults = []
+    for name in policy.hyperparameters:
+        if name in ("lr", "max_lr", "min_lr"):
+            what, mend = "belongs to the schedule", f"leave it out and add {OVERRIDE}"
+        elif not parts:  # no parameters on this rank; the others say what there is
+            continue
+        elif name == "loss_scale" and all(getattr(part, "grad_scaler", None) is None for part in parts):
+            what, mend = "is not used by this run, which has no loss scale", "leave it out"
+        elif name in ENGINE_WIDE or name in held - {"params", "step", "default_config"}:
+            continue
+        else:
+            known = sorted({*ENGINE_WIDE, *held} - {"params", "step", "default_config", "lr", "max_lr", "min_lr"})
+            what, mend = "is not a hyper-parameter of this run", f"name some of: {', '.join(known)}"
+        faults.append(Fault(error="ConfigError", where=f"--override-optim-hparams {name}", what=what, mend=mend))
+    return faults
+
+
+def _values(group: Group) -> Group:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _lasting(group: Group) -> Group:
+    return {name: as_number(value) for name, value in group.items() if name not in _CHANGING}
+
+
+def _copy(source: Group, target: Group, names: Iterable[str]) -> None:
+    for name in names:
+        if name in source:
+            target[name] = source[name]
+        else:
+            target.pop(name, None)

@@ -1,0 +1,196 @@
+"""`megatron.training.pretrain` of a GPT of two layers, and a record of what its optimizer steps used."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+VOCABULARY = 50
+SEQUENCE = 8
+SAMPLES = 4000
+GROUP_KEYS = ("lr", "weight_decay", "betas", "eps", "max_lr", "min_lr", "wd_mult", "step", "default_config")
+
+_MODEL = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32 --seq-length 8"
+    " --max-position-embeddings 8 --tokenizer-type NullTokenizer --vocab-size 63 --make-vocab-size-divisible-by 64"
+    " --transformer-impl local --distributed-backend gloo --num-workers 0 --no-masked-softmax-fusion"
+    " --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-persist-layer-norm"
+    " --no-gradient-accumulation-fusion --hidden-dropout 0.0 --attention-dropout 0.0"
+    " --eval-iters 0 --eval-interval 1000 --log-interval 1 --seed 7"
+)
+
+
+class Numbers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Sample `i` is a row of numbers made from `i`, and says which one it is."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = (torch.arange(SEQUENCE + 1) * 3 + index * 7) % VOCABULARY
+        return {"tokens": row[:-1], "labels": row[1:], "index": torch.tensor(index)}
+
+
+class Record:
+    """What one rank's run did: each optimizer step, the samples that it took, and its state at both ends."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[dict[str, Any]]] = []
+        self.samples: list[int] = []
+        self.clips: list[float] = []
+        self.first: list[list[dict[str, torch.Tensor]]] = []
+        self.weights: dict[str, torch.Tensor] | None = None
+        self.random: list[float] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not any(optimizer is known for known in self.optimizers):
+            self.optimizers.append(optimizer)
+            self.first.append(self.held()[-1])
+        self.steps.append([_plain(group) for group in optimizer.param_groups])
+
+    def held(self) -> list[list[dict[str, torch.Tensor]]]:
+        """For every optimizer and parameter: the master (or weight) and each state, copied."""
+        return [
+            [
+                {"master": p.detach().clone(), **{k: _copy(v) for k, v in optimizer.state.get(p, {}).items()}}
+                for group in optimizer.param_groups
+                for p in group["params"]
+            ]
+            for optimizer in self.optimizers
+        ]
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps, "samples": self.samples, "clips": self.clips, "first": self.first,
+            "weights": self.weights, "last": self.held(), "random": self.random,
+        }  # fmt: skip
+
+
+def _random() -> list[float]:
+    """What Python's and torch's generators will say next, without asking them."""
+    held = random.getstate(), torch.get_rng_state()
+    said = [random.random(), float(torch.rand(()))]
+    random.setstate(held[0])
+    torch.set_rng_state(held[1])
+    return said
+
+
+def _copy(value: Any) -> torch.Tensor:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    held = {key: group[key] for key in GROUP_KEYS if key in group}
+    return {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in held.items()}
+
+
+def pretrain(
+    arguments: list[str], hooks: bool = True, asked_before: dict[str, Any] | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """Run Megatron's own `pretrain` with the command line `arguments`; this rank's record and Megatron's counters.
+
+    `asked_before` is a policy that another place, such as a launcher, has given.
+    """
+    import ds_reshard
+    from ds_reshard.resume import asked
+    from ds_reshard.resume.policy import Given
+
+    if hooks:
+        ds_reshard.install("megatron")
+    if asked_before is not None:
+        asked.ask(Given(place="the launcher", values=asked_before))
+    sys.argv = ["pretrain_small_gpt.py", *_MODEL.split(), *arguments]
+    from megatron.core.enums import ModelType
+    from megatron.core.optimizer import optimizer
+    from megatron.training import get_args
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.training import pretrain as run
+
+    record = Record()
+    register_optimizer_step_pre_hook(record.before_step)
+    clip = optimizer.clip_grad_by_total_norm_fp32
+    optimizer.clip_grad_by_total_norm_fp32 = lambda params, max_norm, *rest, **options: (
+        record.clips.append(max_norm),
+        clip(params, max_norm, *rest, **options),
+    )[1]
+    args = parse_and_validate_args()
+    try:
+        run(
+            pretrain_cfg_container_from_args(args),
+            _datasets(),
+            model_type=ModelType.encoder_or_decoder,
+            forward_step_func=functools.partial(_forward, record),
+            model_provider=_model,
+        )
+    except SystemExit as end:  # how Megatron ends at --exit-interval
+        if end.code not in (None, 0):
+            raise
+    args = get_args()
+    counters = {
+        name: getattr(args, name) for name in ("iteration", "curr_iteration", "consumed_train_samples", "train_iters")
+    }
+    report = ds_reshard.last_report()
+    return {**record.result(), **counters, "report": report.to_json() if report is not None else None}
+
+
+def drop(folder: str, name: str) -> dict[str, Any]:
+    """Take an entry out of a `torch` checkpoint, which holds classes of Megatron."""
+    (file,) = Path(folder).rglob("model_optim_rng.pt")
+    states = torch.load(file, weights_only=False)
+    states.pop(name)
+    torch.save(states, file)
+    return {}
+
+
+def _datasets() -> Any:
+    def provider(sizes: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+        return Numbers(), Numbers(), Numbers()
+
+    provider.is_distributed = True  # type: ignore[attr-defined]
+    return provider
+
+
+def _model(
+    pre_process: bool = True, post_process: bool = True, vp_stage: Any = None, config: Any = None,
+    pg_collection: Any = None,
+) -> Any:  # fmt: skip
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.training import get_args
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    args = get_args()
+    return GPTModel(
+        config=core_transformer_config_from_args(args) if config is None else config,
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+    )
+
+
+def _forward(record: Record, iterator: Any, model: Any) -> Any:
+    if record.weights is None:
+        record.random = _random()
+        record.weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    batch = next(iterator)
+    record.samples += batch["index"].tolist()
+    positions = torch.arange(SEQUENCE).expand(len(batch["tokens"]), -1)
+    mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None]
+    losses = model(batch["tokens"], positions, mask, labels=batch["labels"])
+
+    def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        total, count = output.float().sum(), torch.tensor(output.numel(), dtype=torch.int)
+        return total, count, {"lm loss": torch.stack([total.detach(), count.float()])}
+
+    return losses, loss
