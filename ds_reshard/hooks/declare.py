@@ -61,7 +61,8 @@ class HostHooks:
     `distribution` is the name under which the framework is installed, `versions` the range (PEP 440) in
     which the patches are right, pre-releases and local builds included, and `tested` the releases of that
     range that the tests have run against. Where the framework may be used from a source tree, without a
-    distribution, `version_attribute` names what holds its version, as `package.module:name`.
+    distribution, `version_attribute` names what holds its version, as `package.module:name`. `instead` are patches
+    that `auto` puts in place where it leaves the host as it is: they refuse what was asked of us and would be dropped.
     """
 
     host: str
@@ -70,6 +71,7 @@ class HostHooks:
     tested: tuple[str, ...]
     patches: tuple[Patch, ...]
     version_attribute: str | None = None
+    instead: tuple[Patch, ...] = ()
 
     def __post_init__(self) -> None:
         versions = SpecifierSet(self.versions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import sys
@@ -76,9 +77,10 @@ def uninstall(host: str) -> None:
         _stop_waiting(host)
         _stop_optional(host)
         REGISTRY.refusals.pop(host, None)
-        installation = REGISTRY.installations.get(host)
-        if installation is not None:
-            installation.remove()
+        for name in (host, _instead(host)):
+            installation = REGISTRY.installations.get(name)
+            if installation is not None:
+                installation.remove()
 
 
 def _stop_waiting(host: str) -> None:
@@ -116,6 +118,23 @@ def _stand_aside(hooks: HostHooks, error: HookError) -> None:
     insist = REGISTRY.quiet.get(hooks.host)
     if insist is not None and insist():
         raise error
+    _put_instead(hooks)
+
+
+def _put_instead(hooks: HostHooks) -> None:
+    """Put the patches in place that refuse what would be dropped; one that does not fit is left out."""
+    name = _instead(hooks.host)
+    fitting = [p for p in hooks.instead if guard.is_loaded(p.module) and not guard.patch_faults(hooks, p)]
+    with REGISTRY.lock:
+        if fitting and REGISTRY.active(name) is None:
+            own = dataclasses.replace(hooks, host=name, patches=tuple(fitting), instead=())
+            installation = Installation(hooks=own, lock=REGISTRY.lock, ended=lambda: None)
+            installation.put(fitting)
+            REGISTRY.installations[name] = installation
+
+
+def _instead(host: str) -> str:
+    return f"{host} (left as it is)"
 
 
 def _waited_for(host: str) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import logging
@@ -9,9 +10,9 @@ import sys
 from types import ModuleType
 
 import pytest
-from fake_framework import CALLS, METHOD, Framework, engine, patch, table
+from fake_framework import CALLS, FUNCTION, METHOD, Framework, attributes, engine, patch, table
 
-from ds_reshard import hooks
+from ds_reshard import HookError, hooks
 from ds_reshard.hooks.deferred import Deferred
 from ds_reshard.hooks.registry import REGISTRY
 
@@ -86,3 +87,24 @@ def test_a_vendored_host_stands_aside_on_import_without_a_warning(
     assert CALLS[METHOD]() == ("original", "here")
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert "fakeframe" not in REGISTRY.refusals
+
+
+def test_what_is_left_as_it_is_gets_the_patches_that_refuse_instead(framework: Framework) -> None:
+    """One that does not fit is left out; uninstalling takes them off."""
+    framework(version="9.0")
+    before = attributes()
+    odd = patch(FUNCTION, signature=("another",))
+    hooks.install_on_import(dataclasses.replace(table(), instead=(patch(METHOD), odd)))
+    engine()
+    assert CALLS[METHOD]() == ("ours", ("original", "here"))
+    assert CALLS[FUNCTION]() == ("original", "here")
+    hooks.uninstall("fakeframe")
+    assert attributes() == before
+
+
+def test_a_refused_host_is_an_error_where_more_was_asked_for(framework: Framework) -> None:
+    framework(version="9.0")
+    hooks.install_on_import(table(), insist=lambda: True)
+    with pytest.raises(HookError, match=r"version outside the range"):
+        engine()
+    assert "fakeframe" in hooks.refused()

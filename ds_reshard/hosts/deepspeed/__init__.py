@@ -9,6 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable
 
+from ds_reshard.errors import HookError
 from ds_reshard.hooks import HostHooks, Patch
 
 
@@ -33,6 +34,24 @@ def wrap_load_checkpoint(original: Callable[..., object]) -> Callable[..., objec
     return load_checkpoint
 
 
+def _refuse_policy(original: Callable[..., object]) -> Callable[..., object]:
+    """Where this DeepSpeed is not patched: a resume policy in the JSON is an error, not dropped."""
+
+    @functools.wraps(original)
+    def load_checkpoint(self: object, *args: object, **kwargs: object) -> object:
+        config = getattr(getattr(self, "_config", None), "_param_dict", None)
+        section = config.get("ds_reshard") if isinstance(config, dict) else None
+        if isinstance(section, dict) and section.get("resume"):
+            raise HookError(
+                "ds_reshard.resume in the DeepSpeed JSON: the patches do not fit this DeepSpeed, so the resume "
+                "policy cannot be applied (`ds-reshard hooks` says why); "
+                f"pip install 'deepspeed=={HOOKS.tested[-1]}', or leave the policy out"
+            )
+        return original(self, *args, **kwargs)
+
+    return load_checkpoint
+
+
 HOOKS = HostHooks(
     host="deepspeed",
     distribution="deepspeed",
@@ -53,6 +72,14 @@ HOOKS = HostHooks(
             ),
             summary="loads a checkpoint of another ZeRO stage or data-parallel size straight from its files",
             vendored_marker="_DS_RESHARD_LOAD_CHECKPOINT",
+        ),
+    ),
+    instead=(
+        Patch(
+            target="deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint",
+            wrapper=_refuse_policy,
+            signature=("load_dir",),
+            summary="refuses a resume policy that could not be applied",
         ),
     ),
 )
