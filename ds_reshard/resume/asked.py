@@ -13,7 +13,12 @@ _LISTENERS: list[Callable[[ResumePolicy], None]] = []
 
 
 def ask(given: Given) -> None:
-    """Note what a place gave, instead of what it gave before; ConfigError where places differ."""
+    """Note what a place gave, instead of what it gave before; ConfigError where places differ.
+
+    A place that gives nothing takes nothing back: scripts parse again for defaults, or with a second parser.
+    """
+    if not given.values:
+        return
     with _LOCK:
         others = [one for place, one in _PLACES.items() if place != given.place]
         policy = combine([*others, given])

@@ -128,31 +128,40 @@ def _define(parser: argparse.ArgumentParser) -> tuple[dict[str, Flag], frozenset
     dests: dict[str, Flag] = {}
     faults = []
     had: set[str] = set()
+    taken = {action.dest for action in parser._actions}
     group = None
     for flag in FLAGS:
         theirs = next((known[name] for name in flag.names if name in known), None)
+        dest = flag.dest if flag.dest not in taken else f"ds_reshard_{flag.dest}"
         if theirs is None:
             group = group or parser.add_argument_group("resume", "what a load takes from the checkpoint (ds_reshard)")
             if flag.value is None:
-                group.add_argument(*flag.names, dest=flag.dest, metavar=flag.metavar, help=flag.help)
+                group.add_argument(*flag.names, dest=dest, metavar=flag.metavar, help=flag.help)
             else:
-                group.add_argument(*flag.names, dest=flag.dest, action="store_true", default=None, help=flag.help)
-        elif (theirs.nargs == 0) != (flag.value is not None):
+                group.add_argument(*flag.names, dest=dest, action="store_true", default=None, help=flag.help)
+        elif not _alike(theirs, flag):
             faults.append(
                 Fault(
                     error="ConfigError",
                     where=flag.names[0],
                     what="this parser has a flag of that name which is of another kind",
-                    expected="a switch" if flag.value is not None else "a flag with a value",
+                    expected="a switch that is off unless given" if flag.value is not None else "a flag with a value",
                     found=type(theirs).__name__.strip("_"),
                     mend="give the policy in the DeepSpeed JSON or through `python -m ds_reshard.run`",
                 )
             )
-        dests[theirs.dest if theirs is not None else flag.dest] = flag
+        dests[theirs.dest if theirs is not None else dest] = flag
         if theirs is not None:
             had.add(flag.key)
     raise_faults(faults, subject="command line")
     return dests, frozenset(had)
+
+
+def _alike(theirs: argparse.Action, flag: Flag) -> bool:
+    """Whether the value of a flag that the parser has tells if it was given, and what."""
+    if flag.value is None:
+        return theirs.nargs in (None, "*", "+") and theirs.default is None
+    return theirs.nargs == 0 and theirs.const is True and theirs.default in (None, False)
 
 
 def _value(flag: Flag, value: object) -> object:

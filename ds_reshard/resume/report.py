@@ -98,6 +98,8 @@ def plain(value: object) -> object:
     """A value as JSON has it; what JSON has not is its text."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, Iterable):

@@ -21,7 +21,16 @@ DEEPSPEED, TORCH, COUNTED, PLATEAU, UNKNOWN = "deepspeed", "torch", "counted", "
 _CLOSED = ("LambdaLR", "OneCycleLR", "CyclicLR")
 # What a torch scheduler's state says of where it is, rather than of what it is.
 _WHERE = frozenset(
-    {"last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "T_cur", "_schedulers"}
+    {
+        "last_epoch",
+        "_step_count",
+        "_last_lr",
+        "_get_lr_called_within_step",
+        "_is_initial",
+        "T_cur",
+        "T_i",
+        "_schedulers",
+    }
 )
 
 
@@ -72,6 +81,20 @@ def saved_configuration(state: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in found.items() if not _is_code(value)}
 
 
+def has_code(scheduler: object) -> bool:
+    """Whether a function of this run's script decides the rates, which no state dict holds (LambdaLR)."""
+    inner = getattr(scheduler, "_schedulers", ())
+    return hasattr(scheduler, "lr_lambdas") or any(has_code(one) for one in inner)
+
+
+def cycled(scheduler: object) -> frozenset[str]:
+    """The hyper-parameters besides rates that a scheduler writes into the groups (OneCycleLR, CyclicLR, OneCycle)."""
+    if getattr(scheduler, "cycle_momentum", False):
+        return frozenset({"betas", "momentum", "max_momentum", "base_momentum"})
+    inner = (cycled(one) for one in getattr(scheduler, "_schedulers", ()))
+    return frozenset().union(*inner)
+
+
 def _is_code(value: object) -> bool:
     """Functions, and the lists of None that stand for them in a state dict: no part of what can be compared."""
     if isinstance(value, (list, tuple)) and value:
@@ -86,6 +109,11 @@ class Beginning:
         self.kind = kind_of(scheduler)
         state: dict[str, object] = getattr(scheduler, "state_dict", dict)()
         self._state: object = copy.deepcopy(state)
+
+    @property
+    def position(self) -> int:
+        """How far the scheduler had run when it was noted: 0 for one that was just built."""
+        return (position_in(self._state) if isinstance(self._state, Mapping) else None) or 0
 
     def place(self, scheduler: object, position: int) -> None:
         """Put `scheduler` where `position` of its own steps would have brought it, and its rates into the groups.
@@ -158,6 +186,17 @@ def base_rates(
             return None
         found.append(exact)
     return found
+
+
+def describes(
+    scheduler: object, params: Mapping[str, object], built_for: Sequence[float], position: int, rates: Sequence[float]
+) -> bool:
+    """Whether a scheduler of this class with these parameters has, at a position, the rates that were saved."""
+    groups = zip(scheduler.optimizer.param_groups, built_for, strict=True)  # type: ignore[attr-defined]
+    made = like(scheduler, params, [{**group, "lr": rate} for group, rate in groups])
+    if position:
+        made.step(position - 1)  # type: ignore[attr-defined]
+    return [float(group["lr"]) for group in made.optimizer.param_groups] == list(rates)  # type: ignore[attr-defined]
 
 
 def _with_rate(scheduler: object, params: Mapping[str, object], rate: float) -> object:

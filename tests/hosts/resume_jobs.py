@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +32,7 @@ class Setup:
     json: bool = False
     groups: int = 2
     policy: dict[str, Any] = field(default_factory=dict)
+    tensor_lr: bool = False
 
     def but(self, **changes: Any) -> Setup:
         return replace(self, **changes)
@@ -48,6 +50,8 @@ def make(setup: Setup, seed: int = 7) -> Any:
         {"params": [p for _, p in named if p.dim() > 1], "lr": setup.lr, "weight_decay": setup.weight_decay},
         {"params": [p for _, p in named if p.dim() <= 1], "lr": setup.lr / 10, "weight_decay": 0.0},
     ]
+    for group in both if setup.tensor_lr else ():
+        group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
     groups = both if setup.groups == 2 else [{**both[0], "params": [p for _, p in named]}]
     config = ds_config(setup.run)
     config["gradient_clipping"] = setup.clip
@@ -139,12 +143,16 @@ def resume(
     flags: list[str] | None = None,
     arguments: dict[str, Any] | None = None,
     twice: bool = False,
+    save_to: str | None = None,
+    weights_after: bool = False,
+    dead_proxy: bool = False,
 ) -> dict[str, Any]:
     """Load under the setup's policy and the flags; what is held then, and what the next steps use."""
     import ds_reshard
     from ds_reshard.resume import asked
 
     engine = make(setup, seed=99)
+    dead = weakref.proxy(torch.nn.Linear(1, 1)) if dead_proxy and torch.distributed.get_rank() == 0 else None
     before = jobs.contents(engine)
     asked.forget()
     try:
@@ -165,6 +173,10 @@ def resume(
     held["error"] = None
     held["counters"] = (engine.global_steps, engine.global_samples)
     held["rates"] = used(engine, 100, more)
+    held["weights_after"] = jobs.weights(engine) if weights_after else None
+    if save_to is not None:
+        engine.save_checkpoint(save_to)
+    del dead
     return held
 
 

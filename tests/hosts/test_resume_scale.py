@@ -6,9 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cases import Run
-from resume_jobs import Setup
-from resumed import resume
 
 pytestmark = pytest.mark.distributed
 
@@ -41,15 +38,3 @@ def test_the_loss_scaler_of_this_run_replaces_the_loaded_one() -> None:
     apply(engine, saved, ResumePolicy(hyperparameters=("loss_scale",)))
     assert optimizer.loss_scaler.cur_scale == 2.0**12
     assert type(optimizer.loss_scaler) is DynamicLossScaler
-
-
-def test_a_curriculums_data_position_starts_anew_on_request(worlds: Any, kept: Any) -> None:
-    """`dataloader: reset` keeps iteration and the schedule's position."""
-    setup = Setup(run=Run(1, 1), scheduler=("CosineAnnealingLR", {"T_max": 40}))
-    folder, saved = kept(setup)
-    loaded = resume(worlds, setup, folder, flags=["--reset-dataloader"])
-    assert loaded[0]["error"] is None
-    assert loaded[0]["counters"][0] == saved[0]["steps"][0]
-    rows = {row["name"]: row for row in loaded[0]["report"]["rows"]}
-    assert rows["data"]["used"] == "from its start" and rows["data"]["because"] == "--reset-dataloader"
-    assert rows["schedule position"]["used"] == rows["schedule position"]["checkpoint"]

@@ -57,6 +57,9 @@ def test_each_cell_of_optimizer_and_scheduler(
     folder, saved = kept(old)
     setup = old if scheduler == "strict" else new
     loaded = resume(worlds, setup.but(policy={"optimizer": optimizer, "scheduler": scheduler}), folder)
+    if (optimizer, scheduler, run.stage) == ("skip", "strict", 1):
+        assert loaded[0]["error"] == "UnsupportedLayout" and "cannot be compared" in loaded[0]["text"]
+        return
     assert loaded[0]["error"] is None, loaded[0].get("text")
     _check_tensors(saved, loaded, optimizer)
     got = rates(loaded[0]["rates"], ("lr",))
@@ -207,6 +210,14 @@ REFUSED = {
     ),
     "finetune with masters": (Setup(), ["--finetune", "--load-masters-only"], {}, "ConfigError", "finetune"),
     "rng": (Setup(), ["--no-load-rng"], {}, "ConfigError", "random"),
+    "data": (Setup(), ["--reset-dataloader"], {}, "ConfigError", "curriculum"),
+    "checkpoint without its optimizer": (
+        Setup(), ["--use-checkpoint-opt-param-scheduler"], {"load_optimizer_states": False}, "ConfigError", "files",
+    ),
+    "masters without the optimizer": (
+        Setup(), ["--load-masters-only"], {"load_optimizer_states": False}, "ConfigError", "masters",
+    ),
+    "a structural hyper-parameter": (Setup(), ["--override-optim-hparams", "amsgrad"], {}, "ConfigError", "betas"),
     "json": (Setup(policy={"scheduler": "overide"}), [], {}, "ConfigError", "override"),
     "json key": (Setup(policy={"schedulers": "override"}), [], {}, "ConfigError", "scheduler"),
     "json and flag": (

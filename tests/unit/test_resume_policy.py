@@ -94,11 +94,35 @@ def test_a_flag_of_another_kind_is_refused() -> None:
         ds_reshard.add_arguments(parser)
 
 
-def test_parsing_again_replaces_what_the_command_line_said() -> None:
+def test_parsing_again_for_defaults_takes_nothing_back() -> None:
     parser = ds_reshard.add_arguments(argparse.ArgumentParser())
     parser.parse_args(["--finetune"])
     parser.parse_args([])
-    assert asked.asked_policy().is_default
+    assert parse() == ResumePolicy(finetune=True)
+    assert parse("--no-load-lr-state") == ResumePolicy(scheduler="reset"), "what is said anew counts"
+
+
+@pytest.mark.parametrize(
+    ("flag", "options"),
+    [
+        ("--no-load-optim", {"dest": "load_optim", "action": "store_false"}),
+        ("--finetune", {"action": "count", "default": 0}),
+        ("--no-load-rng", {"action": "store_const", "const": "no", "default": "yes"}),
+        ("--reset-iteration", {"action": "store_true", "default": True}),
+    ],
+)
+def test_a_flag_whose_value_does_not_tell_if_it_was_given_is_refused(flag: str, options: dict[str, Any]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument(flag, **options)
+    with pytest.raises(ConfigError, match="of another kind"):
+        ds_reshard.add_arguments(parser)
+
+
+def test_a_destination_that_a_script_uses_otherwise_is_left_to_it() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ft", dest="finetune", default="lora")
+    assert parse(parser=parser).is_default
+    assert parse("--finetune", parser=parser).finetune
 
 
 @pytest.mark.parametrize(

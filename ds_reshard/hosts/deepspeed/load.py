@@ -94,7 +94,8 @@ def load_checkpoint(
         return resume.finish(_by_deepspeed(engine, original, resume.request, tag))
     found = broadcast(look(str(load_dir), tag, optimizer=resume.request.load_optimizer) if rank() == 0 else Found())
     if found.checkpoint is None and (not found.faults or _as_saved(engine, found, mine.features)):
-        resume.without_files()
+        if found.tag:  # else there is nothing to load, and nothing to apply a policy to
+            resume.without_files()
         return resume.finish(_by_deepspeed(engine, original, resume.request, found.tag or tag))
     raise_faults(found.faults, subject=f"loading {load_dir}")
     assert found.checkpoint is not None
@@ -173,9 +174,13 @@ def _leave_to_deepspeed(
     same, faults, cause = attempt(lambda: same_layout(engine, mine.live, checkpoint))
     if mine.features and not same:
         faults.append(_unsupported_fault(engine, mine.features, checkpoint))
-    partial = (checkpoint.stage == 3 and not request.load_optimizer) or (request.load_optimizer and not request.moments)
+    partial = ((checkpoint.stage == 3 or _keeps_own_masters(mine)) and not request.load_optimizer) or (
+        request.load_optimizer and not request.moments
+    )
     always = mine.settings.always and checkpoint.stage != 0
     leave = bool(same) and (bool(mine.features) or not (always or partial))
+    if leave and request.load_optimizer and not request.moments:
+        faults.append(_unsupported_fault(engine, (*mine.features, "masters without moments"), checkpoint))
     shards = ZeroShards(checkpoint=checkpoint)
     if leave and not faults:
         found, more, cause = attempt(lambda: _check_own(mine.live, checkpoint, shards))
@@ -188,6 +193,15 @@ def _leave_to_deepspeed(
         faults.append(_disagreement(folder))
     _raise(faults, subject=f"loading {folder}", cause=cause)
     return leave
+
+
+def _keeps_own_masters(mine: Considered) -> bool:
+    """Whether weights alone, loaded by DeepSpeed, would be undone by the first step.
+
+    At stage 0 `FP16_Optimizer` and `FP16_UnfusedOptimizer` (runtime/fp16, 0.19.8) step on masters of their own, which
+    a load without optimizer states leaves as they were initialised.
+    """
+    return mine.live is not None and mine.live.kind in ("fused", "unfused")
 
 
 def _check_own(live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, shards: ZeroShards) -> list[Fault]:

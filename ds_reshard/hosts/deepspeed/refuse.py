@@ -17,6 +17,23 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 ENGINE_VALUES = ("clip_grad", "loss_scale")
+# What decides which states an optimizer has or how it computes, and what schedulers keep in the groups.
+NOT_HYPERPARAMETERS = frozenset(
+    {
+        "amsgrad",
+        "capturable",
+        "differentiable",
+        "foreach",
+        "fused",
+        "initial_lr",
+        "max_lr",
+        "min_lr",
+        "max_momentum",
+        "base_momentum",
+        "maximize",
+        "decoupled_weight_decay",
+    }
+)
 
 
 def refusals(engine: DeepSpeedEngine, request: Request, policy: ResumePolicy) -> list[Fault]:
@@ -32,6 +49,25 @@ def refusals(engine: DeepSpeedEngine, request: Request, policy: ResumePolicy) ->
                 'leave out load_lr_scheduler_states=False, or ask for scheduler "reset" (--no-load-lr-state)',
             )
         )
+    if not request.optimizer and (policy.optimizer == "masters" or policy.scheduler in ("checkpoint", "strict")):
+        asked_for = "masters" if policy.optimizer == "masters" else f'scheduler "{policy.scheduler}"'
+        faults.append(
+            _fault(
+                "load_checkpoint(load_optimizer_states=False)",
+                f"contradicts {asked_for}, which is in the optimizer's files",
+                "leave out load_optimizer_states=False, or that part of the resume policy",
+            )
+        )
+    if policy.optimizer == "masters" and not engine.zero_load_from_fp32_weights():
+        what = "makes masters from the 16-bit weights, and --load-masters-only asks for the saved ones"
+        mend = 'set "load_from_fp32_weights": true, or use --no-load-optim'
+        faults.append(_fault("zero_optimization.load_from_fp32_weights: false", what, mend))
+    if not policy.loads_moments and (own.begun or own.loaded):
+        what = "has taken steps or loaded before: its moments are not fresh, and are not made so"
+        faults.append(_fault("the running engine", what, "build the engine anew for a load without moments"))
+    if policy.dataloader == "reset" and own.sampler is None and not asked.adopted("dataloader"):
+        what = "DeepSpeed stores a data position for curriculum learning alone: there is nothing to reset"
+        faults.append(_fault("dataloader", what, "leave out --reset-dataloader; the script starts its own data anew"))
     places = policy.scheduler in ("override", "reset") or not policy.keeps_position
     if policy.scheduler == "override":
         for other in own.unowned:
@@ -41,33 +77,40 @@ def refusals(engine: DeepSpeedEngine, request: Request, policy: ResumePolicy) ->
         if schedulers.kind_of(scheduler) in (PLATEAU, UNKNOWN):
             if policy.scheduler == "override":
                 faults.append(_fault("lr_scheduler", schedulers.refusal(scheduler), "see above", "UnsupportedLayout"))
-        elif own.begun:
+        elif own.begun or (own.scheduler is not None and own.scheduler.position):
             faults.append(
                 _fault(
                     "lr_scheduler",
-                    "the engine had taken steps before its first load, so the beginning of this run's schedule is gone",
-                    "call load_checkpoint before the first step",
+                    "had taken steps before the first load, so the beginning of this run's schedule is gone",
+                    "call load_checkpoint before the first step, with a scheduler at its beginning",
                 )
             )
-    if policy.takes("lr") and scheduler is not None and policy.scheduler != "override":
+    for other in own.unowned if places else ():
+        if own.begun or own.unowned[other].position:
+            what = f"{type(other).__name__} had taken steps before the first load: its beginning is gone"
+            faults.append(_fault("lr_scheduler", what, "call load_checkpoint before the first step"))
+    if policy.scheduler == "strict" and own.unowned:
+        what = "belongs to the script or its trainer, and is loaded after the engine: it cannot be compared before"
+        faults.append(_fault("lr_scheduler", what, "hand the scheduler to deepspeed.initialize", "UnsupportedLayout"))
+    if policy.takes("lr") and (scheduler is not None or own.unowned) and policy.scheduler != "override":
         faults.append(
             _fault(
                 "hyperparameters: lr",
-                f"the learning rate belongs to this run's scheduler ({type(scheduler).__name__})",
+                "the learning rate belongs to this run's scheduler",
                 "use --override-opt-param-scheduler (scheduler: override)",
             )
         )
     if not policy.rng and not policy.finetune and not asked.adopted("rng"):
         what = "DeepSpeed's checkpoints hold no random states: there is nothing to leave out"
         faults.append(_fault("rng", what, "leave out --no-load-rng; the script restores what it saved itself"))
-    known = {name for group in own.groups for name in group} | set(ENGINE_VALUES)
+    known = ({name for group in own.groups for name in group} | set(ENGINE_VALUES)) - NOT_HYPERPARAMETERS
     for name in policy.hyperparameters:
         if name not in known:
             faults.append(
                 _fault(
                     f"hyperparameters: {name}",
                     "is no hyper-parameter of this run's optimizer or engine",
-                    f"name some of {', '.join(sorted(known - {'lr', 'initial_lr'}))}",
+                    f"name some of {', '.join(sorted(known - {'lr'}))}",
                 )
             )
     if policy.takes("loss_scale") and own.loss_scaler is None:
@@ -85,7 +128,7 @@ def checkpoint_faults(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolic
     if policy.scheduler == "checkpoint":
         return _continuation_faults(engine, saved, policy)
     if policy.scheduler == "strict":
-        return _differences(own, scheduler, saved)
+        return _incomparable(engine, saved) or _differences(own, scheduler, saved)
     return []
 
 
@@ -102,23 +145,13 @@ def _continuation_faults(engine: DeepSpeedEngine, saved: Saved, policy: ResumePo
     if scheduler is None or saved.scheduler is None:
         without, has = ("this run", "the checkpoint") if scheduler is None else ("the checkpoint", "this run")
         return [_fault(saved.where, f'{without} has no scheduler and {has} has one: "checkpoint" needs both', mend)]
-    kind = schedulers.kind_of(scheduler)
-    if kind == DEEPSPEED:
-        name, params = saved.scheduler_section
-        if name != type(scheduler).__name__ or params is None:
-            found = name or "a scheduler that its configuration does not describe"
-            return [
-                Fault(
-                    error="UnsupportedLayout", where=saved.where,
-                    what="a scheduler of DeepSpeed stores its position alone; what configures it cannot be translated",
-                    expected=f"{type(scheduler).__name__} in the saved DeepSpeed JSON", found=found, mend=mend,
-                )
-            ]  # fmt: skip
-        if schedulers.needs_rates(scheduler, params) and base_rates(scheduler, saved, params, len(groups)) is None:
-            return [_unknown_rates(saved, f"{type(scheduler).__name__} was built from the optimizer's learning rates")]
-        return []
-    live = set(schedulers.configuration(scheduler)) | {"last_epoch", "num_steps"}
-    if schedulers.position_in(saved.scheduler) is None or not live & set(saved.scheduler):
+    if schedulers.kind_of(scheduler) == DEEPSPEED:
+        return _undescribed(engine, scheduler, saved)
+    live = set(schedulers.configuration(scheduler))
+    if schedulers.has_code(scheduler):
+        what = f"the function that gives {type(scheduler).__name__} its rates is this run's: no checkpoint holds it"
+        return [_fault(saved.where, what, mend, "UnsupportedLayout")]
+    if schedulers.position_in(saved.scheduler) is None or live != set(schedulers.saved_configuration(saved.scheduler)):
         found = ", ".join(sorted(saved.scheduler)) or "nothing"
         return [
             Fault(
@@ -126,6 +159,39 @@ def _continuation_faults(engine: DeepSpeedEngine, saved: Saved, policy: ResumePo
                 expected=f"the state of {type(scheduler).__name__}", found=found, mend=mend,
             )
         ]  # fmt: skip
+    return []
+
+
+def _undescribed(engine: DeepSpeedEngine, scheduler: object, saved: Saved) -> list[Fault]:
+    """Where the saved JSON does not describe the scheduler of DeepSpeed that ran: it stores its position alone.
+
+    A JSON may lie: the script built the scheduler, or the run resumed another one's schedule. So the rates that it
+    gives at the saved position are compared with the saved ones, where those were read.
+    """
+    name, params = saved.scheduler_section
+    mend = "use --override-opt-param-scheduler with the values of the saving run, or --no-load-lr-state"
+    what = "a scheduler of DeepSpeed stores its position alone, and what configured it is not in the saved JSON"
+    count = len(own_values(engine).groups)
+    if engine.client_lr_scheduler is not None or name != type(scheduler).__name__ or params is None:
+        found = name or "none"
+        return [
+            Fault(
+                error="UnsupportedLayout", where=saved.where, what=what,
+                expected=f"{type(scheduler).__name__} in the saved and in this run's DeepSpeed JSON", found=found,
+                mend=mend,
+            )
+        ]  # fmt: skip
+    built_for = [0.0] * count
+    if schedulers.needs_rates(scheduler, params):
+        bases = base_rates(scheduler, saved, params, count)
+        if bases is None:
+            return [_unknown_rates(saved, f"{name} was built from the optimizer's learning rates")]
+        built_for = bases
+    rates = [float(str(saved.groups[n]["lr"])) for n in range(count) if n in saved.groups]
+    if len(rates) == count and not schedulers.describes(scheduler, params, built_for, saved.position, rates):
+        return [
+            _fault(saved.where, f"{what}: {name} there gives other rates than were saved", mend, "UnsupportedLayout")
+        ]
     return []
 
 
@@ -140,6 +206,24 @@ def _unknown_rates(saved: Saved, why: str) -> Fault:
     )
 
 
+def _incomparable(engine: DeepSpeedEngine, saved: Saved) -> list[Fault]:
+    """What "strict" cannot compare, and so must not pass."""
+    own, scheduler = own_values(engine), engine.lr_scheduler
+    mend = "load the optimizer, or say with another flag whose schedule is right"
+    if any(number not in saved.groups for number in range(len(own.groups))):
+        what = "the optimizer's files, which hold rates and weight decay, are not opened: they cannot be compared"
+        return [_fault(saved.where, what, mend, "UnsupportedLayout")]
+    if scheduler is not None and schedulers.has_code(scheduler):
+        what = (
+            f"the function that gives {type(scheduler).__name__} its rates is in no checkpoint: it cannot be compared"
+        )
+        return [_fault(saved.where, what, mend, "UnsupportedLayout")]
+    if scheduler is not None and saved.scheduler is not None and schedulers.kind_of(scheduler) == DEEPSPEED:
+        name, params = saved.scheduler_section
+        return _undescribed(engine, scheduler, saved) if name == type(scheduler).__name__ and params else []
+    return []
+
+
 def _differences(own: Own, scheduler: object, saved: Saved) -> list[Fault]:
     """Every field of schedule, learning rate and weight decay that differs."""
     pairs: dict[str, tuple[object, object]] = {}
@@ -147,7 +231,7 @@ def _differences(own: Own, scheduler: object, saved: Saved) -> list[Fault]:
     for number, group in enumerate(own.groups):
         hyper = saved.groups.get(number)
         if hyper is not None:
-            both = ({"initial_lr"} & set(group) & set(hyper)) | names
+            both = ({"initial_lr", "max_lr", "min_lr"} & set(group) & set(hyper)) | names
             pairs |= {f"param group {number}: {name}": (hyper.get(name), group.get(name)) for name in sorted(both)}
     ours = type(scheduler).__name__ if scheduler is not None else "none"
     theirs, params = saved.scheduler_section if saved.scheduler is not None else ("none", None)
@@ -156,7 +240,9 @@ def _differences(own: Own, scheduler: object, saved: Saved) -> list[Fault]:
     elif schedulers.kind_of(scheduler) == DEEPSPEED:
         pairs["scheduler"] = (theirs, ours)
         if theirs == ours and params is not None:
-            other = schedulers.configuration(schedulers.like(scheduler, params, own.groups))
+            rates = base_rates(scheduler, saved, params, len(own.groups)) or [0.0] * len(own.groups)
+            built_for = [{**group, "lr": rate} for group, rate in zip(own.groups, rates, strict=True)]
+            other = schedulers.configuration(schedulers.like(scheduler, params, built_for))
             mine = schedulers.configuration(scheduler)
             pairs |= {f"scheduler: {n}": (other.get(n), mine.get(n)) for n in sorted({*other, *mine})}
     else:

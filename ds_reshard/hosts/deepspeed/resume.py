@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -45,14 +45,15 @@ class Own:
     scheduler: Beginning | None
     begun: bool
     sampler: object
+    loaded: bool = False
     unowned: weakref.WeakKeyDictionary[LRScheduler, Beginning]
 
 
 _OWN: weakref.WeakKeyDictionary[DeepSpeedEngine, Own] = weakref.WeakKeyDictionary()
 
 
-def own_values(engine: DeepSpeedEngine) -> Own:
-    """This run's values, noted when an engine is first asked for them."""
+def own_values(engine: DeepSpeedEngine, *, held: bool = True) -> Own:
+    """This run's values, noted when an engine is first asked for them; `held` asks for schedulers beside it too."""
     if engine not in _OWN:
         scheduler = engine.lr_scheduler
         _OWN[engine] = Own(
@@ -64,8 +65,9 @@ def own_values(engine: DeepSpeedEngine) -> Own:
             loss_scaler=copy.deepcopy(getattr(engine.optimizer, "loss_scaler", None)),
             scheduler=Beginning(scheduler) if scheduler is not None else None,
             begun=engine.global_steps > 0,
+            loaded=False,
             sampler=copy.deepcopy(sampler.state_dict()) if (sampler := _sampler(engine)) is not None else None,
-            unowned=weakref.WeakKeyDictionary({one: Beginning(one) for one in unowned(engine)}),
+            unowned=weakref.WeakKeyDictionary({one: Beginning(one) for one in unowned(engine)} if held else {}),
         )
     return _OWN[engine]
 
@@ -103,8 +105,7 @@ def apply(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy) -> None:
     """
     own, groups, scheduler = own_values(engine), live_groups(engine), engine.lr_scheduler
     if policy.schedule_is_this_runs:
-        set_groups(groups, own.groups, SCHEDULED)
-    set_groups(groups, own.groups, policy.hyperparameters)
+        _own_schedule(groups, own, SCHEDULED)
     if policy.takes("clip_grad"):
         engine.optimizer.clip_grad = own.clip_grad if own.clip_grad is not None else engine.gradient_clipping()
     if policy.takes("loss_scale"):
@@ -120,14 +121,25 @@ def apply(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy) -> None:
         _place(scheduler, own, saved.position if policy.keeps_position else 0, groups)
     for other in own.unowned:
         _hold(engine, other, policy)
+    set_groups(groups, own.groups, policy.hyperparameters)
+    _OWN[engine] = replace(own, loaded=True)
+
+
+def _own_schedule(groups: list[dict[str, object]], own: Own, names: Iterable[str]) -> None:
+    """This run's values of these names; bounds that this run has not are taken out, or a later scheduler uses them."""
+    set_groups(groups, own.groups, names)
+    for group, mine in zip(groups, own.groups, strict=True):
+        for name in (set(names) - {"lr", "weight_decay"}) - set(mine):
+            group.pop(name, None)
 
 
 def _place(scheduler: object, own: Own, position: int, groups: list[dict[str, object]]) -> None:
     """This run's scheduler at a position. One that cannot be placed has not been loaded, so it is at its beginning."""
     assert own.scheduler is not None
+    _own_schedule(groups, own, SCHEDULED - {"weight_decay"})
     if own.scheduler.kind in (PLATEAU, UNKNOWN):
         return
-    set_groups(groups, own.groups, SCHEDULED - {"weight_decay"})
+    set_groups(groups, own.groups, schedulers.cycled(scheduler))
     own.scheduler.place(scheduler, position)
 
 
@@ -136,16 +148,18 @@ def _hold(engine: DeepSpeedEngine, scheduler: LRScheduler, policy: ResumePolicy)
     leave(scheduler)
     if policy.scheduler == "strict" or (policy.keeps_position and policy.scheduler != "override"):
         return
-    own = own_values(engine)
-    set_groups(live_groups(engine), own.groups, SCHEDULED - {"weight_decay"})
+    own, groups = own_values(engine), live_groups(engine)
+    names = (SCHEDULED - {"weight_decay"}) | schedulers.cycled(scheduler)
+    set_groups(groups, own.groups, names)
     own.unowned[scheduler].place(scheduler, 0)
 
     def take(one: LRScheduler, state: Mapping[str, object]) -> None:
         position = schedulers.position_in(state) if policy.keeps_position else 0
         if position is None:
             raise UnsupportedLayout(schedulers.refusal(one))
-        set_groups(live_groups(engine), own.groups, SCHEDULED - {"weight_decay"})
+        set_groups(live_groups(engine), own.groups, names)
         own.unowned[one].place(one, position)
+        set_groups(live_groups(engine), own.groups, policy.hyperparameters)
 
     take_next_state(scheduler, take)
 
@@ -186,7 +200,7 @@ def base_rates(scheduler: object, saved: Saved, params: Mapping[str, object], co
     """The rates that the saved scheduler was built from: the JSON's for one group, else what its rates imply."""
     if not schedulers.needs_rates(scheduler, params):
         return None
-    if count == 1 and "lr" in saved.optimizer_params:
+    if not saved.groups and count == 1 and "lr" in saved.optimizer_params:
         return [float(str(saved.optimizer_params["lr"]))]
     values = saved_values(saved, count)
     if values is None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ds_reshard.hosts.deepspeed.entries import Request
-from ds_reshard.hosts.deepspeed.resume import SCHEDULED, Own, live_groups, saved_values
+from ds_reshard.hosts.deepspeed.resume import SCHEDULED, Own, live_groups
 from ds_reshard.hosts.deepspeed.saved import Saved
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because
@@ -15,6 +15,10 @@ from ds_reshard.resume.schedulers import position_of
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
+_UNREAD = (
+    "weight decay, and rates that the scheduler does not hold, are those of the saved DeepSpeed JSON or this run's: "
+    "the optimizer's files, which say what was used, were not opened"
+)
 _SHOWN = ("lr", "min_lr", "weight_decay", "betas", "eps", "momentum")
 
 
@@ -57,8 +61,8 @@ def report(engine: DeepSpeedEngine, own: Own, saved: Saved, policy: ResumePolicy
     warnings = batch_size_warning(saved.train_batch_size, batch)
     if not policy.keeps_iteration and not policy.finetune:
         warnings += ("the iteration starts again at 0: later saves may overwrite earlier tags of the same folder",)
-    if policy.scheduler == "checkpoint" and not policy.loads_masters and saved_values(saved, len(own.groups)) is None:
-        warnings += ("weight decay is this run's: the optimizer's files, which hold the saved one, were not opened",)
+    if policy.scheduler == "checkpoint" and not policy.loads_masters and not saved.groups:
+        warnings += (_UNREAD,)
     return ResumeReport(host="deepspeed", checkpoint=saved.where, rows=tuple(rows), warnings=warnings)
 
 

@@ -11,7 +11,7 @@ from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.hosts.deepspeed import refuse, resume
 from ds_reshard.hosts.deepspeed.agree import agree, attempt, rank
 from ds_reshard.hosts.deepspeed.entries import Request
-from ds_reshard.hosts.deepspeed.live import LiveOptimizer
+from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_kind
 from ds_reshard.hosts.deepspeed.resume_report import report
 from ds_reshard.hosts.deepspeed.saved import Saved, read_saved
 from ds_reshard.hosts.deepspeed.settings import Settings
@@ -30,10 +30,13 @@ Result = tuple[object, object]
 
 
 def policy_of(engine: DeepSpeedEngine, settings: Settings, *, module_only: bool) -> ResumePolicy:
-    """The policy of this process and of this engine's JSON; none for `load_module_only`, which is no resume."""
+    """The policy of this process and of this engine's JSON.
+
+    None for what is no resume: `load_module_only`, and engines without an optimizer (a reference model).
+    """
     policy = asked.asked_policy(settings.resume)
-    if module_only:
-        return ResumePolicy()
+    if module_only or live_kind(engine) == "none":
+        return ResumePolicy(report=policy.report)
     if not settings.enabled and not policy.is_default:
         fault = Fault(
             error="ConfigError",
@@ -56,7 +59,7 @@ class Resume:
         self._saved: Saved | None = None
         self._subject = f"loading {request.load_dir}"
         if not request.module_only:
-            resume.own_values(engine)
+            resume.own_values(engine, held=not policy.is_default)
 
     def refuse(self) -> None:
         """Raise what cannot be done of the policy with this engine, whatever the checkpoint."""
@@ -111,13 +114,19 @@ class Resume:
             _, faults, cause = attempt(lambda: resume.apply(engine, saved, policy))
             agree(faults, subject=self._subject, cause=cause)
             restore_use(engine)
-        if rank() == 0:
-            made = report(engine, resume.own_values(engine), saved, policy, self.request)
-            publish(made, path=policy.report)
-            logger.info("%s", made)
-            for warning in made.warnings:
-                logger.warning("%s", warning)
+        _, faults, cause = attempt(lambda: self._report(saved)) if rank() == 0 else (None, [], None)
+        if policy.report is not None:
+            agree(faults, subject=f"resume report {policy.report}", cause=cause)
+        elif faults:
+            logger.error("no resume report: %s", "; ".join(fault.line() for fault in faults))
         return result
+
+    def _report(self, saved: Saved) -> None:
+        made = report(self._engine, resume.own_values(self._engine), saved, self.policy, self.request)
+        logger.info("%s", made)
+        for warning in made.warnings:
+            logger.warning("%s", warning)
+        publish(made, path=self.policy.report)
 
     def _from_engine(self) -> Saved:
         """What the engine shows after DeepSpeed's own load of files that are not read here."""

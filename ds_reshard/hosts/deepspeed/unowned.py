@@ -28,7 +28,7 @@ def unowned(engine: DeepSpeedEngine) -> list[LRScheduler]:
         return []
     found = [
         thing for thing in gc.get_objects()
-        if isinstance(thing, LRScheduler) and _innermost(getattr(thing, "optimizer", None)) is base
+        if issubclass(type(thing), LRScheduler) and _innermost(getattr(thing, "optimizer", None)) is base
     ]  # fmt: skip
     inside = {id(engine.lr_scheduler)}
     for thing in (*found, engine.lr_scheduler):
@@ -57,7 +57,14 @@ def take_next_state(scheduler: LRScheduler, taker: Taker) -> None:
         self.__class__ = cls
         taker(self, state_dict)
 
-    names = {"load_state_dict": load_state_dict, "_ds_reshard_taken": True, "__module__": cls.__module__}
+    def reduce(self: LRScheduler, protocol: int) -> object:
+        self.__class__ = cls
+        return cls.__reduce_ex__(self, protocol)
+
+    names = {
+        "load_state_dict": load_state_dict, "__reduce_ex__": reduce, "_ds_reshard_taken": True,
+        "__module__": cls.__module__,
+    }  # fmt: skip
     scheduler.__class__ = type(cls.__name__, (cls,), {**names, "__qualname__": cls.__qualname__})
 
 

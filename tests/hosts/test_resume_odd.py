@@ -1,0 +1,123 @@
+"""What an adversary tried on the resume policy: states of other schedulers, odd groups, faults on one rank alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import Run
+from gathered import same_bits
+from resume_jobs import Setup
+from resumed import rates, resume, same_tensors, uninterrupted
+
+pytestmark = pytest.mark.distributed
+
+LAMBDA = ("LambdaLR", {"slope": 0.1})
+COSINE = ("CosineAnnealingLR", {"T_max": 40})
+
+
+@pytest.mark.parametrize("policy", ["checkpoint", "strict"])
+def test_a_function_that_no_checkpoint_holds_is_refused(worlds: Any, kept: Any, policy: str) -> None:
+    setup = Setup(run=Run(1, 1), scheduler=LAMBDA)
+    folder, _ = kept(setup)
+    refused = resume(worlds, setup.but(policy={"scheduler": policy}), folder)
+    assert refused[0]["error"] == "UnsupportedLayout" and "LambdaLR" in refused[0]["text"]
+    assert refused[0]["unchanged"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ("ExponentialLR", {"gamma": 0.9}),
+        ("StepLR", {"step_size": 2}),
+        LAMBDA,
+        ("SequentialLR", {"start": 0.1, "T_max": 9}),
+    ],
+    ids=lambda kind: kind[0],
+)
+def test_checkpoint_does_not_take_the_state_of_another_class(worlds: Any, kept: Any, other: Any) -> None:
+    folder, _ = kept(Setup(run=Run(1, 1), scheduler=COSINE))
+    refused = resume(worlds, Setup(run=Run(1, 1), scheduler=other, policy={"scheduler": "checkpoint"}), folder)
+    assert refused[0]["error"] == "UnsupportedLayout" and refused[0]["unchanged"], refused[0].get("text")
+
+
+def test_a_saved_json_that_does_not_describe_what_ran_is_refused(worlds: Any, kept: Any, tmp_path: Path) -> None:
+    """A resumes as B under the checkpoint's schedule, B saves its own JSON beside A's rates, and C trusts neither."""
+    first = Setup(run=Run(1, 1), json=True, scheduler=("WarmupLR", {"warmup_max_lr": 0.01, "warmup_num_steps": 8}))
+    folder, _ = kept(first)
+    second = first.but(lr=0.5, scheduler=("WarmupLR", {"warmup_max_lr": 0.5, "warmup_num_steps": 8}))
+    chained = resume(worlds, second.but(policy={"scheduler": "checkpoint"}), folder, save_to=str(tmp_path / "second"))
+    assert chained[0]["error"] is None
+    third = resume(worlds, second.but(policy={"scheduler": "checkpoint"}), tmp_path / "second")
+    assert third[0]["error"] == "UnsupportedLayout" and "other rates" in third[0]["text"]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_weights_alone_survive_the_first_step(worlds: Any, kept: Any, stage: int) -> None:
+    """At stage 0 in bf16 DeepSpeed steps on masters of its own, which a load of weights alone leaves as they were."""
+    setup = Setup(run=Run(stage, 1))
+    folder, saved = kept(setup)
+    for more in ({"flags": ["--no-load-optim"]}, {"arguments": {"load_optimizer_states": False}}):
+        loaded = resume(worlds, setup.but(lr=0.0), folder, more=1, weights_after=True, **more)
+        assert loaded[0]["error"] is None, loaded[0].get("text")
+        after = loaded[0]["weights_after"]
+        wrong = [n for n, w in saved[0]["weights"].items() if not same_bits(w, after[n])]
+        assert not wrong, f"weights changed in a step with lr 0: {wrong}"
+
+
+def test_momentum_that_a_schedule_cycles_is_this_runs(worlds: Any, kept: Any) -> None:
+    cycle = {"max_lr": [0.01, 0.001], "total_steps": 40}
+    folder, saved = kept(Setup(run=Run(1, 1), scheduler=("OneCycleLR", cycle)))
+    new = Setup(run=Run(1, 1), scheduler=("OneCycleLR", {**cycle, "base_momentum": 0.5, "max_momentum": 0.6}))
+    for policy, steps in (("override", 5), ("reset", 0)):
+        loaded = resume(worlds, new.but(policy={"scheduler": policy}), folder)
+        assert rates(loaded[0]["rates"], ("lr", "betas")) == rates(uninterrupted(worlds, new, steps), ("lr", "betas"))
+        same_tensors(saved, loaded)
+    plain, _ = kept(Setup(run=Run(1, 1)))
+    loaded = resume(worlds, new.but(policy={"scheduler": "override"}), plain)
+    assert rates(loaded[0]["rates"], ("lr", "betas")) == rates(uninterrupted(worlds, new), ("lr", "betas"))
+
+
+def test_a_scheduler_that_is_built_after_the_load_finds_no_bounds_of_the_checkpoint(worlds: Any, kept: Any) -> None:
+    folder, _ = kept(Setup(run=Run(1, 1), scheduler=COSINE))
+    loaded = resume(worlds, Setup(run=Run(1, 1), lr=0.5, policy={"scheduler": "override"}), folder)
+    assert loaded[0]["error"] is None
+    assert all("initial_lr" not in group for _, group in loaded[0]["groups"])
+
+
+def test_a_first_start_finds_nothing_and_refuses_nothing(worlds: Any, tmp_path: Path) -> None:
+    """Scripts pass their flags from the start, and rely on (None, None)."""
+    for flag in (
+        "--use-checkpoint-opt-param-scheduler",
+        "--no-load-optim",
+        "--finetune",
+        "--strict-opt-param-scheduler",
+    ):
+        loaded = resume(worlds, Setup(run=Run(2, 2)), tmp_path, flags=[flag])
+        assert loaded[0]["error"] is None, loaded[0].get("text")
+        assert loaded[0]["counters"] == (0, 0)
+
+
+def test_dead_references_in_the_process_do_not_hurt(worlds: Any, kept: Any) -> None:
+    folder, _ = kept(Setup(run=Run(2, 2)))
+    for policy in ({}, {"scheduler": "override"}):
+        loaded = resume(worlds, Setup(run=Run(2, 2), policy=policy), folder, dead_proxy=True)
+        assert loaded[0]["error"] is None and loaded[1]["error"] is None
+
+
+def test_a_report_that_cannot_be_written_is_an_error_on_every_rank(worlds: Any, kept: Any, tmp_path: Path) -> None:
+    folder, _ = kept(Setup(run=Run(2, 2)))
+    refused = resume(worlds, Setup(run=Run(2, 2), policy={"report": str(tmp_path / "absent" / "r.json")}), folder)
+    assert refused[0]["error"] is not None and refused[0]["text"] == refused[1]["text"]
+    assert "absent" in refused[0]["text"]
+
+
+def test_rates_that_are_tensors_are_reported(worlds: Any, kept: Any, tmp_path: Path) -> None:
+    setup = Setup(run=Run(2, 2), tensor_lr=True)
+    folder, _ = kept(setup)
+    path = tmp_path / "report.json"
+    new = setup.but(lr=0.5, policy={"scheduler": "override", "report": str(path)})
+    loaded = resume(worlds, new, folder)
+    assert loaded[0]["error"] is None, loaded[0].get("text")
+    assert loaded[0]["rates"][0][0]["lr"] == 0.5 and path.is_file()
