@@ -364,8 +364,9 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
     for name, value in engine.module.state_dict(keep_vars=True).items():
         whole = value.detach()
         if getattr(value, "ds_numel", 0) and value.ds_status.name != "AVAILABLE":
-            parts = [torch.empty_like(value.ds_tensor) for _ in range(place(engine)[1])]
-            torch.distributed.all_gather(parts, value.ds_tensor.detach(), group=engine.seq_data_parallel_group)
+            group = value.ds_process_group
+            parts = [torch.empty_like(value.ds_tensor) for _ in range(torch.distributed.get_world_size(group=group))]
+            torch.distributed.all_gather(parts, value.ds_tensor.detach(), group=group)
             whole = torch.cat([part.view(-1) for part in parts])[: value.ds_numel].view(value.ds_shape)
         if whole.numel():
             found[name] = whole.clone()
