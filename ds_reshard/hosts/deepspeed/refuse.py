@@ -38,9 +38,17 @@ NOT_HYPERPARAMETERS = frozenset(
 
 def refusals(engine: DeepSpeedEngine, request: Request, policy: ResumePolicy) -> list[Fault]:
     """What this engine cannot do of a policy, whatever the checkpoint."""
+    return [
+        *_against_arguments(engine, request, policy),
+        *_about_the_schedule(engine, policy),
+        *_about_hyperparameters(engine, policy),
+    ]
+
+
+def _against_arguments(engine: DeepSpeedEngine, request: Request, policy: ResumePolicy) -> list[Fault]:
+    """Where the policy contradicts the arguments of `load_checkpoint`, the configuration or the engine's own past."""
     own = own_values(engine)
-    faults = []
-    scheduler = engine.lr_scheduler
+    faults: list[Fault] = []
     if policy.scheduler in ("override", "checkpoint", "strict") and not request.scheduler:
         faults.append(
             _fault(
@@ -68,6 +76,15 @@ def refusals(engine: DeepSpeedEngine, request: Request, policy: ResumePolicy) ->
     if policy.dataloader == "reset" and own.sampler is None and not asked.adopted("dataloader"):
         what = "DeepSpeed stores a data position for curriculum learning alone: there is nothing to reset"
         faults.append(_fault("dataloader", what, "leave out --reset-dataloader; the script starts its own data anew"))
+    if not policy.rng and not policy.finetune and not asked.adopted("rng"):
+        what = "DeepSpeed's checkpoints hold no random states: there is nothing to leave out"
+        faults.append(_fault("rng", what, "leave out --no-load-rng; the script restores what it saved itself"))
+    return faults
+
+
+def _about_the_schedule(engine: DeepSpeedEngine, policy: ResumePolicy) -> list[Fault]:
+    own, scheduler = own_values(engine), engine.lr_scheduler
+    faults: list[Fault] = []
     places = policy.scheduler in ("override", "reset") or not policy.keeps_position
     if policy.scheduler == "override":
         for other in own.unowned:
@@ -100,9 +117,12 @@ def refusals(engine: DeepSpeedEngine, request: Request, policy: ResumePolicy) ->
                 "use --override-opt-param-scheduler (scheduler: override)",
             )
         )
-    if not policy.rng and not policy.finetune and not asked.adopted("rng"):
-        what = "DeepSpeed's checkpoints hold no random states: there is nothing to leave out"
-        faults.append(_fault("rng", what, "leave out --no-load-rng; the script restores what it saved itself"))
+    return faults
+
+
+def _about_hyperparameters(engine: DeepSpeedEngine, policy: ResumePolicy) -> list[Fault]:
+    own = own_values(engine)
+    faults: list[Fault] = []
     known = ({name for group in own.groups for name in group} | set(ENGINE_VALUES)) - NOT_HYPERPARAMETERS
     for name in policy.hyperparameters:
         if name not in known:
