@@ -9,6 +9,7 @@ The client is `Release`; what runs on the other side of its pipe is `main` below
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -152,15 +153,16 @@ def _serve(job: dict[str, Any]) -> None:
         if pid == 0:
             _rank(job, rank, port)
         children.append(pid)
+    running = list(children)
     deadline = time.monotonic() + RUN_TIMEOUT_S
-    while children:
-        children = [pid for pid in children if os.waitpid(pid, os.WNOHANG)[0] == 0]
-        if children and time.monotonic() > deadline:
-            for pid in children:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            return
+    while running and time.monotonic() < deadline:
+        running = [pid for pid in running if os.waitpid(pid, os.WNOHANG)[0] == 0]
         time.sleep(0.02)
+    for pid in children:  # each leads a group, in which are the writers that saving `torch_dist` starts and leaves
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    for pid in running:
+        os.waitpid(pid, 0)
 
 
 def _rank(job: dict[str, Any], rank: int, port: int) -> None:
@@ -168,6 +170,7 @@ def _rank(job: dict[str, Any], rank: int, port: int) -> None:
     import torch
 
     _die_with_parent()
+    os.setpgid(0, 0)
     folder = Path(job["folder"])
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
