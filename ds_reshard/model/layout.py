@@ -108,8 +108,10 @@ class Layout:
         self.placements = dict(placements)
         self.shards = dict(shards)
         self._by_buffer: dict[tuple[str, str], list[Placement]] = {}
-        for placement in self.placements.values():
+        self._kinds: dict[str, list[str]] = {}
+        for key, placement in self.placements.items():
             self._by_buffer.setdefault((placement.family, placement.buffer), []).append(placement)
+            self._kinds.setdefault(key.name, []).append(key.kind)
         for (family, buffer), members in self._by_buffer.items():
             self._check(family, buffer, members)
 
@@ -120,7 +122,7 @@ class Layout:
         return key in self.placements
 
     def kinds(self, name: str) -> list[str]:
-        return [key.kind for key in self.placements if key.name == name]
+        return self._kinds.get(name, [])
 
     def in_buffer(self, family: str, buffer: str) -> list[Placement]:
         """The placements of one buffer, in the order in which they were declared."""

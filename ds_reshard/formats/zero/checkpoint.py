@@ -159,9 +159,10 @@ def is_placeholder(tensor: TensorRecord, shape: tuple[int, ...]) -> bool:
 
 
 def _weights(model: ModelStates, listing: Listing) -> Iterator[Placement]:
+    trainable = model.trainable
     for name, tensor in model.module.items():
-        shape = model.trainable.get(name) or model.frozen_shapes.get(name) or tensor.shape
-        shape = model.trainable.get(model.shared.get(name, name), shape)
+        shape = trainable.get(name) or model.frozen_shapes.get(name) or tensor.shape
+        shape = trainable.get(model.shared.get(name, name), shape)
         if is_placeholder(tensor, shape) or not tensor.contiguous:
             continue
         yield whole(name, "weight", tensor.shape, tensor.dtype, family=MODEL, buffer=f"module/{name}")
