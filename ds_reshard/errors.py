@@ -159,6 +159,18 @@ def _order(fault: Fault) -> tuple[int, str, str, str, str, str]:
     return rank, fault.where, fault.what, fault.expected, fault.found, fault.mend
 
 
+def wrong_value(where: str, expected: str, value: object) -> Fault:
+    """A setting, named by `where`, whose value is of the wrong type or out of its range."""
+    return Fault(
+        error="ConfigError",
+        where=where,
+        what="has a value that is not allowed",
+        expected=expected,
+        found=repr(value),
+        mend=f"correct it: {where} takes {expected}",
+    )
+
+
 def raise_faults(faults: Iterable[Fault], *, subject: str) -> None:
     """Raise one error that lists every fault, or return when there is none.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, raise_faults, wrong_value
 
 SCHEDULER = ("host", "override", "checkpoint", "strict", "reset")
 OPTIMIZER = ("load", "skip", "masters")
@@ -121,7 +121,7 @@ class Given:
 def from_json(section: object, *, place: str = "ds_reshard.resume in the DeepSpeed JSON") -> Given:
     """The keys of a JSON object; every unknown key and wrong type is reported at once (ConfigError)."""
     if not isinstance(section, Mapping):
-        raise_faults([_wrong(place, "an object", section)], subject="resume policy")
+        raise_faults([wrong_value(place, "an object", section)], subject="resume policy")
         raise AssertionError
     faults = [fault for key, value in section.items() for fault in _check(str(key), value, place)]
     raise_faults(faults, subject="resume policy")
@@ -170,28 +170,17 @@ def _check(key: str, value: object, place: str) -> list[Fault]:
             )
         ]  # fmt: skip
     if key in _CHOICES:
-        return [] if value in _CHOICES[key] else [_wrong(f"{place}: {key}", _one_of(_CHOICES[key]), value)]
+        return [] if value in _CHOICES[key] else [wrong_value(f"{place}: {key}", _one_of(_CHOICES[key]), value)]
     if key in _SWITCHES:
-        return [] if isinstance(value, bool) else [_wrong(f"{place}: {key}", "true or false", value)]
+        return [] if isinstance(value, bool) else [wrong_value(f"{place}: {key}", "true or false", value)]
     if key == "report":
-        return [] if isinstance(value, str) and value else [_wrong(f"{place}: {key}", "the path of a file", value)]
+        return [] if isinstance(value, str) and value else [wrong_value(f"{place}: {key}", "the path of a file", value)]
     names = isinstance(value, (list, tuple)) and all(isinstance(name, str) and name.isidentifier() for name in value)
-    return [] if names else [_wrong(f"{place}: {key}", 'a list of names such as ["betas", "eps"]', value)]
+    return [] if names else [wrong_value(f"{place}: {key}", 'a list of names such as ["betas", "eps"]', value)]
 
 
 def _one_of(values: Iterable[str]) -> str:
     return "one of " + ", ".join(f'"{value}"' for value in values)
-
-
-def _wrong(where: str, expected: str, value: object) -> Fault:
-    return Fault(
-        error="ConfigError",
-        where=where,
-        what="has a value that is not allowed",
-        expected=expected,
-        found=repr(value),
-        mend=f"correct it: {where} takes {expected}",
-    )
 
 
 def _contradictions(policy: ResumePolicy) -> list[Fault]:

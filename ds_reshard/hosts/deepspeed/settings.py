@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, raise_faults, wrong_value
 from ds_reshard.resume.policy import Given, from_json
 
 SECTION = "ds_reshard"
@@ -41,12 +41,12 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
     """Settings of a DeepSpeed config; every unknown key and wrong type is reported at once (ConfigError)."""
     section = config.get(SECTION, {})
     if not isinstance(section, Mapping):
-        raise_faults([_wrong(SECTION, "an object", section)], subject="DeepSpeed config")
+        raise_faults([wrong_value(SECTION, "an object", section)], subject="DeepSpeed config")
         raise AssertionError
     faults = [_unknown(SECTION, key, _TOP) for key in section if key not in _TOP]
     reshard = section.get("reshard", {})
     if not isinstance(reshard, Mapping):
-        faults.append(_wrong(f"{SECTION}.reshard", "an object", reshard))
+        faults.append(wrong_value(f"{SECTION}.reshard", "an object", reshard))
         reshard = {}
     faults += [_unknown(f"{SECTION}.reshard", key, _RESHARD) for key in reshard if key not in _RESHARD]
     enabled = section.get("enabled", True)
@@ -57,14 +57,14 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
     trust = section.get("trust", [])
     for key, value in (("enabled", enabled), ("reshard.always", always)):
         if not isinstance(value, bool):
-            faults.append(_wrong(f"{SECTION}.{key}", "true or false", value))
+            faults.append(wrong_value(f"{SECTION}.{key}", "true or false", value))
     for key, value, low, high in (("threads", threads, 1, 256), ("memory_mib", memory_mib, 1, 1 << 20)):
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            faults.append(_wrong(f"{SECTION}.reshard.{key}", f"a whole number from {low} to {high}", value))
+            faults.append(wrong_value(f"{SECTION}.reshard.{key}", f"a whole number from {low} to {high}", value))
     if verify not in _VERIFY:
-        faults.append(_wrong(f"{SECTION}.reshard.verify", " or ".join(f'"{v}"' for v in _VERIFY), verify))
+        faults.append(wrong_value(f"{SECTION}.reshard.verify", " or ".join(f'"{v}"' for v in _VERIFY), verify))
     if not isinstance(trust, list) or not all(isinstance(name, str) and "." in name for name in trust):
-        faults.append(_wrong(f"{SECTION}.trust", 'a list of "module.Class" names', trust))
+        faults.append(wrong_value(f"{SECTION}.trust", 'a list of "module.Class" names', trust))
     raise_faults(faults, subject="DeepSpeed config")
     return Settings(
         enabled=enabled, always=always, threads=threads, memory_mib=memory_mib, verify=verify, trust=frozenset(trust),
@@ -80,15 +80,4 @@ def _unknown(section: str, key: object, allowed: tuple[str, ...]) -> Fault:
         expected=f"one of {', '.join(allowed)}",
         found=repr(key),
         mend=f'remove or correct "{key}" in the "{SECTION}" section of the DeepSpeed JSON',
-    )
-
-
-def _wrong(where: str, expected: str, value: object) -> Fault:
-    return Fault(
-        error="ConfigError",
-        where=where,
-        what="has a value that is not allowed",
-        expected=expected,
-        found=repr(value),
-        mend=f'correct "{where}" in the DeepSpeed JSON',
     )
