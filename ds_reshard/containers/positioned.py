@@ -9,12 +9,14 @@ from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReadFailed
 
 
 class PositionedFile:
-    """An open file of `nbytes` bytes; `bytes_read` counts what was read of it. Close it, or use `with`.
+    """An open file of `nbytes` bytes, or a `part` of one; `bytes_read` counts what was read of it. Close it.
 
-    Raises CheckpointNotFound, ReadFailed or, when the path is not a regular file, CheckpointDamaged.
+    `part` is the offset and the number of the bytes that are meant; positions then count from its beginning.
+    Raises CheckpointNotFound, ReadFailed or, when the path is not a regular file or ends before the part does,
+    CheckpointDamaged.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, part: tuple[int, int] | None = None) -> None:
         self.path = path
         self.bytes_read = 0
         self._descriptor = -1
@@ -30,7 +32,12 @@ class PositionedFile:
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise CheckpointDamaged(f"{path}: not a regular file")
-        self.nbytes = status.st_size
+        self._start, self.nbytes = part if part is not None else (0, status.st_size)
+        if self._start < 0 or self.nbytes < 0 or self._start + self.nbytes > status.st_size:
+            self.close()
+            raise CheckpointDamaged(
+                f"{path}: {self.nbytes} bytes at {self._start} are meant to be there; it ends at {status.st_size}"
+            )
 
     def read(self, byte_offset: int, nbytes: int) -> bytes:
         """Exactly the bytes [byte_offset, byte_offset + nbytes).
@@ -40,7 +47,7 @@ class PositionedFile:
         parts: list[bytes] = []
         while nbytes:
             try:
-                part = os.pread(self._descriptor, min(nbytes, 1 << 30), byte_offset)
+                part = os.pread(self._descriptor, min(nbytes, 1 << 30), self._start + byte_offset)
             except OSError as error:
                 raise ReadFailed(f"{self.path}: {nbytes} bytes at {byte_offset} cannot be read: {error}") from error
             if not part:

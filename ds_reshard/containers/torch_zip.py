@@ -39,10 +39,10 @@ class TorchArchive:
     file's size, and `bytes_read` how many of them were read so far.
     """
 
-    def __init__(self, path: str, limits: ArchiveLimits) -> None:
+    def __init__(self, path: str, limits: ArchiveLimits, part: tuple[int, int] | None = None) -> None:
         self.path = path
         self._limits = limits
-        self._file = PositionedFile(path)
+        self._file = PositionedFile(path, part)
         try:
             root, members = read_members(self._file, limits.directory_nbytes)
             self.root = root
@@ -154,11 +154,15 @@ class TorchArchive:
         return self.read(name)
 
 
-def open_archive(path: str | os.PathLike[str], *, limits: ArchiveLimits = _DEFAULT) -> TorchArchive:
+def open_archive(
+    path: str | os.PathLike[str], *, limits: ArchiveLimits = _DEFAULT, part: tuple[int, int] | None = None
+) -> TorchArchive:
     """Open a file of torch.save; for a shard of a gigabyte this reads kilobytes.
+
+    `part` is the offset and number of bytes of an archive inside a file, from whose beginning offsets then count.
 
     Reads the zip directory, the members' headers and two words. Raises CheckpointNotFound, ReadFailed,
     UnsupportedLayout (TorchScript, big-endian, a version of tomorrow) or CheckpointDamaged when the file is
     anything else than torch.save's zip format with every declared range in place.
     """
-    return TorchArchive(os.fspath(path), limits)
+    return TorchArchive(os.fspath(path), limits, part)

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from ds_reshard.hosts.megatron.live import Group
-from ds_reshard.hosts.megatron.schedule import Schedule
+from ds_reshard.resume.megatron_schedule import Schedule
 from ds_reshard.resume.policy import ResumePolicy
 
 
@@ -31,8 +31,10 @@ class Load:
 
     `found` is None until a checkpoint has been read, and stays so where there is none. `own_loop` says that
     Megatron's training did not make the call, so that nothing comes after it. `optimizer` and `scheduler` are
-    what the load goes into, `where` how messages name the checkpoint. `another_model` says that it reads the
-    weights of `--pretrained-checkpoint`, to which the policy was not meant to apply: it is then `finetune` alone.
+    what the load goes into, `where` how messages name the checkpoint. `read_in_place` says that states go by the
+    name of their parameter, as in `torch_dist` checkpoints, and are read into the live ones. `another_model` says
+    that it reads the weights of `--pretrained-checkpoint`, to which the policy was not meant to apply: it is then
+    `finetune` alone.
     """
 
     policy: ResumePolicy
@@ -40,6 +42,7 @@ class Load:
     scheduler: object | None
     where: str = "checkpoint"
     own_loop: bool = False
+    read_in_place: bool = False
     found: Found | None = None
     another_model: bool = False
     warnings: list[str] = field(default_factory=list)

@@ -13,7 +13,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from ds_reshard.errors import Fault
-from ds_reshard.hosts.megatron.live import Group
+from ds_reshard.hosts.megatron.live import Group, as_number
+from ds_reshard.resume.megatron_schedule import OVERRIDE
+from ds_reshard.resume.policy import ResumePolicy
 
 STRUCTURE = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "optimizer")
 """What a group is, whatever the learning rate; NeMo writes `pre_` before the first two."""
@@ -25,15 +27,28 @@ Shapes = tuple[tuple[int, ...], ...]
 """The shapes of a group's parameters, in order."""
 
 
+TOLD_APART = (*STRUCTURE, "default_config", "eps")
+"""What pairs groups beside their parameters: what they are, and not what they learn at."""
+
+OF_SCHEDULE = (*BOUNDS, "lr", "weight_decay")
+"""The values of a group that are the schedule's, which a policy takes from one side together."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matched:
-    """`order[i]` is the saved group of live group i; empty where `faults` say why there is none."""
+    """`order[i]` is the saved group of live group i; empty where `faults` say why there is none.
+
+    `bounds_unknown` are the live groups of which only that is known that it makes no difference to what is used:
+    the bounds of the saved group may be another one's.
+    """
 
     order: tuple[int, ...]
     faults: tuple[Fault, ...] = ()
+    bounds_unknown: frozenset[int] = frozenset()
 
 
 _Split = Callable[[int], Hashable]
+_Part = tuple[list[int], list[int]]
 
 
 def match_groups(
@@ -41,15 +56,19 @@ def match_groups(
     saved: Sequence[Group],
     *,
     where: str,
+    policy: ResumePolicy,
     live_shapes: Sequence[Shapes] | None = None,
     saved_shapes: Sequence[Shapes] | None = None,
+    moves_states: bool = True,
 ) -> Matched:
     """Pair live and saved groups one to one; ParamGroupMismatch faults where that would be a guess.
 
     By structure; where several are alike in that, by the shapes of their parameters where the checkpoint says
-    which group had which, by whether they follow the schedule's own bounds (`default_config`), by eps, and by
-    their bounds relative to the default group's or as they are. Groups that are alike in all of that too are
-    taken in order if their parameters are known, or if nothing tells them apart at all.
+    which group had which, by whether they follow the schedule's own bounds (`default_config`), and by eps. Bounds
+    say nothing: two groups may have exchanged theirs since. Groups that only bounds tell apart are paired in three
+    cases. Where states do not go with the pairing (`moves_states`) and the policy takes the same from each of
+    them, it makes no difference. Where all are equal on either side, there is nothing but their order. And where
+    no flag says otherwise and each has the bounds of one that was saved, they are Megatron's own pairs.
     """
     if len(live) != len(saved):
         return _unmatched(where, live, saved, "another number of param groups")
@@ -58,16 +77,24 @@ def match_groups(
         return _unmatched(where, live, saved, "param groups of another kind")
     shapes = (live_shapes, saved_shapes) if live_shapes is not None and saved_shapes is not None else None
     order: dict[int, int] = {}
+    unknown: set[int] = set()
+    faults: list[Fault] = []
     for key in dict.fromkeys(keys[0]):
         mine = [index for index, other in enumerate(keys[0]) if other == key]
         theirs = [index for index, other in enumerate(keys[1]) if other == key]
         if shapes is not None and Counter(shapes[0][i] for i in mine) != Counter(shapes[1][j] for j in theirs):
             return _unmatched(where, live, saved, "param groups with other parameters")
-        pairs = _pair(live, saved, mine, theirs, shapes)
-        if pairs is None:
-            return _unmatched(where, live, saved, "param groups that cannot be told apart without a guess")
-        order.update(pairs)
-    return Matched(order=tuple(order[index] for index in range(len(live))))
+        for part in _parts(live, saved, (mine, theirs), shapes):
+            pairs = _pair(live, saved, part, policy, moves_states)
+            if pairs is None:
+                faults.append(_ambiguous(where, live, saved, part, policy, moves_states))
+                continue
+            order.update(pairs)
+            if len({bounds(saved[j]) for j in part[1]}) > 1 and policy.schedule_is_this_runs:
+                unknown.update(part[0])
+    if faults:
+        return Matched(order=(), faults=tuple(faults))
+    return Matched(order=tuple(order[index] for index in range(len(live))), bounds_unknown=frozenset(unknown))
 
 
 def structure(group: Group) -> tuple[object, ...]:
@@ -79,13 +106,10 @@ def bounds(group: Group) -> tuple[object, ...]:
     return tuple(group.get(name) for name in BOUNDS)
 
 
-def _pair(
-    live: Sequence[Group], saved: Sequence[Group], mine: list[int], theirs: list[int],
-    shapes: tuple[Sequence[Shapes], Sequence[Shapes]] | None,
-) -> dict[int, int] | None:  # fmt: skip
-    """Pairs of groups of one structure, or None where more than one pairing is possible."""
-    if len(mine) == 1:
-        return {mine[0]: theirs[0]}
+def _parts(
+    live: Sequence[Group], saved: Sequence[Group], part: _Part, shapes: tuple[Sequence[Shapes], Sequence[Shapes]] | None
+) -> list[_Part]:
+    """Groups of one structure, cut by what else tells them apart."""
     evidence: list[tuple[_Split, _Split]] = []
     if shapes is not None:
         of_live, of_saved = shapes
@@ -94,16 +118,37 @@ def _pair(
         (lambda i: live[i].get("default_config"), lambda j: saved[j].get("default_config")),
         (lambda i: live[i].get("eps"), lambda j: saved[j].get("eps")),
     ]
-    parts = [(mine, theirs)]
+    parts = [part]
     for of_mine, of_theirs in evidence:
-        parts = [piece for part in parts for piece in _split(part, of_mine, of_theirs)]
-    pairs: dict[int, int] = {}
-    for part in parts:
-        found = _pair_alike(live, saved, part, known=shapes is not None)
-        if found is None:
-            return None
-        pairs.update(found)
-    return pairs
+        parts = [piece for one in parts for piece in _split(one, of_mine, of_theirs)]
+    return parts
+
+
+def _pair(
+    live: Sequence[Group], saved: Sequence[Group], part: _Part, policy: ResumePolicy, moves_states: bool
+) -> dict[int, int] | None:
+    """Pairs of groups that at most their values tell apart, or None where another pairing would make a difference."""
+    mine, theirs = part
+    in_order = dict(zip(mine, theirs, strict=True))
+    if len(mine) == 1 or (not moves_states and not _differing(saved, theirs, policy)):
+        return in_order
+    if all(_values(live[i]) == _values(live[mine[0]]) for i in mine) and all(
+        _values(saved[j]) == _values(saved[theirs[0]]) for j in theirs
+    ):
+        return in_order
+    if policy.scheduler == "host" and not policy.schedule_is_this_runs:
+        return _by_value(mine, theirs, lambda i: bounds(live[i]), lambda j: bounds(saved[j]))
+    return None
+
+
+def _differing(saved: Sequence[Group], theirs: list[int], policy: ResumePolicy) -> list[str]:
+    """What the policy takes from the checkpoint and is not the same in these saved groups."""
+    of_run = {"params", *policy.hyperparameters, *(OF_SCHEDULE if policy.schedule_is_this_runs else ())}
+    if policy.takes("weight_decay"):
+        of_run.update(("start_wd", "end_wd"))
+    names = dict.fromkeys(name for j in theirs for name in saved[j] if name not in of_run)
+    first = saved[theirs[0]]
+    return [name for name in names if any(as_number(saved[j].get(name)) != as_number(first.get(name)) for j in theirs)]
 
 
 def _split(part: tuple[list[int], list[int]], mine: _Split, theirs: _Split) -> list[tuple[list[int], list[int]]]:
@@ -117,25 +162,6 @@ def _split(part: tuple[list[int], list[int]], mine: _Split, theirs: _Split) -> l
     ]
 
 
-def _pair_alike(
-    live: Sequence[Group], saved: Sequence[Group], part: tuple[list[int], list[int]], *, known: bool
-) -> dict[int, int] | None:
-    """Pair groups that only their bounds tell apart; None where the bounds do not say.
-
-    Where both are to be had, multiples of the default bounds and the bounds as they are give the same pairs.
-    """
-    mine, theirs = part
-    if len(mine) == 1:
-        return {mine[0]: theirs[0]}
-    found = _by_value(mine, theirs, _ratios(live), _ratios(saved))
-    found = found or _by_value(mine, theirs, lambda i: bounds(live[i]), lambda j: bounds(saved[j]))
-    if found is not None:
-        return found
-    alike = all(_values(live[i]) == _values(live[mine[0]]) for i in mine)
-    alike = alike and all(_values(saved[j]) == _values(saved[theirs[0]]) for j in theirs)
-    return dict(zip(mine, theirs, strict=True)) if known or alike else None
-
-
 def _by_value(mine: list[int], theirs: list[int], of_mine: _Split, of_theirs: _Split) -> dict[int, int] | None:
     """Pairs of equal values, if each value is there once on either side."""
     found = {of_theirs(j): j for j in theirs}
@@ -143,25 +169,6 @@ def _by_value(mine: list[int], theirs: list[int], of_mine: _Split, of_theirs: _S
     if len(found) != len(theirs) or len(set(wanted)) != len(mine) or set(wanted) != set(found):
         return None
     return {i: found[value] for i, value in zip(mine, wanted, strict=True)}
-
-
-def _ratios(groups: Sequence[Group]) -> _Split:
-    """The bounds of a group as multiples of those of the group that follows the schedule; itself unique where none."""
-    default = next((group for group in groups if group.get("default_config") is True), None)
-
-    def ratio(index: int) -> Hashable:
-        values: list[float] = []
-        for name in BOUNDS:
-            base, value = (default or {}).get(name), groups[index].get(name)
-            if value == base:
-                values.append(1.0)
-            elif not isinstance(base, (int, float)) or not isinstance(value, (int, float)) or base <= 0:
-                return ("unknown", id(groups), index)
-            else:
-                values.append(round(value / base, 9))
-        return tuple(values)
-
-    return ratio
 
 
 def _values(group: Group) -> dict[str, object]:
@@ -180,7 +187,34 @@ def _unmatched(where: str, live: Sequence[Group], saved: Sequence[Group], what: 
     return Matched(order=(), faults=(fault,))
 
 
+def _ambiguous(
+    where: str, live: Sequence[Group], saved: Sequence[Group], part: _Part, policy: ResumePolicy, moves_states: bool
+) -> Fault:
+    """Groups that more than one pairing fits, and a way that needs none."""
+    mine, theirs = part
+    differing = _differing(saved, theirs, policy)
+    if moves_states:
+        mend = "give every group the bounds that were saved and leave the schedule's flags out, or add --no-load-optim"
+    elif policy.schedule_is_this_runs:
+        mend = f"add --override-optim-hparams {','.join(differing)} for this run's values, or --no-load-optim"
+    else:
+        mend = (
+            f"add {OVERRIDE} for this run's bounds, or give every group the bounds that were saved and leave "
+            "the schedule's flags out"
+        )
+    alike = ", ".join(name for name in TOLD_APART if live[mine[0]].get(name) is not None)
+    return Fault(
+        error="ParamGroupMismatch",
+        where=where,
+        what=f"the checkpoint has param groups that cannot be told apart without a guess: alike in {alike}"
+        + (", and in the shapes of their parameters" if moves_states else f"; they differ in {', '.join(differing)}"),
+        expected="; ".join(_describe(saved[j]) for j in theirs),
+        found="; ".join(_describe(live[i]) for i in mine),
+        mend=mend,
+    )
+
+
 def _describe(group: Group) -> str:
-    names = (*STRUCTURE, *BOUNDS, "default_config")
+    names = (*STRUCTURE, *BOUNDS, "default_config", "eps")
     held = [f"{name}={group[name]}" for name in names if group.get(name) is not None and group[name] is not False]
     return f"({', '.join(held)})"

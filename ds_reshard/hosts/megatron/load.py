@@ -17,11 +17,9 @@ from ds_reshard.errors import Fault, InternalError, raise_faults
 from ds_reshard.hosts.megatron.arguments import policy_of
 from ds_reshard.hosts.megatron.current import Load, in_force
 from ds_reshard.hosts.megatron.live import Scheduler, as_number, leaves
-from ds_reshard.hosts.megatron.look import inferred_groups
 from ds_reshard.hosts.megatron.moments import fresh_moments, masters_faults
 from ds_reshard.hosts.megatron.optimizers import matched_groups
 from ds_reshard.hosts.megatron.report import publish_training
-from ds_reshard.hosts.megatron.scheduler import run_schedule
 from ds_reshard.hosts.megatron.settle import hyperparameter_faults, remember, run_groups
 from ds_reshard.resume.policy import ResumePolicy
 
@@ -107,16 +105,11 @@ def _schedule_alone(load: Load) -> None:
     """The schedule for an optimizer that was not loaded, which Megatron leaves out together with it."""
     found, scheduler = load.found, cast(Scheduler, load.scheduler)
     assert found is not None
-    schedule = run_schedule(scheduler)
-    for part, groups in zip(leaves(load.optimizer), found.groups, strict=True):
-        run = run_groups(part)
-        if groups is None:
-            if load.policy.scheduler == "checkpoint":
-                remember(part, run, inferred_groups(load, run, schedule.values))
-            continue
-        faults, ordered, _ = matched_groups(part, {"param_groups": groups}, load.where)
-        raise_faults(faults, subject="resuming the schedule")
-        remember(part, run, ordered)
+    takes_bounds = load.policy.scheduler == "checkpoint"
+    for part, groups in zip(leaves(load.optimizer), found.groups, strict=True) if takes_bounds else ():
+        faults, ordered, _ = matched_groups(part, {"param_groups": groups}, load)
+        assert not faults, "groups that cannot be matched were refused when they were looked at"
+        remember(part, run_groups(part), ordered)
     assert isinstance(found.scheduler_state, dict), "its absence was refused when it was looked at"
     scheduler.load_state_dict(found.scheduler_state)
 

@@ -2,8 +2,8 @@
 
 Rung 3 of the ladder (a module function that `load_checkpoint` looks up when it calls it, training/
 checkpointing.py, 0.18.2 and 0.19.2). Above it nothing has been read; below it the weights have been replaced.
-For `torch_dist` Megatron calls it twice, first for what all ranks share, and only then for tensors: groups of
-sharding type `dp_reshardable` come with the second call, when weights have been read in place already.
+For `torch_dist` Megatron calls it twice, first for what all ranks share, and only then for tensors, into the live
+weights: whatever is refused is refused in the first call, also about groups that lie among the tensors.
 """
 
 from __future__ import annotations
@@ -11,18 +11,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
+from ds_reshard.formats.megatron.groups import saved_groups
 from ds_reshard.hosts.megatron.current import Found, Load, current
-from ds_reshard.hosts.megatron.live import Group, Scheduler, saved_groups, with_saved
-from ds_reshard.hosts.megatron.optimizers import compares_bounds, matched_groups
-from ds_reshard.hosts.megatron.schedule import CHECKPOINT, absent_schedule, extra_values, read_schedule
+from ds_reshard.hosts.megatron.live import Scheduler, with_saved
+from ds_reshard.hosts.megatron.optimizers import LATE, compares_bounds, matched_groups
 from ds_reshard.hosts.megatron.scheduler import schedule_faults
 from ds_reshard.hosts.megatron.settle import group_differences, run_groups
+from ds_reshard.hosts.megatron.sharded_groups import with_sharded_groups
+from ds_reshard.resume.megatron_schedule import absent_schedule, extra_values, read_schedule
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import because
 
 _NOT_BY_GROUPS = ("TORCH_DCP", "FSDP_DTENSOR")
 """Types of checkpoint whose optimizer state does not come through the optimizers' `load_state_dict`."""
+
+_BY_NAME = ("GLOBAL", "LOCAL")
+"""Types of checkpoint whose states are read into the live ones, by the name of the parameter."""
 
 Base = tuple[object, str, bool, object]
 """What `_load_base_checkpoint` returns: state, name, whether it is a release, and `CheckpointType`."""
@@ -42,10 +47,36 @@ def load_base_checkpoint(original: Callable[[], Base], arguments: object) -> Bas
     if getattr(arguments, "finetune", False) and not load.policy.finetune:
         load.another_model = True
         load.policy = ResumePolicy(finetune=True, rng=load.policy.rng, report=load.policy.report)
+    read = load.found is not None  # this is the second call, which has read the tensors
     load.where = _folder(name)
-    load.found = _found(load, state, load.where, release)
-    raise_faults([*_refusals(load, kind), *_faults(load, load.found, state)], subject=f"resuming from {load.where}")
+    load.read_in_place = getattr(kind, "name", "") in _BY_NAME
+    try:
+        faults = _look(load, state, release, kind)
+    except ReshardError as error:
+        faults = faults_of(error)
+    subject = LATE if read and load.read_in_place else f"resuming from {load.where}"
+    raise_faults(_of_all_ranks(faults), subject=subject)
     return result
+
+
+def _look(load: Load, state: Mapping[str, object], release: bool, kind: object) -> list[Fault]:
+    """Note what was found, and say what of it cannot be resumed as asked."""
+    saved = state.get("optimizer")
+    if load.read_in_place and not release and load.optimizer is not None and _reads_groups(load.policy):
+        saved = with_sharded_groups(load.optimizer, saved, load.where)
+    load.found = _found(load, state, saved, release)
+    return [*_refusals(load, kind), *_faults(load, load.found, saved)]
+
+
+def _of_all_ranks(faults: list[Fault]) -> list[Fault]:
+    """What any rank has found, on every rank: each looks at the groups of its own part of the model. Collective."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return faults
+    found: list[list[Fault] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, faults)
+    return [fault for of_rank in found for fault in of_rank or ()]
 
 
 def _folder(name: str) -> str:
@@ -54,15 +85,20 @@ def _folder(name: str) -> str:
     return str(next((one for one in (path, *path.parents) if one.name.startswith(("iter_", "release"))), path))
 
 
-def _found(load: Load, state: Mapping[str, object], name: str, release: bool) -> Found:
+def _reads_groups(policy: ResumePolicy) -> bool:
+    """Whether saved groups are matched with the live ones, or tell the bounds of a schedule that is taken alone."""
+    return not policy.finetune and (policy.optimizer != "skip" or policy.scheduler in ("checkpoint", "strict"))
+
+
+def _found(load: Load, state: Mapping[str, object], saved: object, release: bool) -> Found:
     arguments = state.get("args")
     scheduler = state.get("opt_param_scheduler", state.get("lr_scheduler"))
     iteration = state.get("iteration", state.get("total_iters"))
     wanted = load.scheduler is not None and scheduler is not None and _reads_schedule(load.policy)
-    schedule = read_schedule(scheduler, where=name, extra=extra_values(arguments)) if wanted else None
-    parts = with_saved(load.optimizer, state.get("optimizer"))
+    schedule = read_schedule(scheduler, where=load.where, extra=extra_values(arguments)) if wanted else None
+    parts = with_saved(load.optimizer, saved)
     return Found(
-        name=name,
+        name=load.where,
         release=release,
         iteration=iteration if isinstance(iteration, int) else None,
         arguments=arguments,
@@ -104,7 +140,7 @@ def _refusals(load: Load, kind: object) -> list[Fault]:
     return faults
 
 
-def _faults(load: Load, found: Found, state: Mapping[str, object]) -> list[Fault]:
+def _faults(load: Load, found: Found, state: object) -> list[Fault]:
     """What differs that must not, and what is not there."""
     policy = load.policy
     if found.release or policy.finetune:
@@ -117,43 +153,31 @@ def _faults(load: Load, found: Found, state: Mapping[str, object]) -> list[Fault
         faults.append(absent_schedule(load.where, because(policy, "schedule")))
     if found.schedule is not None and (policy.optimizer != "skip" or policy.scheduler == "strict"):
         faults += schedule_faults(_scheduler(load), found.schedule, load)
-    skipped = policy.optimizer == "skip" and policy.scheduler not in ("checkpoint", "strict")
-    if load.optimizer is None or skipped:
+    if load.optimizer is None or not _reads_groups(policy):
         return faults
     bounds = policy.scheduler == "strict" or (policy.scheduler == "host" and compares_bounds())
-    for part, saved in with_saved(load.optimizer, state.get("optimizer")):
+    for part, saved in with_saved(load.optimizer, state):
         if saved_groups(saved) is None:
+            faults += _unread(load)
             continue
-        wrong, ordered, _ = matched_groups(part, saved, load.where)
+        wrong, ordered, _ = matched_groups(part, saved, load)
         faults += wrong
         if not wrong and bounds and not policy.schedule_is_this_runs:
             faults += group_differences(run_groups(part), ordered, policy=policy, said=faults)
     return faults
 
 
+def _unread(load: Load) -> list[Fault]:
+    """Groups that are not there, or cannot be read before the tensors, where nothing else brings them in time."""
+    policy = load.policy
+    if policy.scheduler != "strict" and (policy.optimizer != "skip" or policy.scheduler != "checkpoint"):
+        return []
+    what = f"its param groups cannot be read, and {because(policy, 'schedule')} needs their learning rates"
+    mend = f"leave out {because(policy, 'schedule')}"
+    return [Fault(error="UnsupportedLayout", where=load.where, what=what, mend=mend)]
+
+
 def _scheduler(load: Load) -> Scheduler:
     assert load.scheduler is not None, "a schedule is read for a scheduler alone"
     scheduler: Scheduler = load.scheduler  # type: ignore[assignment]
     return scheduler
-
-
-def inferred_groups(load: Load, run: tuple[Group, ...], schedule: Mapping[str, object]) -> list[Group]:
-    """The saved bounds of groups whose entries were not read: those of the saved schedule, where that is certain.
-
-    Raises ParamGroupMismatch for a group with bounds of its own, which the saved schedule does not tell.
-    """
-    assert load.found is not None and load.found.schedule is not None
-    saved, groups, faults = load.found.schedule.values, [], []
-    for index, group in enumerate(run):
-        values = dict(group)
-        for name in ("max_lr", "min_lr"):
-            if name in group and group[name] != schedule[name]:
-                what = f"has a {name} of its own, which lies with the optimizer's state in this checkpoint"
-                mend = f"leave out one of --no-load-optim and {CHECKPOINT}"
-                where = f"{load.where}: param group {index}"
-                faults.append(Fault(error="ParamGroupMismatch", where=where, what=what, mend=mend))
-            elif name in group:
-                values[name] = saved[name]
-        groups.append(values)
-    raise_faults(faults, subject="resuming the schedule")
-    return groups

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.formats.megatron.groups import saved_groups
 from ds_reshard.hosts.megatron.current import Load, current, is_building
-from ds_reshard.hosts.megatron.groups import Shapes, match_groups
-from ds_reshard.hosts.megatron.live import Group, Optimizer, live_groups, saved_groups
+from ds_reshard.hosts.megatron.groups import OF_SCHEDULE, Shapes, match_groups
+from ds_reshard.hosts.megatron.live import Group, Optimizer, live_groups
 from ds_reshard.hosts.megatron.moments import fresh_moments, masters_faults
 from ds_reshard.hosts.megatron.scheduler import given_by, scheduler_of
 from ds_reshard.hosts.megatron.settle import (
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 _POSITION = "_ds_reshard_position"
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
+LATE = "resuming, but late: the model has the checkpoint's weights already, so end this process"
+"""Only where groups could not be read beforehand (`with_sharded_groups`) does Megatron bring them this late."""
 _HOLDERS = ("optimizer", "optimizer_state_dict")
 
 
@@ -57,11 +60,11 @@ def load_optimizer(optimizer: Optimizer, original: Callable[[object], object], s
     if load.own_loop:
         wrong = [*hyperparameter_faults(optimizer, policy), *masters_faults(optimizer, policy)]
         raise_faults(wrong, subject="resuming the optimizer")
-    faults, saved, order = matched_groups(optimizer, state_dict, load.where)
+    faults, saved, order = matched_groups(optimizer, state_dict, load)
     if not faults and (policy.scheduler == "strict" or (policy.scheduler == "host" and compares_bounds())):
         differ = group_differences(run, saved, policy=policy)
         faults = [] if policy.schedule_is_this_runs else differ
-    raise_faults(faults, subject="resuming the optimizer")
+    raise_faults(faults, subject="resuming the optimizer" if load.own_loop else LATE)
     if load.own_loop and (policy.optimizer == "skip" or policy.finetune):
         optimizer.reload_model_params()
         remember(optimizer, run, saved)
@@ -98,28 +101,41 @@ def load_parameter_state(optimizer: Optimizer, original: Callable[[], object]) -
 
 
 def matched_groups(
-    optimizer: Optimizer, state: object, where: str
+    optimizer: Optimizer, state: object, load: Load
 ) -> tuple[list[Fault], list[Group], tuple[int, ...] | None]:
     """Faults, or the saved groups in the order of the live ones, each with the `params` that its live group loads.
 
-    Last the index of each among the saved groups, or None where parameters are numbered as the live ones.
+    Last the index of each among the saved groups, or None where parameters are numbered as the live ones. Bounds
+    of a saved group that may be another one's are left out.
     """
     live, saved = live_groups(optimizer), saved_groups(state) or []
-    own = _names_live_parameters(optimizer, state)
+    own = load.read_in_place or _names_live_parameters(optimizer, state)
     matched = match_groups(
         live,
         saved,
-        where=where,
+        where=load.where,
+        policy=load.policy,
         live_shapes=_live_shapes(live),
         saved_shapes=None if own else _saved_shapes(state, saved),
+        moves_states=load.policy.loads_masters and not own and _holds_states(state),
     )
     if matched.faults:
         return list(matched.faults), [], None
-    ordered = [dict(saved[index]) for index in matched.order]
+    ordered = [
+        {name: value for name, value in saved[index].items() if not (unknown and name in OF_SCHEDULE)}
+        for index, unknown in ((index, mine in matched.bounds_unknown) for mine, index in enumerate(matched.order))
+    ]
     if own:  # `torch_dist`: entry i names the parameters of live group i, whichever group its values are of
         for group, entry in zip(ordered, saved, strict=True):
-            group["params"] = entry["params"]
+            if "params" in entry:
+                group["params"] = entry["params"]
     return [], ordered, None if own else matched.order
+
+
+def _holds_states(state: object) -> bool:
+    """Whether states or masters lie in the state by group, and not beside it by parameter."""
+    assert isinstance(state, Mapping)
+    return bool(_saved_states(state)) or any(state.get(name) for name in _MASTERS)
 
 
 def compares_bounds() -> bool:

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from ds_reshard.hosts.megatron.current import Load
 from ds_reshard.hosts.megatron.groups import BOUNDS
 from ds_reshard.hosts.megatron.live import Group, Optimizer, Scheduler, as_number, leaves, live_groups
-from ds_reshard.hosts.megatron.schedule import FIELDS, Schedule, live_schedule
+from ds_reshard.hosts.megatron.schedule import live_schedule
 from ds_reshard.hosts.megatron.scheduler import run_schedule
 from ds_reshard.hosts.megatron.settle import remembered
+from ds_reshard.resume.megatron_schedule import FIELDS, Schedule
 from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish
 
 logger = logging.getLogger("ds_reshard")

@@ -15,18 +15,10 @@ from dataclasses import dataclass
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.hosts.megatron.current import Load, current
 from ds_reshard.hosts.megatron.live import Scheduler, State, leaves
-from ds_reshard.hosts.megatron.schedule import (
-    EXTRA,
-    WEIGHT_DECAY,
-    Schedule,
-    differences,
-    extra_values,
-    live_schedule,
-    put_schedule,
-    read_schedule,
-)
+from ds_reshard.hosts.megatron.schedule import live_schedule, put_schedule
 from ds_reshard.hosts.megatron.settle import settle_remembered
 from ds_reshard.resume.asked import asked_policy
+from ds_reshard.resume.megatron_schedule import EXTRA, WEIGHT_DECAY, Schedule, differences, extra_values, read_schedule
 from ds_reshard.resume.policy import Given, ResumePolicy
 
 _REMEMBERED = "_ds_reshard_schedule"

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ds_reshard.errors import Fault
-from ds_reshard.hosts.megatron.groups import BOUNDS, bounds
+from ds_reshard.hosts.megatron.groups import BOUNDS, OF_SCHEDULE, bounds
 from ds_reshard.hosts.megatron.live import Group, Optimizer, as_number, leaves, live_groups
-from ds_reshard.hosts.megatron.schedule import OVERRIDE, mismatch
+from ds_reshard.resume.megatron_schedule import OVERRIDE, mismatch
 from ds_reshard.resume.policy import ResumePolicy
 
 _REMEMBERED = "_ds_reshard_groups"
@@ -57,7 +57,7 @@ def remember(optimizer: Optimizer, run: Sequence[Group], saved: Sequence[Group] 
 def settle(group: Group, run: Group, saved: Group | None, policy: ResumePolicy) -> None:
     """Give a group the values that the policy takes from this run or from the checkpoint; others are left alone."""
     if policy.schedule_is_this_runs:
-        _copy(run, group, (*BOUNDS, "lr", "weight_decay"))
+        _copy(run, group, OF_SCHEDULE)
     elif saved is not None:
         _copy(saved, group, BOUNDS)
     if policy.takes("weight_decay"):

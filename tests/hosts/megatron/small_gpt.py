@@ -141,6 +141,52 @@ def pretrain(
     return {**record.result(), **counters, "report": report.to_json() if report is not None else None}
 
 
+def refused(arguments: list[str], unreadable: bool = False) -> dict[str, Any]:
+    """`pretrain` that ends with an error from its load: what the load had changed by then, and the error.
+
+    `unreadable` hides the objects of a `torch_dist` checkpoint from all but Megatron itself.
+    """
+    from megatron.training import training
+
+    import ds_reshard
+    from ds_reshard.errors import ReshardError
+    from ds_reshard.hosts.megatron import sharded_groups
+
+    ds_reshard.install("megatron")
+    changed: list[str] = []
+    if unreadable:
+        sharded_groups._places = lambda folder: {}
+    load = training.load_checkpoint
+
+    def watched(models: Any, optimizer: Any, scheduler: Any, *rest: Any, **more: Any) -> Any:
+        before = _everything(models, optimizer, scheduler)
+        try:
+            return load(models, optimizer, scheduler, *rest, **more)
+        except ReshardError:
+            after = _everything(models, optimizer, scheduler)
+            assert before and before.keys() <= after.keys()
+            changed.extend(name for name in after if repr(before.get(name)) != repr(after[name]))
+            raise
+
+    training.load_checkpoint = watched
+    try:
+        pretrain(arguments)
+    except ReshardError as error:
+        faults = [fault.where for fault in error.faults]
+        return {"refused": type(error).__name__, "message": str(error), "where": faults, "changed": changed}
+    return {"refused": None}
+
+
+def _everything(models: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """Weights, masters, the values of the groups and the schedule."""
+    torch.set_printoptions(threshold=10**6, precision=9)
+    held = {f"weight {name}": value.clone() for model in models for name, value in model.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        held |= {f"group {number} {name}": value for name, value in group.items() if name != "params"}
+        held |= {f"master {number}.{i}": value.detach().clone() for i, value in enumerate(group["params"])}
+    return held | {f"schedule {name}": value for name, value in scheduler.state_dict().items()}
+
+
 def drop(folder: str, name: str) -> dict[str, Any]:
     """Take an entry out of a `torch` checkpoint, which holds classes of Megatron."""
     (file,) = Path(folder).rglob("model_optim_rng.pt")

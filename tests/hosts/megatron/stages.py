@@ -74,8 +74,7 @@ class Stages:
     ) -> list[dict[str, Any]]:  # fmt: skip
         """Resume the first stage with `flags`; `changes` (lr="3e-5") come on top of SECOND, `saved` are its options."""
         load = folder if folder is not None else self.first(release, saved or options, ranks).folder
-        given = {**FIRST, **SECOND, **{"--" + name.replace("_", "-"): value for name, value in changes.items()}}
-        arguments = [*_words(given), *options.split(), "--load", str(load), *flags.split()]
+        arguments = _second(load, flags, options, changes)
         runner = self._releases[release]
         told: list[dict[str, Any]] = runner.run(
             "small_gpt:pretrain", ranks=ranks, arguments=arguments, hooks=hooks, asked_before=asked_before
@@ -106,6 +105,23 @@ class Stages:
         except Failed as error:
             return error.ranks[0]
         raise AssertionError(f"resumed with {flags!r}: {used(told[0], 'lr')}")
+
+    def untouched(
+        self, release: str, flags: str = "", *, options: str, saved: str | None = None, ranks: int = 1,
+        unreadable: bool = False, **changes: str,
+    ) -> dict[str, Any]:  # fmt: skip
+        """A refused load on every rank alike: its error, and what it had changed; the first stage is `first`'s."""
+        load = self.first(release, saved or options, ranks).folder
+        told: list[dict[str, Any]] = self._releases[release].run(
+            "small_gpt:refused", ranks=ranks, arguments=_second(load, flags, options, changes), unreadable=unreadable
+        )
+        assert len({one["message"] for one in told}) == 1
+        return told[0]
+
+
+def _second(load: Path, flags: str, options: str, changes: dict[str, str]) -> list[str]:
+    given = {**FIRST, **SECOND, **{"--" + name.replace("_", "-"): value for name, value in changes.items()}}
+    return [*_words(given), *options.split(), "--load", str(load), *flags.split()]
 
 
 def _words(arguments: dict[str, str]) -> list[str]:

@@ -168,15 +168,39 @@ def test_groups_whose_order_has_changed_take_their_own_states(loops: Loops, rele
     assert used(new, "max_lr") == [3e-5, 2e-3, 5e-3, 3e-5]
 
 
-@pytest.mark.parametrize(("kind", "sharded_files"), [("fp32", True), ("float16", True), ("sharded", False)])
-def test_groups_that_nothing_tells_apart_are_refused(loops: Loops, kind: str, sharded_files: bool) -> None:
-    """Two groups alike but for bounds that have both changed, in files that do not say whose parameters are whose."""
+OWN = {"*first.weight": 1e-3, "*third.weight": 2e-3}
+BY_NAME = pytest.mark.parametrize(("kind", "sharded_files"), [("fp32", True), ("float16", True), ("sharded", False)])
+
+
+@BY_NAME
+@BOTH
+def test_groups_that_only_bounds_tell_apart(loops: Loops, release: str, kind: str, sharded_files: bool) -> None:
+    """States go by parameter: the override gives each group its own new bound; to keep the old ones is a guess."""
     how = {"sharded_files": sharded_files}
-    folder, _ = loops.saved("0.16.1", kind, groups={"*first.weight": 1e-3, "*second.weight": 2e-3}, **how)
-    told = loops.refused(
-        "0.16.1", kind, folder, groups={"*first.weight": 5e-3, "*second.weight": 3e-3}, flags=OVERRIDE, **NEW, **how
+    folder, saved = loops.saved(release, kind, groups=OWN, **how)
+    new = {"*first.weight": 5e-3, "*third.weight": 3e-3}
+    resumed = loops.load(release, kind, folder, groups=new, flags=OVERRIDE, **NEW, **how)
+    assert used(resumed, "max_lr") == [3e-5, 3e-3, 5e-3, 3e-5]
+    assert used(resumed, "lr") == pytest.approx(
+        [curve(POSITION, high, 2e-5 if high == 3e-5 else high / 10) for high in used(resumed, "max_lr")]
     )
-    assert told["error"] == "ParamGroupMismatch" and "without a guess" in told["message"]
+    assert row(resumed, "group 1 max_lr")["checkpoint"] is None
+    for flags in (CHECKPOINT, "--strict-opt-param-scheduler", ""):
+        told = loops.refused(release, kind, folder, groups=new, flags=flags, **how)
+        assert told["error"] == "ParamGroupMismatch" and "without a guess" in told["message"]
+    same = loops.load(release, kind, folder, groups=OWN, **how)
+    assert used(same, "max_lr") == [3e-4, 1e-3, 2e-3, 3e-4]
+    assert same_state(saved, same, EVERYTHING) == []
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["fp32", "float16"])
+def test_moments_do_not_follow_exchanged_learning_rates(loops: Loops, release: str, kind: str) -> None:
+    """Two groups of one shape have exchanged their bounds: in these files nothing says which was which."""
+    folder, _ = loops.saved(release, kind, groups={"*second.bias": 1e-3, "*third.bias": 2e-3})
+    for new in ({"*second.bias": 2e-3, "*third.bias": 1e-3}, {"*second.bias": 5e-3, "*third.bias": 4e-3}):
+        told = loops.refused(release, kind, folder, groups=new, flags=OVERRIDE, **NEW)
+        assert told["error"] == "ParamGroupMismatch" and "shapes of their parameters" in told["message"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-LM: what they say of schedule and param groups; tensors are left to Megatron."""

@@ -1,0 +1,91 @@
+"""The param groups that a `torch_dist` checkpoint keeps among its tensors, read before any tensor is.
+
+`DistributedOptimizer.sharded_state_dict` (core/optimizer/distrib_optimizer.py, 0.16.1 to 0.19.2) makes a sharded
+object of them for every sharding type but `fully_reshardable`; Megatron reads it together with the tensors, so that
+an error about groups would come when weights have been replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from ds_reshard.containers.torch_zip import open_archive
+from ds_reshard.errors import ReshardError
+from ds_reshard.formats.megatron.groups import saved_groups
+from ds_reshard.hosts.megatron.live import Group
+
+Read = Callable[[str], object]
+
+
+def with_sharded_groups(optimizer: object, state: object, folder: str) -> object:
+    """The saved state of an optimizer with the groups that lie among the tensors put where they would come to be.
+
+    Every rank calls it with its own optimizer, and reads a few kilobytes. What cannot be read stays as it is.
+    """
+    places: dict[str, tuple[str, int, int]] | None = None
+
+    def read(key: str) -> object:
+        nonlocal places
+        if places is None:
+            places = _places(folder)
+        place = places.get(key)
+        return _read(*place) if place is not None else None
+
+    return _filled(optimizer, state, read, "")
+
+
+def _filled(optimizer: object, state: object, read: Read, prefix: str) -> object:
+    """`ChainedOptimizer` prefixes the key with the place in the chain, unless it is a chain of one."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is not None and len(chained) == 1:
+        return _filled(chained[0], state, read, prefix)
+    if chained is not None:
+        held = state if isinstance(state, Mapping) else {}
+        return {
+            index: _filled(one, held.get(index), read, f"{prefix}chained_{index}.") for index, one in enumerate(chained)
+        }
+    number = getattr(optimizer, "data_parallel_group_idx", None)
+    if number is None or getattr(optimizer, "optimizer", None) is None or saved_groups(state) is not None:
+        return state
+    groups = _plain_groups(read(f"{prefix}optimizer.distributed.dp_group_idx_{number}.optimizer/shard_0_1"))
+    held = state if isinstance(state, Mapping) else {}
+    return state if groups is None else {**held, "optimizer": {"param_groups": groups}}
+
+
+def _places(folder: str) -> dict[str, tuple[str, int, int]]:
+    """The file, offset and length of every object of a checkpoint, from the directory that torch reads for its load."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    try:
+        held = FileSystemReader(folder).read_metadata().storage_data
+    except OSError:  # on a store that is no file system, which Megatron reads through a library of its own
+        return {}
+    return {
+        index.fqn: (f"{folder}/{place.relative_path}", place.offset, place.length)
+        for index, place in held.items()
+        if index.offset is None and getattr(place, "transform_descriptors", None) is None
+    }
+
+
+def _read(path: str, byte_offset: int, nbytes: int) -> object:
+    """An object as inert values; None where the file is not as it should be, which Megatron's own reading will say."""
+    try:
+        with open_archive(path, part=(byte_offset, nbytes)) as archive:
+            return archive.load()
+    except ReshardError:
+        return None
+
+
+def _plain_groups(held: object) -> list[Group] | None:
+    """Groups without what is no plain value: a learning rate may have been saved as a tensor."""
+    groups = saved_groups(held[0] if isinstance(held, list) and len(held) == 1 else held)
+    if groups is None:
+        return None
+    return [{name: value for name, value in group.items() if _is_plain(value)} for group in groups]
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_is_plain(item) for item in cast("list[object]", value))
+    return value is None or isinstance(value, (bool, int, float, str))
