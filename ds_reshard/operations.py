@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReadFailed, UnsupportedLayout
+from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReadFailed
+from ds_reshard.formats.megatron.files import is_megatron
+from ds_reshard.formats.megatron.past import read_past as megatron_past
 from ds_reshard.formats.zero.inspection import describe_survey
 from ds_reshard.formats.zero.names import Listing, read_listing
 from ds_reshard.formats.zero.past import read_past
 from ds_reshard.formats.zero.survey import survey
 from ds_reshard.model.inspection import Inspection
-from ds_reshard.resume import coming
+from ds_reshard.resume import coming, megatron_coming
 from ds_reshard.resume.coming import ComingRun
+from ds_reshard.resume.megatron_run import read_run
 
 __all__ = ["ComingRun", "Inspection", "coming_run", "inspect"]
 
@@ -39,19 +42,32 @@ def inspect(path: str, *, tag: str | None = None) -> Inspection:
 
 
 def coming_run(
-    path: str, config: str, *, tag: str | None = None, steps: int | None = None, version: str | None = None
-) -> ComingRun:
-    """The learning rates of the run that will resume the checkpoint in `path` with the DeepSpeed JSON `config`.
+    path: str, config: str | None = None, *, flags: Sequence[str] | None = None, tag: str | None = None,
+    steps: int | None = None, version: str | None = None,
+) -> ComingRun:  # fmt: skip
+    """The learning rates of the run that will resume the checkpoint in `path`.
 
-    `path` and `tag` as for `inspect`; `steps` and `version` as for `resume.coming.coming_run`. Opens one model file
-    and one optimizer file, and executes nothing from them.
+    The run is given as its DeepSpeed JSON `config`, or as the `flags` of its command line for a checkpoint of
+    Megatron-LM. `path` and `tag` as for `inspect`; `steps` and `version` as for `resume.coming.coming_run`. Opens
+    one model file and one optimizer file, and executes nothing from them.
 
-    Raises what a load raises for files that are missing or damaged, ConfigError for a JSON that cannot be read or
-    that DeepSpeed would refuse, and UnsupportedLayout for a checkpoint of Megatron-LM.
+    Raises what a load raises for files that are missing or damaged, ConfigError for a JSON or flags that cannot be
+    read or that the framework would refuse, or that are of the other framework.
     """
-    folder, where = os.fspath(path), os.fspath(config)
+    folder = os.fspath(path)
+    if is_megatron(folder):
+        if flags is None or config is not None:
+            mend = "give the run's own flags: ds-reshard lr CKPT -- --lr 3e-5 --train-iters 1000 ..., and no --config"
+            raise _config_error(folder, "is a checkpoint of Megatron-LM", mend)
+        run = read_run(flags)
+        if tag is not None and run.tag is not None:
+            raise _config_error("--tag with --ckpt-step", "both name the iteration", "leave out --tag")
+        return megatron_coming.coming_run(megatron_past(folder, tag=tag or run.tag), run, steps=steps)
+    if flags is not None or config is None:
+        mend = "name the DeepSpeed JSON: --config FILE; flags after -- are for checkpoints of Megatron-LM"
+        raise _config_error(folder, "is not a checkpoint of Megatron-LM", mend)
+    where = os.fspath(config)
     read = _read_config(where)
-    _refuse_megatron(folder)
     past = read_past(_find(folder, tag))
     return coming.coming_run(past, read, where=where, steps=steps, version=version)
 
@@ -86,24 +102,6 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _config_error(path: str, what: str, mend: str) -> ConfigError:
     fault = Fault(error="ConfigError", where=path, what=what, mend=mend)
     return ConfigError(f"{fault.line()}; {mend}", [fault])
-
-
-# What Megatron-LM leaves in the folder of all iterations, and in that of one (`torch` and `torch_dist` formats).
-_MEGATRON = ("latest_checkpointed_iteration.txt", ".metadata", "common.pt")
-
-
-def _refuse_megatron(path: str) -> None:
-    """Megatron-DeepSpeed leaves the first of these too, beside DeepSpeed's own files, and is not meant."""
-    try:
-        names = set(os.listdir(path))
-    except OSError:
-        return
-    ranks = any(name.startswith("mp_rank_") and os.path.isdir(os.path.join(path, name)) for name in names)
-    if "latest" in names or (names.isdisjoint(_MEGATRON) and not ranks):
-        return
-    mend = "start the run with --resume-report FILE, or read the rates it logs: lr draws DeepSpeed checkpoints so far"
-    fault = Fault(error="UnsupportedLayout", where=path, what="is a checkpoint of Megatron-LM", mend=mend)
-    raise UnsupportedLayout(f"{fault.line()}; {mend}", [fault])
 
 
 def _find(path: str, tag: str | None) -> Listing:

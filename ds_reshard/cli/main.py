@@ -47,9 +47,13 @@ def build_parser() -> argparse.ArgumentParser:
     look.add_argument("--all", action="store_true", help="list every parameter and file")
     look.set_defaults(run=_inspect)
 
-    lr = commands.add_parser("lr", help="draw the learning rate of the coming run before it is started")
-    lr.add_argument("checkpoint", metavar="CKPT", help="the folder that was given to save_checkpoint")
-    lr.add_argument("--config", required=True, metavar="FILE", help="the DeepSpeed JSON of the coming run")
+    lr = commands.add_parser(
+        "lr", help="draw the learning rate of the coming run before it is started",
+        usage="%(prog)s CKPT (--config FILE | [OPTION ...] -- MEGATRON-FLAG ...) [OPTION ...]",
+        epilog="for a checkpoint of Megatron-LM, everything after -- is the coming run's own command line",
+    )  # fmt: skip
+    lr.add_argument("checkpoint", metavar="CKPT", help="the folder that was given to save_checkpoint, or to --save")
+    lr.add_argument("--config", metavar="FILE", help="the DeepSpeed JSON of the coming run")
     lr.add_argument("--tag", help="the tag that will be loaded (default: the one that 'latest' names)")
     lr.add_argument("--steps", type=_steps, metavar="N", help="how many steps (default: to the schedule's end)")
     lr.add_argument("--png", metavar="FILE", help="write a picture")
@@ -64,9 +68,17 @@ def _steps(text: str) -> int:
     return int(text)
 
 
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments of one subcommand; what follows `--` after `lr` is a command line of Megatron-LM, kept as it is."""
+    at = words.index("--") if list(words[:1]) == ["lr"] and "--" in words else len(words)
+    arguments = build_parser().parse_args(words[:at])
+    arguments.flags = list(words[at + 1 :]) if at < len(words) else None
+    return arguments
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; an error of ours is its message on stderr and exit status 2, never a traceback."""
-    arguments = build_parser().parse_args(argv)
+    arguments = parse(sys.argv[1:] if argv is None else argv)
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
         return run(arguments)
@@ -100,8 +112,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _lr(arguments: argparse.Namespace) -> int:
     """Status 1 where a curve cannot be drawn: what it would be is not in the files."""
     coming = coming_run(
-        arguments.checkpoint, arguments.config, tag=arguments.tag, steps=arguments.steps, version=_deepspeed_version()
-    )
+        arguments.checkpoint, arguments.config, flags=arguments.flags, tag=arguments.tag, steps=arguments.steps,
+        version=_deepspeed_version(),
+    )  # fmt: skip
     if arguments.png is not None:
         draw(coming, arguments.png)
     if arguments.json:

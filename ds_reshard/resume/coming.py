@@ -7,6 +7,7 @@ the files cannot tell is not drawn, and says why.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -67,7 +68,7 @@ class ComingRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Drawn:
+class Drawn:
     """A schedule of each param group, and the rates of the first step where those are others."""
 
     schedules: tuple[Schedule, ...]
@@ -94,26 +95,35 @@ def coming_run(
         HOST: _without_flag(past, section, rate, count),
         OVERRIDE: _overridden(past, section, rate, count),
     }
-    length = steps if steps is not None else _length(made.values(), past.position)
+    length = steps if steps is not None else length_of(made.values(), past.position)
     last = past.position + length - 1
     sections = {CHECKPOINT: saved_section(past), HOST: section, OVERRIDE: section}
     for name, drawn in made.items():
         found = sections[name]
         for release in (past.version, version) if name == CHECKPOINT else (version,):
             why = older(found if isinstance(found, Section) else None, release, first=past.position, last=last)
-            if why is not None and isinstance(drawn, _Drawn):
+            if why is not None and isinstance(drawn, Drawn):
                 made[name] = Unknown(reason=why)
-    positions = _sampled(past.position, length)
-    every = [_curve(name, drawn, positions, count) for name, drawn in made.items()]
-    groups = _alike(every, count)
-    curves = tuple(replace(curve, rates=tuple(curve.rates[g[0]] for g in groups if curve.rates)) for curve in every)
+    positions = sampled(past.position, length)
+    groups, curves = curves_of(made, positions, count)
     return ComingRun(
         checkpoint=past.where, config=where, position=past.position, positions=positions, groups=groups,
         curves=curves, notes=(*_notes(config, where, version), *_doubts(made[CHECKPOINT])),
     )  # fmt: skip
 
 
-def _continued(past: Past, count: int) -> _Drawn | Unknown:
+def curves_of(
+    made: Mapping[str, Drawn | Unknown], positions: Sequence[int], count: int
+) -> tuple[tuple[tuple[int, ...], ...], tuple[Curve, ...]]:
+    """The param groups that share their curves, and each curve by these."""
+    every = [_curve(name, drawn, positions, count) for name, drawn in made.items()]
+    groups = _alike(every, count)
+    return groups, tuple(
+        replace(curve, rates=tuple(curve.rates[g[0]] for g in groups if curve.rates)) for curve in every
+    )
+
+
+def _continued(past: Past, count: int) -> Drawn | Unknown:
     """The saved schedule, if the saved rates are those that it gives at the position."""
     foreign = scripts_own(past, "the checkpoint was saved with")
     if foreign is not None:
@@ -121,7 +131,7 @@ def _continued(past: Past, count: int) -> _Drawn | Unknown:
     if past.scheduler is None:
         if past.rates is None:
             return Unknown(reason=f"{past.where} holds no param groups, and no scheduler")
-        return _Drawn(schedules=tuple(Constant(lr=rate) for rate in past.rates))
+        return Drawn(schedules=tuple(Constant(lr=rate) for rate in past.rates))
     section = saved_section(past)
     if section is None and past.config_path is not None:
         kept = f"of its DeepSpeed JSON the checkpoint keeps the path, {past.config_path}"
@@ -147,10 +157,10 @@ def _continued(past: Past, count: int) -> _Drawn | Unknown:
                 f"{past.position} ({shown(given)}): the script set them, or passed a scheduler of its own",
                 contradicted=True,
             )
-    return _Drawn(schedules=schedules, first=past.rates)
+    return Drawn(schedules=schedules, first=past.rates)
 
 
-def _without_flag(past: Past, section: Section | None, rate: float | Unknown, count: int) -> _Drawn | Unknown:
+def _without_flag(past: Past, section: Section | None, rate: float | Unknown, count: int) -> Drawn | Unknown:
     """The rates of the loaded param groups until the scheduler steps for the first time."""
     foreign = scripts_own(past, "this run's is not in its JSON if, as the checkpoint's, it is")
     if foreign is not None:
@@ -158,7 +168,7 @@ def _without_flag(past: Past, section: Section | None, rate: float | Unknown, co
     if past.rates is None:
         return Unknown(reason=f"{past.where} holds no param groups, so the rate of the first step is the script's")
     if section is None:
-        return _Drawn(schedules=tuple(Constant(lr=rate) for rate in past.rates))
+        return Drawn(schedules=tuple(Constant(lr=rate) for rate in past.rates))
     if past.scheduler is None:
         return Unknown(
             reason="the load fails: this run has a scheduler, and the checkpoint holds the state of none; "
@@ -168,14 +178,14 @@ def _without_flag(past: Past, section: Section | None, rate: float | Unknown, co
     return drawn if isinstance(drawn, Unknown) else replace(drawn, first=past.rates)
 
 
-def _overridden(past: Past, section: Section | None, rate: float | Unknown, count: int) -> _Drawn | Unknown:
+def _overridden(past: Past, section: Section | None, rate: float | Unknown, count: int) -> Drawn | Unknown:
     foreign = scripts_own(past, "this run's is not in its JSON if, as the checkpoint's, it is")
     if foreign is not None:
         return Unknown(reason=foreign)
     return _this_runs(past, section, rate, count)
 
 
-def _this_runs(past: Past, section: Section | None, rate: float | Unknown, count: int) -> _Drawn | Unknown:
+def _this_runs(past: Past, section: Section | None, rate: float | Unknown, count: int) -> Drawn | Unknown:
     """This run's schedule as its JSON gives it: one rate for all param groups, if it needs the optimizer's."""
     if section is None or section.needs_rates:
         if isinstance(rate, Unknown):
@@ -186,7 +196,7 @@ def _this_runs(past: Past, section: Section | None, rate: float | Unknown, count
                 "gives them, and this run's are not in its JSON"
             )
     schedules = schedules_of(section, [rate] * count if isinstance(rate, float) else [], count)
-    return schedules if isinstance(schedules, Unknown) else _Drawn(schedules=schedules)
+    return schedules if isinstance(schedules, Unknown) else Drawn(schedules=schedules)
 
 
 def _group_count(past: Past, section: Section | None) -> int:
@@ -197,22 +207,24 @@ def _group_count(past: Past, section: Section | None) -> int:
     return max(map(len, lists), default=1)
 
 
-def _length(made: Iterable[_Drawn | Unknown], position: int) -> int:
-    ends = [schedule.end for drawn in made if isinstance(drawn, _Drawn) for schedule in drawn.schedules]
-    ahead = [end - position for end in ends if end is not None and end > position]
+def length_of(made: Iterable[Drawn | Unknown], position: int, *, stride: int = 1) -> int:
+    """How many updates are drawn: to the end of the schedule that ends last, each `stride` positions further."""
+    ends = [schedule.end for drawn in made if isinstance(drawn, Drawn) for schedule in drawn.schedules]
+    ahead = [math.ceil((end - position) / stride) for end in ends if end is not None and end > position]
     if None in ends or not ahead:
         ahead.append(_USUAL)
     return min(max(*ahead, _LEAST) + 1, _MOST)
 
 
-def _sampled(first: int, steps: int) -> tuple[int, ...]:
+def sampled(first: int, steps: int, *, stride: int = 1) -> tuple[int, ...]:
+    """The positions of `steps` updates, or of 2,000 of them."""
     if steps <= _POINTS:
-        return tuple(range(first, first + steps))
-    spread = (first + round(number * (steps - 1) / (_POINTS - 2)) for number in range(_POINTS - 1))
-    return tuple(sorted({first + 1, *spread}))
+        return tuple(range(first, first + steps * stride, stride))
+    spread = {round(number * (steps - 1) / (_POINTS - 2)) for number in range(_POINTS - 1)}
+    return tuple(first + update * stride for update in sorted({1, *spread}))
 
 
-def _curve(name: str, drawn: _Drawn | Unknown, positions: Sequence[int], count: int) -> Curve:
+def _curve(name: str, drawn: Drawn | Unknown, positions: Sequence[int], count: int) -> Curve:
     if isinstance(drawn, Unknown):
         return Curve(name=name, unknown=drawn.reason)
     return Curve(name=name, rates=tuple(drawn.rates(group, positions) for group in range(count)))
@@ -227,7 +239,7 @@ def _alike(curves: Sequence[Curve], count: int) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, together.values()))
 
 
-def _doubts(continued: _Drawn | Unknown) -> Iterator[str]:
+def _doubts(continued: Drawn | Unknown) -> Iterator[str]:
     if isinstance(continued, Unknown) and continued.contradicted:
         yield (
             "beware: the checkpoint's rates are not those of its own JSON. If the script passed a scheduler of its own "
@@ -247,13 +259,13 @@ def _notes(config: Mapping[str, object], where: str, version: str | None) -> Ite
     resume = ours.get("resume") if isinstance(ours, Mapping) else None
     if resume is not None:
         policy = combine([from_json(resume, place=f"{where}: ds_reshard.resume")])
-        yield _asked(policy)
+        yield asked_curve(policy, "the resume section of this JSON asks for")
 
 
-def _asked(policy: ResumePolicy) -> str:
-    """Which curve the JSON's own resume section asks for."""
+def asked_curve(policy: ResumePolicy, place: str) -> str:
+    """Which curve a place, in words such as "the flags ask for", means by its policy."""
     curve = {"host": HOST, "override": OVERRIDE, "checkpoint": CHECKPOINT}.get(policy.scheduler)
     plain = policy.keeps_position and policy.loads_moments and not policy.takes("lr")
     if curve is not None and plain:
-        return f'the resume section of this JSON asks for: {TITLES[curve]} ("scheduler": "{policy.scheduler}")'
-    return "the resume section of this JSON asks for what no curve shows: see docs/resume.md for what it does"
+        return f'{place}: {TITLES[curve]} ("scheduler": "{policy.scheduler}")'
+    return f"{place} what no curve shows: see docs/resume.md for what it does"

@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, place: str = PLACE) -> arg
     """
     if getattr(parser, "_ds_reshard_flags", None) is not None:
         return parser
-    dests, adopted = _define(parser)
+    dests, adopted = define(parser)
     plain = parser.parse_known_args
 
     def parse_known_args(args: object = None, namespace: object = None) -> tuple[argparse.Namespace, list[str]]:
@@ -122,7 +122,7 @@ def given(
     return Given(place=place, values=values, spelled=spelled, adopted=adopted & set(values))
 
 
-def _define(parser: argparse.ArgumentParser) -> tuple[dict[str, Flag], frozenset[str]]:
+def define(parser: argparse.ArgumentParser) -> tuple[dict[str, Flag], frozenset[str]]:
     """Add the flags that the parser has not; where the value of each will be, by dest, and the keys it had."""
     known = parser._option_string_actions
     dests: dict[str, Flag] = {}

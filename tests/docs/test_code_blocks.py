@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_reshard.cli.main import build_parser
+from ds_reshard.cli.main import parse
 from ds_reshard.hosts.deepspeed.settings import parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +93,7 @@ def test_commands_exist(block: Block) -> None:
         words = shlex.split(line.removeprefix("$ "), comments=True)
         if words[:1] == ["ds-reshard"]:
             try:
-                build_parser().parse_args(words[1:])
+                parse(words[1:])
             except SystemExit:
                 pytest.fail(f"{block}: the command line does not accept: {line}")
         elif words[:1] == ["make"]:

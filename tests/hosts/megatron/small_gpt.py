@@ -16,7 +16,7 @@ SEQUENCE = 8
 SAMPLES = 4000
 GROUP_KEYS = ("lr", "weight_decay", "betas", "eps", "max_lr", "min_lr", "wd_mult", "step", "default_config")
 
-_MODEL = (
+MODEL = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32 --seq-length 8"
     " --max-position-embeddings 8 --tokenizer-type NullTokenizer --vocab-size 63 --make-vocab-size-divisible-by 64"
     " --transformer-impl local --distributed-backend gloo --num-workers 0 --no-masked-softmax-fusion"
@@ -106,7 +106,7 @@ def pretrain(
         ds_reshard.install("megatron")
     if asked_before is not None:
         asked.ask(Given(place="the launcher", values=asked_before))
-    sys.argv = ["pretrain_small_gpt.py", *_MODEL.split(), *arguments]
+    sys.argv = ["pretrain_small_gpt.py", *MODEL.split(), *arguments]
     from megatron.core.enums import ModelType
     from megatron.core.optimizer import optimizer
     from megatron.training import get_args
