@@ -19,6 +19,7 @@ from ds_reshard.hosts.megatron.current import Load, in_force
 from ds_reshard.hosts.megatron.live import Scheduler, as_number, leaves
 from ds_reshard.hosts.megatron.moments import fresh_moments, masters_faults
 from ds_reshard.hosts.megatron.optimizers import matched_groups
+from ds_reshard.hosts.megatron.refusals import announced_format_faults
 from ds_reshard.hosts.megatron.report import publish_training
 from ds_reshard.hosts.megatron.settle import hyperparameter_faults, remember, run_groups
 from ds_reshard.resume.policy import ResumePolicy
@@ -44,6 +45,7 @@ def load_checkpoint(
     policy = policy_of(arguments)
     load = Load(policy=policy, optimizer=optimizer, scheduler=scheduler, where=str(getattr(arguments, "load", None)))
     faults = [*hyperparameter_faults(optimizer, policy), *masters_faults(optimizer, policy)]
+    faults += announced_format_faults(policy, arguments)
     raise_faults([*faults, *_contradictions(policy, arguments)], subject="resume policy")
     _tell_megatron(policy, arguments)
     with in_force(load):

@@ -16,15 +16,13 @@ from ds_reshard.formats.megatron.groups import saved_groups
 from ds_reshard.hosts.megatron.current import Found, Load, current
 from ds_reshard.hosts.megatron.live import Scheduler, with_saved
 from ds_reshard.hosts.megatron.optimizers import LATE, compares_bounds, matched_groups
+from ds_reshard.hosts.megatron.refusals import format_faults, release_faults, step_faults
 from ds_reshard.hosts.megatron.scheduler import schedule_faults
 from ds_reshard.hosts.megatron.settle import group_differences, run_groups
 from ds_reshard.hosts.megatron.sharded_groups import with_sharded_groups
 from ds_reshard.resume.megatron_schedule import absent_schedule, extra_values, read_schedule
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import because
-
-_NOT_BY_GROUPS = ("TORCH_DCP", "FSDP_DTENSOR")
-"""Types of checkpoint whose optimizer state does not come through the optimizers' `load_state_dict`."""
 
 _BY_NAME = ("GLOBAL", "LOCAL")
 """Types of checkpoint whose states are read into the live ones, by the name of the parameter."""
@@ -51,7 +49,7 @@ def load_base_checkpoint(original: Callable[[], Base], arguments: object) -> Bas
     load.where = _folder(name)
     load.read_in_place = getattr(kind, "name", "") in _BY_NAME
     try:
-        faults = _look(load, state, release, kind)
+        faults = _look(load, state, release, kind, arguments)
     except ReshardError as error:
         faults = faults_of(error)
     subject = LATE if read and load.read_in_place else f"resuming from {load.where}"
@@ -59,13 +57,13 @@ def load_base_checkpoint(original: Callable[[], Base], arguments: object) -> Bas
     return result
 
 
-def _look(load: Load, state: Mapping[str, object], release: bool, kind: object) -> list[Fault]:
+def _look(load: Load, state: Mapping[str, object], release: bool, kind: object, arguments: object) -> list[Fault]:
     """Note what was found, and say what of it cannot be resumed as asked."""
     saved = state.get("optimizer")
     if load.read_in_place and not release and load.optimizer is not None and _reads_groups(load.policy):
         saved = with_sharded_groups(load.optimizer, saved, load.where)
     load.found = _found(load, state, saved, release)
-    return [*_refusals(load, kind), *_faults(load, load.found, saved)]
+    return [*_refusals(load, kind, release, arguments), *_faults(load, load.found, saved)]
 
 
 def _of_all_ranks(faults: list[Fault]) -> list[Fault]:
@@ -115,28 +113,14 @@ def _reads_schedule(policy: ResumePolicy) -> bool:
     )
 
 
-def _refusals(load: Load, kind: object) -> list[Fault]:
+def _refusals(load: Load, kind: object, release: bool, arguments: object) -> list[Fault]:
     """What no checkpoint of this kind can be made to do."""
-    policy, where, faults = load.policy, load.where, []
-    by_groups = policy.scheduler != "host" or policy.optimizer == "masters" or policy.hyperparameters
-    if getattr(kind, "name", "") in _NOT_BY_GROUPS and by_groups:
-        what = "is of a format in which schedule, masters and hyper-parameters cannot be chosen"
-        mend = "save it with --ckpt-format torch_dist, or leave these flags out"
-        faults.append(
-            Fault(
-                error="UnsupportedLayout",
-                where=where,
-                what=what,
-                found=f"{getattr(kind, 'name', '')}",
-                mend=mend,
-                expected="torch or torch_dist",
-            )
-        )
-    if load.found is not None and load.found.release and (policy.optimizer == "masters" or policy.scheduler != "host"):
-        what = "is a release: weights alone, with no optimizer, schedule or position to resume"
-        faults.append(
-            Fault(error="ConfigError", where=where, what=what, mend="add --finetune and leave out the others")
-        )
+    name = getattr(kind, "name", "")
+    faults = [] if load.another_model else format_faults(load.where, name.lower(), load.policy)
+    if release:
+        faults += release_faults(load.where, load.policy)
+    elif name == "LEGACY" and load.optimizer is not None and load.policy.loads_masters:
+        faults += step_faults(load.where, arguments)
     return faults
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import cast
 
-from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import ReshardError
+from ds_reshard.formats.megatron.files import Place, read_object
 from ds_reshard.formats.megatron.groups import saved_groups
 from ds_reshard.hosts.megatron.live import Group
 
-Read = Callable[[str], object]
+Read = Callable[[str], list[Group] | None]
 
 
 def with_sharded_groups(optimizer: object, state: object, folder: str) -> object:
@@ -23,14 +23,13 @@ def with_sharded_groups(optimizer: object, state: object, folder: str) -> object
 
     Every rank calls it with its own optimizer, and reads a few kilobytes. What cannot be read stays as it is.
     """
-    places: dict[str, tuple[str, int, int]] | None = None
+    places: dict[str, Place] | None = None
 
-    def read(key: str) -> object:
+    def read(key: str) -> list[Group] | None:
         nonlocal places
         if places is None:
             places = _places(folder)
-        place = places.get(key)
-        return _read(*place) if place is not None else None
+        return _read(places[key]) if key in places else None
 
     return _filled(optimizer, state, read, "")
 
@@ -48,12 +47,12 @@ def _filled(optimizer: object, state: object, read: Read, prefix: str) -> object
     number = getattr(optimizer, "data_parallel_group_idx", None)
     if number is None or getattr(optimizer, "optimizer", None) is None or saved_groups(state) is not None:
         return state
-    groups = _plain_groups(read(f"{prefix}optimizer.distributed.dp_group_idx_{number}.optimizer/shard_0_1"))
+    groups = read(f"{prefix}optimizer.distributed.dp_group_idx_{number}.optimizer/shard_0_1")
     held = state if isinstance(state, Mapping) else {}
     return state if groups is None else {**held, "optimizer": {"param_groups": groups}}
 
 
-def _places(folder: str) -> dict[str, tuple[str, int, int]]:
+def _places(folder: str) -> dict[str, Place]:
     """The file, offset and length of every object of a checkpoint, from the directory that torch reads for its load."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -68,18 +67,15 @@ def _places(folder: str) -> dict[str, tuple[str, int, int]]:
     }
 
 
-def _read(path: str, byte_offset: int, nbytes: int) -> object:
-    """An object as inert values; None where the file is not as it should be, which Megatron's own reading will say."""
+def _read(place: Place) -> list[Group] | None:
+    """Groups without what is no plain value: a learning rate may have been saved as a tensor.
+
+    None where the file is not as it should be, which Megatron's own reading will say.
+    """
     try:
-        with open_archive(path, part=(byte_offset, nbytes)) as archive:
-            return archive.load()
+        groups = saved_groups(read_object(place))
     except ReshardError:
         return None
-
-
-def _plain_groups(held: object) -> list[Group] | None:
-    """Groups without what is no plain value: a learning rate may have been saved as a tensor."""
-    groups = saved_groups(held[0] if isinstance(held, list) and len(held) == 1 else held)
     if groups is None:
         return None
     return [{name: value for name, value in group.items() if _is_plain(value)} for group in groups]

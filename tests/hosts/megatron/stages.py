@@ -72,7 +72,10 @@ class Stages:
         hooks: bool = True, saved: str | None = None, folder: Path | None = None,
         asked_before: dict[str, Any] | None = None, **changes: str,
     ) -> list[dict[str, Any]]:  # fmt: skip
-        """Resume the first stage with `flags`; `changes` (lr="3e-5") come on top of SECOND, `saved` are its options."""
+        """Resume the first stage, whose options are `saved`, with `flags`.
+
+        `changes` (lr="3e-5"; "" takes a flag away) come on top of SECOND.
+        """
         load = folder if folder is not None else self.first(release, saved or options, ranks).folder
         arguments = _second(load, flags, options, changes)
         runner = self._releases[release]
@@ -108,10 +111,10 @@ class Stages:
 
     def untouched(
         self, release: str, flags: str = "", *, options: str, saved: str | None = None, ranks: int = 1,
-        unreadable: bool = False, **changes: str,
+        unreadable: bool = False, folder: Path | None = None, **changes: str,
     ) -> dict[str, Any]:  # fmt: skip
-        """A refused load on every rank alike: its error, and what it had changed; the first stage is `first`'s."""
-        load = self.first(release, saved or options, ranks).folder
+        """A refused load on every rank alike: its error, and what it had changed by then."""
+        load = folder if folder is not None else self.first(release, saved or options, ranks).folder
         told: list[dict[str, Any]] = self._releases[release].run(
             "small_gpt:refused", ranks=ranks, arguments=_second(load, flags, options, changes), unreadable=unreadable
         )
@@ -121,6 +124,7 @@ class Stages:
 
 def _second(load: Path, flags: str, options: str, changes: dict[str, str]) -> list[str]:
     given = {**FIRST, **SECOND, **{"--" + name.replace("_", "-"): value for name, value in changes.items()}}
+    given = {name: value for name, value in given.items() if value}
     return [*_words(given), *options.split(), "--load", str(load), *flags.split()]
 
 

@@ -1,0 +1,113 @@
+"""Other ways to name a checkpoint and to write a command line: the first step still uses what was asked for."""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from releases import WITH_TRAINING
+from stages import FORMATS, OVERRIDE, POSITION, SAVED, curve, same_state, used
+
+from ds_reshard.hosts.megatron.refusals import announced_format_faults, format_faults
+from ds_reshard.resume.policy import ResumePolicy
+
+EVERYTHING = ("master", "exp_avg", "exp_avg_sq")
+NEW = [curve(POSITION, 3e-5, 2e-5)] * 2
+pytestmark = pytest.mark.slow
+RELEASES = pytest.mark.parametrize("release", WITH_TRAINING)
+
+
+def _earlier(stages: Any, release: str, options: str) -> Path:
+    """A folder whose tracker names iteration 9, which has other states, and that holds iteration 5 as well."""
+    copy: Path = stages.folder() / "copy"
+    shutil.copytree(stages.first(release, options).folder, copy)
+    shutil.copytree(copy / "iter_0000005", copy / "iter_0000009")
+    (copy / "latest_checkpointed_iteration.txt").write_text("9", encoding="utf-8")
+    return copy
+
+
+@RELEASES
+@pytest.mark.parametrize("kind", ["torch-bf16", "dist-sharded"])
+def test_an_iteration_by_name(stages: Any, release: str, kind: str) -> None:
+    """`--ckpt-step`, from a folder that is another than that of `--save`."""
+    options, saved = f"{FORMATS[kind]} --ckpt-step 5", FORMATS[kind]
+    flags = f"{OVERRIDE} --save {stages.folder()} --save-interval 100"
+    resumed = stages.second(release, flags, options=options, folder=_earlier(stages, release, saved))[0]
+    assert (used(resumed, "lr"), resumed["iteration"]) == (NEW, SAVED)
+    assert same_state(stages.first(release, saved).ranks[0], resumed, EVERYTHING) == []
+
+
+@RELEASES
+def test_moments_of_another_iteration_are_refused(stages: Any, release: str) -> None:
+    """Megatron takes the moments, and the iteration, of what the tracker names: here it says 9 and reads those of 9."""
+    saved = FORMATS["torch-sharded"]
+    folder, options = _earlier(stages, release, saved), f"{saved} --ckpt-step 5"
+    for file in (folder / "iter_0000005").rglob("distrib_optim.pt"):
+        file.unlink()
+    alone = stages.second(release, options=options, folder=folder, hooks=False, lr="3e-4", min_lr="3e-5",
+                          train_iters="12", flags="--use-checkpoint-opt_param-scheduler")[0]  # fmt: skip
+    assert alone["iteration"] == 9
+    told = stages.untouched(release, OVERRIDE, options=options, saved=saved, folder=folder)
+    assert told["refused"] == "UnsupportedLayout" and told["changed"] == []
+    assert "expected iter_0000005, found 9" in told["message"]
+    weights = stages.second(release, f"{OVERRIDE} --no-load-optim", options=options, folder=folder)[0]
+    assert (used(weights, "lr"), weights["iteration"]) == (NEW, SAVED)
+
+
+@RELEASES
+def test_a_format_that_is_detected(stages: Any, release: str) -> None:
+    """`--auto-detect-ckpt-format`: what is on disk counts, not `--ckpt-format`."""
+    saved, options = FORMATS["torch-bf16"], f"{FORMATS['dist-bf16']} --auto-detect-ckpt-format"
+    resumed = stages.second(release, OVERRIDE, saved=saved, options=options)[0]
+    assert used(resumed, "lr") == NEW
+    assert same_state(stages.first(release, saved).ranks[0], resumed, EVERYTHING) == []
+
+
+@RELEASES
+def test_arguments_of_the_checkpoint(stages: Any, release: str) -> None:
+    """`--use-checkpoint-args` takes the model's; the schedule is this run's."""
+    resumed = stages.second(release, f"{OVERRIDE} --use-checkpoint-args", weight_decay="0.2", clip_grad="0.5")[0]
+    assert (used(resumed, "lr"), used(resumed, "weight_decay"), resumed["clips"][0]) == (NEW, [0.2, 0.0], 0.5)
+
+
+@RELEASES
+def test_a_batch_size_that_grows(stages: Any, release: str) -> None:
+    """The position counts samples, whatever the batches were."""
+    flags = f"{OVERRIDE} --rampup-batch-size 2 2 40"
+    resumed = stages.second(release, flags, train_samples="60", **_by_samples())[0]
+    assert used(resumed, "lr") == pytest.approx([curve(POSITION, 3e-5, 2e-5, 160)] * 2)
+    assert same_state(stages.first(release).ranks[0], resumed, EVERYTHING) == []
+
+
+def _by_samples() -> dict[str, str]:
+    return {"train_iters": "", "lr_decay_iters": "", "lr_decay_samples": "160"}
+
+
+@RELEASES
+def test_an_abbreviation_is_no_flag(stages: Any, release: str) -> None:
+    """Megatron's parser takes none, so that none is half understood."""
+    told = stages.refused(release, "--override-opt_param-sched")
+    assert told["error"] == "SystemExit"
+
+
+@pytest.mark.parametrize("name", ["torch_dcp", "fsdp_dtensor"])
+def test_a_format_in_which_nothing_can_be_chosen_is_named(name: str, tmp_path: Path) -> None:
+    """Before anything is read, and only where a checkpoint is; the defaults are Megatron's own."""
+    asked = [
+        ResumePolicy(scheduler="override"), ResumePolicy(scheduler="checkpoint"), ResumePolicy(scheduler="strict"),
+        ResumePolicy(scheduler="reset"), ResumePolicy(optimizer="masters"), ResumePolicy(hyperparameters=("betas",)),
+    ]  # fmt: skip
+    if name == "torch_dcp":
+        asked += [ResumePolicy(optimizer="skip"), ResumePolicy(finetune=True)]
+    arguments = Namespace(load=str(tmp_path), ckpt_format=name)
+    assert announced_format_faults(asked[0], arguments) == []
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5", encoding="utf-8")
+    for policy in asked:
+        (fault,) = announced_format_faults(policy, arguments)
+        assert (fault.error, fault.found) == ("UnsupportedLayout", name) and f"of format {name}," in fault.what
+    for policy in (ResumePolicy(), ResumePolicy(rng=False), ResumePolicy(report="x.json")):
+        assert announced_format_faults(policy, arguments) == []
+    assert format_faults("x", "legacy", asked[0]) == format_faults("x", "global", asked[0]) == []
