@@ -122,6 +122,14 @@ def vendored(patch: Patch) -> bool:
     return re.search(rf"^{re.escape(patch.vendored_marker)}\s*(:[^=\n]*)?=(?!=)", source, re.MULTILINE) is not None
 
 
+def beside_vendored(hooks: HostHooks) -> tuple[Patch, ...]:
+    """The patches that no source patch can do the work of, where source patches do that of all the others."""
+    marked = [patch for patch in hooks.patches if patch.vendored_marker is not None]
+    if not marked or not all(map(vendored, marked)):
+        return ()
+    return tuple(patch for patch in hooks.patches if patch.vendored_marker is None)
+
+
 def _signature_faults(hooks: HostHooks, patch: Patch, function: Function) -> list[Fault]:
     mend = _tested_install(hooks)
     try:

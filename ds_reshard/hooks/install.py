@@ -21,6 +21,7 @@ _LOG = logging.getLogger("ds_reshard")
 def install(hooks: HostHooks) -> Installation:
     """Patch every target of a host, all or none; what is installed already is returned as it is.
 
+    Where its source carries every patch that can be there, the others are put in place.
     Imports the host's modules, those of optional patches excepted: these are patched as soon as they are
     imported. Raises HookError with every fault of the guard, nothing being patched.
     """
@@ -32,6 +33,9 @@ def install(hooks: HostHooks) -> Installation:
 
 def _install(hooks: HostHooks) -> Installation:
     found = guard.load(hooks)
+    beside = guard.beside_vendored(hooks)
+    if beside:
+        hooks = dataclasses.replace(hooks, patches=beside)
     with REGISTRY.lock:
         present = REGISTRY.active(hooks.host)
         if present is not None:

@@ -70,9 +70,9 @@ def _of_patch(hooks: HostHooks, patch: Patch, *, absent: bool) -> tuple[State, s
     if absent:
         return "framework absent", f"{hooks.distribution} is not installed"
     installation = REGISTRY.active(hooks.host)
-    if installation is not None and not installation.holds(patch):
+    if installation is not None and not installation.holds(patch) and not guard.vendored(patch):
         return "available", f"will be installed when {patch.module} is imported"
-    if installation is not None:
+    if installation is not None and installation.holds(patch):
         covered = "" if installation.on_top(patch) else "another library has wrapped or replaced the attribute"
         return "installed", covered
     if guard.vendored(patch):

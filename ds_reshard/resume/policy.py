@@ -91,6 +91,11 @@ class ResumePolicy:
         """Whether learning rates, weight decay and schedule are this run's by request, not the host's choice."""
         return self.scheduler in ("override", "reset") or (not self.loads_masters and self.scheduler == "host")
 
+    @property
+    def places_schedule(self) -> bool:
+        """Whether this run's scheduler is put at a position of its own schedule, rather than given the saved state."""
+        return self.scheduler == "override" or not self.keeps_position
+
     def takes(self, name: str) -> bool:
         """Whether the hyper-parameter `name` of this run replaces the checkpoint's by request."""
         return name in self.hyperparameters

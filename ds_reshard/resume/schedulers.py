@@ -30,6 +30,9 @@ _WHERE = frozenset(
         "T_cur",
         "T_i",
         "_schedulers",
+        "best",
+        "num_bad_epochs",
+        "cooldown_counter",
     }
 )
 
@@ -40,7 +43,7 @@ def kind_of(scheduler: object) -> str:
         return PLATEAU
     if hasattr(scheduler, "last_batch_iteration"):
         return DEEPSPEED
-    if hasattr(scheduler, "last_epoch") and hasattr(scheduler, "step"):
+    if hasattr(scheduler, "step") and (hasattr(scheduler, "last_epoch") or _parts(vars(scheduler))):
         return TORCH
     if hasattr(scheduler, "num_steps") and "increment" in inspect.signature(getattr(scheduler, "step", int)).parameters:
         return COUNTED
@@ -53,7 +56,15 @@ def position_in(state: Mapping[str, object]) -> int | None:
         found = state.get(name)
         if isinstance(found, int) and not isinstance(found, bool):
             return max(0, found + shift)
-    return None
+    parts = _parts(state)
+    first = parts[0] if parts else {}
+    return position_in(first if isinstance(first, Mapping) else vars(first)) if parts else None
+
+
+def _parts(state: Mapping[str, object]) -> Sequence[object]:
+    """The schedulers inside one (SequentialLR, ChainedScheduler), or their states; a chain's position is theirs."""
+    parts = state.get("_schedulers")
+    return parts if isinstance(parts, (list, tuple)) else ()
 
 
 def position_of(scheduler: object) -> int | None:
@@ -62,7 +73,7 @@ def position_of(scheduler: object) -> int | None:
 
 def configuration(scheduler: object) -> dict[str, object]:
     """What configures a scheduler: its attributes without the optimizer, its position and the last rates."""
-    if kind_of(scheduler) == TORCH:
+    if kind_of(scheduler) in (TORCH, PLATEAU):
         found = {name: value for name, value in vars(scheduler).items() if name not in _WHERE and name != "optimizer"}
         for number, inner in enumerate(getattr(scheduler, "_schedulers", ())):
             found |= {f"schedulers[{number}].{name}": value for name, value in configuration(inner).items()}
@@ -74,8 +85,7 @@ def configuration(scheduler: object) -> dict[str, object]:
 def saved_configuration(state: Mapping[str, object]) -> dict[str, object]:
     """The same of a torch scheduler's state dict."""
     found = {name: value for name, value in state.items() if name not in _WHERE}
-    inner = state.get("_schedulers")
-    for number, one in enumerate(inner if isinstance(inner, (list, tuple)) else ()):
+    for number, one in enumerate(_parts(state)):
         if isinstance(one, Mapping):
             found |= {f"schedulers[{number}].{name}": value for name, value in saved_configuration(one).items()}
     return {name: value for name, value in found.items() if not _is_code(value)}
@@ -84,7 +94,8 @@ def saved_configuration(state: Mapping[str, object]) -> dict[str, object]:
 def has_code(scheduler: object) -> bool:
     """Whether a function of this run's script decides the rates, which no state dict holds (LambdaLR)."""
     inner = getattr(scheduler, "_schedulers", ())
-    return hasattr(scheduler, "lr_lambdas") or any(has_code(one) for one in inner)
+    own = hasattr(scheduler, "lr_lambdas") or getattr(scheduler, "_scale_fn_custom", None) is not None
+    return own or any(has_code(one) for one in inner)
 
 
 def cycled(scheduler: object) -> frozenset[str]:
@@ -103,17 +114,25 @@ def _is_code(value: object) -> bool:
 
 
 class Beginning:
-    """A scheduler as it was when its run began, to be put at any position of its own schedule."""
+    """A scheduler as it was when its run began, to be put at any position of its own schedule.
+
+    `groups` are the rates that it had given to each param group by then.
+    """
 
     def __init__(self, scheduler: object) -> None:
         self.kind = kind_of(scheduler)
-        state: dict[str, object] = getattr(scheduler, "state_dict", dict)()
-        self._state: object = copy.deepcopy(state)
+        self._state: dict[str, object] = copy.deepcopy(getattr(scheduler, "state_dict", dict)())
+        self.groups = copy.deepcopy(_rates(scheduler))
 
     @property
     def position(self) -> int:
         """How far the scheduler had run when it was noted: 0 for one that was just built."""
-        return (position_in(self._state) if isinstance(self._state, Mapping) else None) or 0
+        return position_in(self._state) or 0
+
+    @property
+    def configuration(self) -> dict[str, object]:
+        """What configured it then, as its state dict tells it."""
+        return saved_configuration(self._state)
 
     def place(self, scheduler: object, position: int) -> None:
         """Put `scheduler` where `position` of its own steps would have brought it, and its rates into the groups.
@@ -122,7 +141,10 @@ class Beginning:
         position are set; the others are replayed step by step, so that rounding is the uninterrupted run's.
         """
         if self.kind in (PLATEAU, UNKNOWN):
-            raise UnsupportedLayout(refusal(scheduler))
+            if position:
+                raise UnsupportedLayout(refusal(scheduler))
+            scheduler.load_state_dict(copy.deepcopy(self._state))  # type: ignore[attr-defined]
+            return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if self.kind == DEEPSPEED:
@@ -145,6 +167,39 @@ class Beginning:
             scheduler.step()  # type: ignore[attr-defined]
 
 
+def _rates(scheduler: object) -> list[dict[str, object]]:
+    """The rate, and the base rate where it has one, that a scheduler gave to each group of its optimizer."""
+    found: dict[str, object] = {"lr": getattr(scheduler, "_last_lr", None), "initial_lr": base_lrs_in(vars(scheduler))}
+    lists = {name: rates for name, rates in found.items() if isinstance(rates, (list, tuple))}
+    return [{name: rates[n] for name, rates in lists.items()} for n in range(min(map(len, lists.values()), default=0))]
+
+
+def base_lrs_in(state: Mapping[str, object]) -> Sequence[float] | None:
+    """The base rate of each group that a torch scheduler, or the first one inside it, has in its state."""
+    found, parts = state.get("base_lrs"), _parts(state)
+    if isinstance(found, (list, tuple)):
+        return found
+    first = parts[0] if parts else {}
+    return base_lrs_in(first if isinstance(first, Mapping) else vars(first)) if parts else None
+
+
+def reduces_to(state: Mapping[str, object], first: Sequence[float], rates: Sequence[float]) -> bool:
+    """Whether ReduceLROnPlateau, configured as its `state` says, gets from the first rates to these.
+
+    The rule of its `_reduce_lr` (torch/optim/lr_scheduler.py, 2.13), any number of times.
+    """
+    factor, eps, least = float(str(state["factor"])), float(str(state["eps"])), state["min_lrs"]
+    assert isinstance(least, (list, tuple))
+    now = [float(rate) for rate in first]
+    while now != [float(rate) for rate in rates]:
+        lower = [max(rate * factor, float(bound)) for rate, bound in zip(now, least, strict=True)]
+        after = [new if old - new > eps else old for old, new in zip(now, lower, strict=True)]
+        if after == now:
+            return False
+        now = after
+    return True
+
+
 def refusal(scheduler: object) -> str:
     """Why a scheduler cannot be put at a position, with what to do instead."""
     name = type(scheduler).__name__
@@ -158,80 +213,6 @@ def refusal(scheduler: object) -> str:
         f"scheduler {name}: has none of last_epoch, last_batch_iteration or num_steps, so nothing is known of its "
         "position; use a torch, DeepSpeed or Megatron scheduler, or --no-load-lr-state"
     )
-
-
-def needs_rates(scheduler: object, params: Mapping[str, object]) -> bool:
-    """Whether what configures one of DeepSpeed's schedulers depends on the rates of the groups it is built for."""
-    one, other = (configuration(_with_rate(scheduler, params, rate)) for rate in (1.0, 2.0))
-    return one != other
-
-
-def base_rates(
-    scheduler: object, params: Mapping[str, object], rates: Sequence[float], position: int
-) -> list[float] | None:
-    """The rates that groups had when one of DeepSpeed's schedulers was built, from what they are at a position.
-
-    Schedules are affine in the base rate. The shortest decimal that gives the very rate at that position is taken:
-    that is how a person wrote it. None where the position says nothing (a factor of 0) or no number does.
-    """
-    found = []
-    for number, rate in enumerate(rates):
-        zero, one = (_rate_at(scheduler, params, base, position, number) for base in (0.0, 1.0))
-        if one == zero:
-            return None
-        about = (rate - zero) / (one - zero)
-        written = (float(f"{about:.{digits}g}") for digits in range(1, 18))
-        exact = next((b for b in written if _rate_at(scheduler, params, b, position, number) == rate), None)
-        if exact is None:
-            return None
-        found.append(exact)
-    return found
-
-
-def describes(
-    scheduler: object, params: Mapping[str, object], built_for: Sequence[float], position: int, rates: Sequence[float]
-) -> bool:
-    """Whether a scheduler of this class with these parameters has, at a position, the rates that were saved."""
-    groups = zip(scheduler.optimizer.param_groups, built_for, strict=True)  # type: ignore[attr-defined]
-    made = like(scheduler, params, [{**group, "lr": rate} for group, rate in groups])
-    if position:
-        made.step(position - 1)  # type: ignore[attr-defined]
-    return [float(group["lr"]) for group in made.optimizer.param_groups] == list(rates)  # type: ignore[attr-defined]
-
-
-def _with_rate(scheduler: object, params: Mapping[str, object], rate: float) -> object:
-    groups = scheduler.optimizer.param_groups  # type: ignore[attr-defined]
-    return like(scheduler, params, [{**group, "lr": rate} for group in groups])
-
-
-def _rate_at(scheduler: object, params: Mapping[str, object], base: float, position: int, group: int) -> float:
-    made = _with_rate(scheduler, params, base)
-    if position:
-        made.step(position - 1)  # type: ignore[attr-defined]
-    return float(made.optimizer.param_groups[group]["lr"])  # type: ignore[attr-defined]
-
-
-def adopt_configuration(
-    scheduler: object, params: Mapping[str, object], groups: Sequence[Mapping[str, object]]
-) -> None:
-    """Give one of DeepSpeed's schedulers the configuration that `params` of the JSON describe.
-
-    `groups` are the param groups that it is built for (WarmupLR without a maximum and WarmupCosineLR take their
-    rates): they are copied, not changed.
-    """
-    made = like(scheduler, params, groups)
-    for name, value in vars(made).items():
-        if name not in ("optimizer", "last_batch_iteration", "_last_lr"):
-            setattr(scheduler, name, value)
-
-
-def like(scheduler: object, params: Mapping[str, object], groups: Sequence[Mapping[str, object]]) -> object:
-    """A scheduler of the same class with other parameters, bound to copies of the groups."""
-    optimizer = type(scheduler.optimizer)  # type: ignore[attr-defined]
-    stand_in = object.__new__(optimizer)
-    vars(stand_in).update(vars(scheduler.optimizer))  # type: ignore[attr-defined]
-    stand_in.param_groups = [copy.deepcopy({n: v for n, v in group.items() if n != "params"}) for group in groups]
-    return type(scheduler)(stand_in, **params)  # type: ignore[call-arg]
 
 
 def set_groups(
@@ -258,7 +239,4 @@ def write_rates(scheduler: object) -> None:
     elif kind == COUNTED:
         scheduler.step(increment=0)  # type: ignore[attr-defined]
     else:
-        set_groups(groups, [{"lr": rate} for rate in scheduler._last_lr], ("lr",))  # type: ignore[attr-defined]
-        rates = getattr(scheduler, "base_lrs", None)
-        if rates is not None:
-            set_groups(groups, [{"initial_lr": rate} for rate in rates], ("initial_lr",))
+        set_groups(groups, _rates(scheduler), ("lr", "initial_lr"))

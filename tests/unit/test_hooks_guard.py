@@ -48,7 +48,7 @@ def test_every_failed_guard_is_listed_and_the_good_patches_are_not_installed(fra
     framework(more="MARK = True\n")
     before = attributes()
     refused = table(
-        patch(METHOD),
+        patch(METHOD, marker="NOT_SET"),
         patch("fakeframe.engine:Engine.gone"),
         patch("fakeframe.engine:Engine.static", signature=("path",)),
         patch(FUNCTION, marker="MARK"),

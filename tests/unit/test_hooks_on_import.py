@@ -89,6 +89,19 @@ def test_a_vendored_host_stands_aside_on_import_without_a_warning(
     assert "fakeframe" not in REGISTRY.refusals
 
 
+def test_what_no_source_patch_can_do_is_installed_beside_those_that_are_vendored(framework: Framework) -> None:
+    framework(more="MARK = True\n")
+    patched = table(patch(METHOD, marker="MARK"), patch(FUNCTION))
+    hooks.install_on_import(patched)
+    before = CALLS[METHOD]()
+    assert before == ("original", "here") and CALLS[FUNCTION]() == ("ours", ("original", "here"))
+    assert [status.state for status in hooks.installed([patched])] == ["vendored", "installed"]
+    hooks.uninstall("fakeframe")
+    assert CALLS[FUNCTION]() == ("original", "here")
+    with hooks.install(patched):
+        assert CALLS[METHOD]() == before and CALLS[FUNCTION]() == ("ours", ("original", "here"))
+
+
 def test_what_is_left_as_it_is_gets_the_patches_that_refuse_instead(framework: Framework) -> None:
     """One that does not fit is left out; uninstalling takes them off."""
     framework(version="9.0")

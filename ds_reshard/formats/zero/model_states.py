@@ -48,22 +48,14 @@ def read_model_states(path: str, stem: str) -> ModelStates:
     Raises CheckpointDamaged when the file is not what its name says, or lacks what every DeepSpeed model
     file has.
     """
-    with open_archive(path) as archive:
-        check_root(path, stem, archive.root)
-        top = archive.load()
-    if not isinstance(top, dict) or not all(isinstance(key, str) for key in top):
-        raise_faults(
-            [damaged(path, "is not a DeepSpeed model file", "a dict of entries", type(top).__name__)],
-            subject="reading a checkpoint",
-        )
-        raise AssertionError
+    top = read_entries(path, stem)
     faults = [
         damaged(path, f"has no entry {key!r}", "a DeepSpeed model file", f"entries {sorted(top)[:8]}")
         for key in ("module", "dp_world_size", "global_steps")
         if key not in top
     ]
-    module = top.get("module")
-    if module is not None and not isinstance(module, dict):
+    module = top.get("module") or {}
+    if not isinstance(module, dict):
         faults.append(damaged(path, "entry 'module' is not a state dict", "a dict", type(module).__name__))
     mp = top.get("mp_world_size", 1)
     if mp != 1:
@@ -78,7 +70,7 @@ def read_model_states(path: str, stem: str) -> ModelStates:
             )
         )
     raise_faults(faults, subject="reading a checkpoint")
-    module = module or {}
+    assert isinstance(module, dict)
     return ModelStates(
         path=path,
         entries=top,
@@ -92,6 +84,20 @@ def read_model_states(path: str, stem: str) -> ModelStates:
         dp=_count(path, "dp_world_size", top["dp_world_size"]),
         version=str(top.get("ds_version", "unknown")),
     )
+
+
+def read_entries(path: str, stem: str) -> Mapping[str, object]:
+    """The top level of a model file, as records; CheckpointDamaged where it has none."""
+    with open_archive(path) as archive:
+        check_root(path, stem, archive.root)
+        top = archive.load()
+    if not isinstance(top, dict) or not all(isinstance(key, str) for key in top):
+        raise_faults(
+            [damaged(path, "is not a DeepSpeed model file", "a dict of entries", type(top).__name__)],
+            subject="reading a checkpoint",
+        )
+        raise AssertionError
+    return top
 
 
 def _texts(path: str, value: object) -> Sequence[str]:

@@ -1,6 +1,6 @@
-"""DeepSpeed: `engine.load_checkpoint` under any ZeRO stage and data-parallel size.
+"""DeepSpeed: `engine.load_checkpoint` under any ZeRO stage and data-parallel size, and as the resume policy says.
 
-Importing this loads neither DeepSpeed nor torch; the seam is in `load.py`.
+Importing this loads neither DeepSpeed nor torch; the seams are in `load.py`, `own_saves.py` and `unowned.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,57 @@ def wrap_load_checkpoint(original: Callable[..., object]) -> Callable[..., objec
         return seam(engine, by_deepspeed, **arguments)  # type: ignore[arg-type]
 
     return load_checkpoint
+
+
+def wrap_save_checkpoint(original: Callable[..., object]) -> Callable[..., object]:
+    from ds_reshard.hosts.deepspeed.own_saves import note_save as seam
+
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_checkpoint(*args: object, **kwargs: object) -> object:
+        result = original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs).arguments
+        seam(bound["self"], str(bound["save_dir"]), bound.get("tag"))
+        return result
+
+    return save_checkpoint
+
+
+def wrap_load_state_dict(original: Callable[..., object]) -> Callable[..., object]:
+    from ds_reshard.hosts.deepspeed.unowned import load_state_dict as seam
+
+    @functools.wraps(original)
+    def load_state_dict(self: object, *args: object, **kwargs: object) -> object:
+        state = next(iter([*args, *kwargs.values()]), None)
+        return seam(self, lambda: original(self, *args, **kwargs), state)
+
+    return load_state_dict
+
+
+def _scheduler(target: str, parameter: str) -> Patch:
+    return Patch(
+        target=f"{target}.load_state_dict",
+        wrapper=wrap_load_state_dict,
+        signature=(parameter,),
+        summary="a scheduler beside the engine takes its state as the resume policy says",
+    )
+
+
+_SCHEDULERS = (
+    *(
+        _scheduler(f"torch.optim.lr_scheduler:{name}", "state_dict")
+        for name in (
+            "LRScheduler", "LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler", "ReduceLROnPlateau",
+            "CyclicLR",
+        )
+    ),
+    _scheduler("torch.optim.swa_utils:SWALR", "state_dict"),
+    *(
+        _scheduler(f"deepspeed.runtime.lr_schedules:{name}", "sd")
+        for name in ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupCosineLR")
+    ),
+)  # fmt: skip
 
 
 def _refuse_policy(original: Callable[..., object]) -> Callable[..., object]:
@@ -73,6 +124,13 @@ HOOKS = HostHooks(
             summary="loads a checkpoint of another ZeRO stage or data-parallel size straight from its files",
             vendored_marker="_DS_RESHARD_LOAD_CHECKPOINT",
         ),
+        Patch(
+            target="deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint",
+            wrapper=wrap_save_checkpoint,
+            signature=("save_dir", "tag"),
+            summary="notes what this run saves, to which no resume policy applies",
+        ),
+        *_SCHEDULERS,
     ),
     instead=(
         Patch(

@@ -71,8 +71,12 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, list[Fault], Exception | N
 
 def agree(faults: Iterable[Fault], *, subject: str, cause: Exception | None = None) -> None:
     """Raise the same error on every rank when any rank has a fault. Collective."""
-    everyone = [fault for of_rank in gather(list(faults)) for fault in of_rank]
+    raise_caused([fault for of_rank in gather(list(faults)) for fault in of_rank], subject=subject, cause=cause)
+
+
+def raise_caused(faults: Iterable[Fault], *, subject: str, cause: Exception | None) -> None:
+    """Raise what all ranks know already, from this rank's own exception where it has one."""
     try:
-        raise_faults(everyone, subject=subject)
+        raise_faults(faults, subject=subject)
     except ReshardError as error:
         raise error from cause

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -155,13 +155,13 @@ def _mismatch(name: str, what: str, expected: str, found: str, mend: str = "") -
 
 
 def match_groups(
-    live: Mapping[int, list[str]], facts: OptimizerFacts
+    live: Mapping[int, list[str]], facts: OptimizerFacts, replaced: Collection[str] = ()
 ) -> tuple[dict[int, Mapping[str, object]], list[Fault]]:
     """For each live param group (number to member names), the saved hyper-parameters that it inherits.
 
     A group inherits from the saved group that holds all its members; where they come from several,
-    those must agree in every hyper-parameter. Groups without members, and elastic checkpoints, which
-    store none, inherit nothing.
+    those must agree in every hyper-parameter, but for those that are `replaced` after the load. Groups
+    without members, and elastic checkpoints, which store none, inherit nothing.
     """
     home = {name: group for group in facts.groups for name in group.members}
     inherited: dict[int, Mapping[str, object]] = {}
@@ -173,11 +173,13 @@ def match_groups(
             continue
         inherited[number] = groups[0].hyperparameters
         for other in groups[1:]:
-            faults += _disagreements(number, members, groups[0], other)
+            faults += _disagreements(number, members, groups[0], other, replaced)
     return inherited, faults
 
 
-def _disagreements(number: int, members: list[str], one: GroupFacts, other: GroupFacts) -> list[Fault]:
+def _disagreements(
+    number: int, members: list[str], one: GroupFacts, other: GroupFacts, replaced: Collection[str]
+) -> list[Fault]:
     first, second = one.hyperparameters or {}, other.hyperparameters or {}
     names = [next(n for n in members if n in set(group.members)) for group in (one, other)]
     return [
@@ -189,7 +191,7 @@ def _disagreements(number: int, members: list[str], one: GroupFacts, other: Grou
             found=f"{describe(second.get(key))} (as {names[1]})",
             mend="build the optimizer with the param groups that were saved, or pass load_optimizer_states=False",
         )
-        for key in sorted({*first, *second})
+        for key in sorted({*first, *second} - set(replaced))
         if canonical(first.get(key)) != canonical(second.get(key))
     ]
 

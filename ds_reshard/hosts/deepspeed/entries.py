@@ -25,7 +25,8 @@ _COUNTERS = ("skipped_steps", "global_steps", "dp_world_size", "mp_world_size", 
 class Request:
     """The arguments of `load_checkpoint`, as the user gave them or as a resume policy narrowed them.
 
-    `moments` is False where weights and masters alone are wanted of the optimizer.
+    `moments` is False where weights and masters alone are wanted of the optimizer; `replaced` are the param groups'
+    values that this run's take the place of afterwards.
     """
 
     load_dir: str
@@ -36,6 +37,7 @@ class Request:
     module_only: bool
     custom_load_fn: Callable[..., object] | None
     moments: bool = True
+    replaced: frozenset[str] = frozenset()
 
     @property
     def load_optimizer(self) -> bool:

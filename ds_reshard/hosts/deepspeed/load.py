@@ -14,19 +14,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault, ReshardError, raise_faults
+from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
 from ds_reshard.formats.zero.shards import ZeroShards
-from ds_reshard.hosts.deepspeed.agree import agree, attempt, broadcast, gather, rank
+from ds_reshard.hosts.deepspeed.agree import agree, attempt, broadcast, gather, raise_caused, rank
 from ds_reshard.hosts.deepspeed.compare import same_layout
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_kind, live_optimizer, unsupported
-from ds_reshard.hosts.deepspeed.look import Found, look
+from ds_reshard.hosts.deepspeed.look import Found, look, look_aside
 from ds_reshard.hosts.deepspeed.move import Moved, move
+from ds_reshard.hosts.deepspeed.own_saves import is_resume
 from ds_reshard.hosts.deepspeed.prepare import Prepared, prepare
-from ds_reshard.hosts.deepspeed.resumed import Resume, policy_of
+from ds_reshard.hosts.deepspeed.resumed import Resume, policy_differences, policy_of
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
+from ds_reshard.hosts.deepspeed.unowned import as_it_is
 from ds_reshard.hosts.deepspeed.usable import refuse_use, restore_use
 from ds_reshard.model.index import Index
 from ds_reshard.resume.policy import ResumePolicy
@@ -71,13 +73,6 @@ def load_checkpoint(
     Collective: every rank calls it with the same arguments, and every rank leaves it the same way.
     `original` is DeepSpeed's own method; it takes the arguments that differ from the user's.
     """
-    mine, faults, cause = attempt(lambda: _consider(engine, module_only=load_module_only))
-    considered = gather(((mine.direct, mine.policy) if mine else None, faults))
-    faults = [fault for _, of_rank in considered for fault in of_rank]
-    if len({repr(view) for view, _ in considered}) > 1 and not faults:
-        faults.append(_disagreement(str(load_dir)))
-    _raise(faults, subject=f"loading {load_dir}", cause=cause)
-    assert mine is not None
     request = Request(
         load_dir=str(load_dir),
         tag=str(tag) if tag is not None else "",
@@ -87,15 +82,32 @@ def load_checkpoint(
         module_only=load_module_only,
         custom_load_fn=custom_load_fn,
     )
-    resume = Resume(engine, mine.policy, request)
+    with as_it_is():
+        return _load(engine, original, request, tag)
+
+
+def _load(engine: DeepSpeedEngine, original: Original, asked: Request, tag: object) -> Result:
+    load_dir = asked.load_dir
+    mine, faults, cause = attempt(lambda: _consider(engine, module_only=asked.module_only))
+    considered = gather(((mine.direct, mine.policy) if mine else None, faults))
+    faults = [fault for _, of_rank in considered for fault in of_rank]
+    if not faults:
+        faults = policy_differences([view[1] for view, _ in considered if view is not None])
+    if len({repr(view) for view, _ in considered}) > 1 and not faults:
+        faults.append(_disagreement(load_dir))
+    raise_caused(faults, subject=f"loading {load_dir}", cause=cause)
+    assert mine is not None
+    policy = mine.policy if is_resume(engine, mine.policy, load_dir, tag) else ResumePolicy(report=mine.policy.report)
+    resume = Resume(engine, policy, asked)
     resume.refuse()
+    universal = engine.load_universal_checkpoint()
     if not mine.direct:
-        resume.without_files()
+        resume.without_files(lambda: look_aside(load_dir, tag, universal=universal))
         return resume.finish(_by_deepspeed(engine, original, resume.request, tag))
-    found = broadcast(look(str(load_dir), tag, optimizer=resume.request.load_optimizer) if rank() == 0 else Found())
+    found = broadcast(look(load_dir, tag, optimizer=resume.request.load_optimizer) if rank() == 0 else Found())
     if found.checkpoint is None and (not found.faults or _as_saved(engine, found, mine.features)):
         if found.tag:  # else there is nothing to load, and nothing to apply a policy to
-            resume.without_files()
+            resume.without_files(lambda: look_aside(load_dir, found.tag, universal=universal))
         return resume.finish(_by_deepspeed(engine, original, resume.request, found.tag or tag))
     raise_faults(found.faults, subject=f"loading {load_dir}")
     assert found.checkpoint is not None
@@ -137,13 +149,6 @@ def _disagreement(where: str) -> Fault:
         what="ranks disagree on who loads",
         mend="give every rank the same DeepSpeed config and build the same engine",
     )
-
-
-def _raise(faults: list[Fault], *, subject: str, cause: Exception | None) -> None:
-    try:
-        raise_faults(faults, subject=subject)
-    except ReshardError as error:
-        raise error from cause
 
 
 def _as_saved(engine: DeepSpeedEngine, found: Found, features: tuple[str, ...]) -> bool:
@@ -191,7 +196,7 @@ def _leave_to_deepspeed(
     faults += compare_prints({k: v for _, _, _, seen in verdicts for k, v in seen.items()}, folder)
     if len({taken for taken, _, _, _ in verdicts}) > 1:
         faults.append(_disagreement(folder))
-    _raise(faults, subject=f"loading {folder}", cause=cause)
+    raise_caused(faults, subject=f"loading {folder}", cause=cause)
     return leave
 
 

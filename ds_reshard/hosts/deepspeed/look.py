@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ds_reshard.errors import Fault, ReshardError
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint, saved_sizes
+from ds_reshard.formats.zero.model_states import read_entries
 from ds_reshard.formats.zero.names import Listing, read_listing
 from ds_reshard.hosts.deepspeed.agree import told
 
@@ -26,6 +28,54 @@ class Found:
     sizes: tuple[int, int] | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aside:
+    """What rank 0 found in the model file of a checkpoint that DeepSpeed loads; None where there is nothing to load."""
+
+    folder: str = ""
+    entries: Mapping[str, object] | None = None
+    faults: tuple[Fault, ...] = ()
+
+
+_ASIDE = ("lr_scheduler", "ds_config", "global_steps", "global_samples", "skipped_steps", "dp_world_size")
+
+
+def look_aside(load_dir: str, tag: object, *, universal: bool) -> Aside:
+    """Rank 0: schedule, counters and JSON of a checkpoint whose tensors are not read here. Never raises."""
+    try:
+        latest = Path(load_dir, "latest_universal" if universal else "latest")
+        if tag is None and not latest.is_file():
+            return Aside()
+        folder = Path(load_dir, str(tag) if tag is not None else latest.read_text(encoding="utf-8").strip())
+        name = _listed(folder).model.get(0)
+        if name is None:
+            return Aside(faults=(_no_facts(str(folder), "holds no model file"),))
+        entries = read_entries(str(folder / name), name.removesuffix(".pt"))
+        if not {"lr_scheduler", "global_steps"} <= set(entries):
+            return Aside(faults=(_no_facts(str(folder / name), "says neither schedule nor iteration"),))
+        return Aside(folder=str(folder), entries={key: entries[key] for key in _ASIDE if key in entries})
+    except Exception as error:
+        return Aside(faults=tuple(told(error)))
+
+
+def _listed(folder: Path) -> Listing:
+    with os.scandir(folder) as scan:
+        entries = [(e.name, e.stat().st_size if e.is_file() else None) for e in scan]
+    files = {name: size for name, size in entries if size is not None}
+    return read_listing(str(folder), files, frozenset(name for name, size in entries if size is None))
+
+
+def _no_facts(where: str, what: str) -> Fault:
+    return Fault(
+        error="UnsupportedLayout",
+        where=where,
+        what=f"{what}: the position of the schedule, which the resume policy needs, is not known",
+        expected="mp_rank_00_model_states.pt, as DeepSpeed saves it",
+        found="none",
+        mend="load a plain ZeRO checkpoint, or leave out the resume policy",
+    )
+
+
 def look(load_dir: str, tag: object, *, optimizer: bool) -> Found:
     """Rank 0: resolve the tag, list the folder, read what all shards share. Never raises."""
     listing = None
@@ -38,11 +88,7 @@ def look(load_dir: str, tag: object, *, optimizer: bool) -> Found:
         folder = Path(load_dir, str(tag))
         if not folder.is_dir():
             return Found(faults=(_no_tag(load_dir, str(tag)),))
-        with os.scandir(folder) as scan:
-            entries = [(e.name, e.stat().st_size if e.is_file() else None) for e in scan]
-        listing = read_listing(
-            str(folder), {n: s for n, s in entries if s is not None}, frozenset(n for n, s in entries if s is None)
-        )
+        listing = _listed(folder)
         if listing.universal:
             return Found(tag=str(tag))
         return Found(tag=str(tag), checkpoint=open_checkpoint(listing, optimizer=optimizer))

@@ -78,7 +78,7 @@ def prepare(
         shards = ZeroShards(checkpoint=checkpoint, stage0=extents)
     values = None
     if loads_optimizer and live is not None:
-        values, found = _optimizer_values(engine, live, checkpoint, settings, moments=request.moments)
+        values, found = _optimizer_values(engine, live, checkpoint, settings, request)
         faults += found + (list(_unfollowed(checkpoint)) if request.moments else [])
         raise_faults(faults, subject=subject)
     masters = loads_optimizer and (live is None or live.stage == 0 or live.kind == "zero3" or _from_fp32(engine))
@@ -172,12 +172,12 @@ def _unfollowed(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
 
 
 def _optimizer_values(
-    engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroCheckpoint, settings: Settings, *, moments: bool
+    engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroCheckpoint, settings: Settings, request: Request
 ) -> tuple[OptimizerValues, list[Fault]]:
-    """What the optimizer takes over; without `moments` neither scalar states nor a step count."""
-    facts = checkpoint.facts
+    """What the optimizer takes over; without moments neither scalar states nor a step count."""
+    facts, moments = checkpoint.facts, request.moments
     assert facts is not None
-    groups, faults = match_groups({g: live.members(g) for g in range(len(live.groups))}, facts)
+    groups, faults = match_groups({g: live.members(g) for g in range(len(live.groups))}, facts, request.replaced)
     hyper: dict[int, Mapping[str, object]] = {}
     for number, saved in groups.items():
         made = revived(dict(saved), trusted=settings.trust, where=f"param group {number}")

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault
+from ds_reshard.hosts.deepspeed.beginnings import beginning_of, given
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.resume import Own, base_rates, own_values, saved_values
 from ds_reshard.hosts.deepspeed.saved import Saved
-from ds_reshard.resume import asked, schedulers
+from ds_reshard.hosts.deepspeed.states import (
+    MEND,
+    Pairs,
+    code_faults,
+    compared,
+    continuation_faults,
+    mismatches,
+    position_alone,
+    rate_fault,
+    reduced,
+    state_faults,
+)
+from ds_reshard.resume import asked, described, schedulers
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.schedulers import DEEPSPEED, PLATEAU, UNKNOWN
 
@@ -28,6 +41,7 @@ NOT_HYPERPARAMETERS = frozenset(
         "initial_lr",
         "max_lr",
         "min_lr",
+        "swa_lr",
         "max_momentum",
         "base_momentum",
         "maximize",
@@ -70,7 +84,7 @@ def _against_arguments(engine: DeepSpeedEngine, request: Request, policy: Resume
         what = "makes masters from the 16-bit weights, and --load-masters-only asks for the saved ones"
         mend = 'set "load_from_fp32_weights": true, or use --no-load-optim'
         faults.append(_fault("zero_optimization.load_from_fp32_weights: false", what, mend))
-    if not policy.loads_moments and (own.begun or own.loaded):
+    if not policy.loads_moments and (own.begun or own.last is not None):
         what = "has taken steps or loaded before: its moments are not fresh, and are not made so"
         faults.append(_fault("the running engine", what, "build the engine anew for a load without moments"))
     if policy.dataloader == "reset" and own.sampler is None and not asked.adopted("dataloader"):
@@ -85,12 +99,7 @@ def _against_arguments(engine: DeepSpeedEngine, request: Request, policy: Resume
 def _about_the_schedule(engine: DeepSpeedEngine, policy: ResumePolicy) -> list[Fault]:
     own, scheduler = own_values(engine), engine.lr_scheduler
     faults: list[Fault] = []
-    places = policy.scheduler in ("override", "reset") or not policy.keeps_position
-    if policy.scheduler == "override":
-        for other in own.unowned:
-            if schedulers.kind_of(other) in (PLATEAU, UNKNOWN):
-                faults.append(_fault("lr_scheduler", schedulers.refusal(other), "see above", "UnsupportedLayout"))
-    if scheduler is not None and places:
+    if scheduler is not None and policy.places_schedule:
         if schedulers.kind_of(scheduler) in (PLATEAU, UNKNOWN):
             if policy.scheduler == "override":
                 faults.append(_fault("lr_scheduler", schedulers.refusal(scheduler), "see above", "UnsupportedLayout"))
@@ -102,21 +111,10 @@ def _about_the_schedule(engine: DeepSpeedEngine, policy: ResumePolicy) -> list[F
                     "call load_checkpoint before the first step, with a scheduler at its beginning",
                 )
             )
-    for other in own.unowned if places else ():
-        if own.begun or own.unowned[other].position:
-            what = f"{type(other).__name__} had taken steps before the first load: its beginning is gone"
-            faults.append(_fault("lr_scheduler", what, "call load_checkpoint before the first step"))
-    if policy.scheduler == "strict" and own.unowned:
-        what = "belongs to the script or its trainer, and is loaded after the engine: it cannot be compared before"
-        faults.append(_fault("lr_scheduler", what, "hand the scheduler to deepspeed.initialize", "UnsupportedLayout"))
-    if policy.takes("lr") and (scheduler is not None or own.unowned) and policy.scheduler != "override":
-        faults.append(
-            _fault(
-                "hyperparameters: lr",
-                "the learning rate belongs to this run's scheduler",
-                "use --override-opt-param-scheduler (scheduler: override)",
-            )
-        )
+    for other in given(engine):
+        faults += state_faults(other, beginning_of(other), other.state_dict(), policy)  # type: ignore[attr-defined]
+    if policy.takes("lr") and (scheduler is not None or own.scheduled) and policy.scheduler != "override":
+        faults.append(rate_fault())
     return faults
 
 
@@ -154,7 +152,6 @@ def checkpoint_faults(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolic
 
 def _continuation_faults(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy) -> list[Fault]:
     scheduler = engine.lr_scheduler
-    mend = "build the scheduler that was saved, or use --override-opt-param-scheduler or --no-load-lr-state"
     groups = own_values(engine).groups
     if not policy.loads_masters and saved_values(saved, len(groups)) is None:
         why = "the optimizer's files, which hold what each param group had, are not opened"
@@ -164,19 +161,30 @@ def _continuation_faults(engine: DeepSpeedEngine, saved: Saved, policy: ResumePo
         return []
     if scheduler is None or saved.scheduler is None:
         without, has = ("this run", "the checkpoint") if scheduler is None else ("the checkpoint", "this run")
-        return [_fault(saved.where, f'{without} has no scheduler and {has} has one: "checkpoint" needs both', mend)]
+        return [_fault(saved.where, f'{without} has no scheduler and {has} has one: "checkpoint" needs both', MEND)]
     if schedulers.kind_of(scheduler) == DEEPSPEED:
         return _undescribed(engine, scheduler, saved)
-    live = set(schedulers.configuration(scheduler))
-    if schedulers.has_code(scheduler):
-        what = f"the function that gives {type(scheduler).__name__} its rates is this run's: no checkpoint holds it"
-        return [_fault(saved.where, what, mend, "UnsupportedLayout")]
-    if schedulers.position_in(saved.scheduler) is None or live != set(schedulers.saved_configuration(saved.scheduler)):
-        found = ", ".join(sorted(saved.scheduler)) or "nothing"
+    faults = continuation_faults(scheduler, saved.scheduler, saved.where)
+    if not faults and not policy.loads_masters and len(saved.groups) < len(groups):
+        return _unread(groups, scheduler, saved)
+    return faults
+
+
+def _unread(groups: Sequence[Mapping[str, object]], scheduler: object, saved: Saved) -> list[Fault]:
+    """Where the optimizer's files are not opened: what a torch scheduler keeps there, and a JSON that it belies."""
+    bounds = {name for group in groups for name in group} & {"max_lr", "min_lr", "swa_lr"}
+    if bounds or schedulers.cycled(scheduler):
+        kept = ", ".join(sorted(bounds | schedulers.cycled(scheduler)))
+        return [
+            _unknown_rates(saved, f"{type(scheduler).__name__} keeps {kept} in the optimizer's files, left unopened")
+        ]
+    rates, params = schedulers.base_lrs_in(saved.scheduler or {}), saved.optimizer_params
+    if len(groups) == 1 and rates and "lr" in params and rates[0] != params["lr"]:
+        what = "the saved DeepSpeed JSON does not describe the optimizer that ran, and its own files are not opened"
         return [
             Fault(
-                error="UnsupportedLayout", where=saved.where, what="holds the state of another kind of scheduler",
-                expected=f"the state of {type(scheduler).__name__}", found=found, mend=mend,
+                error="UnsupportedLayout", where=saved.where, what=what, expected=f"lr {rates[0]!r}, as the scheduler",
+                found=f"lr {params['lr']!r}", mend="load the optimizer, or use --override-opt-param-scheduler",
             )
         ]  # fmt: skip
     return []
@@ -202,13 +210,13 @@ def _undescribed(engine: DeepSpeedEngine, scheduler: object, saved: Saved) -> li
             )
         ]  # fmt: skip
     built_for = [0.0] * count
-    if schedulers.needs_rates(scheduler, params):
+    if described.needs_rates(scheduler, params):
         bases = base_rates(scheduler, saved, params, count)
         if bases is None:
             return [_unknown_rates(saved, f"{name} was built from the optimizer's learning rates")]
         built_for = bases
     rates = [float(str(saved.groups[n]["lr"])) for n in range(count) if n in saved.groups]
-    if len(rates) == count and not schedulers.describes(scheduler, params, built_for, saved.position, rates):
+    if len(rates) == count and not described.describes(scheduler, params, built_for, saved.position, rates):
         return [
             _fault(saved.where, f"{what}: {name} there gives other rates than were saved", mend, "UnsupportedLayout")
         ]
@@ -231,27 +239,33 @@ def _incomparable(engine: DeepSpeedEngine, saved: Saved) -> list[Fault]:
     own, scheduler = own_values(engine), engine.lr_scheduler
     mend = "load the optimizer, or say with another flag whose schedule is right"
     if any(number not in saved.groups for number in range(len(own.groups))):
-        what = "the optimizer's files, which hold rates and weight decay, are not opened: they cannot be compared"
+        where = "the optimizer's files, which are not opened, or differ within a param group of this run"
+        what = f"rates and weight decay cannot be compared: they are in {where}"
         return [_fault(saved.where, what, mend, "UnsupportedLayout")]
     if scheduler is not None and schedulers.has_code(scheduler):
-        what = (
-            f"the function that gives {type(scheduler).__name__} its rates is in no checkpoint: it cannot be compared"
-        )
-        return [_fault(saved.where, what, mend, "UnsupportedLayout")]
+        return code_faults(scheduler, saved.where)
     if scheduler is not None and saved.scheduler is not None and schedulers.kind_of(scheduler) == DEEPSPEED:
         name, params = saved.scheduler_section
+        if engine.client_lr_scheduler is not None or name is None:
+            return [position_alone(saved.where)]
         return _undescribed(engine, scheduler, saved) if name == type(scheduler).__name__ and params else []
     return []
 
 
 def _differences(own: Own, scheduler: object, saved: Saved) -> list[Fault]:
-    """Every field of schedule, learning rate and weight decay that differs."""
-    pairs: dict[str, tuple[object, object]] = {}
-    names = {"weight_decay"} if scheduler is not None else {"lr", "weight_decay"}
+    """Every field of schedule, learning rate and weight decay that differs.
+
+    Where a torch scheduler beside the engine keeps each group's own rate (`initial_lr`) in both runs, that is compared
+    here, and its schedule when it is given its state.
+    """
+    pairs: Pairs = {}
     for number, group in enumerate(own.groups):
         hyper = saved.groups.get(number)
         if hyper is not None:
-            both = ({"initial_lr", "max_lr", "min_lr"} & set(group) & set(hyper)) | names
+            kept = {"initial_lr", "max_lr", "min_lr", "swa_lr"} & set(group) & set(hyper)
+            both = kept | (
+                {"weight_decay"} if scheduler is not None or "initial_lr" in kept else {"lr", "weight_decay"}
+            )
             pairs |= {f"param group {number}: {name}": (hyper.get(name), group.get(name)) for name in sorted(both)}
     ours = type(scheduler).__name__ if scheduler is not None else "none"
     theirs, params = saved.scheduler_section if saved.scheduler is not None else ("none", None)
@@ -262,30 +276,11 @@ def _differences(own: Own, scheduler: object, saved: Saved) -> list[Fault]:
         if theirs == ours and params is not None:
             rates = base_rates(scheduler, saved, params, len(own.groups)) or [0.0] * len(own.groups)
             built_for = [{**group, "lr": rate} for group, rate in zip(own.groups, rates, strict=True)]
-            other = schedulers.configuration(schedulers.like(scheduler, params, built_for))
-            mine = schedulers.configuration(scheduler)
-            pairs |= {f"scheduler: {n}": (other.get(n), mine.get(n)) for n in sorted({*other, *mine})}
+            other = schedulers.configuration(described.like(scheduler, params, built_for))
+            pairs |= compared(other, schedulers.configuration(scheduler))
     else:
-        other = schedulers.saved_configuration(saved.scheduler)
-        mine = schedulers.configuration(scheduler)
-        pairs |= {f"scheduler: {n}": (other.get(n), mine.get(n)) for n in sorted({*other, *mine})}
-    return [
-        Fault(
-            error="ScheduleMismatch",
-            where=where,
-            what="differs, and the schedule was asked to be strict",
-            expected=f"{theirs!r} in the checkpoint (kept with --use-checkpoint-opt-param-scheduler)",
-            found=f"{mine!r} in this run (used with --override-opt-param-scheduler)",
-            mend="make this run's configuration the checkpoint's, or say whose values are right with one of the flags",
-        )
-        for where, (theirs, mine) in pairs.items()
-        if not _equal(theirs, mine)
-    ]
-
-
-def _equal(one: object, other: object) -> bool:
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(_equal(a, b) for a, b in zip(one, other, strict=True))
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return set(one) == set(other) and all(_equal(one[key], other[key]) for key in one)
-    return bool(one == other)
+        pairs |= compared(schedulers.saved_configuration(saved.scheduler), schedulers.configuration(scheduler))
+        if schedulers.kind_of(scheduler) == PLATEAU:
+            rates_now = [saved.groups.get(number, {}).get("lr") for number in range(len(own.groups))]
+            pairs |= reduced(saved.scheduler, [group["lr"] for group in own.groups], rates_now)
+    return mismatches(pairs)

@@ -9,34 +9,54 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import UnsupportedLayout
+from ds_reshard.hosts.deepspeed.beginnings import beginning_of, innermost
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.saved import Saved
-from ds_reshard.hosts.deepspeed.unowned import leave, take_next_state, unowned
-from ds_reshard.resume import schedulers
+from ds_reshard.resume import described, schedulers
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.schedulers import DEEPSPEED, PLATEAU, UNKNOWN, Beginning, set_groups
 
 if TYPE_CHECKING:
     from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
     from deepspeed.runtime.engine import DeepSpeedEngine
-    from torch.optim.lr_scheduler import LRScheduler
 
 # Of a param group, what a schedule decides. `initial_lr` is where torch's schedulers keep a group's own rate.
-SCHEDULED = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "weight_decay"})
+SCHEDULED = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "weight_decay"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """A scheduler beside the engine, and the position that its saved state had."""
+
+    scheduler: object
+    saved_position: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Last:
+    """The last load of an engine: its policy, what the checkpoint said, and the iteration that it left.
+
+    `placed` are the schedulers beside the engine that have taken a state since; `report` publishes what one of them
+    made of the position that it was given.
+    """
+
+    policy: ResumePolicy
+    saved: Saved
+    iteration: int
+    report: Callable[[Beside], None]
+    placed: weakref.WeakSet[object] = field(default_factory=weakref.WeakSet)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:
-    """This run's own values, as they were before its first load.
+    """This run's own values, as they were before its first load, and the last load.
 
     `groups` are the param groups' values but the parameters; `begun` says that the engine had stepped before,
-    so that the scheduler's beginning is not known. `unowned` are schedulers that the engine does not know,
-    `sampler` the state of a curriculum's data sampler.
+    so that the scheduler's beginning is not known. `sampler` is the state of a curriculum's data sampler.
     """
 
     groups: tuple[dict[str, object], ...]
@@ -45,15 +65,19 @@ class Own:
     scheduler: Beginning | None
     begun: bool
     sampler: object
-    loaded: bool = False
-    unowned: weakref.WeakKeyDictionary[LRScheduler, Beginning]
+    last: Last | None = None
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether a torch scheduler was built on this run's groups: it keeps each group's own rate there."""
+        return any("initial_lr" in group for group in self.groups)
 
 
 _OWN: weakref.WeakKeyDictionary[DeepSpeedEngine, Own] = weakref.WeakKeyDictionary()
 
 
-def own_values(engine: DeepSpeedEngine, *, held: bool = True) -> Own:
-    """This run's values, noted when an engine is first asked for them; `held` asks for schedulers beside it too."""
+def own_values(engine: DeepSpeedEngine) -> Own:
+    """This run's values, noted when an engine is first asked for them."""
     if engine not in _OWN:
         scheduler = engine.lr_scheduler
         _OWN[engine] = Own(
@@ -63,13 +87,22 @@ def own_values(engine: DeepSpeedEngine, *, held: bool = True) -> Own:
             ),
             clip_grad=getattr(engine.optimizer, "clip_grad", None),
             loss_scaler=copy.deepcopy(getattr(engine.optimizer, "loss_scaler", None)),
-            scheduler=Beginning(scheduler) if scheduler is not None else None,
+            scheduler=beginning_of(scheduler) if scheduler is not None else None,
             begun=engine.global_steps > 0,
-            loaded=False,
             sampler=copy.deepcopy(sampler.state_dict()) if (sampler := _sampler(engine)) is not None else None,
-            unowned=weakref.WeakKeyDictionary({one: Beginning(one) for one in unowned(engine)} if held else {}),
         )
     return _OWN[engine]
+
+
+def loaded(engine: DeepSpeedEngine, last: Last) -> None:
+    """Note a load that has ended."""
+    _OWN[engine] = replace(own_values(engine), last=last)
+
+
+def engine_of(scheduler: object) -> DeepSpeedEngine | None:
+    """The engine that has loaded before and steps the optimizer of a scheduler."""
+    optimizer = innermost(scheduler)
+    return next((engine for engine in _OWN if innermost(engine.optimizer) is optimizer), None)
 
 
 def live_groups(engine: DeepSpeedEngine) -> list[dict[str, object]]:
@@ -93,6 +126,7 @@ def narrowed(request: Request, policy: ResumePolicy) -> Request:
         request,
         optimizer=request.optimizer and policy.loads_masters,
         moments=policy.loads_moments,
+        replaced=frozenset(policy.hyperparameters) | (SCHEDULED if policy.schedule_is_this_runs else frozenset()),
         module_only=request.module_only or policy.finetune,
         scheduler=request.scheduler and policy.keeps_position and policy.scheduler != "override",
     )
@@ -117,12 +151,11 @@ def apply(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy) -> None:
         sampler.load_state_dict(copy.deepcopy(own.sampler))
     if policy.scheduler == "checkpoint":
         _continue(scheduler, saved, policy, groups)
-    elif scheduler is not None and (policy.scheduler == "override" or not policy.keeps_position):
+    elif policy.places_schedule and scheduler is not None:
         _place(scheduler, own, saved.position if policy.keeps_position else 0, groups)
-    for other in own.unowned:
-        _hold(engine, other, policy)
+    elif policy.places_schedule and own.scheduled:
+        _own_schedule(groups, own, SCHEDULED - {"weight_decay"})
     set_groups(groups, own.groups, policy.hyperparameters)
-    _OWN[engine] = replace(own, loaded=True)
 
 
 def _own_schedule(groups: list[dict[str, object]], own: Own, names: Iterable[str]) -> None:
@@ -143,27 +176,6 @@ def _place(scheduler: object, own: Own, position: int, groups: list[dict[str, ob
     own.scheduler.place(scheduler, position)
 
 
-def _hold(engine: DeepSpeedEngine, scheduler: LRScheduler, policy: ResumePolicy) -> None:
-    """A scheduler that the engine does not know, whose state somebody else loads later: the policy holds there too."""
-    leave(scheduler)
-    if policy.scheduler == "strict" or (policy.keeps_position and policy.scheduler != "override"):
-        return
-    own, groups = own_values(engine), live_groups(engine)
-    names = (SCHEDULED - {"weight_decay"}) | schedulers.cycled(scheduler)
-    set_groups(groups, own.groups, names)
-    own.unowned[scheduler].place(scheduler, 0)
-
-    def take(one: LRScheduler, state: Mapping[str, object]) -> None:
-        position = schedulers.position_in(state) if policy.keeps_position else 0
-        if position is None:
-            raise UnsupportedLayout(schedulers.refusal(one))
-        set_groups(live_groups(engine), own.groups, names)
-        own.unowned[one].place(one, position)
-        set_groups(live_groups(engine), own.groups, policy.hyperparameters)
-
-    take_next_state(scheduler, take)
-
-
 def _continue(scheduler: object, saved: Saved, policy: ResumePolicy, groups: list[dict[str, object]]) -> None:
     """The checkpoint's schedule: what configures it, and with a skipped optimizer the rates that it gives.
 
@@ -171,7 +183,7 @@ def _continue(scheduler: object, saved: Saved, policy: ResumePolicy, groups: lis
     """
     values = saved_values(saved, len(groups))
     if not policy.loads_masters and values is not None:
-        set_groups(groups, values, ("lr", "weight_decay"))
+        set_groups(groups, values, SCHEDULED | schedulers.cycled(scheduler))
     if scheduler is None:
         return
     if schedulers.kind_of(scheduler) == DEEPSPEED:
@@ -179,7 +191,7 @@ def _continue(scheduler: object, saved: Saved, policy: ResumePolicy, groups: lis
         assert params is not None
         rates = base_rates(scheduler, saved, params, len(groups))
         built_for = [{**group, "lr": rate} for group, rate in zip(groups, rates, strict=True)] if rates else groups
-        schedulers.adopt_configuration(scheduler, params, built_for)
+        described.adopt_configuration(scheduler, params, built_for)
     if not policy.loads_masters:
         schedulers.write_rates(scheduler)
 
@@ -198,11 +210,11 @@ def saved_values(saved: Saved, count: int) -> list[Mapping[str, object]] | None:
 
 def base_rates(scheduler: object, saved: Saved, params: Mapping[str, object], count: int) -> list[float] | None:
     """The rates that the saved scheduler was built from: the JSON's for one group, else what its rates imply."""
-    if not schedulers.needs_rates(scheduler, params):
+    if not described.needs_rates(scheduler, params):
         return None
     if not saved.groups and count == 1 and "lr" in saved.optimizer_params:
         return [float(str(saved.optimizer_params["lr"]))]
     values = saved_values(saved, count)
     if values is None:
         return None
-    return schedulers.base_rates(scheduler, params, [float(str(v["lr"])) for v in values], saved.position)
+    return described.base_rates(scheduler, params, [float(str(v["lr"])) for v in values], saved.position)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from ds_reshard.hooks.registry import REGISTRY
 from ds_reshard.hosts.deepspeed.entries import Request
-from ds_reshard.hosts.deepspeed.resume import SCHEDULED, Own, live_groups
+from ds_reshard.hosts.deepspeed.resume import SCHEDULED, Beside, Own, live_groups
 from ds_reshard.hosts.deepspeed.saved import Saved
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because
@@ -19,10 +20,20 @@ _UNREAD = (
     "weight decay, and rates that the scheduler does not hold, are those of the saved DeepSpeed JSON or this run's: "
     "the optimizer's files, which say what was used, were not opened"
 )
+_WAITING = (
+    "a scheduler that the engine does not own has not been given its state: until it is, its position is that of its "
+    "beginning, and the resume policy takes the state that it is given"
+)
+_UNHOOKED = (
+    "the hooks are not installed, so a scheduler that the engine does not own takes its saved state as it is, whatever "
+    "the resume policy says: import ds_reshard.auto, or hand the scheduler to deepspeed.initialize"
+)
 _SHOWN = ("lr", "min_lr", "weight_decay", "betas", "eps", "momentum")
 
 
-def report(engine: DeepSpeedEngine, own: Own, saved: Saved, policy: ResumePolicy, request: Request) -> ResumeReport:
+def report(
+    engine: DeepSpeedEngine, own: Own, saved: Saved, policy: ResumePolicy, request: Request, beside: Beside | None
+) -> ResumeReport:
     """Rows for iteration, schedule, each param group, optimizer, data, layout and batch size, as they are now."""
     batch = engine.train_batch_size()
     rows = [
@@ -34,7 +45,7 @@ def report(engine: DeepSpeedEngine, own: Own, saved: Saved, policy: ResumePolicy
             name="samples", checkpoint=saved.samples, this_run=0, used=engine.global_samples,
             because=because(policy, "iteration"),
         ),
-        _position(engine, saved, policy),
+        _position(engine, saved, policy, beside),
         *_groups(engine, own, saved, policy),
         Row(
             name="clip_grad", checkpoint=saved.clip_grad, this_run=own.clip_grad,
@@ -61,17 +72,22 @@ def report(engine: DeepSpeedEngine, own: Own, saved: Saved, policy: ResumePolicy
     warnings = batch_size_warning(saved.train_batch_size, batch)
     if not policy.keeps_iteration and not policy.finetune:
         warnings += ("the iteration starts again at 0: later saves may overwrite earlier tags of the same folder",)
+    if engine.lr_scheduler is None and own.scheduled and beside is None and not policy.is_default:
+        warnings += (_WAITING,)
+    if REGISTRY.active("deepspeed") is None and (policy.scheduler != "host" or policy.places_schedule):
+        warnings += (_UNHOOKED,)
     if policy.scheduler == "checkpoint" and not policy.loads_masters and not saved.groups:
         warnings += (_UNREAD,)
     return ResumeReport(host="deepspeed", checkpoint=saved.where, rows=tuple(rows), warnings=warnings)
 
 
-def _position(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy) -> Row:
-    scheduler = engine.lr_scheduler
+def _position(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy, beside: Beside | None) -> Row:
+    scheduler = engine.lr_scheduler if beside is None else beside.scheduler
+    theirs = (saved.position if saved.scheduler is not None else None) if beside is None else beside.saved_position
     used = position_of(scheduler) if scheduler is not None else None
     return Row(
-        name="schedule position", checkpoint=saved.position if saved.scheduler is not None else None,
-        this_run=0 if scheduler is not None else None, used=used, because=because(policy, "position"),
+        name="schedule position", checkpoint=theirs, this_run=0 if scheduler is not None else None, used=used,
+        because=because(policy, "position"),
     )  # fmt: skip
 
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.hosts.deepspeed import refuse, resume
-from ds_reshard.hosts.deepspeed.agree import agree, attempt, rank
+from ds_reshard.hosts.deepspeed.agree import agree, attempt, broadcast, rank
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_kind
+from ds_reshard.hosts.deepspeed.look import Aside
 from ds_reshard.hosts.deepspeed.resume_report import report
-from ds_reshard.hosts.deepspeed.saved import Saved, read_saved
-from ds_reshard.hosts.deepspeed.settings import Settings
+from ds_reshard.hosts.deepspeed.saved import Saved, read_saved, saved_of
+from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
+from ds_reshard.hosts.deepspeed.unowned import take_given
 from ds_reshard.hosts.deepspeed.usable import refuse_use, restore_use
 from ds_reshard.resume import asked
-from ds_reshard.resume.policy import ResumePolicy
-from ds_reshard.resume.report import publish
+from ds_reshard.resume.policy import ResumePolicy, defaults
+from ds_reshard.resume.report import ResumeReport, publish
 from ds_reshard.resume.schedulers import position_of
 
 if TYPE_CHECKING:
@@ -48,6 +50,31 @@ def policy_of(engine: DeepSpeedEngine, settings: Settings, *, module_only: bool)
     return policy
 
 
+def policy_differences(policies: Sequence[ResumePolicy]) -> list[Fault]:
+    """A fault for each key that ranks, in their order, were not given alike."""
+    faults = []
+    for key in defaults():
+        ranks: dict[str, list[int]] = {}
+        for number, policy in enumerate(policies):
+            ranks.setdefault(repr(getattr(policy, key)), []).append(number)
+        if len(ranks) > 1:
+            (first, where), *others = ranks.items()
+            faults.append(
+                Fault(
+                    error="ConfigError", where=f"resume policy: {key}", what="differs between ranks",
+                    expected=f"{first} everywhere, as on {_named(where)}",
+                    found=", ".join(f"{value} on {_named(numbers)}" for value, numbers in others),
+                    mend=f"give every rank the same flags and the same DeepSpeed JSON ({key})",
+                )
+            )  # fmt: skip
+    return faults
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
 class Resume:
     """What the policy makes of the caller's `request`; `request` is then what the load itself is asked for."""
 
@@ -57,9 +84,11 @@ class Resume:
         self.request = resume.narrowed(request, policy)
         self._engine = engine
         self._saved: Saved | None = None
+        self._beside: resume.Beside | None = None
+        self._made: ResumeReport | None = None
         self._subject = f"loading {request.load_dir}"
         if not request.module_only:
-            resume.own_values(engine, held=not policy.is_default)
+            resume.own_values(engine)
 
     def refuse(self) -> None:
         """Raise what cannot be done of the policy with this engine, whatever the checkpoint."""
@@ -68,8 +97,11 @@ class Resume:
         found, faults, cause = attempt(lambda: refuse.refusals(self._engine, self.asked, self.policy))
         agree([*faults, *(found or [])], subject=self._subject, cause=cause)
 
-    def without_files(self) -> None:
-        """The load is DeepSpeed's, of files that are not read here: raise what then cannot be done."""
+    def without_files(self, look: Callable[[], Aside]) -> None:
+        """The load is DeepSpeed's, of tensors that are not read here: raise what then cannot be done.
+
+        `look` tells rank 0 what the model file says beside them.
+        """
         if self.policy.is_default:
             return
         unread = {
@@ -88,7 +120,18 @@ class Resume:
             if present
         ]
         agree(faults, subject=self._subject)
-        self.request = replace(self.request, scheduler=self.asked.scheduler and self.policy.keeps_position)
+        aside = broadcast(look() if rank() == 0 else Aside())
+        saved, faults, cause = attempt(lambda: self._aside(aside))
+        self._saved = saved
+        agree([*aside.faults, *faults] if rank() == 0 else faults, subject=self._subject, cause=cause)
+
+    def _aside(self, aside: Aside) -> Saved | None:
+        engine, settings = self._engine, parse_settings(self._engine._config._param_dict)
+        if aside.entries is None:
+            return None
+        return saved_of(
+            aside.entries, settings, where=aside.folder, stage=int(engine.zero_optimization_stage()), scheduler=True
+        )
 
     def read(self, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, settings: Settings) -> None:
         """Read the checkpoint's facts, and raise what it cannot give of what the policy asks for."""
@@ -109,9 +152,11 @@ class Resume:
             return result
         engine, policy = self._engine, self.policy
         saved = self._saved or self._from_engine()
-        if not policy.is_default:
+        if policy.is_default:
+            resume.loaded(engine, self._last(saved))
+        else:
             refuse_use(engine, f"the resume policy was not applied after {self._subject}")
-            _, faults, cause = attempt(lambda: resume.apply(engine, saved, policy))
+            _, faults, cause = attempt(lambda: self._apply(saved))
             agree(faults, subject=self._subject, cause=cause)
             restore_use(engine)
         _, faults, cause = attempt(lambda: self._report(saved)) if rank() == 0 else (None, [], None)
@@ -121,12 +166,41 @@ class Resume:
             logger.error("no resume report: %s", "; ".join(fault.line() for fault in faults))
         return result
 
+    def _apply(self, saved: Saved) -> None:
+        resume.apply(self._engine, saved, self.policy)
+        resume.loaded(self._engine, self._last(saved))
+        take_given(self._engine)
+
+    def _last(self, saved: Saved) -> resume.Last:
+        iteration = self._engine.global_steps
+        return resume.Last(policy=self.policy, saved=saved, iteration=iteration, report=self._amend)
+
     def _report(self, saved: Saved) -> None:
-        made = report(self._engine, resume.own_values(self._engine), saved, self.policy, self.request)
-        logger.info("%s", made)
-        for warning in made.warnings:
+        self._made = self._make(saved)
+        logger.info("%s", self._made)
+        for warning in self._made.warnings:
             logger.warning("%s", warning)
-        publish(made, path=self.policy.report)
+        publish(self._made, path=self.policy.report)
+
+    def _make(self, saved: Saved) -> ResumeReport:
+        own = resume.own_values(self._engine)
+        return report(self._engine, own, saved, self.policy, self.request, self._beside)
+
+    def _amend(self, beside: resume.Beside) -> None:
+        """Report anew what a scheduler beside the engine made of its state; no rank may fail alone here."""
+        self._beside = beside
+        if self._made is None:
+            return
+        last = resume.own_values(self._engine).last
+        assert last is not None
+        made, faults, _ = attempt(lambda: self._make(last.saved))
+        if made is not None:
+            _, faults, _ = attempt(lambda: publish(made, path=self.policy.report))
+            rates = [row.used for row in made.rows if row.name.endswith(": lr")]
+            position = made["schedule position"].used
+            logger.info("%s took its state: position %s, lr %s", type(beside.scheduler).__name__, position, rates)
+        for fault in faults:
+            logger.error("no resume report: %s", fault.line())
 
     def _from_engine(self) -> Saved:
         """What the engine shows after DeepSpeed's own load of files that are not read here."""

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class Saved:
     """The typed facts of a checkpoint that a resume policy and its report need.
 
-    `groups` maps a live param group to the saved hyper-parameters that belong to it, empty where the optimizer
-    files are not read. `scheduler` is the saved state dict; `config` the DeepSpeed JSON of the saving run.
+    `groups` maps a live param group to the saved hyper-parameters that belong to it: without groups whose members
+    were saved with different ones, and empty where the optimizer files are not read. `scheduler` is the saved state
+    dict; `config` the DeepSpeed JSON of the saving run.
     """
 
     where: str
@@ -79,22 +80,43 @@ def read_saved(
     scheduler: bool,
 ) -> Saved:
     """Read these facts; no tensor is read. `scheduler` asks for the scheduler's state, which may need `trust`."""
-    entries = checkpoint.model.entries
+    return saved_of(
+        checkpoint.model.entries,
+        settings,
+        where=checkpoint.listing.folder,
+        stage=checkpoint.stage,
+        groups=_groups(live, checkpoint, settings) if live is not None else {},
+        clip_grad=checkpoint.optim.entries.get("clip_grad") if checkpoint.optim is not None else None,
+        scheduler=scheduler,
+    )
+
+
+def saved_of(
+    entries: Mapping[str, object],
+    settings: Settings,
+    *,
+    where: str,
+    stage: int,
+    scheduler: bool,
+    groups: Mapping[int, Mapping[str, object]] | None = None,
+    clip_grad: object = None,
+) -> Saved:
+    """The facts in the entries of a model file, with what the optimizer's files add."""
     state = revived(entries.get("lr_scheduler"), trusted=settings.trust, where="lr_scheduler") if scheduler else None
     config = (
         revived(entries.get("ds_config"), trusted=settings.trust, where="ds_config") if "ds_config" in entries else {}
     )
     return Saved(
-        where=checkpoint.listing.folder,
-        stage=checkpoint.stage,
-        dp=checkpoint.dp,
-        groups=_groups(live, checkpoint, settings) if live is not None else {},
+        where=where,
+        stage=stage,
+        dp=_whole(entries.get("dp_world_size")) or 1,
+        groups=groups or {},
         scheduler=state if isinstance(state, Mapping) else None,
         config=config if isinstance(config, Mapping) else {},
         iteration=_whole(entries.get("global_steps")),
         samples=_whole(entries.get("global_samples")),
         skipped=_whole(entries.get("skipped_steps")) or 0,
-        clip_grad=checkpoint.optim.entries.get("clip_grad") if checkpoint.optim is not None else None,
+        clip_grad=clip_grad,
     )
 
 
@@ -103,9 +125,12 @@ def _groups(live: LiveOptimizer, checkpoint: ZeroCheckpoint, settings: Settings)
         checkpoint, _ = with_order(checkpoint, live.order)
     if checkpoint.facts is None:
         return {}
-    groups, _ = match_groups({g: live.members(g) for g in range(len(live.groups))}, checkpoint.facts)
     made: dict[int, Mapping[str, object]] = {}
-    for number, saved in groups.items():
+    for number in range(len(live.groups)):
+        groups, faults = match_groups({number: live.members(number)}, checkpoint.facts)
+        saved = groups.get(number)
+        if saved is None or faults:
+            continue
         values = revived(dict(saved), trusted=settings.trust, where=f"param group {number}")
         assert isinstance(values, dict)
         made[number] = values

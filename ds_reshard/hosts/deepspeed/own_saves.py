@@ -1,0 +1,71 @@
+"""Checkpoints that this very engine has saved: to load one again (the best one, at the end) is no resume.
+
+Files are known by name, size and time, so that a folder that was renamed, or reached through `latest`, is known, and a
+tag that somebody else wrote again is not.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ds_reshard.hosts.deepspeed.agree import agree, attempt, broadcast, rank
+from ds_reshard.hosts.deepspeed.resumed import policy_of
+from ds_reshard.hosts.deepspeed.settings import parse_settings
+from ds_reshard.resume.policy import ResumePolicy
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+logger = logging.getLogger("ds_reshard")
+
+Prints = frozenset[tuple[str, int, int]]
+
+_SAVED: weakref.WeakKeyDictionary[DeepSpeedEngine, set[Prints]] = weakref.WeakKeyDictionary()
+
+
+def note_save(engine: DeepSpeedEngine, save_dir: str, tag: object) -> None:
+    """Rank 0: note what `save_checkpoint` has written, where a resume policy was asked for. Never raises."""
+    if rank() == 0:
+        attempt(
+            lambda: _note(engine, Path(save_dir, str(tag) if tag is not None else f"global_step{engine.global_steps}"))
+        )
+
+
+def _note(engine: DeepSpeedEngine, folder: Path) -> None:
+    settings = parse_settings(engine._config._param_dict)
+    if not policy_of(engine, settings, module_only=False).is_default and (seen := _prints(folder)):
+        _SAVED.setdefault(engine, set()).add(seen)
+
+
+def is_resume(engine: DeepSpeedEngine, policy: ResumePolicy, load_dir: str, tag: object) -> bool:
+    """Whether a policy is meant for this load: not where the engine reads what it has saved itself. Collective."""
+    if policy.is_default:
+        return True
+    own, faults, cause = attempt(lambda: rank() == 0 and _saved_by(engine, load_dir, tag))
+    agree(faults, subject=f"loading {load_dir}", cause=cause)
+    if not broadcast(bool(own)):
+        return True
+    if rank() == 0:
+        logger.info("%s holds what this run has saved: it is loaded as it is, without the resume policy", load_dir)
+    return False
+
+
+def _saved_by(engine: DeepSpeedEngine, load_dir: str, tag: object) -> bool:
+    """Whether the files of a tag, or of the latest one, are those that this engine wrote."""
+    latest = Path(load_dir, "latest")
+    if tag is None and not latest.is_file():
+        return False
+    seen = _prints(Path(load_dir, str(tag) if tag is not None else latest.read_text(encoding="utf-8").strip()))
+    return any(noted <= seen for noted in _SAVED.get(engine, ()))
+
+
+def _prints(folder: Path) -> Prints:
+    if not folder.is_dir():
+        return frozenset()
+    with os.scandir(folder) as scan:
+        found = [(entry.name, entry.stat()) for entry in scan if entry.is_file()]
+    return frozenset((name, status.st_size, status.st_mtime_ns) for name, status in found)

@@ -1,0 +1,190 @@
+"""Schedulers of the script's own, in every order in which their state can come: the policy holds for all of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import Run
+from resume_jobs import Setup
+from resumed import rates
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 5
+RUN = Run(1, 1)
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "LambdaLR": ({"slope": 0.1}, {"slope": 0.2}),
+    "CosineAnnealingLR": ({"T_max": 40}, {"T_max": 60}),
+    "LinearLR": ({"start_factor": 0.1, "total_iters": 8}, {"start_factor": 0.2, "total_iters": 12}),
+    "OneCycleLR": ({"max_lr": [0.01, 0.001], "total_steps": 40}, {"max_lr": [0.5, 0.05], "total_steps": 60}),
+    "CyclicLR": (
+        {"base_lr": [0.01, 0.001], "max_lr": [0.02, 0.002], "step_size_up": 3, "cycle_momentum": False},
+        {"base_lr": [0.5, 0.05], "max_lr": [0.6, 0.06], "step_size_up": 4, "cycle_momentum": False},
+    ),
+    "SequentialLR": ({"start": 0.1, "T_max": 30}, {"start": 0.2, "T_max": 50}),
+    "ChainedScheduler": ({"start": 0.1, "gamma": 0.9}, {"start": 0.2, "gamma": 0.8}),
+    "SWALR": ({"swa_lr": 0.001, "anneal_epochs": 9}, {"swa_lr": 0.05, "anneal_epochs": 12}),
+    "WarmupLR": (
+        {"warmup_max_lr": 0.01, "warmup_num_steps": 8}, {"warmup_max_lr": 0.5, "warmup_num_steps": 12},
+    ),
+    "ReduceLROnPlateau": ({"patience": 1, "factor": 0.5}, {"patience": 2, "factor": 0.25}),
+}  # fmt: skip
+ORDERS = ("before", "after", "late", "twice", "thrice")
+FUNCTION_OF_POSITION = [kind for kind in KINDS if kind != "ReduceLROnPlateau"]
+
+
+def _new(setup: Setup, policy: str) -> Setup:
+    return setup.but(lr=0.5, weight_decay=0.7, policy={"scheduler": policy})
+
+
+@pytest.fixture(scope="module")
+def saved(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """For a kind of scheduler: a folder, what the saving run's steps used, and what the new configuration's use."""
+    made: dict[Any, Any] = {}
+
+    def save(kind: str, run: Run = RUN) -> Any:
+        key = (kind, repr(run))
+        if key not in made:
+            folder = tmp_path_factory.mktemp("unowned")
+            world, setup, (old, new) = worlds[run.dp], Setup(run=run), KINDS[kind]
+            there = world.run(
+                "unowned_jobs.save", setup=setup, kind=kind, params=old, folder=str(folder / "old"), steps=STEPS
+            )
+            fresh = setup.but(lr=0.5, weight_decay=0.7)
+            here = world.run(
+                "unowned_jobs.save", setup=fresh, kind=kind, params=new, folder=str(folder / "new"), steps=STEPS
+            )
+            made[key] = (folder / "old", rates(there[0]), rates(here[0]))
+        return made[key]
+
+    return save
+
+
+def _resume(worlds: Any, setup: Setup, kind: str, folder: Path, order: str, params: Any = None, **more: Any) -> Any:
+    ranks = worlds[setup.run.dp].run(
+        "unowned_jobs.resume", setup=setup, kind=kind, params=params or KINDS[kind][1], folder=str(folder),
+        order=order, **more,
+    )  # fmt: skip
+    assert len({repr((rank.get("error"), rank.get("text"), rank.get("rates"))) for rank in ranks}) == 1
+    return ranks[0]
+
+
+@pytest.mark.parametrize("kind", FUNCTION_OF_POSITION)
+@pytest.mark.parametrize("order", ORDERS)
+def test_override_and_reset_hold_whenever_the_state_comes(worlds: Any, saved: Any, kind: str, order: str) -> None:
+    folder, _, here = saved(kind)
+    for policy, first in (("override", STEPS), ("reset", 0)):
+        loaded = _resume(worlds, _new(Setup(run=RUN), policy), kind, folder, order)
+        assert loaded["error"] is None, loaded["text"]
+        assert rates(loaded["rates"]) == here[first : first + 3]
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("LambdaLR", "WarmupLR")])
+@pytest.mark.parametrize("order", ORDERS)
+def test_checkpoint_goes_on_with_the_saved_schedule(worlds: Any, saved: Any, kind: str, order: str) -> None:
+    folder, there, _ = saved(kind)
+    loaded = _resume(worlds, _new(Setup(run=RUN), "checkpoint"), kind, folder, order)
+    assert loaded["error"] is None, loaded["text"]
+    assert rates(loaded["rates"]) == there[STEPS:]
+
+
+@pytest.mark.parametrize("kind", [k for k in FUNCTION_OF_POSITION if k not in ("LambdaLR", "WarmupLR")])
+@pytest.mark.parametrize("order", ("before", "after"))
+def test_strict_compares_when_the_state_is_given(worlds: Any, saved: Any, kind: str, order: str) -> None:
+    folder, there, _ = saved(kind)
+    old, new = KINDS[kind]
+    same = Setup(run=RUN, policy={"scheduler": "strict"})
+    loaded = _resume(worlds, same, kind, folder, order, old)
+    assert loaded["error"] is None, loaded["text"]
+    assert rates(loaded["rates"]) == there[STEPS:]
+    refused = _resume(worlds, same, kind, folder, order, {**new, **_rates_of(old)})
+    assert refused["error"] == "ScheduleMismatch" and refused["unchanged"]
+    assert "scheduler: " in refused["text"] and "--override-opt-param-scheduler" in refused["text"]
+
+
+def _rates_of(params: dict[str, Any]) -> dict[str, Any]:
+    """What the groups themselves keep stays the same, so that the schedule alone differs."""
+    return {name: value for name, value in params.items() if name in ("max_lr", "base_lr", "swa_lr")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "words"),
+    [
+        ("LambdaLR", "checkpoint", "function"),
+        ("LambdaLR", "strict", "function"),
+        ("WarmupLR", "checkpoint", "stores its position alone"),
+        ("ReduceLROnPlateau", "override", "metrics"),
+    ],
+)
+@pytest.mark.parametrize("order", ("before", "after"))
+def test_what_no_state_holds_is_refused(
+    worlds: Any, saved: Any, kind: str, policy: str, words: str, order: str
+) -> None:
+    folder, *_ = saved(kind)
+    setup = _new(Setup(run=RUN), policy) if policy != "strict" else Setup(run=RUN, policy={"scheduler": policy})
+    refused = _resume(worlds, setup, kind, folder, order, KINDS[kind][0] if policy == "strict" else None)
+    assert refused["error"] == "UnsupportedLayout" and words in refused["text"] and refused["unchanged"]
+
+
+@pytest.mark.parametrize("kind", ("LambdaLR", "CosineAnnealingLR", "ReduceLROnPlateau", "WarmupLR"))
+def test_strict_refuses_rates_that_no_scheduler_was_built_for(worlds: Any, saved: Any, kind: str) -> None:
+    """When the engine loads nothing says yet that a scheduler will come, so the rates are compared as they are."""
+    folder, *_ = saved(kind)
+    refused = _resume(worlds, Setup(run=RUN, policy={"scheduler": "strict"}), kind, folder, "late", KINDS[kind][0])
+    assert refused["error"] == "ScheduleMismatch" and "param group 0: lr" in refused["text"] and refused["unchanged"]
+
+
+def test_plateau_starts_anew_under_reset(worlds: Any, saved: Any) -> None:
+    folder, _, here = saved("ReduceLROnPlateau")
+    for order in ORDERS:
+        loaded = _resume(worlds, _new(Setup(run=RUN), "reset"), "ReduceLROnPlateau", folder, order)
+        assert rates(loaded["rates"]) == here[:3], order
+
+
+@pytest.mark.parametrize("kind", ("LambdaLR", "CosineAnnealingLR"))
+def test_without_a_policy_the_state_is_taken_as_it_is(worlds: Any, saved: Any, kind: str) -> None:
+    """The checkpoint's base rates, as torch has it: what the hooks find, they leave alone."""
+    folder, there, _ = saved(kind)
+    setup = Setup(run=RUN, lr=0.5, weight_decay=0.7)
+    assert rates(_resume(worlds, setup, kind, folder, "after", KINDS[kind][0])["rates"]) == there[STEPS:]
+
+
+@pytest.mark.parametrize("policy", ("override", "reset", "checkpoint"))
+def test_a_state_of_the_run_itself_is_no_resume(worlds: Any, saved: Any, policy: str) -> None:
+    """A script that falls back to an earlier state of its own gets that, once it has trained."""
+    folder, *_ = saved("CosineAnnealingLR")
+    said = _resume(worlds, _new(Setup(run=RUN), policy), "CosineAnnealingLR", folder, "after", later=True)
+    assert rates(said["again"]) == rates(said["expected"])
+
+
+@pytest.mark.parametrize(("source", "target"), [(Run(2, 2), Run(3, 2)), (Run(1, 2), Run("bf16", 1))])
+def test_under_another_layout_all_ranks_alike(worlds: Any, saved: Any, source: Run, target: Run) -> None:
+    folder, *_ = saved("SequentialLR", source)
+    _, _, here = saved("SequentialLR", target)
+    loaded = _resume(worlds, _new(Setup(run=target), "override"), "SequentialLR", folder, "late")
+    assert loaded["error"] is None, loaded["text"]
+    assert rates(loaded["rates"]) == here[STEPS:]
+
+
+def test_a_load_state_dict_of_the_scripts_own_is_refused(worlds: Any, tmp_path: Path) -> None:
+    worlds[1].run(
+        "unowned_jobs.save", setup=Setup(), kind="Scripts", params={"gamma": 0.9}, folder=str(tmp_path), steps=2
+    )
+    refused = _resume(worlds, _new(Setup(), "override"), "Scripts", tmp_path, "after", {"gamma": 0.5})
+    assert refused["error"] == "UnsupportedLayout" and "Scripts.load_state_dict" in refused["text"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_report_says_what_the_scheduler_used(worlds: Any, saved: Any, tmp_path: Path, order: str) -> None:
+    folder, _, here = saved("CosineAnnealingLR")
+    path = tmp_path / "report.json"
+    setup = Setup(run=RUN, lr=0.5, weight_decay=0.7, policy={"scheduler": "override", "report": str(path)})
+    loaded = _resume(worlds, setup, "CosineAnnealingLR", folder, order)
+    assert json.loads(path.read_text()) == json.loads(json.dumps(loaded["report"]))
+    rows = {row["name"]: row for row in loaded["report"]["rows"]}
+    assert rows["schedule position"]["used"] == rows["schedule position"]["checkpoint"] == STEPS
+    assert rows["group 0: lr"]["used"] == here[STEPS][0]["lr"]
+    assert not [text for text in loaded["report"]["warnings"] if "has not been given its state" in text]

@@ -1,0 +1,95 @@
+"""Runs whose scheduler belongs to the script: the engine is built without it, and does not load its state."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from resume_jobs import Setup, client_scheduler, make, used
+
+
+class Scripts(torch.optim.lr_scheduler.ExponentialLR):
+    """A scheduler whose state holds more than the script's superclass knows."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.gamma = state_dict["gamma"]
+
+
+def build(engine: Any, kind: str, params: dict[str, Any], wrapped: bool = False) -> Any:
+    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    if kind == "ChainedScheduler":
+        first = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=params["start"], total_iters=4)
+        return torch.optim.lr_scheduler.ChainedScheduler(
+            [first, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=params["gamma"])]
+        )
+    if kind == "Scripts":
+        return Scripts(optimizer, **params)
+    if kind == "SWALR":
+        return torch.optim.swa_utils.SWALR(optimizer, **params)
+    if kind == "WarmupLR":
+        from deepspeed.runtime.lr_schedules import WarmupLR
+
+        return WarmupLR(engine.optimizer if wrapped else optimizer, **params)
+    return client_scheduler(optimizer, kind, params)
+
+
+def _train(engine: Any, scheduler: Any, first: int, steps: int) -> list[Any]:
+    rows = []
+    for step in range(first, first + steps):
+        rows += used(engine, step, 1)
+        scheduler.step(*((1.0,) if type(scheduler).__name__ == "ReduceLROnPlateau" else ()))
+    return rows
+
+
+def save(setup: Setup, kind: str, params: dict[str, Any], folder: str, steps: int) -> list[Any]:
+    """Train, save both, and what each of all steps used, three after the save included."""
+    engine = make(setup)
+    scheduler = build(engine, kind, params)
+    rows = _train(engine, scheduler, 0, steps)
+    engine.save_checkpoint(folder)
+    if torch.distributed.get_rank() == 0:
+        torch.save(scheduler.state_dict(), Path(folder, "scheduler.pt"))
+    torch.distributed.barrier()
+    return rows + _train(engine, scheduler, steps, 3)
+
+
+def resume(
+    setup: Setup, kind: str, params: dict[str, Any], folder: str, order: str, later: bool = False
+) -> dict[str, Any]:
+    """Resume with the scheduler's state given before, after, or twice; or with a scheduler built `late`.
+
+    `later`: give it, once the run has trained, a state of its own again, and train on.
+    """
+    import ds_reshard
+
+    engine = make(setup, seed=99)
+    state = torch.load(Path(folder, "scheduler.pt"), weights_only=False)
+    try:
+        with ds_reshard.install("deepspeed"):
+            scheduler = build(engine, kind, params) if order != "late" else None
+            if order in ("before", "twice"):
+                scheduler.load_state_dict(copy.deepcopy(state))
+            engine.load_checkpoint(folder)
+            scheduler = scheduler or build(engine, kind, params)
+            before = (copy.deepcopy(scheduler.state_dict()), [float(g["lr"]) for g in scheduler.optimizer.param_groups])
+            for _ in range({"before": 0, "thrice": 2}.get(order, 1)):
+                scheduler.load_state_dict(copy.deepcopy(state))
+            report = ds_reshard.last_report()
+            rows = _train(engine, scheduler, 100, 3)
+            if later:
+                kept = copy.deepcopy(scheduler.state_dict())
+                expected = _train(engine, scheduler, 103, 2)
+                scheduler.load_state_dict(kept)
+                for group, lr in zip(scheduler.optimizer.param_groups, kept["_last_lr"], strict=True):
+                    group["lr"] = lr
+                return {"again": _train(engine, scheduler, 105, 2), "expected": expected}
+    except ds_reshard.ReshardError as error:
+        unchanged = scheduler is None or engine.global_steps == 0 or before == (
+            scheduler.state_dict(), [float(g["lr"]) for g in scheduler.optimizer.param_groups]
+        )  # fmt: skip
+        return {"error": type(error).__name__, "text": str(error), "unchanged": unchanged}
+    shown = report.to_json() if report is not None and torch.distributed.get_rank() == 0 else None
+    return {"error": None, "rates": rows, "report": shown}
