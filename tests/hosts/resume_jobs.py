@@ -61,7 +61,9 @@ def make(setup: Setup, seed: int = 7) -> Any:
     if setup.json:
         params = {"lr": setup.lr, "weight_decay": setup.weight_decay, "betas": list(setup.betas), "eps": setup.eps}
         config["optimizer"] = {"type": "AdamW", "params": {**params, "torch_adam": True}}
-        if setup.scheduler is not None:
+        if setup.scheduler is not None and setup.scheduler[0] in ("CosineAnnealingLR",):
+            given["lr_scheduler"] = lambda optimizer: client_scheduler(optimizer, *setup.scheduler)
+        elif setup.scheduler is not None:
             config["scheduler"] = {"type": setup.scheduler[0], "params": setup.scheduler[1]}
         given["model_parameters"] = groups
     else:
@@ -73,9 +75,25 @@ def make(setup: Setup, seed: int = 7) -> Any:
     return engine
 
 
+class Plateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    """With a metric that never gets better, as the engine steps its scheduler with none."""
+
+    def step(self, metrics: Any = 1.0, epoch: Any = None) -> None:
+        super().step(metrics)
+
+
 def client_scheduler(optimizer: Any, kind: str, params: dict[str, Any]) -> Any:
     from torch.optim import lr_scheduler
 
+    if kind == "Plateau":
+        return Plateau(optimizer, **params)
+    if kind == "ChainedScheduler":
+        parts = [lr_scheduler.ExponentialLR(optimizer, gamma=gamma) for gamma in params["gammas"]]
+        return lr_scheduler.ChainedScheduler(parts)
+    if kind == "client WarmupLR":
+        from deepspeed.runtime.lr_schedules import WarmupLR
+
+        return WarmupLR(optimizer, **params)
     if kind == "LambdaLR":
         return lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + params["slope"] * step))
     if kind == "SequentialLR":

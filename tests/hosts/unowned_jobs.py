@@ -93,3 +93,56 @@ def resume(
         return {"error": type(error).__name__, "text": str(error), "unchanged": unchanged}
     shown = report.to_json() if report is not None and torch.distributed.get_rank() == 0 else None
     return {"error": None, "rates": rows, "report": shown}
+
+
+def rank_policies(setup: Setup, folder: str, policies: list[dict[str, Any]]) -> str:
+    """Load with a policy for each rank; the error."""
+    import ds_reshard
+
+    engine = make(setup.but(policy=policies[torch.distributed.get_rank()]), seed=99)
+    with ds_reshard.install("deepspeed"):
+        try:
+            engine.load_checkpoint(folder)
+        except ds_reshard.ReshardError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def universal(folder: str, tag: str) -> None:
+    """Convert with DeepSpeed's own tool, on rank 0; `latest_universal` names the result."""
+    from argparse import Namespace
+
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    if torch.distributed.get_rank() == 0:
+        main(
+            Namespace(
+                input_folder=str(Path(folder, tag)), output_folder=str(Path(folder, "universal")), strict=True,
+                num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, inject_missing_state=True,
+            )
+        )  # fmt: skip
+        Path(folder, "latest_universal").write_text("universal")
+    torch.distributed.barrier()
+
+
+def own_saves(setup: Setup, folder: str) -> dict[str, Any]:
+    """Save under a policy, train on, load that again; then as if somebody else had written the tag anew."""
+    import ds_reshard
+
+    engine = make(setup)
+    with ds_reshard.install("deepspeed"):
+        used(engine, 0, 2)
+        engine.save_checkpoint(folder, tag="a")
+        rates = used(engine, 2, 2)
+        said: dict[str, Any] = {"rates": rates}
+        for name, arguments in (("latest", {}), ("tag", {"tag": "a"})):
+            engine.load_checkpoint(folder, **arguments)
+            said[name] = used(engine, 2, 2)
+        for path in Path(folder, "a").iterdir():
+            path.touch()
+        torch.distributed.barrier()
+        try:
+            engine.load_checkpoint(folder)
+        except ds_reshard.ReshardError as error:
+            said["error"] = str(error)
+    return said

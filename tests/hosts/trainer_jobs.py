@@ -1,0 +1,86 @@
+"""Hugging Face's Trainer on DeepSpeed: it keeps the best checkpoint of a run, and loads that at the end."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jobs
+import torch
+from cases import Model
+
+
+def best_at_end(folder: str, own_scheduler: bool, resume_from: str | None = None, lr: float = 0.01) -> dict[str, Any]:
+    """Train six steps, saving and evaluating every second; what each optimizer step used, and what was loaded."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DistributedType
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    import ds_reshard
+
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+    backend, PartialState._prepare_backend = PartialState._prepare_backend, lambda *_: ("gloo", DistributedType.NO)
+    jobs._STATE.clear()
+    torch.manual_seed(7)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False, "zero_optimization": {"stage": 1},
+        "ds_reshard": {"resume": {"scheduler": "override"}},
+    }  # fmt: skip
+    if not own_scheduler:
+        config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": lr, "warmup_num_steps": 3}}
+    arguments = TrainingArguments(
+        output_dir=folder, deepspeed=config, max_steps=6, eval_strategy="steps", eval_steps=2, save_steps=2,
+        load_best_model_at_end=True, per_device_train_batch_size=4, learning_rate=lr, report_to=[],
+        lr_scheduler_type="cosine" if own_scheduler else "constant_with_warmup", disable_tqdm=True,
+        dataloader_pin_memory=False, warmup_steps=3,
+    )  # fmt: skip
+    rates: list[float] = []
+    told: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ds_reshard")
+    level = logger.level
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            _watch(trainer.deepspeed.optimizer.optimizer, rates)
+
+    try:
+        with ds_reshard.install("deepspeed"):
+            net = _Losses(Model())
+            optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
+            data = [{"tokens": torch.tensor(n % 13), "labels": torch.tensor((n + 1) % 13)} for n in range(64)]
+            trainer = Trainer(
+                model=net, args=arguments, train_dataset=data, eval_dataset=data[:8], optimizers=(optimizer, None),
+                callbacks=[Watch()],
+            )  # fmt: skip
+            trainer.train(resume_from_checkpoint=resume_from)
+    except ds_reshard.ReshardError as error:
+        return {"error": str(error)}
+    finally:
+        PartialState._prepare_backend = backend
+        logger.removeHandler(listener)
+        logger.setLevel(level)
+    best = trainer.state.best_model_checkpoint
+    own = sum("holds what this run has saved" in text for text in told)
+    return {"error": None, "rates": rates, "best": Path(best).name, "own": own}
+
+
+class _Losses(jobs.Net):
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": super().forward(tokens, labels)}
+
+
+def _watch(optimizer: Any, rates: list[float]) -> None:
+    original = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        return original(*args, **kwargs)
+
+    optimizer.step = step
