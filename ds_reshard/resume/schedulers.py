@@ -106,6 +106,12 @@ def cycled(scheduler: object) -> frozenset[str]:
     return frozenset().union(*inner)
 
 
+def kept_in_groups(scheduler: object) -> frozenset[str]:
+    """What configures a torch scheduler but is in its optimizer's param groups, not in its own state."""
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
+    return cycled(scheduler) | ({name for group in groups for name in group} & {"max_lr", "min_lr", "swa_lr"})
+
+
 def _is_code(value: object) -> bool:
     """Functions, and the lists of None that stand for them in a state dict: no part of what can be compared."""
     if isinstance(value, (list, tuple)) and value:
@@ -116,7 +122,7 @@ def _is_code(value: object) -> bool:
 class Beginning:
     """A scheduler as it was when its run began, to be put at any position of its own schedule.
 
-    `groups` are the rates that it had given to each param group by then.
+    `groups` are the rates, and the momentum that it cycles, which it had given to each param group by then.
     """
 
     def __init__(self, scheduler: object) -> None:
@@ -168,8 +174,13 @@ class Beginning:
 
 
 def _rates(scheduler: object) -> list[dict[str, object]]:
-    """The rate, and the base rate where it has one, that a scheduler gave to each group of its optimizer."""
+    """The rate, and the base rate where it has one, that a scheduler gave to each group of its optimizer.
+
+    DeepSpeed's OneCycle begins with the least momentum, and steps on from the greatest (lr_schedules.py, 0.19.8).
+    """
     found: dict[str, object] = {"lr": getattr(scheduler, "_last_lr", None), "initial_lr": base_lrs_in(vars(scheduler))}
+    if kind_of(scheduler) == DEEPSPEED and cycled(scheduler):
+        found["betas"] = getattr(scheduler, "min_moms", None)
     lists = {name: rates for name, rates in found.items() if isinstance(rates, (list, tuple))}
     return [{name: rates[n] for name, rates in lists.items()} for n in range(min(map(len, lists.values()), default=0))]
 

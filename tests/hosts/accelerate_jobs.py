@@ -66,4 +66,6 @@ def resume(stage: int, lr: float, slope: float, folder: str, policy: dict[str, A
         made[0].load_state(folder)
     state = made[3].scheduler.state_dict()
     kept = torch.cat([s["exp_avg"].view(-1) for s in made[1].optimizer.optimizer.state.values()]).abs().sum()
-    return {"rates": _train(*made, 50, 3), "state": sorted(state), "moments": float(kept)}
+    report = ds_reshard.last_report()
+    warnings = list(report.warnings) if report is not None else []
+    return {"rates": _train(*made, 50, 3), "state": sorted(state), "moments": float(kept), "warnings": warnings}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cases import Run
 from resume_jobs import Setup
-from resumed import rates
+from resumed import rates, uninterrupted
 
 pytestmark = pytest.mark.distributed
 
@@ -29,6 +29,10 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "SWALR": ({"swa_lr": 0.001, "anneal_epochs": 9}, {"swa_lr": 0.05, "anneal_epochs": 12}),
     "WarmupLR": (
         {"warmup_max_lr": 0.01, "warmup_num_steps": 8}, {"warmup_max_lr": 0.5, "warmup_num_steps": 12},
+    ),
+    "OneCycle": (
+        {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 4},
+        {"cycle_min_lr": 0.05, "cycle_max_lr": 0.5, "cycle_first_step_size": 6},
     ),
     "ReduceLROnPlateau": ({"patience": 1, "factor": 0.5}, {"patience": 2, "factor": 0.25}),
 }  # fmt: skip
@@ -57,10 +61,14 @@ def saved(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
             here = world.run(
                 "unowned_jobs.save", setup=fresh, kind=kind, params=new, folder=str(folder / "new"), steps=STEPS
             )
-            made[key] = (folder / "old", rates(there[0]), rates(here[0]))
+            made[key] = (folder / "old", _seen(there[0]), _seen(here[0]))
         return made[key]
 
     return save
+
+
+def _seen(rows: Any) -> Any:
+    return rates(rows, ("lr", "weight_decay", "betas"))
 
 
 def _resume(worlds: Any, setup: Setup, kind: str, folder: Path, order: str, params: Any = None, **more: Any) -> Any:
@@ -79,19 +87,19 @@ def test_override_and_reset_hold_whenever_the_state_comes(worlds: Any, saved: An
     for policy, first in (("override", STEPS), ("reset", 0)):
         loaded = _resume(worlds, _new(Setup(run=RUN), policy), kind, folder, order)
         assert loaded["error"] is None, loaded["text"]
-        assert rates(loaded["rates"]) == here[first : first + 3]
+        assert _seen(loaded["rates"]) == here[first : first + 3]
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("LambdaLR", "WarmupLR")])
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("LambdaLR", "WarmupLR", "OneCycle")])
 @pytest.mark.parametrize("order", ORDERS)
 def test_checkpoint_goes_on_with_the_saved_schedule(worlds: Any, saved: Any, kind: str, order: str) -> None:
     folder, there, _ = saved(kind)
     loaded = _resume(worlds, _new(Setup(run=RUN), "checkpoint"), kind, folder, order)
     assert loaded["error"] is None, loaded["text"]
-    assert rates(loaded["rates"]) == there[STEPS:]
+    assert _seen(loaded["rates"]) == there[STEPS:]
 
 
-@pytest.mark.parametrize("kind", [k for k in FUNCTION_OF_POSITION if k not in ("LambdaLR", "WarmupLR")])
+@pytest.mark.parametrize("kind", [k for k in FUNCTION_OF_POSITION if k not in ("LambdaLR", "WarmupLR", "OneCycle")])
 @pytest.mark.parametrize("order", ("before", "after"))
 def test_strict_compares_when_the_state_is_given(worlds: Any, saved: Any, kind: str, order: str) -> None:
     folder, there, _ = saved(kind)
@@ -99,7 +107,7 @@ def test_strict_compares_when_the_state_is_given(worlds: Any, saved: Any, kind: 
     same = Setup(run=RUN, policy={"scheduler": "strict"})
     loaded = _resume(worlds, same, kind, folder, order, old)
     assert loaded["error"] is None, loaded["text"]
-    assert rates(loaded["rates"]) == there[STEPS:]
+    assert _seen(loaded["rates"]) == there[STEPS:]
     refused = _resume(worlds, same, kind, folder, order, {**new, **_rates_of(old)})
     assert refused["error"] == "ScheduleMismatch" and refused["unchanged"]
     assert "scheduler: " in refused["text"] and "--override-opt-param-scheduler" in refused["text"]
@@ -141,7 +149,7 @@ def test_plateau_starts_anew_under_reset(worlds: Any, saved: Any) -> None:
     folder, _, here = saved("ReduceLROnPlateau")
     for order in ORDERS:
         loaded = _resume(worlds, _new(Setup(run=RUN), "reset"), "ReduceLROnPlateau", folder, order)
-        assert rates(loaded["rates"]) == here[:3], order
+        assert _seen(loaded["rates"]) == here[:3], order
 
 
 @pytest.mark.parametrize("kind", ("LambdaLR", "CosineAnnealingLR"))
@@ -149,7 +157,7 @@ def test_without_a_policy_the_state_is_taken_as_it_is(worlds: Any, saved: Any, k
     """The checkpoint's base rates, as torch has it: what the hooks find, they leave alone."""
     folder, there, _ = saved(kind)
     setup = Setup(run=RUN, lr=0.5, weight_decay=0.7)
-    assert rates(_resume(worlds, setup, kind, folder, "after", KINDS[kind][0])["rates"]) == there[STEPS:]
+    assert _seen(_resume(worlds, setup, kind, folder, "after", KINDS[kind][0])["rates"]) == there[STEPS:]
 
 
 @pytest.mark.parametrize("policy", ("override", "reset", "checkpoint"))
@@ -166,7 +174,7 @@ def test_under_another_layout_all_ranks_alike(worlds: Any, saved: Any, source: R
     _, _, here = saved("SequentialLR", target)
     loaded = _resume(worlds, _new(Setup(run=target), "override"), "SequentialLR", folder, "late")
     assert loaded["error"] is None, loaded["text"]
-    assert rates(loaded["rates"]) == here[STEPS:]
+    assert _seen(loaded["rates"]) == here[STEPS:]
 
 
 def test_a_load_state_dict_of_the_scripts_own_is_refused(worlds: Any, tmp_path: Path) -> None:
@@ -188,3 +196,46 @@ def test_the_report_says_what_the_scheduler_used(worlds: Any, saved: Any, tmp_pa
     assert rows["schedule position"]["used"] == rows["schedule position"]["checkpoint"] == STEPS
     assert rows["group 0: lr"]["used"] == here[STEPS][0]["lr"]
     assert not [text for text in loaded["report"]["warnings"] if "has not been given its state" in text]
+
+
+def test_schedulers_that_share_an_optimizer_are_refused(worlds: Any, saved: Any) -> None:
+    folder, *_ = saved("CosineAnnealingLR")
+    said = worlds[1].run("unowned_jobs.two", setup=_new(Setup(run=RUN), "override"), folder=str(folder))
+    assert "LinearLR" in said[0] and "ExponentialLR" in said[0] and "ChainedScheduler" in said[0]
+
+
+def test_a_state_that_the_script_gives_the_engines_own_scheduler_again_changes_nothing(worlds: Any, kept: Any) -> None:
+    cosine = Setup(run=RUN, scheduler=("CosineAnnealingLR", {"T_max": 40}))
+    folder, _ = kept(cosine)
+    new = cosine.but(lr=0.5, scheduler=("CosineAnnealingLR", {"T_max": 60}))
+    for policy, steps in (("override", STEPS), ("reset", 0)):
+        setup = new.but(policy={"scheduler": policy})
+        loaded = worlds[1].run("unowned_jobs.owned_again", setup=setup, folder=str(folder))[0]
+        assert rates(loaded) == rates(uninterrupted(worlds, new, steps))
+
+
+def test_without_a_policy_nothing_of_a_scheduler_need_be_copied(worlds: Any) -> None:
+    assert worlds[1].run("unowned_jobs.uncopied", setup=Setup(run=RUN)) == [[0, 3]]
+
+
+def test_bounds_in_an_optimizer_that_is_not_loaded_are_refused(worlds: Any, saved: Any) -> None:
+    folder, *_ = saved("OneCycleLR", Run(3, 1))
+    setup = Setup(run=Run(3, 1), lr=0.5, policy={"scheduler": "checkpoint", "optimizer": "skip"})
+    refused = _resume(worlds, setup, "OneCycleLR", folder, "after")
+    assert refused["error"] == "UnsupportedLayout" and "max_lr" in refused["text"]
+
+
+def test_what_is_noted_keeps_neither_engine_nor_optimizer_alive(worlds: Any, saved: Any) -> None:
+    folder, *_ = saved("CosineAnnealingLR")
+    setup = _new(Setup(run=RUN), "override")
+    assert worlds[1].run("unowned_jobs.kept_alive", setup=setup, folder=str(folder)) == [[]]
+
+
+def test_a_position_that_counts_the_batches_of_other_ranks_is_a_warning(worlds: Any, tmp_path: Path) -> None:
+    """accelerate steps its scheduler once for each rank: five updates of two ranks are a position of ten."""
+    old = {"lr": 0.01, "slope": 0.1}
+    worlds[2].run("accelerate_jobs.save", stage=1, folder=str(tmp_path), steps=4, **old)
+    policy = {"scheduler": "override"}
+    for ranks, warned in ((1, True), (2, False)):
+        said = worlds[ranks].run("accelerate_jobs.resume", stage=1, folder=str(tmp_path), policy=policy, **old)
+        assert any("counts batches" in text for text in said[0]["warnings"]) == warned

@@ -18,7 +18,7 @@ class Scripts(torch.optim.lr_scheduler.ExponentialLR):
         self.gamma = state_dict["gamma"]
 
 
-def build(engine: Any, kind: str, params: dict[str, Any], wrapped: bool = False) -> Any:
+def build(engine: Any, kind: str, params: dict[str, Any]) -> Any:
     optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
     if kind == "ChainedScheduler":
         first = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=params["start"], total_iters=4)
@@ -29,10 +29,10 @@ def build(engine: Any, kind: str, params: dict[str, Any], wrapped: bool = False)
         return Scripts(optimizer, **params)
     if kind == "SWALR":
         return torch.optim.swa_utils.SWALR(optimizer, **params)
-    if kind == "WarmupLR":
-        from deepspeed.runtime.lr_schedules import WarmupLR
+    if kind in ("WarmupLR", "OneCycle"):
+        from deepspeed.runtime import lr_schedules
 
-        return WarmupLR(engine.optimizer if wrapped else optimizer, **params)
+        return getattr(lr_schedules, kind)(optimizer, **params)
     return client_scheduler(optimizer, kind, params)
 
 
@@ -93,6 +93,79 @@ def resume(
         return {"error": type(error).__name__, "text": str(error), "unchanged": unchanged}
     shown = report.to_json() if report is not None and torch.distributed.get_rank() == 0 else None
     return {"error": None, "rates": rows, "report": shown}
+
+
+def two(setup: Setup, folder: str) -> str:
+    """Two schedulers on one optimizer, stepped in turn, are given their states; the error."""
+    import ds_reshard
+
+    engine = make(setup, seed=99)
+    schedulers = [build(engine, "LinearLR", {"start_factor": 0.5}), build(engine, "ExponentialLR", {"gamma": 0.9})]
+    states = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
+    with ds_reshard.install("deepspeed"):
+        engine.load_checkpoint(folder)
+        try:
+            for scheduler, state in zip(schedulers, states, strict=True):
+                scheduler.load_state_dict(state)
+        except ds_reshard.ReshardError as error:
+            return str(error)
+    return ""
+
+
+def owned_again(setup: Setup, folder: str) -> list[Any]:
+    """The engine's own scheduler is given the saved state once more by the script, after the load."""
+    import ds_reshard
+
+    engine = make(setup, seed=99)
+    with ds_reshard.install("deepspeed"):
+        _, client = engine.load_checkpoint(folder)
+        engine.lr_scheduler.load_state_dict(client["lr_scheduler"])
+        return used(engine, 100, 3)
+
+
+def kept_alive(setup: Setup, folder: str) -> list[str]:
+    """What is noted of an engine that could keep it, or its optimizer, alive: the types of what leads there."""
+    import gc
+    import types
+
+    import ds_reshard
+    from ds_reshard.hosts.deepspeed.beginnings import beginning_of
+    from ds_reshard.hosts.deepspeed.resume import own_values
+
+    engine = make(setup, seed=99)
+    with ds_reshard.install("deepspeed"):
+        scheduler = build(engine, "CosineAnnealingLR", {"T_max": 60})
+        state = copy.deepcopy(scheduler.state_dict())
+        scheduler.load_state_dict(state)
+        engine.load_checkpoint(folder)
+        scheduler.load_state_dict(state)
+    unwanted = {id(engine), id(engine.optimizer), id(scheduler.optimizer), id(engine.module), id(scheduler)}
+    found, seen = [], set()
+    stack: list[Any] = [own_values(engine), beginning_of(scheduler)]
+    while stack:
+        thing = stack.pop()
+        for item in gc.get_referents(thing):
+            if id(item) in unwanted:
+                found.append(type(thing).__name__)
+            elif id(item) not in seen and not isinstance(item, (type, types.ModuleType, types.FunctionType)):
+                seen.add(id(item))
+                stack.append(item)
+    return found
+
+
+def uncopied(setup: Setup) -> list[int]:
+    """A scheduler whose state cannot be copied, without any policy: positions before and after it is given one."""
+    import threading
+
+    import ds_reshard
+
+    engine = make(setup)
+    scheduler = build(engine, "ExponentialLR", {"gamma": 0.9})
+    scheduler.lock = threading.Lock()
+    found = [scheduler.last_epoch]
+    with ds_reshard.install("deepspeed"):
+        scheduler.load_state_dict({"last_epoch": 3})
+    return [*found, scheduler.last_epoch]
 
 
 def rank_policies(setup: Setup, folder: str, policies: list[dict[str, Any]]) -> str:

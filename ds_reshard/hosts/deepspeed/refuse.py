@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault
-from ds_reshard.hosts.deepspeed.beginnings import beginning_of, given
+from ds_reshard.hosts.deepspeed.beginnings import given
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.resume import Own, base_rates, own_values, saved_values
 from ds_reshard.hosts.deepspeed.saved import Saved
@@ -20,8 +20,8 @@ from ds_reshard.hosts.deepspeed.states import (
     position_alone,
     rate_fault,
     reduced,
-    state_faults,
 )
+from ds_reshard.hosts.deepspeed.unowned import refused
 from ds_reshard.resume import asked, described, schedulers
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.schedulers import DEEPSPEED, PLATEAU, UNKNOWN
@@ -112,7 +112,7 @@ def _about_the_schedule(engine: DeepSpeedEngine, policy: ResumePolicy) -> list[F
                 )
             )
     for other in given(engine):
-        faults += state_faults(other, beginning_of(other), other.state_dict(), policy)  # type: ignore[attr-defined]
+        faults += refused(engine, other, other.state_dict(), policy)  # type: ignore[attr-defined]
     if policy.takes("lr") and (scheduler is not None or own.scheduled) and policy.scheduler != "override":
         faults.append(rate_fault())
     return faults
@@ -172,12 +172,10 @@ def _continuation_faults(engine: DeepSpeedEngine, saved: Saved, policy: ResumePo
 
 def _unread(groups: Sequence[Mapping[str, object]], scheduler: object, saved: Saved) -> list[Fault]:
     """Where the optimizer's files are not opened: what a torch scheduler keeps there, and a JSON that it belies."""
-    bounds = {name for group in groups for name in group} & {"max_lr", "min_lr", "swa_lr"}
-    if bounds or schedulers.cycled(scheduler):
-        kept = ", ".join(sorted(bounds | schedulers.cycled(scheduler)))
-        return [
-            _unknown_rates(saved, f"{type(scheduler).__name__} keeps {kept} in the optimizer's files, left unopened")
-        ]
+    kept = schedulers.kept_in_groups(scheduler)
+    if kept:
+        what = f"{type(scheduler).__name__} keeps {', '.join(sorted(kept))} in the optimizer's files, left unopened"
+        return [_unknown_rates(saved, what)]
     rates, params = schedulers.base_lrs_in(saved.scheduler or {}), saved.optimizer_params
     if len(groups) == 1 and rates and "lr" in params and rates[0] != params["lr"]:
         what = "the saved DeepSpeed JSON does not describe the optimizer that ran, and its own files are not opened"

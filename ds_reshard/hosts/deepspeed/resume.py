@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.saved import Saved
 from ds_reshard.resume import described, schedulers
 from ds_reshard.resume.policy import ResumePolicy
-from ds_reshard.resume.schedulers import DEEPSPEED, PLATEAU, UNKNOWN, Beginning, set_groups
+from ds_reshard.resume.schedulers import DEEPSPEED, UNKNOWN, Beginning, set_groups
 
 if TYPE_CHECKING:
     from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
@@ -38,16 +38,15 @@ class Beside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Last:
-    """The last load of an engine: its policy, what the checkpoint said, and the iteration that it left.
+    """The last load of an engine: its policy, what the checkpoint said, what was asked for, the iteration that it left.
 
-    `placed` are the schedulers beside the engine that have taken a state since; `report` publishes what one of them
-    made of the position that it was given.
+    `placed` are the schedulers beside the engine that have taken a state since. Nothing here holds the engine.
     """
 
     policy: ResumePolicy
     saved: Saved
+    request: Request
     iteration: int
-    report: Callable[[Beside], None]
     placed: weakref.WeakSet[object] = field(default_factory=weakref.WeakSet)
 
 
@@ -167,10 +166,10 @@ def _own_schedule(groups: list[dict[str, object]], own: Own, names: Iterable[str
 
 
 def _place(scheduler: object, own: Own, position: int, groups: list[dict[str, object]]) -> None:
-    """This run's scheduler at a position. One that cannot be placed has not been loaded, so it is at its beginning."""
+    """This run's scheduler at a position; one of an unknown kind has not been loaded, so it is at its beginning."""
     assert own.scheduler is not None
     _own_schedule(groups, own, SCHEDULED - {"weight_decay"})
-    if own.scheduler.kind in (PLATEAU, UNKNOWN):
+    if own.scheduler.kind == UNKNOWN:
         return
     set_groups(groups, own.groups, schedulers.cycled(scheduler))
     own.scheduler.place(scheduler, position)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault, raise_faults
@@ -20,7 +21,7 @@ from ds_reshard.hosts.deepspeed.unowned import take_given
 from ds_reshard.hosts.deepspeed.usable import refuse_use, restore_use
 from ds_reshard.resume import asked
 from ds_reshard.resume.policy import ResumePolicy, defaults
-from ds_reshard.resume.report import ResumeReport, publish
+from ds_reshard.resume.report import publish
 from ds_reshard.resume.schedulers import position_of
 
 if TYPE_CHECKING:
@@ -85,7 +86,6 @@ class Resume:
         self._engine = engine
         self._saved: Saved | None = None
         self._beside: resume.Beside | None = None
-        self._made: ResumeReport | None = None
         self._subject = f"loading {request.load_dir}"
         if not request.module_only:
             resume.own_values(engine)
@@ -159,7 +159,7 @@ class Resume:
             _, faults, cause = attempt(lambda: self._apply(saved))
             agree(faults, subject=self._subject, cause=cause)
             restore_use(engine)
-        _, faults, cause = attempt(lambda: self._report(saved)) if rank() == 0 else (None, [], None)
+        _, faults, cause = attempt(self._report) if rank() == 0 else (None, [], None)
         if policy.report is not None:
             agree(faults, subject=f"resume report {policy.report}", cause=cause)
         elif faults:
@@ -169,38 +169,18 @@ class Resume:
     def _apply(self, saved: Saved) -> None:
         resume.apply(self._engine, saved, self.policy)
         resume.loaded(self._engine, self._last(saved))
-        take_given(self._engine)
+        self._beside = take_given(self._engine)
 
     def _last(self, saved: Saved) -> resume.Last:
-        iteration = self._engine.global_steps
-        return resume.Last(policy=self.policy, saved=saved, iteration=iteration, report=self._amend)
+        request, iteration = replace(self.request, custom_load_fn=None), self._engine.global_steps
+        return resume.Last(policy=self.policy, saved=saved, request=request, iteration=iteration)
 
-    def _report(self, saved: Saved) -> None:
-        self._made = self._make(saved)
-        logger.info("%s", self._made)
-        for warning in self._made.warnings:
+    def _report(self) -> None:
+        made = report(self._engine, resume.own_values(self._engine), self._beside)
+        logger.info("%s", made)
+        for warning in made.warnings:
             logger.warning("%s", warning)
-        publish(self._made, path=self.policy.report)
-
-    def _make(self, saved: Saved) -> ResumeReport:
-        own = resume.own_values(self._engine)
-        return report(self._engine, own, saved, self.policy, self.request, self._beside)
-
-    def _amend(self, beside: resume.Beside) -> None:
-        """Report anew what a scheduler beside the engine made of its state; no rank may fail alone here."""
-        self._beside = beside
-        if self._made is None:
-            return
-        last = resume.own_values(self._engine).last
-        assert last is not None
-        made, faults, _ = attempt(lambda: self._make(last.saved))
-        if made is not None:
-            _, faults, _ = attempt(lambda: publish(made, path=self.policy.report))
-            rates = [row.used for row in made.rows if row.name.endswith(": lr")]
-            position = made["schedule position"].used
-            logger.info("%s took its state: position %s, lr %s", type(beside.scheduler).__name__, position, rates)
-        for fault in faults:
-            logger.error("no resume report: %s", fault.line())
+        publish(made, path=self.policy.report)
 
     def _from_engine(self) -> Saved:
         """What the engine shows after DeepSpeed's own load of files that are not read here."""

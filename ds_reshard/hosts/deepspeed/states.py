@@ -23,7 +23,7 @@ def state_faults(scheduler: object, begun: Beginning, state: Mapping[str, object
     if policy.scheduler in ("checkpoint", "strict") and begun.kind == DEEPSPEED:
         return [position_alone(where)]
     if policy.scheduler == "checkpoint":
-        return continuation_faults(scheduler, state, where)
+        return continuation_faults(scheduler, state, where) or _unread(scheduler, policy, where)
     if policy.scheduler == "strict":
         return code_faults(scheduler, where) or mismatches(_pairs(begun, state))
     if policy.takes("lr"):
@@ -44,6 +44,22 @@ def _unplaceable(
     if policy.keeps_position and (begun.kind in (PLATEAU, UNKNOWN) or schedulers.position_in(state) is None):
         return [_unsupported(where, schedulers.refusal(scheduler), "see above")]
     return []
+
+
+def _unread(scheduler: object, policy: ResumePolicy, where: str) -> list[Fault]:
+    """What a scheduler keeps in the param groups comes with the optimizer, and not with its own state."""
+    kept = schedulers.kept_in_groups(scheduler)
+    if policy.loads_masters or not kept:
+        return []
+    what = f"{type(scheduler).__name__} keeps {', '.join(sorted(kept))} in the optimizer, which is not loaded"
+    return [_unsupported(where, what, "load the optimizer, or use --override-opt-param-scheduler")]
+
+
+def shared_fault(scheduler: object, others: Sequence[object]) -> Fault:
+    """Schedulers that change the same rates in turn cannot be put at a position one by one."""
+    names = ", ".join(type(one).__name__ for one in (scheduler, *others))
+    what = f"several schedulers ({names}) share one optimizer: they cannot be put at a position one by one"
+    return _unsupported("lr_scheduler", what, "put them into one SequentialLR or ChainedScheduler")
 
 
 def continuation_faults(scheduler: object, state: Mapping[str, object], where: str) -> list[Fault]:

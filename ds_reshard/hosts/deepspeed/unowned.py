@@ -16,11 +16,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import raise_faults
+from ds_reshard.errors import Fault
 from ds_reshard.hosts.deepspeed import resume
+from ds_reshard.hosts.deepspeed.agree import attempt, raise_caused
 from ds_reshard.hosts.deepspeed.beginnings import beginning_of, given, owns
-from ds_reshard.hosts.deepspeed.states import state_faults
+from ds_reshard.hosts.deepspeed.resume_report import amend
+from ds_reshard.hosts.deepspeed.states import shared_fault, state_faults
 from ds_reshard.resume import schedulers
+from ds_reshard.resume.policy import ResumePolicy
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -44,22 +47,36 @@ def load_state_dict(scheduler: object, original: Callable[[], object], state: ob
     if getattr(_THREAD, "inside", False):
         return original()
     with as_it_is():
-        beginning_of(scheduler)
+        _, faults, cause = attempt(lambda: beginning_of(scheduler))
         engine = resume.engine_of(scheduler)
         if engine is None or not isinstance(state, Mapping) or not _applies(engine, scheduler):
             return original()
         last = resume.own_values(engine).last
         assert last is not None
-        faults = state_faults(scheduler, beginning_of(scheduler), state, last.policy)
-        raise_faults(faults, subject=f"loading {last.saved.where}")
-        return _take(engine, scheduler, state, original)
+        faults = faults or refused(engine, scheduler, state, last.policy)
+        raise_caused(faults, subject=f"loading {last.saved.where}", cause=cause)
+        result, beside = _take(engine, scheduler, state, original)
+        amend(engine, resume.own_values(engine), beside)
+        return result
 
 
-def take_given(engine: DeepSpeedEngine) -> None:
-    """After a load: do the same with the states that schedulers were given before it."""
+def refused(
+    engine: DeepSpeedEngine, scheduler: object, state: Mapping[str, object], policy: ResumePolicy
+) -> list[Fault]:
+    """What a policy cannot do with a state that a scheduler is given."""
+    others = [one for one in (*given(engine), engine.lr_scheduler) if one is not None and one is not scheduler]
+    if others and policy.places_schedule:
+        return [shared_fault(scheduler, others)]
+    return state_faults(scheduler, beginning_of(scheduler), state, policy)
+
+
+def take_given(engine: DeepSpeedEngine) -> resume.Beside | None:
+    """After a load: do the same with the state that a scheduler was given before it."""
+    beside = None
     for scheduler in given(engine):
         state: Mapping[str, object] = scheduler.state_dict()  # type: ignore[attr-defined]
-        _take(engine, scheduler, copy.deepcopy(state), lambda: None)
+        _, beside = _take(engine, scheduler, copy.deepcopy(state), lambda: None)
+    return beside
 
 
 def _applies(engine: DeepSpeedEngine, scheduler: object) -> bool:
@@ -74,7 +91,7 @@ def _applies(engine: DeepSpeedEngine, scheduler: object) -> bool:
 
 def _take(
     engine: DeepSpeedEngine, scheduler: object, state: Mapping[str, object], original: Callable[[], object]
-) -> object:
+) -> tuple[object, resume.Beside]:
     own, groups, begun = resume.own_values(engine), resume.live_groups(engine), beginning_of(scheduler)
     assert own.last is not None
     policy, saved = own.last.policy, own.last.saved
@@ -92,5 +109,4 @@ def _take(
             schedulers.write_rates(scheduler)
     schedulers.set_groups(groups, own.groups, policy.hyperparameters)
     own.last.placed.add(scheduler)
-    own.last.report(resume.Beside(scheduler=scheduler, saved_position=position))
-    return result
+    return result, resume.Beside(scheduler=scheduler, saved_position=position)
