@@ -239,3 +239,15 @@ def test_a_position_that_counts_the_batches_of_other_ranks_is_a_warning(worlds: 
     for ranks, warned in ((1, True), (2, False)):
         said = worlds[ranks].run("accelerate_jobs.resume", stage=1, folder=str(tmp_path), policy=policy, **old)
         assert any("counts batches" in text for text in said[0]["warnings"]) == warned
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_reset_iteration_begins_this_runs_schedule_anew(worlds: Any, saved: Any, order: str) -> None:
+    """A scheduler that is built on the loaded rates has no beginning of this run's."""
+    folder, _, here = saved("CosineAnnealingLR")
+    setup = Setup(run=RUN, lr=0.5, weight_decay=0.7, policy={"iteration": "reset"})
+    loaded = _resume(worlds, setup, "CosineAnnealingLR", folder, order)
+    if order == "late":
+        assert loaded["error"] == "ConfigError" and "before load_checkpoint" in loaded["text"]
+    else:
+        assert rates(loaded["rates"], ("lr",)) == rates(here[:3], ("lr",))

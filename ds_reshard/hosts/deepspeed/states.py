@@ -62,6 +62,12 @@ def shared_fault(scheduler: object, others: Sequence[object]) -> Fault:
     return _unsupported("lr_scheduler", what, "put them into one SequentialLR or ChainedScheduler")
 
 
+def late_fault(scheduler: object) -> Fault:
+    """Built after a load that kept the checkpoint's rates: its beginning is not this run's."""
+    what = f"{type(scheduler).__name__} was built on the checkpoint's rates, as they are loaded, and is to begin anew"
+    return _fault("lr_scheduler", what, "build it before load_checkpoint, or add --no-load-lr-state")
+
+
 def continuation_faults(scheduler: object, state: Mapping[str, object], where: str) -> list[Fault]:
     """Why a torch scheduler of this run cannot go on from a saved state."""
     if schedulers.has_code(scheduler):

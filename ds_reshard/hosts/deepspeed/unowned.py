@@ -21,9 +21,10 @@ from ds_reshard.hosts.deepspeed import resume
 from ds_reshard.hosts.deepspeed.agree import attempt, raise_caused
 from ds_reshard.hosts.deepspeed.beginnings import beginning_of, given, owns
 from ds_reshard.hosts.deepspeed.resume_report import amend
-from ds_reshard.hosts.deepspeed.states import shared_fault, state_faults
+from ds_reshard.hosts.deepspeed.states import late_fault, shared_fault, state_faults
 from ds_reshard.resume import schedulers
 from ds_reshard.resume.policy import ResumePolicy
+from ds_reshard.resume.schedulers import TORCH
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -67,7 +68,10 @@ def refused(
     others = [one for one in (*given(engine), engine.lr_scheduler) if one is not None and one is not scheduler]
     if others and policy.places_schedule:
         return [shared_fault(scheduler, others)]
-    return state_faults(scheduler, beginning_of(scheduler), state, policy)
+    begun, own = beginning_of(scheduler), resume.own_values(engine)
+    if policy.places_schedule and not policy.schedule_is_this_runs and begun.kind == TORCH and not own.scheduled:
+        return [late_fault(scheduler)]
+    return state_faults(scheduler, begun, state, policy)
 
 
 def take_given(engine: DeepSpeedEngine) -> resume.Beside | None:
