@@ -20,6 +20,7 @@ from ds_reshard.errors import (
     InternalError,
     ModelMismatch,
     ParamGroupMismatch,
+    PrepareError,
     ReadFailed,
     ReshardError,
     ScheduleMismatch,
@@ -30,6 +31,7 @@ from ds_reshard.errors import (
 
 if TYPE_CHECKING:
     from ds_reshard.hosts import install, installed, uninstall
+    from ds_reshard.hosts.accelerate.rules import diagnose
     from ds_reshard.resume.policy import ResumePolicy
     from ds_reshard.resume.report import last_report
     from ds_reshard.run import add_arguments
@@ -47,6 +49,7 @@ __all__ = [
     "InternalError",
     "ModelMismatch",
     "ParamGroupMismatch",
+    "PrepareError",
     "ReadFailed",
     "ReshardError",
     "ResumePolicy",
@@ -56,6 +59,7 @@ __all__ = [
     "UnsupportedLayout",
     "__version__",
     "add_arguments",
+    "diagnose",
     "install",
     "installed",
     "last_report",
@@ -65,6 +69,7 @@ __all__ = [
 _HOME = {
     "ResumePolicy": "ds_reshard.resume.policy",
     "add_arguments": "ds_reshard.run",
+    "diagnose": "ds_reshard.hosts.accelerate.rules",
     "install": "ds_reshard.hosts",
     "installed": "ds_reshard.hosts",
     "last_report": "ds_reshard.resume.report",

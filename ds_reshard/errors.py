@@ -12,6 +12,7 @@
     ├── UnsupportedLayout         a layout, format or option that is refused by name
     ├── ConfigError               a setting is unknown or of the wrong type
     ├── ReadFailed                the operating system could not read bytes that the file has
+    ├── PrepareError              optimizer, scheduler and JSON cannot be prepared together as asked
     ├── EngineUnusable            a load failed half-way: the engine must not step or save
     ├── HookError                 a patch cannot be installed as declared
     └── InternalError             a bug of ours; raised on every rank so that none is left waiting
@@ -75,6 +76,10 @@ class UnsupportedLayout(ReshardError):
 
 class ConfigError(ReshardError):
     """A setting is unknown, of the wrong type or out of range."""
+
+
+class PrepareError(ReshardError):
+    """Optimizer, scheduler and configuration cannot be prepared as they were asked for, or not in this order."""
 
 
 class ReadFailed(ReshardError):
@@ -146,6 +151,7 @@ _PRECEDENCE: tuple[type[ReshardError], ...] = (
     ModelMismatch,
     ParamGroupMismatch,
     ScheduleMismatch,
+    PrepareError,
     HookError,
     EngineUnusable,
     ReshardError,

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ds_reshard.errors import Fault, raise_faults, wrong_value
+from ds_reshard.resume.clock import clock_faults, clock_in
 from ds_reshard.resume.policy import Given, from_json
 
 SECTION = "ds_reshard"
-_TOP = ("enabled", "reshard", "resume", "trust")
+_TOP = ("enabled", "reshard", "resume", "trust", "accelerate")
 _RESHARD = ("always", "threads", "memory_mib", "verify")
 _VERIFY = ("crc32", "off")
 
@@ -21,7 +22,8 @@ class Settings:
 
     `always` takes the direct path on an unchanged layout too; `threads` and `memory_mib` bound the
     reading; `verify` is "crc32" or "off"; `trust` names classes ("module.Class") that may be built when
-    they occur in `client_state`; `resume` is what the section says of the resume policy.
+    they occur in `client_state`; `resume` is what the section says of the resume policy; `clock` is who steps a
+    scheduler that accelerate prepares, None where the section does not say.
     """
 
     enabled: bool = True
@@ -31,6 +33,7 @@ class Settings:
     verify: str = "crc32"
     trust: frozenset[str] = frozenset()
     resume: Given = field(default_factory=lambda: from_json({}))
+    clock: str | None = None
 
     @property
     def memory_nbytes(self) -> int:
@@ -65,10 +68,11 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
         faults.append(wrong_value(f"{SECTION}.reshard.verify", " or ".join(f'"{v}"' for v in _VERIFY), verify))
     if not isinstance(trust, list) or not all(isinstance(name, str) and "." in name for name in trust):
         faults.append(wrong_value(f"{SECTION}.trust", 'a list of "module.Class" names', trust))
+    faults += clock_faults(section.get("accelerate", {}))
     raise_faults(faults, subject="DeepSpeed config")
     return Settings(
         enabled=enabled, always=always, threads=threads, memory_mib=memory_mib, verify=verify, trust=frozenset(trust),
-        resume=from_json(section.get("resume", {})),
+        resume=from_json(section.get("resume", {})), clock=clock_in(config),
     )  # fmt: skip
 
 

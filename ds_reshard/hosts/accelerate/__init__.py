@@ -1,0 +1,81 @@
+"""accelerate: `DummyOptim`, `prepare` and `save_state`/`load_state` with DeepSpeed.
+
+Importing this loads neither accelerate nor torch; the seams are in the modules beside.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from ds_reshard.errors import HookError
+from ds_reshard.hooks import Function, HostHooks, Patch
+from ds_reshard.resume.clock import clock_in
+
+
+def wrap_dummy_optim(original: Function) -> Function:
+    @functools.wraps(original)
+    def __init__(self: object, *args: object, **kwargs: object) -> None:
+        from ds_reshard.hosts.accelerate.placeholder import make_late
+
+        make_late(self, original, args, kwargs)
+
+    return __init__
+
+
+def wrap_prepare(original: Function) -> Function:
+    @functools.wraps(original)
+    def _prepare_deepspeed(self: object, *args: object) -> object:
+        from ds_reshard.hosts.accelerate.prepare import prepare_deepspeed
+
+        return prepare_deepspeed(self, functools.partial(original, self), args)  # type: ignore[arg-type]
+
+    return _prepare_deepspeed
+
+
+def _refuse_clock(original: Function) -> Function:
+    """Where this accelerate is not patched: a clock in the JSON is an error, not dropped."""
+
+    @functools.wraps(original)
+    def _prepare_deepspeed(self: object, *args: object) -> object:
+        plugin = getattr(getattr(self, "state", None), "deepspeed_plugin", None)
+        if clock_in(getattr(plugin, "deepspeed_config", None) or {}) is not None:
+            raise HookError(
+                "ds_reshard.accelerate.clock in the DeepSpeed JSON: the patches do not fit this accelerate, so the "
+                "clock cannot be applied (`ds-reshard hooks` says why); "
+                f"pip install 'accelerate=={HOOKS.tested[-1]}', or leave the clock out"
+            )
+        return original(self, *args)
+
+    return _prepare_deepspeed
+
+
+_PREPARE = "accelerate.accelerator:Accelerator._prepare_deepspeed"
+
+HOOKS = HostHooks(
+    host="accelerate",
+    distribution="accelerate",
+    versions=">=0.34,<1.16",
+    tested=("1.15.0",),
+    patches=(
+        Patch(
+            target="accelerate.utils.deepspeed:DummyOptim.__init__",
+            wrapper=wrap_dummy_optim,
+            signature=("params", "lr", "weight_decay"),
+            summary="makes a torch optimizer of it, so that schedulers can be built on it before prepare",
+        ),
+        Patch(
+            target=_PREPARE,
+            wrapper=wrap_prepare,
+            signature=("*args",),
+            summary="binds schedulers to DeepSpeed's optimizer; refuses what would be silently dropped",
+        ),
+    ),
+    instead=(
+        Patch(
+            target=_PREPARE,
+            wrapper=_refuse_clock,
+            signature=("*args",),
+            summary="refuses a clock that could not be applied",
+        ),
+    ),
+)

@@ -1,0 +1,193 @@
+"""The seam of `Accelerator._prepare_deepspeed`: refused, mended or left as it is, by the rules of `diagnose`.
+
+Rung 2 of the ladder. accelerate's published extension point, `DummyScheduler(lr_scheduler_callable=...)`, takes a
+function, and not a scheduler that is there; `Accelerator.prepare` is passed by where TRL calls
+`_prepare_deepspeed(model)` itself. The method has had one signature from 0.34 to 1.15.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.hosts.accelerate import config as json
+from ds_reshard.hosts.accelerate.bind import adopt, carry, drop_groups
+from ds_reshard.hosts.accelerate.finding import MENDED, REFUSED, Finding, refused
+from ds_reshard.hosts.accelerate.given import (
+    CALLABLE,
+    DUMMY,
+    NONE,
+    TORCH,
+    GivenOptimizer,
+    GivenScheduler,
+    given_optimizer,
+    given_scheduler,
+    is_optimizer,
+    is_scheduler,
+)
+from ds_reshard.hosts.accelerate.placeholder import LateOptimizer
+from ds_reshard.hosts.accelerate.rules import apart, diagnose
+from ds_reshard.hosts.accelerate.tracked import track
+from ds_reshard.hosts.accelerate.values import optimizer_values, scheduler_values
+from ds_reshard.resume.clock import ACCELERATE, ENGINE, clock_in
+from ds_reshard.resume.schedulers import PLATEAU, kind_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+logger = logging.getLogger("ds_reshard")
+
+Original = Callable[..., tuple[object, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One call's arguments, sorted; `clock` is what the JSON says, None where it says nothing."""
+
+    args: tuple[object, ...]
+    model: Module | None
+    optimizer: GivenOptimizer
+    scheduler: GivenScheduler
+    clock: str | None
+
+    @property
+    def takes_scheduler(self) -> bool:
+        """Whether the scheduler is attached here, and not by accelerate."""
+        if self.scheduler.kind == TORCH and not self.scheduler.prepared:
+            return self.optimizer.kind == DUMMY or self.clock is not None
+        return self.scheduler.kind == CALLABLE
+
+    @property
+    def late(self) -> LateOptimizer | None:
+        return self.optimizer.thing if isinstance(self.optimizer.thing, LateOptimizer) else None
+
+
+def prepare_deepspeed(accelerator: Accelerator, original: Original, args: tuple[object, ...]) -> tuple[object, ...]:
+    """Prepare as accelerate does, with the scheduler that was given driving the optimizer that DeepSpeed makes.
+
+    Collective: every rank calls it with the same arguments, and every rank raises the same PrepareError, before the
+    engine is built. Without optimizer and scheduler accelerate's own method runs.
+    """
+    optimizers, schedulers = [x for x in args if is_optimizer(x)], [x for x in args if is_scheduler(x)]
+    if not optimizers and not schedulers:
+        return original(*args)
+    plugin = accelerator.state.deepspeed_plugin
+    json.restore(plugin)
+    config = plugin.deepspeed_config
+    model: Module | None = next(filter(_is_module, args), None)  # type: ignore[assignment]
+    findings = [*apart(model=model is not None, optimizer=bool(optimizers), scheduler=bool(schedulers))]
+    if not findings:
+        findings += diagnose(config, optimizers, schedulers)
+        findings += _of_another_model(model, optimizers)
+    _raise_together(finding.fault() for finding in findings if finding.outcome == REFUSED)
+    for finding in findings:
+        logger.log(logging.WARNING if finding.outcome == MENDED else logging.INFO, "accelerate: %s", finding)
+    asked = Asked(
+        args=args, model=model, optimizer=given_optimizer(optimizers[0] if optimizers else None),
+        scheduler=given_scheduler(schedulers[0] if schedulers else None), clock=clock_in(config),
+    )  # fmt: skip
+    before = json.values(config)
+    json.fill(config, optimizer_values(config, asked.optimizer, asked.scheduler)[1])
+    json.fill(config, scheduler_values(config, asked.optimizer, asked.scheduler)[1])
+    result = _prepared(accelerator, original, asked)
+    json.remember(plugin, before)
+    return result
+
+
+def _prepared(accelerator: Accelerator, original: Original, asked: Asked) -> tuple[object, ...]:
+    given = asked.scheduler.thing
+    sizes = asked.optimizer.sizes
+    kept = [number for number, size in enumerate(sizes) if size != 0]
+    result = list(original(*(_sent(thing, asked) for thing in asked.args)))
+    engine: DeepSpeedEngine = accelerator._models[-1]
+    real: Optimizer = engine.basic_optimizer
+    late = asked.late
+    if late is not None:
+        carry(late, real, scheduled=asked.scheduler.over is late and asked.scheduler.kind == TORCH)
+        late.bind(real)
+    if asked.scheduler.kind == TORCH and not asked.scheduler.prepared:
+        drop_groups(given, kept, len(sizes))
+        adopt(given, real)
+    if asked.takes_scheduler:
+        made = given if asked.scheduler.kind == TORCH else given.lr_scheduler_callable(real)  # type: ignore[attr-defined]
+        wrapper = _attach(accelerator, engine, made, asked.clock or ENGINE)
+        result = [wrapper if thing is given else prepared for thing, prepared in zip(asked.args, result, strict=True)]
+    elif asked.scheduler.kind != NONE and not asked.scheduler.prepared:
+        _track_own(accelerator, engine)
+    return tuple(result)
+
+
+def _sent(thing: object, asked: Asked) -> object:
+    """What accelerate is given in place of an argument."""
+    if isinstance(thing, LateOptimizer):
+        return thing.plain()
+    return None if thing is asked.scheduler.thing and asked.takes_scheduler else thing
+
+
+def _attach(accelerator: Accelerator, engine: DeepSpeedEngine, scheduler: object, clock: str) -> object:
+    """Give a scheduler to the engine, or to accelerate, to be stepped and saved there.
+
+    One that wants a metric is stepped by the script alone, with that metric, at most once an update.
+    """
+    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.utils import DeepSpeedSchedulerWrapper
+
+    optimizer, plateau = accelerator._optimizers[-1], kind_of(scheduler) == PLATEAU
+    if clock == ENGINE and not plateau:
+        engine.lr_scheduler = scheduler
+        wrapper = DeepSpeedSchedulerWrapper(scheduler, optimizer)
+    else:
+        wrapper = AcceleratedScheduler(
+            scheduler, optimizer, step_with_optimizer=accelerator.step_scheduler_with_optimizer,
+            split_batches=accelerator.split_batches or clock == ENGINE,
+        )  # fmt: skip
+    accelerator._schedulers.append(wrapper)
+    track(accelerator, wrapper, clock=ACCELERATE if plateau else clock, by_script=plateau)
+    return wrapper
+
+
+def _track_own(accelerator: Accelerator, engine: DeepSpeedEngine) -> None:
+    """A scheduler that accelerate has attached as it always does."""
+    wrapper = accelerator._schedulers[-1]
+    clock = ENGINE if engine.lr_scheduler is wrapper.scheduler else ACCELERATE
+    track(accelerator, wrapper, clock=clock, by_script=kind_of(wrapper.scheduler) == PLATEAU)
+
+
+def _of_another_model(model: Module | None, optimizers: Sequence[object]) -> Iterable[Finding]:
+    """Parameters of the optimizer that the model does not have, and that so never get a gradient from it."""
+    if model is None:
+        return
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        groups = getattr(optimizer, "param_groups", [])
+        others = [p for group in groups for p in group["params"] if id(p) not in own]
+        if others:
+            yield refused(
+                "other-model", "optimizer",
+                f"{len(others)} of its parameters are not the model's: they are never trained",
+                "build the optimizer from model.parameters() of the model that is prepared with it",
+            )  # fmt: skip
+
+
+def _is_module(thing: object) -> bool:
+    import torch
+
+    return isinstance(thing, torch.nn.Module)
+
+
+def _raise_together(faults: Iterable[Fault]) -> None:
+    """Raise the same error on every rank when any rank has a fault. Collective."""
+    import torch.distributed as dist
+
+    mine = list(faults)
+    everyone: list[list[Fault]] = [mine]
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        everyone = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, mine)
+    raise_faults([fault for of_rank in everyone for fault in of_rank], subject="accelerator.prepare")

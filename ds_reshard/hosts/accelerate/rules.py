@@ -1,0 +1,173 @@
+"""What becomes of an optimizer and a scheduler beside a DeepSpeed JSON: pure, and the same for hooks and `diagnose`.
+
+Every rule is a fact about `Accelerator._prepare_deepspeed` (accelerate/accelerator.py, 1.15.0; the same text back to
+0.34) and about `_configure_lr_scheduler` and `_configure_basic_optimizer` (deepspeed/runtime/engine.py, 0.19.8). The
+rules about values, rather than about which objects meet, are in `values.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ds_reshard.hosts.accelerate.finding import Finding, mended, refused, told
+from ds_reshard.hosts.accelerate.given import (
+    CALLABLE,
+    DUMMY,
+    NONE,
+    REAL,
+    TORCH,
+    GivenOptimizer,
+    GivenScheduler,
+    given_optimizer,
+    given_scheduler,
+)
+from ds_reshard.hosts.accelerate.values import optimizer_values, scheduler_values
+from ds_reshard.resume.clock import ACCELERATE, clock_in
+
+_ADD_OPTIMIZER = (
+    'add "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}} to the DeepSpeed JSON, '
+    "or pass torch.optim.AdamW(model.parameters(), lr=...)"
+)
+_ONE_SCHEDULER = 'remove "scheduler" from the DeepSpeed JSON, or pass accelerate.utils.DummyScheduler(optimizer)'
+_TOGETHER = "model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)"
+
+
+def diagnose(config: Mapping[str, object], optimizer: object = None, scheduler: object = None) -> tuple[Finding, ...]:
+    """What `accelerator.prepare` makes of these, and the line to change for everything that is not as asked.
+
+    `config` is the DeepSpeed JSON as a dict; `optimizer` and `scheduler` are what is to be prepared, or a list of
+    them. Pure: nothing is changed, no generator consumed, no framework imported. The hooks go by the same rules.
+    Raises ConfigError for a `"ds_reshard"` section that is wrong.
+    """
+    optimizers, schedulers = _listed(optimizer), _listed(scheduler)
+    found = list(_multiplicity(optimizers, schedulers))
+    first = given_optimizer(optimizers[0] if optimizers else None)
+    second = given_scheduler(schedulers[0] if schedulers else None)
+    if not found:
+        found += _order(first, second)
+    if not found:
+        found += _meeting(config, first, second)
+    if not any(finding.outcome == "refused" for finding in found):
+        found += optimizer_values(config, first, second)[0]
+        found += scheduler_values(config, first, second)[0]
+    return tuple(found)
+
+
+def apart(*, model: bool, optimizer: bool, scheduler: bool) -> Iterator[Finding]:
+    """Whether an optimizer or a scheduler is prepared without the model."""
+    if not model and (optimizer or scheduler):
+        thing = "an optimizer" if optimizer else "a scheduler"
+        yield refused(
+            "apart", "accelerator.prepare",
+            f"{thing} without the model: accelerate returns it as it is, the engine knows nothing of it, and "
+            "save_state leaves it out", f"prepare all in one call: {_TOGETHER}",
+        )  # fmt: skip
+
+
+def _listed(things: object) -> tuple[object, ...]:
+    if things is None:
+        return ()
+    return tuple(things) if isinstance(things, Sequence) else (things,)
+
+
+def _multiplicity(optimizers: Sequence[object], schedulers: Sequence[object]) -> Iterator[Finding]:
+    for name, things in (("optimizer", optimizers), ("scheduler", schedulers)):
+        if len(things) > 1:
+            yield refused(
+                f"two-{name}s", "accelerator.prepare",
+                f"{len(things)} {name}s in one prepare: accelerate keeps the last, gives it back for all of them, "
+                "and the others' parameters are never " + ("trained" if name == "optimizer" else "scheduled"),
+                "pass one optimizer with several param groups: DummyOptim([{'params': a}, {'params': b, 'lr': ...}])"
+                if name == "optimizer" else "join them: torch.optim.lr_scheduler.ChainedScheduler([first, second])",
+            )  # fmt: skip
+
+
+def _order(optimizer: GivenOptimizer, scheduler: GivenScheduler) -> Iterator[Finding]:
+    if optimizer.kind == DUMMY and optimizer.prepared:
+        yield refused(
+            "prepared-twice", "DummyOptim", "has been prepared already: it shows another engine's optimizer",
+            "make a new DummyOptim, and a new Accelerator, for each model",
+        )  # fmt: skip
+    if not any(optimizer.sizes) and None not in optimizer.sizes and optimizer.kind != NONE:
+        yield refused(
+            "no-parameters", "optimizer", "holds no parameter: a generator such as model.parameters() gives them once",
+            "pass list(model.parameters())",
+        )  # fmt: skip
+    if scheduler.over is not None and scheduler.over is not _inner(optimizer) and not scheduler.prepared:
+        yield refused(
+            "foreign-scheduler", "scheduler",
+            "is built on an optimizer that is not in this prepare: it moves the rates of an optimizer that nothing "
+            "trains with, and the real one's stay", f"pass the optimizer it was built on: {_TOGETHER}",
+        )  # fmt: skip
+
+
+def _inner(optimizer: GivenOptimizer) -> object:
+    thing = optimizer.thing
+    while optimizer.kind == REAL and hasattr(thing, "optimizer"):
+        thing = thing.optimizer
+    return thing
+
+
+def _meeting(config: Mapping[str, object], optimizer: GivenOptimizer, scheduler: GivenScheduler) -> Iterator[Finding]:
+    """Which optimizer meets which scheduler and which sections of the JSON."""
+    in_json = "optimizer" in config
+    if optimizer.kind == DUMMY and not in_json:
+        yield refused(
+            "no-json-optimizer", "DummyOptim", "stands for the optimizer of the DeepSpeed JSON, which has none",
+            _ADD_OPTIMIZER,
+        )  # fmt: skip
+    if optimizer.kind == REAL and in_json:
+        yield refused(
+            "two-sources-of-optimizer", "optimizer", "is given in the script and in the DeepSpeed JSON",
+            'remove "optimizer" from the DeepSpeed JSON, or pass accelerate.utils.DummyOptim(params, lr=...)',
+        )  # fmt: skip
+    if optimizer.kind == NONE and scheduler.kind != NONE and not in_json:
+        yield refused("scheduler-alone", "scheduler", "there is no optimizer that it could drive", _ADD_OPTIMIZER)
+    yield from _schedulers_meet(config, optimizer, scheduler)
+
+
+def _schedulers_meet(
+    config: Mapping[str, object], optimizer: GivenOptimizer, scheduler: GivenScheduler
+) -> Iterator[Finding]:
+    in_json, kind = "scheduler" in config, scheduler.kind
+    if in_json and kind == TORCH:
+        yield refused(
+            "two-sources-of-scheduler", "scheduler", "is given in the script and in the DeepSpeed JSON", _ONE_SCHEDULER
+        )
+    elif in_json and kind == CALLABLE:
+        winner = "the JSON's is ignored" if optimizer.kind == DUMMY else "the callable is ignored"
+        yield refused(
+            "two-sources-of-scheduler", "lr_scheduler_callable",
+            f"and the scheduler of the DeepSpeed JSON are both given: {winner}, silently where the JSON has no "
+            '"auto"', 'remove "scheduler" from the DeepSpeed JSON, or leave out lr_scheduler_callable',
+        )  # fmt: skip
+    elif kind == DUMMY and not in_json:
+        yield refused(
+            "no-json-scheduler", "DummyScheduler", "stands for the scheduler of the DeepSpeed JSON, which has none",
+            "DummyScheduler(optimizer, lr_scheduler_callable=lambda optimizer: LambdaLR(optimizer, ...)), or add "
+            '"scheduler" to the DeepSpeed JSON',
+        )  # fmt: skip
+    elif kind == CALLABLE and optimizer.kind != DUMMY:
+        yield mended(
+            "dropped-callable", "lr_scheduler_callable",
+            "accelerate hands it on beside a DummyOptim alone, and drops it here: the rate stays constant",
+            "DummyOptim in place of the optimizer, or the scheduler itself in place of DummyScheduler",
+        )  # fmt: skip
+    elif kind == TORCH and optimizer.kind == DUMMY and not scheduler.prepared:
+        yield mended(
+            "scheduler-on-placeholder", "scheduler",
+            "is built on a DummyOptim: accelerate takes none but a DummyScheduler beside it",
+            "nothing to change with the hooks; without them DummyScheduler(optimizer, lr_scheduler_callable=...)",
+        )  # fmt: skip
+    elif in_json and kind == NONE:
+        yield told(
+            "json-scheduler-unseen", "scheduler of the DeepSpeed JSON",
+            "runs inside engine.step, though no scheduler is prepared",
+            "pass accelerate.utils.DummyScheduler(optimizer) to see it, or remove it from the JSON",
+        )  # fmt: skip
+    if in_json and clock_in(config) == ACCELERATE:
+        yield refused(
+            "json-scheduler-clock", "ds_reshard.accelerate.clock",
+            'is "accelerate", and a scheduler of the DeepSpeed JSON is always stepped by the engine',
+            'remove the clock, or the "scheduler" of the DeepSpeed JSON',
+        )  # fmt: skip

@@ -1,0 +1,52 @@
+"""The scheduler that each accelerator has prepared, and the clock that steps it."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ds_reshard.resume.clock import ENGINE
+from ds_reshard.resume.schedulers import UNKNOWN, Beginning, kind_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tracked:
+    """`steps` is how many steps the scheduler takes an update, None where the script alone decides.
+
+    `groups` are the param groups' values, and `beginning` the scheduler's, before the first update.
+    """
+
+    scheduler: object
+    wrapper: object
+    clock: str
+    steps: int | None
+    groups: tuple[Mapping[str, object], ...]
+    beginning: Beginning | None
+
+
+_TRACKED: weakref.WeakKeyDictionary[Accelerator, Tracked] = weakref.WeakKeyDictionary()
+
+
+def track(accelerator: Accelerator, wrapper: object, *, clock: str, by_script: bool) -> None:
+    """Note what was prepared; accelerate's own clock steps once for each process unless batches are split."""
+    scheduler = wrapper.scheduler  # type: ignore[attr-defined]
+    steps = 1 if clock == ENGINE or accelerator.split_batches else accelerator.num_processes
+    _TRACKED[accelerator] = Tracked(
+        scheduler=scheduler, wrapper=wrapper, clock=clock,
+        steps=None if by_script or (clock != ENGINE and not accelerator.step_scheduler_with_optimizer) else steps,
+        groups=tuple(
+            copy.deepcopy({name: value for name, value in group.items() if name != "params"})
+            for group in scheduler.optimizer.param_groups
+        ),
+        beginning=Beginning(scheduler) if kind_of(scheduler) != UNKNOWN else None,
+    )  # fmt: skip
+
+
+def tracked(accelerator: Accelerator) -> Tracked | None:
+    return _TRACKED.get(accelerator)

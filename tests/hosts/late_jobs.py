@@ -1,0 +1,221 @@
+"""Runs whose scheduler is built on a DummyOptim before `prepare`, and the same run in plain PyTorch.
+
+Rates are read where the torch optimizer steps: what a getter says afterwards is not what an update used.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jobs
+import torch
+from cases import GLOBAL_BATCH, Model
+from torch.optim import lr_scheduler as lrs
+
+LR, BETAS = 0.01, (0.9, 0.95)
+STEPS = 5
+
+
+def _hf(name: str, **kwargs: Any) -> Callable[[Any], Any]:
+    def make(optimizer: Any) -> Any:
+        from transformers import get_scheduler
+
+        given = {"num_warmup_steps": 3, "num_training_steps": 12, **kwargs}
+        return get_scheduler(name, optimizer, **given)
+
+    return make
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda o: lrs.LambdaLR(o, lambda s: 1 / (1 + 0.1 * s)),
+    "lambdas": lambda o: lrs.LambdaLR(
+        o, [lambda s: 1 / (1 + 0.1 * s), *[lambda s: 3.0] * (len(o.param_groups) - 2), lambda s: 0.9**s]
+    ),
+    "StepLR": lambda o: lrs.StepLR(o, 2, 0.5),
+    "CosineAnnealingLR": lambda o: lrs.CosineAnnealingLR(o, 9, eta_min=1e-4),
+    "OneCycleLR": lambda o: lrs.OneCycleLR(o, max_lr=[0.02, 0.001], total_steps=40),
+    "SequentialLR": lambda o: lrs.SequentialLR(
+        o, [lrs.LinearLR(o, 0.1, total_iters=3), lrs.ExponentialLR(o, 0.9)], milestones=[3]
+    ),
+    "ChainedScheduler": lambda o: lrs.ChainedScheduler(
+        [lrs.ConstantLR(o, 0.1, total_iters=3), lrs.ExponentialLR(o, 0.9)]
+    ),
+    "ReduceLROnPlateau": lambda o: lrs.ReduceLROnPlateau(o, factor=0.5, patience=0),
+    "linear": _hf("linear"),
+    "cosine": _hf("cosine"),
+    "polynomial": _hf("polynomial", scheduler_specific_kwargs={"power": 2.0}),
+    "constant_with_warmup": _hf("constant_with_warmup"),
+    "inverse_sqrt": _hf("inverse_sqrt"),
+    "warmup_stable_decay": _hf(
+        "warmup_stable_decay", scheduler_specific_kwargs={"num_decay_steps": 4, "num_stable_steps": 3}
+    ),
+}
+# What a metric-driven scheduler is told after each update: it worsens, so that the rate falls.
+METRICS = [1.0, 2.0, 0.5, 0.6, 0.7, 0.8, 0.4, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Late:
+    """One run. `clock` None is the default; `early` builds the scheduler before prepare, else accelerate's own way."""
+
+    scheduler: str = "LambdaLR"
+    stage: int = 1
+    dtype: str = "fp32"
+    accumulation: int = 1
+    groups: int = 2
+    clock: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.scheduler}-zero{self.stage}-{self.dtype}-x{self.accumulation}" + (
+            f"-{self.clock}" * bool(self.clock)
+        )
+
+    def but(self, **changes: Any) -> Late:
+        return replace(self, **changes)
+
+
+def deepspeed_config(late: Late) -> dict[str, Any]:
+    world = torch.distributed.get_world_size()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // world // late.accumulation,
+        "gradient_accumulation_steps": late.accumulation,
+        "gradient_clipping": 0.0,  # accelerate makes it 1.0 where it is left out
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "weight_decay": "auto", "betas": list(BETAS), "torch_adam": True},
+        },
+        "zero_optimization": {"stage": late.stage},
+        "steps_per_print": 10**9,
+    }
+    if late.stage == 3:
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 20
+    if late.dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    if late.clock:
+        config["ds_reshard"] = {"accelerate": {"clock": late.clock}}
+    return {**config, **late.config}
+
+
+def new_accelerator(config: dict[str, Any], **kwargs: Any) -> Any:
+    """An accelerator of this world with this JSON, whatever the process had before."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+
+    jobs._STATE.clear()
+    gc.collect()
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+    plugin = DeepSpeedPlugin(hf_ds_config=config)  # cpu=True would leave DeepSpeed out; no backend, one process
+    return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **kwargs)
+
+
+def new_net(seed: int = 7) -> Any:
+    torch.manual_seed(seed)
+    return jobs.Net(Model())
+
+
+def param_groups(net: Any, groups: int = 2) -> list[dict[str, Any]]:
+    named = [p for p in net.parameters() if p.requires_grad]
+    if groups == 1:
+        return [{"params": named}]
+    both = [
+        {"params": [p for p in named if p.dim() > 1]},
+        {"params": [p for p in named if p.dim() <= 1], "lr": LR / 10, "weight_decay": 0.0},
+    ]
+    return both if groups == 2 else [both[0], {"params": [], "lr": 0.5}, both[1]]
+
+
+def prepared(late: Late, seed: int = 7) -> Any:
+    """Accelerator, engine, optimizer, scheduler, and the script's own handles: optimizer, scheduler."""
+    from accelerate.utils import DummyOptim
+
+    accelerator = new_accelerator(deepspeed_config(late), gradient_accumulation_steps=late.accumulation)
+    net = new_net(seed)
+    optimizer = DummyOptim(param_groups(net, late.groups), lr=LR, weight_decay=0.1)
+    scheduler = SCHEDULERS[late.scheduler](optimizer)
+    return (accelerator, *accelerator.prepare(net, optimizer, scheduler), optimizer, scheduler)
+
+
+def share(step: int, micro: int, late: Late) -> tuple[torch.Tensor, torch.Tensor]:
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    tokens, labels = jobs.batch(step, 0, 1)
+    size = GLOBAL_BATCH // world // late.accumulation
+    first = (micro * world + rank) * size
+    return tokens[first : first + size], labels[first : first + size]
+
+
+def train(run: Any, late: Late, first: int, steps: int) -> list[list[float]]:
+    """Train as scripts do; the rate of each param group at each update."""
+    accelerator, engine, optimizer, scheduler, *_ = run
+    seen: list[list[float]] = []
+
+    def note(stepping: Any, *_: Any) -> None:
+        seen[-1] += [float(group["lr"]) for group in stepping.param_groups]
+
+    hook = engine.basic_optimizer.register_step_pre_hook(note)
+    for step in range(first, first + steps):
+        seen.append([])
+        for micro in range(late.accumulation):
+            with accelerator.accumulate(engine):
+                accelerator.backward(engine(*share(step, micro, late)))
+                optimizer.step()
+                scheduler.step(*([METRICS[step]] if late.scheduler == "ReduceLROnPlateau" else []))
+                optimizer.zero_grad()
+    hook.remove()
+    # ZeRO-1 and 2 step each param group by itself, ZeRO-3 all of them for each of its sub-groups.
+    groups = len(engine.basic_optimizer.param_groups)
+    assert all(rates and rates == rates[:groups] * (len(rates) // groups) for rates in seen), seen
+    return [rates[:groups] for rates in seen]
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return {name: p.detach().float().clone() for name, p in engine.module.named_parameters()}
+
+
+def plain(late: Late, steps: int, multiple: int = 1) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    """The run in PyTorch alone: rates of each update, and the weights after the last. `multiple` steps an update."""
+    net = new_net()
+    groups = [group for group in param_groups(net, late.groups) if group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=LR, weight_decay=0.1, betas=BETAS)
+    scheduler = SCHEDULERS[late.scheduler](optimizer)
+    rates = []
+    for step in range(steps):
+        rates.append([float(group["lr"]) for group in optimizer.param_groups])
+        net(*jobs.batch(step, 0, 1)).backward()
+        optimizer.step()
+        for _ in range(multiple):
+            scheduler.step(*([METRICS[step]] if late.scheduler == "ReduceLROnPlateau" else []))
+        optimizer.zero_grad()
+    return rates, {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+def whole(late: Late, folder: str) -> dict[str, Any]:
+    """Train, save, go on; then load into a new engine and go on there. Everything beside plain PyTorch."""
+    import ds_reshard
+
+    with ds_reshard.install("accelerate"), ds_reshard.install("deepspeed"):
+        run = prepared(late)
+        rates = train(run, late, 0, STEPS)
+        run[0].save_state(folder)
+        rates += train(run, late, STEPS, 3)
+        held = weights(run[1])
+        same = [run[3].scheduler is run[5], run[4].param_groups == run[1].basic_optimizer.param_groups]
+        again = prepared(late, seed=99)
+        again[0].load_state(folder)
+        resumed = train(again, late, STEPS, 3)
+        resumed_held = weights(again[1])
+    world = torch.distributed.get_world_size()
+    expected, truth = plain(late, STEPS + 3, world if late.clock == "accelerate" else 1)
+    return {
+        "rates": rates, "resumed": resumed, "expected": expected, "same": same,
+        "off": max(float((held[name] - truth[name]).abs().max()) for name in truth),
+        "resumed_off": max(float((resumed_held[name] - held[name]).abs().max()) for name in held),
+    }  # fmt: skip
