@@ -1,0 +1,178 @@
+"""What `accelerator.prepare` does with one combination of JSON, optimizer and scheduler, hooks on or off."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import jobs
+import torch
+from late_jobs import LR, new_accelerator, new_net, param_groups, weights
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 5e-4, "warmup_num_steps": 4}}
+AUTO = {"type": "WarmupLR", "params": dict.fromkeys(WARMUP["params"], "auto")}
+ADAMW = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
+FIXED = {"type": "AdamW", "params": {"lr": 5e-4, "weight_decay": 0.1, "torch_adam": True}}
+
+
+def falling(step: int) -> float:
+    return 1 / (1 + step)
+
+
+def make_optimizer(kind: str, net: Any) -> Any:
+    from accelerate.utils import DummyOptim
+
+    whole, both = list(net.parameters()), param_groups(net)
+    if kind == "consumed":
+        generator = net.parameters()
+        list(generator)
+        return DummyOptim(generator, lr=LR)
+    return {
+        "none": lambda: None,
+        "real": lambda: torch.optim.AdamW(whole, lr=LR),
+        "real groups": lambda: torch.optim.AdamW(both, lr=LR),
+        "real empty group": lambda: torch.optim.AdamW(param_groups(net, 3), lr=LR),
+        "dummy": lambda: DummyOptim(whole, lr=LR),
+        "dummy without lr": lambda: DummyOptim(whole),
+        "dummy groups": lambda: DummyOptim(both, lr=LR),
+        "dummy betas": lambda: DummyOptim(whole, lr=LR, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6),
+        "two dummies": lambda: [DummyOptim(group["params"], lr=LR) for group in both],
+        "of another model": lambda: torch.optim.AdamW(new_net().parameters(), lr=LR),
+    }[kind]()
+
+
+def make_scheduler(kind: str, optimizer: Any, net: Any) -> Any:
+    from accelerate.utils import DummyScheduler
+    from deepspeed.runtime.lr_schedules import WarmupLR
+    from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+    def build(real: Any) -> Any:
+        return LambdaLR(real, falling)
+
+    return {
+        "none": lambda: None,
+        "torch": lambda: build(optimizer),
+        "two torch": lambda: [build(optimizer), build(optimizer)],
+        "deepspeed": lambda: WarmupLR(optimizer, **WARMUP["params"]),
+        "foreign": lambda: build(torch.optim.AdamW(list(net.parameters()), lr=LR)),
+        "dummy": lambda: DummyScheduler(optimizer, total_num_steps=20, warmup_num_steps=4),
+        "callable": lambda: DummyScheduler(optimizer, lr_scheduler_callable=build),
+        "plateau callable": lambda: DummyScheduler(
+            optimizer, lr_scheduler_callable=lambda real: ReduceLROnPlateau(real, factor=0.5, patience=0)
+        ),
+    }[kind]()
+
+
+def row(
+    optimizer: str, scheduler: str, json_optimizer: Any = None, json_scheduler: Any = None, *,
+    hooks: bool, steps: int = 4, scheduled: bool = True, apart: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """The rates that each update used, or what was raised and where; `scheduled` says the script steps it."""
+    import ds_reshard
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": jobs.GLOBAL_BATCH // torch.distributed.get_world_size(),
+        "gradient_accumulation_steps": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": False, "steps_per_print": 10**9,
+    }  # fmt: skip
+    if json_optimizer is not None:
+        config["optimizer"] = {**json_optimizer, "params": dict(json_optimizer["params"])}
+    if json_scheduler is not None:
+        config["scheduler"] = {**json_scheduler, "params": dict(json_scheduler["params"])}
+    told: dict[str, Any] = {"raised": None, "text": "", "at": "", "rates": []}
+    with ds_reshard.install("accelerate") if hooks else nullcontext():
+        at = "build"
+        try:
+            accelerator = new_accelerator(config)
+            net = new_net()
+            made = make_optimizer(optimizer, net)
+            scheme = make_scheduler(scheduler, made, net)
+            at = "diagnose"
+            found = ds_reshard.diagnose(config, made, scheme)
+            told["diagnosed"] = [(finding.rule, finding.outcome) for finding in found]
+            at = "prepare"
+            things = [net, *_listed(made), *_listed(scheme)]
+            if apart:
+                prepared = [*map(accelerator.prepare, things[1:]), accelerator.prepare(net)]
+                prepared = [prepared[-1], *prepared[:-1]]
+            else:
+                prepared = list(accelerator.prepare(*things)) if len(things) > 1 else [accelerator.prepare(net)]
+            at = "train"
+            told["types"] = [type(thing).__name__ for thing in prepared[1:]]
+            told["untested"] = config.get("zero_allow_untested_optimizer")
+            before = weights(prepared[0])
+            told["rates"] = _train(accelerator, prepared, steps, scheduled and scheme is not None)
+            after = weights(prepared[0])
+            told["untrained"] = sum(bool(torch.equal(before[name], after[name])) for name in before)
+            told["group"] = {
+                name: value
+                for name, value in prepared[0].basic_optimizer.param_groups[0].items()
+                if name in ("betas", "eps", "weight_decay")
+            }
+        except Exception as error:
+            told |= {"raised": type(error).__name__, "text": str(error), "at": at}
+    return told
+
+
+def twice(hooks: bool) -> list[float]:
+    """Two prepares on one accelerator with `"auto"` in the JSON: the rate of each engine."""
+    from accelerate.utils import DummyOptim
+
+    import ds_reshard
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+    }  # fmt: skip
+    with ds_reshard.install("accelerate") if hooks else nullcontext():
+        accelerator = new_accelerator(config)
+        rates = []
+        for rate in (1e-3, 1e-5):
+            net = new_net()
+            engine, _ = accelerator.prepare(net, DummyOptim(list(net.parameters()), lr=rate))
+            rates.append(engine.basic_optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def plateau() -> dict[str, Any]:
+    """A metric-driven scheduler from a callable, stepped by the script."""
+    from accelerate.utils import DummyOptim
+
+    import ds_reshard
+
+    config = {
+        "train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+    }  # fmt: skip
+    with ds_reshard.install("accelerate"):
+        accelerator, net = new_accelerator(config), new_net()
+        optimizer = DummyOptim(list(net.parameters()), lr=LR)
+        scheduler = make_scheduler("plateau callable", optimizer, net)
+        engine, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        rates = []
+        for step, metric in enumerate((1.0, 2.0, 0.5, 3.0)):
+            accelerator.backward(engine(*jobs.batch(step, rank, world)))
+            scheduler.step(metric)
+            rates.append(optimizer.param_groups[0]["lr"])
+    return {"rates": rates, "metric": scheduler.scheduler.best}
+
+
+def _listed(thing: Any) -> list[Any]:
+    return thing if isinstance(thing, list) else [] if thing is None else [thing]
+
+
+def _train(accelerator: Any, prepared: list[Any], steps: int, scheduled: bool) -> list[list[float]]:
+    engine, scheduler = prepared[0], prepared[-1]
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    seen: list[list[float]] = []
+    hook = engine.basic_optimizer.register_step_pre_hook(
+        lambda stepping, *_: seen[-1].extend(float(group["lr"]) for group in stepping.param_groups)
+    )
+    for step in range(steps):
+        seen.append([])
+        accelerator.backward(engine(*jobs.batch(step, rank, world)))
+        if scheduled:
+            scheduler.step()
+    hook.remove()
+    return seen
