@@ -31,6 +31,7 @@ from ds_reshard.errors import (
 
 if TYPE_CHECKING:
     from ds_reshard.hosts import install, installed, uninstall
+    from ds_reshard.hosts.accelerate.explicit import prepare
     from ds_reshard.hosts.accelerate.rules import diagnose
     from ds_reshard.resume.policy import ResumePolicy
     from ds_reshard.resume.report import last_report
@@ -63,6 +64,7 @@ __all__ = [
     "install",
     "installed",
     "last_report",
+    "prepare",
     "uninstall",
 ]
 
@@ -73,6 +75,7 @@ _HOME = {
     "install": "ds_reshard.hosts",
     "installed": "ds_reshard.hosts",
     "last_report": "ds_reshard.resume.report",
+    "prepare": "ds_reshard.hosts.accelerate.explicit",
     "uninstall": "ds_reshard.hosts",
 }
 

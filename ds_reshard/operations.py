@@ -18,7 +18,7 @@ from ds_reshard.resume import coming, megatron_coming
 from ds_reshard.resume.coming import ComingRun
 from ds_reshard.resume.megatron_run import read_run
 
-__all__ = ["ComingRun", "Inspection", "coming_run", "inspect"]
+__all__ = ["ComingRun", "Inspection", "coming_run", "inspect", "read_config"]
 
 _LATEST_NBYTES = 4096
 
@@ -67,12 +67,12 @@ def coming_run(
         mend = "name the DeepSpeed JSON: --config FILE; flags after -- are for checkpoints of Megatron-LM"
         raise _config_error(folder, "is not a checkpoint of Megatron-LM", mend)
     where = os.fspath(config)
-    read = _read_config(where)
+    read = read_config(where)
     past = read_past(_find(folder, tag))
     return coming.coming_run(past, read, where=where, steps=steps, version=version)
 
 
-def _read_config(path: str) -> Mapping[str, object]:
+def read_config(path: str) -> Mapping[str, object]:
     """A DeepSpeed JSON; a key given twice is refused, as DeepSpeed does (runtime/config_utils.py, 0.19.8)."""
     try:
         with open(path, encoding="utf-8") as file:

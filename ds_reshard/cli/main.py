@@ -18,11 +18,12 @@ from importlib import metadata
 from rich.console import Console
 
 from ds_reshard import __version__
-from ds_reshard.cli import rates, render
+from ds_reshard.cli import doctor, rates, render
 from ds_reshard.cli.picture import draw
 from ds_reshard.errors import ReshardError
 from ds_reshard.hosts import installed
-from ds_reshard.operations import coming_run, inspect
+from ds_reshard.hosts.accelerate.rules import diagnose
+from ds_reshard.operations import coming_run, inspect, read_config
 
 OK, FINDING, UNUSABLE = 0, 1, 2
 
@@ -59,6 +60,11 @@ def build_parser() -> argparse.ArgumentParser:
     lr.add_argument("--png", metavar="FILE", help="write a picture")
     lr.add_argument("--json", action="store_true", help="print JSON")
     lr.set_defaults(run=_lr)
+
+    look_over = commands.add_parser("doctor", help="installed frameworks against the tested ones, and what a JSON does")
+    look_over.add_argument("--config", metavar="FILE", help="a DeepSpeed JSON, as it is used with accelerate")
+    look_over.add_argument("--json", action="store_true", help="print JSON")
+    look_over.set_defaults(run=_doctor)
     return parser
 
 
@@ -124,6 +130,17 @@ def _lr(arguments: argparse.Namespace) -> int:
     else:
         sys.stdout.writelines(f"{line}\n" for line in rates.plain_rates(coming))
     return FINDING if any(curve.unknown is not None for curve in coming.curves) else OK
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    """Status 1 for a version outside its range, or a JSON that no optimizer and no scheduler can go with."""
+    found = doctor.frameworks()
+    findings = diagnose(read_config(arguments.config)) if arguments.config is not None else ()
+    if arguments.json:
+        print(json.dumps(doctor.to_json(found, findings), indent=2))
+    else:
+        doctor.render(found, findings, Console())
+    return FINDING if doctor.wrong(found, findings) else OK
 
 
 def _deepspeed_version() -> str | None:

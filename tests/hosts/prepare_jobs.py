@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,6 +14,17 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 5e
 AUTO = {"type": "WarmupLR", "params": dict.fromkeys(WARMUP["params"], "auto")}
 ADAMW = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
 FIXED = {"type": "AdamW", "params": {"lr": 5e-4, "weight_decay": 0.1, "torch_adam": True}}
+
+
+class _Lines(logging.Handler):
+    """The messages of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(record.getMessage())
 
 
 def falling(step: int) -> float:
@@ -176,3 +188,45 @@ def _train(accelerator: Any, prepared: list[Any], steps: int, scheduled: bool) -
             scheduler.step()
     hook.remove()
     return seen
+
+
+def explicit(kind: str, clock: str | None = None, said: str | None = None) -> dict[str, Any]:
+    """`ds_reshard.prepare` with functions, objects, or what it refuses; rates, log lines and named fields."""
+    from accelerate.utils import DummyOptim
+
+    import ds_reshard
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2},
+    }  # fmt: skip
+    if kind not in ("real", "no function"):
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
+    if said is not None:
+        config["ds_reshard"] = {"accelerate": {"clock": said}}
+    accelerator, net, lines = new_accelerator(config), new_net(), _Lines()
+    placeholder = None
+    scheduler: Any = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, falling)  # noqa: E731
+    optimizer: Any = {
+        "real": lambda params: torch.optim.AdamW(params, lr=LR),
+        "no function": 5,
+        "wrong": lambda params: torch.nn.Linear(1, 1),
+    }.get(kind, lambda params: DummyOptim(params, lr=LR))
+    logging.getLogger("ds_reshard").addHandler(lines)
+    logging.getLogger("ds_reshard").setLevel(logging.INFO)
+    try:
+        with ds_reshard.install("accelerate"):
+            if kind == "objects":
+                optimizer = placeholder = DummyOptim(net.parameters(), lr=LR)
+                scheduler = scheduler(placeholder)
+            given = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "clock": clock}
+            made = ds_reshard.prepare(accelerator, **given, dataloader=[torch.utils.data.DataLoader([1, 2])])
+            if kind == "twice":
+                ds_reshard.prepare(accelerator, **given)
+            things = [made.model, made.optimizer, made.scheduler]
+            rates = _train(accelerator, things, 3, True)
+        return {"rates": rates, "lines": lines.seen, "loaders": len(made.dataloader), "raised": None}
+    except ds_reshard.ReshardError as error:
+        return {"raised": type(error).__name__, "text": str(error)}
+    finally:
+        logging.getLogger("ds_reshard").removeHandler(lines)
+        logging.getLogger("ds_reshard").setLevel(logging.NOTSET)

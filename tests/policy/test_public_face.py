@@ -37,10 +37,12 @@ EXPORTED = [
     "install",
     "installed",
     "last_report",
+    "prepare",
     "uninstall",
 ]
 
 COMMANDS = {
+    "doctor": ["--config", "--json"],
     "hooks": ["--json"],
     "inspect": ["--all", "--json", "--tag", "CKPT"],
     "lr": ["--config", "--json", "--png", "--steps", "--tag", "CKPT"],
