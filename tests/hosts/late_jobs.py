@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -119,24 +120,24 @@ def new_net(seed: int = 7) -> Any:
     return jobs.Net(Model())
 
 
-def param_groups(net: Any, groups: int = 2) -> list[dict[str, Any]]:
+def param_groups(net: Any, groups: int = 2, lr: float = LR) -> list[dict[str, Any]]:
     named = [p for p in net.parameters() if p.requires_grad]
     if groups == 1:
         return [{"params": named}]
     both = [
         {"params": [p for p in named if p.dim() > 1]},
-        {"params": [p for p in named if p.dim() <= 1], "lr": LR / 10, "weight_decay": 0.0},
+        {"params": [p for p in named if p.dim() <= 1], "lr": lr / 10, "weight_decay": 0.0},
     ]
     return both if groups == 2 else [both[0], {"params": [], "lr": 0.5}, both[1]]
 
 
-def prepared(late: Late, seed: int = 7) -> Any:
+def prepared(late: Late, seed: int = 7, lr: float = LR) -> Any:
     """Accelerator, engine, optimizer, scheduler, and the script's own handles: optimizer, scheduler."""
     from accelerate.utils import DummyOptim
 
     accelerator = new_accelerator(deepspeed_config(late), gradient_accumulation_steps=late.accumulation)
     net = new_net(seed)
-    optimizer = DummyOptim(param_groups(net, late.groups), lr=LR, weight_decay=0.1)
+    optimizer = DummyOptim(param_groups(net, late.groups, lr), lr=lr, weight_decay=0.1)
     scheduler = SCHEDULERS[late.scheduler](optimizer)
     return (accelerator, *accelerator.prepare(net, optimizer, scheduler), optimizer, scheduler)
 
@@ -219,3 +220,54 @@ def whole(late: Late, folder: str) -> dict[str, Any]:
         "off": max(float((held[name] - truth[name]).abs().max()) for name in truth),
         "resumed_off": max(float((resumed_held[name] - held[name]).abs().max()) for name in held),
     }  # fmt: skip
+
+
+def save_only(late: Late, folder: str, hooks: bool = True, micro_steps: int = 0) -> None:
+    """Train and save; `micro_steps` is what accelerate counts in the end, where it is to be odd."""
+    import ds_reshard
+
+    with ds_reshard.install("accelerate"):
+        run = prepared(late)
+    with ds_reshard.install("accelerate") if hooks else nullcontext():
+        train(run, late, 0, STEPS)
+        run[0].step = micro_steps or run[0].step
+        run[0].save_state(folder)
+
+
+def resume(late: Late, folder: str, policy: dict[str, Any] | None = None, scale: float = 1.0) -> dict[str, Any]:
+    """Load what another world or clock has saved and go on; the rates, and whether each micro-batch ended an update."""
+    import ds_reshard
+
+    if policy:
+        section = {"resume": policy, **({"accelerate": {"clock": late.clock}} if late.clock else {})}
+        late = late.but(config={"ds_reshard": section})
+    with ds_reshard.install("accelerate"), ds_reshard.install("deepspeed"):
+        try:
+            run = prepared(late, seed=99, lr=LR * scale)
+            run[0].load_state(folder)
+        except ds_reshard.ReshardError as error:
+            return {"raised": type(error).__name__, "text": str(error)}
+        moments = [s["exp_avg"].abs().sum() for s in run[1].basic_optimizer.state.values() if "exp_avg" in s]
+        step = run[0].step
+        ends = []
+        for _ in range(4):
+            run[0]._do_sync()
+            ends.append(run[0].sync_gradients)
+        run[0].step = step
+        rates = train(run, late, STEPS, 3)
+    return {"raised": None, "rates": rates, "step": step, "ends": ends, "moments": float(sum(moments))}
+
+
+def wanted(late: Late, positions: list[int], scale: float = 1.0) -> list[list[float]]:
+    """The rates of a schedule at its positions, by PyTorch."""
+    return [_rates_at(late, position, scale) for position in positions]
+
+
+def _rates_at(late: Late, position: int, scale: float) -> list[float]:
+    groups = param_groups(new_net(), late.groups, LR * scale)
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=LR * scale)
+    scheduler = SCHEDULERS[late.scheduler](optimizer)
+    for _ in range(position):
+        optimizer.step()
+        scheduler.step()
+    return [float(group["lr"]) for group in optimizer.param_groups]

@@ -32,6 +32,33 @@ def wrap_prepare(original: Function) -> Function:
     return _prepare_deepspeed
 
 
+def wrap_save_state(original: Function) -> Function:
+    @functools.wraps(original)
+    def save_state(self: object, *args: object, **kwargs: object) -> object:
+        from ds_reshard.hosts.accelerate.state import save_state as seam
+
+        by_accelerate = functools.partial(original, self, *args, **kwargs)
+        return seam(self, by_accelerate) if _deepspeed(self) else by_accelerate()
+
+    return save_state
+
+
+def wrap_load_state(original: Function) -> Function:
+    @functools.wraps(original)
+    def load_state(self: object, input_dir: object = None, *args: object, **kwargs: object) -> object:
+        from ds_reshard.hosts.accelerate.state import load_state as seam
+
+        by_accelerate = functools.partial(original, self, input_dir, *args, **kwargs)
+        return seam(self, by_accelerate, input_dir, **kwargs) if _deepspeed(self) else by_accelerate()  # type: ignore[arg-type]
+
+    return load_state
+
+
+def _deepspeed(accelerator: object) -> bool:
+    """Whether an accelerator trains with DeepSpeed: all others are accelerate's own."""
+    return getattr(getattr(accelerator, "state", None), "deepspeed_plugin", None) is not None
+
+
 def _refuse_clock(original: Function) -> Function:
     """Where this accelerate is not patched: a clock in the JSON is an error, not dropped."""
 
@@ -68,6 +95,18 @@ HOOKS = HostHooks(
             wrapper=wrap_prepare,
             signature=("*args",),
             summary="binds schedulers to DeepSpeed's optimizer; refuses what would be silently dropped",
+        ),
+        Patch(
+            target="accelerate.accelerator:Accelerator.save_state",
+            wrapper=wrap_save_state,
+            signature=("output_dir",),
+            summary="records who steps the schedule",
+        ),
+        Patch(
+            target="accelerate.accelerator:Accelerator.load_state",
+            wrapper=wrap_load_state,
+            signature=("input_dir",),
+            summary="goes on with the schedule on either clock, and in step on ranks that are new",
         ),
     ),
     instead=(

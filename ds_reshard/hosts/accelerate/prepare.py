@@ -29,6 +29,7 @@ from ds_reshard.hosts.accelerate.given import (
     is_scheduler,
 )
 from ds_reshard.hosts.accelerate.placeholder import LateOptimizer
+from ds_reshard.hosts.accelerate.ranks import everyone
 from ds_reshard.hosts.accelerate.rules import apart, diagnose
 from ds_reshard.hosts.accelerate.tracked import track
 from ds_reshard.hosts.accelerate.values import optimizer_values, scheduler_values
@@ -183,11 +184,4 @@ def _is_module(thing: object) -> bool:
 
 def _raise_together(faults: Iterable[Fault]) -> None:
     """Raise the same error on every rank when any rank has a fault. Collective."""
-    import torch.distributed as dist
-
-    mine = list(faults)
-    everyone: list[list[Fault]] = [mine]
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, mine)
-    raise_faults([fault for of_rank in everyone for fault in of_rank], subject="accelerator.prepare")
+    raise_faults([fault for of_rank in everyone(list(faults)) for fault in of_rank], subject="accelerator.prepare")

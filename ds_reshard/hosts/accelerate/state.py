@@ -1,0 +1,178 @@
+"""The seams of `Accelerator.save_state` and `load_state`: the clock is recorded, and translated where it has changed.
+
+On the engine's clock the schedule lies in DeepSpeed's model file, on accelerate's in `scheduler.bin`, where the other
+finds nothing: `FileNotFoundError`, or `load_state_dict(None)` (accelerate/checkpointing.py, 1.15.0, and
+`_load_checkpoint` in deepspeed/runtime/engine.py, 0.19.8). What both agree on is the number of updates, which the
+engine keeps. Rung 2: accelerate's `register_load_state_pre_hook` runs after the engine has loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.hosts.accelerate.ranks import everyone
+from ds_reshard.hosts.accelerate.tracked import Tracked, tracked
+from ds_reshard.resume import asked, schedulers
+from ds_reshard.resume.clock import ACCELERATE, CLOCKS, ENGINE
+from ds_reshard.resume.policy import ResumePolicy, from_json
+from ds_reshard.resume.schedulers import PLATEAU, kind_of, set_groups
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+logger = logging.getLogger("ds_reshard")
+
+RECORD = "ds_reshard_clock.json"
+_SCHEDULER = "scheduler.bin"
+
+
+def save_state(accelerator: Accelerator, original: Callable[[], object]) -> object:
+    """Save as accelerate does, and record the clock. Collective; every rank's files are there when it returns."""
+    location = original()
+    mine = tracked(accelerator)
+    if mine is not None and accelerator.is_main_process:
+        record = {"clock": mine.clock, "steps_per_update": mine.steps, "num_processes": accelerator.num_processes}
+        path = os.path.join(os.fspath(location), RECORD)  # type: ignore[call-overload]
+        with open(f"{path}.part", "w", encoding="utf-8") as file:
+            json.dump(record, file)
+        os.replace(f"{path}.part", path)
+    everyone(None)
+    return location
+
+
+def load_state(
+    accelerator: Accelerator, original: Callable[..., object], folder: str | None, **given: object
+) -> object:
+    """Load as accelerate does, the schedule also from the other clock, and `accelerator.step` on every rank.
+
+    Collective. `original` takes what differs from the caller's arguments by name.
+    """
+    where = folder if folder is not None else _latest(accelerator)
+    mine = tracked(accelerator)
+    saved = everyone(_saved_clock(where))[0] if mine is not None and where is not None else None
+    if mine is None or saved is None or saved == mine.clock:
+        result = original()
+    else:
+        policy = _policy(accelerator)
+        _refuse(mine, saved, policy, where)
+        result = _translated(accelerator, original, mine, policy, given)
+    _agree_on_step(accelerator, where)
+    return result
+
+
+def _translated(
+    accelerator: Accelerator,
+    original: Callable[..., object],
+    mine: Tracked,
+    policy: ResumePolicy,
+    given: Mapping[str, object],
+) -> object:
+    """Load all but the schedule, and put it where the engine's number of updates says on the clock of this run."""
+    by_host = policy.scheduler == "host"
+    if mine.clock == ENGINE:
+        result = original(load_lr_scheduler_states=False) if by_host else original()
+        if given.get("load_lr_scheduler_states") is False:
+            return result
+    else:
+        accelerator._schedulers.remove(mine.wrapper)
+        try:
+            result = original()
+        finally:
+            accelerator._schedulers.append(mine.wrapper)
+    engine: DeepSpeedEngine = accelerator._models[-1]
+    assert mine.steps is not None and mine.beginning is not None
+    position = (engine.global_steps - engine.skipped_steps) * mine.steps
+    if by_host and policy.keeps_position:
+        _place(mine, position)
+        logger.warning("the schedule was saved on another clock: it goes on at position %d of this run's", position)
+    elif mine.clock == ACCELERATE:
+        # The policy has taken hold of it, and waits for the state that says how far the schedule had run.
+        mine.scheduler.load_state_dict({"last_epoch": position})  # type: ignore[attr-defined]
+    return result
+
+
+def _policy(accelerator: Accelerator) -> ResumePolicy:
+    section = accelerator.state.deepspeed_plugin.deepspeed_config.get("ds_reshard")
+    return asked.asked_policy(from_json(section.get("resume", {}) if isinstance(section, Mapping) else {}))
+
+
+def _place(mine: Tracked, position: int) -> None:
+    """This run's scheduler at a position of its own schedule, which is this run's in every respect."""
+    groups = mine.scheduler.optimizer.param_groups  # type: ignore[attr-defined]
+    bases = [group.get("initial_lr") for group in groups]
+    began = [group.get("initial_lr") for group in mine.groups]
+    if bases != began:
+        logger.warning("accelerate: this run's base rates %s hold, not the checkpoint's %s", began, bases)
+    names = {"lr", "initial_lr"} | schedulers.cycled(mine.scheduler)
+    set_groups(groups, mine.groups, names)
+    assert mine.beginning is not None
+    mine.beginning.place(mine.scheduler, position)
+
+
+def _refuse(mine: Tracked, saved: str, policy: ResumePolicy, where: str | None) -> None:
+    """Raise where the schedule of one clock cannot be had on the other."""
+    name = type(mine.scheduler).__name__
+    if policy.scheduler in ("checkpoint", "strict"):
+        why = f'scheduler "{policy.scheduler}" is asked for, which wants it as it was saved'
+    elif mine.steps is None or mine.beginning is None or kind_of(mine.scheduler) == PLATEAU:
+        why = f"{name} cannot be put at a position: its steps are the script's"
+    else:
+        return
+    fault = Fault(
+        error="UnsupportedLayout",
+        where=str(where),
+        what=f"its schedule is on the clock of {saved}, this run's on that of {mine.clock}, and {why}",
+        mend=f'write "ds_reshard": {{"accelerate": {{"clock": "{saved}"}}}} in the DeepSpeed JSON',
+    )
+    raise_faults([fault], subject=f"loading {where}")
+
+
+def _saved_clock(folder: str) -> str | None:
+    """What the record says; without one, the schedule lies in scheduler.bin on accelerate's clock alone."""
+    try:
+        names = os.listdir(folder)
+        if RECORD in names:
+            with open(os.path.join(folder, RECORD), encoding="utf-8") as file:
+                clock = json.load(file)["clock"]
+            return clock if clock in CLOCKS else None
+    except OSError:
+        return None  # accelerate says that it is not there
+    except (ValueError, KeyError, TypeError):
+        pass  # the files tell it as well
+    return ACCELERATE if _SCHEDULER in names else ENGINE
+
+
+def _latest(accelerator: Accelerator) -> str | None:
+    """The folder that `load_state()` without one takes, as accelerate names them (accelerator.py, 1.15.0)."""
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        return None
+    place = os.path.join(accelerator.project_dir, "checkpoints")
+    numbered = [(re.findall(r"[\/]?([0-9]+)(?=[^\/]*$)", name), name) for name in os.listdir(place)]
+    found = sorted((int(number[0]), name) for number, name in numbered if number)
+    return os.path.join(place, found[-1][1]) if found else None
+
+
+def _agree_on_step(accelerator: Accelerator, where: str | None) -> None:
+    """`accelerator.step` of the saving run also on ranks that it did not have.
+
+    It decides which micro-batch ends an update; a rank for which there is no random_states file keeps its own, logs
+    that at INFO, and accumulates out of step with the others.
+    """
+    if where is None:
+        return
+    own = os.path.exists(os.path.join(where, f"random_states_{accelerator.process_index}.pkl"))
+    told = everyone((own, accelerator.step))
+    loaded = [step for there, step in told if there]
+    if not own and loaded:
+        accelerator.step = loaded[0]
+        logger.warning(
+            "%s has no random state for rank %d: this run's own is kept, and the position within an update is rank 0's",
+            where, accelerator.process_index,
+        )  # fmt: skip

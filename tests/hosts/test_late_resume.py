@@ -1,0 +1,103 @@
+"""`save_state` and `load_state`: the schedule goes on, whichever clock steps it and on however many ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from late_jobs import STEPS, Late, wanted
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def saves(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder that two ranks saved, each made once."""
+    made: dict[str, Path] = {}
+
+    def save(late: Late, hooks: bool = True) -> str:
+        key = repr((late, hooks))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("late")
+            worlds[2].run("late_jobs.save_only", late=late, folder=str(made[key]), hooks=hooks)
+        return str(made[key])
+
+    return save
+
+
+def _positions(saved: str, loaded: str, ranks: int) -> list[int]:
+    """Where the schedule stands at the three updates after the load.
+
+    accelerate counts in steps of one rank: on its own clock the count goes on as it is, as accelerate loads it.
+    """
+    if loaded == "engine":
+        return [STEPS + k for k in range(3)]
+    begin = STEPS * 2 if saved == "accelerate" else STEPS * ranks
+    return [begin + ranks * k for k in range(3)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("loaded", ["engine", "accelerate"])
+@pytest.mark.parametrize("saved", ["engine", "accelerate"])
+@pytest.mark.parametrize("late", [Late(), Late(scheduler="StepLR", stage=3)], ids=str)
+def test_another_clock_and_other_ranks(
+    worlds: Any, saves: Any, late: Late, saved: str, loaded: str, ranks: int
+) -> None:
+    """Saved by two ranks; the number of updates is what the clocks have in common. The moments are there."""
+    folder = saves(late.but(clock=saved))
+    for rank in worlds[ranks].run("late_jobs.resume", late=late.but(clock=loaded), folder=folder):
+        assert rank["raised"] is None, rank
+        expected = wanted(late, _positions(saved, loaded, ranks))
+        assert rank["rates"] == [pytest.approx(rates, rel=1e-12, abs=0) for rates in expected]
+        assert rank["moments"] > 0
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("engine", "accelerate"), ("accelerate", "engine")])
+def test_a_checkpoint_without_a_record(worlds: Any, saves: Any, saved: str, loaded: str) -> None:
+    """Saved without the hooks: the files tell the clock."""
+    folder = saves(Late(clock=saved), hooks=False)
+    assert not (Path(folder) / "ds_reshard_clock.json").exists()
+    told = worlds[2].run("late_jobs.resume", late=Late(clock=loaded), folder=folder)[0]
+    expected = wanted(Late(), _positions(saved, loaded, 2))
+    assert told["rates"] == [pytest.approx(rates, rel=1e-12, abs=0) for rates in expected]
+
+
+@pytest.mark.parametrize("loaded", ["engine", "accelerate"])
+@pytest.mark.parametrize("saved", ["engine", "accelerate"])
+@pytest.mark.parametrize("scheduler", ["override", "reset"])
+def test_the_resume_policy_holds(worlds: Any, saves: Any, saved: str, loaded: str, scheduler: str) -> None:
+    """A tenth of the rate takes effect at the first update, at the position of the clock, or from the beginning."""
+    folder = saves(Late(clock=saved))
+    told = worlds[2].run(
+        "late_jobs.resume", late=Late(clock=loaded), folder=folder, policy={"scheduler": scheduler}, scale=0.1
+    )[0]
+    assert told["raised"] is None, told
+    positions = _positions(saved, loaded, 2)
+    if scheduler == "reset":
+        positions = [position - positions[0] for position in positions]
+    expected = wanted(Late(), positions, scale=0.1)
+    assert told["rates"] == [pytest.approx(rates, rel=1e-12, abs=0) for rates in expected]
+    assert told["moments"] > 0
+
+
+@pytest.mark.parametrize("loaded", ["engine", "accelerate"])
+@pytest.mark.parametrize("scheduler", ["checkpoint", "strict"])
+def test_a_schedule_as_it_was_saved_is_refused_on_another_clock(
+    worlds: Any, saves: Any, loaded: str, scheduler: str
+) -> None:
+    saved = "accelerate" if loaded == "engine" else "engine"
+    told = worlds[2].run(
+        "late_jobs.resume", late=Late(clock=loaded), folder=saves(Late(clock=saved)), policy={"scheduler": scheduler}
+    )
+    for rank in told:
+        assert rank["raised"] == "UnsupportedLayout" and f'{{"clock": "{saved}"}}' in rank["text"]
+
+
+def test_new_ranks_accumulate_in_step(worlds: Any, tmp_path: Path) -> None:
+    """A rank for which no random state was saved ends its updates where the others do."""
+    late = Late(accumulation=2, stage=0)
+    worlds[2].run("late_jobs.save_only", late=late, folder=str(tmp_path), micro_steps=7)
+    told = worlds[3].run("late_jobs.resume", late=late, folder=str(tmp_path))
+    assert [rank["step"] for rank in told] == [7, 7, 7]
+    assert [rank["ends"] for rank in told] == [[True, False, True, False]] * 3
