@@ -1,0 +1,29 @@
+"""Hugging Face's Trainer with the hooks: as without them, on other ranks, and with another learning rate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from late_trainer_jobs import SAVED, UPDATES
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("mode", ["none", "optimizer", "both"])
+def test_trainer(worlds: Any, tmp_path: Path, mode: str) -> None:
+    """The rate of each update is what it is without the hooks; resumed on three ranks, and at a tenth of the rate."""
+
+    def run(ranks: int, folder: str, **kwargs: Any) -> Any:
+        told = worlds[ranks].run("late_trainer_jobs.run", mode=mode, stage=1, folder=str(tmp_path / folder), **kwargs)
+        assert all(rank == told[0] for rank in told) and told[0]["raised"] is None, told
+        return told[0]["rates"]
+
+    without = run(2, "without", hooks=False)
+    rates = run(2, "with")
+    assert rates == without and len(rates) == UPDATES and len({rate for (rate,) in rates}) > 4
+    assert run(2, "with", resumes=True) == rates[SAVED:]
+    assert run(3, "with", resumes=True) == rates[SAVED:]
+    tenth = run(1, "with", resumes=True, lr=0.001, policy={"scheduler": "override"})
+    assert tenth == [[pytest.approx(rate / 10)] for (rate,) in rates[SAVED:]]
