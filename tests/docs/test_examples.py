@@ -46,6 +46,12 @@ PRINTED = {
         r"saved at step 20, learning rate 2\.460e-04\n"
         r"goes on at step 20, learning rate 2\.800e-05, moments kept: True\n"
     ),
+    "05_scheduler_before_prepare.py": (
+        r"asked for 1\.00e-05, without the hooks: 0\.00e\+00, 0\.00e\+00, 5\.00e-04, 1\.00e-03, 1\.00e-03\n"
+        r"asked for 1\.00e-05, with the hooks: 0\.00e\+00, 0\.00e\+00, 5\.00e-06, 1\.00e-05, 1\.00e-05\n"
+        r"cosine on a DummyOptim: 1\.00e-05, 9\.76e-06, 9\.05e-06, 7\.94e-06, 6\.55e-06\n"
+        r"resumed: 5\.00e-06, 3\.45e-06, 2\.06e-06, 9\.55e-07, 2\.45e-07\n"
+    ),
 }
 
 

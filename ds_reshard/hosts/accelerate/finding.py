@@ -13,7 +13,7 @@ REFUSED, MENDED, TOLD = "refused", "mended", "told"
 class Finding:
     """`what` accelerate does by itself, and the line to change (`mend`).
 
-    `outcome` is what the hooks make of it: "refused" (a PrepareError), "mended" (done as asked, with a warning), or
+    `outcome` is what the hooks make of it: "refused" (a PrepareError), "mended" (done as asked, and logged), or
     "told" (left as it is, and logged). `rule` names the finding, whatever its text.
     """
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.hosts.accelerate import config as json
 from ds_reshard.hosts.accelerate.bind import adopt, carry, drop_groups
-from ds_reshard.hosts.accelerate.finding import MENDED, REFUSED, Finding, refused
+from ds_reshard.hosts.accelerate.finding import REFUSED, Finding, refused
 from ds_reshard.hosts.accelerate.given import (
     CALLABLE,
     DUMMY,
@@ -87,8 +87,8 @@ def prepare_deepspeed(accelerator: Accelerator, original: Original, args: tuple[
         findings += diagnose(config, optimizers, schedulers)
         findings += _of_another_model(model, optimizers)
     _raise_together(finding.fault() for finding in findings if finding.outcome == REFUSED)
-    for finding in findings:
-        logger.log(logging.WARNING if finding.outcome == MENDED else logging.INFO, "accelerate: %s", finding)
+    for finding in findings if accelerator.is_main_process else ():
+        logger.info("accelerate: %s: %s", finding.outcome, finding)
     asked = Asked(
         args=args, model=model, optimizer=given_optimizer(optimizers[0] if optimizers else None),
         scheduler=given_scheduler(schedulers[0] if schedulers else None), clock=clock_in(config),
