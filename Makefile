@@ -17,7 +17,7 @@ help:
 	@echo "make check          format, lint, types, import contracts, fast tests"
 	@echo "make bench          load times beside DeepSpeed's own"
 	@echo "make gpu            the tests that need a CUDA device"
-	@echo "make test-versions  a part of the matrix against older DeepSpeed releases"
+	@echo "make test-versions  a part of the tests against older DeepSpeed and accelerate releases"
 	@echo "make format         rewrite the sources in the house's format"
 	@echo "make clean          remove .venv and everything that was built"
 
@@ -76,6 +76,7 @@ gpu: venv
 
 test-versions: venv
 	$(BIN)/python tests/versions/run.py
+	$(BIN)/python tests/versions/run_accelerate.py
 
 format: venv
 	$(BIN)/ruff format .

@@ -101,7 +101,7 @@ def deepspeed_config(late: Late) -> dict[str, Any]:
     return {**config, **late.config}
 
 
-def new_accelerator(config: dict[str, Any], **kwargs: Any) -> Any:
+def new_accelerator(config: dict[str, Any], backend: bool = True, **kwargs: Any) -> Any:
     """An accelerator of this world with this JSON, whatever the process had before."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -112,7 +112,8 @@ def new_accelerator(config: dict[str, Any], **kwargs: Any) -> Any:
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
     plugin = DeepSpeedPlugin(hf_ds_config=config)  # cpu=True would leave DeepSpeed out; no backend, one process
-    return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **kwargs)
+    handlers = [InitProcessGroupKwargs(backend="gloo")] if backend else []
+    return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers, **kwargs)
 
 
 def new_net(seed: int = 7) -> Any:
@@ -131,11 +132,11 @@ def param_groups(net: Any, groups: int = 2, lr: float = LR) -> list[dict[str, An
     return both if groups == 2 else [both[0], {"params": [], "lr": 0.5}, both[1]]
 
 
-def prepared(late: Late, seed: int = 7, lr: float = LR) -> Any:
+def prepared(late: Late, seed: int = 7, lr: float = LR, **options: Any) -> Any:
     """Accelerator, engine, optimizer, scheduler, and the script's own handles: optimizer, scheduler."""
     from accelerate.utils import DummyOptim
 
-    accelerator = new_accelerator(deepspeed_config(late), gradient_accumulation_steps=late.accumulation)
+    accelerator = new_accelerator(deepspeed_config(late), gradient_accumulation_steps=late.accumulation, **options)
     net = new_net(seed)
     optimizer = DummyOptim(param_groups(net, late.groups, lr), lr=lr, weight_decay=0.1)
     scheduler = SCHEDULERS[late.scheduler](optimizer)
@@ -256,6 +257,25 @@ def resume(late: Late, folder: str, policy: dict[str, Any] | None = None, scale:
         run[0].step = step
         rates = train(run, late, STEPS, 3)
     return {"raised": None, "rates": rates, "step": step, "ends": ends, "moments": float(sum(moments))}
+
+
+def by_number(late: Late, folder: str, clock: str) -> list[list[float]]:
+    """Save twice into folders that accelerate names; load without naming one, on another clock."""
+    from accelerate.utils import ProjectConfiguration
+
+    import ds_reshard
+
+    def options() -> dict[str, Any]:
+        return {"project_config": ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)}
+
+    with ds_reshard.install("accelerate"), ds_reshard.install("deepspeed"):
+        run = prepared(late, **options())
+        for first in (0, 2):
+            train(run, late, first, 2)
+            run[0].save_state()
+        again = prepared(late.but(clock=clock), seed=99, **options())
+        again[0].load_state()
+        return train(again, late, 4, 2)
 
 
 def wanted(late: Late, positions: list[int], scale: float = 1.0) -> list[list[float]]:

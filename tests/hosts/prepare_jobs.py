@@ -77,7 +77,8 @@ def make_scheduler(kind: str, optimizer: Any, net: Any) -> Any:
 
 def row(
     optimizer: str, scheduler: str, json_optimizer: Any = None, json_scheduler: Any = None, *,
-    hooks: bool, steps: int = 4, scheduled: bool = True, apart: bool = False,
+    hooks: bool, steps: int = 4, scheduled: bool = True, apart: bool = False, clock: str | None = None,
+    direct: bool = False, backend: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """The rates that each update used, or what was raised and where; `scheduled` says the script steps it."""
     import ds_reshard
@@ -91,11 +92,13 @@ def row(
         config["optimizer"] = {**json_optimizer, "params": dict(json_optimizer["params"])}
     if json_scheduler is not None:
         config["scheduler"] = {**json_scheduler, "params": dict(json_scheduler["params"])}
+    if clock is not None:
+        config["ds_reshard"] = {"accelerate": {"clock": clock}}
     told: dict[str, Any] = {"raised": None, "text": "", "at": "", "rates": []}
     with ds_reshard.install("accelerate") if hooks else nullcontext():
         at = "build"
         try:
-            accelerator = new_accelerator(config)
+            accelerator = new_accelerator(config, backend=backend)
             net = new_net()
             made = make_optimizer(optimizer, net)
             scheme = make_scheduler(scheduler, made, net)
@@ -107,6 +110,8 @@ def row(
             if apart:
                 prepared = [*map(accelerator.prepare, things[1:]), accelerator.prepare(net)]
                 prepared = [prepared[-1], *prepared[:-1]]
+            elif direct:
+                prepared = list(accelerator._prepare_deepspeed(*things))
             else:
                 prepared = list(accelerator.prepare(*things)) if len(things) > 1 else [accelerator.prepare(net)]
             at = "train"

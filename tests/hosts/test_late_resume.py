@@ -94,6 +94,13 @@ def test_a_schedule_as_it_was_saved_is_refused_on_another_clock(
         assert rank["raised"] == "UnsupportedLayout" and f'{{"clock": "{saved}"}}' in rank["text"]
 
 
+def test_the_latest_of_the_folders_that_accelerate_names(worlds: Any, tmp_path: Path) -> None:
+    """The second save, after four updates, is what `load_state()` takes."""
+    told = worlds[2].run("late_jobs.by_number", late=Late(), folder=str(tmp_path), clock="accelerate")
+    expected = wanted(Late(), [8, 10])
+    assert told == [[pytest.approx(rates, rel=1e-12, abs=0) for rates in expected]] * 2
+
+
 def test_new_ranks_accumulate_in_step(worlds: Any, tmp_path: Path) -> None:
     """A rank for which no random state was saved ends its updates where the others do."""
     late = Late(accumulation=2, stage=0)

@@ -226,3 +226,27 @@ def test_a_second_prepare_has_its_own_rate(worlds: Any) -> None:
 def test_a_callable_that_makes_a_plateau_scheduler_gets_the_metric(worlds: Any) -> None:
     """Not the batch size: the script steps it, once an update."""
     assert worlds[2].run("prepare_jobs.plateau")[0] == {"rates": [LR, LR / 2, LR / 2, LR / 4], "metric": 0.5}
+
+
+@pytest.mark.parametrize(("clock", "expected"), [(None, HALVES), ("engine", FALLING), ("accelerate", HALVES)])
+def test_the_clock_of_a_scheduler_on_a_real_optimizer(worlds: Any, clock: str | None, expected: list[float]) -> None:
+    """accelerate's own, unless the JSON says which."""
+    told = worlds[2].run("prepare_jobs.row", optimizer="real", scheduler="torch", hooks=True, clock=clock)[0]
+    assert [rates[0] for rates in told["rates"]] == pytest.approx(expected)
+
+
+def test_prepare_deepspeed_called_by_itself(worlds: Any) -> None:
+    """As TRL does: with a model alone it is accelerate's, with a scheduler on a DummyOptim it binds."""
+    given = {"json_optimizer": ADAMW, "hooks": True, "direct": True}
+    told = worlds[2].run("prepare_jobs.row", optimizer="dummy", scheduler="torch", **given)[0]
+    assert [rates[0] for rates in told["rates"]] == pytest.approx(FALLING)
+    told = worlds[2].run("prepare_jobs.row", optimizer="none", scheduler="none", **{**given, "json_optimizer": FIXED})[
+        0
+    ]
+    assert [rates[0] for rates in told["rates"]] == pytest.approx([5e-4] * 4)
+
+
+def test_an_accelerator_that_believes_it_is_alone_is_refused(worlds: Any) -> None:
+    """Without a backend, accelerate on a host of CPUs counts one process on every rank."""
+    for told in worlds[2].run("prepare_jobs.row", optimizer="real", scheduler="none", hooks=True, backend=False):
+        assert told["raised"] == REFUSED and 'InitProcessGroupKwargs(backend="gloo")' in told["text"]

@@ -21,38 +21,20 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from homes import NotRun, home, last_line
 from rich.console import Console
 from rich.table import Table
 from table import RESULTS, ROOT, read_results, rows, write_block
 
 CURRENT = metadata.version("deepspeed")
 RELEASES = ("0.14.5", "0.15.4", "0.16.9", "0.17.6", "0.18.4", "0.18.9", CURRENT)
-HOMES = ROOT / ".venv-versions"
 CELLS_TIMEOUT_S = 1200
 console = Console()
 
 
-class NotRun(Exception):
-    """Why a release, or its cells, could not be run."""
-
-
 def _home(release: str) -> Path | None:
     """Where the release is installed; None for the project's own. Raises NotRun where pip cannot."""
-    if release == CURRENT:
-        return None
-    home = HOMES / release
-    if home.is_dir():
-        return home
-    fresh = home.with_suffix(".part")
-    shutil.rmtree(fresh, ignore_errors=True)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input",
-               "--no-deps", "--no-build-isolation", "--target", str(fresh), f"deepspeed=={release}"]  # fmt: skip
-    made = subprocess.run(command, capture_output=True, text=True)
-    if made.returncode:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise NotRun(f"cannot be installed: {_last_line(made.stderr)}")
-    fresh.rename(home)
-    return home
+    return None if release == CURRENT else home("deepspeed", release, release)
 
 
 def _cells(action: str, home: Path | None, folder: Path, expected: str) -> list[dict[str, str]]:
@@ -67,18 +49,13 @@ def _cells(action: str, home: Path | None, folder: Path, expected: str) -> list[
         log.seek(0)
         said = log.read()
     if ended.returncode:
-        raise NotRun(_last_line(said))
+        raise NotRun(last_line(said))
     told = json.loads(report.read_text(encoding="utf-8"))
     assert told["deepspeed"] == expected, f"{expected} was to run, {told['deepspeed']} did"
     cells: list[dict[str, str]] = told["cells"]
     for cell in cells:
         console.print(f"  {cell['outcome']:9} {cell['cell']}  {cell['reason']}", markup=False, highlight=False)
     return cells
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (lines[-1] if lines else "no reason given").replace(str(ROOT), ".")
 
 
 def _test(release: str, scratch: Path) -> dict[str, Any]:
@@ -115,7 +92,6 @@ def _show(results: dict[str, Any]) -> None:
 def main() -> int:
     wanted = tuple(sys.argv[1:]) or RELEASES
     kept = {r["deepspeed"]: r for r in read_results()["releases"]} if len(sys.argv) > 1 and RESULTS.exists() else {}
-    HOMES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         for release in wanted:
             kept[release] = _test(release, Path(scratch))

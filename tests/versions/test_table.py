@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from table import README, block, read_results, render
 
+from ds_reshard.hosts.accelerate import HOOKS as ACCELERATE
 from ds_reshard.hosts.deepspeed import HOOKS
 
 
@@ -26,3 +30,9 @@ def test_every_release_of_the_table_is_one_that_the_patches_accept() -> None:
     """A table that speaks for releases outside the declared range would promise what install refuses."""
     outside = [r["deepspeed"] for r in read_results()["releases"] if not HOOKS.covers(r["deepspeed"])]
     assert outside == []
+
+
+def test_the_tested_releases_of_accelerate_are_those_that_passed() -> None:
+    """What the hooks call tested is what `make test-versions` ran, all of it without a failure."""
+    results = json.loads(Path(__file__).with_name("accelerate.json").read_text(encoding="utf-8"))
+    assert tuple(r["accelerate"] for r in results if r["passed"] and not r["failed"]) == ACCELERATE.tested

@@ -82,7 +82,7 @@ HOOKS = HostHooks(
     host="accelerate",
     distribution="accelerate",
     versions=">=0.34,<1.16",
-    tested=("1.15.0",),
+    tested=("0.34.2", "1.0.1", "1.6.0", "1.10.1", "1.15.0"),
     patches=(
         Patch(
             target="accelerate.utils.deepspeed:DummyOptim.__init__",

@@ -18,7 +18,7 @@ class GivenOptimizer:
 
     `arguments` are those of a `DummyOptim` that the user gave; `groups` what each param group says itself, `begun` its
     values before any scheduler (empty where there are no groups yet), `sizes` how many parameters it has, None for
-    a generator that must not be consumed here.
+    a generator that must not be consumed here. `scheduled` says that a scheduler was built on a `DummyOptim`.
     """
 
     kind: str = NONE
@@ -28,6 +28,7 @@ class GivenOptimizer:
     begun: tuple[Mapping[str, object], ...] = ()
     sizes: tuple[int | None, ...] = ()
     prepared: bool = False
+    scheduled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,8 @@ def given_optimizer(thing: object) -> GivenOptimizer:
     sizes = tuple(_size(group["params"]) for group in listed) if in_groups else (_size(params),)  # type: ignore[index]
     return GivenOptimizer(
         kind=DUMMY, thing=thing, arguments=_arguments(thing), groups=groups, sizes=sizes,
-        begun=tuple(getattr(thing, "begun_with", ())), prepared=getattr(thing, "real", None) is not None,
+        begun=(begun := tuple(getattr(thing, "begun_with", ()))), prepared=getattr(thing, "real", None) is not None,
+        scheduled=bool(begun) and any("initial_lr" in g for g in getattr(thing, "own_groups", ())),
     )  # fmt: skip
 
 

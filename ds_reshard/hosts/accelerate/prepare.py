@@ -86,6 +86,7 @@ def prepare_deepspeed(accelerator: Accelerator, original: Original, args: tuple[
     if not findings:
         findings += diagnose(config, optimizers, schedulers)
         findings += _of_another_model(model, optimizers)
+        findings += _alone(accelerator)
     _raise_together(finding.fault() for finding in findings if finding.outcome == REFUSED)
     for finding in findings if accelerator.is_main_process else ():
         logger.info("accelerate: %s: %s", finding.outcome, finding)
@@ -174,6 +175,19 @@ def _of_another_model(model: Module | None, optimizers: Sequence[object]) -> Ite
                 f"{len(others)} of its parameters are not the model's: they are never trained",
                 "build the optimizer from model.parameters() of the model that is prepared with it",
             )  # fmt: skip
+
+
+def _alone(accelerator: Accelerator) -> Iterable[Finding]:
+    """Whether accelerate counts fewer processes than there are, as it does without a backend on a host of CPUs."""
+    import torch.distributed as dist
+
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if accelerator.num_processes != world:
+        yield refused(
+            "alone", "accelerator.num_processes",
+            f"is {accelerator.num_processes}, and {world} processes train: batch sizes, schedules and checkpoints are "
+            "wrong", 'Accelerator(..., kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])',
+        )  # fmt: skip
 
 
 def _is_module(thing: object) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ds_reshard.hosts.accelerate.finding import Finding, mended, refused, told
+from ds_reshard.hosts.accelerate.finding import REFUSED, Finding, mended, refused, told
 from ds_reshard.hosts.accelerate.given import (
     CALLABLE,
     DUMMY,
@@ -45,9 +45,9 @@ def diagnose(config: Mapping[str, object], optimizer: object = None, scheduler: 
     second = given_scheduler(schedulers[0] if schedulers else None)
     if not found:
         found += _order(first, second)
-    if not found:
+    if not any(finding.outcome == REFUSED for finding in found):
         found += _meeting(config, first, second)
-    if not any(finding.outcome == "refused" for finding in found):
+    if not any(finding.outcome == REFUSED for finding in found):
         found += optimizer_values(config, first, second)[0]
         found += scheduler_values(config, first, second)[0]
     return tuple(found)
@@ -92,6 +92,12 @@ def _order(optimizer: GivenOptimizer, scheduler: GivenScheduler) -> Iterator[Fin
         yield refused(
             "no-parameters", "optimizer", "holds no parameter: a generator such as model.parameters() gives them once",
             "pass list(model.parameters())",
+        )  # fmt: skip
+    if optimizer.scheduled and scheduler.over is not optimizer.thing:
+        yield told(
+            "scheduler-left-out", "DummyOptim",
+            "a scheduler was built on it and is not in this prepare: the script alone steps it, and save_state leaves "
+            "it out", f"prepare it, too: {_TOGETHER}",
         )  # fmt: skip
     if scheduler.over is not None and scheduler.over is not _inner(optimizer) and not scheduler.prepared:
         yield refused(

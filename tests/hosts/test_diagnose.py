@@ -1,0 +1,133 @@
+"""`ds_reshard.diagnose` on JSON and objects alone: nothing is prepared, nothing changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import DummyOptim, DummyScheduler
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+
+import ds_reshard
+from ds_reshard.hosts.accelerate import HOOKS, _refuse_clock
+
+AUTO = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4}}
+
+
+@pytest.fixture(autouse=True)
+def hooks() -> Iterator[None]:
+    with ds_reshard.install("accelerate"):
+        yield
+
+
+@pytest.fixture
+def net() -> torch.nn.Module:
+    return torch.nn.Linear(3, 2)
+
+
+def _found(config: dict[str, Any], optimizer: Any = None, scheduler: Any = None) -> list[tuple[str, str]]:
+    before = copy.deepcopy(config)
+    findings = ds_reshard.diagnose(config, optimizer, scheduler)
+    assert config == before, "a diagnosis changes nothing"
+    assert all(finding.what and finding.mend and finding.where for finding in findings)
+    return [(finding.rule, finding.outcome) for finding in findings]
+
+
+def test_a_plain_script_has_no_findings(net: torch.nn.Module) -> None:
+    optimizer = torch.optim.AdamW(net.parameters())
+    assert _found({}, optimizer, LambdaLR(optimizer, lambda step: 1.0)) == []
+    assert _found({"optimizer": AUTO}, DummyOptim(net.parameters(), lr=0.1, weight_decay=0.0)) == []
+
+
+def test_a_generator_is_not_consumed(net: torch.nn.Module) -> None:
+    """A DummyOptim that was made without the hooks still holds what it was given."""
+    ds_reshard.uninstall("accelerate")
+    optimizer = DummyOptim(net.parameters(), lr=0.1)
+    assert _found({"optimizer": AUTO}, optimizer) == [("default-taken", "told")]
+    assert len(list(optimizer.params)) == 2
+
+
+def test_without_the_hooks_what_differs_from_a_default_counts_as_given(net: torch.nn.Module) -> None:
+    ds_reshard.uninstall("accelerate")
+    fixed = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "betas": [0.9, 0.95]}}}
+    assert _found(fixed, DummyOptim(list(net.parameters()))) == []
+    assert _found(fixed, DummyOptim(list(net.parameters()), lr=0.2)) == [("contradiction", "refused")]
+    assert _found(fixed, DummyOptim(list(net.parameters()), betas=(0.9, 0.95))) == []
+    assert _found(fixed, DummyOptim(list(net.parameters()), betas=(0.9, 0.99))) == [("contradiction", "refused")]
+
+
+def test_a_metric_that_is_none(net: torch.nn.Module) -> None:
+    optimizer = torch.optim.AdamW(net.parameters())
+    config = {"scheduler": {"type": "ReduceLROnPlateau", "params": {}}}
+    assert ("plateau-metric", "refused") in _found(config, optimizer)
+    assert _found({}, optimizer, ReduceLROnPlateau(optimizer)) == []
+
+
+def test_a_scheduler_that_is_left_out_is_told(net: torch.nn.Module) -> None:
+    optimizer = DummyOptim(net.parameters(), lr=0.1, weight_decay=0.0)
+    scheduler = LambdaLR(optimizer, lambda step: 0.5)
+    assert _found({"optimizer": AUTO}, optimizer) == [("scheduler-left-out", "told")]
+    assert _found({"optimizer": AUTO}, optimizer, scheduler) == [("scheduler-on-placeholder", "mended")]
+
+
+def test_a_placeholder_that_is_older_than_the_json(net: torch.nn.Module) -> None:
+    """Made before the Accelerator, it cannot know the JSON's rate; the scheduler would go by another."""
+    optimizer = DummyOptim(net.parameters())
+    scheduler = LambdaLR(optimizer, lambda step: 0.5)
+    fixed = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    assert _found(fixed, optimizer, scheduler)[-1] == ("early-placeholder", "refused")
+    told = DummyOptim(net.parameters(), lr=0.1)
+    assert _found(fixed, told, LambdaLR(told, lambda step: 0.5)) == [("scheduler-on-placeholder", "mended")]
+
+
+class Homemade(LambdaLR):
+    """A scheduler of the user's own: which of its lists are of a value a group, nobody knows."""
+
+
+@pytest.mark.parametrize(("kind", "outcome"), [(LambdaLR, "mended"), (Homemade, "refused")])
+def test_a_group_without_parameters(net: torch.nn.Module, kind: type[LambdaLR], outcome: str) -> None:
+    optimizer = torch.optim.AdamW([{"params": list(net.parameters())}, {"params": []}])
+    assert _found({}, optimizer, kind(optimizer, lambda step: 1.0)) == [("empty-group", outcome)]
+
+
+@pytest.mark.parametrize(("maximum", "outcome"), [(0.01, "refused"), ("auto", "mended"), ([0.1, 0.01], None)], ids=str)
+def test_rates_of_groups_beside_the_jsons_scheduler(net: torch.nn.Module, maximum: Any, outcome: str | None) -> None:
+    config = {"optimizer": AUTO, "scheduler": {"type": "WarmupLR", "params": {**WARMUP["params"]}}}
+    config["scheduler"]["params"]["warmup_max_lr"] = maximum
+    optimizer = DummyOptim([{"params": [net.weight], "lr": 0.1}, {"params": [net.bias]}], lr=0.01, weight_decay=0)
+    found = _found(config, optimizer, DummyScheduler(optimizer))
+    assert found == ([("rates-erased", outcome)] if outcome else [])
+
+
+def test_a_clock_for_a_scheduler_of_the_json(net: torch.nn.Module) -> None:
+    config = {"scheduler": WARMUP, "ds_reshard": {"accelerate": {"clock": "accelerate"}}}
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    assert ("json-scheduler-clock", "refused") in _found(config, optimizer, DummyScheduler(optimizer))
+
+
+@pytest.mark.parametrize("section", [5, {"clok": "engine"}, {"clock": "sun"}, {"clock": 1}], ids=str)
+def test_a_clock_that_is_none_is_an_error(section: Any) -> None:
+    with pytest.raises(ds_reshard.ConfigError, match=r"ds_reshard\.accelerate(.|\n)*To mend: write"):
+        ds_reshard.diagnose({"scheduler": WARMUP, "ds_reshard": {"accelerate": section}})
+
+
+def test_where_the_patches_do_not_fit_a_clock_is_an_error() -> None:
+    """It would be dropped; without one accelerate's own method runs."""
+
+    def accelerator(config: dict[str, Any]) -> SimpleNamespace:
+        return SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=config)))
+
+    method = _refuse_clock(lambda self, *args: args)
+    with pytest.raises(ds_reshard.HookError, match=f"accelerate=={HOOKS.tested[-1]}"):
+        method(accelerator({"ds_reshard": {"accelerate": {"clock": "engine"}}}), 1)
+    assert method(accelerator({}), 1) == (1,)
+
+
+def test_a_scheduler_that_cycles_momentum_needs_the_jsons_optimizer(net: torch.nn.Module) -> None:
+    """A placeholder has betas where no JSON says otherwise."""
+    OneCycleLR(DummyOptim(net.parameters(), lr=0.1), max_lr=0.2, total_steps=9)
