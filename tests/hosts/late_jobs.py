@@ -101,6 +101,16 @@ def deepspeed_config(late: Late) -> dict[str, Any]:
     return {**config, **late.config}
 
 
+def _let_old_releases_run() -> None:
+    """accelerate 1.0 has transformers keep a config for its models, and transformers 5 refuses that below 1.1."""
+    import accelerate
+    import transformers.integrations.deepspeed as integration
+    from packaging.version import Version
+
+    if Version(accelerate.__version__) < Version("1.1"):
+        integration.HfDeepSpeedConfig.__init__ = lambda self, config: None
+
+
 def new_accelerator(config: dict[str, Any], backend: bool = True, **kwargs: Any) -> Any:
     """An accelerator of this world with this JSON, whatever the process had before."""
     from accelerate import Accelerator
@@ -111,6 +121,7 @@ def new_accelerator(config: dict[str, Any], backend: bool = True, **kwargs: Any)
     gc.collect()
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
+    _let_old_releases_run()
     plugin = DeepSpeedPlugin(hf_ds_config=config)  # cpu=True would leave DeepSpeed out; no backend, one process
     handlers = [InitProcessGroupKwargs(backend="gloo")] if backend else []
     return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers, **kwargs)

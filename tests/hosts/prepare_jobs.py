@@ -235,3 +235,33 @@ def explicit(kind: str, clock: str | None = None, said: str | None = None) -> di
     finally:
         logging.getLogger("ds_reshard").removeHandler(lines)
         logging.getLogger("ds_reshard").setLevel(logging.NOTSET)
+
+
+def again() -> dict[str, Any]:
+    """What accelerate has prepared is handed to it again, alone; then a placeholder that was prepared."""
+    from accelerate.utils import DummyOptim
+
+    import ds_reshard
+
+    config = {
+        "train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1},
+        "optimizer": {**ADAMW, "params": dict(ADAMW["params"])},
+    }  # fmt: skip
+    with ds_reshard.install("accelerate"):
+        accelerator, net = new_accelerator(config), new_net()
+        placeholder = DummyOptim(list(net.parameters()), lr=LR)
+        scheduler = make_scheduler("torch", placeholder, net)
+        placeholder.register_step_post_hook(lambda *_: called.append(1))
+        called: list[int] = []
+        prepared = accelerator.prepare(net, placeholder, scheduler)
+        _train(accelerator, list(prepared), 2, True)
+        placeholder.step()
+        placeholder.zero_grad()
+        told = {"called": bool(called), "state": len(placeholder.state_dict()["param_groups"])}
+        told["same"] = accelerator.prepare(prepared[2]) is prepared[2]
+        for use in (lambda: placeholder.add_param_group({"params": []}), lambda: accelerator.prepare(net, placeholder)):
+            try:
+                use()
+            except ds_reshard.PrepareError as error:
+                told.setdefault("refused", []).append(str(error).splitlines()[1].strip().split(":")[0])
+    return told

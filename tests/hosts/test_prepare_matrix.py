@@ -250,3 +250,11 @@ def test_an_accelerator_that_believes_it_is_alone_is_refused(worlds: Any) -> Non
     """Without a backend, accelerate on a host of CPUs counts one process on every rank."""
     for told in worlds[2].run("prepare_jobs.row", optimizer="real", scheduler="none", hooks=True, backend=False):
         assert told["raised"] == REFUSED and 'InitProcessGroupKwargs(backend="gloo")' in told["text"]
+
+
+def test_after_prepare(worlds: Any) -> None:
+    """Old handles are harmless and show what is real, their hooks are called; nothing is prepared twice."""
+    assert worlds[2].run("prepare_jobs.again")[0] == {
+        "called": True, "state": 1, "same": True,
+        "refused": ["DummyOptim.add_param_group", "DummyOptim"],
+    }  # fmt: skip

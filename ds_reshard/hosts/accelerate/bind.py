@@ -103,7 +103,9 @@ def _note_steps(optimizer: Optimizer) -> None:
     """
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return
-    reference, function = weakref.ref(optimizer), optimizer.step.__func__  # type: ignore[attr-defined]
+    reference, function = weakref.ref(optimizer), getattr(optimizer.step, "__func__", None)
+    if function is None:  # another library's, in place of the method
+        return
 
     @functools.wraps(function)
     def step(*args: object, **kwargs: object) -> object:

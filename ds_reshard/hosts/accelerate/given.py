@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ds_reshard.resume.schedulers import PLATEAU, kind_of
-
 NONE, DUMMY, REAL, CALLABLE, TORCH = "none", "dummy", "real", "callable", "torch"
 DEFAULT_LR, DEFAULT_WEIGHT_DECAY = 1e-3, 0
 _DEEPSPEED = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
@@ -41,10 +39,8 @@ class GivenScheduler:
     kind: str = NONE
     thing: object = None
     over: object = None
-    plateau: bool = False
     warmup: object = None
     total: object = None
-    prepared: bool = False
 
 
 def given_optimizer(thing: object) -> GivenOptimizer:
@@ -78,11 +74,7 @@ def given_scheduler(thing: object) -> GivenScheduler:
             kind=CALLABLE if made is not None else DUMMY, thing=thing, over=over,
             warmup=thing.warmup_num_steps, total=thing.total_num_steps,  # type: ignore[attr-defined]
         )  # fmt: skip
-    inner = getattr(thing, "scheduler", thing)
-    return GivenScheduler(
-        kind=TORCH, thing=thing, over=over, plateau=kind_of(inner) == PLATEAU,
-        prepared=_is(thing, "AcceleratedScheduler"),
-    )  # fmt: skip
+    return GivenScheduler(kind=TORCH, thing=thing, over=over)
 
 
 def is_optimizer(thing: object) -> bool:
@@ -90,9 +82,9 @@ def is_optimizer(thing: object) -> bool:
 
 
 def is_scheduler(thing: object) -> bool:
-    """What `_prepare_deepspeed` takes for one, and what accelerate has made of one."""
+    """What `_prepare_deepspeed` takes for one: not what accelerate has made of one before."""
     return (
-        any(_is(thing, name) for name in ("DummyScheduler", "AcceleratedScheduler", *_DEEPSPEED))
+        any(_is(thing, name) for name in ("DummyScheduler", *_DEEPSPEED))
         or _is(thing, "LRScheduler", module="torch.optim")
         or _is(thing, "_LRScheduler", module="torch.optim")
     )

@@ -60,7 +60,7 @@ class Asked:
     @property
     def takes_scheduler(self) -> bool:
         """Whether the scheduler is attached here, and not by accelerate."""
-        if self.scheduler.kind == TORCH and not self.scheduler.prepared:
+        if self.scheduler.kind == TORCH:
             return self.optimizer.kind == DUMMY or self.clock is not None
         return self.scheduler.kind == CALLABLE
 
@@ -73,16 +73,17 @@ def prepare_deepspeed(accelerator: Accelerator, original: Original, args: tuple[
     """Prepare as accelerate does, with the scheduler that was given driving the optimizer that DeepSpeed makes.
 
     Collective: every rank calls it with the same arguments, and every rank raises the same PrepareError, before the
-    engine is built. Without optimizer and scheduler accelerate's own method runs.
+    engine is built. Without optimizer and scheduler, or with what is prepared already, accelerate's own method runs.
     """
     optimizers, schedulers = [x for x in args if is_optimizer(x)], [x for x in args if is_scheduler(x)]
-    if not optimizers and not schedulers:
+    model: Module | None = next(filter(_is_module, args), None)  # type: ignore[assignment]
+    fresh = any(not given_optimizer(optimizer).prepared for optimizer in optimizers)
+    if not schedulers and not (fresh or (model is not None and optimizers)):
         return original(*args)
     plugin = accelerator.state.deepspeed_plugin
     json.restore(plugin)
     config = plugin.deepspeed_config
-    model: Module | None = next(filter(_is_module, args), None)  # type: ignore[assignment]
-    findings = [*apart(model=model is not None, optimizer=bool(optimizers), scheduler=bool(schedulers))]
+    findings = [*apart(model=model is not None, optimizer=fresh, scheduler=bool(schedulers))]
     if not findings:
         findings += diagnose(config, optimizers, schedulers)
         findings += _of_another_model(model, optimizers)
@@ -113,14 +114,14 @@ def _prepared(accelerator: Accelerator, original: Original, asked: Asked) -> tup
     if late is not None:
         carry(late, real, scheduled=asked.scheduler.over is late and asked.scheduler.kind == TORCH)
         late.bind(real)
-    if asked.scheduler.kind == TORCH and not asked.scheduler.prepared:
+    if asked.scheduler.kind == TORCH:
         drop_groups(given, kept, len(sizes))
         adopt(given, real)
     if asked.takes_scheduler:
         made = given if asked.scheduler.kind == TORCH else given.lr_scheduler_callable(real)  # type: ignore[attr-defined]
         wrapper = _attach(accelerator, engine, made, asked.clock or ENGINE)
         result = [wrapper if thing is given else prepared for thing, prepared in zip(asked.args, result, strict=True)]
-    elif asked.scheduler.kind != NONE and not asked.scheduler.prepared:
+    elif asked.scheduler.kind != NONE:
         _track_own(accelerator, engine)
     return tuple(result)
 

@@ -99,7 +99,7 @@ def _order(optimizer: GivenOptimizer, scheduler: GivenScheduler) -> Iterator[Fin
             "a scheduler was built on it and is not in this prepare: the script alone steps it, and save_state leaves "
             "it out", f"prepare it, too: {_TOGETHER}",
         )  # fmt: skip
-    if scheduler.over is not None and scheduler.over is not _inner(optimizer) and not scheduler.prepared:
+    if scheduler.over is not None and scheduler.over is not _inner(optimizer):
         yield refused(
             "foreign-scheduler", "scheduler",
             "is built on an optimizer that is not in this prepare: it moves the rates of an optimizer that nothing "
@@ -159,7 +159,7 @@ def _schedulers_meet(
             "accelerate hands it on beside a DummyOptim alone, and drops it here: the rate stays constant",
             "DummyOptim in place of the optimizer, or the scheduler itself in place of DummyScheduler",
         )  # fmt: skip
-    elif kind == TORCH and optimizer.kind == DUMMY and not scheduler.prepared:
+    elif kind == TORCH and optimizer.kind == DUMMY:
         yield mended(
             "scheduler-on-placeholder", "scheduler",
             "is built on a DummyOptim: accelerate takes none but a DummyScheduler beside it",

@@ -196,7 +196,7 @@ def _default(optimizer: GivenOptimizer) -> object:
 
 def _empty_groups(optimizer: GivenOptimizer, scheduler: GivenScheduler) -> list[Finding]:
     empty = [number for number, size in enumerate(optimizer.sizes) if size == 0]
-    if not empty or scheduler.kind != TORCH or scheduler.prepared:
+    if not empty or scheduler.kind != TORCH:
         return []
     what = (
         f"param group {', '.join(map(str, empty))} has no parameter: DeepSpeed takes it out, and the scheduler "
