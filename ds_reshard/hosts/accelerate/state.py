@@ -93,7 +93,7 @@ def _translated(
         _place(mine, position)
         logger.warning("the schedule was saved on another clock: it goes on at position %d of this run's", position)
     elif mine.clock == ACCELERATE:
-        # The policy has taken hold of it, and waits for the state that says how far the schedule had run.
+        # Of a state that a scheduler is given, the policy takes the position; the hooks of DeepSpeed apply it.
         mine.scheduler.load_state_dict({"last_epoch": position})  # type: ignore[attr-defined]
     return result
 
