@@ -62,19 +62,10 @@ class Warmup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WarmupDecay:
+class WarmupDecay(Warmup):
     """`WarmupDecayLR`: as `WarmupLR` while b < W, then g = max(0, (T - b) / max(1, T - W)) with T the total steps."""
 
-    min_lr: float
-    max_lr: float
-    warmup_steps: int
     total_steps: float
-    kind: str = "log"
-
-    def rate(self, position: int) -> float:
-        if position == 0:
-            return self.min_lr
-        return self.min_lr + ((self.max_lr - self.min_lr) * self._factor(position - 1))
 
     def _factor(self, b: int) -> float:
         warmup = max(2, self.warmup_steps)

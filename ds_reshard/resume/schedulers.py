@@ -119,6 +119,14 @@ def _is_code(value: object) -> bool:
     return callable(value)
 
 
+def innermost(wrapper: object) -> object:
+    """The torch optimizer below any number of wrappers, which all call what they wrap `optimizer`."""
+    inner = getattr(wrapper, "optimizer", None)
+    while inner is not None and inner is not wrapper:
+        wrapper, inner = inner, getattr(inner, "optimizer", None)
+    return wrapper
+
+
 class Beginning:
     """A scheduler as it was when its run began, to be put at any position of its own schedule.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ds_reshard.resume.schedulers import innermost
+
 NONE, DUMMY, REAL, CALLABLE, TORCH = "none", "dummy", "real", "callable", "torch"
 DEFAULT_LR, DEFAULT_WEIGHT_DECAY = 1e-3, 0
 _DEEPSPEED = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
@@ -88,13 +90,6 @@ def is_scheduler(thing: object) -> bool:
         or _is(thing, "LRScheduler", module="torch.optim")
         or _is(thing, "_LRScheduler", module="torch.optim")
     )
-
-
-def innermost(optimizer: object) -> object:
-    """The torch optimizer below any number of wrappers, which all call what they wrap `optimizer`."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def parts(scheduler: object) -> Iterator[object]:

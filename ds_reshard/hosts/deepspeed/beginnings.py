@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from ds_reshard.resume.schedulers import Beginning
+from ds_reshard.resume.schedulers import Beginning, innermost
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -40,11 +40,3 @@ def owns(engine: DeepSpeedEngine, scheduler: object) -> bool:
 
 def _with_parts(scheduler: object) -> list[object]:
     return [scheduler, *(part for inner in getattr(scheduler, "_schedulers", ()) for part in _with_parts(inner))]
-
-
-def innermost(wrapper: object) -> object:
-    """The torch optimizer below any number of wrappers, which all call what they wrap `optimizer`."""
-    inner = getattr(wrapper, "optimizer", None)
-    while inner is not None and inner is not wrapper:
-        wrapper, inner = inner, getattr(inner, "optimizer", None)
-    return wrapper

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ds_reshard.hosts.deepspeed.beginnings import beginning_of, innermost
+from ds_reshard.hosts.deepspeed.beginnings import beginning_of
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.saved import Saved
 from ds_reshard.resume import described, schedulers
 from ds_reshard.resume.policy import ResumePolicy
-from ds_reshard.resume.schedulers import DEEPSPEED, UNKNOWN, Beginning, set_groups
+from ds_reshard.resume.schedulers import DEEPSPEED, UNKNOWN, Beginning, innermost, set_groups
 
 if TYPE_CHECKING:
     from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
