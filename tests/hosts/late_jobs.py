@@ -9,6 +9,7 @@ import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import jobs
@@ -30,11 +31,18 @@ def _hf(name: str, **kwargs: Any) -> Callable[[Any], Any]:
     return make
 
 
+def _advanced(scheduler: Any) -> Any:
+    for _ in range(3):
+        scheduler.step()
+    return scheduler
+
+
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda o: lrs.LambdaLR(o, lambda s: 1 / (1 + 0.1 * s)),
     "lambdas": lambda o: lrs.LambdaLR(
         o, [lambda s: 1 / (1 + 0.1 * s), *[lambda s: 3.0] * (len(o.param_groups) - 2), lambda s: 0.9**s]
     ),
+    "advanced": lambda o: _advanced(lrs.StepLR(o, 2, 0.5)),
     "StepLR": lambda o: lrs.StepLR(o, 2, 0.5),
     "CosineAnnealingLR": lambda o: lrs.CosineAnnealingLR(o, 9, eta_min=1e-4),
     "OneCycleLR": lambda o: lrs.OneCycleLR(o, max_lr=[0.02, 0.001], total_steps=40),
@@ -234,28 +242,42 @@ def whole(late: Late, folder: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def save_only(late: Late, folder: str, hooks: bool = True, micro_steps: int = 0) -> None:
+def save_only(late: Late, folder: str, hooks: bool = True, micro_steps: int = 0, registered: bool = False) -> None:
     """Train and save; `micro_steps` is what accelerate counts in the end, where it is to be odd."""
     import ds_reshard
 
     with ds_reshard.install("accelerate"):
         run = prepared(late)
+    if registered:
+        run[0].register_for_checkpointing(run[3])
     with ds_reshard.install("accelerate") if hooks else nullcontext():
         train(run, late, 0, STEPS)
         run[0].step = micro_steps or run[0].step
         run[0].save_state(folder)
 
 
-def resume(late: Late, folder: str, policy: dict[str, Any] | None = None, scale: float = 1.0) -> dict[str, Any]:
-    """Load what another world or clock has saved and go on; the rates, and whether each micro-batch ended an update."""
+def resume(
+    late: Late,
+    folder: str,
+    policy: dict[str, Any] | None = None,
+    scale: float = 1.0,
+    registered: bool = False,
+    hooks: bool = True,
+) -> dict[str, Any]:
+    """Load what another world or clock has saved and go on; the rates, and whether each micro-batch ended an update.
+
+    `registered` has the scheduler saved twice; `hooks` are those of DeepSpeed.
+    """
     import ds_reshard
 
     if policy:
         section = {"resume": policy, **({"accelerate": {"clock": late.clock}} if late.clock else {})}
         late = late.but(config={"ds_reshard": section})
-    with ds_reshard.install("accelerate"), ds_reshard.install("deepspeed"):
+    with ds_reshard.install("accelerate"), ds_reshard.install("deepspeed") if hooks else nullcontext():
         try:
             run = prepared(late, seed=99, lr=LR * scale)
+            if registered:
+                run[0].register_for_checkpointing(run[3])
             run[0].load_state(folder)
         except ds_reshard.ReshardError as error:
             return {"raised": type(error).__name__, "text": str(error)}
@@ -268,6 +290,30 @@ def resume(late: Late, folder: str, policy: dict[str, Any] | None = None, scale:
         run[0].step = step
         rates = train(run, late, STEPS, 3)
     return {"raised": None, "rates": rates, "step": step, "ends": ends, "moments": float(sum(moments))}
+
+
+def begun_anew(late: Late, first: str, second: str, policy: dict[str, Any]) -> None:
+    """A run that begins the schedule of `first` anew, trains two updates, and saves as `second`."""
+    import ds_reshard
+
+    section = {"resume": policy, "accelerate": {"clock": late.clock}}
+    with ds_reshard.install("accelerate"), ds_reshard.install("deepspeed"):
+        run = prepared(late.but(config={"ds_reshard": section}))
+        run[0].load_state(first)
+        train(run, late, STEPS, 2)
+        run[0].save_state(second)
+
+
+def by_script(late: Late) -> list[list[float]]:
+    """A script that steps its scheduler after the second update, and then no more."""
+    import ds_reshard
+
+    with ds_reshard.install("accelerate"):
+        run = prepared(late, step_scheduler_with_optimizer=False)
+        unstepped = [*run[:3], SimpleNamespace(step=lambda: None)]
+        rates = train(unstepped, late, 0, 2)
+        run[3].step()
+        return rates + train(unstepped, late, 2, 2)
 
 
 def by_number(late: Late, folder: str, clock: str) -> list[list[float]]:

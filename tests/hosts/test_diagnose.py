@@ -68,6 +68,34 @@ def test_a_metric_that_is_none(net: torch.nn.Module) -> None:
     assert _found({}, optimizer, ReduceLROnPlateau(optimizer)) == []
 
 
+def test_a_placeholder_that_was_made_before_the_accelerator(net: torch.nn.Module) -> None:
+    """A scheduler goes by its rates and cycles its betas, whatever else is found, and whether it is prepared or not."""
+    fixed = {"optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "betas": [0.9, 0.95]}}}
+    early = ("early-placeholder", "refused")
+    forwarded = DummyOptim(net.parameters(), eps=1e-6)
+    assert _found(fixed, forwarded, LambdaLR(forwarded, float)) == [
+        ("scheduler-on-placeholder", "mended"), ("not-forwarded", "mended"), early,
+    ]  # fmt: skip
+    left_out = DummyOptim(net.parameters())
+    LambdaLR(left_out, float)
+    assert _found(fixed, left_out) == [("scheduler-left-out", "told"), early]
+    cycled = DummyOptim(net.parameters(), lr=5e-4)
+    scheduler = OneCycleLR(cycled, max_lr=0.2, total_steps=10)
+    assert _found(fixed, cycled, scheduler) == [("scheduler-on-placeholder", "mended"), early]
+    assert early not in _found(
+        {"optimizer": {**AUTO, "params": {"lr": 5e-4, "betas": [0.9, 0.999]}}}, cycled, scheduler
+    )
+
+
+def test_a_rate_that_is_written_into_the_groups_is_not_the_scheduler_of_the_jsons(net: torch.nn.Module) -> None:
+    config = {"optimizer": AUTO, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
+    optimizer = DummyOptim(net.parameters(), lr=0.1, weight_decay=0.0)
+    assert _found(config, optimizer, DummyScheduler(optimizer)) == []
+    optimizer.param_groups[0]["lr"] = 0.01
+    assert _found({"optimizer": AUTO}, optimizer) == []
+    assert _found(config, optimizer, DummyScheduler(optimizer)) == [("rate-written", "refused")]
+
+
 def test_a_scheduler_that_is_left_out_is_told(net: torch.nn.Module) -> None:
     optimizer = DummyOptim(net.parameters(), lr=0.1, weight_decay=0.0)
     scheduler = LambdaLR(optimizer, lambda step: 0.5)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from late_jobs import SCHEDULERS, STEPS, Late
+from late_jobs import LR, SCHEDULERS, STEPS, Late
 
 pytestmark = pytest.mark.distributed
 
-NAMES = [name for name in SCHEDULERS if name != "lambdas"]
+NAMES = [name for name in SCHEDULERS if name not in ("lambdas", "advanced")]
 
 
 def _row(scheduler: int, stage: int) -> tuple[Late, int]:
@@ -51,6 +51,17 @@ def test_on_the_clock_of_accelerate(worlds: Any, tmp_path: Path, late: Late) -> 
 def test_a_group_without_parameters_keeps_each_function_with_its_group(worlds: Any, tmp_path: Path) -> None:
     """DeepSpeed takes the empty group out; the last function stays that of the last group."""
     late = Late(scheduler="lambdas", groups=3)
+    _check(worlds[2].run("late_jobs.whole", late=late, folder=str(tmp_path)), late)
+
+
+def test_a_script_that_steps_the_schedule_by_itself(worlds: Any) -> None:
+    """`step_scheduler_with_optimizer=False`: neither the engine nor the number of processes steps it."""
+    rates = worlds[2].run("late_jobs.by_script", late=Late())[0]
+    assert [rate for rate, _ in rates] == pytest.approx([LR, LR, LR / 1.1, LR / 1.1])
+
+
+def test_what_had_taken_steps_before_prepare_goes_on_from_there(worlds: Any, tmp_path: Path) -> None:
+    late = Late(scheduler="advanced")
     _check(worlds[2].run("late_jobs.whole", late=late, folder=str(tmp_path)), late)
 
 

@@ -223,9 +223,11 @@ def test_a_second_prepare_has_its_own_rate(worlds: Any) -> None:
     assert worlds[2].run("prepare_jobs.twice", hooks=False)[0] == [1e-3, 1e-3]
 
 
-def test_a_callable_that_makes_a_plateau_scheduler_gets_the_metric(worlds: Any) -> None:
+@pytest.mark.parametrize(("kind", "last"), [("plateau callable", 0.5), ("own metric callable", 3.0)])
+def test_a_callable_that_makes_a_scheduler_of_a_metric_gets_the_metric(worlds: Any, kind: str, last: float) -> None:
     """Not the batch size: the script steps it, once an update."""
-    assert worlds[2].run("prepare_jobs.plateau")[0] == {"rates": [LR, LR / 2, LR / 2, LR / 4], "metric": 0.5}
+    told = worlds[2].run("prepare_jobs.plateau", kind=kind)[0]
+    assert told == {"rates": [LR, LR / 2, LR / 2, LR / 4], "metric": last}
 
 
 @pytest.mark.parametrize(("clock", "expected"), [(None, HALVES), ("engine", FALLING), ("accelerate", HALVES)])

@@ -18,7 +18,8 @@ class GivenOptimizer:
 
     `arguments` are those of a `DummyOptim` that the user gave; `groups` what each param group says itself, `begun` its
     values before any scheduler (empty where there are no groups yet), `sizes` how many parameters it has, None for
-    a generator that must not be consumed here. `scheduled` says that a scheduler was built on a `DummyOptim`.
+    a generator that must not be consumed here. `scheduled` says that a scheduler was built on a `DummyOptim`, `written`
+    what it and the script have changed in each param group since.
     """
 
     kind: str = NONE
@@ -29,6 +30,7 @@ class GivenOptimizer:
     sizes: tuple[int | None, ...] = ()
     prepared: bool = False
     scheduled: bool = False
+    written: tuple[Mapping[str, object], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +61,15 @@ def given_optimizer(thing: object) -> GivenOptimizer:
     in_groups = bool(listed) and isinstance(listed[0], Mapping)
     groups = tuple(_without_params(group) for group in listed) if in_groups else ({},)  # type: ignore[arg-type]
     sizes = tuple(_size(group["params"]) for group in listed) if in_groups else (_size(params),)  # type: ignore[index]
+    begun: tuple[Mapping[str, object], ...] = tuple(getattr(thing, "begun_with", ()))
+    live: Sequence[Mapping[str, object]] = getattr(thing, "own_groups", ())
     return GivenOptimizer(
-        kind=DUMMY, thing=thing, arguments=_arguments(thing), groups=groups, sizes=sizes,
-        begun=(begun := tuple(getattr(thing, "begun_with", ()))), prepared=getattr(thing, "real", None) is not None,
-        scheduled=bool(begun) and any("initial_lr" in g for g in getattr(thing, "own_groups", ())),
+        kind=DUMMY, thing=thing, arguments=_arguments(thing), groups=groups, sizes=sizes, begun=begun,
+        prepared=getattr(thing, "real", None) is not None, scheduled=any("initial_lr" in group for group in live),
+        written=tuple(
+            {name: group[name] for name, value in began.items() if name in group and bool(group[name] != value)}
+            for group, began in zip(live, begun, strict=True)
+        ),
     )  # fmt: skip
 
 

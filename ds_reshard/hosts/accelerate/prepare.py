@@ -7,6 +7,7 @@ function, and not a scheduler that is there; `Accelerator.prepare` is passed by 
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,6 @@ from ds_reshard.hosts.accelerate.rules import apart, diagnose
 from ds_reshard.hosts.accelerate.tracked import track
 from ds_reshard.hosts.accelerate.values import optimizer_values, scheduler_values
 from ds_reshard.resume.clock import ACCELERATE, ENGINE, clock_in
-from ds_reshard.resume.schedulers import PLATEAU, kind_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -91,9 +91,11 @@ def prepare_deepspeed(accelerator: Accelerator, original: Original, args: tuple[
     _raise_together(finding.fault() for finding in findings if finding.outcome == REFUSED)
     for finding in findings if accelerator.is_main_process else ():
         logger.info("accelerate: %s: %s", finding.outcome, finding)
+    scheduler = given_scheduler(schedulers[0] if schedulers else None)
+    by_script = scheduler.kind == TORCH and not accelerator.step_scheduler_with_optimizer
     asked = Asked(
-        args=args, model=model, optimizer=given_optimizer(optimizers[0] if optimizers else None),
-        scheduler=given_scheduler(schedulers[0] if schedulers else None), clock=clock_in(config),
+        args=args, model=model, optimizer=given_optimizer(optimizers[0] if optimizers else None), scheduler=scheduler,
+        clock=clock_in(config) or (ACCELERATE if by_script else None),
     )  # fmt: skip
     before = json.values(config)
     json.fill(config, optimizer_values(config, asked.optimizer, asked.scheduler)[1])
@@ -141,8 +143,8 @@ def _attach(accelerator: Accelerator, engine: DeepSpeedEngine, scheduler: object
     from accelerate.scheduler import AcceleratedScheduler
     from accelerate.utils import DeepSpeedSchedulerWrapper
 
-    optimizer, plateau = accelerator._optimizers[-1], kind_of(scheduler) == PLATEAU
-    if clock == ENGINE and not plateau:
+    optimizer, by_script = accelerator._optimizers[-1], _wants_metric(scheduler)
+    if clock == ENGINE and not by_script:
         engine.lr_scheduler = scheduler
         wrapper = DeepSpeedSchedulerWrapper(scheduler, optimizer)
     else:
@@ -151,15 +153,24 @@ def _attach(accelerator: Accelerator, engine: DeepSpeedEngine, scheduler: object
             split_batches=accelerator.split_batches or clock == ENGINE,
         )  # fmt: skip
     accelerator._schedulers.append(wrapper)
-    track(accelerator, wrapper, clock=ACCELERATE if plateau else clock, by_script=plateau)
+    track(accelerator, wrapper, clock=ACCELERATE if by_script else clock, by_script=by_script)
     return wrapper
+
+
+def _wants_metric(scheduler: object) -> bool:
+    """Whether `step` takes what an engine does not have: DeepSpeed feeds it the batch size, of any class.
+
+    `_take_model_step` in deepspeed/runtime/engine.py, 0.19.8.
+    """
+    parameters = inspect.signature(scheduler.step).parameters.values()  # type: ignore[attr-defined]
+    return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
 def _track_own(accelerator: Accelerator, engine: DeepSpeedEngine) -> None:
     """A scheduler that accelerate has attached as it always does."""
     wrapper = accelerator._schedulers[-1]
     clock = ENGINE if engine.lr_scheduler is wrapper.scheduler else ACCELERATE
-    track(accelerator, wrapper, clock=clock, by_script=kind_of(wrapper.scheduler) == PLATEAU)
+    track(accelerator, wrapper, clock=clock, by_script=_wants_metric(wrapper.scheduler))
 
 
 def _of_another_model(model: Module | None, optimizers: Sequence[object]) -> Iterable[Finding]:

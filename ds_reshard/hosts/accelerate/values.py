@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ds_reshard.hosts.accelerate.finding import Fill, Finding, mended, refused, told
+from ds_reshard.hosts.accelerate.finding import REFUSED, Fill, Finding, mended, refused, told
 from ds_reshard.hosts.accelerate.given import (
     DEFAULT_LR,
     DEFAULT_WEIGHT_DECAY,
@@ -62,7 +62,8 @@ def optimizer_values(config: Mapping[str, object], optimizer: GivenOptimizer, sc
     for name, value in params.items():
         if value == AUTO and name not in optimizer.arguments:
             found += _unfilled(name, optimizer)
-    if not found and scheduler.kind == TORCH and optimizer.begun:
+    scheduled = scheduler.kind == TORCH or optimizer.scheduled
+    if scheduled and optimizer.begun and not any(finding.outcome == REFUSED for finding in found):
         found += _early(params, optimizer)
     return found, fills
 
@@ -100,13 +101,19 @@ def _early(params: Mapping[str, object], optimizer: GivenOptimizer) -> list[Find
     """A scheduler on a placeholder that was made before the JSON was known, and so with other rates."""
     wanted = rates(params, optimizer)
     began = [group["lr"] for group in optimizer.begun]
-    if all(same(one, other) for one, other in zip(began, wanted, strict=True)):
-        return []
-    what = (
-        f"was made before the Accelerator, so that the scheduler on it goes by the rates {began}, not by the "
-        f"DeepSpeed JSON's {wanted}"
-    )
-    return [refused("early-placeholder", "DummyOptim", what, "make the Accelerator first, or say DummyOptim(lr=...)")]
+    if not all(same(one, other) for one, other in zip(began, wanted, strict=True)):
+        what = (
+            f"was made before the Accelerator, so that the scheduler on it goes by the rates {began}, not by the "
+            f"DeepSpeed JSON's {wanted}"
+        )
+        mend = "make the Accelerator first, or say DummyOptim(lr=...)"
+        return [refused("early-placeholder", "DummyOptim", what, mend)]
+    said = params.get("betas", AUTO)
+    for now in (group["betas"] for group in optimizer.written if "betas" in group):
+        if "betas" not in optimizer.arguments and said != AUTO and not same(now[1:], said[1:]):  # type: ignore[index]
+            what = f"was made before the Accelerator: its scheduler cycles the betas {now}, not the JSON's {said}"
+            return [refused("early-placeholder", "DummyOptim", what, "make the Accelerator first")]
+    return []
 
 
 def rates(params: Mapping[str, object], optimizer: GivenOptimizer) -> list[object]:
@@ -131,6 +138,9 @@ def scheduler_values(config: Mapping[str, object], optimizer: GivenOptimizer, sc
         what = "0 is refused by DeepSpeed since 0.19.6, and was 2 before: two updates at the lowest rate"
         mend = 'remove "scheduler" from the JSON, and pass a scheduler without warm-up; or write 2'
         found.append(refused("warmup-zero", "scheduler.params.warmup_num_steps", what, mend))
+    if any("lr" in group for group in optimizer.written) and not optimizer.scheduled:
+        what = "its lr was changed in param_groups, and the JSON's scheduler goes by the lr that it was made with"
+        found.append(refused("rate-written", "DummyOptim", what, "DummyOptim([{'params': ..., 'lr': ...}])"))
     found += _autos(params, optimizer, scheduler)
     more, fills = _rates(kind, params, params_of(config, "optimizer"), optimizer)
     return found + more, fills
