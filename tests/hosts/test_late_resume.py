@@ -94,6 +94,57 @@ def test_a_schedule_as_it_was_saved_is_refused_on_another_clock(
         assert rank["raised"] == "UnsupportedLayout" and f'{{"clock": "{saved}"}}' in rank["text"]
 
 
+@pytest.mark.parametrize("loaded", ["engine", "accelerate"])
+@pytest.mark.parametrize("policy", [None, {"scheduler": "override"}], ids=["host", "override"])
+def test_a_scheduler_that_is_registered_too_takes_no_state_of_another_clock(
+    worlds: Any, tmp_path: Path, loaded: str, policy: Any
+) -> None:
+    """accelerate gives it the other clock's position once more, after the engine has loaded."""
+    saved = "accelerate" if loaded == "engine" else "engine"
+    worlds[2].run("late_jobs.save_only", late=Late(clock=saved), folder=str(tmp_path), registered=True)
+    given = {"late": Late(clock=loaded), "folder": str(tmp_path), "registered": True}
+    told = worlds[2].run("late_jobs.resume", **given, policy=policy, scale=0.1)[0]
+    expected = wanted(Late(), _positions(saved, loaded, 2), scale=0.1)
+    assert told["rates"] == [pytest.approx(rates, rel=1e-12, abs=0) for rates in expected], told
+
+
+@pytest.mark.parametrize("loaded", ["engine", "accelerate"])
+def test_steps_before_prepare_are_refused_on_another_clock(worlds: Any, saves: Any, loaded: str) -> None:
+    """The number of updates does not tell where such a schedule stands."""
+    late, saved = Late(scheduler="advanced"), "accelerate" if loaded == "engine" else "engine"
+    for rank in worlds[2].run("late_jobs.resume", late=late.but(clock=loaded), folder=saves(late.but(clock=saved))):
+        assert rank["raised"] == "UnsupportedLayout" and "had taken steps before prepare" in rank["text"]
+
+
+@pytest.mark.parametrize("policy", [None, {"scheduler": "override"}], ids=["host", "override"])
+@pytest.mark.parametrize("loaded", ["engine", "accelerate"])
+@pytest.mark.parametrize("anew", [{"scheduler": "reset"}, {"optimizer": "skip"}], ids=str)
+def test_a_schedule_that_a_resume_has_begun_anew(
+    worlds: Any, saves: Any, tmp_path: Path, loaded: str, policy: Any, anew: dict[str, str]
+) -> None:
+    """It has taken two updates of the engine's seven, whichever clock goes on with it."""
+    saved = "accelerate" if loaded == "engine" else "engine"
+    first, second = saves(Late(clock=saved)), str(tmp_path)
+    worlds[2].run("late_jobs.begun_anew", late=Late(clock=saved), first=first, second=second, policy=anew)
+    told = worlds[2].run("late_jobs.resume", late=Late(clock=loaded), folder=second, policy=policy, scale=0.1)[0]
+    if policy and loaded == "engine":
+        assert told["raised"] == "UnsupportedLayout" and f"begun anew after {STEPS} updates" in told["text"]
+        return
+    positions = [2, 3, 4] if loaded == "engine" else [4, 6, 8]
+    expected = wanted(Late(), positions, scale=0.1)
+    assert told["rates"] == [pytest.approx(rates, rel=1e-12, abs=0) for rates in expected], told
+
+
+@pytest.mark.parametrize("policy", [{"scheduler": "override"}, {"optimizer": "skip"}], ids=str)
+@pytest.mark.parametrize("saved", ["engine", "accelerate"])
+def test_a_policy_without_the_hooks_that_apply_it_is_refused(
+    worlds: Any, saves: Any, saved: str, policy: dict[str, str]
+) -> None:
+    folder = saves(Late(clock=saved))
+    for rank in worlds[2].run("late_jobs.resume", late=Late(), folder=folder, policy=policy, hooks=False):
+        assert rank["raised"] == "HookError" and "import ds_reshard.auto" in rank["text"]
+
+
 def test_the_latest_of_the_folders_that_accelerate_names(worlds: Any, tmp_path: Path) -> None:
     """The second save, after four updates, is what `load_state()` takes."""
     told = worlds[2].run("late_jobs.by_number", late=Late(), folder=str(tmp_path), clock="accelerate")

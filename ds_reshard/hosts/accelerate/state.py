@@ -8,6 +8,7 @@ engine keeps. Rung 2: accelerate's `register_load_state_pre_hook` runs after the
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -15,9 +16,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard import hosts
+from ds_reshard.errors import Fault, HookError, raise_faults
 from ds_reshard.hosts.accelerate.ranks import everyone
-from ds_reshard.hosts.accelerate.tracked import Tracked, tracked
+from ds_reshard.hosts.accelerate.tracked import Tracked, began, tracked
 from ds_reshard.resume import asked, schedulers
 from ds_reshard.resume.clock import ACCELERATE, CLOCKS, ENGINE
 from ds_reshard.resume.policy import ResumePolicy, from_json
@@ -38,7 +40,10 @@ def save_state(accelerator: Accelerator, original: Callable[[], object]) -> obje
     location = original()
     mine = tracked(accelerator)
     if mine is not None and accelerator.is_main_process:
-        record = {"clock": mine.clock, "steps_per_update": mine.steps, "num_processes": accelerator.num_processes}
+        record = {
+            "clock": mine.clock, "steps_per_update": mine.steps, "num_processes": accelerator.num_processes,
+            "began": mine.began,
+        }  # fmt: skip
         path = os.path.join(os.fspath(location), RECORD)  # type: ignore[call-overload]
         with open(f"{path}.part", "w", encoding="utf-8") as file:
             json.dump(record, file)
@@ -55,14 +60,16 @@ def load_state(
     Collective. `original` takes what differs from the caller's arguments by name.
     """
     where = folder if folder is not None else _latest(accelerator)
-    mine = tracked(accelerator)
-    saved = everyone(_saved_clock(where))[0] if mine is not None and where is not None else None
+    mine, policy = tracked(accelerator), _policy(accelerator)
+    _insist(policy)
+    saved, since = everyone(_saved_clock(where))[0] if mine is not None and where is not None else (None, 0)
     if mine is None or saved is None or saved == mine.clock:
         result = original()
     else:
-        policy = _policy(accelerator)
-        _refuse(mine, saved, policy, where)
-        result = _translated(accelerator, original, mine, policy, given)
+        _refuse(mine, saved, since, policy, where)
+        result = _translated(accelerator, original, mine, since, policy, given)
+    if mine is not None:
+        began(accelerator, since if policy.keeps_position else _updates(accelerator))
     _agree_on_step(accelerator, where)
     return result
 
@@ -71,11 +78,13 @@ def _translated(
     accelerator: Accelerator,
     original: Callable[..., object],
     mine: Tracked,
+    since: int,
     policy: ResumePolicy,
     given: Mapping[str, object],
 ) -> object:
     """Load all but the schedule, and put it where the engine's number of updates says on the clock of this run."""
     by_host = policy.scheduler == "host"
+    original = functools.partial(_without_state, accelerator, mine, original)
     if mine.clock == ENGINE:
         result = original(load_lr_scheduler_states=False) if by_host else original()
         if given.get("load_lr_scheduler_states") is False:
@@ -86,9 +95,8 @@ def _translated(
             result = original()
         finally:
             accelerator._schedulers.append(mine.wrapper)
-    engine: DeepSpeedEngine = accelerator._models[-1]
     assert mine.steps is not None and mine.beginning is not None
-    position = (engine.global_steps - engine.skipped_steps) * mine.steps
+    position = (_updates(accelerator) - since) * mine.steps
     if by_host and policy.keeps_position:
         _place(mine, position)
         logger.warning("the schedule was saved on another clock: it goes on at position %d of this run's", position)
@@ -98,9 +106,42 @@ def _translated(
     return result
 
 
+def _updates(accelerator: Accelerator) -> int:
+    engine: DeepSpeedEngine = accelerator._models[-1]
+    return int(engine.global_steps - engine.skipped_steps)
+
+
+class _Unread:
+    """Stands for a scheduler that the script has registered, too: the state that was saved is of another clock."""
+
+    def load_state_dict(self, state: object) -> None:
+        pass
+
+
+def _without_state(accelerator: Accelerator, mine: Tracked, original: Callable[..., object], **given: object) -> object:
+    """Load, and give the schedule no state that `register_for_checkpointing` has had saved."""
+    registered = accelerator._custom_objects
+    theirs = (mine.scheduler, mine.wrapper)
+    accelerator._custom_objects = [_Unread() if any(one is own for own in theirs) else one for one in registered]
+    try:
+        return original(**given)
+    finally:
+        accelerator._custom_objects = registered
+
+
 def _policy(accelerator: Accelerator) -> ResumePolicy:
     section = accelerator.state.deepspeed_plugin.deepspeed_config.get("ds_reshard")
     return asked.asked_policy(from_json(section.get("resume", {}) if isinstance(section, Mapping) else {}))
+
+
+def _insist(policy: ResumePolicy) -> None:
+    """Raise where a policy is asked for that the hooks of DeepSpeed would apply, and they are not on."""
+    states = {status.state for status in hosts.installed() if status.host == "deepspeed"}
+    if not policy.is_default and not states & {"installed", "vendored"}:
+        raise HookError(
+            "a resume policy was asked for, and the hooks of DeepSpeed, which apply it, are not on: "
+            "write import ds_reshard.auto at the top of the script"
+        )
 
 
 def _place(mine: Tracked, position: int) -> None:
@@ -116,13 +157,17 @@ def _place(mine: Tracked, position: int) -> None:
     mine.beginning.place(mine.scheduler, position)
 
 
-def _refuse(mine: Tracked, saved: str, policy: ResumePolicy, where: str | None) -> None:
+def _refuse(mine: Tracked, saved: str, since: int, policy: ResumePolicy, where: str | None) -> None:
     """Raise where the schedule of one clock cannot be had on the other."""
     name = type(mine.scheduler).__name__
     if policy.scheduler in ("checkpoint", "strict"):
         why = f'scheduler "{policy.scheduler}" is asked for, which wants it as it was saved'
     elif mine.steps is None or mine.beginning is None or kind_of(mine.scheduler) == PLATEAU:
         why = f"{name} cannot be put at a position: its steps are the script's"
+    elif policy.keeps_position and mine.beginning.position:
+        why = f"{name} had taken steps before prepare, which no number of updates tells"
+    elif policy.keeps_position and policy.scheduler == "override" and since and mine.clock == ENGINE:
+        why = f"it was begun anew after {since} updates, of which the engine does not know"
     else:
         return
     fault = Fault(
@@ -134,19 +179,22 @@ def _refuse(mine: Tracked, saved: str, policy: ResumePolicy, where: str | None) 
     raise_faults([fault], subject=f"loading {where}")
 
 
-def _saved_clock(folder: str) -> str | None:
-    """What the record says; without one, the schedule lies in scheduler.bin on accelerate's clock alone."""
+def _saved_clock(folder: str) -> tuple[str | None, int]:
+    """The clock, and the updates before its schedule began, as the record says.
+
+    Without one, the schedule lies in scheduler.bin on accelerate's clock alone.
+    """
     try:
         names = os.listdir(folder)
         if RECORD in names:
             with open(os.path.join(folder, RECORD), encoding="utf-8") as file:
-                clock = json.load(file)["clock"]
-            return clock if clock in CLOCKS else None
+                record = json.load(file)
+            return record["clock"] if record["clock"] in CLOCKS else None, int(record.get("began", 0))
     except OSError:
-        return None  # accelerate says that it is not there
+        return None, 0  # accelerate says that it is not there
     except (ValueError, KeyError, TypeError):
         pass  # the files tell it as well
-    return ACCELERATE if _SCHEDULER in names else ENGINE
+    return (ACCELERATE if _SCHEDULER in names else ENGINE), 0
 
 
 def _latest(accelerator: Accelerator) -> str | None:

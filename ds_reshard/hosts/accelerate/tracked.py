@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ds_reshard.resume.clock import ENGINE
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class Tracked:
     """`steps` is how many steps the scheduler takes an update, None where the script alone decides.
 
-    `groups` are the param groups' values, and `beginning` the scheduler's, before the first update.
+    `groups` are the param groups' values, and `beginning` the scheduler's, before the first update. `began` is the
+    number of updates of the engine after which the schedule began, other than 0 where a resume has begun it anew.
     """
 
     scheduler: object
@@ -28,6 +29,7 @@ class Tracked:
     steps: int | None
     groups: tuple[Mapping[str, object], ...]
     beginning: Beginning | None
+    began: int = 0
 
 
 _TRACKED: weakref.WeakKeyDictionary[Accelerator, Tracked] = weakref.WeakKeyDictionary()
@@ -46,6 +48,11 @@ def track(accelerator: Accelerator, wrapper: object, *, clock: str, by_script: b
         ),
         beginning=Beginning(scheduler) if kind_of(scheduler) != UNKNOWN else None,
     )  # fmt: skip
+
+
+def began(accelerator: Accelerator, updates: int) -> None:
+    """Note after how many updates of the engine the schedule began."""
+    _TRACKED[accelerator] = replace(_TRACKED[accelerator], began=updates)
 
 
 def tracked(accelerator: Accelerator) -> Tracked | None:
