@@ -170,7 +170,7 @@ def broken(saves: Saves, run: Run, damage: Callable[[Path], None], into: Path) -
 
 def _paths() -> list[tuple[str, bool]]:
     """Each case under another layout; and under the same one, but for what is another layout by its nature."""
-    own = {"no scheduler state", "tensor-parallel files", "pipeline files", "expert files"}
+    own = {"tensor-parallel files", "pipeline files", "expert files"}
     return [(case, same) for case in STRUCTURAL for same in (False, True) if not (same and case in own)]
 
 

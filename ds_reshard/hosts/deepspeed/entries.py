@@ -78,22 +78,25 @@ def live_entries(
     saved = {key: value for key, value in model.entries.items() if key not in skipped}
     made = revived(saved, trusted=settings.trust, where=model.path)
     assert isinstance(made, dict)
-    wants_scheduler = request.scheduler and not request.module_only and engine.lr_scheduler is not None
-    if wants_scheduler and made.get("lr_scheduler") is None:
-        raise_faults(
-            [
-                Fault(
-                    error="ModelMismatch",
-                    where=model.path,
-                    what="holds no scheduler state",
-                    expected="the state of this run's scheduler",
-                    found="none",
-                    mend="pass load_lr_scheduler_states=False",
-                )
-            ],
-            subject=f"loading {model.path}",
-        )
+    raise_faults(scheduler_faults(engine, model, request), subject=f"loading {model.path}")
     return made
+
+
+def scheduler_faults(engine: DeepSpeedEngine, model: ModelStates, request: Request) -> list[Fault]:
+    """Whether this run's scheduler is to be given a state that the checkpoint does not have."""
+    wanted = request.scheduler and not request.module_only and engine.lr_scheduler is not None
+    if not wanted or model.entries.get("lr_scheduler") is not None:
+        return []
+    return [
+        Fault(
+            error="ModelMismatch",
+            where=model.path,
+            what="holds no scheduler state",
+            expected="the state of this run's scheduler",
+            found="none",
+            mend="pass load_lr_scheduler_states=False, or resume with --no-load-lr-state",
+        )
+    ]
 
 
 def extra_state(engine: DeepSpeedEngine, model: ModelStates, settings: Settings) -> dict[str, object]:

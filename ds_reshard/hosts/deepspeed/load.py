@@ -20,7 +20,7 @@ from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signature
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.hosts.deepspeed.agree import agree, attempt, broadcast, gather, raise_caused, rank
 from ds_reshard.hosts.deepspeed.compare import same_layout
-from ds_reshard.hosts.deepspeed.entries import Request, client_entries
+from ds_reshard.hosts.deepspeed.entries import Request, client_entries, scheduler_faults
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_kind, live_optimizer, unsupported
 from ds_reshard.hosts.deepspeed.look import Found, look, look_aside
 from ds_reshard.hosts.deepspeed.move import Moved, move
@@ -189,7 +189,7 @@ def _leave_to_deepspeed(
     shards = ZeroShards(checkpoint=checkpoint)
     if leave and not faults:
         found, more, cause = attempt(lambda: _check_own(mine.live, checkpoint, shards))
-        faults += (found or []) + more
+        faults += (found or []) + more + scheduler_faults(engine, checkpoint.model, request)
     verdicts = gather((leave, faults, shards.signatures, shards.prints))
     faults = [fault for _, of_rank, _, _ in verdicts for fault in of_rank]
     faults += compare_signatures({k: v for _, _, said, _ in verdicts for k, v in said.items()}, folder, states=False)
