@@ -152,6 +152,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs_end_soon_and_are_errors_or_small_values(name):
     start = time.process_time()
@@ -214,6 +215,7 @@ def test_every_truncation_is_damage(small):
             opened(small)
 
 
+@pytest.mark.slow
 def test_every_changed_byte_is_harmless_or_an_error(small):
     """No flip gives another value of the pickle; flips of padding, times and tensors' bytes are not seen here."""
     data = small.read_bytes()
