@@ -63,6 +63,19 @@ def test_a_checkpoint_without_a_record(worlds: Any, saves: Any, saved: str, load
     assert told["rates"] == [pytest.approx(rates, rel=1e-12, abs=0) for rates in expected]
 
 
+@pytest.mark.parametrize("record", ['{"clock": "sundial"}', "{", "[]"])
+@pytest.mark.parametrize(("files", "clock"), [(("scheduler.bin",), "accelerate"), ((), "engine")])
+def test_a_record_that_says_nothing_leaves_it_to_the_files(
+    tmp_path: Path, record: str, files: tuple[str, ...], clock: str
+) -> None:
+    from ds_reshard.hosts.accelerate.state import _saved_clock
+
+    (tmp_path / "ds_reshard_clock.json").write_text(record)
+    for name in files:
+        (tmp_path / name).touch()
+    assert _saved_clock(str(tmp_path)) == (clock, 0)
+
+
 @pytest.mark.parametrize("loaded", ["engine", "accelerate"])
 @pytest.mark.parametrize("saved", ["engine", "accelerate"])
 @pytest.mark.parametrize("scheduler", ["override", "reset"])

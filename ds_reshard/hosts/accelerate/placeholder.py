@@ -17,6 +17,7 @@ from accelerate.utils.deepspeed import DummyOptim
 from torch.optim import Optimizer
 
 from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.hosts.accelerate.given import DEFAULT_LR, DEFAULT_WEIGHT_DECAY
 
 if TYPE_CHECKING:
     from collections import defaultdict
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     Groups = list[dict[str, object]]
     State = defaultdict[torch.Tensor, object]
 
-DEFAULT_LR = 1e-3
 # The optimizers of DeepSpeed that are not torch's own, and the one whose hyper-parameters they have.
 _LIKE = {
     "lamb": "Adam", "onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Adam", "muadam": "Adam",
@@ -228,5 +228,5 @@ def _defaults(given: Mapping[str, object], config: Mapping[str, object]) -> dict
     own = inspect.signature(cls).parameters if isinstance(cls, type) else {}
     made = {key: own[key].default for key in _CYCLED if key in own}
     made |= {key: tuple(value) if isinstance(value, list) else value for key, value in named.items() if key in _CYCLED}
-    base = {"lr": named.get("lr", DEFAULT_LR), "weight_decay": named.get("weight_decay", 0)}
+    base = {"lr": named.get("lr", DEFAULT_LR), "weight_decay": named.get("weight_decay", DEFAULT_WEIGHT_DECAY)}
     return {**made, **base, **given}

@@ -23,6 +23,7 @@ from ds_reshard.hosts.accelerate.given import (
 )
 from ds_reshard.hosts.accelerate.values import optimizer_values, scheduler_values
 from ds_reshard.resume.clock import ACCELERATE, clock_in
+from ds_reshard.resume.schedulers import innermost
 
 _ADD_OPTIMIZER = (
     'add "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}} to the DeepSpeed JSON, '
@@ -99,19 +100,12 @@ def _order(optimizer: GivenOptimizer, scheduler: GivenScheduler) -> Iterator[Fin
             "a scheduler was built on it and is not in this prepare: the script alone steps it, and save_state leaves "
             "it out", f"prepare it, too: {_TOGETHER}",
         )  # fmt: skip
-    if scheduler.over is not None and scheduler.over is not _inner(optimizer):
+    if scheduler.over is not None and scheduler.over is not innermost(optimizer.thing):
         yield refused(
             "foreign-scheduler", "scheduler",
             "is built on an optimizer that is not in this prepare: it moves the rates of an optimizer that nothing "
             "trains with, and the real one's stay", f"pass the optimizer it was built on: {_TOGETHER}",
         )  # fmt: skip
-
-
-def _inner(optimizer: GivenOptimizer) -> object:
-    thing = optimizer.thing
-    while optimizer.kind == REAL and hasattr(thing, "optimizer"):
-        thing = thing.optimizer
-    return thing
 
 
 def _meeting(config: Mapping[str, object], optimizer: GivenOptimizer, scheduler: GivenScheduler) -> Iterator[Finding]:

@@ -189,7 +189,8 @@ def _saved_clock(folder: str) -> tuple[str | None, int]:
         if RECORD in names:
             with open(os.path.join(folder, RECORD), encoding="utf-8") as file:
                 record = json.load(file)
-            return record["clock"] if record["clock"] in CLOCKS else None, int(record.get("began", 0))
+            if record["clock"] in CLOCKS:
+                return record["clock"], int(record.get("began", 0))
     except OSError:
         return None, 0  # accelerate says that it is not there
     except (ValueError, KeyError, TypeError):

@@ -16,6 +16,7 @@ from ds_reshard.hosts.deepspeed.states import (
     code_faults,
     compared,
     continuation_faults,
+    fault,
     mismatches,
     position_alone,
     rate_fault,
@@ -65,7 +66,7 @@ def _against_arguments(engine: DeepSpeedEngine, request: Request, policy: Resume
     faults: list[Fault] = []
     if policy.scheduler in ("override", "checkpoint", "strict") and not request.scheduler:
         faults.append(
-            _fault(
+            fault(
                 "load_checkpoint(load_lr_scheduler_states=False)",
                 f'contradicts scheduler "{policy.scheduler}": one leaves the schedule out, the other asks for it',
                 'leave out load_lr_scheduler_states=False, or ask for scheduler "reset" (--no-load-lr-state)',
@@ -74,7 +75,7 @@ def _against_arguments(engine: DeepSpeedEngine, request: Request, policy: Resume
     if not request.optimizer and (policy.optimizer == "masters" or policy.scheduler in ("checkpoint", "strict")):
         asked_for = "masters" if policy.optimizer == "masters" else f'scheduler "{policy.scheduler}"'
         faults.append(
-            _fault(
+            fault(
                 "load_checkpoint(load_optimizer_states=False)",
                 f"contradicts {asked_for}, which is in the optimizer's files",
                 "leave out load_optimizer_states=False, or that part of the resume policy",
@@ -83,16 +84,16 @@ def _against_arguments(engine: DeepSpeedEngine, request: Request, policy: Resume
     if policy.optimizer == "masters" and not engine.zero_load_from_fp32_weights():
         what = "makes masters from the 16-bit weights, and --load-masters-only asks for the saved ones"
         mend = 'set "load_from_fp32_weights": true, or use --no-load-optim'
-        faults.append(_fault("zero_optimization.load_from_fp32_weights: false", what, mend))
+        faults.append(fault("zero_optimization.load_from_fp32_weights: false", what, mend))
     if not policy.loads_moments and (own.begun or own.last is not None):
         what = "has taken steps or loaded before: its moments are not fresh, and are not made so"
-        faults.append(_fault("the running engine", what, "build the engine anew for a load without moments"))
+        faults.append(fault("the running engine", what, "build the engine anew for a load without moments"))
     if policy.dataloader == "reset" and own.sampler is None and not asked.adopted("dataloader"):
         what = "DeepSpeed stores a data position for curriculum learning alone: there is nothing to reset"
-        faults.append(_fault("dataloader", what, "leave out --reset-dataloader; the script starts its own data anew"))
+        faults.append(fault("dataloader", what, "leave out --reset-dataloader; the script starts its own data anew"))
     if not policy.rng and not policy.finetune and not asked.adopted("rng"):
         what = "DeepSpeed's checkpoints hold no random states: there is nothing to leave out"
-        faults.append(_fault("rng", what, "leave out --no-load-rng; the script restores what it saved itself"))
+        faults.append(fault("rng", what, "leave out --no-load-rng; the script restores what it saved itself"))
     return faults
 
 
@@ -102,10 +103,10 @@ def _about_the_schedule(engine: DeepSpeedEngine, policy: ResumePolicy) -> list[F
     if scheduler is not None and policy.places_schedule:
         if schedulers.kind_of(scheduler) in (PLATEAU, UNKNOWN):
             if policy.scheduler == "override":
-                faults.append(_fault("lr_scheduler", schedulers.refusal(scheduler), "see above", "UnsupportedLayout"))
+                faults.append(fault("lr_scheduler", schedulers.refusal(scheduler), "see above", "UnsupportedLayout"))
         elif own.begun or (own.scheduler is not None and own.scheduler.position):
             faults.append(
-                _fault(
+                fault(
                     "lr_scheduler",
                     "had taken steps before the first load, so the beginning of this run's schedule is gone",
                     "call load_checkpoint before the first step, with a scheduler at its beginning",
@@ -125,19 +126,15 @@ def _about_hyperparameters(engine: DeepSpeedEngine, policy: ResumePolicy) -> lis
     for name in policy.hyperparameters:
         if name not in known:
             faults.append(
-                _fault(
+                fault(
                     f"hyperparameters: {name}",
                     "is no hyper-parameter of this run's optimizer or engine",
                     f"name some of {', '.join(sorted(known - {'lr'}))}",
                 )
             )
     if policy.takes("loss_scale") and own.loss_scaler is None:
-        faults.append(_fault("hyperparameters: loss_scale", "this engine scales no loss", "leave loss_scale out"))
+        faults.append(fault("hyperparameters: loss_scale", "this engine scales no loss", "leave loss_scale out"))
     return faults
-
-
-def _fault(where: str, what: str, mend: str, error: str = "ConfigError") -> Fault:
-    return Fault(error=error, where=where, what=what, mend=mend)
 
 
 def checkpoint_faults(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy) -> list[Fault]:
@@ -161,7 +158,7 @@ def _continuation_faults(engine: DeepSpeedEngine, saved: Saved, policy: ResumePo
         return []
     if scheduler is None or saved.scheduler is None:
         without, has = ("this run", "the checkpoint") if scheduler is None else ("the checkpoint", "this run")
-        return [_fault(saved.where, f'{without} has no scheduler and {has} has one: "checkpoint" needs both', MEND)]
+        return [fault(saved.where, f'{without} has no scheduler and {has} has one: "checkpoint" needs both', MEND)]
     if schedulers.kind_of(scheduler) == DEEPSPEED:
         return _undescribed(engine, scheduler, saved)
     faults = continuation_faults(scheduler, saved.scheduler, saved.where)
@@ -216,7 +213,7 @@ def _undescribed(engine: DeepSpeedEngine, scheduler: object, saved: Saved) -> li
     rates = [float(str(saved.groups[n]["lr"])) for n in range(count) if n in saved.groups]
     if len(rates) == count and not described.describes(scheduler, params, built_for, saved.position, rates):
         return [
-            _fault(saved.where, f"{what}: {name} there gives other rates than were saved", mend, "UnsupportedLayout")
+            fault(saved.where, f"{what}: {name} there gives other rates than were saved", mend, "UnsupportedLayout")
         ]
     return []
 
@@ -239,7 +236,7 @@ def _incomparable(engine: DeepSpeedEngine, saved: Saved) -> list[Fault]:
     if any(number not in saved.groups for number in range(len(own.groups))):
         where = "the optimizer's files, which are not opened, or differ within a param group of this run"
         what = f"rates and weight decay cannot be compared: they are in {where}"
-        return [_fault(saved.where, what, mend, "UnsupportedLayout")]
+        return [fault(saved.where, what, mend, "UnsupportedLayout")]
     if scheduler is not None and schedulers.has_code(scheduler):
         return code_faults(scheduler, saved.where)
     if scheduler is not None and saved.scheduler is not None and schedulers.kind_of(scheduler) == DEEPSPEED:

@@ -40,7 +40,7 @@ def _unplaceable(
         return [_unsupported(where, what, _HAND_OVER)]
     if begun.position:
         what = "comes when the scheduler has taken steps, so the beginning of this run's schedule is gone"
-        return [_fault(where, what, "give it its state before the first step")]
+        return [fault(where, what, "give it its state before the first step")]
     if policy.keeps_position and (begun.kind in (PLATEAU, UNKNOWN) or schedulers.position_in(state) is None):
         return [_unsupported(where, schedulers.refusal(scheduler), "see above")]
     return []
@@ -65,7 +65,7 @@ def shared_fault(scheduler: object, others: Sequence[object]) -> Fault:
 def late_fault(scheduler: object) -> Fault:
     """Built after a load that kept the checkpoint's rates: its beginning is not this run's."""
     what = f"{type(scheduler).__name__} was built on the checkpoint's rates, as they are loaded, and is to begin anew"
-    return _fault("lr_scheduler", what, "build it before load_checkpoint, or add --no-load-lr-state")
+    return fault("lr_scheduler", what, "build it before load_checkpoint, or add --no-load-lr-state")
 
 
 def continuation_faults(scheduler: object, state: Mapping[str, object], where: str) -> list[Fault]:
@@ -95,7 +95,7 @@ def code_faults(scheduler: object, where: str) -> list[Fault]:
 
 def rate_fault() -> Fault:
     what, mend = "the learning rate belongs to this run's scheduler", "use --override-opt-param-scheduler"
-    return _fault("hyperparameters: lr", what, f"{mend} (scheduler: override)")
+    return fault("hyperparameters: lr", what, f"{mend} (scheduler: override)")
 
 
 def position_alone(where: str) -> Fault:
@@ -150,8 +150,8 @@ def _equal(one: object, other: object) -> bool:
 
 
 def _unsupported(where: str, what: str, mend: str) -> Fault:
-    return _fault(where, what, mend, "UnsupportedLayout")
+    return fault(where, what, mend, "UnsupportedLayout")
 
 
-def _fault(where: str, what: str, mend: str, error: str = "ConfigError") -> Fault:
+def fault(where: str, what: str, mend: str, error: str = "ConfigError") -> Fault:
     return Fault(error=error, where=where, what=what, mend=mend)
