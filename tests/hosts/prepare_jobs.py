@@ -119,7 +119,7 @@ def row(
             made = make_optimizer(optimizer, net)
             scheme = make_scheduler(scheduler, made, net)
             at = "diagnose"
-            found = ds_reshard.diagnose(config, made, scheme)
+            found = ds_reshard.diagnose(config, made, scheme, model=[] if apart else net, accelerator=accelerator)
             told["diagnosed"] = [(finding.rule, finding.outcome) for finding in found]
             at = "prepare"
             things = [net, *_listed(made), *_listed(scheme)]
@@ -147,8 +147,8 @@ def row(
     return told
 
 
-def twice(hooks: bool) -> list[float]:
-    """Two prepares on one accelerator with `"auto"` in the JSON: the rate of each engine."""
+def twice(hooks: bool) -> dict[str, Any]:
+    """Two prepares on one accelerator with `"auto"` in the JSON: the rate of each engine; a step of each by itself."""
     from accelerate.utils import DummyOptim
 
     import ds_reshard
@@ -159,12 +159,50 @@ def twice(hooks: bool) -> list[float]:
     }  # fmt: skip
     with ds_reshard.install("accelerate") if hooks else nullcontext():
         accelerator = new_accelerator(config)
-        rates = []
+        engines, found = [], []
         for rate in (1e-3, 1e-5):
             net = new_net()
-            engine, _ = accelerator.prepare(net, DummyOptim(list(net.parameters()), lr=rate))
-            rates.append(engine.basic_optimizer.param_groups[0]["lr"])
-    return rates
+            optimizer = DummyOptim(list(net.parameters()), lr=rate, weight_decay=0.0)
+            found += ds_reshard.diagnose(config, optimizer, model=net, accelerator=accelerator)
+            engines.append(accelerator.prepare(net, optimizer)[0])
+        refused = []
+        calls = lambda: accelerator.backward(_loss(engines[1])), lambda: accelerator.clip_grad_norm_([], 1.0)
+        for call in calls if hooks else ():
+            try:
+                call()
+            except ds_reshard.PrepareError as error:
+                refused.append(str(error))
+        moved = []
+        for engine in engines:
+            before = weights(engine)
+            engine.backward(_loss(engine))
+            engine.step()
+            after = weights(engine)
+            moved.append(any(not torch.equal(before[name], after[name]) for name in before))
+        accelerator.free_memory()
+    rates = [engine.basic_optimizer.param_groups[0]["lr"] for engine in engines]
+    return {"rates": rates, "refused": refused, "moved": moved, "found": [finding.rule for finding in found]}
+
+
+def reference_first(hooks: bool) -> dict[str, Any]:
+    """A model without optimizer is prepared before the one that trains: where does `accelerator.backward` go?"""
+    import ds_reshard
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    with ds_reshard.install("accelerate") if hooks else nullcontext():
+        accelerator, net = new_accelerator(config), new_net()
+        accelerator.prepare(new_net())
+        engine, _ = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=LR))
+        before = weights(engine)
+        try:
+            accelerator.backward(_loss(engine))
+        except Exception as error:
+            return {"raised": type(error).__name__}
+        after = weights(engine)
+    return {"raised": None, "moved": any(not torch.equal(before[name], after[name]) for name in before)}
 
 
 def plateau(kind: str) -> dict[str, Any]:
@@ -182,10 +220,9 @@ def plateau(kind: str) -> dict[str, Any]:
         optimizer = DummyOptim(list(net.parameters()), lr=LR)
         scheduler = make_scheduler(kind, optimizer, net)
         engine, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
-        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         rates = []
         for step, metric in enumerate((1.0, 2.0, 0.5, 3.0)):
-            accelerator.backward(engine(*jobs.batch(step, rank, world)))
+            accelerator.backward(_loss(engine, step))
             scheduler.step(metric)
             rates.append(optimizer.param_groups[0]["lr"])
     return {"rates": rates, "metric": scheduler.scheduler.best}
@@ -195,16 +232,19 @@ def _listed(thing: Any) -> list[Any]:
     return thing if isinstance(thing, list) else [] if thing is None else [thing]
 
 
+def _loss(engine: Any, step: int = 0) -> Any:
+    return engine(*jobs.batch(step, torch.distributed.get_rank(), torch.distributed.get_world_size()))
+
+
 def _train(accelerator: Any, prepared: list[Any], steps: int, scheduled: bool) -> list[list[float]]:
     engine, scheduler = prepared[0], prepared[-1]
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     seen: list[list[float]] = []
     hook = engine.basic_optimizer.register_step_pre_hook(
         lambda stepping, *_: seen[-1].extend(float(group["lr"]) for group in stepping.param_groups)
     )
     for step in range(steps):
         seen.append([])
-        accelerator.backward(engine(*jobs.batch(step, rank, world)))
+        accelerator.backward(_loss(engine, step))
         if scheduled:
             scheduler.step()
     hook.remove()
@@ -281,3 +321,29 @@ def again() -> dict[str, Any]:
             except ds_reshard.PrepareError as error:
                 told.setdefault("refused", []).append(str(error).splitlines()[1].strip().split(":")[0])
     return told
+
+
+def failing(hooks: bool) -> dict[str, Any]:
+    """A schedule whose own function gives None after two updates, in an engine of DeepSpeed alone."""
+    import deepspeed
+    from torch.optim.lr_scheduler import LambdaLR
+
+    import ds_reshard
+
+    net = new_net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=LR)
+    scheduler = LambdaLR(optimizer, lambda step: None if step == 2 else 1 / (1 + step))
+    config = {
+        "train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    with ds_reshard.install("deepspeed") if hooks else nullcontext():
+        engine = deepspeed.initialize(model=net, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
+        raised = []
+        for step in range(3):
+            engine.backward(_loss(engine, step))
+            try:
+                engine.step()
+            except Exception as error:
+                raised.append((step, type(error).__name__))
+    return {"raised": raised, "position": scheduler.last_epoch, "kept": engine.lr_scheduler is scheduler}

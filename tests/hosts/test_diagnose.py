@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DummyOptim, DummyScheduler
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+from deepspeed.runtime.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import ds_reshard
 from ds_reshard.hosts.accelerate import HOOKS, _refuse_clock
 
 AUTO = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4}}
+STEPS = ("steps-per-process", "told")
+LOWEST = ("two-at-the-lowest", "told")
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +33,11 @@ def net() -> torch.nn.Module:
     return torch.nn.Linear(3, 2)
 
 
-def _found(config: dict[str, Any], optimizer: Any = None, scheduler: Any = None) -> list[tuple[str, str]]:
+def _found(
+    config: dict[str, Any], optimizer: Any = None, scheduler: Any = None, **beside: Any
+) -> list[tuple[str, str]]:
     before = copy.deepcopy(config)
-    findings = ds_reshard.diagnose(config, optimizer, scheduler)
+    findings = ds_reshard.diagnose(config, optimizer, scheduler, **beside)
     assert config == before, "a diagnosis changes nothing"
     assert all(finding.what and finding.mend and finding.where for finding in findings)
     return [(finding.rule, finding.outcome) for finding in findings]
@@ -40,7 +45,7 @@ def _found(config: dict[str, Any], optimizer: Any = None, scheduler: Any = None)
 
 def test_a_plain_script_has_no_findings(net: torch.nn.Module) -> None:
     optimizer = torch.optim.AdamW(net.parameters())
-    assert _found({}, optimizer, LambdaLR(optimizer, lambda step: 1.0)) == []
+    assert _found({}, optimizer) == []
     assert _found({"optimizer": AUTO}, DummyOptim(net.parameters(), lr=0.1, weight_decay=0.0)) == []
 
 
@@ -65,7 +70,7 @@ def test_a_metric_that_is_none(net: torch.nn.Module) -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     config = {"scheduler": {"type": "ReduceLROnPlateau", "params": {}}}
     assert ("plateau-metric", "refused") in _found(config, optimizer)
-    assert _found({}, optimizer, ReduceLROnPlateau(optimizer)) == []
+    assert _found({}, optimizer, ReduceLROnPlateau(optimizer)) == [STEPS]
 
 
 def test_a_placeholder_that_was_made_before_the_accelerator(net: torch.nn.Module) -> None:
@@ -90,10 +95,10 @@ def test_a_placeholder_that_was_made_before_the_accelerator(net: torch.nn.Module
 def test_a_rate_that_is_written_into_the_groups_is_not_the_scheduler_of_the_jsons(net: torch.nn.Module) -> None:
     config = {"optimizer": AUTO, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
     optimizer = DummyOptim(net.parameters(), lr=0.1, weight_decay=0.0)
-    assert _found(config, optimizer, DummyScheduler(optimizer)) == []
+    assert _found(config, optimizer, DummyScheduler(optimizer)) == [LOWEST]
     optimizer.param_groups[0]["lr"] = 0.01
     assert _found({"optimizer": AUTO}, optimizer) == []
-    assert _found(config, optimizer, DummyScheduler(optimizer)) == [("rate-written", "refused")]
+    assert _found(config, optimizer, DummyScheduler(optimizer)) == [("rate-written", "refused"), LOWEST]
 
 
 def test_a_scheduler_that_is_left_out_is_told(net: torch.nn.Module) -> None:
@@ -120,7 +125,7 @@ class Homemade(LambdaLR):
 @pytest.mark.parametrize(("kind", "outcome"), [(LambdaLR, "mended"), (Homemade, "refused")])
 def test_a_group_without_parameters(net: torch.nn.Module, kind: type[LambdaLR], outcome: str) -> None:
     optimizer = torch.optim.AdamW([{"params": list(net.parameters())}, {"params": []}])
-    assert _found({}, optimizer, kind(optimizer, lambda step: 1.0)) == [("empty-group", outcome)]
+    assert _found({}, optimizer, kind(optimizer, lambda step: 1.0)) == [("empty-group", outcome), STEPS]
 
 
 @pytest.mark.parametrize(("maximum", "outcome"), [(0.01, "refused"), ("auto", "mended"), ([0.1, 0.01], None)], ids=str)
@@ -129,7 +134,7 @@ def test_rates_of_groups_beside_the_jsons_scheduler(net: torch.nn.Module, maximu
     config["scheduler"]["params"]["warmup_max_lr"] = maximum
     optimizer = DummyOptim([{"params": [net.weight], "lr": 0.1}, {"params": [net.bias]}], lr=0.01, weight_decay=0)
     found = _found(config, optimizer, DummyScheduler(optimizer))
-    assert found == ([("rates-erased", outcome)] if outcome else [])
+    assert found == [*([("rates-erased", outcome)] if outcome else []), LOWEST]
 
 
 def test_a_clock_for_a_scheduler_of_the_json(net: torch.nn.Module) -> None:
@@ -159,3 +164,84 @@ def test_where_the_patches_do_not_fit_a_clock_is_an_error() -> None:
 def test_a_scheduler_that_cycles_momentum_needs_the_jsons_optimizer(net: torch.nn.Module) -> None:
     """A placeholder has betas where no JSON says otherwise."""
     OneCycleLR(DummyOptim(net.parameters(), lr=0.1), max_lr=0.2, total_steps=9)
+
+
+def _accelerator(**changed: Any) -> SimpleNamespace:
+    """What `diagnose` looks at; `test_prepare_matrix.py` has the real one."""
+    usual = {
+        "num_processes": 1, "split_batches": False, "step_scheduler_with_optimizer": True,
+        "gradient_accumulation_steps": 1, "_models": [],
+    }  # fmt: skip
+    return SimpleNamespace(**{**usual, **changed})
+
+
+def test_who_steps_a_scheduler_and_how_often(net: torch.nn.Module) -> None:
+    real, dummy = torch.optim.AdamW(net.parameters()), DummyOptim(net.parameters(), lr=0.1, weight_decay=0.0)
+    built, late = LambdaLR(real, float), LambdaLR(dummy, float)
+    made = DummyScheduler(real, lr_scheduler_callable=lambda optimizer: LambdaLR(optimizer, float))
+    called, void = ("engine-steps", "told"), ("steps-by-engine", "told")
+    placed = ("scheduler-on-placeholder", "mended")
+    assert _found({}, real, built) == [STEPS]
+    assert _found({}, real, built, accelerator=_accelerator()) == []
+    assert _found({}, real, built, accelerator=_accelerator(split_batches=True)) == []
+    by_engine, by_accelerate = ({"ds_reshard": {"accelerate": {"clock": c}}} for c in ("engine", "accelerate"))
+    assert _found(by_engine, real, built) == _found(by_accelerate, real, built) == []
+    assert _found({}, real, made) == [("dropped-callable", "mended"), called]
+    assert _found(by_accelerate, real, made) == [("dropped-callable", "mended")]
+    by_script = _accelerator(step_scheduler_with_optimizer=False)
+    assert _found({}, real, built, accelerator=by_script) == []
+    assert _found({"optimizer": AUTO}, dummy, late, accelerator=by_script) == [placed]
+    assert _found(by_engine, real, built, accelerator=by_script) == [void]
+    assert _found({}, real, made, accelerator=by_script)[1:] == [called, void]
+    assert _found({"scheduler": WARMUP}, real, accelerator=by_script)[-2:] == [void, LOWEST]
+    assert _found({}, real, WarmupLR(real), accelerator=by_script) == [void, LOWEST]
+
+
+@pytest.mark.parametrize("kind", [WarmupLR, WarmupDecayLR, WarmupCosineLR])
+def test_the_first_two_updates_with_deepspeeds_warm_ups(net: torch.nn.Module, kind: Any) -> None:
+    """What `diagnose` says of them, by themselves."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    scheduler = kind(optimizer, **({} if kind is WarmupLR else {"total_num_steps": 9}), warmup_num_steps=3)
+    assert _found({}, optimizer, scheduler) == [LOWEST]
+    used = []
+    for _ in range(3):
+        used.append(optimizer.param_groups[0]["lr"])
+        scheduler.step()
+    assert used[:2] == [0.0, 0.0] and used[2] > 0
+
+
+def test_what_only_the_accelerator_knows(net: torch.nn.Module) -> None:
+    optimizer = torch.optim.AdamW(net.parameters())
+    accumulating = _accelerator(gradient_accumulation_steps=2)
+    both = ("two-accumulations", "told")
+    assert _found({"gradient_accumulation_steps": 4}, optimizer, accelerator=accumulating) == [both]
+    for said in (2, "auto"):
+        assert _found({"gradient_accumulation_steps": said}, optimizer, accelerator=accumulating) == []
+    assert _found({"gradient_accumulation_steps": 4}, optimizer, accelerator=_accelerator()) == []
+    assert _found({}, optimizer, accelerator=_accelerator(num_processes=3)) == [("alone", "refused")]
+    trained = _accelerator(_models=[SimpleNamespace(basic_optimizer=optimizer)])
+    assert _found({}, optimizer, accelerator=trained) == [("second-engine", "told")]
+    assert _found({}, optimizer, accelerator=_accelerator(_models=[SimpleNamespace()])) == []
+
+
+def test_what_the_model_tells(net: torch.nn.Module) -> None:
+    optimizer, other = torch.optim.AdamW(net.parameters()), torch.nn.Linear(3, 2)
+    assert _found({}, optimizer, model=net) == []
+    assert _found({}, optimizer, model=other) == [("other-model", "refused")]
+    assert _found({}, optimizer, model=[]) == [("apart", "refused")]
+    assert _found({}, model=[net, other]) == [("two-models", "refused")]
+
+
+def test_param_groups_that_came_after_the_scheduler(net: torch.nn.Module) -> None:
+    late = DummyOptim([net.weight], lr=0.1, weight_decay=0.0)
+    for optimizer in (late, torch.optim.AdamW([net.weight])):
+        scheduler = ChainedScheduler([LambdaLR(optimizer, float)])
+        optimizer.add_param_group({"params": [net.bias]})
+        config = {"optimizer": AUTO} if optimizer is late else {}
+        assert ("group-after-scheduler", "refused") in _found(config, optimizer, scheduler)
+
+
+def test_a_callable_gets_no_group_without_parameters(net: torch.nn.Module) -> None:
+    optimizer = DummyOptim([{"params": list(net.parameters())}, {"params": []}], lr=0.1, weight_decay=0.0)
+    made = DummyScheduler(optimizer, lr_scheduler_callable=lambda real: LambdaLR(real, [float, float]))
+    assert ("empty-group", "told") in _found({"optimizer": AUTO}, optimizer, made)

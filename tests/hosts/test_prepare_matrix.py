@@ -168,8 +168,7 @@ def test_row(worlds: Any, row: Row, hooks: str) -> None:
         assert [(rank["raised"], expected[1] in rank["text"]) for rank in told] == [(expected[0], True)] * 2, told[0]
     if isinstance(expected, tuple) and hooks == "on":
         assert told[0]["text"] == told[1]["text"] and "To mend: " in told[0]["text"]
-        beside = row.apart or row.optimizer in ("consumed", "of another model")  # what `diagnose` is not shown
-        assert beside or "refused" in [outcome for _, outcome in told[0]["diagnosed"]]
+        assert row.optimizer == "consumed" or "refused" in [outcome for _, outcome in told[0]["diagnosed"]]
     if isinstance(expected, tuple):
         return
     assert told[0]["raised"] is None, told[0]
@@ -219,8 +218,21 @@ def test_betas_and_eps_of_a_dummy_optim_are_the_optimizers(worlds: Any) -> None:
 
 def test_a_second_prepare_has_its_own_rate(worlds: Any) -> None:
     """ "auto" is the user's each time; accelerate leaves the first one's rate in the JSON."""
-    assert worlds[2].run("prepare_jobs.twice", hooks=True)[0] == [1e-3, 1e-5]
-    assert worlds[2].run("prepare_jobs.twice", hooks=False)[0] == [1e-3, 1e-3]
+    assert worlds[2].run("prepare_jobs.twice", hooks=True)[0]["rates"] == [1e-3, 1e-5]
+    assert worlds[2].run("prepare_jobs.twice", hooks=False)[0]["rates"] == [1e-3, 1e-3]
+
+
+def test_backward_of_an_accelerator_that_trains_two_models_is_refused(worlds: Any) -> None:
+    """accelerate's goes to the first one's engine, whatever the loss is of; the engines' own methods train both."""
+    for told in worlds[2].run("prepare_jobs.twice", hooks=True):
+        assert told["moved"] == [True, True] and told["found"] == ["second-engine"]
+        assert all("model.backward(loss)" in text for text in told["refused"]) and len(told["refused"]) == 2
+
+
+def test_backward_goes_to_the_engine_that_trains(worlds: Any) -> None:
+    """Also where a reference model was prepared before; accelerate's goes to that one."""
+    assert worlds[2].run("prepare_jobs.reference_first", hooks=True)[0] == {"raised": None, "moved": True}
+    assert worlds[2].run("prepare_jobs.reference_first", hooks=False)[0]["raised"] is not None
 
 
 @pytest.mark.parametrize(("kind", "last"), [("plateau callable", 0.5), ("own metric callable", 3.0)])
@@ -260,3 +272,10 @@ def test_after_prepare(worlds: Any) -> None:
         "called": True, "state": 1, "same": True,
         "refused": ["DummyOptim.add_param_group", "DummyOptim"],
     }  # fmt: skip
+
+
+def test_an_error_inside_a_scheduler_is_raised(worlds: Any) -> None:
+    """DeepSpeed takes any TypeError for a missing argument, and goes on at the position of its batch size."""
+    on, off = (worlds[2].run("prepare_jobs.failing", hooks=hooks)[0] for hooks in (True, False))
+    assert on == {"raised": [(1, "TypeError")], "position": 3, "kept": True}
+    assert off["raised"] == [] and off["position"] == 13

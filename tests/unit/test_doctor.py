@@ -39,7 +39,7 @@ def test_every_framework_is_listed() -> None:
     [
         ({"zero_optimization": {"stage": 1}}, 0, []),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, 0, ["auto-needs-object"]),
-        ({"scheduler": WARMUP}, 1, ["json-scheduler-unseen", "warmup-zero"]),
+        ({"scheduler": WARMUP}, 1, ["json-scheduler-unseen", "warmup-zero", "two-at-the-lowest"]),
         ({"scheduler": {"type": "ReduceLROnPlateau"}}, 1, ["json-scheduler-unseen", "plateau-metric"]),
     ],
     ids=["nothing", "told", "a warm-up of 0", "a metric that is none"],

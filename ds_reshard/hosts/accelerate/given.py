@@ -46,6 +46,11 @@ class GivenScheduler:
     warmup: object = None
     total: object = None
 
+    @property
+    def of_deepspeed(self) -> bool:
+        """Whether it is an object of DeepSpeed's own, which its engine steps."""
+        return any(_is(self.thing, name) for name in _DEEPSPEED)
+
 
 def given_optimizer(thing: object) -> GivenOptimizer:
     if thing is None:

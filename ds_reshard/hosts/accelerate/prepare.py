@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.hosts.accelerate import config as json
 from ds_reshard.hosts.accelerate.bind import adopt, carry, drop_groups
-from ds_reshard.hosts.accelerate.finding import REFUSED, Finding, refused
+from ds_reshard.hosts.accelerate.finding import REFUSED
 from ds_reshard.hosts.accelerate.given import (
     CALLABLE,
     DUMMY,
@@ -25,21 +25,19 @@ from ds_reshard.hosts.accelerate.given import (
     GivenOptimizer,
     GivenScheduler,
     given_optimizer,
-    given_scheduler,
     is_optimizer,
     is_scheduler,
 )
 from ds_reshard.hosts.accelerate.placeholder import LateOptimizer
 from ds_reshard.hosts.accelerate.ranks import everyone
-from ds_reshard.hosts.accelerate.rules import apart, diagnose
+from ds_reshard.hosts.accelerate.rules import examine
+from ds_reshard.hosts.accelerate.several import trains_alone
 from ds_reshard.hosts.accelerate.tracked import track
-from ds_reshard.hosts.accelerate.values import optimizer_values, scheduler_values
 from ds_reshard.resume.clock import ACCELERATE, ENGINE, clock_in
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from deepspeed.runtime.engine import DeepSpeedEngine
-    from torch.nn import Module
     from torch.optim import Optimizer
 
 logger = logging.getLogger("ds_reshard")
@@ -52,7 +50,6 @@ class Asked:
     """One call's arguments, sorted; `clock` is what the JSON says, None where it says nothing."""
 
     args: tuple[object, ...]
-    model: Module | None
     optimizer: GivenOptimizer
     scheduler: GivenScheduler
     clock: str | None
@@ -76,30 +73,24 @@ def prepare_deepspeed(accelerator: Accelerator, original: Original, args: tuple[
     engine is built. Without optimizer and scheduler, or with what is prepared already, accelerate's own method runs.
     """
     optimizers, schedulers = [x for x in args if is_optimizer(x)], [x for x in args if is_scheduler(x)]
-    model: Module | None = next(filter(_is_module, args), None)  # type: ignore[assignment]
+    models = [x for x in args if _is_module(x)]
     fresh = any(not given_optimizer(optimizer).prepared for optimizer in optimizers)
-    if not schedulers and not (fresh or (model is not None and optimizers)):
+    if not schedulers and not (fresh or (models and optimizers)):
         return original(*args)
     plugin = accelerator.state.deepspeed_plugin
     json.restore(plugin)
     config = plugin.deepspeed_config
-    findings = [*apart(model=model is not None, optimizer=fresh, scheduler=bool(schedulers))]
-    if not findings:
-        findings += diagnose(config, optimizers, schedulers)
-        findings += _of_another_model(model, optimizers)
-        findings += _alone(accelerator)
-    _raise_together(finding.fault() for finding in findings if finding.outcome == REFUSED)
-    for finding in findings if accelerator.is_main_process else ():
+    found = examine(config, optimizers, schedulers, models, accelerator)
+    _raise_together(finding.fault() for finding in found.findings if finding.outcome == REFUSED)
+    for finding in found.findings if accelerator.is_main_process else ():
         logger.info("accelerate: %s: %s", finding.outcome, finding)
-    scheduler = given_scheduler(schedulers[0] if schedulers else None)
-    by_script = scheduler.kind == TORCH and not accelerator.step_scheduler_with_optimizer
+    by_script = found.scheduler.kind == TORCH and not accelerator.step_scheduler_with_optimizer
     asked = Asked(
-        args=args, model=model, optimizer=given_optimizer(optimizers[0] if optimizers else None), scheduler=scheduler,
+        args=args, optimizer=found.optimizer, scheduler=found.scheduler,
         clock=clock_in(config) or (ACCELERATE if by_script else None),
     )  # fmt: skip
     before = json.values(config)
-    json.fill(config, optimizer_values(config, asked.optimizer, asked.scheduler)[1])
-    json.fill(config, scheduler_values(config, asked.optimizer, asked.scheduler)[1])
+    json.fill(config, found.fills)
     result = _prepared(accelerator, original, asked)
     json.remember(plugin, before)
     return result
@@ -111,6 +102,7 @@ def _prepared(accelerator: Accelerator, original: Original, asked: Asked) -> tup
     kept = [number for number, size in enumerate(sizes) if size != 0]
     result = list(original(*(_sent(thing, asked) for thing in asked.args)))
     engine: DeepSpeedEngine = accelerator._models[-1]
+    trains_alone(accelerator, engine)
     real: Optimizer = engine.basic_optimizer
     late = asked.late
     if late is not None:
@@ -171,35 +163,6 @@ def _track_own(accelerator: Accelerator, engine: DeepSpeedEngine) -> None:
     wrapper = accelerator._schedulers[-1]
     clock = ENGINE if engine.lr_scheduler is wrapper.scheduler else ACCELERATE
     track(accelerator, wrapper, clock=clock, by_script=_wants_metric(wrapper.scheduler))
-
-
-def _of_another_model(model: Module | None, optimizers: Sequence[object]) -> Iterable[Finding]:
-    """Parameters of the optimizer that the model does not have, and that so never get a gradient from it."""
-    if model is None:
-        return
-    own = {id(parameter) for parameter in model.parameters()}
-    for optimizer in optimizers:
-        groups = getattr(optimizer, "param_groups", [])
-        others = [p for group in groups for p in group["params"] if id(p) not in own]
-        if others:
-            yield refused(
-                "other-model", "optimizer",
-                f"{len(others)} of its parameters are not the model's: they are never trained",
-                "build the optimizer from model.parameters() of the model that is prepared with it",
-            )  # fmt: skip
-
-
-def _alone(accelerator: Accelerator) -> Iterable[Finding]:
-    """Whether accelerate counts fewer processes than there are, as it does without a backend on a host of CPUs."""
-    import torch.distributed as dist
-
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if accelerator.num_processes != world:
-        yield refused(
-            "alone", "accelerator.num_processes",
-            f"is {accelerator.num_processes}, and {world} processes train: batch sizes, schedules and checkpoints are "
-            "wrong", 'Accelerator(..., kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])',
-        )  # fmt: skip
 
 
 def _is_module(thing: object) -> bool:

@@ -8,8 +8,9 @@ rules about values, rather than about which objects meet, are in `values.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from ds_reshard.hosts.accelerate.finding import REFUSED, Finding, mended, refused, told
+from ds_reshard.hosts.accelerate.finding import REFUSED, Fill, Finding, mended, refused, told
 from ds_reshard.hosts.accelerate.given import (
     CALLABLE,
     DUMMY,
@@ -21,6 +22,7 @@ from ds_reshard.hosts.accelerate.given import (
     given_optimizer,
     given_scheduler,
 )
+from ds_reshard.hosts.accelerate.running import counted, given_accelerator
 from ds_reshard.hosts.accelerate.values import optimizer_values, scheduler_values
 from ds_reshard.resume.clock import ACCELERATE, clock_in
 from ds_reshard.resume.schedulers import innermost
@@ -33,31 +35,74 @@ _ONE_SCHEDULER = 'remove "scheduler" from the DeepSpeed JSON, or pass accelerate
 _TOGETHER = "model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)"
 
 
-def diagnose(config: Mapping[str, object], optimizer: object = None, scheduler: object = None) -> tuple[Finding, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """What was given to one `prepare`, what is found about it, and what is to be set in the JSON for it to hold."""
+
+    optimizer: GivenOptimizer
+    scheduler: GivenScheduler
+    findings: tuple[Finding, ...]
+    fills: tuple[Fill, ...] = ()
+
+
+def diagnose(
+    config: Mapping[str, object],
+    optimizer: object = None,
+    scheduler: object = None,
+    *,
+    model: object = None,
+    accelerator: object = None,
+) -> tuple[Finding, ...]:
     """What `accelerator.prepare` makes of these, and the line to change for everything that is not as asked.
 
-    `config` is the DeepSpeed JSON as a dict; `optimizer` and `scheduler` are what is to be prepared, or a list of
-    them. Pure: nothing is changed, no generator consumed, no framework imported. The hooks go by the same rules.
+    `config` is the DeepSpeed JSON as a dict; `optimizer`, `scheduler` and `model` are what is to be prepared, or a
+    list of them; with `accelerator` it is also said what only that knows, as the number of processes. Pure: nothing
+    is changed, no generator consumed, no framework imported. The hooks go by the same rules.
     Raises ConfigError for a `"ds_reshard"` section that is wrong.
     """
-    optimizers, schedulers = _listed(optimizer), _listed(scheduler)
-    found = list(_multiplicity(optimizers, schedulers))
-    first = given_optimizer(optimizers[0] if optimizers else None)
-    second = given_scheduler(schedulers[0] if schedulers else None)
-    if not found:
-        found += _order(first, second)
-    if not any(finding.outcome == REFUSED for finding in found):
-        found += _meeting(config, first, second)
-    if not any(finding.outcome == REFUSED for finding in found):
-        found += optimizer_values(config, first, second)[0]
-        found += scheduler_values(config, first, second)[0]
-    return tuple(found)
+    models = None if model is None else _listed(model)
+    return examine(config, _listed(optimizer), _listed(scheduler), models, accelerator).findings
 
 
-def apart(*, model: bool, optimizer: bool, scheduler: bool) -> Iterator[Finding]:
+def examine(
+    config: Mapping[str, object],
+    optimizers: Sequence[object],
+    schedulers: Sequence[object],
+    models: Sequence[object] | None,
+    accelerator: object,
+) -> Examined:
+    """As `diagnose`; `models` is None where they are not known, and empty where none is prepared with the rest."""
+    optimizer = given_optimizer(optimizers[0] if optimizers else None)
+    scheduler = given_scheduler(schedulers[0] if schedulers else None)
+    running = given_accelerator(accelerator)
+    found: list[Finding] = []
+    fills: list[Fill] = []
+    looks: tuple[Iterator[Finding], ...] = (
+        _apart(models, optimizers, schedulers),
+        _multiplicity(models or (), optimizers, schedulers),
+        _order(optimizer, scheduler, models or ()),
+        _meeting(config, optimizer, scheduler),
+    )
+    for look in looks:
+        found += look
+        if any(finding.outcome == REFUSED for finding in found):
+            break
+    else:
+        for values in (optimizer_values, scheduler_values):
+            more, set_in_json = values(config, optimizer, scheduler)
+            found += more
+            fills += set_in_json
+    found += counted(config, optimizer, scheduler, running)
+    return Examined(optimizer=optimizer, scheduler=scheduler, findings=tuple(found), fills=tuple(fills))
+
+
+def _apart(
+    models: Sequence[object] | None, optimizers: Sequence[object], schedulers: Sequence[object]
+) -> Iterator[Finding]:
     """Whether an optimizer or a scheduler is prepared without the model."""
-    if not model and (optimizer or scheduler):
-        thing = "an optimizer" if optimizer else "a scheduler"
+    fresh = any(not given_optimizer(optimizer).prepared for optimizer in optimizers)
+    if models is not None and not models and (fresh or schedulers):
+        thing = "an optimizer" if fresh else "a scheduler"
         yield refused(
             "apart", "accelerator.prepare",
             f"{thing} without the model: accelerate returns it as it is, the engine knows nothing of it, and "
@@ -71,7 +116,15 @@ def _listed(things: object) -> tuple[object, ...]:
     return tuple(things) if isinstance(things, Sequence) else (things,)
 
 
-def _multiplicity(optimizers: Sequence[object], schedulers: Sequence[object]) -> Iterator[Finding]:
+def _multiplicity(
+    models: Sequence[object], optimizers: Sequence[object], schedulers: Sequence[object]
+) -> Iterator[Finding]:
+    if len(models) > 1:
+        yield refused(
+            "two-models", "accelerator.prepare",
+            f"{len(models)} models in one prepare: DeepSpeed makes an engine of one, and accelerate refuses the others",
+            "make a new Accelerator for each model",
+        )  # fmt: skip
     for name, things in (("optimizer", optimizers), ("scheduler", schedulers)):
         if len(things) > 1:
             yield refused(
@@ -83,7 +136,7 @@ def _multiplicity(optimizers: Sequence[object], schedulers: Sequence[object]) ->
             )  # fmt: skip
 
 
-def _order(optimizer: GivenOptimizer, scheduler: GivenScheduler) -> Iterator[Finding]:
+def _order(optimizer: GivenOptimizer, scheduler: GivenScheduler, models: Sequence[object]) -> Iterator[Finding]:
     if optimizer.kind == DUMMY and optimizer.prepared:
         yield refused(
             "prepared-twice", "DummyOptim", "has been prepared already: it shows another engine's optimizer",
@@ -94,6 +147,7 @@ def _order(optimizer: GivenOptimizer, scheduler: GivenScheduler) -> Iterator[Fin
             "no-parameters", "optimizer", "holds no parameter: a generator such as model.parameters() gives them once",
             "pass list(model.parameters())",
         )  # fmt: skip
+    yield from _of_another_model(optimizer, models)
     if optimizer.scheduled and scheduler.over is not optimizer.thing:
         yield told(
             "scheduler-left-out", "DummyOptim",
@@ -105,6 +159,18 @@ def _order(optimizer: GivenOptimizer, scheduler: GivenScheduler) -> Iterator[Fin
             "foreign-scheduler", "scheduler",
             "is built on an optimizer that is not in this prepare: it moves the rates of an optimizer that nothing "
             "trains with, and the real one's stay", f"pass the optimizer it was built on: {_TOGETHER}",
+        )  # fmt: skip
+
+
+def _of_another_model(optimizer: GivenOptimizer, models: Sequence[object]) -> Iterator[Finding]:
+    """Parameters of the optimizer that the model does not have, and that so never get a gradient from it."""
+    own = {id(parameter) for model in models for parameter in model.parameters()}  # type: ignore[attr-defined]
+    groups = getattr(optimizer.thing, "param_groups", [])
+    others = [parameter for group in groups for parameter in group["params"] if id(parameter) not in own]
+    if models and others:
+        yield refused(
+            "other-model", "optimizer", f"{len(others)} of its parameters are not the model's: they are never trained",
+            "build the optimizer from model.parameters() of the model that is prepared with it",
         )  # fmt: skip
 
 

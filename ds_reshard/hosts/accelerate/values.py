@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from ds_reshard.hosts.accelerate.finding import REFUSED, Fill, Finding, mended, refused, told
 from ds_reshard.hosts.accelerate.given import (
+    CALLABLE,
     DEFAULT_LR,
     DEFAULT_WEIGHT_DECAY,
     DUMMY,
@@ -126,7 +127,7 @@ def rates(params: Mapping[str, object], optimizer: GivenOptimizer) -> list[objec
 def scheduler_values(config: Mapping[str, object], optimizer: GivenOptimizer, scheduler: GivenScheduler) -> Found:
     """What the JSON's scheduler does to rates, and which of its values nobody gives."""
     if "scheduler" not in config:
-        return _empty_groups(optimizer, scheduler), []
+        return _built_groups(optimizer, scheduler), []
     section, params = config["scheduler"], params_of(config, "scheduler")
     kind = str(section.get("type")) if isinstance(section, Mapping) else ""
     found: list[Finding] = []
@@ -204,17 +205,28 @@ def _default(optimizer: GivenOptimizer) -> object:
     return defaults.get("lr", DEFAULT_LR)
 
 
-def _empty_groups(optimizer: GivenOptimizer, scheduler: GivenScheduler) -> list[Finding]:
-    empty = [number for number, size in enumerate(optimizer.sizes) if size == 0]
-    if not empty or scheduler.kind != TORCH:
+def _built_groups(optimizer: GivenOptimizer, scheduler: GivenScheduler) -> list[Finding]:
+    """Whether a scheduler that is built has the param groups that DeepSpeed will have."""
+    if scheduler.kind not in (TORCH, CALLABLE):
         return []
-    what = (
-        f"param group {', '.join(map(str, empty))} has no parameter: DeepSpeed takes it out, and the scheduler "
-        "built before fails at its first step (torch 2.10 and later), or moves the wrong groups"
-    )
-    mend = "build the optimizer from [group for group in groups if group['params']]"
+    count, groups = len(optimizer.sizes), "build the optimizer from [group for group in groups if group['params']]"
+    for part in parts(scheduler.thing) if scheduler.kind == TORCH and count else ():
+        built = len(vars(part).get("base_lrs") or [None] * count)
+        if built != count:
+            what = f"was built over {built} param groups, and the optimizer has {count}: its first step fails"
+            return [
+                refused("group-after-scheduler", "scheduler", what, "add_param_group before the scheduler is built")
+            ]
+    empty = [number for number, size in enumerate(optimizer.sizes) if size == 0]
+    if not empty:
+        return []
+    what = f"param group {', '.join(map(str, empty))} has no parameter: DeepSpeed takes it out, and "
+    if scheduler.kind == CALLABLE:
+        what += f"lr_scheduler_callable is given {count - len(empty)} groups"
+        return [told("empty-group", "optimizer", what, groups)]
+    what += "the scheduler built before fails at its first step (torch 2.10 and later), or moves the wrong groups"
     known = all(type(part).__module__.startswith(_KNOWN) for part in parts(scheduler.thing))
-    return [(mended if known else refused)("empty-group", "optimizer", what, mend)]
+    return [(mended if known else refused)("empty-group", "optimizer", what, groups)]
 
 
 def same(one: object, other: object) -> bool:

@@ -1,6 +1,7 @@
 """DeepSpeed: `engine.load_checkpoint` under any ZeRO stage and data-parallel size, and as the resume policy says.
 
-Importing this loads neither DeepSpeed nor torch; the seams are in `load.py`, `own_saves.py` and `unowned.py`.
+Importing this loads neither DeepSpeed nor torch; the seams are in `load.py`, `own_saves.py`, `stepping.py` and
+`unowned.py`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,16 @@ def wrap_save_checkpoint(original: Callable[..., object]) -> Callable[..., objec
         return result
 
     return save_checkpoint
+
+
+def wrap_take_model_step(original: Callable[..., object]) -> Callable[..., object]:
+    from ds_reshard.hosts.deepspeed.stepping import take_model_step as seam
+
+    @functools.wraps(original)
+    def _take_model_step(self: object, *args: object, **kwargs: object) -> None:
+        seam(self, lambda: original(self, *args, **kwargs))
+
+    return _take_model_step
 
 
 def wrap_load_state_dict(original: Callable[..., object]) -> Callable[..., object]:
@@ -129,6 +140,12 @@ HOOKS = HostHooks(
             wrapper=wrap_save_checkpoint,
             signature=("save_dir", "tag"),
             summary="notes what this run saves, to which no resume policy applies",
+        ),
+        Patch(
+            target="deepspeed.runtime.engine:DeepSpeedEngine._take_model_step",
+            wrapper=wrap_take_model_step,
+            signature=("lr_kwargs",),
+            summary="raises a TypeError of the scheduler's own, where DeepSpeed steps it to another position",
         ),
         *_SCHEDULERS,
     ),
