@@ -27,6 +27,7 @@ from ds_reshard.errors import (
     TrustRequired,
     UnsafePickle,
     UnsupportedLayout,
+    WriteFailed,
 )
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ __all__ = [
     "TrustRequired",
     "UnsafePickle",
     "UnsupportedLayout",
+    "WriteFailed",
     "__version__",
     "add_arguments",
     "diagnose",

@@ -12,6 +12,7 @@
     ├── UnsupportedLayout         a layout, format or option that is refused by name
     ├── ConfigError               a setting is unknown or of the wrong type
     ├── ReadFailed                the operating system could not read bytes that the file has
+    ├── WriteFailed               the operating system could not write; the output does not take its name
     ├── PrepareError              optimizer, scheduler and JSON cannot be prepared together as asked
     ├── EngineUnusable            a load failed half-way: the engine must not step or save
     ├── HookError                 a patch cannot be installed as declared
@@ -86,6 +87,10 @@ class ReadFailed(ReshardError):
     """The operating system failed to read bytes that the file's size promises."""
 
 
+class WriteFailed(ReshardError):
+    """The operating system failed to write: nothing takes the output's name before all of it is on the disk."""
+
+
 class EngineUnusable(ReshardError):
     """A load failed after bytes had moved: stepping or saving would make the damage permanent."""
 
@@ -147,6 +152,7 @@ _PRECEDENCE: tuple[type[ReshardError], ...] = (
     TrustRequired,
     CheckpointDamaged,
     ReadFailed,
+    WriteFailed,
     ChecksumMismatch,
     ModelMismatch,
     ParamGroupMismatch,

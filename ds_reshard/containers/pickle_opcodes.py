@@ -199,7 +199,12 @@ def _build(m: PickleMachine, pos: int) -> int:
         if target.has_state:
             raise ValueError(f"{target.callable} is given a second state")
         target.state, target.has_state = state, True
-    elif not isinstance(target, OrderedDict):  # a state_dict's `_metadata` attribute, which nobody needs
+    elif isinstance(target, OrderedDict):
+        if (
+            isinstance(state, dict) and "_metadata" in state
+        ):  # versions of a state_dict's modules, kept as its attribute
+            vars(target)["_metadata"] = state["_metadata"]
+    else:
         raise Forbidden(f"sets the state of a {type(target).__name__}, which no pickle needs")
     return pos
 

@@ -31,6 +31,7 @@ EXPORTED = [
     "TrustRequired",
     "UnsafePickle",
     "UnsupportedLayout",
+    "WriteFailed",
     "__version__",
     "add_arguments",
     "diagnose",

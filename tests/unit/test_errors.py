@@ -25,6 +25,7 @@ PRECEDENCE = [
     "TrustRequired",
     "CheckpointDamaged",
     "ReadFailed",
+    "WriteFailed",
     "ChecksumMismatch",
     "ModelMismatch",
     "ParamGroupMismatch",

@@ -1,0 +1,89 @@
+"""Every call that changes a file or a folder, in one place: tests count them, and end the process at each.
+
+Raises WriteFailed, with what the system said and what mends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+
+from ds_reshard.errors import Fault, WriteFailed
+
+_MENDS = {28: "free space there, then run again with --resume", 122: "free space there, then run again with --resume"}
+
+
+@contextlib.contextmanager
+def _named(path: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        mend = _MENDS.get(error.errno or 0, "check the file system and its permissions, then run again with --resume")
+        fault = Fault(error="WriteFailed", where=path, what=f"{what}: {error.strerror or error}", mend=mend)
+        raise WriteFailed(f"{fault.line()}; {mend}", [fault]) from error
+
+
+def create(path: str, nbytes: int) -> int:
+    """A descriptor of a new file of that size, whose bytes are not written yet."""
+    with _named(path, "cannot be created"):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            os.ftruncate(fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+
+def write_at(fd: int, data: bytes | memoryview, byte_offset: int, path: str) -> None:
+    """Write all of `data` at a position."""
+    with _named(path, "cannot be written"):
+        left = memoryview(data)
+        while left:
+            done = os.pwrite(fd, left, byte_offset)
+            left, byte_offset = left[done:], byte_offset + done
+
+
+def sync(fd: int, path: str) -> None:
+    with _named(path, "cannot be brought to the disk"):
+        os.fsync(fd)
+
+
+def sync_folder(path: str) -> None:
+    """Bring the names in a folder to the disk."""
+    with _named(path, "cannot be brought to the disk"):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def write_whole(path: str, data: bytes) -> None:
+    """Replace a small file at once: written beside it, synced, renamed."""
+    part = f"{path}.part"
+    fd = create(part, 0)
+    try:
+        write_at(fd, data, 0, part)
+        sync(fd, part)
+    finally:
+        os.close(fd)
+    rename(part, path)
+
+
+def rename(source: str, target: str) -> None:
+    with _named(target, "cannot be renamed to"):
+        os.rename(source, target)
+
+
+def make_folder(path: str) -> None:
+    with _named(path, "cannot be created"):
+        os.makedirs(path, exist_ok=True)
+
+
+def remove(path: str) -> None:
+    """Remove a folder or a file, and all that is in it."""
+    with _named(path, "cannot be removed"):
+        shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)

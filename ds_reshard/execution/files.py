@@ -1,0 +1,104 @@
+"""Files as targets: a torch archive whose storages are filled in any order, each byte checksummed as it is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from ds_reshard.containers.crc import crc32
+from ds_reshard.containers.torch_zip_writer import ArchivePlan
+from ds_reshard.errors import InternalError
+from ds_reshard.execution import disk
+from ds_reshard.execution.buffers import torch_dtype
+from ds_reshard.execution.checksums import partial_sums
+from ds_reshard.execution.ports import Outcome, Slice
+from ds_reshard.model.codec import ElementType
+from ds_reshard.model.index import Record
+
+Watch = Callable[[int, memoryview], None]
+"""Is told of the elements that are written: the offset of the first in the buffer, and their bytes."""
+
+_ZEROS = memoryview(bytes(1 << 20))
+
+
+class FileTarget:
+    """A run of a file as a flat buffer of elements; bytes are cast, written at their place and checksummed."""
+
+    def __init__(self, fd: int, record: Record, dtype: ElementType, watch: Watch | None = None) -> None:
+        self._fd = fd
+        self._record = record
+        self.dtype = dtype
+        self._watch = watch
+        self._slices: list[Slice] = []
+
+    def view(self, element_offset: int, numel: int, dtype: ElementType) -> None:
+        """None: bytes of a file have no memory of their own."""
+        return None
+
+    def store(self, element_offset: int, data: memoryview, dtype: ElementType) -> None:
+        if dtype is not self.dtype:
+            values = torch.frombuffer(data, dtype=torch_dtype(dtype)).to(torch_dtype(self.dtype))
+            data = values.view(torch.uint8).numpy().data
+        self._write(element_offset, data)
+        if self._watch is not None:
+            self._watch(element_offset, data)
+
+    def zero(self, element_offset: int, numel: int) -> None:
+        size = self.dtype.itemsize
+        per_write = len(_ZEROS) // size
+        for at in range(element_offset, element_offset + numel, per_write):
+            self._write(at, _ZEROS[: min(per_write, element_offset + numel - at) * size])
+
+    def _write(self, element_offset: int, data: memoryview) -> None:
+        at = element_offset * self.dtype.itemsize
+        if at < 0 or at + len(data) > self._record.nbytes:
+            raise InternalError(f"{self._record.path}: bytes [{at}, {at + len(data)}) of {self._record.nbytes}")
+        disk.write_at(self._fd, data, self._record.byte_offset + at, self._record.path)
+        self._slices.append(Slice(byte_offset=at, nbytes=len(data), crc32=crc32(data)))
+
+    def checksum(self) -> int:
+        """The crc32 of all that was written; InternalError unless that is each byte once."""
+        written = partial_sums(Outcome(slices={self._record: self._slices}))
+        whole = ((0, self._record.nbytes),) if self._record.nbytes else ()
+        if sum(part.nbytes for part in self._slices) != self._record.nbytes or written[0].spans != whole:
+            raise InternalError(f"{self._record.path}: not every byte was written once: {written[0].spans}")
+        return written[0].crc32
+
+
+class ArchiveFile:
+    """A torch archive being written at `path`; use it with `with`, and `finish` it when every storage is full."""
+
+    def __init__(self, path: str, plan: ArchivePlan) -> None:
+        self.path = path
+        self._plan = plan
+        self._targets: dict[str, FileTarget] = {}
+
+    def __enter__(self) -> ArchiveFile:
+        self._fd = disk.create(self.path, self._plan.nbytes)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        os.close(self._fd)
+
+    def target(self, key: str, dtype: ElementType, watch: Watch | None = None) -> FileTarget:
+        """The storage of that key, as elements of `dtype`."""
+        place = self._plan.places[key]
+        record = Record(path=self.path, byte_offset=place.byte_offset, nbytes=place.nbytes, crc32=0)
+        self._targets[key] = FileTarget(self._fd, record, dtype, watch)
+        return self._targets[key]
+
+    def finish(self) -> int:
+        """Write headers and directory, and bring all to the disk; the crc32 of the whole file."""
+        sums = {key: target.checksum() for key, target in self._targets.items()}
+        slices = [
+            Slice(byte_offset=place.byte_offset, nbytes=place.nbytes, crc32=sums[key])
+            for key, place in self._plan.places.items()
+        ]
+        for at, data in self._plan.parts(sums):
+            disk.write_at(self._fd, data, at, self.path)
+            slices.append(Slice(byte_offset=at, nbytes=len(data), crc32=crc32(data)))
+        disk.sync(self._fd, self.path)
+        whole = Record(path=self.path, byte_offset=0, nbytes=self._plan.nbytes, crc32=0)
+        return partial_sums(Outcome(slices={whole: slices}))[0].crc32

@@ -1,0 +1,144 @@
+"""A ZeRO checkpoint that is to be written, as a layout, the source of each tensor, and a tree for each file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
+from ds_reshard.formats.zero.layout import by_key
+from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
+from ds_reshard.formats.zero.model_target import ModelTarget
+from ds_reshard.formats.zero.optimizer_target import OptimizerTarget, make_flats
+from ds_reshard.model.layout import Layout, TensorKey
+
+Shape = tuple[int, ...]
+FORMATS = {"zero1": ("zero", 1), "zero2": ("zero", 2), "zero3": ("zero3", 3), "bf16": ("bf16", 1)}
+_SUB_GROUP_NUMEL = 10**9  # SUB_GROUP_SIZE of deepspeed/runtime/zero/config.py, 0.19.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetFile:
+    """One torch file, and the shard of the layout that it is; `data` fills buffers that no tensor does.
+
+    `tree` gives what torch.save would be given: storages without a path are the shard's buffers, by their key, all
+    others are copied. It is built when it is asked for: a checkpoint may have thousands.
+    """
+
+    name: str
+    family: str
+    shard: int
+    tree: Callable[[], Mapping[str, object]]
+    data: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is to be written: `wants` gives the source tensor of each of the layout's."""
+
+    layout: Layout
+    wants: Mapping[TensorKey, TensorKey]
+    files: Sequence[TargetFile]
+
+
+def zero_target(checkpoint: ZeroCheckpoint, kind: str, dp: int, *, sub_group_size: int | None = None) -> Target:
+    """The files that DeepSpeed's `kind` of FORMATS at data-parallel size `dp` would have saved of the same state.
+
+    Raises UnsupportedLayout, with every reason, where the source does not hold what they need.
+    """
+    wrapper, stage = FORMATS[kind]
+    subject = f"converting {checkpoint.listing.folder} to {kind}"
+    raise_faults(list(_lacking(checkpoint, kind)), subject=subject)
+    order = group_order(checkpoint)
+    most = (sub_group_size or _saved_sub_group_size(checkpoint)) if stage == 3 else None
+    flats, faults = make_flats(checkpoint, order, dp, sub_group_numel_most=most)
+    raise_faults(faults, subject=subject)
+    optim = OptimizerTarget(checkpoint=checkpoint, kind=wrapper, stage=stage, dp=dp, flats=tuple(flats))
+    model = ModelTarget(checkpoint=checkpoint, stage=stage, dp=dp, order=[flat.shapes for flat in flats])
+    layout = Layout(by_key([*optim.placements(), *model.placements()]), {OPTIM: dp, MODEL: model.files})
+    wants = {**{placement.key: placement.key for placement in optim.placements()}, **dict(model.sources())}
+    return Target(layout=layout, wants=wants, files=tuple(_files(checkpoint, optim, model)))
+
+
+def _files(checkpoint: ZeroCheckpoint, optim: OptimizerTarget, model: ModelTarget) -> Iterator[TargetFile]:
+    for rank in range(model.files):
+        name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if model.stage == 3 else "mp_rank_00_model_states.pt"
+        yield TargetFile(name=name, family=MODEL, shard=rank, tree=partial(_model_tree, model, rank))
+    for rank in range(optim.dp):
+        name = f"{_prefix(checkpoint, optim)}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        yield TargetFile(name=name, family=OPTIM, shard=rank, tree=partial(optim.tree, rank), data=optim.data())
+
+
+def _model_tree(model: ModelTarget, rank: int) -> Mapping[str, object]:
+    return model.tree(rank, _saved(model.checkpoint, rank))
+
+
+def _saved(checkpoint: ZeroCheckpoint, rank: int) -> ModelStates:
+    """The saving run's own model file of that rank, which may hold its buffers and its entries; else the first."""
+    name = checkpoint.listing.model.get(rank) if rank < checkpoint.dp else None
+    if name is None or not rank:
+        return checkpoint.model
+    return read_model_states(checkpoint.listing.path(name), name.removesuffix(".pt"))
+
+
+def _prefix(checkpoint: ZeroCheckpoint, optim: OptimizerTarget) -> str:
+    if checkpoint.optim is not None:
+        return checkpoint.listing.optim_prefix
+    return "bf16_" if optim.kind == "bf16" else ""
+
+
+def group_order(checkpoint: ZeroCheckpoint) -> list[dict[str, Shape]]:
+    """The trainable parameters of each param group as the optimizer was given them.
+
+    With `round_robin_gradients` the flat buffers hold them in another order (`_round_robin_reorder`,
+    deepspeed/runtime/zero/stage_1_and_2.py), which is undone here.
+    """
+    assert checkpoint.facts is not None
+    shapes = checkpoint.model.trainable
+    order = [list(group.members) for group in checkpoint.facts.groups]
+    if checkpoint.kind == "zero" and _saved_zero(checkpoint).get("round_robin_gradients") is True:
+        order = [_unrobined(members, checkpoint.dp) for members in order]
+    return [{name: shapes[name] for name in members} for members in order]
+
+
+def _unrobined(members: list[str], dp: int) -> list[str]:
+    places = [place for first in range(dp) for place in range(first, len(members), dp)]
+    return [name for _, name in sorted(zip(places, members, strict=True))]
+
+
+def _saved_zero(checkpoint: ZeroCheckpoint) -> Mapping[str, object]:
+    config = checkpoint.model.entries.get("ds_config")
+    section = config.get("zero_optimization") if isinstance(config, dict) else None
+    return section if isinstance(section, dict) else {}
+
+
+def _saved_sub_group_size(checkpoint: ZeroCheckpoint) -> int:
+    size = _saved_zero(checkpoint).get("sub_group_size")
+    return int(size) if isinstance(size, (int, float)) and size >= 1 else _SUB_GROUP_NUMEL
+
+
+def _lacking(checkpoint: ZeroCheckpoint, kind: str) -> Iterator[Fault]:
+    folder = checkpoint.listing.folder
+    if checkpoint.facts is None:
+        yield Fault(
+            error="UnsupportedLayout", where=folder,
+            what="holds an optimizer that names no parameter (ZeRO stage 0), or none",
+            expected="a checkpoint of stage 1 to 3, or a universal one", found=f"stage {checkpoint.stage}",
+            mend="--to safetensors for the weights; or load it in a run with import ds_reshard.auto, and save there",
+        )  # fmt: skip
+        return
+    if any(group.hyperparameters is None for group in checkpoint.facts.groups):
+        yield Fault(
+            error="UnsupportedLayout", where=folder, what="holds no param groups (elastic_checkpoint)",
+            expected="learning rates and hyper-parameters, which DeepSpeed reads from a file of this kind",
+            found="none", mend="load it in a run with import ds_reshard.auto, and save there",
+        )  # fmt: skip
+    for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim is not None else ()):
+        for name, why in partition.unfollowed.items():
+            yield Fault(
+                error="UnsupportedLayout", where=f"state {name!r} of partition {number}",
+                what=f"is neither one value nor one for each element ({why}): no other layout has a place for it",
+                mend="resume with the layout that was saved",
+            )  # fmt: skip

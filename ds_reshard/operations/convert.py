@@ -1,0 +1,229 @@
+"""`convert`: a checkpoint written anew under another format and data-parallel size, without the framework."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+from ds_reshard import __version__
+from ds_reshard.containers.torch_zip_writer import ArchivePlan, plan_archive
+from ds_reshard.errors import ConfigError, raise_faults
+from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
+from ds_reshard.execution.files import ArchiveFile, FileTarget
+from ds_reshard.execution.threads import ThreadExecutor
+from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, open_checkpoint
+from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
+from ds_reshard.formats.zero.names import Listing
+from ds_reshard.formats.zero.shards import ZeroShards
+from ds_reshard.formats.zero.target import FORMATS, Target, TargetFile, zero_target
+from ds_reshard.model.codec import ElementType
+from ds_reshard.model.index import Index, Record
+from ds_reshard.model.records import StorageRecord
+from ds_reshard.operations.workspace import Workspace, refuse_places
+from ds_reshard.planning.match import plan_rank
+from ds_reshard.planning.plan import Copy, Plan
+
+Progress = Callable[[int, int], None]
+"""Is told the bytes that are written so far, and in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a conversion works: `memory_nbytes` bounds its buffers, `shard` is (number, of how many)."""
+
+    threads: int = 4
+    memory_nbytes: int = 256 << 20
+    shard: tuple[int, int] = (0, 1)
+    resume: bool = False
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """What a conversion did: `complete` is false where other shards of it are still to be written."""
+
+    out: str
+    files: int
+    bytes_read: int
+    bytes_written: int
+    complete: bool
+
+
+class Source:
+    """A checkpoint that is opened whole: every shard read, but for its tensors' bytes, and compared."""
+
+    def __init__(self, listing: Listing) -> None:
+        self.checkpoint = open_checkpoint(listing, optimizer=True)
+        shards = ZeroShards(checkpoint=self.checkpoint)
+        self.index = Index(self.checkpoint.layout, shards)
+        for family, count in self.checkpoint.layout.shards.items():
+            for shard in range(count if family == MODEL or self.checkpoint.optim is not None else 0):
+                self.index.open(family, shard)
+        faults = [*self.index.faults, *compare_signatures(shards.signatures, listing.folder)]
+        raise_faults([*faults, *compare_prints(shards.prints, listing.folder)], subject=f"checkpoint {listing.folder}")
+
+
+def convert(
+    listing: Listing, out: str, *, to: str, dp: int | None, sub_group_size: int | None, options: Options,
+    progress: Progress | None = None,
+) -> Conversion:  # fmt: skip
+    """Write the checkpoint of `listing` into the folder `out`, as `to` says, for `dp` ranks (else as many as saved it).
+
+    One pass: what is read is written and checked against the checksums of its files, in buffers of
+    `options.memory_nbytes`. `out` is there when all of it is on the disk, and not before.
+    """
+    if to not in FORMATS:
+        raise ConfigError(f"{to!r} is no format: --to {' | '.join(FORMATS)}")
+    source = Source(listing)
+    dp = source.checkpoint.dp if dp is None else dp
+    target = zero_target(source.checkpoint, to, dp, sub_group_size=sub_group_size)
+    _refuse_memory(options)
+    needed = _nbytes(target)
+    refuse_places(listing.folder, out, needed)
+    what = {
+        "ds_reshard": __version__, "source": _files_of(listing), "tag": os.path.basename(listing.folder), "to": to,
+        "dp": dp, "sub_group_size": sub_group_size,
+    }  # fmt: skip
+    workspace = Workspace(out, what, force=options.force)
+    number, shards = options.shard
+    with workspace.open(resume=options.resume, shared=shards > 1) as finished:
+        if finished:
+            return Conversion(out=out, files=0, bytes_read=0, bytes_written=0, complete=True)
+        work = _Work(source, target, workspace, options, progress, needed)
+        for file in target.files[number::shards]:
+            work.write(file)
+        complete = work.finish() if all(workspace.noted(work.path(file)) for file in target.files) else False
+    return Conversion(
+        out=out, files=work.files, bytes_read=work.bytes_read, bytes_written=work.bytes_written, complete=complete
+    )
+
+
+def _refuse_memory(options: Options) -> None:
+    least = options.threads << 20
+    if options.memory_nbytes < least:
+        mend = f"--memory {options.threads}, or --threads {max(1, options.memory_nbytes >> 20)}"
+        raise ConfigError(
+            f"--memory: {options.memory_nbytes >> 20} MiB is too little for {options.threads} threads; {mend}"
+        )
+
+
+def _nbytes(target: Target) -> int:
+    """About how many bytes the output takes: the files of one family differ by little."""
+    total = 0
+    for family in (MODEL, OPTIM):
+        files = [file for file in target.files if file.family == family]
+        total += len(files) * (plan_archive(_stem(files[0]), files[0].tree()).nbytes if files else 0)
+    return total
+
+
+def _stem(file: TargetFile) -> str:
+    return os.path.basename(file.name).removesuffix(".pt")
+
+
+def _files_of(listing: Listing) -> dict[str, list[int]]:
+    """What tells the source's files from others of the same names."""
+    used = sorted({*listing.model.values(), *listing.optim.values()})
+    return {name: [listing.nbytes[name], os.stat(listing.path(name)).st_mtime_ns] for name in used}
+
+
+class _Work:
+    """One process's share of a conversion."""
+
+    def __init__(
+        self,
+        source: Source,
+        target: Target,
+        workspace: Workspace,
+        options: Options,
+        progress: Progress | None,
+        needed: int,
+    ) -> None:
+        self.files = self.bytes_read = self.bytes_written = 0
+        self._source = source
+        self._target = target
+        self._workspace = workspace
+        self._progress = progress
+        self._needed = needed
+        self._tag = os.path.basename(source.checkpoint.listing.folder)
+        self._executor = ThreadExecutor(threads=options.threads, memory_nbytes=options.memory_nbytes, checksum=True)
+
+    def path(self, file: TargetFile) -> str:
+        """The file's place in the output."""
+        return os.path.join(self._tag, file.name)
+
+    def write(self, file: TargetFile) -> None:
+        """Write one file, unless that was done before, and note it."""
+        name = self.path(file)
+        if self._workspace.noted(name) is not None:
+            return
+        archive = plan_archive(_stem(file), file.tree())
+        with ArchiveFile(self._workspace.path(name), archive) as made:
+            targets: dict[str, FileTarget] = {}
+            for key, storage in archive.storages.items():
+                targets[_buffer(storage)] = made.target(key, storage.dtype if not storage.path else ElementType.UINT8)
+            for buffer, data in file.data.items():
+                targets[buffer].store(0, memoryview(data), targets[buffer].dtype)
+            outcome = self._executor.execute(self._plan(file, archive), targets)
+            raise_faults(outcome.faults, subject=f"converting {self._source.checkpoint.listing.folder}")
+            crc = made.finish()
+        pending, faults = settle(partial_sums(outcome))
+        raise_faults(faults, subject=f"converting {self._source.checkpoint.listing.folder}")
+        known = {
+            "nbytes": archive.nbytes,
+            "crc32": crc,
+            "family": file.family,
+            "sums": [asdict(item) for item in pending],
+        }
+        self._workspace.note(name, known)
+        self.files += 1
+        self.bytes_read += outcome.bytes_read
+        self.bytes_written += archive.nbytes
+        if self._progress is not None:
+            self._progress(self.bytes_written, self._needed)
+
+    def _plan(self, file: TargetFile, archive: ArchivePlan) -> Plan:
+        layout = self._target.layout
+        wants = {key: origin for key, origin in self._target.wants.items() if layout[key].family == file.family}
+        fresh = {
+            storage.key: storage.numel
+            for storage in archive.storages.values()
+            if not storage.path and storage.key not in file.data
+        }
+        plan = plan_rank(self._source.index, layout, file.shard, wants, family=file.family, sizes=fresh)
+        copied = [_copy(storage) for storage in archive.storages.values() if storage.path and storage.nbytes]
+        return Plan(copies=(*plan.copies, *copied), fills=plan.fills, checks=plan.checks)
+
+    def finish(self) -> bool:
+        """Check what the files' sums say together, and give the output its name."""
+        notes = {self.path(file): self._workspace.noted(self.path(file)) or {} for file in self._target.files}
+        subject = f"converting {self._source.checkpoint.listing.folder}"
+        for family in (MODEL, OPTIM):
+            sums = [_sums(note) for note in notes.values() if note["family"] == family]
+            faults, again = combine(sums)
+            raise_faults(faults, subject=subject)
+            raise_faults(read_again(again), subject=subject)
+        files = {name: {"nbytes": note["nbytes"], "crc32": f"{note['crc32']:08x}"} for name, note in notes.items()}
+        self._workspace.commit({"format": 1, "files": files}, {"latest": self._tag})
+        return True
+
+
+def _buffer(storage: StorageRecord) -> str:
+    """The buffer that a storage of a new file is: its own name, or where it is copied from."""
+    return storage.key if not storage.path else f"{storage.path}\0{storage.key}"
+
+
+def _copy(storage: StorageRecord) -> Copy:
+    record = Record(path=storage.path, byte_offset=storage.byte_offset, nbytes=storage.nbytes, crc32=storage.crc32)
+    return Copy(
+        record=record, byte_offset=storage.byte_offset, numel=storage.nbytes, dtype=ElementType.UINT8,
+        buffer=_buffer(storage), element_offset=0, target_dtype=ElementType.UINT8,
+    )  # fmt: skip
+
+
+def _sums(note: Mapping[str, object]) -> Iterator[PartialSum]:
+    sums = note["sums"]
+    assert isinstance(sums, list)
+    for item in sums:
+        spans = tuple((start, stop) for start, stop in item["spans"])
+        yield PartialSum(record=Record(**item["record"]), crc32=item["crc32"], spans=spans)

@@ -1,0 +1,181 @@
+"""An output that is there whole or not at all: written in a folder beside it, which takes its name at the end.
+
+OUT.ds-reshard/conversion.json   what is being made, of what; another conversion is refused there
+OUT.ds-reshard/lock              held while a process works there
+OUT.ds-reshard/done/FILE.json    what is known of a finished file: --resume goes on behind these
+OUT.ds-reshard/out/              the output
+OUT.ds-reshard/old/              with --force, what had the name before, for a moment
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+
+from ds_reshard.errors import ConfigError, Fault, raise_faults
+from ds_reshard.execution import disk
+
+SUFFIX = ".ds-reshard"
+MANIFEST = "ds_reshard.json"
+
+
+class Workspace:
+    """The folder in which one output is made; `conversion` is what it is made of, as JSON."""
+
+    def __init__(self, out: str, conversion: Mapping[str, object], *, force: bool) -> None:
+        self.target = os.path.abspath(out)
+        self.folder = self.target + SUFFIX
+        self.out = os.path.join(self.folder, "out")
+        self._done = os.path.join(self.folder, "done")
+        self._old = os.path.join(self.folder, "old")
+        self._conversion = json.dumps(conversion, sort_keys=True, indent=1)
+        self._force = force
+
+    @contextlib.contextmanager
+    def open(self, *, resume: bool, shared: bool) -> Iterator[bool]:
+        """Work there, alone unless `shared`; yields whether the output is there already, made of the same.
+
+        A folder that another conversion has left is an error with `resume` or `shared`, and cleared otherwise.
+        """
+        if self._finished():
+            self._clear()
+            yield True
+            return
+        self._refuse_existing()
+        disk.make_folder(self.folder)
+        with self._lock(shared):
+            self._restore_old()
+            if not (resume or shared):
+                self._clear_contents()
+            self._claim()
+            yield False
+
+    def _finished(self) -> bool:
+        """Whether a process that was killed had given the output its name, and had only to clean up."""
+        if os.path.exists(self.out) or not os.path.isdir(self.folder):
+            return False
+        return bool(_conversion_of(os.path.join(self.target, MANIFEST)) == json.loads(self._conversion))
+
+    def _refuse_existing(self) -> None:
+        if os.path.lexists(self.target) and not self._force:
+            fault = Fault(
+                error="ConfigError", where=self.target, what="is there already",
+                mend="name another folder, or add --force: it is then replaced when all of the new one is there",
+            )  # fmt: skip
+            raise_faults([fault], subject="converting")
+
+    @contextlib.contextmanager
+    def _lock(self, shared: bool) -> Iterator[None]:
+        path = os.path.join(self.folder, "lock")
+        fd = disk.create(path, 0)
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            raise ConfigError(
+                f"{self.folder}: another process works there; wait for it, or give every process its --shard I/N"
+            ) from None
+        try:
+            yield
+        finally:
+            os.close(fd)
+
+    def _restore_old(self) -> None:
+        if os.path.isdir(self._old) and not os.path.lexists(self.target):
+            disk.rename(self._old, self.target)
+
+    def _clear_contents(self) -> None:
+        for name in sorted(os.listdir(self.folder)):
+            if name != "lock":
+                disk.remove(os.path.join(self.folder, name))
+
+    def _clear(self) -> None:
+        disk.remove(self.folder)
+
+    def _claim(self) -> None:
+        """Note what is made here, or find that it is the same."""
+        path = os.path.join(self.folder, "conversion.json")
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                found = file.read()
+            if found != self._conversion:
+                fault = Fault(
+                    error="ConfigError", where=self.folder, what="was left by another conversion, or of a source that "
+                    "has changed since", mend="run it without --resume and --shard: it is then cleared; or remove it",
+                )  # fmt: skip
+                raise_faults([fault], subject="converting")
+        else:
+            disk.write_whole(path, self._conversion.encode("utf-8"))
+        disk.make_folder(self._done)
+        disk.make_folder(self.out)
+
+    def path(self, name: str) -> str:
+        """Where a file of the output is written; its folder is made."""
+        path = os.path.join(self.out, name)
+        disk.make_folder(os.path.dirname(path))
+        return path
+
+    def note(self, name: str, known: Mapping[str, object]) -> None:
+        """Note that a file is finished and on the disk."""
+        disk.write_whole(self._note(name), json.dumps(known, sort_keys=True).encode("utf-8"))
+
+    def noted(self, name: str) -> Mapping[str, object] | None:
+        """What is known of a finished file, None for one that is not."""
+        try:
+            with open(self._note(name), encoding="utf-8") as file:
+                known = json.load(file)
+        except FileNotFoundError:
+            return None
+        assert isinstance(known, dict)
+        return known
+
+    def _note(self, name: str) -> str:
+        return os.path.join(self._done, name.replace("%", "%25").replace("/", "%2F") + ".json")
+
+    def commit(self, manifest: Mapping[str, object], pointers: Mapping[str, str]) -> None:
+        """Write the manifest, then the files that name a tag, then let the output take its name."""
+        text = json.dumps({**manifest, "conversion": json.loads(self._conversion)}, sort_keys=True, indent=1)
+        for name, content in {MANIFEST: text, **pointers}.items():
+            disk.write_whole(self.path(name), content.encode("utf-8"))
+        for folder, _, _ in os.walk(self.out):
+            disk.sync_folder(folder)
+        if os.path.lexists(self.target):
+            disk.rename(self.target, self._old)
+        disk.rename(self.out, self.target)
+        disk.sync_folder(os.path.dirname(self.target))
+        self._clear()
+
+
+def _conversion_of(path: str) -> object:
+    try:
+        with open(path, encoding="utf-8") as file:
+            manifest = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return manifest.get("conversion") if isinstance(manifest, dict) else None
+
+
+def refuse_places(source: str, out: str, needed_nbytes: int) -> None:
+    """Raise where the output cannot be: inside the source or around it, on another file system, or too large."""
+    source, target = os.path.realpath(source), os.path.realpath(out)
+    parent = os.path.dirname(os.path.abspath(out))
+    faults = []
+    if target == source or target.startswith(source + os.sep) or source.startswith(target + os.sep):
+        faults.append(_place(out, f"lies in the source {source}, or holds it", "name a folder apart from it"))
+    if not os.path.isdir(parent):
+        faults.append(_place(parent, "does not exist", f"mkdir -p {parent}"))
+    elif os.path.isdir(target) and os.stat(target).st_dev != os.stat(parent).st_dev:
+        what = "is a file system of its own: what is written beside it cannot take its name"
+        faults.append(_place(out, what, f"name a folder in it: {os.path.join(out, 'converted')}"))
+    elif (free := shutil.disk_usage(parent).free) < needed_nbytes:
+        what = f"has {free} bytes free, and the output needs {needed_nbytes}"
+        faults.append(_place(parent, what, "free space there, or name a folder elsewhere"))
+    raise_faults(faults, subject="converting")
+
+
+def _place(where: str, what: str, mend: str) -> Fault:
+    return Fault(error="ConfigError", where=where, what=what, mend=mend)
