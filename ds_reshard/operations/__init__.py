@@ -14,11 +14,12 @@ from ds_reshard.formats.zero.names import Listing, read_listing
 from ds_reshard.formats.zero.past import read_past
 from ds_reshard.formats.zero.survey import survey
 from ds_reshard.model.inspection import Inspection
+from ds_reshard.operations.convert import Conversion, Options, Progress, convert_listing
 from ds_reshard.resume import coming, megatron_coming
 from ds_reshard.resume.coming import ComingRun
 from ds_reshard.resume.megatron_run import read_run
 
-__all__ = ["ComingRun", "Inspection", "coming_run", "inspect", "read_config"]
+__all__ = ["ComingRun", "Conversion", "Inspection", "Options", "coming_run", "convert", "inspect", "read_config"]
 
 _LATEST_NBYTES = 4096
 
@@ -39,6 +40,25 @@ def inspect(path: str, *, tag: str | None = None) -> Inspection:
     after = _bytes_asked_for()
     bytes_read = after - before if before is not None and after is not None else None
     return describe_survey(found, tag=os.path.basename(os.path.abspath(listing.folder)), bytes_read=bytes_read)
+
+
+def convert(
+    path: str, out: str, *, to: str, dp: int | None = None, tag: str | None = None,
+    sub_group_size: int | None = None, options: Options | None = None, progress: Progress | None = None,
+) -> Conversion:  # fmt: skip
+    """Write the checkpoint in `path` (and `tag`, as for `inspect`) anew into the folder `out`.
+
+    `to` is "zero1", "zero2", "zero3" or "bf16": files that DeepSpeed itself loads at data-parallel size `dp`, which is
+    the saving run's unless given. `sub_group_size` is that of the coming run's JSON (stage 3), else the saving run's.
+
+    Raises what a load raises for files that are missing or damaged, UnsupportedLayout for what the format cannot
+    hold, ConfigError for a place that cannot be written to, WriteFailed. `out` is then not there.
+    """
+    listing = _find(os.fspath(path), tag)
+    return convert_listing(
+        listing, os.fspath(out), to=to, dp=dp, sub_group_size=sub_group_size, options=options or Options(),
+        progress=progress,
+    )  # fmt: skip
 
 
 def coming_run(

@@ -64,9 +64,9 @@ class Source:
         raise_faults([*faults, *compare_prints(shards.prints, listing.folder)], subject=f"checkpoint {listing.folder}")
 
 
-def convert(
+def convert_listing(
     listing: Listing, out: str, *, to: str, dp: int | None, sub_group_size: int | None, options: Options,
-    progress: Progress | None = None,
+    progress: Progress | None,
 ) -> Conversion:  # fmt: skip
     """Write the checkpoint of `listing` into the folder `out`, as `to` says, for `dp` ranks (else as many as saved it).
 

@@ -89,22 +89,38 @@ class ModelTarget:
         return found
 
     def _made(self) -> dict[str, TensorRecord]:
-        """The weights of a whole module that the saving run kept in pieces, or as masters alone."""
+        """Every tensor of a whole module under its first name, in a storage of its own.
+
+        Left out are those that do not lie row-major, which are copied as they are.
+        """
         model = self.checkpoint.model
         shapes = {**model.trainable, **model.frozen_shapes}
-        return {
-            name: new_tensor(f"module/{name}", shape, model.module[name].dtype)
-            for name, shape in shapes.items()
-            if name in model.module and is_placeholder(model.module[name], shape)
-        }
+        made = {}
+        for name, first in self._first_names().items():
+            tensor = model.module[name]
+            kept_in_pieces = name in shapes and is_placeholder(tensor, shapes[name])
+            if name == first and (tensor.contiguous or kept_in_pieces):
+                shape = shapes[name] if kept_in_pieces else tensor.shape
+                made[name] = new_tensor(f"module/{name}", shape, tensor.dtype)
+        return made
+
+    def _first_names(self) -> dict[str, str]:
+        """The first name of each of the module's tensors: tied ones are saved as one view of one storage."""
+        model = self.checkpoint.model
+        seen: dict[tuple[object, ...], str] = {}
+        names = {}
+        for name, tensor in model.module.items():
+            place = (tensor.storage.path, tensor.storage.key, tensor.element_offset, tensor.shape, tensor.stride)
+            first = seen.setdefault(place, name) if tensor.numel else name
+            names[name] = model.shared.get(name, first)
+        return names
 
     def _whole(self, saved: ModelStates) -> OrderedDict[str, object]:
-        made, shared = self._made(), self.checkpoint.model.shared
+        made, names = self._made(), self._first_names()
         module = _module(saved)
         for name in module:
-            first = shared.get(name, name)
-            if first in made:
-                module[name] = made[first]
+            if names.get(name) in made:
+                module[name] = made[names[name]]
         return module
 
     def _placeholders(self, saved: ModelStates, frozen: Mapping[str, object]) -> OrderedDict[str, object]:

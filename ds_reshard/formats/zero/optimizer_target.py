@@ -176,7 +176,7 @@ class OptimizerTarget:
         kept = _kept(self.checkpoint)
         return {
             "zero_stage": ObjectRecord(callable=_STAGE, args=(3,)),
-            **{key: kept[key] for key in _KEPT if key != "clip_grad"},
+            **{key: kept[key] for key in _KEPT if key in kept},  # stage 3 passes over clip_grad, and keeps its own
             "partition_count": self.dp,
             "optimizer_state_dict": self._base(),
             "fp32_flat_groups": self._masters(0),
