@@ -25,36 +25,29 @@ def _named(path: str, what: str) -> Iterator[None]:
         raise WriteFailed(f"{fault.line()}; {mend}", [fault]) from error
 
 
-def create(path: str, nbytes: int) -> int:
-    """A descriptor of a new file of that size, whose bytes are not written yet."""
-    with _named(path, "cannot be created"):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
-            os.ftruncate(fd, nbytes)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
+def create(path: str, nbytes: int) -> None:
+    """Make a new file of that size, whose bytes are not written yet."""
+    with _named(path, "cannot be created"), open(path, "wb") as file:
+        file.truncate(nbytes)
 
 
-def write_at(fd: int, data: bytes | memoryview, byte_offset: int, path: str) -> None:
-    """Write all of `data` at a position."""
+def write_at(path: str, data: bytes | memoryview, byte_offset: int) -> None:
+    """Write all of `data` at a position of a file that is there."""
     with _named(path, "cannot be written"):
-        left = memoryview(data)
-        while left:
-            done = os.pwrite(fd, left, byte_offset)
-            left, byte_offset = left[done:], byte_offset + done
+        fd = os.open(path, os.O_WRONLY)
+        try:
+            left = memoryview(data)
+            while left:
+                done = os.pwrite(fd, left, byte_offset)
+                left, byte_offset = left[done:], byte_offset + done
+        finally:
+            os.close(fd)
 
 
-def sync(fd: int, path: str) -> None:
+def sync(path: str) -> None:
+    """Bring a file's bytes, or a folder's names, to the disk."""
     with _named(path, "cannot be brought to the disk"):
-        os.fsync(fd)
-
-
-def sync_folder(path: str) -> None:
-    """Bring the names in a folder to the disk."""
-    with _named(path, "cannot be brought to the disk"):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fd = os.open(path, os.O_RDONLY)
         try:
             os.fsync(fd)
         finally:
@@ -64,12 +57,9 @@ def sync_folder(path: str) -> None:
 def write_whole(path: str, data: bytes) -> None:
     """Replace a small file at once: written beside it, synced, renamed."""
     part = f"{path}.part"
-    fd = create(part, 0)
-    try:
-        write_at(fd, data, 0, part)
-        sync(fd, part)
-    finally:
-        os.close(fd)
+    create(part, 0)
+    write_at(part, data, 0)
+    sync(part)
     rename(part, path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
@@ -26,8 +25,7 @@ _ZEROS = memoryview(bytes(1 << 20))
 class FileTarget:
     """A run of a file as a flat buffer of elements; bytes are cast, written at their place and checksummed."""
 
-    def __init__(self, fd: int, record: Record, dtype: ElementType, watch: Watch | None = None) -> None:
-        self._fd = fd
+    def __init__(self, record: Record, dtype: ElementType, watch: Watch | None = None) -> None:
         self._record = record
         self.dtype = dtype
         self._watch = watch
@@ -55,7 +53,7 @@ class FileTarget:
         at = element_offset * self.dtype.itemsize
         if at < 0 or at + len(data) > self._record.nbytes:
             raise InternalError(f"{self._record.path}: bytes [{at}, {at + len(data)}) of {self._record.nbytes}")
-        disk.write_at(self._fd, data, self._record.byte_offset + at, self._record.path)
+        disk.write_at(self._record.path, data, self._record.byte_offset + at)
         self._slices.append(Slice(byte_offset=at, nbytes=len(data), crc32=crc32(data)))
 
     def checksum(self) -> int:
@@ -68,37 +66,35 @@ class FileTarget:
 
 
 class ArchiveFile:
-    """A torch archive being written at `path`; use it with `with`, and `finish` it when every storage is full."""
+    """A torch archive being written at `path`: made at once, and `finish`ed when every storage is full."""
 
     def __init__(self, path: str, plan: ArchivePlan) -> None:
         self.path = path
         self._plan = plan
         self._targets: dict[str, FileTarget] = {}
+        disk.create(path, plan.nbytes)
 
-    def __enter__(self) -> ArchiveFile:
-        self._fd = disk.create(self.path, self._plan.nbytes)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        os.close(self._fd)
+    @property
+    def nbytes(self) -> int:
+        return self._plan.nbytes
 
     def target(self, key: str, dtype: ElementType, watch: Watch | None = None) -> FileTarget:
         """The storage of that key, as elements of `dtype`."""
         place = self._plan.places[key]
         record = Record(path=self.path, byte_offset=place.byte_offset, nbytes=place.nbytes, crc32=0)
-        self._targets[key] = FileTarget(self._fd, record, dtype, watch)
+        self._targets[key] = FileTarget(record, dtype, watch)
         return self._targets[key]
 
     def finish(self) -> int:
         """Write headers and directory, and bring all to the disk; the crc32 of the whole file."""
         sums = {key: target.checksum() for key, target in self._targets.items()}
+        places = self._plan.places
         slices = [
-            Slice(byte_offset=place.byte_offset, nbytes=place.nbytes, crc32=sums[key])
-            for key, place in self._plan.places.items()
+            Slice(byte_offset=places[key].byte_offset, nbytes=places[key].nbytes, crc32=sums[key]) for key in sums
         ]
         for at, data in self._plan.parts(sums):
-            disk.write_at(self._fd, data, at, self.path)
+            disk.write_at(self.path, data, at)
             slices.append(Slice(byte_offset=at, nbytes=len(data), crc32=crc32(data)))
-        disk.sync(self._fd, self.path)
+        disk.sync(self.path)
         whole = Record(path=self.path, byte_offset=0, nbytes=self._plan.nbytes, crc32=0)
         return partial_sums(Outcome(slices={whole: slices}))[0].crc32

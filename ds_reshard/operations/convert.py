@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from ds_reshard import __version__
@@ -12,18 +12,21 @@ from ds_reshard.errors import ConfigError, raise_faults
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.files import ArchiveFile, FileTarget
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, open_checkpoint
+from ds_reshard.formats.zero.checkpoint import MODEL, open_checkpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.shards import ZeroShards
-from ds_reshard.formats.zero.target import FORMATS, Target, TargetFile, zero_target
+from ds_reshard.formats.zero.target import FORMATS, Target, TargetFile, Unit, zero_target
+from ds_reshard.formats.zero.universal_target import universal_target
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Index, Record
+from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import StorageRecord
 from ds_reshard.operations.workspace import Workspace, refuse_places
 from ds_reshard.planning.match import plan_rank
 from ds_reshard.planning.plan import Copy, Plan
 
+UNIVERSAL = "universal"
 Progress = Callable[[int, int], None]
 """Is told the bytes that are written so far, and in all."""
 
@@ -73,12 +76,13 @@ def convert_listing(
     One pass: what is read is written and checked against the checksums of its files, in buffers of
     `options.memory_nbytes`. `out` is there when all of it is on the disk, and not before.
     """
-    if to not in FORMATS:
-        raise ConfigError(f"{to!r} is no format: --to {' | '.join(FORMATS)}")
+    _refuse(to, options)
     source = Source(listing)
     dp = source.checkpoint.dp if dp is None else dp
-    target = zero_target(source.checkpoint, to, dp, sub_group_size=sub_group_size)
-    _refuse_memory(options)
+    if to == UNIVERSAL:
+        target = universal_target(source.checkpoint)
+    else:
+        target = zero_target(source.checkpoint, to, dp, sub_group_size=sub_group_size)
     needed = _nbytes(target)
     refuse_places(listing.folder, out, needed)
     what = {
@@ -91,15 +95,17 @@ def convert_listing(
         if finished:
             return Conversion(out=out, files=0, bytes_read=0, bytes_written=0, complete=True)
         work = _Work(source, target, workspace, options, progress, needed)
-        for file in target.files[number::shards]:
-            work.write(file)
-        complete = work.finish() if all(workspace.noted(work.path(file)) for file in target.files) else False
+        for unit in target.units[number::shards]:
+            work.write(unit)
+        complete = work.finish() if all(workspace.noted(unit.name) for unit in target.units) else False
     return Conversion(
         out=out, files=work.files, bytes_read=work.bytes_read, bytes_written=work.bytes_written, complete=complete
     )
 
 
-def _refuse_memory(options: Options) -> None:
+def _refuse(to: str, options: Options) -> None:
+    if to not in (UNIVERSAL, *FORMATS):
+        raise ConfigError(f"{to!r} is no format: --to {' | '.join((UNIVERSAL, *FORMATS))}")
     least = options.threads << 20
     if options.memory_nbytes < least:
         mend = f"--memory {options.threads}, or --threads {max(1, options.memory_nbytes >> 20)}"
@@ -109,11 +115,12 @@ def _refuse_memory(options: Options) -> None:
 
 
 def _nbytes(target: Target) -> int:
-    """About how many bytes the output takes: the files of one family differ by little."""
+    """About how many bytes the output takes: the files of the units of one family differ by little."""
     total = 0
-    for family in (MODEL, OPTIM):
-        files = [file for file in target.files if file.family == family]
-        total += len(files) * (plan_archive(_stem(files[0]), files[0].tree()).nbytes if files else 0)
+    for family in target.layout.shards:
+        units = [unit for unit in target.units if unit.family == family]
+        first = units[0].files if units else ()
+        total += len(units) * sum(plan_archive(_stem(file), file.tree()).nbytes for file in first)
     return total
 
 
@@ -145,66 +152,67 @@ class _Work:
         self._workspace = workspace
         self._progress = progress
         self._needed = needed
+        self._wants: dict[str, dict[TensorKey, TensorKey]] = {family: {} for family in target.layout.shards}
+        for key, origin in target.wants.items():
+            self._wants[target.layout[key].family][key] = origin
         self._tag = os.path.basename(source.checkpoint.listing.folder)
         self._executor = ThreadExecutor(threads=options.threads, memory_nbytes=options.memory_nbytes, checksum=True)
 
-    def path(self, file: TargetFile) -> str:
-        """The file's place in the output."""
-        return os.path.join(self._tag, file.name)
-
-    def write(self, file: TargetFile) -> None:
-        """Write one file, unless that was done before, and note it."""
-        name = self.path(file)
-        if self._workspace.noted(name) is not None:
+    def write(self, unit: Unit) -> None:
+        """Write a unit's files, unless that was done before, and note them."""
+        if self._workspace.noted(unit.name) is not None:
             return
-        archive = plan_archive(_stem(file), file.tree())
-        with ArchiveFile(self._workspace.path(name), archive) as made:
-            targets: dict[str, FileTarget] = {}
+        subject = f"converting {self._source.checkpoint.listing.folder}"
+        archives = [plan_archive(_stem(file), file.tree()) for file in unit.files]
+        targets: dict[str, FileTarget] = {}
+        made: dict[str, ArchiveFile] = {}
+        for file, archive in zip(unit.files, archives, strict=True):
+            name = os.path.join(self._tag, file.name)
+            made[name] = ArchiveFile(self._workspace.path(name), archive)
             for key, storage in archive.storages.items():
-                targets[_buffer(storage)] = made.target(key, storage.dtype if not storage.path else ElementType.UINT8)
+                dtype = ElementType.UINT8 if storage.path else storage.dtype
+                targets[_buffer(storage)] = made[name].target(key, dtype)
             for buffer, data in file.data.items():
                 targets[buffer].store(0, memoryview(data), targets[buffer].dtype)
-            outcome = self._executor.execute(self._plan(file, archive), targets)
-            raise_faults(outcome.faults, subject=f"converting {self._source.checkpoint.listing.folder}")
-            crc = made.finish()
+        outcome = self._executor.execute(self._plan(unit, archives), targets)
+        raise_faults(outcome.faults, subject=subject)
         pending, faults = settle(partial_sums(outcome))
-        raise_faults(faults, subject=f"converting {self._source.checkpoint.listing.folder}")
-        known = {
-            "nbytes": archive.nbytes,
-            "crc32": crc,
-            "family": file.family,
-            "sums": [asdict(item) for item in pending],
-        }
-        self._workspace.note(name, known)
-        self.files += 1
+        raise_faults(faults, subject=subject)
+        files = {name: {"nbytes": file.nbytes, "crc32": f"{file.finish():08x}"} for name, file in made.items()}
+        self._workspace.note(
+            unit.name, {"files": files, "family": unit.family, "sums": [asdict(item) for item in pending]}
+        )
+        self.files += len(files)
         self.bytes_read += outcome.bytes_read
-        self.bytes_written += archive.nbytes
+        self.bytes_written += sum(archive.nbytes for archive in archives)
         if self._progress is not None:
             self._progress(self.bytes_written, self._needed)
 
-    def _plan(self, file: TargetFile, archive: ArchivePlan) -> Plan:
-        layout = self._target.layout
-        wants = {key: origin for key, origin in self._target.wants.items() if layout[key].family == file.family}
-        fresh = {
-            storage.key: storage.numel
-            for storage in archive.storages.values()
-            if not storage.path and storage.key not in file.data
-        }
-        plan = plan_rank(self._source.index, layout, file.shard, wants, family=file.family, sizes=fresh)
-        copied = [_copy(storage) for storage in archive.storages.values() if storage.path and storage.nbytes]
+    def _plan(self, unit: Unit, archives: Sequence[ArchivePlan]) -> Plan:
+        storages = [storage for archive in archives for storage in archive.storages.values()]
+        filled = {buffer for file in unit.files for buffer in file.data}
+        fresh = {s.key: s.numel for s in storages if not s.path and s.key not in filled}
+        plan = plan_rank(
+            self._source.index,
+            self._target.layout,
+            unit.shard,
+            self._wants[unit.family],
+            family=unit.family,
+            sizes=fresh,
+        )
+        copied = [_copy(storage) for storage in storages if storage.path and storage.nbytes]
         return Plan(copies=(*plan.copies, *copied), fills=plan.fills, checks=plan.checks)
 
     def finish(self) -> bool:
         """Check what the files' sums say together, and give the output its name."""
-        notes = {self.path(file): self._workspace.noted(self.path(file)) or {} for file in self._target.files}
+        notes = [self._workspace.noted(unit.name) or {} for unit in self._target.units]
         subject = f"converting {self._source.checkpoint.listing.folder}"
-        for family in (MODEL, OPTIM):
-            sums = [_sums(note) for note in notes.values() if note["family"] == family]
-            faults, again = combine(sums)
+        for family in self._target.layout.shards:
+            faults, again = combine([_sums(note) for note in notes if note["family"] == family])
             raise_faults(faults, subject=subject)
             raise_faults(read_again(again), subject=subject)
-        files = {name: {"nbytes": note["nbytes"], "crc32": f"{note['crc32']:08x}"} for name, note in notes.items()}
-        self._workspace.commit({"format": 1, "files": files}, {"latest": self._tag})
+        files = {name: known for note in notes for name, known in note["files"].items()}  # type: ignore[attr-defined]
+        self._workspace.commit({"format": 1, "files": files}, {self._target.pointer: self._tag})
         return True
 
 

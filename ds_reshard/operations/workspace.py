@@ -70,8 +70,7 @@ class Workspace:
 
     @contextlib.contextmanager
     def _lock(self, shared: bool) -> Iterator[None]:
-        path = os.path.join(self.folder, "lock")
-        fd = disk.create(path, 0)
+        fd = os.open(self.folder, os.O_RDONLY)
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError:
@@ -90,8 +89,7 @@ class Workspace:
 
     def _clear_contents(self) -> None:
         for name in sorted(os.listdir(self.folder)):
-            if name != "lock":
-                disk.remove(os.path.join(self.folder, name))
+            disk.remove(os.path.join(self.folder, name))
 
     def _clear(self) -> None:
         disk.remove(self.folder)
@@ -119,22 +117,22 @@ class Workspace:
         disk.make_folder(os.path.dirname(path))
         return path
 
-    def note(self, name: str, known: Mapping[str, object]) -> None:
-        """Note that a file is finished and on the disk."""
-        disk.write_whole(self._note(name), json.dumps(known, sort_keys=True).encode("utf-8"))
+    def note(self, unit: str, known: Mapping[str, object]) -> None:
+        """Note that the files of a unit are finished and on the disk."""
+        disk.write_whole(self._note(unit), json.dumps(known, sort_keys=True).encode("utf-8"))
 
-    def noted(self, name: str) -> Mapping[str, object] | None:
-        """What is known of a finished file, None for one that is not."""
+    def noted(self, unit: str) -> Mapping[str, object] | None:
+        """What is known of a finished unit, None for one that is not."""
         try:
-            with open(self._note(name), encoding="utf-8") as file:
+            with open(self._note(unit), encoding="utf-8") as file:
                 known = json.load(file)
         except FileNotFoundError:
             return None
         assert isinstance(known, dict)
         return known
 
-    def _note(self, name: str) -> str:
-        return os.path.join(self._done, name.replace("%", "%25").replace("/", "%2F") + ".json")
+    def _note(self, unit: str) -> str:
+        return os.path.join(self._done, f"{unit}.json")
 
     def commit(self, manifest: Mapping[str, object], pointers: Mapping[str, str]) -> None:
         """Write the manifest, then the files that name a tag, then let the output take its name."""
@@ -142,11 +140,11 @@ class Workspace:
         for name, content in {MANIFEST: text, **pointers}.items():
             disk.write_whole(self.path(name), content.encode("utf-8"))
         for folder, _, _ in os.walk(self.out):
-            disk.sync_folder(folder)
+            disk.sync(folder)
         if os.path.lexists(self.target):
             disk.rename(self.target, self._old)
         disk.rename(self.out, self.target)
-        disk.sync_folder(os.path.dirname(self.target))
+        disk.sync(os.path.dirname(self.target))
         self._clear()
 
 

@@ -59,6 +59,31 @@ def test_deepspeed_itself_loads_what_was_converted(worlds: Any, saves: Saves, tm
         assert loaded[0]["later"] == direct[0]["later"]
 
 
+UNIVERSAL = (
+    (Run(2, 4, options={"round_robin_gradients": True}), Run(1, 3), Model(groups=2, tied=True)),
+    (Run(3, 2, options={"sub_group_size": 60}), Run(2, 1), Model(groups=2)),
+    (Run("bf16", 2), Run(3, 3), Model()),
+    (Run(1, 1), Run("bf16", 2), Model(groups=2)),
+    (Run(3, 3), Run(3, 2), Model(tied=True)),
+    (Run(1, 2, "fp32"), Run(2, 4, "fp32"), Model(optimizer="sgd")),
+    (Run(2, 2), Run(1, 3), Model(optimizer="amsgrad")),
+)
+
+
+@pytest.mark.parametrize(("source", "target", "model"), UNIVERSAL, ids=str)
+def test_deepspeed_itself_loads_a_universal_checkpoint(
+    worlds: Any, saves: Saves, tmp_path: Path, source: Run, target: Run, model: Model
+) -> None:
+    """At every stage; also of what ds_to_universal scrambles, drops or does not convert."""
+    folder, saved = saves(source, model)
+    out = _converted(str(folder), tmp_path / "out", "universal", None)
+    run = replace(target, config={"checkpoint": {"load_universal": True}})
+    loaded = worlds[target.dp].run("load", run=run, model=model, folder=str(out), more=2, hooks=False)
+    assert_same(saved, loaded)
+    direct = worlds[target.dp].run("load", run=target, model=model, folder=str(folder), more=2)
+    assert loaded[0]["later"] == direct[0]["later"]
+
+
 def test_the_files_are_those_of_the_run_that_was_converted_back(saves: Saves, tmp_path: Path) -> None:
     """From each format through every other and back: the first conversion's bytes, but for what only stage 3 keeps."""
     folder, _ = saves(Run(2, 2), Model(groups=2, frozen=True, tied=True))
@@ -73,7 +98,7 @@ def test_the_files_are_those_of_the_run_that_was_converted_back(saves: Saves, tm
         )
 
 
-def _converted(source: str, out: Path, to: str, dp: int) -> Path:
+def _converted(source: str, out: Path, to: str, dp: int | None) -> Path:
     assert convert(source, str(out), to=to, dp=dp).complete
     return out
 

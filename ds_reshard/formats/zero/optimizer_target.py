@@ -136,7 +136,7 @@ class OptimizerTarget:
         ]
 
     def _flat(self, rank: int) -> dict[str, object]:
-        kept = _kept(self.checkpoint)
+        kept = kept_entries(self.checkpoint)
         padded = [flat.padded(self.dp, zero3=False) for flat in self.flats]
         paddings = [size - self.used(number, rank) for number, size in enumerate(padded)]
         if self.kind == "bf16":  # the last rank notes all of it (`group_paddings` in bf16_optimizer.py)
@@ -173,7 +173,7 @@ class OptimizerTarget:
         return found
 
     def _zero3(self) -> dict[str, object]:
-        kept = _kept(self.checkpoint)
+        kept = kept_entries(self.checkpoint)
         return {
             "zero_stage": ObjectRecord(callable=_STAGE, args=(3,)),
             **{key: kept[key] for key in _KEPT if key in kept},  # stage 3 passes over clip_grad, and keeps its own
@@ -183,7 +183,7 @@ class OptimizerTarget:
         }
 
 
-def _kept(checkpoint: ZeroCheckpoint) -> dict[str, object]:
+def kept_entries(checkpoint: ZeroCheckpoint) -> dict[str, object]:
     """Loss scale and clipping of the saving run; where a wrapper saves none, what it then uses: a scale of 1.
 
     Without `clip_grad` in the file DeepSpeed keeps the coming run's.

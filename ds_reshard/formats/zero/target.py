@@ -21,26 +21,38 @@ _SUB_GROUP_NUMEL = 10**9  # SUB_GROUP_SIZE of deepspeed/runtime/zero/config.py, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFile:
-    """One torch file, and the shard of the layout that it is; `data` fills buffers that no tensor does.
+    """One torch file. `data` fills buffers that no tensor does.
 
-    `tree` gives what torch.save would be given: storages without a path are the shard's buffers, by their key, all
-    others are copied. It is built when it is asked for: a checkpoint may have thousands.
+    `tree` gives what torch.save would be given: storages without a path are buffers, by their key, all others are
+    copied. It is built when it is asked for: a checkpoint may have thousands.
     """
 
     name: str
-    family: str
-    shard: int
-    tree: Callable[[], Mapping[str, object]]
+    tree: Callable[[], object]
     data: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """The files of one shard of a family, which are written together."""
+
+    family: str
+    shard: int
+    files: tuple[TargetFile, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-{self.shard}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is to be written: `wants` gives the source tensor of each of the layout's."""
+    """What is to be written: `wants` gives the source tensor of each of the layout's, `pointer` names the tag."""
 
     layout: Layout
     wants: Mapping[TensorKey, TensorKey]
-    files: Sequence[TargetFile]
+    units: Sequence[Unit]
+    pointer: str
 
 
 def zero_target(checkpoint: ZeroCheckpoint, kind: str, dp: int, *, sub_group_size: int | None = None) -> Target:
@@ -50,7 +62,7 @@ def zero_target(checkpoint: ZeroCheckpoint, kind: str, dp: int, *, sub_group_siz
     """
     wrapper, stage = FORMATS[kind]
     subject = f"converting {checkpoint.listing.folder} to {kind}"
-    raise_faults(list(_lacking(checkpoint, kind)), subject=subject)
+    refuse_source(checkpoint, kind)
     order = group_order(checkpoint)
     most = (sub_group_size or _saved_sub_group_size(checkpoint)) if stage == 3 else None
     flats, faults = make_flats(checkpoint, order, dp, sub_group_numel_most=most)
@@ -59,16 +71,18 @@ def zero_target(checkpoint: ZeroCheckpoint, kind: str, dp: int, *, sub_group_siz
     model = ModelTarget(checkpoint=checkpoint, stage=stage, dp=dp, order=[flat.shapes for flat in flats])
     layout = Layout(by_key([*optim.placements(), *model.placements()]), {OPTIM: dp, MODEL: model.files})
     wants = {**{placement.key: placement.key for placement in optim.placements()}, **dict(model.sources())}
-    return Target(layout=layout, wants=wants, files=tuple(_files(checkpoint, optim, model)))
+    return Target(layout=layout, wants=wants, units=tuple(_units(checkpoint, optim, model)), pointer="latest")
 
 
-def _files(checkpoint: ZeroCheckpoint, optim: OptimizerTarget, model: ModelTarget) -> Iterator[TargetFile]:
+def _units(checkpoint: ZeroCheckpoint, optim: OptimizerTarget, model: ModelTarget) -> Iterator[Unit]:
     for rank in range(model.files):
         name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if model.stage == 3 else "mp_rank_00_model_states.pt"
-        yield TargetFile(name=name, family=MODEL, shard=rank, tree=partial(_model_tree, model, rank))
+        file = TargetFile(name=name, tree=partial(_model_tree, model, rank))
+        yield Unit(family=MODEL, shard=rank, files=(file,))
     for rank in range(optim.dp):
         name = f"{_prefix(checkpoint, optim)}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        yield TargetFile(name=name, family=OPTIM, shard=rank, tree=partial(optim.tree, rank), data=optim.data())
+        file = TargetFile(name=name, tree=partial(optim.tree, rank), data=optim.data())
+        yield Unit(family=OPTIM, shard=rank, files=(file,))
 
 
 def _model_tree(model: ModelTarget, rank: int) -> Mapping[str, object]:
@@ -119,7 +133,12 @@ def _saved_sub_group_size(checkpoint: ZeroCheckpoint) -> int:
     return int(size) if isinstance(size, (int, float)) and size >= 1 else _SUB_GROUP_NUMEL
 
 
-def _lacking(checkpoint: ZeroCheckpoint, kind: str) -> Iterator[Fault]:
+def refuse_source(checkpoint: ZeroCheckpoint, kind: str) -> None:
+    """Raise, with every reason, where a checkpoint does not hold what all targets need."""
+    raise_faults(list(_lacking(checkpoint)), subject=f"converting {checkpoint.listing.folder} to {kind}")
+
+
+def _lacking(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     folder = checkpoint.listing.folder
     if checkpoint.facts is None:
         yield Fault(

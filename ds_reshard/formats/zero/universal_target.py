@@ -1,0 +1,152 @@
+"""A universal checkpoint that is to be written: a file for each parameter and kind, as DeepSpeed's loaders read them.
+
+`load_hp_checkpoint_state` (deepspeed/checkpoint/universal_checkpoint.py) wants a dict with "param", that of stage 3
+(runtime/zero/stage3.py) takes one too; `optimizer_state.pt` has what the loaders of stage 1 and 2, of BF16_Optimizer
+and of stage 3 look for, and no tensor of any rank (0.19.8). Stages below 3 read counters and scheduler from
+`mp_rank_00_model_states.pt`, stage 3 from `zero_pp_rank_0_mp_rank_00_model_states.pt`: the second has no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from math import prod
+
+from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
+from ds_reshard.formats.zero.facts import Scalar, ScalarTensor
+from ds_reshard.formats.zero.layout import by_key
+from ds_reshard.formats.zero.model_target import ModelTarget
+from ds_reshard.formats.zero.optimizer_target import kept_entries, new_tensor
+from ds_reshard.formats.zero.target import Target, TargetFile, Unit, group_order, refuse_source
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
+from ds_reshard.model.region import Box
+
+TENSORS = "universal"
+_UNIT_NBYTES = 256 << 20
+_INFO = {"universal_checkpoint_version": 0.4}  # UNIVERSAL_CHECKPOINT_VERSION_VALUE, deepspeed/checkpoint/constants.py
+
+
+def universal_target(checkpoint: ZeroCheckpoint) -> Target:
+    """The files of the same state as a universal checkpoint. Raises UnsupportedLayout for what it cannot hold."""
+    refuse_source(checkpoint, "universal")
+    order = group_order(checkpoint)
+    names = [name for group in order for name in group]
+    steps = _steps(checkpoint, names)
+    keys = [
+        TensorKey(name=name, kind=kind) for name in names for kind in checkpoint.layout.kinds(name) if kind != "weight"
+    ]
+    units = _cut(checkpoint, keys)
+    placements = [_placement(checkpoint.layout[key], number) for number, members in enumerate(units) for key in members]
+    model = ModelTarget(checkpoint=checkpoint, stage=2, dp=checkpoint.dp, order=order)
+    layout = Layout(by_key([*placements, *model.placements()]), {TENSORS: len(units), MODEL: 1})
+    wants = {**{key: key for key in keys}, **dict(model.sources())}
+    return Target(
+        layout=layout, wants=wants, pointer="latest_universal",
+        units=(_model_unit(checkpoint, model, order, steps), *_units(checkpoint, units, steps)),
+    )  # fmt: skip
+
+
+def _cut(checkpoint: ZeroCheckpoint, keys: list[TensorKey]) -> list[list[TensorKey]]:
+    """The tensors in the order in which they lie in the source, in units of about _UNIT_NBYTES."""
+    ordered = sorted(keys, key=lambda key: checkpoint.layout[key].buffer)  # sorted() keeps the order within a buffer
+    units: list[list[TensorKey]] = [[]]
+    nbytes = 0
+    for key in ordered:
+        placement = checkpoint.layout[key]
+        if nbytes >= _UNIT_NBYTES:
+            units.append([])
+            nbytes = 0
+        units[-1].append(key)
+        nbytes += placement.numel * placement.dtype.itemsize
+    return units
+
+
+def _placement(origin: Placement, unit: int) -> Placement:
+    """The whole tensor in a buffer of its own, in one shard of the family."""
+    numel = max(1, prod(origin.shape))
+    key = origin.key
+    return Placement(
+        key=key, shape=origin.shape, dtype=origin.dtype, family=TENSORS, buffer=f"{key.kind}/{key.name}",
+        cut=Cut(chunk=numel, phase=unit * numel), box=Box.whole(origin.shape),
+    )  # fmt: skip
+
+
+def _units(checkpoint: ZeroCheckpoint, units: list[list[TensorKey]], steps: Mapping[str, Scalar]) -> Iterator[Unit]:
+    for number, members in enumerate(units):
+        files = []
+        for key in members:
+            folder = f"zero/{key.name}"
+            files.append(TargetFile(name=f"{folder}/{key.kind}.pt", tree=partial(_tensor, checkpoint, key)))
+            if key.kind == "fp32" and key.name in steps:
+                files.append(_step_file(folder, key.name, steps[key.name]))
+        yield Unit(family=TENSORS, shard=number, files=tuple(files))
+
+
+def _tensor(checkpoint: ZeroCheckpoint, key: TensorKey) -> object:
+    placement = checkpoint.layout[key]
+    return {"param": new_tensor(f"{key.kind}/{key.name}", placement.shape, placement.dtype), "cat_dim": 0}
+
+
+def _step_file(folder: str, name: str, step: Scalar) -> TargetFile:
+    if not isinstance(step, ScalarTensor):
+        return TargetFile(name=f"{folder}/step.pt", tree=lambda: step)
+    buffer = f"step/{name}"
+    tensor = new_tensor(buffer, step.shape, step.dtype)
+    return TargetFile(name=f"{folder}/step.pt", tree=lambda: tensor, data={buffer: step.data})
+
+
+def _steps(checkpoint: ZeroCheckpoint, names: list[str]) -> Mapping[str, Scalar]:
+    """Each parameter's step. Other values that are one for a whole parameter have no place there."""
+    assert checkpoint.facts is not None
+    steps, faults = {}, []
+    for name in names:
+        if "/" in name or "\0" in name or name in ("", ".", ".."):
+            faults.append(_unsupported(name, "is a parameter's name that cannot be a folder's"))
+        for kind, value in checkpoint.facts.scalars.get(name, {}).items():
+            if kind == "step":
+                steps[name] = value
+            elif value is not None:
+                what = "is one value for the parameter; of such, DeepSpeed's universal loaders know the step alone"
+                faults.append(_unsupported(f"{name}[{kind}]", what))
+    raise_faults(faults, subject=f"converting {checkpoint.listing.folder} to universal")
+    return steps
+
+
+def _unsupported(where: str, what: str) -> Fault:
+    return Fault(error="UnsupportedLayout", where=where, what=what, mend="--to zero1, zero2 or zero3, which hold it")
+
+
+def _model_unit(
+    checkpoint: ZeroCheckpoint, model: ModelTarget, order: list[dict[str, tuple[int, ...]]], steps: Mapping[str, Scalar]
+) -> Unit:
+    first = next(iter(steps.values()), None)
+    data = {"step/": first.data} if isinstance(first, ScalarTensor) else {}
+    whole = TargetFile(name="mp_rank_00_model_states.pt", tree=partial(_model, model))
+    bare = TargetFile(name="zero_pp_rank_0_mp_rank_00_model_states.pt", tree=partial(_bare, model))
+    optimizer = partial(_optimizer_state, checkpoint, order, first)
+    states = TargetFile(name="zero/optimizer_state.pt", tree=optimizer, data=data)
+    return Unit(family=MODEL, shard=0, files=(whole, bare, states))
+
+
+def _model(model: ModelTarget) -> dict[str, object]:
+    return {"universal_checkpoint_info": _INFO, **model.tree(0, model.checkpoint.model)}
+
+
+def _bare(model: ModelTarget) -> object:
+    """The entries of the model file without its weights, which no loader takes from the second file."""
+    return {**_model(model), "module": {}, "frozen_param_shapes": None, "frozen_param_fragments": None}
+
+
+def _optimizer_state(checkpoint: ZeroCheckpoint, order: list[dict[str, tuple[int, ...]]], step: Scalar) -> object:
+    assert checkpoint.facts is not None
+    groups = [
+        {**(group.hyperparameters or {}), "params": list(members)}
+        for group, members in zip(checkpoint.facts.groups, order, strict=True)
+    ]
+    first = new_tensor("step/", step.shape, step.dtype) if isinstance(step, ScalarTensor) else step
+    state = {} if step is None else {0: {"step": first}}
+    return {
+        **kept_entries(checkpoint), "ds_version": checkpoint.model.version, "param_groups": groups,
+        "optimizer_state_dict": {"state": state, "param_groups": groups},
+    }  # fmt: skip
