@@ -11,6 +11,7 @@ from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.hosts.deepspeed.revival import revived
 from ds_reshard.hosts.deepspeed.settings import Settings
+from ds_reshard.hosts.deepspeed.states import MEND
 from ds_reshard.hosts.deepspeed.wants import EXTRA_STATE
 
 if TYPE_CHECKING:
@@ -85,7 +86,19 @@ def live_entries(
 def scheduler_faults(engine: DeepSpeedEngine, model: ModelStates, request: Request) -> list[Fault]:
     """Whether this run's scheduler is to be given a state that the checkpoint does not have."""
     wanted = request.scheduler and not request.module_only and engine.lr_scheduler is not None
-    if not wanted or model.entries.get("lr_scheduler") is not None:
+    saved = model.entries.get("lr_scheduler")
+    if wanted and isinstance(saved, Mapping) and _of_another_kind(engine.lr_scheduler, saved):
+        return [
+            Fault(
+                error="ModelMismatch",
+                where=model.path,
+                what="holds the state of another kind of scheduler",
+                expected=f"the state of {type(engine.lr_scheduler).__name__}",
+                found=", ".join(sorted(saved)),
+                mend=MEND,
+            )
+        ]
+    if not wanted or saved is not None:
         return []
     return [
         Fault(
@@ -97,6 +110,15 @@ def scheduler_faults(engine: DeepSpeedEngine, model: ModelStates, request: Reque
             mend="pass load_lr_scheduler_states=False, or resume with --no-load-lr-state",
         )
     ]
+
+
+def _of_another_kind(scheduler: object, saved: Mapping[str, object]) -> bool:
+    """Whether one is DeepSpeed's and the other torch's: the position, in another place, would begin at 0 again."""
+    names = ("last_batch_iteration", "last_epoch")
+    return any(
+        hasattr(scheduler, own) and own not in saved and other in saved and not hasattr(scheduler, other)
+        for own, other in (names, names[::-1])
+    )
 
 
 def extra_state(engine: DeepSpeedEngine, model: ModelStates, settings: Settings) -> dict[str, object]:
