@@ -14,7 +14,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard import hosts
 from ds_reshard.errors import Fault, HookError, raise_faults
@@ -35,8 +35,20 @@ RECORD = "ds_reshard_clock.json"
 _SCHEDULER = "scheduler.bin"
 
 
+class Saved(NamedTuple):
+    """What is known of the schedule in a checkpoint: its clock, and the updates before it began.
+
+    `by_script` says that the script alone decided when it took a step.
+    """
+
+    clock: str | None = None
+    since: int = 0
+    by_script: bool = False
+
+
 def save_state(accelerator: Accelerator, original: Callable[[], object]) -> object:
     """Save as accelerate does, and record the clock. Collective; every rank's files are there when it returns."""
+    _warn_of_what_is_left_out(accelerator)
     location = original()
     mine = tracked(accelerator)
     if mine is not None and accelerator.is_main_process:
@@ -52,6 +64,19 @@ def save_state(accelerator: Accelerator, original: Callable[[], object]) -> obje
     return location
 
 
+def _warn_of_what_is_left_out(accelerator: Accelerator) -> None:
+    """A scheduler that was built after `prepare` is not saved, and begins anew in the run that loads this."""
+    known = [*accelerator._schedulers, *(one for one in accelerator._custom_objects if hasattr(one, "step"))]
+    for engine in accelerator._models if not known and accelerator.is_main_process else ():
+        groups = getattr(getattr(engine, "basic_optimizer", None), "param_groups", ())
+        if engine.lr_scheduler is None and any("initial_lr" in group for group in groups):
+            logger.warning(
+                "save_state leaves out a scheduler that was not prepared, and a resume begins it anew: write model, "
+                "optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler), or "
+                "accelerator.register_for_checkpointing(scheduler)"
+            )
+
+
 def load_state(
     accelerator: Accelerator, original: Callable[..., object], folder: str | None, **given: object
 ) -> object:
@@ -62,14 +87,14 @@ def load_state(
     where = folder if folder is not None else _latest(accelerator)
     mine, policy = tracked(accelerator), _policy(accelerator)
     _insist(policy)
-    saved, since = everyone(_saved_clock(where))[0] if mine is not None and where is not None else (None, 0)
-    if mine is None or saved is None or saved == mine.clock:
+    saved = everyone(_saved_clock(where))[0] if mine is not None and where is not None else Saved()
+    if mine is None or saved.clock in (None, mine.clock):
         result = original()
     else:
-        _refuse(mine, saved, since, policy, where)
-        result = _translated(accelerator, original, mine, since, policy, given)
+        _refuse(mine, saved, policy, where)
+        result = _translated(accelerator, original, mine, saved.since, policy, given)
     if mine is not None:
-        began(accelerator, since if policy.keeps_position else _updates(accelerator))
+        began(accelerator, saved.since if policy.keeps_position else _updates(accelerator))
     _agree_on_step(accelerator, where)
     return result
 
@@ -157,30 +182,32 @@ def _place(mine: Tracked, position: int) -> None:
     mine.beginning.place(mine.scheduler, position)
 
 
-def _refuse(mine: Tracked, saved: str, since: int, policy: ResumePolicy, where: str | None) -> None:
+def _refuse(mine: Tracked, saved: Saved, policy: ResumePolicy, where: str | None) -> None:
     """Raise where the schedule of one clock cannot be had on the other."""
     name = type(mine.scheduler).__name__
     if policy.scheduler in ("checkpoint", "strict"):
         why = f'scheduler "{policy.scheduler}" is asked for, which wants it as it was saved'
     elif mine.steps is None or mine.beginning is None or kind_of(mine.scheduler) == PLATEAU:
         why = f"{name} cannot be put at a position: its steps are the script's"
+    elif policy.keeps_position and saved.by_script:
+        why = "the script alone decided when it took a step, which no number of updates tells"
     elif policy.keeps_position and mine.beginning.position:
         why = f"{name} had taken steps before prepare, which no number of updates tells"
-    elif policy.keeps_position and policy.scheduler == "override" and since and mine.clock == ENGINE:
-        why = f"it was begun anew after {since} updates, of which the engine does not know"
+    elif policy.keeps_position and policy.scheduler == "override" and saved.since and mine.clock == ENGINE:
+        why = f"it was begun anew after {saved.since} updates, of which the engine does not know"
     else:
         return
     fault = Fault(
         error="UnsupportedLayout",
         where=str(where),
-        what=f"its schedule is on the clock of {saved}, this run's on that of {mine.clock}, and {why}",
-        mend=f'write "ds_reshard": {{"accelerate": {{"clock": "{saved}"}}}} in the DeepSpeed JSON',
+        what=f"its schedule is on the clock of {saved.clock}, this run's on that of {mine.clock}, and {why}",
+        mend=f'write "ds_reshard": {{"accelerate": {{"clock": "{saved.clock}"}}}} in the DeepSpeed JSON',
     )
     raise_faults([fault], subject=f"loading {where}")
 
 
-def _saved_clock(folder: str) -> tuple[str | None, int]:
-    """The clock, and the updates before its schedule began, as the record says.
+def _saved_clock(folder: str) -> Saved:
+    """What the record says.
 
     Without one, the schedule lies in scheduler.bin on accelerate's clock alone.
     """
@@ -190,12 +217,12 @@ def _saved_clock(folder: str) -> tuple[str | None, int]:
             with open(os.path.join(folder, RECORD), encoding="utf-8") as file:
                 record = json.load(file)
             if record["clock"] in CLOCKS:
-                return record["clock"], int(record.get("began", 0))
+                return Saved(record["clock"], int(record.get("began", 0)), record.get("steps_per_update", 1) is None)
     except OSError:
-        return None, 0  # accelerate says that it is not there
+        return Saved()  # accelerate says that it is not there
     except (ValueError, KeyError, TypeError):
         pass  # the files tell it as well
-    return (ACCELERATE if _SCHEDULER in names else ENGINE), 0
+    return Saved(ACCELERATE if _SCHEDULER in names else ENGINE)
 
 
 def _latest(accelerator: Accelerator) -> str | None:

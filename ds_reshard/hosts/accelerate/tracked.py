@@ -56,4 +56,6 @@ def began(accelerator: Accelerator, updates: int) -> None:
 
 
 def tracked(accelerator: Accelerator) -> Tracked | None:
-    return _TRACKED.get(accelerator)
+    """What was prepared last, unless `free_memory` has let go of it since."""
+    mine = _TRACKED.get(accelerator)
+    return mine if mine is not None and any(one is mine.wrapper for one in accelerator._schedulers) else None
