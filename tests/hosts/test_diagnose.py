@@ -245,3 +245,40 @@ def test_a_callable_gets_no_group_without_parameters(net: torch.nn.Module) -> No
     optimizer = DummyOptim([{"params": list(net.parameters())}, {"params": []}], lr=0.1, weight_decay=0.0)
     made = DummyScheduler(optimizer, lr_scheduler_callable=lambda real: LambdaLR(real, [float, float]))
     assert ("empty-group", "told") in _found({"optimizer": AUTO}, optimizer, made)
+
+
+@pytest.mark.parametrize("change", ["append", "replace", "group"])
+def test_parameters_that_are_written_into_a_placeholder(net: torch.nn.Module, change: str) -> None:
+    """DeepSpeed makes its optimizer of what DummyOptim was given: they would never be trained, or always."""
+    made = DummyOptim([net.weight], lr=0.1, weight_decay=0.0)
+    assert _found({"optimizer": AUTO}, made) == []
+    if change == "append":
+        made.param_groups[0]["params"].append(net.bias)
+    elif change == "replace":
+        made.param_groups[0]["params"] = [net.bias]
+    else:
+        made.param_groups.append({**made.param_groups[0], "params": [net.bias]})
+    assert _found({"optimizer": AUTO}, made) == [("params-written", "refused")]
+    named = DummyOptim(net.named_parameters(), lr=0.1, weight_decay=0.0)
+    named.add_param_group({"params": [("more", torch.nn.Parameter(torch.ones(1)))]})
+    assert _found({"optimizer": AUTO}, named) == []
+
+
+@pytest.mark.parametrize(("stage", "refused"), [(0, False), (1, True), (2, True), (3, False)])
+def test_a_param_group_that_is_frozen(net: torch.nn.Module, stage: int, refused: bool) -> None:
+    net.bias.requires_grad_(False)
+    config = {"optimizer": AUTO, "zero_optimization": {"stage": stage}}
+    groups = [{"params": [net.weight]}, {"params": [net.bias]}]
+    found = [("frozen-group", "refused")] * refused
+    assert _found(config, DummyOptim(groups, lr=0.1, weight_decay=0.0)) == found
+    assert _found({"zero_optimization": {"stage": stage}}, torch.optim.AdamW(groups)) == found
+    assert _found(config, DummyOptim(net.parameters(), lr=0.1, weight_decay=0.0)) == []
+
+
+def test_a_clock_and_no_scheduler(net: torch.nn.Module) -> None:
+    """Built after prepare, a scheduler is stepped as without the clock."""
+    optimizer = torch.optim.AdamW(net.parameters())
+    for clock in ("engine", "accelerate"):
+        config = {"ds_reshard": {"accelerate": {"clock": clock}}}
+        assert _found(config, optimizer) == [("clock-unused", "told")]
+        assert _found(config) == []

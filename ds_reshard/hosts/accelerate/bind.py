@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault, raise_faults
-from ds_reshard.hosts.accelerate.given import parts
+from ds_reshard.hosts.accelerate.given import is_optimizer, parts
+from ds_reshard.resume.schedulers import innermost
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
 # The lists of schedulers of torch and DeepSpeed that hold one value for each param group.
 PER_GROUP = (
     "base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "delta_lrs",
-    "org_lrs", "min_moms", "max_moms", "min_lr",
+    "_init_lrs", "org_lrs", "min_moms", "max_moms", "min_lr",
 )  # fmt: skip
 _CYCLED = ("betas", "momentum")
+_PREPARE = "accelerator.prepare"
 
 
 def nonempty(groups: Sequence[Mapping[str, object]]) -> tuple[int, ...]:
@@ -62,7 +64,7 @@ def carry(late: LateOptimizer, real: Optimizer, *, scheduled: bool) -> None:
             found=str(len(real.param_groups)),
             mend="DummyScheduler(optimizer, lr_scheduler_callable=lambda optimizer: ...) builds it over the real ones",
         )
-        raise_faults([fault], subject="accelerator.prepare")
+        raise_faults([fault], subject=_PREPARE)
     for group, values in zip(real.param_groups, changed, strict=True):
         missing = [name for name in _CYCLED if name in values and name not in group]
         if missing:
@@ -73,7 +75,7 @@ def carry(late: LateOptimizer, real: Optimizer, *, scheduled: bool) -> None:
                 f"{type(real).__name__} has not",
                 mend="make the Accelerator before DummyOptim(...)",
             )
-            raise_faults([fault], subject="accelerator.prepare")
+            raise_faults([fault], subject=_PREPARE)
         group.update(values)
 
 
@@ -94,6 +96,21 @@ def adopt(scheduler: object, real: Optimizer) -> None:
     for part in parts(scheduler):
         part.optimizer = real  # type: ignore[attr-defined]
     _note_steps(real)
+
+
+def called(function: Callable[[Optimizer], object], real: Optimizer) -> object:
+    """What an `lr_scheduler_callable` makes of the real optimizer; PrepareError where that cannot drive it."""
+    made = function(real)
+    groups = getattr(innermost(getattr(made, "optimizer", None)), "param_groups", real.param_groups)
+    if not callable(getattr(made, "step", None)) or is_optimizer(made):
+        what = f"gave a {type(made).__name__}, which is no scheduler"
+    elif not any(group is live for group in groups for live in real.param_groups):
+        what = "gave a scheduler on another optimizer than the one it was called with: the real one's rates would stay"
+    else:
+        return made
+    mend = "lr_scheduler_callable=lambda optimizer: LambdaLR(optimizer, ...), built on its argument"
+    raise_faults([Fault(error="PrepareError", where="lr_scheduler_callable", what=what, mend=mend)], subject=_PREPARE)
+    return None
 
 
 def _note_steps(optimizer: Optimizer) -> None:

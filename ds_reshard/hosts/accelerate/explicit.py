@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds_reshard import hooks
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.hosts.accelerate import HOOKS
-from ds_reshard.hosts.accelerate.given import is_optimizer, is_scheduler
+from ds_reshard.hosts.accelerate.given import is_module, is_optimizer, is_scheduler
+from ds_reshard.hosts.accelerate.running import trains
 from ds_reshard.resume.clock import PLACE, clock_faults, clock_in
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 logger = logging.getLogger("ds_reshard")
-
-_DONE: weakref.WeakSet[Accelerator] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +48,7 @@ def prepare(
     of accelerate on. Collective; raises PrepareError on every rank before the engine is built, ConfigError for a clock.
     """
     hooks.install(HOOKS)
-    _refuse(accelerator, optimizer, scheduler)
+    _refuse(accelerator, model, optimizer, scheduler, dataloader)
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     _set_clock(config, clock)
     logger.info("prepare: model %s", type(model).__name__)
@@ -61,7 +59,6 @@ def prepare(
     loaders = tuple(dataloader) if isinstance(dataloader, Sequence) else (dataloader,)
     things = (model, made, scheme, *loaders)
     engine, ready, driven, *fed = accelerator.prepare(*things)
-    _DONE.add(accelerator)
     logger.info(
         "prepare: DeepSpeed trains with %s, at the rates %s", type(engine.basic_optimizer).__name__,
         [group["lr"] for group in engine.basic_optimizer.param_groups],
@@ -72,17 +69,22 @@ def prepare(
     )  # fmt: skip
 
 
-def _refuse(accelerator: Accelerator, optimizer: object, scheduler: object) -> None:
+def _refuse(accelerator: Accelerator, model: object, optimizer: object, scheduler: object, loader: object) -> None:
     faults = []
-    if getattr(accelerator.state, "deepspeed_plugin", None) is None:
+    if getattr(getattr(accelerator, "state", None), "deepspeed_plugin", None) is None:
         what, mend = (
             "is not one for DeepSpeed",
             "Accelerator(deepspeed_plugin=DeepSpeedPlugin(...)), or accelerator.prepare",
         )
         faults.append(_fault("accelerator", what, mend))
-    if accelerator in _DONE:
+    if any(map(trains, getattr(accelerator, "_models", ()))):
         what = "has prepared a model already: accelerator.backward goes to the first one's engine alone"
         faults.append(_fault("accelerator", what, "make a new Accelerator for each model"))
+    if not is_module(model):
+        faults.append(_fault("model", f"is a {type(model).__name__}, no torch.nn.Module", "model=torch.nn.Module(...)"))
+    if isinstance(loader, (Mapping, Iterator)):
+        what = f"is a {type(loader).__name__}, which accelerate gives back as it is: every rank would read all of it"
+        faults.append(_fault("dataloader", what, "dataloader=[DataLoader(...), ...]"))
     for name, thing, known in (("optimizer", optimizer, is_optimizer), ("scheduler", scheduler, is_scheduler)):
         if thing is not None and not known(thing) and not callable(thing):
             what = f"is a {type(thing).__name__}, neither {name} nor function"

@@ -10,6 +10,8 @@ from ds_reshard.resume.schedulers import innermost
 NONE, DUMMY, REAL, CALLABLE, TORCH = "none", "dummy", "real", "callable", "torch"
 DEFAULT_LR, DEFAULT_WEIGHT_DECAY = 1e-3, 0
 _DEEPSPEED = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+# The one of transformers that is no torch scheduler: accelerate returns it as it is, and saves nothing of it.
+_UNKNOWN = "GreedyLR"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +21,8 @@ class GivenOptimizer:
     `arguments` are those of a `DummyOptim` that the user gave; `groups` what each param group says itself, `begun` its
     values before any scheduler (empty where there are no groups yet), `sizes` how many parameters it has, None for
     a generator that must not be consumed here. `scheduled` says that a scheduler was built on a `DummyOptim`, `written`
-    what it and the script have changed in each param group since.
+    what it and the script have changed in each param group since, `edited` that their parameters are others.
+    `frozen` says of each group whether it has parameters, and none that requires a gradient.
     """
 
     kind: str = NONE
@@ -31,6 +34,8 @@ class GivenOptimizer:
     prepared: bool = False
     scheduled: bool = False
     written: tuple[Mapping[str, object], ...] = ()
+    edited: bool = False
+    frozen: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,11 @@ class GivenScheduler:
     total: object = None
 
     @property
+    def unknown(self) -> bool:
+        """Whether accelerate does not know it for a scheduler."""
+        return _is(self.thing, _UNKNOWN, module="transformers")
+
+    @property
     def of_deepspeed(self) -> bool:
         """Whether it is an object of DeepSpeed's own, which its engine steps."""
         return any(_is(self.thing, name) for name in _DEEPSPEED)
@@ -60,6 +70,7 @@ def given_optimizer(thing: object) -> GivenOptimizer:
         return GivenOptimizer(
             kind=REAL, thing=thing, groups=tuple(map(_without_params, own)),
             sizes=tuple(_size(group["params"]) for group in own), prepared=_is(thing, "AcceleratedOptimizer"),
+            frozen=_frozen(own),
         )  # fmt: skip
     params = thing.params  # type: ignore[attr-defined]
     listed: Sequence[object] = params if isinstance(params, (list, tuple)) else ()
@@ -73,8 +84,10 @@ def given_optimizer(thing: object) -> GivenOptimizer:
         prepared=getattr(thing, "real", None) is not None, scheduled=any("initial_lr" in group for group in live),
         written=tuple(
             {name: group[name] for name, value in began.items() if name in group and bool(group[name] != value)}
-            for group, began in zip(live, begun, strict=True)
+            for group, began in zip(live, begun, strict=False)
         ),
+        frozen=_frozen(live),
+        edited=bool(live) and _members(live) != _members(listed if in_groups else [{"params": listed}]),  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -91,16 +104,21 @@ def given_scheduler(thing: object) -> GivenScheduler:
     return GivenScheduler(kind=TORCH, thing=thing, over=over)
 
 
+def is_module(thing: object) -> bool:
+    return _is(thing, "Module", module="torch.nn")
+
+
 def is_optimizer(thing: object) -> bool:
     return _is(thing, "DummyOptim") or _is(thing, "Optimizer", module="torch.optim")
 
 
 def is_scheduler(thing: object) -> bool:
-    """What `_prepare_deepspeed` takes for one: not what accelerate has made of one before."""
+    """What is prepared as one: not what accelerate has made of one before."""
     return (
         any(_is(thing, name) for name in ("DummyScheduler", *_DEEPSPEED))
         or _is(thing, "LRScheduler", module="torch.optim")
         or _is(thing, "_LRScheduler", module="torch.optim")
+        or _is(thing, _UNKNOWN, module="transformers")
     )
 
 
@@ -135,6 +153,31 @@ def _arguments(dummy: object) -> Mapping[str, object]:
 
 def _is(thing: object, name: str, *, module: str = "") -> bool:
     return any(cls.__name__ == name and cls.__module__.startswith(module) for cls in type(thing).__mro__)
+
+
+def parameters_of(optimizer: object) -> list[object]:
+    """What an optimizer holds, also a `DummyOptim` that is no torch optimizer; nothing of a generator."""
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        params = getattr(optimizer, "params", ())
+        groups = params if isinstance(params, (list, tuple)) else ()
+        groups = groups if groups and isinstance(groups[0], Mapping) else [{"params": groups}]
+    held = [group["params"] for group in groups]
+    return [parameter for params in held if isinstance(params, (list, tuple)) for parameter in map(_unnamed, params)]
+
+
+def _frozen(groups: Sequence[Mapping[str, object]]) -> tuple[bool, ...]:
+    held: list[Sequence[object]] = [group["params"] for group in groups]  # type: ignore[misc]
+    return tuple(bool(params) and not any(getattr(p, "requires_grad", True) for p in params) for params in held)
+
+
+def _members(groups: Sequence[Mapping[str, object]]) -> list[list[int]]:
+    return [[id(_unnamed(parameter)) for parameter in group["params"]] for group in groups]  # type: ignore[attr-defined]
+
+
+def _unnamed(parameter: object) -> object:
+    """A parameter, also of a pair with its name, as `model.named_parameters()` gives them."""
+    return parameter[1] if isinstance(parameter, tuple) else parameter
 
 
 def _size(params: object) -> int | None:

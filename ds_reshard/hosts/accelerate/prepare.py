@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.hosts.accelerate import config as json
-from ds_reshard.hosts.accelerate.bind import adopt, carry, drop_groups
+from ds_reshard.hosts.accelerate.bind import adopt, called, carry, drop_groups
 from ds_reshard.hosts.accelerate.finding import REFUSED
 from ds_reshard.hosts.accelerate.given import (
     CALLABLE,
@@ -25,12 +25,14 @@ from ds_reshard.hosts.accelerate.given import (
     GivenOptimizer,
     GivenScheduler,
     given_optimizer,
+    is_module,
     is_optimizer,
     is_scheduler,
 )
 from ds_reshard.hosts.accelerate.placeholder import LateOptimizer
 from ds_reshard.hosts.accelerate.ranks import everyone
 from ds_reshard.hosts.accelerate.rules import examine
+from ds_reshard.hosts.accelerate.running import is_the_scripts
 from ds_reshard.hosts.accelerate.several import trains_alone
 from ds_reshard.hosts.accelerate.tracked import track
 from ds_reshard.resume.clock import ACCELERATE, ENGINE, clock_in
@@ -58,7 +60,7 @@ class Asked:
     def takes_scheduler(self) -> bool:
         """Whether the scheduler is attached here, and not by accelerate."""
         if self.scheduler.kind == TORCH:
-            return self.optimizer.kind == DUMMY or self.clock is not None
+            return self.optimizer.kind == DUMMY or self.clock is not None or self.scheduler.unknown
         return self.scheduler.kind == CALLABLE
 
     @property
@@ -73,7 +75,11 @@ def prepare_deepspeed(accelerator: Accelerator, original: Original, args: tuple[
     engine is built. Without optimizer and scheduler, or with what is prepared already, accelerate's own method runs.
     """
     optimizers, schedulers = [x for x in args if is_optimizer(x)], [x for x in args if is_scheduler(x)]
-    models = [x for x in args if _is_module(x)]
+    models = [x for x in args if is_module(x)]
+    for plain in optimizers:
+        # A DummyOptim made before the hooks were on: accelerate reads its generator once, and so must the rules.
+        if isinstance(getattr(plain, "params", None), Iterator):
+            plain.params = list(plain.params)  # type: ignore[attr-defined]
     fresh = any(not given_optimizer(optimizer).prepared for optimizer in optimizers)
     if not schedulers and not (fresh or (models and optimizers)):
         return original(*args)
@@ -84,16 +90,17 @@ def prepare_deepspeed(accelerator: Accelerator, original: Original, args: tuple[
     _raise_together(finding.fault() for finding in found.findings if finding.outcome == REFUSED)
     for finding in found.findings if accelerator.is_main_process else ():
         logger.info("accelerate: %s: %s", finding.outcome, finding)
-    by_script = found.scheduler.kind == TORCH and not accelerator.step_scheduler_with_optimizer
+    by_script = not accelerator.step_scheduler_with_optimizer and is_the_scripts(found.optimizer, found.scheduler)
     asked = Asked(
         args=args, optimizer=found.optimizer, scheduler=found.scheduler,
         clock=clock_in(config) or (ACCELERATE if by_script else None),
     )  # fmt: skip
     before = json.values(config)
     json.fill(config, found.fills)
-    result = _prepared(accelerator, original, asked)
-    json.remember(plugin, before)
-    return result
+    try:
+        return _prepared(accelerator, original, asked)
+    finally:
+        json.remember(plugin, before)
 
 
 def _prepared(accelerator: Accelerator, original: Original, asked: Asked) -> tuple[object, ...]:
@@ -112,7 +119,7 @@ def _prepared(accelerator: Accelerator, original: Original, asked: Asked) -> tup
         drop_groups(given, kept, len(sizes))
         adopt(given, real)
     if asked.takes_scheduler:
-        made = given if asked.scheduler.kind == TORCH else given.lr_scheduler_callable(real)  # type: ignore[attr-defined]
+        made = given if asked.scheduler.kind == TORCH else called(given.lr_scheduler_callable, real)  # type: ignore[attr-defined]
         wrapper = _attach(accelerator, engine, made, asked.clock or ENGINE)
         result = [wrapper if thing is given else prepared for thing, prepared in zip(asked.args, result, strict=True)]
     elif asked.scheduler.kind != NONE:
@@ -163,12 +170,6 @@ def _track_own(accelerator: Accelerator, engine: DeepSpeedEngine) -> None:
     wrapper = accelerator._schedulers[-1]
     clock = ENGINE if engine.lr_scheduler is wrapper.scheduler else ACCELERATE
     track(accelerator, wrapper, clock=clock, by_script=_wants_metric(wrapper.scheduler))
-
-
-def _is_module(thing: object) -> bool:
-    import torch
-
-    return isinstance(thing, torch.nn.Module)
 
 
 def _raise_together(faults: Iterable[Fault]) -> None:

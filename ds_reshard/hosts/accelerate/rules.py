@@ -21,8 +21,9 @@ from ds_reshard.hosts.accelerate.given import (
     GivenScheduler,
     given_optimizer,
     given_scheduler,
+    parameters_of,
 )
-from ds_reshard.hosts.accelerate.running import counted, given_accelerator
+from ds_reshard.hosts.accelerate.running import GivenAccelerator, counted, given_accelerator
 from ds_reshard.hosts.accelerate.values import optimizer_values, scheduler_values
 from ds_reshard.resume.clock import ACCELERATE, clock_in
 from ds_reshard.resume.schedulers import innermost
@@ -80,6 +81,7 @@ def examine(
     looks: tuple[Iterator[Finding], ...] = (
         _apart(models, optimizers, schedulers),
         _multiplicity(models or (), optimizers, schedulers),
+        _twice(optimizer, models or (), running),
         _order(optimizer, scheduler, models or ()),
         _meeting(config, optimizer, scheduler),
     )
@@ -136,11 +138,24 @@ def _multiplicity(
             )  # fmt: skip
 
 
-def _order(optimizer: GivenOptimizer, scheduler: GivenScheduler, models: Sequence[object]) -> Iterator[Finding]:
-    if optimizer.kind == DUMMY and optimizer.prepared:
+def _twice(optimizer: GivenOptimizer, models: Sequence[object], running: GivenAccelerator) -> Iterator[Finding]:
+    """What an engine has already: it would be given a second optimizer, or the second engine its moments."""
+    engines = [model for model in models if hasattr(model, "basic_optimizer") or model in running.modules]
+    name = "DummyOptim" if optimizer.kind == DUMMY else "optimizer"
+    if optimizer.prepared or engines:
         yield refused(
-            "prepared-twice", "DummyOptim", "has been prepared already: it shows another engine's optimizer",
-            "make a new DummyOptim, and a new Accelerator, for each model",
+            "prepared-twice", name if optimizer.prepared else "model",
+            "has been prepared already, and belongs to that engine",
+            "go on with what the first prepare has returned; or make a new model, optimizer and Accelerator",
+        )  # fmt: skip
+
+
+def _order(optimizer: GivenOptimizer, scheduler: GivenScheduler, models: Sequence[object]) -> Iterator[Finding]:
+    if optimizer.edited:
+        yield refused(
+            "params-written", "DummyOptim",
+            "was given other parameters in its param_groups, of which DeepSpeed is not told",
+            "DummyOptim([{'params': ...}]) with these parameters, or optimizer.add_param_group({'params': ...})",
         )  # fmt: skip
     if not any(optimizer.sizes) and None not in optimizer.sizes and optimizer.kind != NONE:
         yield refused(
@@ -165,8 +180,7 @@ def _order(optimizer: GivenOptimizer, scheduler: GivenScheduler, models: Sequenc
 def _of_another_model(optimizer: GivenOptimizer, models: Sequence[object]) -> Iterator[Finding]:
     """Parameters of the optimizer that the model does not have, and that so never get a gradient from it."""
     own = {id(parameter) for model in models for parameter in model.parameters()}  # type: ignore[attr-defined]
-    groups = getattr(optimizer.thing, "param_groups", [])
-    others = [parameter for group in groups for parameter in group["params"] if id(parameter) not in own]
+    others = [parameter for parameter in parameters_of(optimizer.thing) if id(parameter) not in own]
     if models and others:
         yield refused(
             "other-model", "optimizer", f"{len(others)} of its parameters are not the model's: they are never trained",
@@ -189,6 +203,13 @@ def _meeting(config: Mapping[str, object], optimizer: GivenOptimizer, scheduler:
         )  # fmt: skip
     if optimizer.kind == NONE and scheduler.kind != NONE and not in_json:
         yield refused("scheduler-alone", "scheduler", "there is no optimizer that it could drive", _ADD_OPTIMIZER)
+    zero = config.get("zero_optimization")
+    if any(optimizer.frozen) and isinstance(zero, Mapping) and zero.get("stage") in (1, 2):
+        yield refused(
+            "frozen-group", "optimizer",
+            f"param group {optimizer.frozen.index(True)} has no parameter that requires a gradient, and ZeRO 1 and 2 "
+            "fail over it", "leave it out: [p for p in params if p.requires_grad]",
+        )  # fmt: skip
     yield from _schedulers_meet(config, optimizer, scheduler)
 
 
@@ -218,6 +239,12 @@ def _schedulers_meet(
             "dropped-callable", "lr_scheduler_callable",
             "accelerate hands it on beside a DummyOptim alone, and drops it here: the rate stays constant",
             "DummyOptim in place of the optimizer, or the scheduler itself in place of DummyScheduler",
+        )  # fmt: skip
+    elif scheduler.unknown and optimizer.kind != DUMMY:
+        yield mended(
+            "unknown-scheduler", type(scheduler.thing).__name__,
+            "is no scheduler to accelerate, which returns it as it is, and save_state leaves it out",
+            "nothing to change with the hooks; without them accelerator.register_for_checkpointing(scheduler)",
         )  # fmt: skip
     elif kind == TORCH and optimizer.kind == DUMMY:
         yield mended(

@@ -20,7 +20,8 @@ _LATE = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 class GivenAccelerator:
     """`processes` is how many accelerate counts, None where no accelerator is known; `world` how many there are.
 
-    `by_script` says that the script alone steps schedulers; `engines` counts those that train already.
+    `by_script` says that the script alone steps schedulers; `engines` counts those that train already, and
+    `modules` are the models of all that it has.
     """
 
     processes: int | None = None
@@ -29,6 +30,7 @@ class GivenAccelerator:
     by_script: bool = False
     accumulation: int = 1
     engines: int = 0
+    modules: tuple[object, ...] = ()
 
 
 def given_accelerator(thing: object) -> GivenAccelerator:
@@ -41,6 +43,7 @@ def given_accelerator(thing: object) -> GivenAccelerator:
         split_batches=thing.split_batches, by_script=not thing.step_scheduler_with_optimizer,  # type: ignore[attr-defined]
         accumulation=thing.gradient_accumulation_steps,  # type: ignore[attr-defined]
         engines=sum(map(trains, thing._models)),  # type: ignore[attr-defined]
+        modules=tuple(getattr(engine, "module", None) for engine in thing._models),  # type: ignore[attr-defined]
     )  # fmt: skip
 
 
@@ -72,6 +75,12 @@ def counted(
             f"is {accelerator.accumulation} in the Accelerator and {said} in the DeepSpeed JSON, which wins",
             'write "auto" into the JSON, or leave it out of Accelerator(...)',
         )  # fmt: skip
+    if clock_in(config) is not None and scheduler.kind == NONE and optimizer.kind != NONE and "scheduler" not in config:
+        yield told(
+            "clock-unused", "ds_reshard.accelerate.clock",
+            "holds for a scheduler in this prepare, and there is none: one that is made later is stepped as without it",
+            "pass the scheduler to the same accelerator.prepare(...), or leave the clock out",
+        )  # fmt: skip
     yield from _stepped(config, optimizer, scheduler, accelerator)
     yield from _late(config, scheduler)
 
@@ -83,7 +92,7 @@ def _stepped(
     clock, in_json = clock_in(config), "scheduler" in config
     if not _by_engine(config, optimizer, scheduler, accelerator):
         alone = accelerator.processes == 1 or accelerator.split_batches or accelerator.by_script
-        if scheduler.kind == TORCH and clock is None and not alone:
+        if scheduler.kind == TORCH and clock is None and not alone and not scheduler.unknown:
             yield told(
                 "steps-per-process", "scheduler",
                 f"takes {accelerator.processes or 'num_processes'} steps an update, one for each process, and one with "
@@ -106,13 +115,20 @@ def _stepped(
         )  # fmt: skip
 
 
+def is_the_scripts(optimizer: GivenOptimizer, scheduler: GivenScheduler) -> bool:
+    """Whether a scheduler is one that the script built, and not the engine's: DeepSpeed's own, on a real optimizer."""
+    return scheduler.kind == TORCH and (optimizer.kind == DUMMY or not scheduler.of_deepspeed)
+
+
 def _by_engine(
     config: Mapping[str, object], optimizer: GivenOptimizer, scheduler: GivenScheduler, accelerator: GivenAccelerator
 ) -> bool:
     clock = clock_in(config)
     if "scheduler" in config or clock is not None or scheduler.kind != TORCH:
         return clock != ACCELERATE
-    return not accelerator.by_script if optimizer.kind == DUMMY else scheduler.of_deepspeed
+    if is_the_scripts(optimizer, scheduler):
+        return optimizer.kind == DUMMY and not accelerator.by_script
+    return True
 
 
 def _late(config: Mapping[str, object], scheduler: GivenScheduler) -> Iterator[Finding]:
