@@ -33,9 +33,12 @@ def _config(mode: str, stage: int, policy: dict[str, Any]) -> dict[str, Any]:
 
 def run(
     mode: str, stage: int, folder: str, *, hooks: bool = True, lr: float = 0.01, resumes: bool = False,
-    policy: dict[str, Any] | None = None,
+    policy: dict[str, Any] | None = None, metric: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train, or resume at the fourth update; `mode` is what the JSON has: "none", "optimizer" or "both"."""
+    """Train, or resume at the fourth update; `mode` is what the JSON has: "none", "optimizer" or "both".
+
+    `metric` names a scheduler that is stepped by what an evaluation gives, here after every second update.
+    """
     from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -57,6 +60,14 @@ def run(
         def note(self, optimizer: Any, *_: Any) -> None:
             rates[-1] += [float(group["lr"]) for group in optimizer.param_groups]
 
+    class Evaluated(Trainer):
+        def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+            return {"eval_loss": 1.0 + self.state.global_step}
+
+    by_metric: dict[str, Any] = {
+        "lr_scheduler_type": metric, "lr_scheduler_kwargs": {"factor": 0.5, "patience": 0, "min_lr": 1e-6},
+        "warmup_steps": 0, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "eval_loss",
+    }  # fmt: skip
     original = PartialState._prepare_backend
     PartialState._prepare_backend = lambda self, *_, **__: ("gloo", DistributedType.NO)
     try:
@@ -65,14 +76,16 @@ def run(
                 stack.enter_context(ds_reshard.install(host))
             arguments = TrainingArguments(
                 output_dir=folder, per_device_train_batch_size=GLOBAL_BATCH // torch.distributed.get_world_size(),
-                max_steps=UPDATES, save_steps=SAVED, save_strategy="steps", lr_scheduler_type="cosine", warmup_steps=2,
+                max_steps=UPDATES, save_steps=SAVED, save_strategy="steps",
+                **(by_metric if metric else {"lr_scheduler_type": "cosine", "warmup_steps": 2}),
                 learning_rate=lr, report_to="none", logging_strategy="no", disable_tqdm=True, seed=7,
                 deepspeed=_config(mode, stage, policy or {}), remove_unused_columns=False, save_only_model=False,
             )  # fmt: skip
             torch.manual_seed(7)
             tokens, labels = jobs.batch(0, 0, 1)
             items = [{"tokens": t, "labels": c} for t, c in zip(tokens, labels, strict=True)] * UPDATES
-            trainer = Trainer(model=Worded(), args=arguments, train_dataset=items, callbacks=[Rates()])
+            data = {"train_dataset": items, "eval_dataset": items}
+            trainer = Evaluated(model=Worded(), args=arguments, **data, callbacks=[Rates()])
             trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED}" if resumes else None)
             engine = trainer.model_wrapped
     except ds_reshard.ReshardError as error:

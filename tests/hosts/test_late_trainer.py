@@ -27,3 +27,17 @@ def test_trainer(worlds: Any, tmp_path: Path, mode: str) -> None:
     assert run(3, "with", resumes=True) == rates[SAVED:]
     tenth = run(1, "with", resumes=True, lr=0.001, policy={"scheduler": "override"})
     assert tenth == [[pytest.approx(rate / 10)] for (rate,) in rates[SAVED:]]
+
+
+@pytest.mark.parametrize("metric", ["reduce_lr_on_plateau", "greedy"])
+def test_a_schedule_that_follows_the_evaluations(worlds: Any, tmp_path: Path, metric: str) -> None:
+    """On DeepSpeed's own optimizer as on torch's, where DeepSpeed alone feeds it the batch size at each update."""
+
+    def run(mode: str, **kwargs: Any) -> Any:
+        given = {"mode": mode, "stage": 1, "folder": str(tmp_path / mode), "metric": metric, **kwargs}
+        return worlds[2].run("late_trainer_jobs.run", **given)[0]["rates"]
+
+    rates = run("none", hooks=False)
+    assert len(rates) == UPDATES and len({rate for (rate,) in rates}) == 3
+    assert run("optimizer") == rates
+    assert run("optimizer", resumes=True) == rates[SAVED:]

@@ -29,6 +29,7 @@ from ds_reshard.hosts.accelerate.given import (
     is_optimizer,
     is_scheduler,
 )
+from ds_reshard.hosts.accelerate.metric import SchedulerOfAMetric
 from ds_reshard.hosts.accelerate.placeholder import LateOptimizer
 from ds_reshard.hosts.accelerate.ranks import everyone
 from ds_reshard.hosts.accelerate.rules import examine
@@ -147,7 +148,7 @@ def _attach(accelerator: Accelerator, engine: DeepSpeedEngine, scheduler: object
         engine.lr_scheduler = scheduler
         wrapper = DeepSpeedSchedulerWrapper(scheduler, optimizer)
     else:
-        wrapper = AcceleratedScheduler(
+        wrapper = (SchedulerOfAMetric if by_script else AcceleratedScheduler)(
             scheduler, optimizer, step_with_optimizer=accelerator.step_scheduler_with_optimizer,
             split_batches=accelerator.split_batches or clock == ENGINE,
         )  # fmt: skip
