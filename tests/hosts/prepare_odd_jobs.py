@@ -234,3 +234,19 @@ def another_kind(folder: str, to_torch: bool) -> str:
             _train(accelerator, list(things), 3, True)
             accelerator.save_state(folder)
     raise AssertionError
+
+
+def two_engines(folder: str, saved: str, loaded: str) -> str:
+    """Two models with a schedule each in one accelerator, saved on one clock and loaded on another."""
+    import ds_reshard
+
+    with ds_reshard.install("accelerate"), ds_reshard.install("deepspeed"):
+        for clock in (saved, loaded):
+            accelerator = new_accelerator(_config(ds_reshard={"accelerate": {"clock": clock}}))
+            for _ in range(2):
+                net = new_net()
+                optimizer = _dummy(net.parameters())
+                accelerator.prepare(net, optimizer, LambdaLR(optimizer, falling))
+            if clock == saved:
+                accelerator.save_state(folder)
+        return _raised(lambda: accelerator.load_state(folder))

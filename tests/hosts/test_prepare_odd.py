@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prepare_jobs import LR
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(("clock", "expected"), [(None, "UnsupportedLayout"), ("accelerate", "1")])
@@ -104,3 +104,10 @@ def test_the_state_of_another_kind_of_scheduler(worlds: Any, tmp_path: Path, to_
     """torch's takes DeepSpeed's without a word, and begins at 0."""
     for told in worlds[2].run("prepare_odd_jobs.another_kind", folder=str(tmp_path), to_torch=to_torch):
         assert told.startswith("ModelMismatch") and "state of another kind" in told and "--override-opt" in told
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("engine", "accelerate"), ("accelerate", "engine")])
+def test_two_schedules_are_not_loaded_on_another_clock(worlds: Any, tmp_path: Path, saved: str, loaded: str) -> None:
+    """The second alone would go on, and the first begin anew."""
+    for told in worlds[2].run("prepare_odd_jobs.two_engines", folder=str(tmp_path), saved=saved, loaded=loaded):
+        assert told.startswith("UnsupportedLayout") and "several schedulers" in told and f'"clock": "{saved}"' in told

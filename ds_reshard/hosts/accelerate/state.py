@@ -91,7 +91,7 @@ def load_state(
     if mine is None or saved.clock in (None, mine.clock):
         result = original()
     else:
-        _refuse(mine, saved, policy, where)
+        _refuse(mine, saved, policy, where, alone=len(accelerator._schedulers) == 1)
         result = _translated(accelerator, original, mine, saved.since, policy, given)
     if mine is not None:
         began(accelerator, saved.since if policy.keeps_position else _updates(accelerator))
@@ -182,11 +182,13 @@ def _place(mine: Tracked, position: int) -> None:
     mine.beginning.place(mine.scheduler, position)
 
 
-def _refuse(mine: Tracked, saved: Saved, policy: ResumePolicy, where: str | None) -> None:
+def _refuse(mine: Tracked, saved: Saved, policy: ResumePolicy, where: str | None, *, alone: bool) -> None:
     """Raise where the schedule of one clock cannot be had on the other."""
     name = type(mine.scheduler).__name__
     if policy.scheduler in ("checkpoint", "strict"):
         why = f'scheduler "{policy.scheduler}" is asked for, which wants it as it was saved'
+    elif not alone:
+        why = "this Accelerator has several schedulers, of which one alone would be put at its position"
     elif mine.steps is None or mine.beginning is None or kind_of(mine.scheduler) == PLATEAU:
         why = f"{name} cannot be put at a position: its steps are the script's"
     elif policy.keeps_position and saved.by_script:
