@@ -40,7 +40,16 @@ def _positions(saved: str, loaded: str, ranks: int) -> list[int]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("loaded", ["engine", "accelerate"])
 @pytest.mark.parametrize("saved", ["engine", "accelerate"])
-@pytest.mark.parametrize("late", [Late(), Late(scheduler="StepLR", stage=3)], ids=str)
+@pytest.mark.parametrize(
+    "late",
+    [
+        Late(),
+        Late(scheduler="StepLR", stage=3),
+        Late(scheduler="CosineAnnealingLR", stage=0),
+        Late(scheduler="linear", stage=2, dtype="bf16", accumulation=2),
+    ],
+    ids=str,
+)
 def test_another_clock_and_other_ranks(
     worlds: Any, saves: Any, late: Late, saved: str, loaded: str, ranks: int
 ) -> None:
