@@ -19,6 +19,7 @@ from rich.console import Console
 
 from ds_reshard import __version__
 from ds_reshard.cli import doctor, rates, render
+from ds_reshard.cli.conversion import add_convert
 from ds_reshard.cli.picture import draw
 from ds_reshard.errors import ReshardError
 from ds_reshard.hosts import installed
@@ -60,6 +61,8 @@ def build_parser() -> argparse.ArgumentParser:
     lr.add_argument("--png", metavar="FILE", help="write a picture")
     lr.add_argument("--json", action="store_true", help="print JSON")
     lr.set_defaults(run=_lr)
+
+    add_convert(commands)
 
     look_over = commands.add_parser("doctor", help="installed frameworks against the tested ones, and what a JSON does")
     look_over.add_argument("--config", metavar="FILE", help="a DeepSpeed JSON, as it is used with accelerate")

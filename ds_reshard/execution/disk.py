@@ -54,9 +54,9 @@ def sync(path: str) -> None:
             os.close(fd)
 
 
-def write_whole(path: str, data: bytes) -> None:
-    """Replace a small file at once: written beside it, synced, renamed."""
-    part = f"{path}.part"
+def write_whole(path: str, data: bytes, *, beside: str) -> None:
+    """Replace a small file at once: written in the folder `beside`, synced, renamed."""
+    part = os.path.join(beside, f"{os.urandom(8).hex()}.part")
     create(part, 0)
     write_at(part, data, 0)
     sync(part)

@@ -14,12 +14,15 @@ from ds_reshard.formats.zero.names import Listing, read_listing
 from ds_reshard.formats.zero.past import read_past
 from ds_reshard.formats.zero.survey import survey
 from ds_reshard.model.inspection import Inspection
-from ds_reshard.operations.convert import Conversion, Options, Progress, convert_listing
+from ds_reshard.operations.convert import FORMATS, Conversion, Options, Progress, convert_listing
 from ds_reshard.resume import coming, megatron_coming
 from ds_reshard.resume.coming import ComingRun
 from ds_reshard.resume.megatron_run import read_run
 
-__all__ = ["ComingRun", "Conversion", "Inspection", "Options", "coming_run", "convert", "inspect", "read_config"]
+__all__ = [
+    "FORMATS", "ComingRun", "Conversion", "Inspection", "Options", "Progress", "coming_run", "convert", "inspect",
+    "read_config",
+]  # fmt: skip
 
 _LATEST_NBYTES = 4096
 
@@ -48,8 +51,9 @@ def convert(
 ) -> Conversion:  # fmt: skip
     """Write the checkpoint in `path` (and `tag`, as for `inspect`) anew into the folder `out`.
 
-    `to` is "zero1", "zero2", "zero3" or "bf16": files that DeepSpeed itself loads at data-parallel size `dp`, which is
-    the saving run's unless given. `sub_group_size` is that of the coming run's JSON (stage 3), else the saving run's.
+    `to` is "zero1", "zero2", "zero3" or "bf16" (`BF16_Optimizer`): files that DeepSpeed itself loads at data-parallel
+    size `dp`, which is the saving run's unless given; or "universal": files that its `load_universal` loads.
+    `sub_group_size` is that of the coming run's JSON (stage 3), else the saving run's.
 
     Raises what a load raises for files that are missing or damaged, UnsupportedLayout for what the format cannot
     hold, ConfigError for a place that cannot be written to, WriteFailed. `out` is then not there.

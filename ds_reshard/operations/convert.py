@@ -12,11 +12,12 @@ from ds_reshard.errors import ConfigError, raise_faults
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.files import ArchiveFile, FileTarget
 from ds_reshard.execution.threads import ThreadExecutor
+from ds_reshard.formats.zero import target as zero
 from ds_reshard.formats.zero.checkpoint import MODEL, open_checkpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.shards import ZeroShards
-from ds_reshard.formats.zero.target import FORMATS, Target, TargetFile, Unit, zero_target
+from ds_reshard.formats.zero.target import Target, TargetFile, Unit, zero_target
 from ds_reshard.formats.zero.universal_target import universal_target
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Index, Record
@@ -27,6 +28,7 @@ from ds_reshard.planning.match import plan_rank
 from ds_reshard.planning.plan import Copy, Plan
 
 UNIVERSAL = "universal"
+FORMATS = (*zero.FORMATS, UNIVERSAL)
 Progress = Callable[[int, int], None]
 """Is told the bytes that are written so far, and in all."""
 
@@ -97,15 +99,15 @@ def convert_listing(
         work = _Work(source, target, workspace, options, progress, needed)
         for unit in target.units[number::shards]:
             work.write(unit)
-        complete = work.finish() if all(workspace.noted(unit.name) for unit in target.units) else False
+        complete = work.finish()
     return Conversion(
         out=out, files=work.files, bytes_read=work.bytes_read, bytes_written=work.bytes_written, complete=complete
     )
 
 
 def _refuse(to: str, options: Options) -> None:
-    if to not in (UNIVERSAL, *FORMATS):
-        raise ConfigError(f"{to!r} is no format: --to {' | '.join((UNIVERSAL, *FORMATS))}")
+    if to not in FORMATS:
+        raise ConfigError(f"{to!r} is no format: --to {' | '.join(FORMATS)}")
     least = options.threads << 20
     if options.memory_nbytes < least:
         mend = f"--memory {options.threads}, or --threads {max(1, options.memory_nbytes >> 20)}"
@@ -204,8 +206,10 @@ class _Work:
         return Plan(copies=(*plan.copies, *copied), fills=plan.fills, checks=plan.checks)
 
     def finish(self) -> bool:
-        """Check what the files' sums say together, and give the output its name."""
-        notes = [self._workspace.noted(unit.name) or {} for unit in self._target.units]
+        """Where all units are written: check what their sums say together, and give the output its name."""
+        notes = [note for unit in self._target.units if (note := self._workspace.noted(unit.name)) is not None]
+        if len(notes) < len(self._target.units):
+            return self._workspace.is_done()
         subject = f"converting {self._source.checkpoint.listing.folder}"
         for family in self._target.layout.shards:
             faults, again = combine([_sums(note) for note in notes if note["family"] == family])

@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 
-from ds_reshard.errors import ConfigError, Fault, raise_faults
+from ds_reshard.errors import ConfigError, Fault, WriteFailed, raise_faults
 from ds_reshard.execution import disk
 
 SUFFIX = ".ds-reshard"
@@ -41,7 +41,8 @@ class Workspace:
 
         A folder that another conversion has left is an error with `resume` or `shared`, and cleared otherwise.
         """
-        if self._finished():
+        left = os.path.isdir(self.folder) and not os.path.exists(self.out)
+        if (shared or left) and self.is_done():
             self._clear()
             yield True
             return
@@ -54,10 +55,8 @@ class Workspace:
             self._claim()
             yield False
 
-    def _finished(self) -> bool:
-        """Whether a process that was killed had given the output its name, and had only to clean up."""
-        if os.path.exists(self.out) or not os.path.isdir(self.folder):
-            return False
+    def is_done(self) -> bool:
+        """Whether the output is there, made of the same: by another process, or by one that could not clean up."""
         return bool(_conversion_of(os.path.join(self.target, MANIFEST)) == json.loads(self._conversion))
 
     def _refuse_existing(self) -> None:
@@ -91,9 +90,6 @@ class Workspace:
         for name in sorted(os.listdir(self.folder)):
             disk.remove(os.path.join(self.folder, name))
 
-    def _clear(self) -> None:
-        disk.remove(self.folder)
-
     def _claim(self) -> None:
         """Note what is made here, or find that it is the same."""
         path = os.path.join(self.folder, "conversion.json")
@@ -107,7 +103,7 @@ class Workspace:
                 )  # fmt: skip
                 raise_faults([fault], subject="converting")
         else:
-            disk.write_whole(path, self._conversion.encode("utf-8"))
+            disk.write_whole(path, self._conversion.encode("utf-8"), beside=self.folder)
         disk.make_folder(self._done)
         disk.make_folder(self.out)
 
@@ -119,7 +115,7 @@ class Workspace:
 
     def note(self, unit: str, known: Mapping[str, object]) -> None:
         """Note that the files of a unit are finished and on the disk."""
-        disk.write_whole(self._note(unit), json.dumps(known, sort_keys=True).encode("utf-8"))
+        disk.write_whole(self._note(unit), json.dumps(known, sort_keys=True).encode("utf-8"), beside=self.folder)
 
     def noted(self, unit: str) -> Mapping[str, object] | None:
         """What is known of a finished unit, None for one that is not."""
@@ -135,17 +131,28 @@ class Workspace:
         return os.path.join(self._done, f"{unit}.json")
 
     def commit(self, manifest: Mapping[str, object], pointers: Mapping[str, str]) -> None:
-        """Write the manifest, then the files that name a tag, then let the output take its name."""
+        """Write the manifest, then the files that name a tag, then let the output take its name.
+
+        Of several processes that come here at once, each may be the one that does it.
+        """
         text = json.dumps({**manifest, "conversion": json.loads(self._conversion)}, sort_keys=True, indent=1)
-        for name, content in {MANIFEST: text, **pointers}.items():
-            disk.write_whole(self.path(name), content.encode("utf-8"))
-        for folder, _, _ in os.walk(self.out):
-            disk.sync(folder)
-        if os.path.lexists(self.target):
-            disk.rename(self.target, self._old)
-        disk.rename(self.out, self.target)
-        disk.sync(os.path.dirname(self.target))
+        try:
+            for name, content in {MANIFEST: text, **pointers}.items():
+                disk.write_whole(os.path.join(self.out, name), content.encode("utf-8"), beside=self.folder)
+            for folder, _, _ in os.walk(self.out):
+                disk.sync(folder)
+            if os.path.lexists(self.target) and not self.is_done():
+                disk.rename(self.target, self._old)
+            disk.rename(self.out, self.target)
+            disk.sync(os.path.dirname(self.target))
+        except WriteFailed:
+            if not self.is_done():
+                raise
         self._clear()
+
+    def _clear(self) -> None:
+        with contextlib.suppress(WriteFailed):  # another process is at it, or the next run does it
+            disk.remove(self.folder)
 
 
 def _conversion_of(path: str) -> object:

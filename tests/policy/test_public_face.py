@@ -43,6 +43,20 @@ EXPORTED = [
 ]
 
 COMMANDS = {
+    "convert": [
+        "--dp",
+        "--force",
+        "--json",
+        "--memory",
+        "--resume",
+        "--shard",
+        "--sub-group-size",
+        "--tag",
+        "--threads",
+        "--to",
+        "OUT",
+        "SRC",
+    ],
     "doctor": ["--config", "--json"],
     "hooks": ["--json"],
     "inspect": ["--all", "--json", "--tag", "CKPT"],
