@@ -29,6 +29,7 @@ from ds_reshard.errors import (
     UnsupportedLayout,
     WriteFailed,
 )
+from ds_reshard.version import VERSION
 
 if TYPE_CHECKING:
     from ds_reshard.hosts import install, installed, uninstall
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from ds_reshard.resume.report import last_report
     from ds_reshard.run import add_arguments
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "CheckpointDamaged",

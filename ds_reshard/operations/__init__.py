@@ -14,7 +14,7 @@ from ds_reshard.formats.zero.names import Listing, read_listing
 from ds_reshard.formats.zero.past import read_past
 from ds_reshard.formats.zero.survey import survey
 from ds_reshard.model.inspection import Inspection
-from ds_reshard.operations.convert import FORMATS, Conversion, Options, Progress, convert_listing
+from ds_reshard.operations.options import FORMATS, Conversion, Options, Progress
 from ds_reshard.resume import coming, megatron_coming
 from ds_reshard.resume.coming import ComingRun
 from ds_reshard.resume.megatron_run import read_run
@@ -58,6 +58,8 @@ def convert(
     Raises what a load raises for files that are missing or damaged, UnsupportedLayout for what the format cannot
     hold, ConfigError for a place that cannot be written to, WriteFailed. `out` is then not there.
     """
+    from ds_reshard.operations.convert import convert_listing  # which needs torch
+
     listing = _find(os.fspath(path), tag)
     return convert_listing(
         listing, os.fspath(out), to=to, dp=dp, sub_group_size=sub_group_size, options=options or Options(),

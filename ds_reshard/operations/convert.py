@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 
-from ds_reshard import __version__
 from ds_reshard.containers.torch_zip_writer import ArchivePlan, plan_archive
 from ds_reshard.errors import ConfigError, raise_faults
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.files import ArchiveFile, FileTarget
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.formats.zero import target as zero
 from ds_reshard.formats.zero.checkpoint import MODEL, open_checkpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
 from ds_reshard.formats.zero.names import Listing
@@ -23,36 +21,11 @@ from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Index, Record
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import StorageRecord
+from ds_reshard.operations.options import FORMATS, UNIVERSAL, Conversion, Options, Progress
 from ds_reshard.operations.workspace import Workspace, refuse_places
 from ds_reshard.planning.match import plan_rank
 from ds_reshard.planning.plan import Copy, Plan
-
-UNIVERSAL = "universal"
-FORMATS = (*zero.FORMATS, UNIVERSAL)
-Progress = Callable[[int, int], None]
-"""Is told the bytes that are written so far, and in all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How a conversion works: `memory_nbytes` bounds its buffers, `shard` is (number, of how many)."""
-
-    threads: int = 4
-    memory_nbytes: int = 256 << 20
-    shard: tuple[int, int] = (0, 1)
-    resume: bool = False
-    force: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
-    """What a conversion did: `complete` is false where other shards of it are still to be written."""
-
-    out: str
-    files: int
-    bytes_read: int
-    bytes_written: int
-    complete: bool
+from ds_reshard.version import VERSION
 
 
 class Source:
@@ -88,7 +61,7 @@ def convert_listing(
     needed = _nbytes(target)
     refuse_places(listing.folder, out, needed)
     what = {
-        "ds_reshard": __version__, "source": _files_of(listing), "tag": os.path.basename(listing.folder), "to": to,
+        "ds_reshard": VERSION, "source": _files_of(listing), "tag": os.path.basename(listing.folder), "to": to,
         "dp": dp, "sub_group_size": sub_group_size,
     }  # fmt: skip
     workspace = Workspace(out, what, force=options.force)

@@ -1,0 +1,35 @@
+"""How an offline tool works, and what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ds_reshard.formats.zero.target import FORMATS as ZERO_FORMATS
+
+UNIVERSAL = "universal"
+FORMATS = (*ZERO_FORMATS, UNIVERSAL)
+Progress = Callable[[int, int], None]
+"""Is told the bytes that are written so far, and in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a conversion works: `memory_nbytes` bounds its buffers, `shard` is (number, of how many)."""
+
+    threads: int = 4
+    memory_nbytes: int = 256 << 20
+    shard: tuple[int, int] = (0, 1)
+    resume: bool = False
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """What a conversion did: `complete` is false where other shards of it are still to be written."""
+
+    out: str
+    files: int
+    bytes_read: int
+    bytes_written: int
+    complete: bool

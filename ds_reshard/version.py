@@ -1,0 +1,3 @@
+"""The version of ds_reshard, for what it writes into files."""
+
+VERSION = "0.1.0"
