@@ -24,7 +24,7 @@ from ds_reshard.cli.picture import draw
 from ds_reshard.errors import ReshardError
 from ds_reshard.hosts import installed
 from ds_reshard.hosts.accelerate.rules import diagnose
-from ds_reshard.operations import coming_run, inspect, read_config
+from ds_reshard.operations import coming_run, fingerprint, inspect, read_config
 
 OK, FINDING, UNUSABLE = 0, 1, 2
 
@@ -49,6 +49,13 @@ def build_parser() -> argparse.ArgumentParser:
     look.add_argument("--all", action="store_true", help="list every parameter and file")
     look.set_defaults(run=_inspect)
 
+    prints = commands.add_parser("fingerprint", help="64 bits of every tensor, the same under every layout")
+    prints.add_argument("checkpoint", metavar="CKPT", help="the folder that was given to save_checkpoint")
+    prints.add_argument("--tag", help="the tag to look at (default: the one that 'latest' names)")
+    prints.add_argument("--threads", type=_threads, metavar="N", help="reading threads (default: the cores, at most 4)")
+    prints.add_argument("--json", action="store_true", help="print JSON")
+    prints.set_defaults(run=_fingerprint)
+
     lr = commands.add_parser(
         "lr", help="draw the learning rate of the coming run before it is started",
         usage="%(prog)s CKPT (--config FILE | [OPTION ...] -- MEGATRON-FLAG ...) [OPTION ...]",
@@ -72,8 +79,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _steps(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 10_000_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps, from 1 to 10,000,000")
+    return _count(text, "steps", 10_000_000)
+
+
+def _threads(text: str) -> int:
+    return _count(text, "threads", 256)
+
+
+def _count(text: str, what: str, most: int) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {what}, from 1 to {most:,}")
     return int(text)
 
 
@@ -116,6 +131,15 @@ def _inspect(arguments: argparse.Namespace) -> int:
     else:
         render.render_inspection(inspection, Console(), every_row=arguments.all)
     return FINDING if inspection.faults else OK
+
+
+def _fingerprint(arguments: argparse.Namespace) -> int:
+    found = fingerprint(arguments.checkpoint, tag=arguments.tag, threads=arguments.threads)
+    if arguments.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        render.render_fingerprints(found, Console())
+    return FINDING if found.faults else OK
 
 
 def _lr(arguments: argparse.Namespace) -> int:

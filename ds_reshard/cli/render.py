@@ -9,7 +9,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ds_reshard.errors import Fault
 from ds_reshard.hooks import HookStatus
+from ds_reshard.model.fingerprints import Fingerprinted
 from ds_reshard.model.inspection import FileEntry, GroupEntry, Inspection, ParameterEntry
 
 _ROWS = 20
@@ -55,10 +57,28 @@ def render_inspection(inspection: Inspection, console: Console, *, every_row: bo
             console.print(Text(f"and {len(inspection.parameters) - len(shown)} more: --all shows them", style="dim"))
     if every_row or inspection.faults:
         console.print(_file_table(inspection.files))
-    if inspection.faults:
-        count = len(inspection.faults)
-        console.print(Text(f"{count} fault{'s' if count > 1 else ''} found", style="bold red"))
-    for fault in inspection.faults:
+    _render_faults(inspection.faults, console)
+
+
+def render_fingerprints(found: Fingerprinted, console: Console) -> None:
+    """One row a logical tensor, then what is not among them, then every fault in red."""
+    table = Table(title=f"Fingerprints of {printable(found.folder)}", title_justify="left")
+    for heading in ("name", "kind", "type", "shape", "fingerprint"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "fingerprint")
+    for tensor in found.tensors:
+        shown = Text("not verified", style="red") if tensor.fingerprint is None else Text(tensor.fingerprint)
+        name, kind = Text(printable(tensor.name)), Text(printable(tensor.kind))
+        table.add_row(name, kind, tensor.dtype, _shape(tensor.shape), shown)
+    console.print(table)
+    for note in found.notes:
+        console.print(Text(printable(note), style="dim"), soft_wrap=True)
+    _render_faults(found.faults, console)
+
+
+def _render_faults(faults: Sequence[Fault], console: Console) -> None:
+    if faults:
+        console.print(Text(f"{len(faults)} fault{'s' if len(faults) > 1 else ''} found", style="bold red"))
+    for fault in faults:
         console.print(Text(printable(fault.line()), style="red"), soft_wrap=True)
         console.print(Text(f"  to mend: {printable(fault.mend)}"), soft_wrap=True)
 
@@ -119,9 +139,8 @@ def _parameter_table(parameters: Sequence[ParameterEntry]) -> Table:
         table.add_column(heading, overflow="fold")
     for entry in parameters:
         role = f"{entry.role}, tied to {printable(entry.tied_to)}" if entry.tied_to is not None else entry.role
-        shape = "x".join(map(str, entry.shape)) or "scalar"
         group = "" if entry.group is None else str(entry.group)
-        table.add_row(Text(printable(entry.name)), shape, entry.dtype or "unknown", Text(role), group)
+        table.add_row(Text(printable(entry.name)), _shape(entry.shape), entry.dtype or "unknown", Text(role), group)
     return table
 
 
@@ -133,6 +152,10 @@ def _file_table(files: Sequence[FileEntry]) -> Table:
     for file in files:
         table.add_row(Text(printable(file.name)), file.role, _size(file.nbytes))
     return table
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def _or_unknown(value: object) -> str:

@@ -91,6 +91,13 @@ def combine(by_rank: Iterable[Iterable[PartialSum]]) -> tuple[list[Fault], dict[
     return faults, again
 
 
+def verify(outcome: Outcome) -> list[Fault]:
+    """The faults of all records that one process read, with nobody to combine sums with."""
+    pending, faults = settle(partial_sums(outcome))
+    combined, again = combine([pending])
+    return [*faults, *combined, *read_again(again)]
+
+
 def read_again(records: Iterable[Record]) -> list[Fault]:
     """Check whole records from their files; used where slices could not be combined."""
     faults = []

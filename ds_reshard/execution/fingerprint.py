@@ -19,6 +19,7 @@ from functools import cache
 
 import torch
 
+from ds_reshard.model.codec import ElementType
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.region import Box, Region, overlap
 
@@ -100,6 +101,23 @@ class Fingerprints:
         if device not in found:
             found[device] = _Scratch(device)
         return found[device]
+
+
+class FingerprintTarget:
+    """A tensor that is read for its fingerprint alone, and kept nowhere."""
+
+    def __init__(self, sums: Fingerprints, key: TensorKey) -> None:
+        self._sums = sums
+        self._key = key
+
+    def view(self, element_offset: int, numel: int, dtype: ElementType) -> memoryview | None:
+        return None
+
+    def store(self, element_offset: int, data: memoryview, dtype: ElementType) -> None:
+        self._sums.add(self._key, element_offset * dtype.itemsize, data)
+
+    def zero(self, element_offset: int, numel: int) -> None:
+        """Nothing: zeros add nothing."""
 
 
 def fingerprint_of(data: Bytes | torch.Tensor) -> Fingerprint:

@@ -6,25 +6,25 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 
-from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReadFailed
+from ds_reshard.errors import ConfigError, Fault
 from ds_reshard.formats.megatron.files import is_megatron
 from ds_reshard.formats.megatron.past import read_past as megatron_past
 from ds_reshard.formats.zero.inspection import describe_survey
-from ds_reshard.formats.zero.names import Listing, read_listing
 from ds_reshard.formats.zero.past import read_past
 from ds_reshard.formats.zero.survey import survey
+from ds_reshard.model.fingerprints import Fingerprinted
 from ds_reshard.model.inspection import Inspection
+from ds_reshard.operations.finding import find_listing
+from ds_reshard.operations.fingerprints import fingerprint
 from ds_reshard.operations.options import FORMATS, Conversion, Options, Progress
 from ds_reshard.resume import coming, megatron_coming
 from ds_reshard.resume.coming import ComingRun
 from ds_reshard.resume.megatron_run import read_run
 
 __all__ = [
-    "FORMATS", "ComingRun", "Conversion", "Inspection", "Options", "Progress", "coming_run", "convert", "inspect",
-    "read_config",
+    "FORMATS", "ComingRun", "Conversion", "Fingerprinted", "Inspection", "Options", "Progress", "coming_run", "convert",
+    "fingerprint", "inspect", "read_config",
 ]  # fmt: skip
-
-_LATEST_NBYTES = 4096
 
 
 def inspect(path: str, *, tag: str | None = None) -> Inspection:
@@ -38,7 +38,7 @@ def inspect(path: str, *, tag: str | None = None) -> Inspection:
     folder cannot be listed. Everything else that is wrong is in the `faults` of what is returned.
     """
     before = _bytes_asked_for()
-    listing = _find(os.fspath(path), tag)
+    listing = find_listing(os.fspath(path), tag)
     found = survey(listing)
     after = _bytes_asked_for()
     bytes_read = after - before if before is not None and after is not None else None
@@ -60,7 +60,7 @@ def convert(
     """
     from ds_reshard.operations.convert import convert_listing  # which needs torch
 
-    listing = _find(os.fspath(path), tag)
+    listing = find_listing(os.fspath(path), tag)
     return convert_listing(
         listing, os.fspath(out), to=to, dp=dp, sub_group_size=sub_group_size, options=options or Options(),
         progress=progress,
@@ -94,7 +94,7 @@ def coming_run(
         raise _config_error(folder, "is not a checkpoint of Megatron-LM", mend)
     where = os.fspath(config)
     read = read_config(where)
-    past = read_past(_find(folder, tag))
+    past = read_past(find_listing(folder, tag))
     return coming.coming_run(past, read, where=where, steps=steps, version=version)
 
 
@@ -128,66 +128,6 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _config_error(path: str, what: str, mend: str) -> ConfigError:
     fault = Fault(error="ConfigError", where=path, what=what, mend=mend)
     return ConfigError(f"{fault.line()}; {mend}", [fault])
-
-
-def _find(path: str, tag: str | None) -> Listing:
-    if not os.path.isdir(path):
-        file = os.path.exists(path)
-        raise _not_found(
-            path,
-            "is a file" if file else "does not exist",
-            "give the folder that was given to save_checkpoint" if file else "check the path",
-        )
-    if tag is None:
-        listing = _list(path)
-        if listing.model or listing.optim or listing.faults:
-            return listing
-        tag = _latest(path)
-    folder = os.path.join(path, tag)
-    if not os.path.isdir(folder):
-        raise _no_checkpoint(path, f"has no tag {tag!r}")
-    listing = _list(folder)
-    if not (listing.model or listing.optim or listing.faults):
-        raise _no_checkpoint(path, f"has no DeepSpeed checkpoint in its tag {tag!r}")
-    return listing
-
-
-def _latest(path: str) -> str:
-    """The tag that the file `latest` names."""
-    latest = os.path.join(path, "latest")
-    try:
-        with open(latest, "rb") as file:
-            tag = file.read(_LATEST_NBYTES).decode("utf-8").strip()
-    except FileNotFoundError:
-        raise _no_checkpoint(path, "holds no DeepSpeed checkpoint, and no file 'latest' that names a tag") from None
-    except (OSError, ValueError) as error:
-        raise ReadFailed(f"{latest}: cannot be read: {error}; name the tag: --tag TAG") from error
-    if not tag or "\0" in tag:
-        raise _no_checkpoint(path, "has a file 'latest' that names no tag")
-    return tag
-
-
-def _list(folder: str) -> Listing:
-    try:
-        with os.scandir(folder) as scan:
-            entries = [(e.name, e.stat().st_size if e.is_file() else None) for e in scan]
-    except OSError as error:
-        raise ReadFailed(f"{folder}: cannot be listed: {error}") from error
-    files = {name: nbytes for name, nbytes in entries if nbytes is not None}
-    return read_listing(folder, files, frozenset(name for name, nbytes in entries if nbytes is None))
-
-
-def _no_checkpoint(path: str, what: str) -> CheckpointNotFound:
-    listings = ((e.name, _list(e.path)) for e in os.scandir(path) if e.is_dir())
-    tags = sorted(name for name, listing in listings if listing.model or listing.optim)
-    if not tags:
-        return _not_found(path, what, "give the folder that was given to save_checkpoint")
-    return _not_found(path, what, f"name one of the tags that are there: --tag {' | '.join(tags[:12])}")
-
-
-def _not_found(path: str, what: str, mend: str) -> CheckpointNotFound:
-    fault = Fault(error="CheckpointNotFound", where=path, what=what, mend=mend)
-    return CheckpointNotFound(f"{fault.line()}; {mend}", [fault])
 
 
 def _bytes_asked_for() -> int | None:

@@ -58,6 +58,7 @@ COMMANDS = {
         "SRC",
     ],
     "doctor": ["--config", "--json"],
+    "fingerprint": ["--json", "--tag", "--threads", "CKPT"],
     "hooks": ["--json"],
     "inspect": ["--all", "--json", "--tag", "CKPT"],
     "lr": ["--config", "--json", "--png", "--steps", "--tag", "CKPT"],

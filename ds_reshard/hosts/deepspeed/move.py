@@ -11,12 +11,12 @@ from ds_reshard.errors import Fault, ModelMismatch
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.ports import Outcome
 from ds_reshard.execution.threads import ThreadExecutor
+from ds_reshard.execution.whole import read_tensor
 from ds_reshard.hosts.deepspeed.adopt import adopt
 from ds_reshard.hosts.deepspeed.agree import agree, attempt, gather, rank
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer
 from ds_reshard.hosts.deepspeed.prepare import Prepared
-from ds_reshard.hosts.deepspeed.revival import read_tensor
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.hosts.deepspeed.wants import EXTRA_STATE
 

@@ -4,45 +4,16 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from ds_reshard.containers.revive import revive
-from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import raise_faults
 from ds_reshard.execution.buffers import tensor_from_bytes
-from ds_reshard.execution.checksums import read_again
+from ds_reshard.execution.whole import read_tensor
 from ds_reshard.formats.zero.facts import Scalar, ScalarTensor
 from ds_reshard.model.codec import ElementType
-from ds_reshard.model.index import Record as StoredBytes
-from ds_reshard.model.records import GlobalName, ObjectRecord, TensorRecord
-
-if TYPE_CHECKING:
-    import torch
+from ds_reshard.model.records import GlobalName, ObjectRecord
 
 Record = ObjectRecord | GlobalName
 Child = Callable[[object], object]
-
-
-def read_tensor(record: TensorRecord) -> torch.Tensor:
-    """One tensor, whole, in memory of its own; strides as saved."""
-    import torch
-
-    storage = record.storage
-    itemsize = record.dtype.itemsize
-    if storage.crc32 is not None and record.nbytes != storage.nbytes:
-        whole = StoredBytes(
-            path=storage.path, byte_offset=storage.byte_offset, nbytes=storage.nbytes, crc32=storage.crc32
-        )
-        raise_faults(read_again([whole]), subject=f"reading {storage.path}")
-    if record.contiguous:
-        with open_archive(storage.path) as archive:
-            return tensor_from_bytes(archive.tensor_bytes(record), record.dtype, record.shape)
-    flat = TensorRecord(
-        storage=storage, dtype=record.dtype, element_offset=0, shape=(storage.nbytes // itemsize,), stride=(1,)
-    )
-    with open_archive(storage.path) as archive:
-        values = tensor_from_bytes(archive.tensor_bytes(flat), record.dtype, flat.shape)
-    return torch.as_strided(values, record.shape, record.stride, record.element_offset)
 
 
 def revived(value: object, *, trusted: frozenset[str], where: str) -> object:

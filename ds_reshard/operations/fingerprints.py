@@ -1,0 +1,143 @@
+"""The fingerprint of every logical tensor of a checkpoint, whatever its layout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
+from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint
+from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
+from ds_reshard.formats.zero.layout import whole
+from ds_reshard.formats.zero.shards import ZeroShards
+from ds_reshard.model.fingerprints import Fingerprinted, TensorFingerprint
+from ds_reshard.model.index import Index
+from ds_reshard.model.layout import Layout, TensorKey
+from ds_reshard.model.records import TensorRecord
+from ds_reshard.operations.finding import find_listing
+from ds_reshard.planning.match import plan_rank
+from ds_reshard.planning.plan import Plan
+
+_FILE = "fingerprint"
+_MEMORY_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """What is read, each byte once: `same` names the tensors whose bytes are another's (tied weights)."""
+
+    plan: Plan
+    same: Mapping[TensorKey, TensorKey]
+
+
+def fingerprint(path: str, *, tag: str | None = None, threads: int | None = None) -> Fingerprinted:
+    """The fingerprint of every logical tensor of the checkpoint in `path`; docs/fingerprint.md defines it.
+
+    `path` and `tag` as for `inspect`. Reads each byte once, with `threads` threads (the number of cores, at most 4),
+    each in at most 5 MiB, and checks it against the checksum in its file. A tensor of a file that does not pass
+    has none, and the faults say why. Needs torch.
+
+    Raises CheckpointNotFound, and what a load raises for files that are missing, of several saves or not as their
+    format says.
+    """
+    checkpoint = open_checkpoint(find_listing(os.fspath(path), tag), optimizer=True)
+    index = _opened(checkpoint)
+    reading = _planned(checkpoint, index)
+    return _read(checkpoint, reading, threads or min(4, os.cpu_count() or 1))
+
+
+def _opened(checkpoint: ZeroCheckpoint) -> Index:
+    """The index with every shard opened and checked."""
+    shards = ZeroShards(checkpoint=checkpoint)
+    index = Index(checkpoint.layout, shards)
+    for family in {placement.family for placement in checkpoint.layout.placements.values()}:
+        for shard in range(checkpoint.layout.shards[family]):
+            index.open(family, shard)
+    folder = checkpoint.listing.folder
+    mixed = compare_signatures(shards.signatures, folder, states=False) + compare_prints(shards.prints, folder)
+    raise_faults([*index.faults, *mixed], subject=f"checkpoint {folder}")
+    return index
+
+
+def _planned(checkpoint: ZeroCheckpoint, index: Index) -> _Reading:
+    """Every tensor whole into a buffer of its own."""
+    wanted: dict[TensorKey, TensorKey] = {}
+    same: dict[TensorKey, TensorKey] = {}
+    first: dict[object, TensorKey] = {}
+    placements = {}
+    for key, placement in checkpoint.layout.placements.items():
+        lies = index.open(placement.family, 0)[placement.buffer] if placement.replicated else key
+        owner = first.setdefault((lies, placement.shape), key)
+        if owner != key:
+            same[key] = owner
+            continue
+        wanted[key] = key
+        placements[key] = whole(key.name, key.kind, placement.shape, placement.dtype, family=_FILE, buffer=str(key))
+    plan = plan_rank(index, Layout(placements, {_FILE: 1}), 0, wanted, family=_FILE, sizes={})
+    raise_faults(index.faults, subject=f"checkpoint {checkpoint.listing.folder}")
+    return _Reading(plan=plan, same=same)
+
+
+def _read(checkpoint: ZeroCheckpoint, reading: _Reading, threads: int) -> Fingerprinted:
+    from ds_reshard.execution.checksums import verify
+    from ds_reshard.execution.fingerprint import Fingerprints, FingerprintTarget, fingerprint_of
+    from ds_reshard.execution.threads import ThreadExecutor
+    from ds_reshard.execution.whole import read_tensor
+
+    layout, sums = checkpoint.layout, Fingerprints()
+    targets = {str(key): FingerprintTarget(sums, key) for key in layout.placements if key not in reading.same}
+    executor = ThreadExecutor(threads=threads, memory_nbytes=_MEMORY_NBYTES, checksum=True)
+    outcome = executor.execute(reading.plan, targets)
+    faults = [*outcome.faults, *verify(outcome)]
+    damaged = {fault.where for fault in faults}
+    unsure = {copy.buffer for copy in reading.plan.copies if copy.path in damaged}
+    unread = [key for key in layout.placements if key not in reading.same and str(key) not in unsure
+              and sums[key].nbytes != layout[key].numel * layout[key].dtype.itemsize]  # fmt: skip
+    raise_faults(map(_incomplete, unread), subject=f"checkpoint {checkpoint.listing.folder}")
+    found: list[TensorFingerprint] = []
+    for key, placement in layout.placements.items():
+        owner = reading.same.get(key, key)
+        shown = str(sums[owner]) if str(owner) not in unsure else None
+        found.append(_told(key, placement.dtype.label, placement.shape, shown))
+    for name, record in _strided(checkpoint):
+        key = TensorKey(name=name, kind="weight")
+        try:
+            shown = str(fingerprint_of(read_tensor(record).contiguous()))
+        except ReshardError as error:
+            shown = None
+            faults += faults_of(error)
+        found.append(_told(key, record.dtype.label, record.shape, shown))
+    bare = sum(record.crc32 is None for record in outcome.slices)
+    return Fingerprinted(
+        folder=checkpoint.listing.folder, tensors=tuple(sorted(found, key=lambda one: (one.name, one.kind))),
+        notes=tuple(_notes(checkpoint, bare)), faults=tuple(faults), bytes_read=outcome.bytes_read,
+    )  # fmt: skip
+
+
+def _told(key: TensorKey, dtype: str, shape: tuple[int, ...], fingerprint: str | None) -> TensorFingerprint:
+    return TensorFingerprint(name=key.name, kind=key.kind, dtype=dtype, shape=shape, fingerprint=fingerprint)
+
+
+def _incomplete(key: TensorKey) -> Fault:
+    mend = "report this with the checkpoint's `ds-reshard inspect` output"
+    return Fault(error="InternalError", where=str(key), what="not all of its bytes were read, or some twice", mend=mend)
+
+
+def _strided(checkpoint: ZeroCheckpoint) -> Iterator[tuple[str, TensorRecord]]:
+    """Entries of the module that are not row-major in their file, and so in no layout."""
+    for name, record in checkpoint.model.module.items():
+        if not record.contiguous:
+            yield name, record
+
+
+def _notes(checkpoint: ZeroCheckpoint, bare: int) -> Iterable[str]:
+    if checkpoint.stage == 0:
+        yield "a ZeRO 0 checkpoint names no tensor of its optimizer: weights and buffers only"
+    if checkpoint.listing.partitioned_model and checkpoint.model.buffer_names and checkpoint.dp > 1:
+        yield "each rank of ZeRO 3 saves buffers of its own: those of the first rank are shown"
+    for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim else ()):
+        for kind, shape in partition.unfollowed.items():
+            yield f"{kind} of flat buffer {number} ({shape}) is not cut as the parameters are: left out"
+    if bare:
+        yield f"{bare} records carry no checksum (saved with torch's crc32 off): they were read without verification"
