@@ -52,10 +52,10 @@ def results(runs: list[dict[str, Any]], *, shape: Shape, options: Options, secon
     return {
         "made": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "seconds": round(seconds),
-        "commit": _commit(),
+        "commit": commit(),
         "versions": {name: version(name) for name in ("torch", "deepspeed", "isal")}
         | {"python": platform.python_version()},
-        "machine": _machine(),
+        "machine": machine(),
         "model": {"params": options.params, "width": shape.width, "layers": shape.layers, "dtype": "bfloat16"},
         "repeats": options.repeats,
         "summary": {str(stage): _summary([run for run in runs if run["stage"] == stage]) for stage in options.stages},
@@ -63,7 +63,7 @@ def results(runs: list[dict[str, Any]], *, shape: Shape, options: Options, secon
     }
 
 
-def _commit() -> str:
+def commit() -> str:
     root = Path(__file__).parent
 
     def git(*arguments: str) -> str:
@@ -74,7 +74,7 @@ def _commit() -> str:
     return (git("rev-parse", "HEAD") or "unknown") + (" with changes" if changed else "")
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     text = Path("/proc/cpuinfo").read_text()
     name = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -87,6 +87,11 @@ def _machine() -> dict[str, Any]:
         "load_average_at_end": os.getloadavg(),
         "huge_pages": huge.read_text().strip() if huge.exists() else "none",
     }
+
+
+def slug(described: dict[str, Any]) -> str:
+    """A machine's processor as part of a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", described["cpu"].lower()).strip("-")
 
 
 def spread(values: list[float]) -> Spread:
@@ -231,8 +236,7 @@ def _aims(summary: dict[str, Any]) -> Iterator[tuple[str, float, bool, str, Spre
 def write(made: Results, folder: Path) -> tuple[Path, Path]:
     """Write the figures and the picture; their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    slug = re.sub(r"[^a-z0-9]+", "-", made["machine"]["cpu"].lower()).strip("-")
-    figures, picture = folder / f"load-{slug}.json", folder / "load.png"
+    figures, picture = folder / f"load-{slug(made['machine'])}.json", folder / "load.png"
     figures.write_text(json.dumps(made, indent=1) + "\n")
     _draw(made, picture)
     return figures, picture

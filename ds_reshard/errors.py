@@ -4,6 +4,7 @@
     ├── CheckpointNotFound        the folder, tag or file that was named is not there
     ├── CheckpointDamaged         files are missing, truncated, contradict each other or lie about sizes
     │   └── ChecksumMismatch      bytes that were read are not the bytes that were written
+    ├── FingerprintMismatch       what a load left in memory is not what it read
     ├── UnsafePickle              a pickle asks for something that is never done when reading a checkpoint
     │   └── TrustRequired         a class that the user may accept, by naming it
     ├── ModelMismatch             parameters of the model and of the checkpoint differ
@@ -49,6 +50,10 @@ class CheckpointDamaged(ReshardError):
 
 class ChecksumMismatch(CheckpointDamaged):
     """Bytes that were read do not have the checksum that the file recorded when it was written."""
+
+
+class FingerprintMismatch(ReshardError):
+    """What lies in the engine's memory after a load is not what was read from the files."""
 
 
 class UnsafePickle(ReshardError):
@@ -154,6 +159,7 @@ _PRECEDENCE: tuple[type[ReshardError], ...] = (
     ReadFailed,
     WriteFailed,
     ChecksumMismatch,
+    FingerprintMismatch,
     ModelMismatch,
     ParamGroupMismatch,
     ScheduleMismatch,

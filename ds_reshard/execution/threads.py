@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -31,11 +31,22 @@ class _Batch:
 
 
 class ThreadExecutor:
-    """Reads with `threads` threads; scratch memory (casts, devices, checks) within `memory_nbytes`."""
+    """Reads with `threads` threads; scratch memory (casts, devices, checks) within `memory_nbytes`.
 
-    def __init__(self, *, threads: int, memory_nbytes: int, checksum: bool) -> None:
+    `saw` is called with each copy and its bytes as they were read, from the thread that read them.
+    """
+
+    def __init__(
+        self,
+        *,
+        threads: int,
+        memory_nbytes: int,
+        checksum: bool,
+        saw: Callable[[Copy, memoryview], None] | None = None,
+    ) -> None:
         self.threads = threads
         self.checksum = checksum
+        self.saw = saw
         self.chunk_nbytes = max(4096, min(_CHUNK_NBYTES, memory_nbytes // threads))
 
     def execute(self, plan: Plan, targets: Mapping[str, Target]) -> Outcome:
@@ -163,6 +174,9 @@ class _Work:
         if self._executor.checksum:
             for view in views:
                 crc = crc32(view, crc)
+        if self._executor.saw is not None:
+            for copy, view in zip(batch.copies, views, strict=False):
+                self._executor.saw(copy, view)
         for copy, view in staged:
             self._targets[copy.buffer].store(copy.element_offset, view, copy.dtype)
         with self._lock:

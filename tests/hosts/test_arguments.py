@@ -173,7 +173,7 @@ def test_param_groups_merge_when_they_agree(worlds: Any, saves: Saves) -> None:
 
 SETTINGS = (
     ({"threds": 1}, "ds_reshard.threds"),
-    ({"reshard": {"verify": "md5"}}, '"crc32" or "off"'),
+    ({"reshard": {"verify": "md5"}}, 'one of "crc32", "fingerprint", "off"'),
     ({"reshard": {"threads": 0}}, "from 1 to 256"),
     ({"reshard": {"threads": True}}, "from 1 to 256"),
     ({"reshard": {"always": "yes"}}, "true or false"),

@@ -19,6 +19,7 @@ EXPORTED = [
     "ConfigError",
     "EngineUnusable",
     "Fault",
+    "FingerprintMismatch",
     "HookError",
     "InternalError",
     "ModelMismatch",

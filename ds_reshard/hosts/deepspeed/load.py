@@ -21,12 +21,13 @@ from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.hosts.deepspeed.agree import agree, attempt, broadcast, gather, raise_caused, rank
 from ds_reshard.hosts.deepspeed.compare import same_layout
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries, scheduler_faults
+from ds_reshard.hosts.deepspeed.events import event
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_kind, live_optimizer, unsupported
 from ds_reshard.hosts.deepspeed.look import Found, look, look_aside
 from ds_reshard.hosts.deepspeed.move import Moved, move
 from ds_reshard.hosts.deepspeed.own_saves import is_resume
 from ds_reshard.hosts.deepspeed.prepare import Prepared, prepare
-from ds_reshard.hosts.deepspeed.resumed import Resume, policy_differences, policy_of
+from ds_reshard.hosts.deepspeed.resumed import LEFT_TO_DEEPSPEED, Resume, policy_differences, policy_of
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.hosts.deepspeed.unowned import as_it_is
 from ds_reshard.hosts.deepspeed.usable import refuse_use, restore_use
@@ -34,7 +35,6 @@ from ds_reshard.model.index import Index
 from ds_reshard.resume.policy import ResumePolicy
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 logger = logging.getLogger("ds_reshard")
@@ -99,6 +99,7 @@ def _load(engine: DeepSpeedEngine, original: Original, asked: Request, tag: obje
     assert mine is not None
     policy = mine.policy if is_resume(engine, mine.policy, load_dir, tag) else ResumePolicy(report=mine.policy.report)
     resume = Resume(engine, policy, asked)
+    resume.proof = LEFT_TO_DEEPSPEED if mine.settings.prove else None
     resume.refuse()
     universal = engine.load_universal_checkpoint()
     if not mine.direct:
@@ -115,7 +116,7 @@ def _load(engine: DeepSpeedEngine, original: Original, asked: Request, tag: obje
     request = replace(resume.request, tag=found.tag)
     if _leave_to_deepspeed(engine, mine, found.checkpoint, request):
         return resume.finish(_by_deepspeed(engine, original, request, found.tag))
-    return resume.finish(_load_directly(engine, mine.live, found.checkpoint, request, mine.settings))
+    return resume.finish(_load_directly(engine, mine.live, found.checkpoint, request, mine.settings, resume))
 
 
 def _by_deepspeed(engine: DeepSpeedEngine, original: Original, request: Request, tag: object) -> Result:
@@ -182,7 +183,7 @@ def _leave_to_deepspeed(
     partial = ((checkpoint.stage == 3 or _keeps_own_masters(mine)) and not request.load_optimizer) or (
         request.load_optimizer and not request.moments
     )
-    always = mine.settings.always and checkpoint.stage != 0
+    always = (mine.settings.always or mine.settings.prove) and checkpoint.stage != 0
     leave = bool(same) and (bool(mine.features) or not (always or partial))
     if leave and request.load_optimizer and not request.moments:
         faults.append(_unsupported_fault(engine, (*mine.features, "masters without moments"), checkpoint))
@@ -236,6 +237,7 @@ def _load_directly(
     checkpoint: ZeroCheckpoint,
     request: Request,
     settings: Settings,
+    resume: Resume,
 ) -> Result:
     """Read the checkpoint into this engine, whatever layout either has. Collective."""
     folder = checkpoint.listing.folder
@@ -248,35 +250,15 @@ def _load_directly(
     agree(faults, subject=f"loading {folder}", cause=cause)
     assert prepared is not None
     refuse_use(engine, f"a load of {folder} did not finish")
-    _event(engine, "prologue")
+    event(engine, "prologue")
     moved = move(engine, prepared, request, settings)
-    _event(engine, "epilogue")
+    event(engine, "epilogue")
     client, faults, cause = attempt(lambda: client_entries(engine, prepared.model, prepared.entries, request))
     agree(faults, subject=f"loading {folder}", cause=cause)
     restore_use(engine)
+    resume.proof = str(moved.proof) if moved.proof is not None else None
     _log(prepared, moved, time.perf_counter() - started)
     return prepared.model.path, client
-
-
-def _event(engine: DeepSpeedEngine, when: str) -> None:
-    """ZeRO-3's own work around a load: partition all parameters before, gather the persistent ones after."""
-    optimizer = engine.optimizer
-    if optimizer is not None and hasattr(optimizer, f"checkpoint_event_{when}"):
-        getattr(optimizer, f"checkpoint_event_{when}")()
-        _complete_gathers(optimizer.dp_process_group)
-
-
-def _complete_gathers(group: dist.ProcessGroup) -> None:
-    """Wait until what was gathered has arrived. Collective.
-
-    DeepSpeed up to 0.16 waits for the last of several gathers alone (`_allgather_params_coalesced`,
-    runtime/zero/partition_parameters.py), which on gloo leaves the others on their way; gloo's barrier waits for
-    all work before it.
-    """
-    import torch.distributed as dist
-
-    if dist.get_backend(group) == "gloo":
-        dist.barrier(group=group)
 
 
 def _log(prepared: Prepared, moved: Moved, seconds: float) -> None:
@@ -292,3 +274,5 @@ def _log(prepared: Prepared, moved: Moved, seconds: float) -> None:
         len(moved.files),
         seconds,
     )
+    if moved.proof is not None:
+        logger.info("%s: %s", prepared.checkpoint.listing.folder, moved.proof)

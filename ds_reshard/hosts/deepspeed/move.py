@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,11 +12,14 @@ from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, re
 from ds_reshard.execution.ports import Outcome
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.execution.whole import read_tensor
+from ds_reshard.execution.witness import Witness
 from ds_reshard.hosts.deepspeed.adopt import adopt
 from ds_reshard.hosts.deepspeed.agree import agree, attempt, gather, rank
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer
+from ds_reshard.hosts.deepspeed.masters import masters_against_weights, masters_read
 from ds_reshard.hosts.deepspeed.prepare import Prepared
+from ds_reshard.hosts.deepspeed.prove import Proof, prove, seen_by
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.hosts.deepspeed.wants import EXTRA_STATE
 
@@ -25,22 +28,24 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 logger = logging.getLogger("ds_reshard")
-_COMPARED_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """What one rank's load read: bytes, system calls, files."""
+    """What one rank's load read: bytes, system calls, files; and the proof of it where one was asked for."""
 
     bytes_read: int
     read_calls: int
     files: tuple[str, ...]
+    proof: Proof | None
 
 
 def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings: Settings) -> Moved:
     """Fill the engine. Collective; a fault on any rank raises on every rank, and the engine is then unusable."""
     subject = f"loading {prepared.checkpoint.listing.folder}"
-    outcome, faults, cause = attempt(lambda: _read(engine, prepared, settings))
+    witness, faults, cause = attempt(lambda: seen_by(prepared)) if settings.prove else (None, [], None)
+    agree(faults, subject=subject, cause=cause)
+    outcome, faults, cause = attempt(lambda: _read(engine, prepared, settings, witness))
     outcome = outcome or Outcome()
     bare = sum(record.crc32 is None for record in outcome.slices)
     if bare:
@@ -67,8 +72,18 @@ def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings
     agree(faults, subject=subject, cause=cause)
     _, faults, cause = attempt(lambda: _settle_masters(engine, prepared, request))
     agree(faults, subject=subject, cause=cause)
-    plan = prepared.plan
-    return Moved(bytes_read=outcome.bytes_read, read_calls=outcome.read_calls, files=plan.files)
+    proof = prove(engine, prepared, witness, unproved=_unproved(engine, prepared, request)) if witness else None
+    files = prepared.plan.files
+    return Moved(bytes_read=outcome.bytes_read, read_calls=outcome.read_calls, files=files, proof=proof)
+
+
+def _unproved(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> frozenset[str]:
+    """The kinds of tensors that this load changes after it has read them."""
+    kinds = {
+        "weight": request.custom_load_fn is not None or _loads_itself(engine.module, prepared.wants.state),
+        "fp32": _masters_anew(prepared),
+    }
+    return frozenset(kind for kind, changed in kinds.items() if changed)
 
 
 def _replica(engine: DeepSpeedEngine, prepared: Prepared) -> int:
@@ -84,12 +99,13 @@ def _replica(engine: DeepSpeedEngine, prepared: Prepared) -> int:
     return min(dist.get_process_group_ranks(engine.optimizer.dp_process_group))
 
 
-def _read(engine: DeepSpeedEngine, prepared: Prepared, settings: Settings) -> Outcome:
+def _read(engine: DeepSpeedEngine, prepared: Prepared, settings: Settings, witness: Witness | None) -> Outcome:
     if prepared.wants.absent and prepared.live is not None:
         _masters_from_weights(engine.optimizer, prepared.live)  # what is absent keeps its weights
     executor = ThreadExecutor(
-        threads=settings.threads, memory_nbytes=settings.memory_nbytes, checksum=settings.verify == "crc32"
-    )
+        threads=settings.threads, memory_nbytes=settings.memory_nbytes, checksum=settings.checksum,
+        saw=witness.saw if witness is not None else None,
+    )  # fmt: skip
     return executor.execute(prepared.plan, prepared.wants.targets())
 
 
@@ -107,7 +123,7 @@ def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, request: Request,
             _run_loaders(engine.module, prepared.wants.state)
         for name, extra in prepared.extra.items():
             engine.module.get_submodule(name).set_extra_state(extra)
-    return [] if settings.verify == "off" else list(_masters_against_weights(engine, prepared))
+    return [] if not settings.checksum else list(masters_against_weights(engine, prepared))
 
 
 def _loads_itself(module: torch.nn.Module, state: Mapping[str, object]) -> bool:
@@ -141,7 +157,7 @@ def _adopt(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> Non
     if live is None or live.stage != 0:
         _counters(engine, prepared, request)
     if live is not None and prepared.values is not None:
-        if not wants.from_masters and not (prepared.masters and _masters_read(prepared)):
+        if not wants.from_masters and not (prepared.masters and masters_read(prepared)):
             _masters_from_weights(engine.optimizer, live)
         adopt(engine, live, prepared.values, wants.tensors)
     if live is not None and live.stage == 0:
@@ -157,12 +173,13 @@ def _settle_masters(engine: DeepSpeedEngine, prepared: Prepared, request: Reques
     if live is None:
         return
     _weights_from_masters(engine, live, prepared)
-    if prepared.values is None or (prepared.wants.from_masters and not prepared.masters):
+    if _masters_anew(prepared):
         _masters_from_weights(engine.optimizer, live)
 
 
-def _masters_read(prepared: Prepared) -> bool:
-    return any(key.kind == "fp32" for key in prepared.wants.placements)
+def _masters_anew(prepared: Prepared) -> bool:
+    """Whether masters are made from the weights in the end, also those that were read to make the weights."""
+    return prepared.values is None or bool(prepared.wants.from_masters and not prepared.masters)
 
 
 def _masters_from_weights(optimizer: object, live: LiveOptimizer) -> None:
@@ -212,67 +229,3 @@ def _counters(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> 
     engine.global_samples = entries.get("global_samples", engine.global_steps * engine.train_batch_size())
     engine.skipped_steps = entries.get("skipped_steps", 0)
     engine.loaded_checkpoint_mp_world_size = entries.get("mp_world_size", 1)
-
-
-def _masters_against_weights(engine: DeepSpeedEngine, prepared: Prepared) -> Iterator[Fault]:
-    """Whether the masters' cast is the weight, bit for bit, wherever both were read from files.
-
-    It is so after every step of every run; where it is not, the files are of two runs or two steps.
-    """
-    live = prepared.live
-    if live is None or prepared.values is None or not _masters_read(prepared):
-        return
-    read = {key.name for key in prepared.wants.placements if key.kind == "weight"}
-    for number, (buffer, weights) in enumerate(zip(live.buffers, _weights_beside(engine, live), strict=True)):
-        if weights is None or not all(name in read for name in buffer.shapes):
-            continue
-        at = _first_difference(buffer.fp32.detach().view(-1), weights.detach().view(-1))
-        if at is not None:
-            yield Fault(
-                error="CheckpointDamaged",
-                where=prepared.checkpoint.listing.folder,
-                what=f"weights and fp32 masters of flat buffer {number} ({next(iter(buffer.shapes))}, ...) do not "
-                "belong together: model and optimizer files are of different steps or runs",
-                expected="the masters' cast in every weight",
-                found=f"a difference at element {at} of the partition of rank {live.rank}",
-                mend="restore all files of one save; if the weights were edited on purpose, load once with "
-                '"reshard": {"verify": "off"}',
-            )
-
-
-def _weights_beside(engine: DeepSpeedEngine, live: LiveOptimizer) -> list[torch.Tensor | None]:
-    """For each flat buffer the weights in the same order and cut, None where there is no such view."""
-    optimizer = engine.optimizer
-    if live.kind == "zero":
-        return [parts[live.rank] for parts in optimizer.parallel_partitioned_bit16_groups]
-    if live.kind == "bf16":
-        return [parts[live.rank] for parts in optimizer.bf16_partitioned_groups]
-    if live.kind == "zero3":
-        return list(optimizer.fp16_partitioned_groups_flat)
-    if live.kind == "fused":
-        return list(optimizer.fp16_groups_flat)
-    params = {name: param for param, name in engine.param_names.items()}
-    return [params[next(iter(buffer.shapes))] if live.kind == "unfused" else None for buffer in live.buffers]
-
-
-def _first_difference(masters: torch.Tensor, weights: torch.Tensor) -> int | None:
-
-    for at in range(0, min(masters.numel(), weights.numel()), _COMPARED_NUMEL):
-        part = weights[at : at + _COMPARED_NUMEL]
-        cast = masters[at : at + _COMPARED_NUMEL].to(device=part.device, dtype=part.dtype)
-        if _same_bits(cast, part):
-            continue
-        same = (cast == part) | (cast.isnan() & part.isnan())
-        if not bool(same.all()):
-            return at + int((~same).nonzero()[0])
-    return None
-
-
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equality of two flat tensors of one dtype, eight bytes at a time where they lie so: thrice as fast."""
-    import torch
-
-    words = 8 // left.element_size()
-    if left.numel() % words or left.storage_offset() % words or right.storage_offset() % words:
-        return torch.equal(left, right)
-    return torch.equal(left.view(torch.int64), right.view(torch.int64))

@@ -45,6 +45,7 @@ class Prepared:
     model: ModelStates
     live: LiveOptimizer | None
     wants: Wants
+    index: Index
     plan: Plan
     values: OptimizerValues | None
     masters: bool
@@ -102,6 +103,7 @@ def prepare(
         model=model,
         live=live,
         wants=wants,
+        index=index,
         plan=plan,
         values=values,
         masters=masters,

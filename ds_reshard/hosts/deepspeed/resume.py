@@ -40,13 +40,15 @@ class Beside:
 class Last:
     """The last load of an engine: its policy, what the checkpoint said, what was asked for, the iteration that it left.
 
-    `placed` are the schedulers beside the engine that have taken a state since. Nothing here holds the engine.
+    `proof` says how many tensors were proved, None where nobody asked for it. `placed` are the schedulers beside the
+    engine that have taken a state since. Nothing here holds the engine.
     """
 
     policy: ResumePolicy
     saved: Saved
     request: Request
     iteration: int
+    proof: str | None = None
     placed: weakref.WeakSet[object] = field(default_factory=weakref.WeakSet)
 
 

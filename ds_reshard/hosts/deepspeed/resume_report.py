@@ -76,6 +76,7 @@ def report(engine: DeepSpeedEngine, own: Own, beside: Beside | None) -> ResumeRe
             name="global batch size", checkpoint=saved.train_batch_size, this_run=batch, used=batch,
             because="this run",
         ),
+        *_proof(own.last.proof),
     ]  # fmt: skip
     warnings = batch_size_warning(saved.train_batch_size, batch)
     if not policy.keeps_iteration and not policy.finetune:
@@ -88,6 +89,11 @@ def report(engine: DeepSpeedEngine, own: Own, beside: Beside | None) -> ResumeRe
     if policy.scheduler == "checkpoint" and not policy.loads_masters and not saved.groups:
         warnings += (_UNREAD,)
     return ResumeReport(host="deepspeed", checkpoint=saved.where, rows=tuple(rows), warnings=warnings)
+
+
+def _proof(proof: str | None) -> Iterator[Row]:
+    if proof is not None:
+        yield Row(name="fingerprints", checkpoint=None, this_run=None, used=proof, because='"verify": "fingerprint"')
 
 
 def _counted(engine: DeepSpeedEngine, saved: Saved, beside: Beside | None) -> tuple[str, ...]:

@@ -76,6 +76,9 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
+LEFT_TO_DEEPSPEED = "no tensor was proved: DeepSpeed loaded it"
+
+
 class Resume:
     """What the policy makes of the caller's `request`; `request` is then what the load itself is asked for."""
 
@@ -83,6 +86,7 @@ class Resume:
         self.policy = policy
         self.asked = request
         self.request = resume.narrowed(request, policy)
+        self.proof: str | None = None
         self._engine = engine
         self._saved: Saved | None = None
         self._beside: resume.Beside | None = None
@@ -148,6 +152,8 @@ class Resume:
 
     def finish(self, result: Result) -> Result:
         """Apply the policy to the engine that was loaded, and publish the report; the load's own result."""
+        if self.proof == LEFT_TO_DEEPSPEED and rank() == 0:
+            logger.warning("%s: %s", self._subject, self.proof)
         if result[0] is None or self.asked.module_only:
             return result
         engine, policy = self._engine, self.policy
@@ -173,7 +179,7 @@ class Resume:
 
     def _last(self, saved: Saved) -> resume.Last:
         request, iteration = replace(self.request, custom_load_fn=None), self._engine.global_steps
-        return resume.Last(policy=self.policy, saved=saved, request=request, iteration=iteration)
+        return resume.Last(policy=self.policy, saved=saved, request=request, iteration=iteration, proof=self.proof)
 
     def _report(self) -> None:
         made = report(self._engine, resume.own_values(self._engine), self._beside)

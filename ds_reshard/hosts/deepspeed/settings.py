@@ -13,7 +13,7 @@ from ds_reshard.resume.policy import Given, from_json
 SECTION = "ds_reshard"
 _TOP = ("enabled", "reshard", "resume", "trust", "accelerate")
 _RESHARD = ("always", "threads", "memory_mib", "verify")
-_VERIFY = ("crc32", "off")
+_VERIFY = ("crc32", "fingerprint", "off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class Settings:
     """What the user set.
 
     `always` takes the direct path on an unchanged layout too; `threads` and `memory_mib` bound the
-    reading; `verify` is "crc32" or "off"; `trust` names classes ("module.Class") that may be built when
+    reading; `verify` is "crc32", "fingerprint" or "off"; `trust` names classes ("module.Class") that may be built when
     they occur in `client_state`; `resume` is what the section says of the resume policy; `clock` is who steps a
     scheduler that accelerate prepares, None where the section does not say.
     """
@@ -38,6 +38,16 @@ class Settings:
     @property
     def memory_nbytes(self) -> int:
         return self.memory_mib << 20
+
+    @property
+    def checksum(self) -> bool:
+        """Whether bytes that are read are checked against the checksums of their files."""
+        return self.verify != "off"
+
+    @property
+    def prove(self) -> bool:
+        """Whether what lies in the engine after a load is compared with what was read."""
+        return self.verify == "fingerprint"
 
 
 def parse_settings(config: Mapping[str, object]) -> Settings:
@@ -65,7 +75,9 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             faults.append(wrong_value(f"{SECTION}.reshard.{key}", f"a whole number from {low} to {high}", value))
     if verify not in _VERIFY:
-        faults.append(wrong_value(f"{SECTION}.reshard.verify", " or ".join(f'"{v}"' for v in _VERIFY), verify))
+        faults.append(
+            wrong_value(f"{SECTION}.reshard.verify", "one of " + ", ".join(f'"{v}"' for v in _VERIFY), verify)
+        )
     if not isinstance(trust, list) or not all(isinstance(name, str) and "." in name for name in trust):
         faults.append(wrong_value(f"{SECTION}.trust", 'a list of "module.Class" names', trust))
     faults += clock_faults(section.get("accelerate", {}))

@@ -1,0 +1,66 @@
+"""Times the fingerprint of bytes in memory on one core, beside a plain read of the same bytes: their sum as int64.
+
+Prints JSON; `--out FOLDER` writes it there too.
+Run: python -m benchmarks.fingerprint [--mib N] [--runs N] [--out FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.report import commit, machine, slug, spread
+from ds_reshard.execution.fingerprint import fingerprint_of
+
+
+def rate(work: Callable[[], object], nbytes: int) -> float:
+    """Gigabytes (1e9) a second."""
+    started = time.perf_counter()
+    work()
+    return nbytes / (time.perf_counter() - started) / 1e9
+
+
+def measured(mib: int, runs: int) -> dict[str, Any]:
+    """Both contestants in turn, `runs` times, on memory that was written before; one thread."""
+    torch.set_num_threads(1)
+    words = torch.randint(-(2**63), 2**63 - 1, (mib << 17,), dtype=torch.int64)
+    unaligned = words.view(torch.uint8)[1:]
+    contestants: dict[str, Callable[[], object]] = {
+        "sum of int64": words.sum,
+        "fingerprint": lambda: fingerprint_of(words),
+        "fingerprint, unaligned": lambda: fingerprint_of(unaligned),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in contestants}
+    for work in contestants.values():
+        work()
+    for _ in range(runs):
+        for name, work in contestants.items():
+            rates[name].append(rate(work, words.numel() * words.element_size()))
+    return {name: spread(found) for name, found in rates.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    made = {
+        "commit": commit(), "machine": machine(), "torch": torch.__version__, "mib": given.mib,
+        "gigabytes_per_second": measured(given.mib, given.runs),
+    }  # fmt: skip
+    text = json.dumps(made, indent=1)
+    print(text)
+    if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / f"fingerprint-{slug(made['machine'])}.json").write_text(f"{text}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What was read, and what now lies in memory, as fingerprints that are found in two ways.
+
+Bytes that are read count at the place that the source's layout gives them in the file; bytes in memory count at the
+place that the target's layout gives them there. A plan, an executor or a framework that puts bytes elsewhere, loses or
+changes some, makes the two differ.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from ds_reshard.execution.buffers import torch_dtype
+from ds_reshard.execution.fingerprint import Fingerprints
+from ds_reshard.model.index import Index
+from ds_reshard.model.layout import Layout, Piece, Placement, TensorKey
+from ds_reshard.model.region import Box, Region, overlap
+from ds_reshard.planning.plan import Copy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Span:
+    """Bytes [start, stop) of a file: elements of `key` from number `element` on, wanted at `piece` of a buffer."""
+
+    start: int
+    stop: int
+    key: TensorKey
+    element: int
+    piece: Piece
+
+    def holds(self, element_offset: int) -> bool:
+        return 0 <= element_offset - self.piece.element_offset < self.piece.stop - self.piece.start
+
+
+class _Spans:
+    """The spans of one file that are wanted in one buffer; tied tensors share bytes, so spans may overlap."""
+
+    def __init__(self, spans: list[_Span]) -> None:
+        self._spans = sorted(spans, key=lambda span: span.start)
+        self._reach = list(accumulate((span.stop for span in self._spans), max))
+
+    def over(self, start: int, stop: int) -> Iterator[_Span]:
+        for at in range(bisect_right(self._reach, start), len(self._spans)):
+            span = self._spans[at]
+            if span.start >= stop:
+                return
+            if span.stop > start:
+                yield span
+
+
+class Witness:
+    """Sums what a rank reads, by target tensor, in the target's type: bytes that are cast count as they are cast.
+
+    `wants` maps target tensors to source tensors, as for `plan_rank`; `sums` has the fingerprints of the parts that
+    were seen. `saw` may be called from any thread.
+    """
+
+    def __init__(self, source: Index, target: Layout, rank: int, wants: Mapping[TensorKey, TensorKey]) -> None:
+        self.sums = Fingerprints()
+        found: dict[tuple[str, str], list[_Span]] = {}
+        for key, source_key in wants.items():
+            piece = target[key].piece(rank)
+            if piece is not None:
+                for path, span in _source_spans(source, source.layout[source_key], target[key], piece):
+                    found.setdefault((path, target[key].buffer), []).append(span)
+        self._spans = {place: _Spans(spans) for place, spans in found.items()}
+
+    def saw(self, copy: Copy, data: memoryview) -> None:
+        """Count the bytes of one copy, as they were read."""
+        spans = self._spans.get((copy.path, copy.buffer))
+        stop, itemsize = copy.byte_offset + copy.nbytes, copy.dtype.itemsize
+        for span in spans.over(copy.byte_offset, stop) if spans is not None else ():
+            first, last = max(span.start, copy.byte_offset), min(span.stop, stop)
+            if (first - span.start) % itemsize or (first - copy.byte_offset) % itemsize:
+                continue  # between two elements of the tensor: nothing that it holds
+            if not span.holds(copy.element_offset + (first - copy.byte_offset) // itemsize):
+                continue
+            part = data[first - copy.byte_offset : last - copy.byte_offset]
+            position = (span.element + (first - span.start) // itemsize) * copy.target_dtype.itemsize
+            self.sums.add(span.key, position, part if copy.dtype is copy.target_dtype else _cast(copy, part))
+
+
+def held(layout: Layout, rank: int, buffers: Mapping[str, torch.Tensor]) -> Fingerprints:
+    """The fingerprints of a rank's parts as its buffers hold them now; a buffer that is not there holds nothing."""
+    sums = Fingerprints()
+    for key, placement in layout.placements.items():
+        piece, flat = placement.piece(rank), buffers.get(placement.buffer)
+        if piece is not None and flat is not None:
+            part = flat.detach().reshape(-1)[piece.element_offset : piece.element_offset + piece.stop - piece.start]
+            sums.add_region(key, placement.shape, placement.region(piece), part)
+    return sums
+
+
+def _source_spans(source: Index, origin: Placement, wanted: Placement, piece: Piece) -> Iterator[tuple[str, _Span]]:
+    whole = Box.whole(origin.shape)
+    for shard, region, element_offset in source.pieces(origin, wanted.region(piece)):
+        extent = source.open(origin.family, shard).get(origin.buffer)
+        if extent is None:
+            continue
+        for run in overlap(region, Region(box=whole, start=0, stop=whole.numel)):
+            start = extent.byte_offset + (element_offset + run.first_offset) * extent.dtype.itemsize
+            stop = start + run.numel * extent.dtype.itemsize
+            yield extent.path, _Span(start=start, stop=stop, key=wanted.key, element=run.second_offset, piece=piece)
+
+
+def _cast(copy: Copy, data: memoryview) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch_dtype(copy.dtype)).to(torch_dtype(copy.target_dtype))

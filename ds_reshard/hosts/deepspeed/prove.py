@@ -1,0 +1,147 @@
+"""Prove a load: the fingerprints of what lies in the engine are those of what was read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from ds_reshard.containers.crc import crc32
+from ds_reshard.errors import Fault
+from ds_reshard.execution.fingerprint import Fingerprint, Fingerprints
+from ds_reshard.execution.witness import Witness, held
+from ds_reshard.hosts.deepspeed.agree import agree, attempt, gather, rank
+from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_optimizer
+from ds_reshard.hosts.deepspeed.prepare import Prepared
+from ds_reshard.model.layout import Layout, Placement, TensorKey
+
+if TYPE_CHECKING:
+    import torch
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+_MEND = (
+    "load again, and with another tag if it comes back; then report it with the output of `ds-reshard fingerprint`: "
+    "memory is failing, or ds_reshard or DeepSpeed put bytes in a wrong place"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """The fingerprints of the engine's whole tensors, each found equal to what was read; how many have none."""
+
+    tensors: Mapping[TensorKey, Fingerprint]
+    unproved: int
+
+    def __str__(self) -> str:
+        number = len(self.tensors)
+        return f"{number} tensors proved" + (f", {self.unproved} not" if self.unproved else "")
+
+
+def seen_by(prepared: Prepared) -> Witness:
+    """Who sums up what this rank is going to read."""
+    position, size = _place(prepared.live)
+    return Witness(prepared.index, prepared.wants.layout(size), position, prepared.wants.sources)
+
+
+def prove(engine: DeepSpeedEngine, prepared: Prepared, witness: Witness, *, unproved: frozenset[str]) -> Proof:
+    """Compare each part in the engine's memory with what was read of it, and the parts with the whole. Collective.
+
+    The kinds in `unproved` are left out, as are tensors that were read whole or made from masters. One sum over
+    the ranks that share the optimizer, of two numbers a tensor. Raises FingerprintMismatch on every rank.
+    """
+    subject = f"loading {prepared.checkpoint.listing.folder}"
+    position, size = _place(prepared.live)
+    layout = prepared.wants.layout(size)
+    proved = sorted(key for key in layout.placements if key.kind not in unproved)
+    now, faults, cause = attempt(lambda: held(layout, position, _buffers(engine, prepared)))
+    if now is not None:
+        faults += list(_differences(witness.sums, now, proved))
+    divided = [key for key in proved if not layout[key].replicated]
+    names = crc32("\n".join(map(str, divided)).encode())
+    agree([*faults, *_other_tensors(gather(names), subject)], subject=subject, cause=cause)
+    assert now is not None
+    whole = {key: now[key] for key in proved} | _summed(engine, prepared.live, {key: now[key] for key in divided})
+    agree(_incomplete(layout, whole), subject=subject)
+    wants = prepared.wants
+    left = len(layout.placements) - len(proved) + len(wants.whole_reads) + len(wants.from_masters)
+    return Proof(tensors=whole, unproved=left)
+
+
+def _place(live: LiveOptimizer | None) -> tuple[int, int]:
+    return (live.rank, live.dp) if live is not None else (0, 1)
+
+
+def _buffers(engine: DeepSpeedEngine, prepared: Prepared) -> dict[str, torch.Tensor]:
+    """The engine's tensors as they are now: masters and states are looked up anew, in the optimizer."""
+    live = live_optimizer(engine)
+    optimizer = engine.optimizer
+    found = {name: tensor for name, tensor in prepared.wants.tensors.items() if _of_module(name)}
+    for number, buffer in enumerate(live.buffers if live is not None else ()):
+        found[f"fp32/{number}"] = buffer.fp32
+        for kind, value in getattr(optimizer, "optimizer", optimizer).state.get(buffer.fp32, {}).items():
+            if hasattr(value, "data_ptr"):
+                found[f"{kind}/{number}"] = value
+    return found
+
+
+def _of_module(buffer: str) -> bool:
+    return buffer.startswith(("module/", "weight/", "frozen/"))
+
+
+def _differences(read: Fingerprints, now: Fingerprints, keys: list[TensorKey]) -> Iterator[Fault]:
+    for key in keys:
+        if read[key] != now[key]:
+            yield Fault(
+                error="FingerprintMismatch",
+                where=str(key),
+                what=f"what lies in the engine of rank {rank()} is not what was read",
+                expected=f"fingerprint {read[key]} of {read[key].nbytes} bytes",
+                found=f"{now[key]} of {now[key].nbytes}",
+                mend=_MEND,
+            )
+
+
+def _other_tensors(names: list[int], subject: str) -> list[Fault]:
+    """The sum over ranks is of one list of tensors: a rank with another must not take part in it."""
+    if len(set(names)) == 1:
+        return []
+    return [Fault(error="InternalError", where=subject, what="ranks hold parts of other tensors", mend=_MEND)]
+
+
+def _summed(
+    engine: DeepSpeedEngine, live: LiveOptimizer | None, parts: Mapping[TensorKey, Fingerprint]
+) -> dict[TensorKey, Fingerprint]:
+    """The parts of all ranks that share the optimizer, added up. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    if not parts or live is None or live.replicated:
+        return dict(parts)
+    rows = [(_signed(part.value), part.nbytes) for part in parts.values()]
+    sums = torch.tensor(rows, dtype=torch.int64, device=engine.device)
+    dist.all_reduce(sums, group=engine.optimizer.dp_process_group)
+    totals = (Fingerprint(value=value % 2**64, nbytes=nbytes) for value, nbytes in sums.tolist())
+    return dict(zip(parts, totals, strict=True))
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _incomplete(layout: Layout, whole: Mapping[TensorKey, Fingerprint]) -> Iterator[Fault]:
+    for key, found in whole.items():
+        expected = _nbytes(layout[key])
+        if found.nbytes != expected:
+            yield Fault(
+                error="FingerprintMismatch",
+                where=str(key),
+                what="the parts of all ranks are not the whole tensor",
+                expected=f"{expected} bytes",
+                found=f"{found.nbytes}",
+                mend=_MEND,
+            )
+
+
+def _nbytes(placement: Placement) -> int:
+    return prod(placement.shape) * placement.dtype.itemsize

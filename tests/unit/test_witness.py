@@ -1,0 +1,110 @@
+"""What was read and what memory holds are the same fingerprints under any two layouts, and under no wrong plan."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_plan import SOME, cases, expected_buffers, model, raw
+
+from ds_reshard.execution.buffers import TensorTarget, torch_dtype
+from ds_reshard.execution.fingerprint import fingerprint_of
+from ds_reshard.execution.threads import ThreadExecutor
+from ds_reshard.execution.witness import Witness, held
+from ds_reshard.formats.zero.layout import whole
+from ds_reshard.model.codec import ElementType
+from ds_reshard.model.index import Extent, Index, Record
+from ds_reshard.model.layout import Layout, TensorKey
+from ds_reshard.planning.plan import Copy
+
+
+def watched(case, checkpoint, rank, harm=lambda copies: copies):
+    """Carry out a rank's plan, its copies changed by `harm`: the witness, what memory holds, and memory itself."""
+    index, target = Index(case.source.layout(case.shapes), checkpoint), case.target.layout(case.shapes)
+    plan = case.plan(rank, checkpoint)
+    witness = Witness(index, target, rank, case.wants)
+    tensors = {
+        buffer: torch.full((numel,), 77, dtype=torch_dtype(case.target.kinds[buffer.partition("/")[0]]))
+        for buffer, numel in case.target.sizes(case.shapes).items()
+    }
+    executor = ThreadExecutor(threads=2, memory_nbytes=1, checksum=True, saw=witness.saw)
+    copies = tuple(harm(list(plan.copies)))
+    outcome = executor.execute(replace(plan, copies=copies), {b: TensorTarget(t) for b, t in tensors.items()})
+    assert outcome.faults == []
+    return witness, held(target, rank, tensors), tensors
+
+
+@SOME
+@given(cases())
+def test_what_is_read_is_what_is_held_and_the_ranks_add_up_to_the_model(case):
+    """On every rank for every tensor, cast or not; a replicated rank holds the whole."""
+    truth, layout = model(case.shapes), case.target.layout(case.shapes)
+    sums = {}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = case.checkpoint(folder)
+        for rank in case.target.ranks:
+            witness, now, _ = watched(case, checkpoint, rank)
+            for key in case.wants:
+                assert witness.sums[key] == now[key]
+                alone = rank == 0 or case.target.rule == "replicated"
+                sums[key] = now[key] if alone else sums[key] + now[key]
+    for key in case.wants:
+        assert sums[key] == fingerprint_of(truth[key].to(torch_dtype(layout[key].dtype)))
+
+
+@settings(deadline=None, max_examples=150)
+@given(cases(), st.data())
+def test_a_plan_that_puts_a_wrong_byte_into_a_tensor_is_seen(case, data):
+    """A copy that is lost, reads from another place, or writes to another: where memory is wrong, the sums differ."""
+
+    def harm(copies):
+        number = data.draw(st.integers(0, len(copies) - 1)) if copies else None
+        if number is None:
+            return copies
+        copy = copies.pop(number)
+        size = case.target.sizes(case.shapes)[copy.buffer]
+        sources = range(copy.record.byte_offset, copy.record.byte_offset + copy.record.nbytes - copy.nbytes + 1)
+        moved = data.draw(
+            st.one_of(
+                st.none(),
+                st.sampled_from(sources).map(lambda at: replace(copy, byte_offset=at)),
+                st.integers(0, size - copy.numel).map(lambda at: replace(copy, element_offset=at)),
+            )
+        )
+        return copies if moved is None else [*copies, moved]
+
+    rank = data.draw(st.sampled_from(list(case.target.ranks)))
+    with tempfile.TemporaryDirectory() as folder:
+        witness, now, tensors = watched(case, case.checkpoint(folder), rank, harm)
+    right, layout = expected_buffers(case, rank), case.target.layout(case.shapes)
+    for key, placement in layout.placements.items():
+        piece = placement.piece(rank)
+        if piece is not None:
+            part = slice(piece.element_offset, piece.element_offset + piece.stop - piece.start)
+            wrong = raw(tensors[placement.buffer][part]) != raw(right[placement.buffer][part])
+            assert not wrong or witness.sums[key] != now[key], key
+
+
+class OneBuffer:
+    """A shard source: one file that holds one buffer of 100 elements."""
+
+    def buffers(self, family, shard):
+        record = Record(path="file", byte_offset=64, nbytes=400, crc32=None)
+        return {"a": Extent(record=record, byte_offset=64, dtype=ElementType.FLOAT32, numel=100)}
+
+
+def test_bytes_between_two_elements_count_nowhere():
+    """A copy that begins one byte late would else count as the element before it, of which it holds three bytes."""
+    key = TensorKey(name="w", kind="fp32")
+    layout = Layout({key: whole("w", "fp32", (100,), ElementType.FLOAT32, family="f", buffer="a")}, {"f": 1})
+    copy = Copy(
+        record=OneBuffer().buffers("f", 0)["a"].record, byte_offset=64 + 40, numel=10, dtype=ElementType.FLOAT32,
+        buffer="a", element_offset=10, target_dtype=ElementType.FLOAT32,
+    )  # fmt: skip
+    for late, nbytes in ((0, 40), (1, 0), (4, 40)):
+        witness = Witness(Index(layout, OneBuffer()), layout, 0, {key: key})
+        witness.saw(replace(copy, byte_offset=copy.byte_offset + late), memoryview(bytearray(range(40))))
+        assert witness.sums[key].nbytes == nbytes
