@@ -26,7 +26,6 @@ from ds_reshard.model.region import Box, Region, overlap
 BLOCK_WORDS = 16384
 _WORD_NBYTES = 4
 _BLOCK_NBYTES = BLOCK_WORDS * _WORD_NBYTES
-_ROWS = 16
 _MASK = 2**64 - 1
 _FIRST_BLOCK = 2**32
 
@@ -68,7 +67,7 @@ class Fingerprint:
 class Fingerprints:
     """Fingerprints of tensors by key, summed part by part: any part, in any order, from any thread.
 
-    Each thread that adds keeps 3 MiB of scratch memory for each device.
+    Each thread that adds keeps 192 KiB of scratch memory on the host, and 3 MiB on any other device that it adds from.
     """
 
     def __init__(self) -> None:
@@ -128,13 +127,14 @@ def fingerprint_of(data: Bytes | torch.Tensor) -> Fingerprint:
 
 
 def _chunks(byte_position: int, data: Bytes | torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """The bytes as flat uint8 tensors that each lie within one block, or are up to `_ROWS` whole blocks."""
+    """The bytes as flat uint8 tensors, each within one block, or of as many whole ones as are summed at once."""
     view = data.detach().view(-1).view(torch.uint8) if isinstance(data, torch.Tensor) else memoryview(data).cast("B")
     at, nbytes = 0, len(view)
+    most = _blocks_at_once(data.device if isinstance(data, torch.Tensor) else torch.device("cpu")) * _BLOCK_NBYTES
     while at < nbytes:
         inside = (byte_position + at) % _BLOCK_NBYTES
         whole = (nbytes - at) // _BLOCK_NBYTES * _BLOCK_NBYTES
-        limit = _BLOCK_NBYTES - inside if inside else min(whole, _ROWS * _BLOCK_NBYTES) or _BLOCK_NBYTES
+        limit = _BLOCK_NBYTES - inside if inside else min(whole, most) or _BLOCK_NBYTES
         take = min(nbytes - at, limit)
         yield byte_position + at, _as_tensor(view[at : at + take])
         at += take
@@ -144,6 +144,11 @@ def _as_tensor(view: memoryview | torch.Tensor) -> torch.Tensor:
     if isinstance(view, torch.Tensor):
         return view
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+
+
+def _blocks_at_once(device: torch.device) -> int:
+    """One on the host: from 32768 elements on torch starts threads of its own, and those of the readers suffice."""
+    return 1 if device.type == "cpu" else 16
 
 
 @cache
@@ -157,8 +162,9 @@ class _Scratch:
 
     def __init__(self, device: torch.device) -> None:
         self._factors = _word_factors(device)
-        self._words = torch.empty(_ROWS * BLOCK_WORDS, dtype=torch.int32, device=device)
-        self._wide = torch.empty(_ROWS * BLOCK_WORDS, dtype=torch.int64, device=device)
+        numel = _blocks_at_once(device) * BLOCK_WORDS
+        self._words = torch.empty(numel, dtype=torch.int32, device=device)
+        self._wide = torch.empty(numel, dtype=torch.int64, device=device)
 
     def sum(self, byte_position: int, data: torch.Tensor) -> int:
         """The sum over one chunk."""
