@@ -27,6 +27,7 @@ PRECEDENCE = [
     "ReadFailed",
     "WriteFailed",
     "ChecksumMismatch",
+    "FingerprintMismatch",
     "ModelMismatch",
     "ParamGroupMismatch",
     "HookError",
