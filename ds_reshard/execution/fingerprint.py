@@ -26,6 +26,7 @@ from ds_reshard.model.region import Box, Region, overlap
 BLOCK_WORDS = 16384
 _WORD_NBYTES = 4
 _BLOCK_NBYTES = BLOCK_WORDS * _WORD_NBYTES
+_BLOCKS = 16
 _MASK = 2**64 - 1
 _FIRST_BLOCK = 2**32
 
@@ -67,7 +68,7 @@ class Fingerprint:
 class Fingerprints:
     """Fingerprints of tensors by key, summed part by part: any part, in any order, from any thread.
 
-    Each thread that adds keeps 192 KiB of scratch memory on the host, and 3 MiB on any other device that it adds from.
+    Each thread that adds keeps 3 MiB of scratch memory for each device.
     """
 
     def __init__(self) -> None:
@@ -127,14 +128,13 @@ def fingerprint_of(data: Bytes | torch.Tensor) -> Fingerprint:
 
 
 def _chunks(byte_position: int, data: Bytes | torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """The bytes as flat uint8 tensors, each within one block, or of as many whole ones as are summed at once."""
+    """The bytes as flat uint8 tensors, each within one block, or of up to `_BLOCKS` whole ones."""
     view = data.detach().view(-1).view(torch.uint8) if isinstance(data, torch.Tensor) else memoryview(data).cast("B")
     at, nbytes = 0, len(view)
-    most = _blocks_at_once(data.device if isinstance(data, torch.Tensor) else torch.device("cpu")) * _BLOCK_NBYTES
     while at < nbytes:
         inside = (byte_position + at) % _BLOCK_NBYTES
         whole = (nbytes - at) // _BLOCK_NBYTES * _BLOCK_NBYTES
-        limit = _BLOCK_NBYTES - inside if inside else min(whole, most) or _BLOCK_NBYTES
+        limit = _BLOCK_NBYTES - inside if inside else min(whole, _BLOCKS * _BLOCK_NBYTES) or _BLOCK_NBYTES
         take = min(nbytes - at, limit)
         yield byte_position + at, _as_tensor(view[at : at + take])
         at += take
@@ -144,11 +144,6 @@ def _as_tensor(view: memoryview | torch.Tensor) -> torch.Tensor:
     if isinstance(view, torch.Tensor):
         return view
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
-
-
-def _blocks_at_once(device: torch.device) -> int:
-    """One on the host: from 32768 elements on torch starts threads of its own, and those of the readers suffice."""
-    return 1 if device.type == "cpu" else 16
 
 
 @cache
@@ -162,9 +157,8 @@ class _Scratch:
 
     def __init__(self, device: torch.device) -> None:
         self._factors = _word_factors(device)
-        numel = _blocks_at_once(device) * BLOCK_WORDS
-        self._words = torch.empty(numel, dtype=torch.int32, device=device)
-        self._wide = torch.empty(numel, dtype=torch.int64, device=device)
+        self._words = torch.empty(_BLOCKS * BLOCK_WORDS, dtype=torch.int32, device=device)
+        self._wide = torch.empty(_BLOCKS * BLOCK_WORDS, dtype=torch.int64, device=device)
 
     def sum(self, byte_position: int, data: torch.Tensor) -> int:
         """The sum over one chunk."""
@@ -172,8 +166,9 @@ class _Scratch:
         first, lead = divmod(inside, _WORD_NBYTES)
         words = self._as_words(lead, data)
         rows, columns = -(-words.numel() // BLOCK_WORDS), min(words.numel(), BLOCK_WORDS)
-        wide = self._wide[: rows * columns].copy_(words).view(rows, columns)
-        sums: list[int] = _row_sums(wide, self._factors[first : first + columns]).tolist()
+        wide = self._wide[: rows * columns]
+        _copy(wide, words)
+        sums: list[int] = _row_sums(wide.view(rows, columns), self._factors[first : first + columns]).tolist()
         return sum(block_factor(block + row) * part for row, part in enumerate(sums)) & _MASK
 
     def _as_words(self, lead: int, data: torch.Tensor) -> torch.Tensor:
@@ -183,8 +178,14 @@ class _Scratch:
             return data.view(torch.int32)
         words = self._words[: -(-(lead + data.numel()) // _WORD_NBYTES)]
         words[0] = words[-1] = 0
-        words.view(torch.uint8)[lead : lead + data.numel()].copy_(data)
+        _copy(words.view(torch.uint8)[lead : lead + data.numel()], data)
         return words
+
+
+def _copy(to: torch.Tensor, of: torch.Tensor) -> None:
+    """Copy in parts too small for torch to start threads of its own (from 32768 elements on): the readers are many."""
+    for part, values in zip(torch.split(to, BLOCK_WORDS), torch.split(of, BLOCK_WORDS), strict=True):
+        part.copy_(values)
 
 
 def _row_sums(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ def fingerprint(path: str, *, tag: str | None = None, threads: int | None = None
     """The fingerprint of every logical tensor of the checkpoint in `path`; docs/fingerprint.md defines it.
 
     `path` and `tag` as for `inspect`. Reads each byte once, with `threads` threads (the number of cores, at most 4),
-    each in at most 3 MiB, and checks it against the checksum in its file. A tensor of a file that does not pass
+    each in at most 5 MiB, and checks it against the checksum in its file. A tensor of a file that does not pass
     has none, and the faults say why. Needs torch.
 
     Raises CheckpointNotFound, and what a load raises for files that are missing, of several saves or not as their
