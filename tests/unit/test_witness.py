@@ -26,8 +26,8 @@ def watched(case, checkpoint, rank, harm=lambda copies: copies):
     index, target = Index(case.source.layout(case.shapes), checkpoint), case.target.layout(case.shapes)
     plan = case.plan(rank, checkpoint)
     witness = Witness(index, target, rank, case.wants)
-    tensors = {
-        buffer: torch.full((numel,), 77, dtype=torch_dtype(case.target.kinds[buffer.partition("/")[0]]))
+    tensors = {  # -3 is no element of the model: a place that nothing is written to is wrong
+        buffer: torch.full((numel,), -3, dtype=torch_dtype(case.target.kinds[buffer.partition("/")[0]]))
         for buffer, numel in case.target.sizes(case.shapes).items()
     }
     executor = ThreadExecutor(threads=2, memory_nbytes=1, checksum=True, saw=witness.saw)
