@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from ds_reshard.containers.crc import crc32
@@ -16,19 +14,15 @@ from ds_reshard.execution.ports import Outcome, Slice
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Record
 
-Watch = Callable[[int, memoryview], None]
-"""Is told of the elements that are written: the offset of the first in the buffer, and their bytes."""
-
 _ZEROS = memoryview(bytes(1 << 20))
 
 
 class FileTarget:
     """A run of a file as a flat buffer of elements; bytes are cast, written at their place and checksummed."""
 
-    def __init__(self, record: Record, dtype: ElementType, watch: Watch | None = None) -> None:
+    def __init__(self, record: Record, dtype: ElementType) -> None:
         self._record = record
         self.dtype = dtype
-        self._watch = watch
         self._slices: list[Slice] = []
 
     def view(self, element_offset: int, numel: int, dtype: ElementType) -> None:
@@ -40,8 +34,6 @@ class FileTarget:
             values = torch.frombuffer(data, dtype=torch_dtype(dtype)).to(torch_dtype(self.dtype))
             data = values.view(torch.uint8).numpy().data
         self._write(element_offset, data)
-        if self._watch is not None:
-            self._watch(element_offset, data)
 
     def zero(self, element_offset: int, numel: int) -> None:
         size = self.dtype.itemsize
@@ -78,11 +70,11 @@ class ArchiveFile:
     def nbytes(self) -> int:
         return self._plan.nbytes
 
-    def target(self, key: str, dtype: ElementType, watch: Watch | None = None) -> FileTarget:
+    def target(self, key: str, dtype: ElementType) -> FileTarget:
         """The storage of that key, as elements of `dtype`."""
         place = self._plan.places[key]
         record = Record(path=self.path, byte_offset=place.byte_offset, nbytes=place.nbytes, crc32=0)
-        self._targets[key] = FileTarget(record, dtype, watch)
+        self._targets[key] = FileTarget(record, dtype)
         return self._targets[key]
 
     def finish(self) -> int:

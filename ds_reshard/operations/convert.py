@@ -7,39 +7,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from ds_reshard.containers.torch_zip_writer import ArchivePlan, plan_archive
-from ds_reshard.errors import ConfigError, raise_faults
+from ds_reshard.errors import ConfigError, InternalError, raise_faults
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.files import ArchiveFile, FileTarget
+from ds_reshard.execution.fingerprint import Fingerprint
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.formats.zero.checkpoint import MODEL, open_checkpoint
-from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
+from ds_reshard.execution.witness import Witness
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.target import Target, TargetFile, Unit, zero_target
 from ds_reshard.formats.zero.universal_target import universal_target
 from ds_reshard.model.codec import ElementType
-from ds_reshard.model.index import Index, Record
+from ds_reshard.model.index import Record
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import StorageRecord
 from ds_reshard.operations.options import FORMATS, UNIVERSAL, Conversion, Options, Progress
+from ds_reshard.operations.source import Source
 from ds_reshard.operations.workspace import Workspace, refuse_places
 from ds_reshard.planning.match import plan_rank
 from ds_reshard.planning.plan import Copy, Plan
 from ds_reshard.version import VERSION
-
-
-class Source:
-    """A checkpoint that is opened whole: every shard read, but for its tensors' bytes, and compared."""
-
-    def __init__(self, listing: Listing) -> None:
-        self.checkpoint = open_checkpoint(listing, optimizer=True)
-        shards = ZeroShards(checkpoint=self.checkpoint)
-        self.index = Index(self.checkpoint.layout, shards)
-        for family, count in self.checkpoint.layout.shards.items():
-            for shard in range(count if family == MODEL or self.checkpoint.optim is not None else 0):
-                self.index.open(family, shard)
-        faults = [*self.index.faults, *compare_signatures(shards.signatures, listing.folder)]
-        raise_faults([*faults, *compare_prints(shards.prints, listing.folder)], subject=f"checkpoint {listing.folder}")
 
 
 def convert_listing(
@@ -131,7 +117,7 @@ class _Work:
         for key, origin in target.wants.items():
             self._wants[target.layout[key].family][key] = origin
         self._tag = os.path.basename(source.checkpoint.listing.folder)
-        self._executor = ThreadExecutor(threads=options.threads, memory_nbytes=options.memory_nbytes, checksum=True)
+        self._options = options
 
     def write(self, unit: Unit) -> None:
         """Write a unit's files, unless that was done before, and note them."""
@@ -149,14 +135,19 @@ class _Work:
                 targets[_buffer(storage)] = made[name].target(key, dtype)
             for buffer, data in file.data.items():
                 targets[buffer].store(0, memoryview(data), targets[buffer].dtype)
-        outcome = self._executor.execute(self._plan(unit, archives), targets)
+        witness = Witness(self._source.index, self._target.layout, unit.shard, self._wants[unit.family])
+        executor = ThreadExecutor(
+            threads=self._options.threads, memory_nbytes=self._options.memory_nbytes, checksum=True, saw=witness.saw
+        )
+        outcome = executor.execute(self._plan(unit, archives), targets)
         raise_faults(outcome.faults, subject=subject)
         pending, faults = settle(partial_sums(outcome))
         raise_faults(faults, subject=subject)
         files = {name: {"nbytes": file.nbytes, "crc32": f"{file.finish():08x}"} for name, file in made.items()}
-        self._workspace.note(
-            unit.name, {"files": files, "family": unit.family, "sums": [asdict(item) for item in pending]}
-        )
+        prints = [[key.name, key.kind, witness.sums[key].value, witness.sums[key].nbytes]
+                  for key in self._wants[unit.family] if witness.sums[key].nbytes]  # fmt: skip
+        sums = [asdict(item) for item in pending]
+        self._workspace.note(unit.name, {"files": files, "family": unit.family, "sums": sums, "tensors": prints})
         self.files += len(files)
         self.bytes_read += outcome.bytes_read
         self.bytes_written += sum(archive.nbytes for archive in archives)
@@ -189,8 +180,27 @@ class _Work:
             raise_faults(faults, subject=subject)
             raise_faults(read_again(again), subject=subject)
         files = {name: known for note in notes for name, known in note["files"].items()}  # type: ignore[attr-defined]
-        self._workspace.commit({"format": 1, "files": files}, {self._target.pointer: self._tag})
+        manifest = {"format": 1, "files": files, "tensors": self._tensors(notes)}
+        self._workspace.commit(manifest, {self._target.pointer: self._tag})
         return True
+
+    def _tensors(self, notes: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+        """Every tensor with its fingerprint, added up from those of the units; InternalError where a part lacks."""
+        sums: dict[TensorKey, Fingerprint] = {}
+        for note in notes:
+            for name, kind, value, nbytes in note["tensors"]:  # type: ignore[attr-defined]
+                key = TensorKey(name=name, kind=kind)
+                sums[key] = sums.get(key, Fingerprint()) + Fingerprint(value=value, nbytes=nbytes)
+        told: list[dict[str, object]] = []
+        for key, placement in sorted(self._target.layout.placements.items()):
+            found = sums.get(key, Fingerprint())
+            if found.nbytes != placement.numel * placement.dtype.itemsize:
+                raise InternalError(f"{key}: {found.nbytes} bytes were moved, of {placement.numel} elements")
+            told.append({
+                "name": key.name, "kind": key.kind, "dtype": placement.dtype.label, "shape": list(placement.shape),
+                "fingerprint": str(found),
+            })  # fmt: skip
+        return told
 
 
 def _buffer(storage: StorageRecord) -> str:

@@ -7,15 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint
-from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
+from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import whole
-from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.model.fingerprints import Fingerprinted, TensorFingerprint
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.operations.finding import find_listing
+from ds_reshard.operations.source import Source
 from ds_reshard.planning.match import plan_rank
 from ds_reshard.planning.plan import Plan
 
@@ -41,23 +40,8 @@ def fingerprint(path: str, *, tag: str | None = None, threads: int | None = None
     Raises CheckpointNotFound, and what a load raises for files that are missing, of several saves or not as their
     format says.
     """
-    checkpoint = open_checkpoint(find_listing(os.fspath(path), tag), optimizer=True)
-    index = _opened(checkpoint)
-    reading = _planned(checkpoint, index)
-    return _read(checkpoint, reading, threads or min(4, os.cpu_count() or 1))
-
-
-def _opened(checkpoint: ZeroCheckpoint) -> Index:
-    """The index with every shard opened and checked."""
-    shards = ZeroShards(checkpoint=checkpoint)
-    index = Index(checkpoint.layout, shards)
-    for family in {placement.family for placement in checkpoint.layout.placements.values()}:
-        for shard in range(checkpoint.layout.shards[family]):
-            index.open(family, shard)
-    folder = checkpoint.listing.folder
-    mixed = compare_signatures(shards.signatures, folder, states=False) + compare_prints(shards.prints, folder)
-    raise_faults([*index.faults, *mixed], subject=f"checkpoint {folder}")
-    return index
+    source = Source(find_listing(os.fspath(path), tag), states=False)
+    return _read(source.checkpoint, _planned(source.checkpoint, source.index), threads or min(4, os.cpu_count() or 1))
 
 
 def _planned(checkpoint: ZeroCheckpoint, index: Index) -> _Reading:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,7 +14,8 @@ from gathered import assert_same
 from saves import Saves
 from test_matrix import MODELS, OPTIONS
 
-from ds_reshard.operations import convert
+from ds_reshard.containers.crc import crc32
+from ds_reshard.operations import Options, convert, fingerprint
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -105,6 +107,39 @@ def _converted(source: str, out: Path, to: str, dp: int | None) -> Path:
 
 def _files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("global_step*/*")}
+
+
+@pytest.mark.parametrize("to", ["zero1", "zero3"])
+def test_the_manifest_says_what_source_and_output_hold(saves: Saves, tmp_path: Path, to: str) -> None:
+    """The fingerprints of the manifest are those of both, and the files are as it lists them."""
+    folder, _ = saves(Run(2, 3), Model(groups=2, frozen=True, tied=True))
+    out = _converted(str(folder), tmp_path / "out", to, 2)
+    manifest = json.loads((out / "ds_reshard.json").read_text())
+    said = {(one["name"], one["kind"]): one["fingerprint"] for one in manifest["tensors"]}
+    for place in (folder, out):
+        held = {(one.name, one.kind): one.fingerprint for one in fingerprint(str(place)).tensors}
+        assert {key: held[key] for key in said if key in held} == {key: said[key] for key in said if key in held}
+        assert len(held.keys() & said.keys()) > 20
+    files = {str(path.relative_to(out)) for path in out.rglob("*.pt")}
+    assert files == set(manifest["files"])
+    for name, known in manifest["files"].items():
+        data = (out / name).read_bytes()
+        assert (len(data), f"{crc32(data):08x}") == (known["nbytes"], known["crc32"])
+
+
+def test_parts_by_several_processes_are_the_whole(saves: Saves, tmp_path: Path) -> None:
+    """In any order; the last one gives the output its name, and each byte is read once."""
+    folder, _ = saves(Run(2, 3), Model(groups=2))
+    whole = _converted(str(folder), tmp_path / "whole", "zero3", 4)
+    out, read = tmp_path / "out", 0
+    for number in (2, 0, 1):
+        assert not out.exists()
+        done = convert(str(folder), str(out), to="zero3", dp=4, options=Options(shard=(number, 3)))
+        assert done.complete is (number == 1)
+        read += done.bytes_read
+    assert _files(out) == _files(whole)
+    assert convert(str(folder), str(out), to="zero3", dp=4, options=Options(shard=(0, 3))).complete
+    assert read == convert(str(folder), str(tmp_path / "again"), to="zero3", dp=4).bytes_read
 
 
 def test_a_single_rank_checkpoint_of_a_conversion_with_the_hooks(worlds: Any, saves: Saves, tmp_path: Path) -> None:

@@ -20,7 +20,10 @@ def test_ended_at_every_call_that_writes(saves: Saves, tmp_path: Path, to: str, 
     folder, _ = saves(Run(1, 2), Model(groups=2))
     script = Path(__file__).with_name("crashes.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(folder), str(tmp_path), to, dp, stride], capture_output=True, text=True, timeout=600
+        [sys.executable, str(script), str(folder), str(tmp_path), to, dp, stride],
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])
