@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 from ds_reshard.containers.torch_zip_writer import ArchivePlan, plan_archive
 from ds_reshard.errors import ConfigError, InternalError, raise_faults
+from ds_reshard.execution import disk
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.files import ArchiveFile, FileTarget
 from ds_reshard.execution.fingerprint import Fingerprint
@@ -26,6 +28,8 @@ from ds_reshard.operations.workspace import Workspace, refuse_places
 from ds_reshard.planning.match import plan_rank
 from ds_reshard.planning.plan import Copy, Plan
 from ds_reshard.version import VERSION
+
+_SYNCING = 4  # waiting for a disk costs no core
 
 
 def convert_listing(
@@ -144,6 +148,8 @@ class _Work:
         pending, faults = settle(partial_sums(outcome))
         raise_faults(faults, subject=subject)
         files = {name: {"nbytes": file.nbytes, "crc32": f"{file.finish():08x}"} for name, file in made.items()}
+        with ThreadPoolExecutor(_SYNCING * self._options.threads) as pool:
+            list(pool.map(disk.sync, [file.path for file in made.values()]))
         prints = [[key.name, key.kind, witness.sums[key].value, witness.sums[key].nbytes]
                   for key in self._wants[unit.family] if witness.sums[key].nbytes]  # fmt: skip
         sums = [asdict(item) for item in pending]
