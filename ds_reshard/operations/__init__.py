@@ -62,8 +62,8 @@ def convert(
 
     listing = find_listing(os.fspath(path), tag)
     return convert_listing(
-        listing, os.fspath(out), to=to, dp=dp, sub_group_size=sub_group_size, options=options or Options(),
-        progress=progress,
+        listing, os.fspath(path), os.fspath(out), to=to, dp=dp, sub_group_size=sub_group_size,
+        options=options or Options(), progress=progress,
     )  # fmt: skip
 
 

@@ -33,15 +33,17 @@ _SYNCING = 4  # waiting for a disk costs no core
 
 
 def convert_listing(
-    listing: Listing, out: str, *, to: str, dp: int | None, sub_group_size: int | None, options: Options,
-    progress: Progress | None,
+    listing: Listing, path: str, out: str, *, to: str, dp: int | None, sub_group_size: int | None,
+    options: Options, progress: Progress | None,
 ) -> Conversion:  # fmt: skip
-    """Write the checkpoint of `listing` into the folder `out`, as `to` says, for `dp` ranks (else as many as saved it).
+    """Write the checkpoint of `listing`, found in `path`, into the folder `out`, as `to` says.
+
+    For `dp` ranks, or as many as saved it.
 
     One pass: what is read is written and checked against the checksums of its files, in buffers of
     `options.memory_nbytes`. `out` is there when all of it is on the disk, and not before.
     """
-    _refuse(to, options)
+    _refuse(to, dp, sub_group_size, options)
     source = Source(listing)
     dp = source.checkpoint.dp if dp is None else dp
     if to == UNIVERSAL:
@@ -49,7 +51,7 @@ def convert_listing(
     else:
         target = zero_target(source.checkpoint, to, dp, sub_group_size=sub_group_size)
     needed = _nbytes(target)
-    refuse_places(listing.folder, out, needed)
+    refuse_places(path, out, needed)
     what = {
         "ds_reshard": VERSION, "source": _files_of(listing), "tag": os.path.basename(listing.folder), "to": to,
         "dp": dp, "sub_group_size": sub_group_size,
@@ -68,9 +70,13 @@ def convert_listing(
     )
 
 
-def _refuse(to: str, options: Options) -> None:
+def _refuse(to: str, dp: int | None, sub_group_size: int | None, options: Options) -> None:
     if to not in FORMATS:
         raise ConfigError(f"{to!r} is no format: --to {' | '.join(FORMATS)}")
+    if dp is not None and to == UNIVERSAL:
+        raise ConfigError("--dp: a universal checkpoint is loaded at any size; leave it out")
+    if sub_group_size is not None and to != "zero3":
+        raise ConfigError(f"--sub-group-size: {to} has no sub-groups; leave it out, or --to zero3")
     least = options.threads << 20
     if options.memory_nbytes < least:
         mend = f"--memory {options.threads}, or --threads {max(1, options.memory_nbytes >> 20)}"

@@ -63,6 +63,8 @@ def zero_target(checkpoint: ZeroCheckpoint, kind: str, dp: int, *, sub_group_siz
     wrapper, stage = FORMATS[kind]
     subject = f"converting {checkpoint.listing.folder} to {kind}"
     refuse_source(checkpoint, kind)
+    if kind == "bf16":
+        raise_faults(list(_not_bf16(checkpoint)), subject=subject)
     order = group_order(checkpoint)
     most = (sub_group_size or _saved_sub_group_size(checkpoint)) if stage == 3 else None
     flats, faults = make_flats(checkpoint, order, dp, sub_group_numel_most=most)
@@ -83,6 +85,17 @@ def _units(checkpoint: ZeroCheckpoint, optim: OptimizerTarget, model: ModelTarge
         name = f"{_prefix(checkpoint, optim)}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         file = TargetFile(name=name, tree=partial(optim.tree, rank), data=optim.data())
         yield Unit(family=OPTIM, shard=rank, files=(file,))
+
+
+def _not_bf16(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+    """BF16_Optimizer trains bf16 weights alone (`_configure_zero_optimizer` in deepspeed/runtime/engine.py, 0.19.8)."""
+    config = checkpoint.model.entries.get("ds_config")
+    section = config.get("bf16", config.get("bfloat16")) if isinstance(config, dict) else None
+    if not (isinstance(section, dict) and section.get("enabled") is True):
+        yield Fault(
+            error="UnsupportedLayout", where=checkpoint.listing.folder, what="was not trained in bf16",
+            expected='"bf16": {"enabled": true} in the saved DeepSpeed JSON', found=repr(section), mend="--to zero1",
+        )  # fmt: skip
 
 
 def _model_tree(model: ModelTarget, rank: int) -> Mapping[str, object]:
