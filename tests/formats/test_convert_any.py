@@ -1,0 +1,86 @@
+"""`convert` over random models and topologies: any way round gives the same files, and they hold what went in."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from zero_builder import TAG, Built, values, write
+
+from ds_reshard.execution.fingerprint import fingerprint_of
+from ds_reshard.operations import Options, convert, fingerprint
+
+pytestmark = pytest.mark.slow
+
+DIMS = st.lists(st.integers(1, 7), min_size=0, max_size=3).map(tuple)
+TARGETS = st.tuples(st.sampled_from(("zero1", "zero2", "zero3", "bf16")), st.sampled_from((1, 2, 3, 4, 8)))
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Built:
+    """One to three param groups of one to five parameters, some frozen, some tied; one to five ranks."""
+    shapes = iter(draw(st.lists(DIMS, min_size=24, max_size=24)))
+    counts = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    groups = tuple(tuple((f"g{g}.p{i}", next(shapes)) for i in range(count)) for g, count in enumerate(counts))
+    frozen = tuple((f"frozen.{i}", next(shapes)) for i in range(draw(st.integers(0, 2))))
+    tied = (("alias", "g0.p0"),) if draw(st.booleans()) else ()
+    states = draw(st.sampled_from((("exp_avg", "exp_avg_sq"), ("momentum_buffer",), ())))
+    return Built(
+        groups=groups, frozen=frozen, tied=tied, states=states, dp=draw(st.integers(1, 5)),
+        seed=draw(st.integers(0, 1 << 30)),
+    )  # fmt: skip
+
+
+def _converted(source: Path, out: Path, target: tuple[str, int], sub: int | None = None) -> Path:
+    size = sub if target[0] == "zero3" else None
+    convert(str(source), str(out), to=target[0], dp=target[1], sub_group_size=size, options=Options(threads=1))
+    return out
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / TAG).iterdir()}
+
+
+@pytest.fixture
+def places() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@given(built=models(), first=TARGETS, second=TARGETS, third=TARGETS, sub=st.sampled_from((5, 40, 10**9)))
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_way_round(
+    places: Path, built: Built, first: tuple[str, int], second: tuple[str, int], third: tuple[str, int], sub: int
+) -> None:
+    """A to B to A is A, A to B to C is A to C, and every tensor is there at every stop."""
+    with tempfile.TemporaryDirectory(dir=places) as folder:
+        place = Path(folder)
+        source = write(built, place / "source")
+        a = _converted(source, place / "a", first, sub)
+        b = _converted(a, place / "b", second, sub)
+        assert _files(_converted(b, place / "back", first, sub)) == _files(a)
+        assert _files(_converted(b, place / "c", third, sub)) == _files(_converted(a, place / "direct", third, sub))
+        truth = {key: str(fingerprint_of(value)) for key, value in values(built).items()}
+        for stop in (a, b):
+            held = {(one.name, one.kind): one.fingerprint for one in fingerprint(str(stop)).tensors}
+            missing = {key for key in truth if key not in held and math.prod(values(built)[key].shape)}
+            assert all(kind == "weight" for _, kind in missing), missing
+            assert {key: held[key] for key in truth if key in held} == {k: truth[k] for k in truth if k in held}
+
+
+@given(built=models())
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_universal_files_hold_each_tensor_whole(places: Path, built: Built) -> None:
+    with tempfile.TemporaryDirectory(dir=places) as folder:
+        out = Path(folder) / "out"
+        convert(str(write(built, Path(folder) / "source")), str(out), to="universal", options=Options(threads=1))
+        for (name, kind), value in values(built).items():
+            if kind != "weight":
+                found = torch.load(out / TAG / "zero" / name / f"{kind}.pt", weights_only=True)["param"]
+                assert found.shape == value.shape and torch.equal(found, value)
