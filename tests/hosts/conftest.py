@@ -7,12 +7,17 @@ from typing import Any
 import pytest
 from resume_jobs import Setup
 from resumed import STEPS
-from saves import Saves
+from saves import Saves, Universals
 
 
 @pytest.fixture(scope="session")
 def saves(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Saves:
     return Saves(worlds, tmp_path_factory.mktemp("saves"))
+
+
+@pytest.fixture(scope="session")
+def universals(worlds: Any, saves: Saves, tmp_path_factory: pytest.TempPathFactory) -> Universals:
+    return Universals(worlds, saves, tmp_path_factory.mktemp("universals"))
 
 
 @pytest.fixture(scope="session")

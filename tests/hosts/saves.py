@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,3 +29,28 @@ class Saves:
             self._saved[key] = (folder, held)
         folder, held = self._saved[key]
         return folder, copy.deepcopy(held)
+
+
+UNIVERSAL = {"checkpoint": {"load_universal": True}}
+
+
+class Universals:
+    """The same of universal checkpoints, which DeepSpeed's own converter makes of what `saves` saved."""
+
+    def __init__(self, worlds: Worlds, saves: Saves, folder: Path) -> None:
+        self._worlds = worlds
+        self._saves = saves
+        self._folder = folder
+        self._made: dict[Path, Path] = {}
+
+    def __call__(self, run: Run, model: Model) -> tuple[Path, Any]:
+        saved, held = self._saves(run, model)
+        if saved not in self._made:
+            made = self._folder / saved.name
+            shutil.copytree(saved, made)
+            tag = (saved / "latest").read_text()
+            self._worlds[1].run("unowned_jobs.universal", folder=str(made), tag=tag)
+            shutil.rmtree(made / tag)
+            (made / "latest").unlink()
+            self._made[saved] = made
+        return self._made[saved], held

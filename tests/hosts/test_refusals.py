@@ -52,8 +52,8 @@ def test_a_pending_decoupled_save_is_committed_first(worlds: Any, saves: Saves) 
     assert told == [["commit", "load"]] * 3
 
 
-def test_a_universal_load_is_left_to_deepspeed(worlds: Any, saves: Saves) -> None:
-    """`"load_universal": true` runs DeepSpeed's own path, with its own error for what is not universal."""
+def test_load_universal_without_latest_universal_is_deepspeeds_error(worlds: Any, saves: Saves) -> None:
+    """`"load_universal": true` with a plain checkpoint and no tag: DeepSpeed says what is missing."""
     from worlds import WorkerFailed
 
     folder, _ = saves(Run(2, 2), MODEL)

@@ -1,9 +1,9 @@
-"""A ZeRO checkpoint folder as a layout, an index and facts."""
+"""A ZeRO checkpoint folder, or a universal one made of it, as a layout, an index and facts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 
 from ds_reshard.containers.torch_zip import open_archive
@@ -20,6 +20,7 @@ from ds_reshard.formats.zero.layout import (
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
+from ds_reshard.formats.zero.universal import UniversalStates, read_universal
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Extent, Record
 from ds_reshard.model.layout import Layout, Placement
@@ -33,8 +34,8 @@ class ZeroCheckpoint:
     """What all ranks know of a checkpoint before any of them opens its own shards.
 
     Made by one rank from the listing, one model file and one optimizer file; small and picklable.
-    `optim` is None when the optimizer was not asked for, or for a stage-0 checkpoint. With
-    `masters_in_module` (fp32 training at stage 0) the weights are the masters: both keys name the same
+    `optim` is None when the optimizer was not asked for, or for a stage-0 checkpoint, or where `universal` has what
+    it would. With `masters_in_module` (fp32 training at stage 0) the weights are the masters: both keys name the same
     bytes, and a reader wants them once.
     """
 
@@ -44,6 +45,28 @@ class ZeroCheckpoint:
     layout: Layout
     facts: OptimizerFacts | None
     masters_in_module: bool = False
+    universal: UniversalStates | None = None
+
+    @property
+    def optimizer_entries(self) -> Mapping[str, object]:
+        """What the optimizer's files say beside their tensors: loss scaler, clipping; empty where none was read."""
+        if self.universal is not None:
+            return self.universal.common.entries
+        return self.optim.entries if self.optim is not None else {}
+
+    @property
+    def optimizer_path(self) -> str:
+        """The file of the param groups: at stage 0 the model file."""
+        if self.universal is not None:
+            return self.universal.common.path
+        return self.optim.path if self.optim is not None else self.model.path
+
+    @property
+    def groups(self) -> tuple[Mapping[str, object], ...]:
+        """The saved param groups, without their members; empty where they were not read or saved."""
+        if self.universal is not None:
+            return self.universal.common.groups
+        return (self.optim.groups or ()) if self.optim is not None else ()
 
     @property
     def dp(self) -> int:
@@ -56,11 +79,15 @@ class ZeroCheckpoint:
             return 3
         if self.model.param_shapes is None:
             return 0
+        if self.universal is not None:
+            return self.universal.common.stage
         return self.optim.stage if self.optim else 1
 
     @property
     def kind(self) -> str:
-        """How the optimizer was wrapped: "none" (stage 0), "zero", "bf16" or "zero3"."""
+        """How the optimizer was wrapped: "none" (stage 0), "zero", "bf16" or "zero3"; "universal" where it is not."""
+        if self.listing.universal:
+            return "universal"
         if self.optim is not None:
             return self.optim.kind
         return {0: "none", 3: "zero3"}.get(self.stage, "zero")
@@ -68,6 +95,8 @@ class ZeroCheckpoint:
 
 def open_checkpoint(listing: Listing, *, optimizer: bool) -> ZeroCheckpoint:
     """Read what all shards share. `optimizer=False` leaves the optimizer files unopened below stage 3.
+
+    A universal folder is read likewise: its files below `zero` stand for the optimizer files.
 
     Raises every structural fault that the listing, the first model file and the first optimizer file
     show: missing shards, wrong sizes, unknown layouts.
@@ -90,23 +119,28 @@ def open_checkpoint(listing: Listing, *, optimizer: bool) -> ZeroCheckpoint:
         )
     name = listing.model[0]
     model = read_model_states(listing.path(name), name.removesuffix(".pt"))
-    faults = list(_missing(listing, model, optimizer=optimizer or listing.partitioned_model))
+    wanted = optimizer or listing.partitioned_model
+    faults = list(_missing(listing, model, optimizer=wanted and not listing.universal))
     raise_faults(faults, subject=subject)
-    optim = None
-    if model.param_shapes is not None and (optimizer or listing.partitioned_model):
+    optim = universal = facts = None
+    placements = [*_weights(model, listing)]
+    shards = {OPTIM: model.dp, MODEL: model.dp if listing.partitioned_model else 1}
+    if wanted and listing.universal:
+        universal = read_universal(listing, model)
+        listing = replace(listing, nbytes={**listing.nbytes, **universal.nbytes})
+        placements += universal.placements
+        shards |= {placement.family: 1 for placement in universal.placements}
+        facts = universal.facts
+    elif wanted and model.param_shapes is not None:
         name = listing.optim[0]
         optim = read_optim_states(listing.path(name), name.removesuffix(".pt"))
-    placements = [*_weights(model, listing)]
-    facts = None
-    if optim is not None:
         placements += _optimizer(model, optim)
         facts = _facts(model, optim)
-    shards = {OPTIM: model.dp, MODEL: model.dp if listing.partitioned_model else 1}
     try:
         layout = Layout(by_key(placements), shards)
     except ValueError as error:
         raise fail(listing.folder, f"declares an impossible layout: {error}", "disjoint tensors", "overlap") from error
-    return ZeroCheckpoint(listing=listing, model=model, optim=optim, layout=layout, facts=facts)
+    return ZeroCheckpoint(listing=listing, model=model, optim=optim, layout=layout, facts=facts, universal=universal)
 
 
 def saved_sizes(listing: Listing) -> tuple[int, int] | None:

@@ -96,7 +96,7 @@ def read_optim_states(path: str, stem: str) -> OptimStates:
             raise fail(path, "is not a DeepSpeed optimizer file", "an entry 'optimizer_state_dict'", _keys(top))
         entries = top["optimizer_state_dict"]
         if "fp32_flat_groups" in entries:
-            return _zero3(path, archive, top, entries)
+            return sub_groups(path, archive, top, entries)
         if "single_partition_of_fp32_groups" in entries:
             return _flat_groups(path, archive, top, entries)
     raise fail(path, "is of an unknown optimizer layout", "ZeRO 1 to 3 or BF16_Optimizer", _keys(entries))
@@ -111,7 +111,7 @@ def _flat_groups(
     if elastic:
         states, groups, members = _elastic(path, base, len(fp32))
     else:
-        states, groups, members = _rigid(path, "base_optimizer_state", base)
+        states, groups, members = torch_state(path, "base_optimizer_state", base)
         if sorted(i for m in members for i in m) != list(range(len(fp32))):
             raise fail(path, "param groups and flat partitions differ", f"{len(fp32)} partitions", str(members))
     kind = "zero" if "zero_stage" in entries else "bf16"
@@ -127,7 +127,7 @@ def _flat_groups(
     return OptimStates(
         path=path,
         kind=kind,
-        stage=_stage(path, entries.get("zero_stage")) if kind == "zero" else 1,
+        stage=read_stage(path, entries.get("zero_stage")) if kind == "zero" else 1,
         elastic=elastic,
         partition_count=_positive(path, "partition_count", count),
         partitions=tuple(partitions),
@@ -139,9 +139,11 @@ def _flat_groups(
     )
 
 
-def _zero3(path: str, archive: TorchArchive, top: Mapping[str, object], entries: Mapping[str, object]) -> OptimStates:
+def sub_groups(
+    path: str, archive: TorchArchive, top: Mapping[str, object], entries: Mapping[str, object]
+) -> OptimStates:
     fp32 = _tensors(path, "fp32_flat_groups", entries["fp32_flat_groups"])
-    states, groups, members = _rigid(path, "optimizer_state_dict", entries.get("optimizer_state_dict"))
+    states, groups, members = torch_state(path, "optimizer_state_dict", entries.get("optimizer_state_dict"))
     if sorted(i for m in members for i in m) != list(range(len(fp32))):
         raise fail(path, "param groups and sub-groups differ", f"{len(fp32)} sub-groups", str(members))
     partitions = tuple(
@@ -167,7 +169,7 @@ Groups = tuple[Mapping[str, object], ...]
 Members = tuple[tuple[int, ...], ...]
 
 
-def _rigid(path: str, entry: str, value: object) -> tuple[States, Groups, Members]:
+def torch_state(path: str, entry: str, value: object) -> tuple[States, Groups, Members]:
     """A torch optimizer's state_dict: states by index, groups, and the indices of each group."""
     if not isinstance(value, dict) or not isinstance(value.get("state"), dict):
         raise fail(path, f"entry {entry!r} is not a torch optimizer state", "'state' and 'param_groups'", _keys(value))
@@ -259,7 +261,7 @@ def _alignment(path: str, value: object, group: int) -> tuple[int, ...] | None:
     raise fail(path, "entry 'param_alignment_paddings' is malformed", "a list per group", _keys(value))
 
 
-def _stage(path: str, value: object) -> int:
+def read_stage(path: str, value: object) -> int:
     """`ZeroStageEnum(n)` as a record, or a plain number."""
     if isinstance(value, ObjectRecord) and len(value.args) == 1:
         value = value.args[0]

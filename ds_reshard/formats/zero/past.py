@@ -51,8 +51,8 @@ def _position(checkpoint: ZeroCheckpoint, state: Mapping[str, object] | None) ->
 
 
 def _groups(checkpoint: ZeroCheckpoint) -> Sequence[Mapping[str, object]]:
-    if checkpoint.optim is not None:
-        return checkpoint.optim.groups or ()
+    if checkpoint.optim is not None or checkpoint.universal is not None:
+        return checkpoint.groups
     return param_groups(torch_optimizer(checkpoint.model))
 
 
@@ -61,7 +61,7 @@ def _rates(checkpoint: ZeroCheckpoint, groups: Sequence[Mapping[str, object]]) -
     if not groups:
         return None
     given = [group.get("lr") for group in groups]
-    path = checkpoint.optim.path if checkpoint.optim is not None else checkpoint.model.path
+    path = checkpoint.optimizer_path
     scalars = read_scalars(path, single_elements(given))
     values = [plain(value, scalars) for value in given]
     rates = [float(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]

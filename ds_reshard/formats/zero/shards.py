@@ -8,11 +8,13 @@ from math import prod
 
 from ds_reshard.containers.revive_names import find_hostile
 from ds_reshard.errors import Fault, raise_faults
-from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, extent_of, kinds_of
+from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, extent_of, kinds_of
 from ds_reshard.formats.zero.faults import damaged, fail
 from ds_reshard.formats.zero.layout import flat_offsets, partition_numel, sub_group_numel
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
+from ds_reshard.formats.zero.universal import BUFFER, check_tensor
+from ds_reshard.formats.zero.universal_files import read_state
 from ds_reshard.model.index import Extent
 from ds_reshard.planning.match import extents_overlap
 
@@ -30,8 +32,15 @@ class ZeroShards:
     prints: dict[str, tuple[tuple[int, int | None], ...]] = field(default_factory=dict)
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
-        """The buffers of one shard: `fp32/0`, `exp_avg/1`, `module/<name>`, `frozen/<name>`."""
-        return self._model(shard) if family == MODEL else self._optim(shard)
+        """The buffers of one shard: `fp32/0`, `exp_avg/1`, `module/<name>`, `frozen/<name>`.
+
+        A file of a universal checkpoint is a family of one shard with one buffer.
+        """
+        if family in (MODEL, OPTIM):
+            return self._model(shard) if family == MODEL else self._optim(shard)
+        (placement,) = self.checkpoint.layout.in_buffer(family, BUFFER)
+        file = read_state(self.checkpoint.listing.path(family), placement.key.kind)
+        return {BUFFER: extent_of(check_tensor(file, placement))}
 
     def _model(self, shard: int) -> Mapping[str, Extent]:
         checkpoint = self.checkpoint

@@ -11,16 +11,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault, raise_faults
-from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
+from ds_reshard.errors import raise_faults
+from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
-from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.hosts.deepspeed.agree import agree, attempt, broadcast, gather, raise_caused, rank
-from ds_reshard.hosts.deepspeed.compare import same_layout
-from ds_reshard.hosts.deepspeed.entries import Request, client_entries, scheduler_faults
+from ds_reshard.hosts.deepspeed.choose import Considered, as_saved, disagreement, leave_to_deepspeed
+from ds_reshard.hosts.deepspeed.entries import Request, client_entries
 from ds_reshard.hosts.deepspeed.events import event
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_kind, live_optimizer, unsupported
 from ds_reshard.hosts.deepspeed.look import Found, look, look_aside
@@ -31,7 +30,6 @@ from ds_reshard.hosts.deepspeed.resumed import LEFT_TO_DEEPSPEED, Resume, policy
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.hosts.deepspeed.unowned import as_it_is
 from ds_reshard.hosts.deepspeed.usable import refuse_use, restore_use
-from ds_reshard.model.index import Index
 from ds_reshard.resume.policy import ResumePolicy
 
 if TYPE_CHECKING:
@@ -42,17 +40,6 @@ logger = logging.getLogger("ds_reshard")
 Result = tuple[object, object]
 Original = Callable[[dict[str, object]], Result]
 """DeepSpeed's own method with the user's arguments, but for those given here by name."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Considered:
-    """One rank's view of its engine before anything is read; `direct` is False where DeepSpeed loads anyway."""
-
-    direct: bool
-    settings: Settings
-    live: LiveOptimizer | None
-    features: tuple[str, ...]
-    policy: ResumePolicy
 
 
 def load_checkpoint(
@@ -94,7 +81,7 @@ def _load(engine: DeepSpeedEngine, original: Original, asked: Request, tag: obje
     if not faults:
         faults = policy_differences([view[1] for view, _ in considered if view is not None])
     if len({repr(view) for view, _ in considered}) > 1 and not faults:
-        faults.append(_disagreement(load_dir))
+        faults.append(disagreement(load_dir))
     raise_caused(faults, subject=f"loading {load_dir}", cause=cause)
     assert mine is not None
     policy = mine.policy if is_resume(engine, mine.policy, load_dir, tag) else ResumePolicy(report=mine.policy.report)
@@ -105,8 +92,9 @@ def _load(engine: DeepSpeedEngine, original: Original, asked: Request, tag: obje
     if not mine.direct:
         resume.without_files(lambda: look_aside(load_dir, tag, universal=universal))
         return resume.finish(_by_deepspeed(engine, original, resume.request, tag))
-    found = broadcast(look(load_dir, tag, optimizer=resume.request.load_optimizer) if rank() == 0 else Found())
-    if found.checkpoint is None and (not found.faults or _as_saved(engine, found, mine.features)):
+    wanted = resume.request.load_optimizer
+    found = broadcast(look(load_dir, tag, optimizer=wanted, universal=universal) if rank() == 0 else Found())
+    if found.checkpoint is None and (not found.faults or as_saved(engine, found, mine.features)):
         if found.tag:  # else there is nothing to load, and nothing to apply a policy to
             resume.without_files(lambda: look_aside(load_dir, found.tag, universal=universal))
         return resume.finish(_by_deepspeed(engine, original, resume.request, found.tag or tag))
@@ -114,7 +102,7 @@ def _load(engine: DeepSpeedEngine, original: Original, asked: Request, tag: obje
     assert found.checkpoint is not None
     resume.read(mine.live, found.checkpoint, mine.settings)
     request = replace(resume.request, tag=found.tag)
-    if _leave_to_deepspeed(engine, mine, found.checkpoint, request):
+    if leave_to_deepspeed(engine, mine, found.checkpoint, request):
         return resume.finish(_by_deepspeed(engine, original, request, found.tag))
     return resume.finish(_load_directly(engine, mine.live, found.checkpoint, request, mine.settings, resume))
 
@@ -136,27 +124,12 @@ def _consider(engine: DeepSpeedEngine, *, module_only: bool) -> Considered:
     """This rank's settings, policy and engine; a pending save is finished first."""
     settings = parse_settings(engine._config._param_dict)
     policy = policy_of(engine, settings, module_only=module_only)
-    if not settings.enabled or engine.load_universal_checkpoint() or live_kind(engine) == "offload":
-        return Considered(direct=False, settings=settings, live=None, features=(), policy=policy)
+    features = tuple(unsupported(engine)) if settings.enabled else ()
+    by_universal = bool(features) and engine.load_universal_checkpoint()
+    if not settings.enabled or by_universal or live_kind(engine) == "offload":
+        return Considered(direct=False, settings=settings, live=None, features=features, policy=policy)
     _commit_pending_save(engine)
-    live, features = live_optimizer(engine), tuple(unsupported(engine))
-    return Considered(direct=True, settings=settings, live=live, features=features, policy=policy)
-
-
-def _disagreement(where: str) -> Fault:
-    return Fault(
-        error="InternalError",
-        where=where,
-        what="ranks disagree on who loads",
-        mend="give every rank the same DeepSpeed config and build the same engine",
-    )
-
-
-def _as_saved(engine: DeepSpeedEngine, found: Found, features: tuple[str, ...]) -> bool:
-    """Whether files of a kind that is not read here (pipeline, experts, tensor parallel) are this engine's own."""
-    if not features or any(fault.error != "UnsupportedLayout" for fault in found.faults):
-        return False
-    return found.sizes == (engine.seq_dp_world_size, engine.mp_world_size)
+    return Considered(direct=True, settings=settings, live=live_optimizer(engine), features=features, policy=policy)
 
 
 def _commit_pending_save(engine: DeepSpeedEngine) -> None:
@@ -164,71 +137,6 @@ def _commit_pending_save(engine: DeepSpeedEngine) -> None:
     writer = getattr(engine, "checkpoint_engine", None)
     if getattr(writer, "is_decoupled", lambda: False)():
         engine._commit_decoupled_checkpoint()
-
-
-def _leave_to_deepspeed(
-    engine: DeepSpeedEngine, mine: Considered, checkpoint: ZeroCheckpoint, request: Request
-) -> bool:
-    """Whether DeepSpeed's own path takes this load; decided alike, and agreed, on every rank.
-
-    What is left to DeepSpeed has had its structure checked. What can be loaded by neither is refused. At
-    stage 3 a load without optimizer states is not left to DeepSpeed: with `load_module_only` it loads
-    nothing, and with `load_optimizer_states=False` the weights of `latest`, whatever the tag
-    (`_load_checkpoint`, runtime/engine.py, 0.19.8; issue 8499 of DeepSpeed).
-    """
-    folder = checkpoint.listing.folder
-    same, faults, cause = attempt(lambda: same_layout(engine, mine.live, checkpoint))
-    if mine.features and not same:
-        faults.append(_unsupported_fault(engine, mine.features, checkpoint))
-    partial = ((checkpoint.stage == 3 or _keeps_own_masters(mine)) and not request.load_optimizer) or (
-        request.load_optimizer and not request.moments
-    )
-    always = (mine.settings.always or mine.settings.prove) and checkpoint.stage != 0
-    leave = bool(same) and (bool(mine.features) or not (always or partial))
-    if leave and request.load_optimizer and not request.moments:
-        faults.append(_unsupported_fault(engine, (*mine.features, "masters without moments"), checkpoint))
-    shards = ZeroShards(checkpoint=checkpoint)
-    if leave and not faults:
-        found, more, cause = attempt(lambda: _check_own(mine.live, checkpoint, shards))
-        faults += (found or []) + more + scheduler_faults(engine, checkpoint.model, request)
-    verdicts = gather((leave, faults, shards.signatures, shards.prints))
-    faults = [fault for _, of_rank, _, _ in verdicts for fault in of_rank]
-    faults += compare_signatures({k: v for _, _, said, _ in verdicts for k, v in said.items()}, folder, states=False)
-    faults += compare_prints({k: v for _, _, _, seen in verdicts for k, v in seen.items()}, folder)
-    if len({taken for taken, _, _, _ in verdicts}) > 1:
-        faults.append(_disagreement(folder))
-    raise_caused(faults, subject=f"loading {folder}", cause=cause)
-    return leave
-
-
-def _keeps_own_masters(mine: Considered) -> bool:
-    """Whether weights alone, loaded by DeepSpeed, would be undone by the first step.
-
-    At stage 0 `FP16_Optimizer` and `FP16_UnfusedOptimizer` (runtime/fp16, 0.19.8) step on masters of their own, which
-    a load without optimizer states leaves as they were initialised.
-    """
-    return mine.live is not None and mine.live.kind in ("fused", "unfused")
-
-
-def _check_own(live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, shards: ZeroShards) -> list[Fault]:
-    """Open the shards that DeepSpeed will load on this rank, and say what is wrong with them."""
-    index = Index(checkpoint.layout, shards)
-    if live is not None and live.stage != 0:
-        if checkpoint.optim is not None:
-            index.open(OPTIM, live.rank)
-        index.open(MODEL, live.rank if checkpoint.listing.partitioned_model else 0)
-    return index.faults
-
-
-def _unsupported_fault(engine: DeepSpeedEngine, features: tuple[str, ...], checkpoint: ZeroCheckpoint) -> Fault:
-    return Fault(
-        error="UnsupportedLayout",
-        where=checkpoint.listing.folder,
-        what=f"a load under another layout is not supported with {', '.join(features)}",
-        expected=f"stage {checkpoint.stage}, dp={checkpoint.dp}, as saved",
-        found=f"stage {engine.zero_optimization_stage()}, dp={engine.seq_dp_world_size}",
-        mend="resume with the layout that was saved",
-    )
 
 
 def _load_directly(
@@ -264,8 +172,9 @@ def _load_directly(
 def _log(prepared: Prepared, moved: Moved, seconds: float) -> None:
     live = prepared.live
     logger.info(
-        "loaded %s (ZeRO %s, dp=%d) as ZeRO %s, dp=%d: %.1f MiB read from %d files in %.2f s",
+        "loaded %s (%sZeRO %s, dp=%d) as ZeRO %s, dp=%d: %.1f MiB read from %d files in %.2f s",
         prepared.checkpoint.listing.folder,
+        "universal, of " if prepared.checkpoint.listing.universal else "",
         prepared.checkpoint.stage,
         prepared.checkpoint.dp,
         live.stage if live else 0,

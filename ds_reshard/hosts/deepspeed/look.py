@@ -13,17 +13,20 @@ from ds_reshard.formats.zero.model_states import read_entries
 from ds_reshard.formats.zero.names import Listing, read_listing
 from ds_reshard.hosts.deepspeed.agree import told
 
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """What rank 0 found on disk, told to every rank: faults, nothing to do with us, or a checkpoint.
 
     `sizes` are the saved data- and model-parallel sizes, read only where the files are of a kind that is
-    not loaded here.
+    not loaded here; `universal` says that the folder is a universal one.
     """
 
     tag: str = ""
     checkpoint: ZeroCheckpoint | None = None
+    universal: bool = False
     faults: tuple[Fault, ...] = ()
     sizes: tuple[int, int] | None = None
 
@@ -43,10 +46,10 @@ _ASIDE = ("lr_scheduler", "ds_config", "global_steps", "global_samples", "skippe
 def look_aside(load_dir: str, tag: object, *, universal: bool) -> Aside:
     """Rank 0: schedule, counters and JSON of a checkpoint whose tensors are not read here. Never raises."""
     try:
-        latest = Path(load_dir, "latest_universal" if universal else "latest")
-        if tag is None and not latest.is_file():
+        tag = tag if tag is not None else latest_tag(load_dir, LATEST_UNIVERSAL if universal else LATEST)
+        if tag is None:
             return Aside()
-        folder = Path(load_dir, str(tag) if tag is not None else latest.read_text(encoding="utf-8").strip())
+        folder = Path(load_dir, str(tag))
         name = _listed(folder).model.get(0)
         if name is None:
             return Aside(faults=(_no_facts(str(folder), "holds no model file"),))
@@ -76,24 +79,33 @@ def _no_facts(where: str, what: str) -> Fault:
     )
 
 
-def look(load_dir: str, tag: object, *, optimizer: bool) -> Found:
+def latest_tag(load_dir: str, *names: str) -> str | None:
+    """The tag in the first of these files that there is."""
+    files = [file for file in (Path(load_dir, name) for name in names) if file.is_file()]
+    return files[0].read_text(encoding="utf-8").strip() if files else None
+
+
+def tag_files(*, universal: bool) -> tuple[str, ...]:
+    """Where a load without a tag looks for one: with "load_universal" as DeepSpeed does, else in what there is."""
+    return (LATEST_UNIVERSAL,) if universal else (LATEST, LATEST_UNIVERSAL)
+
+
+def look(load_dir: str, tag: object, *, optimizer: bool, universal: bool) -> Found:
     """Rank 0: resolve the tag, list the folder, read what all shards share. Never raises."""
     listing = None
     try:
+        tag = tag if tag is not None else latest_tag(load_dir, *tag_files(universal=universal))
         if tag is None:
-            latest = Path(load_dir, "latest")
-            if not latest.is_file():
-                return Found()
-            tag = latest.read_text(encoding="utf-8").strip()
+            return Found()
         folder = Path(load_dir, str(tag))
         if not folder.is_dir():
             return Found(faults=(_no_tag(load_dir, str(tag)),))
         listing = _listed(folder)
-        if listing.universal:
-            return Found(tag=str(tag))
-        return Found(tag=str(tag), checkpoint=open_checkpoint(listing, optimizer=optimizer))
+        checkpoint = open_checkpoint(listing, optimizer=optimizer)
+        return Found(tag=str(tag), checkpoint=checkpoint, universal=listing.universal)
     except Exception as error:
-        return Found(tag=str(tag), faults=tuple(told(error)), sizes=_sizes(listing))
+        faults, seen = tuple(told(error)), listing is not None and listing.universal
+        return Found(tag=str(tag), faults=faults, sizes=_sizes(listing), universal=seen)
 
 
 def _sizes(listing: Listing | None) -> tuple[int, int] | None:

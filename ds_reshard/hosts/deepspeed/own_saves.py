@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_reshard.hosts.deepspeed.agree import agree, attempt, broadcast, rank
+from ds_reshard.hosts.deepspeed.look import latest_tag, tag_files
 from ds_reshard.hosts.deepspeed.resumed import policy_of
 from ds_reshard.hosts.deepspeed.settings import parse_settings
 from ds_reshard.resume.policy import ResumePolicy
@@ -45,7 +46,8 @@ def is_resume(engine: DeepSpeedEngine, policy: ResumePolicy, load_dir: str, tag:
     """Whether a policy is meant for this load: not where the engine reads what it has saved itself. Collective."""
     if policy.is_default:
         return True
-    own, faults, cause = attempt(lambda: rank() == 0 and _saved_by(engine, load_dir, tag))
+    universal = engine.load_universal_checkpoint()
+    own, faults, cause = attempt(lambda: rank() == 0 and _saved_by(engine, load_dir, tag, universal=universal))
     agree(faults, subject=f"loading {load_dir}", cause=cause)
     if not broadcast(bool(own)):
         return True
@@ -54,12 +56,12 @@ def is_resume(engine: DeepSpeedEngine, policy: ResumePolicy, load_dir: str, tag:
     return False
 
 
-def _saved_by(engine: DeepSpeedEngine, load_dir: str, tag: object) -> bool:
+def _saved_by(engine: DeepSpeedEngine, load_dir: str, tag: object, *, universal: bool) -> bool:
     """Whether the files of a tag, or of the latest one, are those that this engine wrote."""
-    latest = Path(load_dir, "latest")
-    if tag is None and not latest.is_file():
+    tag = tag if tag is not None else latest_tag(load_dir, *tag_files(universal=universal))
+    if tag is None:
         return False
-    seen = _prints(Path(load_dir, str(tag) if tag is not None else latest.read_text(encoding="utf-8").strip()))
+    seen = _prints(Path(load_dir, str(tag)))
     return any(noted <= seen for noted in _SAVED.get(engine, ()))
 
 

@@ -20,6 +20,7 @@ from ds_reshard.hosts.deepspeed.entries import Request, extra_state, live_entrie
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer
 from ds_reshard.hosts.deepspeed.revival import revived, scalar
 from ds_reshard.hosts.deepspeed.settings import Settings
+from ds_reshard.hosts.deepspeed.universal import state_faults
 from ds_reshard.hosts.deepspeed.wants import RUN, Wants, want_model, want_optimizer
 from ds_reshard.model.index import Index
 from ds_reshard.planning.match import plan_rank
@@ -80,7 +81,9 @@ def prepare(
     values = None
     if loads_optimizer and live is not None:
         values, found = _optimizer_values(engine, live, checkpoint, settings, request)
-        faults += found + (list(_unfollowed(checkpoint)) if request.moments else [])
+        if request.moments:
+            found += [*_unfollowed(checkpoint), *state_faults(engine, live, checkpoint)]
+        faults += found
         raise_faults(faults, subject=subject)
     masters = loads_optimizer and (live is None or live.stage == 0 or live.kind == "zero3" or _from_fp32(engine))
     states = loads_optimizer and request.moments
@@ -190,7 +193,7 @@ def _optimizer_values(
         found, wrong = match_scalars(f"flat buffer {number}", list(buffer.shapes), facts)
         scalars[number] = {name: scalar(value) for name, value in found.items()}
         faults += wrong + _uneven_states(checkpoint, number, buffer.shapes)
-    entries = checkpoint.optim.entries if checkpoint.optim else {}
+    entries = checkpoint.optimizer_entries
     extras = loss_scaling(engine, entries, settings)
     step = entries.get("base_optimizer_state_step") if moments else None
     return OptimizerValues(groups=hyper, scalars=scalars, extras=extras, step=step), faults
@@ -220,7 +223,7 @@ def _uneven_states(checkpoint: ZeroCheckpoint, number: int, shapes: Mapping[str,
 def _files_as_listed(checkpoint: ZeroCheckpoint, plan: Plan) -> Iterator[Fault]:
     """Whether this rank sees the files that rank 0 listed, at the sizes that it saw."""
     for path in plan.files:
-        listed = checkpoint.listing.nbytes[path.rsplit("/", 1)[-1]]
+        listed = checkpoint.listing.nbytes[path.removeprefix(f"{checkpoint.listing.folder}/")]
         try:
             nbytes = os.stat(path).st_size
         except OSError as error:

@@ -116,7 +116,7 @@ class Resume:
             Fault(
                 error="UnsupportedLayout",
                 where=self.asked.load_dir,
-                what=f"is of a kind that is left to DeepSpeed (universal, pipeline, experts): {name} "
+                what=f"is of a kind that is left to DeepSpeed (pipeline, experts, tensor parallel): {name} "
                 f'"{"finetune" if self.policy.finetune else getattr(self.policy, name)}" cannot be applied to it',
                 mend="convert or save it as a plain ZeRO checkpoint, or leave that out of the resume policy",
             )

@@ -86,7 +86,7 @@ def read_saved(
         where=checkpoint.listing.folder,
         stage=checkpoint.stage,
         groups=_groups(live, checkpoint, settings) if live is not None else {},
-        clip_grad=checkpoint.optim.entries.get("clip_grad") if checkpoint.optim is not None else None,
+        clip_grad=checkpoint.optimizer_entries.get("clip_grad"),
         scheduler=scheduler,
     )
 
