@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,37 @@ def test_a_universal_checkpoint_without_its_position_is_refused(
     setup = WARMUP.but(run=Run(1, 1, config=UNIVERSAL), policy={"scheduler": "override"})
     refused = resume(worlds, setup, folder)
     assert refused[0]["error"] in ("CheckpointNotFound", "CheckpointDamaged") and refused[0]["unchanged"]
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "checkpoint": {"policy": {"scheduler": "checkpoint"}, "lr": 0.5},
+    "strict": {"policy": {"scheduler": "strict"}},
+    "strict, and another rate": {"policy": {"scheduler": "strict"}, "weight_decay": 0.7},
+    "masters": {"policy": {"optimizer": "masters", "scheduler": "override"}, "lr": 0.5},
+    "skip": {"policy": {"optimizer": "skip", "scheduler": "reset"}},
+    "finetune": {"policy": {"finetune": True}},
+    "iteration": {"policy": {"iteration": "reset", "scheduler": "override"}},
+    "weight decay": {"policy": {"hyperparameters": ["weight_decay"]}, "weight_decay": 0.7},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("run", (Run(2, 2), Run(3, 2)), ids=str)
+def test_a_policy_takes_a_universal_checkpoint_as_the_one_that_it_was_made_from(
+    worlds: Any, kept: Any, universal: Any, run: Run, policy: str
+) -> None:
+    """Every policy under another layout, with "load_universal" set: rates, counters and tensors, or the refusal."""
+    plain, _ = kept(WARMUP.but(run=Run(1, 1)))
+    new = WARMUP.but(run=run, **POLICIES[policy])
+    expected = resume(worlds, new, plain)[0]
+    found = resume(worlds, new.but(run=replace(run, config=UNIVERSAL)), universal[0])[0]
+    assert found["error"] == expected["error"] == ("ScheduleMismatch" if "another" in policy else None)
+    if found["error"] is not None:
+        assert found["unchanged"]
+        return
+    assert rates(found["rates"]) == rates(expected["rates"])
+    assert found["counters"] == expected["counters"]
+    same_tensors([expected], [found])
 
 
 def test_policies_that_differ_between_ranks_are_named(worlds: Any, kept: Any) -> None:

@@ -5,13 +5,16 @@ Truth is what the saving run held in memory, as in test_matrix.py.
 
 from __future__ import annotations
 
+import shutil
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import Model, Run
-from gathered import assert_same
-from saves import UNIVERSAL, Universals
+from gathered import assert_same, gathered
+from saves import UNIVERSAL, Saves, Universals
+from universal_jobs import write_universal
 
 pytestmark = pytest.mark.distributed
 
@@ -57,3 +60,78 @@ def test_a_universal_checkpoint_loads_bit_equal(worlds: Any, universals: Univers
     assert loaded[0]["client"]["note"] == "kept"
     if not model.batchnorm:  # BatchNorm's loss depends on how many rows a rank sees
         assert loaded[0]["later"] == pytest.approx(saved[0]["later"], rel=0.02 if target.dtype == "bf16" else 1e-4)
+
+
+ARGUMENTS = (
+    {},
+    {"load_optimizer_states": False},
+    {"load_module_only": True},
+    {"load_lr_scheduler_states": False},
+)
+PAIRS = ((Run(1, 2), Run(3, 3)), (Run(2, 2), Run(1, 1)), (Run(3, 2), Run(2, 3)), (Run(3, 2), Run(3, 3)))
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda given: next(iter(given), "none"))
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
+def test_it_loads_as_the_checkpoint_that_it_was_made_from(
+    worlds: Any, saves: Saves, universals: Universals, source: Run, target: Run, arguments: Any
+) -> None:
+    """Under every argument of `load_checkpoint`: the same contents, and the same losses to the last bit."""
+    model = Model(groups=2, frozen=True)
+    plain, universal = (
+        worlds[target.dp].run("load", run=target, model=model, folder=str(folder), arguments=arguments, more=2)
+        for folder in (saves(source, model)[0], universals(source, model)[0])
+    )
+    assert_same(plain, universal)
+    assert [rank["later"] for rank in plain] == [rank["later"] for rank in universal]
+    assert plain[0]["client"] == universal[0]["client"]
+    assert plain[0]["client_keys"] == universal[0]["client_keys"]
+    states = {kind for _, kind in gathered(universal)} - {"fp32"}
+    assert bool(states) is not bool(arguments.keys() & {"load_optimizer_states", "load_module_only"})
+
+
+@pytest.mark.parametrize("target", (Run(1, 3), Run(3, 2), Run("bf16", 1), Run(0, 2)), ids=str)
+@pytest.mark.parametrize("optimizer", ("amsgrad", "sgd", "plain_sgd", "nadam", "adagrad"))
+def test_states_that_the_folder_lists_are_loaded(
+    worlds: Any, saves: Saves, tmp_path: Path, optimizer: str, target: Run
+) -> None:
+    """Any optimizer's, where whoever wrote the folder says which states there were (synthetic folders)."""
+    model = Model(optimizer=optimizer, groups=2)
+    if optimizer == "adagrad":  # with two groups, or under BF16_Optimizer, DeepSpeed itself fails at the first step
+        model, target = Model(optimizer=optimizer), Run(1, 1) if target.stage == "bf16" else target
+    folder, saved = saves(Run(2, 2), model)
+    made = write_universal(folder, saved, tmp_path)
+    assert_same(saved, worlds[target.dp].run("load", run=target, model=model, folder=str(made), more=1))
+
+
+@pytest.mark.parametrize("target", (Run(1, 3), Run(2, 2), Run(3, 3), Run(3, 1)), ids=str)
+@pytest.mark.parametrize("source", (Run(1, 2), Run(3, 2)), ids=str)
+def test_a_rank_reads_its_own_slices(worlds: Any, universals: Universals, source: Run, target: Run) -> None:
+    """At most 1.02 times the bytes that it holds afterwards; nothing of the common state."""
+    folder, _ = universals(source, Model(frozen=True))
+    for read, held, files in worlds[target.dp].run(
+        "universal_jobs.measured", run=target, model=Model(frozen=True), folder=str(folder)
+    ):
+        assert 0 < read <= 1.02 * held
+        assert any(file.endswith("exp_avg_sq.pt") for file in files)
+        assert not any(file.endswith("optimizer_state.pt") for file in files)
+
+
+def test_latest_names_what_a_load_without_a_tag_takes(worlds: Any, universals: Universals, tmp_path: Path) -> None:
+    """`latest` before `latest_universal`, but where "load_universal" is set."""
+    model = Model(groups=2)
+    folder, early = universals(Run(1, 2), model)
+    shutil.copytree(folder, tmp_path / "both")
+    late = worlds[2].run("save", run=Run(1, 2), model=model, folder=str(tmp_path / "both"), steps=5)
+    for config, saved in ((UNIVERSAL, early), ({}, late)):
+        run = Run(2, 3, config=config)
+        assert_same(saved, worlds[3].run("load", run=run, model=model, folder=str(tmp_path / "both")))
+
+
+def test_a_plain_checkpoint_loads_although_a_universal_one_was_asked_for(worlds: Any, saves: Saves) -> None:
+    """On an unchanged layout too, where DeepSpeed would look for files that only a universal one has."""
+    model = Model(groups=2)
+    for source, target in ((Run(1, 2), Run(1, 2, config=UNIVERSAL)), (Run(3, 2), Run(2, 3, config=UNIVERSAL))):
+        folder, saved = saves(source, model)
+        tag = (folder / "latest").read_text()
+        assert_same(saved, worlds[target.dp].run("load", run=target, model=model, folder=str(folder), tag=tag))

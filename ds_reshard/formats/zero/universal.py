@@ -15,7 +15,7 @@ from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
 from ds_reshard.formats.zero.facts import GroupFacts, OptimizerFacts, Scalar, canonical, describe
 from ds_reshard.formats.zero.faults import damaged, fail
 from ds_reshard.formats.zero.layout import whole
-from ds_reshard.formats.zero.model_states import ModelStates
+from ds_reshard.formats.zero.model_states import ModelStates, Shape
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.universal_common import CommonState, read_common
 from ds_reshard.formats.zero.universal_files import (
@@ -24,8 +24,10 @@ from ds_reshard.formats.zero.universal_files import (
     StateFile,
     list_states,
     read_state,
+    read_value,
     state_file,
 )
+from ds_reshard.formats.zero.universal_order import scrambled
 from ds_reshard.model.layout import Placement
 from ds_reshard.model.records import TensorRecord
 
@@ -54,15 +56,16 @@ def read_universal(listing: Listing, model: ModelStates) -> UniversalStates:
     Raises every structural fault at once: parameters without a folder or a master, files that cannot be read, steps
     that differ within a param group, and masters that ds_to_universal is known to have made wrong.
     """
-    names = [name for name, shape in model.trainable.items() if prod(shape)]
+    shapes = model.trainable
+    names = [name for name, shape in shapes.items() if prod(shape)]
     files, faults = list_states(listing.folder, names)
     try:
         common = read_common(listing.path(OPTIMIZER_STATE), model)
     except ReshardError as error:
         raise_faults([*faults, *faults_of(error)], subject=f"checkpoint {listing.folder}")
         raise
-    reading = _Reading(listing=listing, model=model, common=common, files=files, faults=faults)
-    faults += reading.scrambled()
+    reading = _Reading(listing=listing, model=model, shapes=shapes, common=common, files=files, faults=faults)
+    reading.check_order()
     reading.check_masters()
     scalars = reading.scalars()
     placements = tuple(reading.placements())
@@ -90,6 +93,7 @@ class _Reading:
 
     listing: Listing
     model: ModelStates
+    shapes: Mapping[str, Shape]
     common: CommonState
     files: Mapping[str, Mapping[str, int]]
     faults: list[Fault]
@@ -105,7 +109,7 @@ class _Reading:
             members = self.members(group)
             first = next((name for name in members if name in self.files), None)
             for name in members:
-                source = first if not prod(self.model.trainable[name]) else name
+                source = first if not prod(self.shapes[name]) else name
                 if source is not None and source in self.files:
                     yield name, source
 
@@ -120,25 +124,11 @@ class _Reading:
             self.opened[name, kind] = found
         return self.opened[name, kind]
 
-    def scrambled(self) -> Iterator[Fault]:
-        """What ds_to_universal makes of `round_robin_gradients`: parts of one parameter under another's name.
-
-        It cuts by `param_slice_mappings`, which stages 1 and 2 make in another order than that of their flat buffers
-        (`DeepSpeedZeroOptimizer._create_param_mapping`, runtime/zero/stage_1_and_2.py, 0.19.8). With one rank the
-        orders are the same.
-        """
-        config = self.model.entries.get("ds_config")
-        zero = config.get("zero_optimization") if isinstance(config, dict) else None
-        round_robin = isinstance(zero, dict) and zero.get("round_robin_gradients") is True
-        if round_robin and self.model.dp > 1 and self.common.stage < 3 and not self.common.own:
-            yield Fault(
-                error="CheckpointDamaged",
-                where=self.listing.folder,
-                what="was converted of a run with round_robin_gradients, whose parameters ds_to_universal mixes up",
-                expected="each parameter's own master and states",
-                found="parts of others",
-                mend="load the ZeRO checkpoint that it was made from",
-            )
+    def check_order(self) -> None:
+        """Refuse parameters that were mixed up; only where they can be is anything opened for it."""
+        if self.model.dp > 1 and self.common.stage < 3 and not self.common.own:
+            names = [name for name, kinds in self.files.items() if _FP32 in kinds]
+            self.faults += scrambled(self.listing, self.model, names, lambda name: self.open(name, _FP32))
 
     def check_masters(self) -> None:
         for name, kinds in self.files.items():
@@ -164,11 +154,14 @@ class _Reading:
         single = self.kinds(single=True)
         buffers = zip(self.model.param_shapes or (), self.common.scalars, strict=True)
         found = {name: dict(embedded) for shapes, embedded in buffers for name in shapes}
+        known: dict[bytes, StateFile] = {}
         for name, source in self.sources():
-            for kind in single:
-                file = self.open(source, kind) if kind in self.files[source] else None
-                if file is not None:
+            for kind in single.keys() & self.files[source].keys():
+                try:
+                    file = read_value(self.listing.path(state_file(source, kind)), kind, known)
                     found[name][kind] = file.scalar
+                except ReshardError as error:
+                    self.faults += faults_of(error)
         return found
 
     def placements(self) -> Iterator[Placement]:
@@ -178,7 +171,7 @@ class _Reading:
             for kind in self.files[source]:
                 tensor = following[kind].tensor if kind in following else None
                 if tensor is not None:
-                    shape, family = self.model.trainable[name], state_file(name, kind)
+                    shape, family = self.shapes[name], state_file(name, kind)
                     yield whole(name, kind, shape, tensor.dtype, family=family, buffer=BUFFER)
 
     def missing_states(self) -> Iterator[Fault]:

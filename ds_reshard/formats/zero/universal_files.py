@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_reshard.containers.revive_names import find_hostile
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
@@ -21,6 +21,7 @@ from ds_reshard.model.records import TensorRecord
 ZERO = "zero"
 STEP = "step"
 OPTIMIZER_STATE = f"{ZERO}/optimizer_state.pt"
+_VALUE_NBYTES = 8192
 _PARAM, _VOCABULARY, _EXPERT = "param", "vocab_tensor", "is_expert_param"
 
 
@@ -100,6 +101,24 @@ def read_state(path: str, kind: str) -> StateFile:
         if isinstance(top, TensorRecord) and top.shape and kind != STEP:
             return StateFile(path=path, tensor=top, scalar=None, keys=frozenset())
         return StateFile(path=path, tensor=None, scalar=_scalar(path, archive, top), keys=frozenset())
+
+
+def read_value(path: str, kind: str, known: dict[bytes, StateFile]) -> StateFile:
+    """As `read_state`, of a file that holds one value: what was read of equal bytes before is not parsed again.
+
+    torch.save writes equal values into equal files, and every parameter has its own step.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_VALUE_NBYTES + 1)
+    except OSError:
+        return read_state(path, kind)
+    if data not in known:
+        found = read_state(path, kind)
+        if len(data) > _VALUE_NBYTES:
+            return found
+        known[data] = found
+    return replace(known[data], path=path)
 
 
 def _scalar(path: str, archive: TorchArchive, value: object) -> Scalar:
