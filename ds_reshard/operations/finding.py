@@ -37,8 +37,10 @@ def find_listing(path: str, tag: str | None) -> Listing:
 
 
 def _latest(path: str) -> str:
-    """The tag that the file `latest` names."""
+    """The tag that the file `latest` names, or `latest_universal` where that is the only one."""
     latest = os.path.join(path, "latest")
+    if not os.path.exists(latest) and os.path.exists(f"{latest}_universal"):
+        latest += "_universal"
     try:
         with open(latest, "rb") as file:
             tag = file.read(_LATEST_NBYTES).decode("utf-8").strip()

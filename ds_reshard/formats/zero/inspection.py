@@ -12,6 +12,7 @@ from ds_reshard.formats.zero.optim_states import OptimStates
 from ds_reshard.formats.zero.plain import Scalars, plain
 from ds_reshard.formats.zero.stage0_states import masters, param_groups, states, torch_optimizer
 from ds_reshard.formats.zero.survey import Survey
+from ds_reshard.formats.zero.universal import UniversalStates
 from ds_reshard.model.inspection import (
     Arrangement,
     FileEntry,
@@ -30,7 +31,7 @@ def describe_survey(found: Survey, *, tag: str, bytes_read: int | None) -> Inspe
     config = _config(model, optim)
     stage0 = torch_optimizer(model)
     return Inspection(
-        format="DeepSpeed ZeRO",
+        format="DeepSpeed universal" if found.listing.universal else "DeepSpeed ZeRO",
         folder=found.listing.folder,
         tag=tag,
         version=model.version if model is not None else optim.version if optim is not None else None,
@@ -38,13 +39,11 @@ def describe_survey(found: Survey, *, tag: str, bytes_read: int | None) -> Inspe
         wrapper=_wrapper(found),
         dp=found.dp,
         optimizer=_optimizer_name(config),
-        states=tuple(_states(optim)) if optim is not None else tuple(_stage0_states(model, stage0)),
-        groups=tuple(
-            _groups(model, optim, found.scalars) if optim is not None else _stage0_groups(stage0, found.scalars)
-        ),
+        states=tuple(_states_of(found, stage0)),
+        groups=tuple(_groups_of(found, stage0)),
         steps=_steps(found, stage0),
         arrangement=_arrangement(found, config),
-        parameters=tuple(_parameters(model, optim)) if model is not None else (),
+        parameters=tuple(_parameters(model, _members(found))) if model is not None else (),
         files=tuple(_files(found.listing, found.dp)),
         faults=found.faults,
         bytes_read=bytes_read,
@@ -65,6 +64,8 @@ def _section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
 def _stage(found: Survey, config: Mapping[str, object]) -> int | None:
     if found.optim is not None:
         return found.optim.stage
+    if found.universal is not None:
+        return found.universal.common.stage
     if found.listing.partitioned_model:
         return 3
     if found.model is None:
@@ -76,6 +77,8 @@ def _stage(found: Survey, config: Mapping[str, object]) -> int | None:
 
 
 def _wrapper(found: Survey) -> str | None:
+    if found.listing.universal:
+        return "universal"
     if found.optim is not None:
         return found.optim.kind
     if found.listing.partitioned_model:
@@ -89,6 +92,27 @@ def _optimizer_name(config: Mapping[str, object]) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def _states_of(found: Survey, stage0: Mapping[str, object]) -> Iterator[StateEntry]:
+    if found.universal is not None:
+        yield from _universal_states(found.universal)
+    elif found.optim is not None:
+        yield from _states(found.optim)
+    else:
+        yield from _stage0_states(found.model, stage0)
+
+
+def _universal_states(universal: UniversalStates) -> Iterator[StateEntry]:
+    for kind, dtype in {placement.key.kind: placement.dtype.label for placement in universal.placements}.items():
+        yield StateEntry(kind=kind, dtypes=(dtype,), scalar=False)
+    single = {kind: value for of_name in universal.facts.scalars.values() for kind, value in of_name.items()}
+    for kind, value in single.items():
+        yield StateEntry(kind=kind, dtypes=(_label(value),), scalar=True)
+
+
+def _label(value: object) -> str:
+    return value.dtype.label if isinstance(value, ScalarTensor) else type(value).__name__
+
+
 def _states(optim: OptimStates) -> Iterator[StateEntry]:
     flat: dict[str, set[str]] = {"fp32": {p.fp32.dtype.label for p in optim.partitions}}
     scalars: dict[str, set[str]] = {}
@@ -96,11 +120,26 @@ def _states(optim: OptimStates) -> Iterator[StateEntry]:
         for kind, tensor in partition.states.items():
             flat.setdefault(kind, set()).add(tensor.dtype.label)
         for kind, value in partition.scalars.items():
-            label = value.dtype.label if isinstance(value, ScalarTensor) else type(value).__name__
-            scalars.setdefault(kind, set()).add(label)
+            scalars.setdefault(kind, set()).add(_label(value))
     for kinds, scalar in ((flat, False), (scalars, True)):
         for kind, labels in kinds.items():
             yield StateEntry(kind=kind, dtypes=tuple(sorted(labels)), scalar=scalar)
+
+
+def _groups_of(found: Survey, stage0: Mapping[str, object]) -> Iterator[GroupEntry]:
+    if found.universal is not None and found.model is not None:
+        shapes = found.model.trainable
+        for number, group in enumerate(found.universal.facts.groups):
+            yield GroupEntry(
+                number=number,
+                members=len(group.members),
+                numel=sum(prod(shapes[name]) for name in group.members),
+                hyperparameters=_hyperparameters(group.hyperparameters or {}, found.scalars),
+            )
+    elif found.optim is not None:
+        yield from _groups(found.model, found.optim, found.scalars)
+    else:
+        yield from _stage0_groups(stage0, found.scalars)
 
 
 def _groups(model: ModelStates | None, optim: OptimStates, scalars: Scalars) -> Iterator[GroupEntry]:
@@ -144,6 +183,9 @@ def _optimizer_steps(found: Survey, stage0: Mapping[str, object]) -> Iterator[ob
         said += [partition.scalars.get("step") for partition in optim.partitions]
         said += [group.get("step") for group in optim.groups or ()]
         said.append(optim.entries.get("base_optimizer_state_step"))
+    if found.universal is not None:
+        said += [scalars.get("step") for scalars in found.universal.facts.scalars.values()]
+        said += [group.get("step") for group in found.universal.common.groups]
     for value in said:
         number = plain(value, found.scalars)
         if isinstance(number, float) and number.is_integer():
@@ -171,10 +213,9 @@ def _arrangement(found: Survey, config: Mapping[str, object]) -> Arrangement:
     )
 
 
-def _parameters(model: ModelStates, optim: OptimStates | None) -> Iterator[ParameterEntry]:
+def _parameters(model: ModelStates, group_of: Mapping[str, int]) -> Iterator[ParameterEntry]:
     """Every entry of the module's state, then what is known by shape alone (stage 3, excluded weights)."""
     trainable, frozen = model.trainable, model.frozen_shapes
-    group_of = _group_of(model, optim)
     owners: dict[tuple[str, int, tuple[int, ...]], str] = {}
     for name in dict.fromkeys((*model.module, *trainable, *frozen)):
         tensor = model.module.get(name)
@@ -196,8 +237,12 @@ def _parameters(model: ModelStates, optim: OptimStates | None) -> Iterator[Param
         yield ParameterEntry(name=name, shape=shape, dtype=dtype, role=role, group=group_of.get(owner), tied_to=tied)
 
 
-def _group_of(model: ModelStates, optim: OptimStates | None) -> dict[str, int]:
-    shapes = _matching_shapes(model, optim) if optim is not None else ()
+def _members(found: Survey) -> dict[str, int]:
+    """The param group of each parameter that is trained."""
+    if found.universal is not None:
+        return {name: g for g, group in enumerate(found.universal.facts.groups) for name in group.members}
+    optim = found.optim
+    shapes = _matching_shapes(found.model, optim) if optim is not None else ()
     if optim is None or not shapes:
         return {}
     return {name: g for g, buffers in enumerate(optim.members) for i in buffers for name in shapes[i]}
@@ -208,6 +253,7 @@ def _files(listing: Listing, dp: int | None) -> Iterator[FileEntry]:
     for role, files in (("model", listing.model), ("optimizer", listing.optim)):
         for rank, name in files.items():
             roles[name] = "unused" if dp is not None and rank >= dp else role
+    roles |= {name: "optimizer" for name in listing.nbytes if "/" in name}
     for name in sorted(listing.nbytes):
         yield FileEntry(name=name, nbytes=listing.nbytes[name], role=roles.get(name, "other"))
 

@@ -1,14 +1,16 @@
-"""Every file of a ZeRO checkpoint opened, every fault collected: what a load refuses, seen all at once."""
+"""Every file of a ZeRO or universal checkpoint opened, every fault collected: what a load refuses, seen all at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TypeVar
 
 from ds_reshard.errors import Fault, ReshardError
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
+from ds_reshard.formats.zero.facts import ScalarTensor
 from ds_reshard.formats.zero.faults import damaged
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.names import Listing
@@ -16,7 +18,12 @@ from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
 from ds_reshard.formats.zero.plain import Scalars, read_scalars, single_elements
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.stage0_states import param_groups, states, torch_optimizer
+from ds_reshard.formats.zero.universal import UniversalStates
+from ds_reshard.formats.zero.universal_common import CommonState
+from ds_reshard.formats.zero.universal_files import list_states, read_state, state_file
+from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout
+from ds_reshard.model.records import TensorRecord
 
 States = TypeVar("States", ModelStates, OptimStates)
 _MEND = "restore the file, or load another tag"
@@ -26,7 +33,8 @@ _MEND = "restore the file, or load another tag"
 class Survey:
     """The first model file and the first optimizer file that could be read, and all faults, sorted.
 
-    `scalars` holds the learning rates and steps of those two that were kept as tensors.
+    `scalars` holds the learning rates and steps of those two that were kept as tensors; `universal` is what a
+    universal checkpoint that can be opened whole has in place of optimizer files.
     """
 
     listing: Listing
@@ -34,6 +42,7 @@ class Survey:
     optim: OptimStates | None
     scalars: Scalars
     faults: tuple[Fault, ...]
+    universal: UniversalStates | None = None
 
     @property
     def dp(self) -> int | None:
@@ -50,7 +59,7 @@ def survey(listing: Listing) -> Survey:
     that can be read, so that the faults of the others are found too. Of layouts that are refused as a
     whole, only the first files are looked at.
     """
-    look = _Look(listing=listing, faults=[*listing.faults, *_universal(listing), *_empty(listing)])
+    look = _Look(listing=listing, faults=[*listing.faults, *_empty(listing)])
     if any(fault.error == "UnsupportedLayout" for fault in look.faults):
         model, optim = look.first(listing.model, read_model_states), look.first(listing.optim, read_optim_states)
         return look.done(model, optim)
@@ -58,25 +67,13 @@ def survey(listing: Listing) -> Survey:
     if checkpoint is not None:
         model, optim = checkpoint.model, checkpoint.optim
         look.open_shards(checkpoint)
+        if checkpoint.universal is not None:
+            look.open_tensors(checkpoint, checkpoint.universal)
+            return replace(look.done(model, optim), universal=checkpoint.universal, listing=checkpoint.listing)
     else:
         model, optim = look.first(listing.model, read_model_states), look.first(listing.optim, read_optim_states)
         look.salvage(model, optim)
     return look.done(model, optim)
-
-
-def _universal(listing: Listing) -> list[Fault]:
-    if not listing.universal:
-        return []
-    return [
-        Fault(
-            error="UnsupportedLayout",
-            where=listing.folder,
-            what="a universal checkpoint (of ds_to_universal)",
-            expected="a checkpoint as save_checkpoint writes it",
-            found="a folder 'zero' and no optimizer shards",
-            mend="inspect the checkpoint that it was made from",
-        )
-    ]
 
 
 def _empty(listing: Listing) -> list[Fault]:
@@ -89,11 +86,12 @@ def _empty(listing: Listing) -> list[Fault]:
 
 @dataclass(slots=True, kw_only=True)
 class _Look:
-    """A survey under way; `unreadable` names the files that are not tried again."""
+    """A survey under way; `unreadable` names the files that are not tried again, `kept` are scalars read already."""
 
     listing: Listing
     faults: list[Fault]
     unreadable: set[str] = field(default_factory=set)
+    kept: dict[TensorRecord, ScalarTensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.unreadable.update(name for name, nbytes in self.listing.nbytes.items() if nbytes == 0)
@@ -132,8 +130,10 @@ class _Look:
         dp = model.dp if model is not None else optim.partition_count if optim is not None else None
         if dp is not None:
             self.absent(listing.model, "model_states", dp if listing.partitioned_model else 1)
-            if model is None or model.param_shapes is not None:
+            if not listing.universal and (model is None or model.param_shapes is not None):
                 self.absent(listing.optim, "optim_states", dp)
+        if listing.universal and model is not None:
+            self.read_tensors(model)
         placed = model is not None and self.matching(model, optim)
         if model is not None:
             # The shards are checked against the model file and the first of them; no tensor is placed.
@@ -202,6 +202,26 @@ class _Look:
         self.faults += compare_signatures(shards.signatures, self.listing.folder)
         self.faults += compare_prints(shards.prints, self.listing.folder)
 
+    def open_tensors(self, checkpoint: ZeroCheckpoint, universal: UniversalStates) -> None:
+        """Open every tensor of a universal checkpoint, and add the states that are known to be missing."""
+        index = Index(checkpoint.layout, ZeroShards(checkpoint=checkpoint))
+        for placement in universal.placements:
+            if placement.numel:
+                index.open(placement.family, 0)
+        self.faults += [*index.faults, *universal.incomplete]
+        found = self.scalars(universal.common, (v for group in universal.common.groups for v in group.values()))
+        self.kept = {**self.kept, **found}
+
+    def read_tensors(self, model: ModelStates) -> None:
+        """Read every tensor's file of a universal checkpoint that cannot be opened whole."""
+        files, faults = list_states(self.listing.folder, [n for n, shape in model.trainable.items() if prod(shape)])
+        self.faults += faults
+        for path, kind in ((state_file(name, kind), kind) for name, kinds in files.items() for kind in kinds):
+            try:
+                read_state(self.listing.path(path), kind)
+            except ReshardError as error:
+                self.note(error, self.listing.path(path))
+
     def note(self, error: ReshardError, where: str) -> None:
         """Keep an error as faults, each with the file it is about and what mends it."""
         if not error.faults:
@@ -213,11 +233,13 @@ class _Look:
         self.faults += [fault if fault.mend else replace(fault, mend=_MEND) for fault in error.faults]
 
     def done(self, model: ModelStates | None, optim: OptimStates | None) -> Survey:
-        scalars = {**self.scalars(model, _stage0_values(model)), **self.scalars(optim, _values(optim))}
+        scalars = {
+            **self.kept, **self.scalars(model, _stage0_values(model)), **self.scalars(optim, _values(optim))
+        }  # fmt: skip
         faults = sorted(set(self.faults), key=lambda fault: (fault.where, fault.what, fault.found))
         return Survey(listing=self.listing, model=model, optim=optim, scalars=scalars, faults=tuple(faults))
 
-    def scalars(self, file: ModelStates | OptimStates | None, values: Iterable[object]) -> Scalars:
+    def scalars(self, file: ModelStates | OptimStates | CommonState | None, values: Iterable[object]) -> Scalars:
         """The tensors of one element among `values`, which lie in `file`."""
         if file is None:
             return {}
