@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import contest, engines, processes
-from benchmarks.contest import ALWAYS, CONDITIONS, DEEPSPEED, DIRECT, UNIVERSAL, Contestant
+from benchmarks.contest import ALWAYS, CONDITIONS, CONVERTED, DEEPSPEED, DIRECT, UNIVERSAL, Contestant
 from benchmarks.gpt import Shape
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,7 +88,7 @@ def _stage(stage: int, shape: Shape, options: Options, console: Any) -> Iterator
                     yield _load(contestant, folders[contestant.saved_dp], stage, shape, condition, number)
         shutil.rmtree(folders[2])
         if options.universal:
-            yield from _universal(stage, shape, folders[4], universal)
+            yield from _universal(stage, shape, folders[4], universal, options.repeats)
     finally:
         for folder in (*folders.values(), universal):
             shutil.rmtree(folder, ignore_errors=True)
@@ -120,10 +120,10 @@ def _load(
     }
 
 
-def _universal(stage: int, shape: Shape, folder: Path, output: Path) -> Iterator[dict[str, Any]]:
-    """Convert once, as many workers as ranks load; then load the result once with fresh and once with touched memory.
+def _universal(stage: int, shape: Shape, folder: Path, output: Path, repeats: int) -> Iterator[dict[str, Any]]:
+    """Convert once, as many workers as ranks load; then load the result, DeepSpeed and ds_reshard by turns.
 
-    `seconds` are those of converting and loading together, `cpu_s` those of loading.
+    Of DeepSpeed's runs `seconds` are those of converting and loading together, `loading_s` and `cpu_s` of loading.
     """
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
@@ -131,9 +131,12 @@ def _universal(stage: int, shape: Shape, folder: Path, output: Path) -> Iterator
     (converting,) = processes.run(
         contest.convert, world=1, folder=str(folder), output=str(output), stage=stage, workers=LOADED_DP
     )
-    for condition in ("fresh", "touched"):
-        run = _load(UNIVERSAL, output, stage, shape, condition, 0)
-        yield {**run, "converting_s": converting, "loading_s": run["seconds"], "seconds": converting + run["seconds"]}
+    for number in range(repeats):
+        for condition in ("fresh", "touched"):
+            run = _load(UNIVERSAL, output, stage, shape, condition, number)
+            loading = run["seconds"]
+            yield {**run, "converting_s": converting, "loading_s": loading, "seconds": converting + loading}
+            yield _load(CONVERTED, output, stage, shape, condition, number)
 
 
 def warm(folder: Path) -> None:

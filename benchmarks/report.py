@@ -28,6 +28,7 @@ TITLES = {
     "direct": "ds_reshard, dp 4 to 2",
     "always": "ds_reshard always, dp 2 to 2",
     "universal": "ds_to_universal + load, dp 4 to 2",
+    "converted": "ds_reshard of that universal one",
 }
 COLORS = {"deepspeed": "#8c8c8c", "direct": "#1b7f5c", "always": "#6fbf9f"}
 MEMORY = {
@@ -101,7 +102,7 @@ def spread(values: list[float]) -> Spread:
 def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Spreads of one stage: seconds, ratios of runs of one round, and the worst rank's account of bytes and memory."""
     names = list(dict.fromkeys(run["contestant"] for run in runs))
-    parts = ("seconds", "ratio", "cpu_s", "cpu_ratio", "faults", "universal_over", "moving", "account")
+    parts = ("seconds", "ratio", "cpu_s", "cpu_ratio", "faults", "universal_over", "live", "moving", "account")
     summary: dict[str, Any] = {part: {} for part in parts}
     for condition in MEMORY:
         here = [run for run in runs if run["condition"] == condition]
@@ -116,10 +117,14 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
             for n in summary["seconds"][condition]
         }
         summary["moving"][condition] = {n: _moving(here, n) for n in ("direct", "always")}
-        for run in here:
-            if run["contestant"] == "universal":
-                direct = [other["seconds"] for other in here if other["contestant"] == "direct"]
-                summary["universal_over"][condition] = spread([run["seconds"] / one for one in direct])
+        universal = [run for run in here if run["contestant"] == "universal"]
+        if universal:
+            direct, converted = ([r for r in here if r["contestant"] == name] for name in ("direct", "converted"))
+            summary["universal_over"][condition] = spread(
+                [u["seconds"] / d["seconds"] for u in universal for d in direct]
+            )
+            pairs = [(u, c) for u in universal for c in converted if u["round"] == c["round"]]
+            summary["live"][condition] = spread([u["loading_s"] / c["seconds"] for u, c in pairs])
     for name in names:
         summary["account"][name] = _account([run for run in runs if run["contestant"] == name])
     return summary
@@ -222,6 +227,8 @@ def _aims(summary: dict[str, Any]) -> Iterator[tuple[str, float, bool, str, Spre
             yield f"{name}, {condition}: of DeepSpeed's time", aim, False, ".2f", summary["ratio"][condition][name]
     for condition, value in summary["universal_over"].items():
         yield f"universal over direct, {condition}", 10, True, ".1f", value
+    for condition, value in summary["live"].items():
+        yield f"one universal folder, {condition}: DeepSpeed's time over ds_reshard's", 3, True, ".1f", value
     for condition in MEMORY:
         for name in ("direct", "always"):
             value = summary["moving"][condition][name]["ratio"]
