@@ -86,8 +86,11 @@ def read_listing(folder: str, files: Mapping[str, int], subfolders: frozenset[st
                 mend="load it at the tensor- and data-parallel sizes it was saved with",
             )
         )
-    faults.extend(_two_checkpoints(folder, whole, partitioned, optim))
     prefix, shards = next(iter(optim.items())) if optim else ("", {})
+    universal = "zero" in subfolders and not shards
+    if universal and whole:
+        partitioned = {}  # `ds-reshard convert` writes one beside it, without weights, for the loader of stage 3
+    faults.extend(_two_checkpoints(folder, whole, partitioned, optim))
     return Listing(
         folder=folder,
         nbytes=dict(files),
@@ -96,7 +99,7 @@ def read_listing(folder: str, files: Mapping[str, int], subfolders: frozenset[st
         partitioned_model=bool(partitioned),
         optim_prefix=prefix,
         nvme="offloaded_tensors" in subfolders,
-        universal="zero" in subfolders and not shards,
+        universal=universal,
         faults=tuple(dict.fromkeys(faults)),
     )
 

@@ -188,7 +188,7 @@ def kept_entries(checkpoint: ZeroCheckpoint) -> dict[str, object]:
 
     Without `clip_grad` in the file DeepSpeed keeps the coming run's.
     """
-    entries = checkpoint.optim.entries if checkpoint.optim is not None else {}
+    entries = checkpoint.optimizer_entries
     scaler = ObjectRecord(callable=_SCALER, by_new=True, state={"cur_scale": 1.0, "dynamic": False}, has_state=True)
     usual: dict[str, object] = {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
     return {**usual, **{key: entries[key] for key in _KEPT if key in entries}}

@@ -15,7 +15,7 @@ from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
 from ds_reshard.formats.zero.universal import BUFFER, check_tensor
 from ds_reshard.formats.zero.universal_files import read_state
-from ds_reshard.model.index import Extent
+from ds_reshard.model.index import Extent, Record
 from ds_reshard.planning.match import extents_overlap
 
 
@@ -39,7 +39,11 @@ class ZeroShards:
         if family in (MODEL, OPTIM):
             return self._model(shard) if family == MODEL else self._optim(shard)
         (placement,) = self.checkpoint.layout.in_buffer(family, BUFFER)
-        file = read_state(self.checkpoint.listing.path(family), placement.key.kind)
+        path = self.checkpoint.listing.path(family)
+        if not placement.numel:  # ds_to_universal writes no file of what has no elements
+            nothing = Record(path=path, byte_offset=0, nbytes=0, crc32=None)
+            return {BUFFER: Extent(record=nothing, byte_offset=0, dtype=placement.dtype, numel=0)}
+        file = read_state(path, placement.key.kind)
         return {BUFFER: extent_of(check_tensor(file, placement))}
 
     def _model(self, shard: int) -> Mapping[str, Extent]:

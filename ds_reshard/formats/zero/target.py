@@ -167,6 +167,7 @@ def _lacking(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
             expected="learning rates and hyper-parameters, which DeepSpeed reads from a file of this kind",
             found="none", mend="load it in a run with import ds_reshard.auto, and save there",
         )  # fmt: skip
+    yield from checkpoint.universal.incomplete if checkpoint.universal is not None else ()
     for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim is not None else ()):
         for name, why in partition.unfollowed.items():
             yield Fault(

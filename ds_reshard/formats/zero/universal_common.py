@@ -17,16 +17,14 @@ from ds_reshard.formats.zero.faults import check_root, fail
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.optim_states import Partition, read_stage, sub_groups, torch_state
 
-OWN = "ds_reshard"
-"""The entry of the common state in which ds_reshard lists the states that it wrote: all that there were."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonState:
     """The entries of the file; `buffers[g]` are the flat buffers (entries of `param_shapes`) of param group g.
 
-    `kept` are the states that the optimizer kept of each flat buffer, None where nothing here tells; `scalars` those
-    of them that are one value and lie here.
+    `kept` are states that the optimizer kept of each flat buffer, None where nothing here tells; `scalars` those of
+    them that are one value and lie here. `own` says that `ds-reshard convert` wrote it, which leaves no state out and
+    names the members of each param group.
     """
 
     path: str
@@ -37,11 +35,7 @@ class CommonState:
     buffers: tuple[tuple[int, ...], ...]
     kept: Sequence[frozenset[str]] | None
     scalars: Sequence[Mapping[str, Scalar]]
-
-    @property
-    def own(self) -> bool:
-        """Whether ds_reshard wrote it."""
-        return OWN in self.entries
+    own: bool
 
 
 def read_common(path: str, model: ModelStates) -> CommonState:
@@ -53,7 +47,8 @@ def read_common(path: str, model: ModelStates) -> CommonState:
         if not isinstance(entries, dict) or not isinstance(entries.get("param_groups"), list):
             raise fail(path, "is no common state of a universal checkpoint", "'param_groups'", _kind(entries))
         raise_faults(list(find_hostile(entries, path)), subject="reading a checkpoint")
-        _, groups, buffers = torch_state(path, "param_groups", {"state": {}, "param_groups": entries["param_groups"]})
+        own, numbered = _numbered(path, entries["param_groups"], model)
+        _, groups, buffers = torch_state(path, "param_groups", {"state": {}, "param_groups": numbered})
         if sorted(i for of_group in buffers for i in of_group) != list(range(count)):
             raise fail(path, "param groups and the model file's param_shapes differ", f"{count}", str(buffers))
         partitions = _embedded(path, archive, entries, count)
@@ -61,8 +56,8 @@ def read_common(path: str, model: ModelStates) -> CommonState:
     kept: Sequence[frozenset[str]] | None = None
     if partitions is not None:
         kept = [frozenset({*p.states, *p.scalars, *p.unfollowed}) for p in partitions]
-    elif OWN in entries:
-        kept = [_listed(path, entries[OWN])] * count
+    elif own:
+        kept = [frozenset[str]()] * count
     return CommonState(
         path=path,
         nbytes=nbytes,
@@ -72,7 +67,22 @@ def read_common(path: str, model: ModelStates) -> CommonState:
         buffers=buffers,
         kept=kept,
         scalars=[_alike(p) for p in partitions] if partitions is not None else [{}] * count,
+        own=own,
     )
+
+
+def _numbered(path: str, groups: list[object], model: ModelStates) -> tuple[bool, list[object]]:
+    """The param groups with the numbers of their flat buffers, and whether they named their members instead."""
+    shapes = model.param_shapes or ()
+    given = [group.get("params") if isinstance(group, dict) else None for group in groups]
+    if not any(isinstance(name, str) for params in given if isinstance(params, list) for name in params):
+        return False, groups
+    if len(groups) != len(shapes) or any(params != list(names) for params, names in zip(given, shapes, strict=True)):
+        raise fail(path, "param groups and the model file's param_shapes differ", f"{len(shapes)}", f"{len(groups)}")
+    numbered: list[object] = [
+        {**group, "params": [number]} for number, group in enumerate(groups) if isinstance(group, dict)
+    ]
+    return True, numbered
 
 
 def _embedded(
@@ -90,13 +100,6 @@ def _embedded(
 def _alike(partition: Partition) -> Mapping[str, Scalar]:
     """The scalar states that all ranks have alike: an optimizer may keep others per rank, and these are rank 0's."""
     return {name: value for name, value in partition.scalars.items() if name in ("step", "mu_product")}
-
-
-def _listed(path: str, value: object) -> frozenset[str]:
-    names = value.get("states") if isinstance(value, dict) else None
-    if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
-        return frozenset(names)
-    raise fail(path, f"entry {OWN!r} is malformed", "the names of the states", _kind(value))
 
 
 def _kind(value: object) -> str:
