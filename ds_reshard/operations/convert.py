@@ -15,6 +15,7 @@ from ds_reshard.execution.files import ArchiveFile, FileTarget
 from ds_reshard.execution.fingerprint import Fingerprint
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.execution.witness import Witness
+from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.target import Target, TargetFile, Unit, zero_target
 from ds_reshard.formats.zero.universal_target import universal_target
@@ -53,8 +54,8 @@ def convert_listing(
     needed = _nbytes(target)
     refuse_places(path, out, needed)
     what = {
-        "ds_reshard": VERSION, "source": _files_of(listing), "tag": os.path.basename(listing.folder), "to": to,
-        "dp": dp, "sub_group_size": sub_group_size,
+        "ds_reshard": VERSION, "source": _files_of(source.checkpoint), "tag": os.path.basename(listing.folder),
+        "to": to, "dp": dp, "sub_group_size": sub_group_size,
     }  # fmt: skip
     workspace = Workspace(out, what, force=options.force)
     number, shards = options.shard
@@ -99,10 +100,12 @@ def _stem(file: TargetFile) -> str:
     return os.path.basename(file.name).removesuffix(".pt")
 
 
-def _files_of(listing: Listing) -> dict[str, list[int]]:
+def _files_of(checkpoint: ZeroCheckpoint) -> dict[str, list[int]]:
     """What tells the source's files from others of the same names."""
-    used = sorted({*listing.model.values(), *listing.optim.values()})
-    return {name: [listing.nbytes[name], os.stat(listing.path(name)).st_mtime_ns] for name in used}
+    listing, universal = checkpoint.listing, checkpoint.universal
+    names = {*listing.model.values(), *listing.optim.values(), *(universal.nbytes if universal is not None else ())}
+    stats = {name: os.stat(listing.path(name)) for name in sorted(names)}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
 class _Work:

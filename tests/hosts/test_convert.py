@@ -86,12 +86,31 @@ def test_deepspeed_itself_loads_a_universal_checkpoint(
     assert loaded[0]["later"] == direct[0]["later"]
 
 
+OF_DEEPSPEED = (
+    (Run(1, 2), Run(3, 3), Model(groups=2)),
+    (Run(2, 3), Run(1, 2), Model(groups=2, tied=True)),
+    (Run(3, 2, options={"sub_group_size": 60}), Run(2, 4), Model(groups=2)),
+)
+
+
+@pytest.mark.parametrize(("source", "target", "model"), OF_DEEPSPEED, ids=str)
+def test_of_what_ds_to_universal_has_made(
+    worlds: Any, universals: Any, tmp_path: Path, source: Run, target: Run, model: Model
+) -> None:
+    folder, saved = universals(source, model)
+    out = _converted(str(folder), tmp_path / "out", FORMATS[target.stage], target.dp)
+    assert_same(saved, worlds[target.dp].run("load", run=target, model=model, folder=str(out), hooks=False))
+
+
 def test_the_files_are_those_of_the_run_that_was_converted_back(saves: Saves, tmp_path: Path) -> None:
     """From each format through every other and back: the first conversion's bytes, but for what only stage 3 keeps."""
     folder, _ = saves(Run(2, 2), Model(groups=2, frozen=True, tied=True))
     names = ("zero1", "zero2", "zero3", "bf16")
+    whole = _converted(str(folder), tmp_path / "universal", "universal", None)
+    assert _files(_converted(str(whole), tmp_path / "universal-again", "universal", None)) == _files(whole)
     first = {name: _converted(str(folder), tmp_path / name, name, 2) for name in names}
     for one, other in product(names, names):
+        assert _files(_converted(str(whole), tmp_path / f"universal-{one}-{other}", one, 2)) == _files(first[one])
         between = _converted(str(first[one]), tmp_path / f"{one}-{other}", other, 3)
         back = _converted(str(between), tmp_path / f"{one}-{other}-{one}", one, 2)
         assert _files(back) == _files(first[one]), (one, other)
@@ -106,7 +125,7 @@ def _converted(source: str, out: Path, to: str, dp: int | None) -> Path:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob("global_step*/*")}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("global_step*/**/*.pt")}
 
 
 @pytest.mark.parametrize("to", ["zero1", "zero3"])

@@ -12,10 +12,13 @@ from ds_reshard.formats.zero.layout import by_key
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.model_target import ModelTarget
 from ds_reshard.formats.zero.optimizer_target import OptimizerTarget, make_flats
+from ds_reshard.formats.zero.universal import UniversalStates
 from ds_reshard.model.layout import Layout, TensorKey
 
 Shape = tuple[int, ...]
 FORMATS = {"zero1": ("zero", 1), "zero2": ("zero", 2), "zero3": ("zero3", 3), "bf16": ("bf16", 1)}
+UNIVERSAL_INFO = {"universal_checkpoint_version": 0.4}
+"""What ds_to_universal sets where a script has not (UNIVERSAL_CHECKPOINT_VERSION_VALUE, checkpoint/constants.py)."""
 _SUB_GROUP_NUMEL = 10**9  # SUB_GROUP_SIZE of deepspeed/runtime/zero/config.py, 0.19.8
 
 
@@ -89,17 +92,25 @@ def _units(checkpoint: ZeroCheckpoint, optim: OptimizerTarget, model: ModelTarge
 
 def _not_bf16(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     """BF16_Optimizer trains bf16 weights alone (`_configure_zero_optimizer` in deepspeed/runtime/engine.py, 0.19.8)."""
-    config = checkpoint.model.entries.get("ds_config")
-    section = config.get("bf16", config.get("bfloat16")) if isinstance(config, dict) else None
-    if not (isinstance(section, dict) and section.get("enabled") is True):
+    if not _in_bf16(checkpoint):
         yield Fault(
             error="UnsupportedLayout", where=checkpoint.listing.folder, what="was not trained in bf16",
-            expected='"bf16": {"enabled": true} in the saved DeepSpeed JSON', found=repr(section), mend="--to zero1",
+            expected='"bf16": {"enabled": true} in the saved DeepSpeed JSON', found="no such entry", mend="--to zero1",
         )  # fmt: skip
 
 
+def _in_bf16(checkpoint: ZeroCheckpoint) -> bool:
+    config = checkpoint.model.entries.get("ds_config")
+    section = config.get("bf16", config.get("bfloat16")) if isinstance(config, dict) else None
+    return isinstance(section, dict) and section.get("enabled") is True
+
+
 def _model_tree(model: ModelTarget, rank: int) -> Mapping[str, object]:
-    return model.tree(rank, _saved(model.checkpoint, rank))
+    """One model file, without the mark that a conversion to universal alone has set in it."""
+    tree = model.tree(rank, _saved(model.checkpoint, rank))
+    if tree.get("universal_checkpoint_info") == UNIVERSAL_INFO:
+        del tree["universal_checkpoint_info"]
+    return tree
 
 
 def _saved(checkpoint: ZeroCheckpoint, rank: int) -> ModelStates:
@@ -111,9 +122,10 @@ def _saved(checkpoint: ZeroCheckpoint, rank: int) -> ModelStates:
 
 
 def _prefix(checkpoint: ZeroCheckpoint, optim: OptimizerTarget) -> str:
+    """What DeepSpeed begins the names of optimizer files with in a bf16 run (`_get_zero_ckpt_prefix`, engine.py)."""
     if checkpoint.optim is not None:
         return checkpoint.listing.optim_prefix
-    return "bf16_" if optim.kind == "bf16" else ""
+    return "bf16_" if _in_bf16(checkpoint) else ""
 
 
 def group_order(checkpoint: ZeroCheckpoint) -> list[dict[str, Shape]]:
@@ -167,11 +179,24 @@ def _lacking(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
             expected="learning rates and hyper-parameters, which DeepSpeed reads from a file of this kind",
             found="none", mend="load it in a run with import ds_reshard.auto, and save there",
         )  # fmt: skip
-    yield from checkpoint.universal.incomplete if checkpoint.universal is not None else ()
+    if checkpoint.universal is not None:
+        yield from _left_out(checkpoint.universal)
     for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim is not None else ()):
         for name, why in partition.unfollowed.items():
             yield Fault(
                 error="UnsupportedLayout", where=f"state {name!r} of partition {number}",
                 what=f"is neither one value nor one for each element ({why}): no other layout has a place for it",
                 mend="resume with the layout that was saved",
+            )  # fmt: skip
+
+
+def _left_out(universal: UniversalStates) -> Iterator[Fault]:
+    """States that ds_to_universal has left out, or may have: it carries over those of Adam, and says nothing."""
+    yield from universal.incomplete
+    for number, group in enumerate(universal.common.groups if universal.common.kept is None else ()):
+        if "betas" not in group or group.get("amsgrad") is True or "momentum_decay" in group:
+            yield Fault(
+                error="UnsupportedLayout", where=f"{universal.common.path}: param group {number}",
+                what="is not of Adam or AdamW: of other states ds_to_universal leaves out some, and does not say so",
+                mend="convert the ZeRO checkpoint that it was made from",
             )  # fmt: skip

@@ -18,13 +18,12 @@ from ds_reshard.formats.zero.facts import Scalar, ScalarTensor
 from ds_reshard.formats.zero.layout import by_key
 from ds_reshard.formats.zero.model_target import ModelTarget
 from ds_reshard.formats.zero.optimizer_target import kept_entries, new_tensor
-from ds_reshard.formats.zero.target import Target, TargetFile, Unit, group_order, refuse_source
+from ds_reshard.formats.zero.target import UNIVERSAL_INFO, Target, TargetFile, Unit, group_order, refuse_source
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
 from ds_reshard.model.region import Box
 
 TENSORS = "universal"
 _UNIT_NBYTES = 256 << 20
-_INFO = {"universal_checkpoint_version": 0.4}  # UNIVERSAL_CHECKPOINT_VERSION_VALUE, deepspeed/checkpoint/constants.py
 
 
 def universal_target(checkpoint: ZeroCheckpoint) -> Target:
@@ -130,7 +129,7 @@ def _model_unit(
 
 
 def _model(model: ModelTarget) -> dict[str, object]:
-    return {"universal_checkpoint_info": _INFO, **model.tree(0, model.checkpoint.model)}
+    return {"universal_checkpoint_info": UNIVERSAL_INFO, **model.tree(0, model.checkpoint.model)}
 
 
 def _bare(model: ModelTarget) -> object:
