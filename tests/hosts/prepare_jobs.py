@@ -61,6 +61,7 @@ def make_optimizer(kind: str, net: Any) -> Any:
         "real empty group": lambda: torch.optim.AdamW(param_groups(net, 3), lr=LR),
         "dummy": lambda: DummyOptim(whole, lr=LR),
         "dummy without lr": lambda: DummyOptim(whole),
+        "dummy empty group": lambda: DummyOptim(param_groups(net, 3), lr=LR),
         "dummy groups": lambda: DummyOptim(both, lr=LR),
         "dummy betas": lambda: DummyOptim(whole, lr=LR, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6),
         "two dummies": lambda: [DummyOptim(group["params"], lr=LR) for group in both],
@@ -94,7 +95,7 @@ def make_scheduler(kind: str, optimizer: Any, net: Any) -> Any:
 def row(
     optimizer: str, scheduler: str, json_optimizer: Any = None, json_scheduler: Any = None, *,
     hooks: bool, steps: int = 4, scheduled: bool = True, apart: bool = False, clock: str | None = None,
-    direct: bool = False, backend: bool = True,
+    direct: bool = False, backend: bool = True, backwards: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """The rates that each update used, or what was raised and where; `scheduled` says the script steps it."""
     import ds_reshard
@@ -126,6 +127,8 @@ def row(
             if apart:
                 prepared = [*map(accelerator.prepare, things[1:]), accelerator.prepare(net)]
                 prepared = [prepared[-1], *prepared[:-1]]
+            elif backwards:
+                prepared = list(reversed(accelerator.prepare(*reversed(things))))
             elif direct:
                 prepared = list(accelerator._prepare_deepspeed(*things))
             else:
@@ -182,6 +185,23 @@ def twice(hooks: bool) -> dict[str, Any]:
         accelerator.free_memory()
     rates = [engine.basic_optimizer.param_groups[0]["lr"] for engine in engines]
     return {"rates": rates, "refused": refused, "moved": moved, "found": [finding.rule for finding in found]}
+
+
+def two_models(hooks: bool) -> str:
+    """Two models in one prepare: the name of the error."""
+    import ds_reshard
+
+    config = {
+        "train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    with ds_reshard.install("accelerate") if hooks else nullcontext():
+        accelerator, net = new_accelerator(config), new_net()
+        try:
+            accelerator.prepare(net, new_net(), torch.optim.AdamW(net.parameters(), lr=LR))
+        except Exception as error:
+            return type(error).__name__
+    return "none"
 
 
 def reference_first(hooks: bool) -> dict[str, Any]:

@@ -61,6 +61,11 @@ ROWS = [
         off=("ValueError", "a scheduler in the config file and in the code"),
     ),
     Row(optimizer="dummy", scheduler="torch", json=ADAMW, on=FALLING, off=WITHOUT_HOOKS_UNBUILT),
+    Row(optimizer="dummy", scheduler="deepspeed", json=ADAMW, on=WARMED, off=("TypeError", "DummyOptim")),
+    Row(
+        optimizer="dummy empty group", scheduler="callable", json=ADAMW, on=[[rate, rate / 10] for rate in FALLING],
+        off=[[rate, rate / 10] for rate in FALLING],
+    ),
     Row(optimizer="dummy", scheduler="dummy", json=ADAMW, on=(REFUSED, "has none"), off=("ValueError", "Either")),
     Row(optimizer="dummy", scheduler="callable", json=ADAMW, on=FALLING, off=FALLING),
     Row(
@@ -172,6 +177,7 @@ def test_row(worlds: Any, row: Row, hooks: str) -> None:
     if isinstance(expected, tuple):
         return
     assert told[0]["raised"] is None, told[0]
+    assert (told[0]["untrained"] > 0) == (row.optimizer == "two dummies"), "accelerate trains the last one's parameters"
     assert hooks == "off" or "refused" not in [outcome for _, outcome in told[0]["diagnosed"]]
     if row.optimizer.startswith("dummy"):
         assert told[0]["untested"] is False, "zero_allow_untested_optimizer is the user's"
@@ -206,6 +212,20 @@ def test_what_is_left_as_it_is_is_told(worlds: Any, row: Row, rule: str) -> None
     """What accelerate does by itself and nobody asked against is left alone, and found by `diagnose`."""
     told = _diagnosed(worlds, row, hooks=True)
     assert (rule, "told") in told["diagnosed"] and told["raised"] is None
+    assert told["rates"] == _diagnosed(worlds, row)["rates"]
+
+
+def test_the_order_of_arguments_does_not_matter(worlds: Any) -> None:
+    told = worlds[2].run(
+        "prepare_jobs.row", optimizer="dummy", scheduler="torch", json_optimizer=ADAMW, hooks=True, backwards=True
+    )[0]
+    assert [rates[0] for rates in told["rates"]] == pytest.approx(FALLING)
+
+
+@pytest.mark.parametrize("hooks", [True, False])
+def test_two_models_in_one_prepare_are_refused(worlds: Any, hooks: bool) -> None:
+    """By accelerate itself, before anything is made."""
+    assert worlds[2].run("prepare_jobs.two_models", hooks=hooks) == ["AssertionError"] * 2
 
 
 def test_betas_and_eps_of_a_dummy_optim_are_the_optimizers(worlds: Any) -> None:
