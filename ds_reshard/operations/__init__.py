@@ -58,7 +58,7 @@ def convert(
     Raises what a load raises for files that are missing or damaged, UnsupportedLayout for what the format cannot
     hold, ConfigError for a place that cannot be written to, WriteFailed. `out` is then not there.
     """
-    from ds_reshard.operations.convert import convert_listing  # which needs torch
+    from ds_reshard.operations.conversion import convert_listing  # which needs torch
 
     listing = find_listing(os.fspath(path), tag)
     return convert_listing(

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping
 
 from ds_reshard.errors import ConfigError, Fault, WriteFailed, raise_faults
 from ds_reshard.execution import disk
+from ds_reshard.operations.manifest import MANIFEST, manifest_text, read_manifest
 
 SUFFIX = ".ds-reshard"
-MANIFEST = "ds_reshard.json"
 
 
 class Workspace:
@@ -135,7 +135,7 @@ class Workspace:
 
         Of several processes that come here at once, each may be the one that does it.
         """
-        text = json.dumps({**manifest, "conversion": json.loads(self._conversion)}, sort_keys=True, indent=1)
+        text = manifest_text({**manifest, "conversion": json.loads(self._conversion)})
         try:
             for name, content in {MANIFEST: text, **pointers}.items():
                 disk.write_whole(os.path.join(self.out, name), content.encode("utf-8"), beside=self.folder)
@@ -157,11 +157,10 @@ class Workspace:
 
 def _conversion_of(path: str) -> object:
     try:
-        with open(path, encoding="utf-8") as file:
-            manifest = json.load(file)
-    except (OSError, ValueError):
+        manifest = read_manifest(path)
+    except ValueError:
         return None
-    return manifest.get("conversion") if isinstance(manifest, dict) else None
+    return manifest.get("conversion") if manifest is not None else None
 
 
 def refuse_places(source: str, out: str, needed_nbytes: int) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
-from ds_reshard.containers.torch_zip_writer import ArchivePlan, plan_archive
-from ds_reshard.errors import ConfigError, InternalError, raise_faults
+from ds_reshard.errors import InternalError, raise_faults
 from ds_reshard.execution import disk
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.files import ArchiveFile, FileTarget
@@ -17,17 +16,14 @@ from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.execution.witness import Witness
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.target import Target, TargetFile, Unit, zero_target
-from ds_reshard.formats.zero.universal_target import universal_target
+from ds_reshard.formats.zero.target import Target, Unit
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Record
 from ds_reshard.model.layout import TensorKey
-from ds_reshard.model.records import StorageRecord
-from ds_reshard.operations.options import FORMATS, UNIVERSAL, Conversion, Options, Progress
+from ds_reshard.operations.options import Conversion, Options, Progress
 from ds_reshard.operations.source import Source
+from ds_reshard.operations.units import Units, archive_of, buffer_of, refuse, target_of
 from ds_reshard.operations.workspace import Workspace, refuse_places
-from ds_reshard.planning.match import plan_rank
-from ds_reshard.planning.plan import Copy, Plan
 from ds_reshard.version import VERSION
 
 _SYNCING = 4  # waiting for a disk costs no core
@@ -44,13 +40,10 @@ def convert_listing(
     One pass: what is read is written and checked against the checksums of its files, in buffers of
     `options.memory_nbytes`. `out` is there when all of it is on the disk, and not before.
     """
-    _refuse(to, dp, sub_group_size, options)
+    refuse(to, dp, sub_group_size, threads=options.threads, memory_nbytes=options.memory_nbytes)
     source = Source(listing)
     dp = source.checkpoint.dp if dp is None else dp
-    if to == UNIVERSAL:
-        target = universal_target(source.checkpoint)
-    else:
-        target = zero_target(source.checkpoint, to, dp, sub_group_size=sub_group_size)
+    target = target_of(source.checkpoint, to, dp, sub_group_size)
     needed = _nbytes(target)
     refuse_places(path, out, needed)
     what = {
@@ -71,33 +64,14 @@ def convert_listing(
     )
 
 
-def _refuse(to: str, dp: int | None, sub_group_size: int | None, options: Options) -> None:
-    if to not in FORMATS:
-        raise ConfigError(f"{to!r} is no format: --to {' | '.join(FORMATS)}")
-    if dp is not None and to == UNIVERSAL:
-        raise ConfigError("--dp: a universal checkpoint is loaded at any size; leave it out")
-    if sub_group_size is not None and to != "zero3":
-        raise ConfigError(f"--sub-group-size: {to} has no sub-groups; leave it out, or --to zero3")
-    least = options.threads << 20
-    if options.memory_nbytes < least:
-        mend = f"--memory {options.threads}, or --threads {max(1, options.memory_nbytes >> 20)}"
-        raise ConfigError(
-            f"--memory: {options.memory_nbytes >> 20} MiB is too little for {options.threads} threads; {mend}"
-        )
-
-
 def _nbytes(target: Target) -> int:
     """About how many bytes the output takes: the files of the units of one family differ by little."""
     total = 0
     for family in target.layout.shards:
         units = [unit for unit in target.units if unit.family == family]
         first = units[0].files if units else ()
-        total += len(units) * sum(plan_archive(_stem(file), file.tree()).nbytes for file in first)
+        total += len(units) * sum(archive_of(file).nbytes for file in first)
     return total
-
-
-def _stem(file: TargetFile) -> str:
-    return os.path.basename(file.name).removesuffix(".pt")
 
 
 def _files_of(checkpoint: ZeroCheckpoint) -> dict[str, list[int]]:
@@ -126,9 +100,7 @@ class _Work:
         self._workspace = workspace
         self._progress = progress
         self._needed = needed
-        self._wants: dict[str, dict[TensorKey, TensorKey]] = {family: {} for family in target.layout.shards}
-        for key, origin in target.wants.items():
-            self._wants[target.layout[key].family][key] = origin
+        self._units = Units(source, target)
         self._tag = os.path.basename(source.checkpoint.listing.folder)
         self._options = options
 
@@ -137,7 +109,7 @@ class _Work:
         if self._workspace.noted(unit.name) is not None:
             return
         subject = f"converting {self._source.checkpoint.listing.folder}"
-        archives = [plan_archive(_stem(file), file.tree()) for file in unit.files]
+        archives = [archive_of(file) for file in unit.files]
         targets: dict[str, FileTarget] = {}
         made: dict[str, ArchiveFile] = {}
         for file, archive in zip(unit.files, archives, strict=True):
@@ -145,14 +117,14 @@ class _Work:
             made[name] = ArchiveFile(self._workspace.path(name), archive)
             for key, storage in archive.storages.items():
                 dtype = ElementType.UINT8 if storage.path else storage.dtype
-                targets[_buffer(storage)] = made[name].target(key, dtype)
+                targets[buffer_of(storage)] = made[name].target(key, dtype)
             for buffer, data in file.data.items():
                 targets[buffer].store(0, memoryview(data), targets[buffer].dtype)
-        witness = Witness(self._source.index, self._target.layout, unit.shard, self._wants[unit.family])
+        witness = Witness(self._source.index, self._target.layout, unit.shard, self._units.wants[unit.family])
         executor = ThreadExecutor(
             threads=self._options.threads, memory_nbytes=self._options.memory_nbytes, checksum=True, saw=witness.saw
         )
-        outcome = executor.execute(self._plan(unit, archives), targets)
+        outcome = executor.execute(self._units.plan(unit, archives), targets)
         raise_faults(outcome.faults, subject=subject)
         pending, faults = settle(partial_sums(outcome))
         raise_faults(faults, subject=subject)
@@ -160,7 +132,7 @@ class _Work:
         with ThreadPoolExecutor(_SYNCING * self._options.threads) as pool:
             list(pool.map(disk.sync, [file.path for file in made.values()]))
         prints = [[key.name, key.kind, witness.sums[key].value, witness.sums[key].nbytes]
-                  for key in self._wants[unit.family] if witness.sums[key].nbytes]  # fmt: skip
+                  for key in self._units.wants[unit.family] if witness.sums[key].nbytes]  # fmt: skip
         sums = [asdict(item) for item in pending]
         self._workspace.note(unit.name, {"files": files, "family": unit.family, "sums": sums, "tensors": prints})
         self.files += len(files)
@@ -168,21 +140,6 @@ class _Work:
         self.bytes_written += sum(archive.nbytes for archive in archives)
         if self._progress is not None:
             self._progress(self.bytes_written, self._needed)
-
-    def _plan(self, unit: Unit, archives: Sequence[ArchivePlan]) -> Plan:
-        storages = [storage for archive in archives for storage in archive.storages.values()]
-        filled = {buffer for file in unit.files for buffer in file.data}
-        fresh = {s.key: s.numel for s in storages if not s.path and s.key not in filled}
-        plan = plan_rank(
-            self._source.index,
-            self._target.layout,
-            unit.shard,
-            self._wants[unit.family],
-            family=unit.family,
-            sizes=fresh,
-        )
-        copied = [_copy(storage) for storage in storages if storage.path and storage.nbytes]
-        return Plan(copies=(*plan.copies, *copied), fills=plan.fills, checks=plan.checks)
 
     def finish(self) -> bool:
         """Where all units are written: check what their sums say together, and give the output its name."""
@@ -216,19 +173,6 @@ class _Work:
                 "fingerprint": str(found),
             })  # fmt: skip
         return told
-
-
-def _buffer(storage: StorageRecord) -> str:
-    """The buffer that a storage of a new file is: its own name, or where it is copied from."""
-    return storage.key if not storage.path else f"{storage.path}\0{storage.key}"
-
-
-def _copy(storage: StorageRecord) -> Copy:
-    record = Record(path=storage.path, byte_offset=storage.byte_offset, nbytes=storage.nbytes, crc32=storage.crc32)
-    return Copy(
-        record=record, byte_offset=storage.byte_offset, numel=storage.nbytes, dtype=ElementType.UINT8,
-        buffer=_buffer(storage), element_offset=0, target_dtype=ElementType.UINT8,
-    )  # fmt: skip
 
 
 def _sums(note: Mapping[str, object]) -> Iterator[PartialSum]:
