@@ -103,13 +103,7 @@ def read_again(records: Iterable[Record]) -> list[Fault]:
     faults = []
     for record in records:
         try:
-            with open(record.path, "rb", buffering=0) as file:
-                crc, left = 0, record.nbytes
-                while left:
-                    data = os.pread(file.fileno(), min(left, _CHUNK_NBYTES), record.byte_offset + record.nbytes - left)
-                    if not data:
-                        break
-                    crc, left = crc32(data, crc), left - len(data)
+            crc, left = crc32_on_disk(record)
         except OSError as error:
             faults.append(
                 Fault(
@@ -125,11 +119,28 @@ def read_again(records: Iterable[Record]) -> list[Fault]:
     return faults
 
 
+def crc32_on_disk(record: Record) -> tuple[int, int]:
+    """The crc32 of a record's bytes, and how many of them the file does not have. Raises OSError."""
+    with open(record.path, "rb", buffering=0) as file:
+        crc, left = 0, record.nbytes
+        while left:
+            data = os.pread(file.fileno(), min(left, _CHUNK_NBYTES), record.byte_offset + record.nbytes - left)
+            if not data:
+                break
+            crc, left = crc32(data, crc), left - len(data)
+    return crc, left
+
+
+def altered(record: Record) -> str:
+    """What a fault says of a record that has another checksum."""
+    return f"bytes [{record.byte_offset}, {record.byte_offset + record.nbytes}) are not what was written"
+
+
 def _mismatch(record: Record, crc: int) -> Fault:
     return Fault(
         error="ChecksumMismatch",
         where=record.path,
-        what=f"bytes [{record.byte_offset}, {record.byte_offset + record.nbytes}) are not what was written",
+        what=altered(record),
         expected=f"crc32 {record.crc32:08x}",
         found=f"{crc:08x}",
         mend="restore the file from a copy, or load an older tag; the file on disk is damaged",

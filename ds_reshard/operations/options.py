@@ -10,7 +10,7 @@ from ds_reshard.formats.zero.target import FORMATS as ZERO_FORMATS
 UNIVERSAL = "universal"
 FORMATS = (*ZERO_FORMATS, UNIVERSAL)
 Progress = Callable[[int, int], None]
-"""Is told the bytes that are written so far, and in all."""
+"""Is told the bytes that are written, or read, so far, and in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,3 +33,11 @@ class Conversion:
     bytes_read: int
     bytes_written: int
     complete: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How a tool reads that writes nothing: `memory_nbytes` bounds its buffers."""
+
+    threads: int = 4
+    memory_nbytes: int = 256 << 20

@@ -1,0 +1,113 @@
+"""Every record of every file of a folder, to be read and compared with the checksums that its archive has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ds_reshard.containers.torch_zip import open_archive
+from ds_reshard.containers.zip_frame import frame_faults
+from ds_reshard.errors import Fault, ReshardError, faults_of
+from ds_reshard.execution.ledger import Ledger
+from ds_reshard.execution.threads import ThreadExecutor
+from ds_reshard.model.index import Record
+from ds_reshard.operations.options import Progress
+from ds_reshard.planning.plan import Check, Plan
+
+_RUN_NBYTES = 128 << 20
+_ARCHIVE_MAGIC = b"PK\x03\x04"
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckedFile:
+    """A file of the folder: its records by the names of their members, and the runs between them.
+
+    A file that is no archive, or cannot be opened as one, has no members and one run.
+    """
+
+    name: str
+    path: str
+    nbytes: int
+    members: dict[Record, str] = field(default_factory=dict)
+    between: list[Record] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+
+
+def list_files(folder: str) -> list[str]:
+    """Every regular file below a folder, by its path from there, sorted."""
+    found = []
+    for at, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(at, name)
+            if os.path.isfile(path):
+                found.append(os.path.relpath(path, folder))
+    return sorted(found)
+
+
+def open_file(folder: str, name: str) -> CheckedFile:
+    """Read an archive's directory and headers; what is wrong with them is in the file's `faults`."""
+    path = f"{folder}/{name}"
+    try:
+        file = CheckedFile(name=name, path=path, nbytes=os.path.getsize(path))
+        with open(path, "rb") as opened:
+            archive_like = opened.read(4) == _ARCHIVE_MAGIC or name.endswith(".pt")
+        if archive_like:
+            _open_members(file)
+    except ReshardError as error:
+        file.faults += faults_of(error)
+    except OSError as error:
+        mend = "check the file system and its permissions"
+        fault = Fault(error="ReadFailed", where=path, what=f"cannot be read: {error.strerror or error}", mend=mend)
+        return CheckedFile(name=name, path=path, nbytes=0, faults=[fault])
+    at = 0
+    for record in file.members:
+        file.between += [_run(path, at, record.byte_offset - at)] if record.byte_offset > at else []
+        at = record.byte_offset + record.nbytes
+    file.between += [_run(path, at, file.nbytes - at)] if file.nbytes > at else []
+    return file
+
+
+def _open_members(file: CheckedFile) -> None:
+    with open_archive(file.path) as archive:
+        for name, member in archive.members.items():
+            record = Record(path=file.path, byte_offset=member.byte_offset, nbytes=member.nbytes, crc32=member.crc32)
+            file.members[record] = name
+    file.faults += frame_faults(file.path)
+
+
+def _run(path: str, byte_offset: int, nbytes: int) -> Record:
+    return Record(path=path, byte_offset=byte_offset, nbytes=nbytes, crc32=None)
+
+
+def read_records(
+    records: Sequence[Record],
+    ledger: Ledger,
+    *,
+    threads: int,
+    memory_nbytes: int,
+    progress: Progress | None,
+    total: int,
+) -> None:
+    """Read what the ledger does not have of these records, in their order; faults of reading are noted there."""
+    executor = ThreadExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=True)
+    for run in _runs(check for record in records for check in ledger.missing(record)):
+        ledger.note(executor.execute(Plan(copies=(), checks=tuple(run)), {}))
+        if progress is not None:
+            progress(ledger.bytes_read, total)
+
+
+def _runs(checks: Iterator[Check]) -> Iterator[list[Check]]:
+    """The checks in lists of about _RUN_NBYTES: after each the progress is told."""
+    run: list[Check] = []
+    nbytes = 0
+    for check in checks:
+        for at in range(0, check.nbytes, _RUN_NBYTES):
+            part = min(_RUN_NBYTES, check.nbytes - at)
+            run.append(Check(record=check.record, byte_offset=check.byte_offset + at, nbytes=part))
+            nbytes += part
+            if nbytes >= _RUN_NBYTES:
+                yield run
+                run, nbytes = [], 0
+    if run:
+        yield run
