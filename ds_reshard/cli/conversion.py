@@ -5,16 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
+from ds_reshard.cli.arguments import add_reading, count
+from ds_reshard.cli.bar import bar
 from ds_reshard.operations import FORMATS, Options, convert
-from ds_reshard.operations import Progress as Told
 
 
 def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -24,17 +19,12 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("checkpoint", metavar="SRC", help="the folder that was given to save_checkpoint")
     parser.add_argument("out", metavar="OUT", help="the folder to make: it is there when all of it is written")
     parser.add_argument("--to", required=True, choices=FORMATS, help="what to write")
-    parser.add_argument("--dp", type=_count, metavar="N", help="data-parallel size (default: the saving run's)")
+    parser.add_argument("--dp", type=count, metavar="N", help="data-parallel size (default: the saving run's)")
     parser.add_argument("--tag", help="the tag to read (default: the one that 'latest' names)")
     parser.add_argument(
-        "--sub-group-size", type=_count, metavar="N", help="the coming run's, for zero3 (default: the saving run's)"
+        "--sub-group-size", type=count, metavar="N", help="the coming run's, for zero3 (default: the saving run's)"
     )
-    parser.add_argument(
-        "--threads", type=_count, metavar="N", default=min(4, os.cpu_count() or 1), help="(default: %(default)s)"
-    )
-    parser.add_argument(
-        "--memory", type=_count, metavar="MIB", default=256, help="memory for buffers (default: %(default)s)"
-    )
+    add_reading(parser)
     parser.add_argument(
         "--shard", type=_shard, metavar="I/N", help="do part I of N, counted from 0; the last one finishes"
     )
@@ -42,12 +32,6 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--force", action="store_true", help="replace OUT when all of the new one is written")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 10**12:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
-    return int(text)
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -62,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         threads=arguments.threads, memory_nbytes=arguments.memory << 20, shard=arguments.shard or _launched(),
         resume=arguments.resume, force=arguments.force,
     )  # fmt: skip
-    with _bar() as progress:
+    with bar("written") as progress:
         done = convert(
             arguments.checkpoint, arguments.out, to=arguments.to, dp=arguments.dp, tag=arguments.tag,
             sub_group_size=arguments.sub_group_size, options=options, progress=progress,
@@ -80,21 +64,3 @@ def _launched() -> tuple[int, int]:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return 0, 1
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-@contextmanager
-def _bar() -> Iterator[Told | None]:
-    """Bytes, rate and time left, on a terminal; nothing where the output is piped."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("written", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -19,8 +19,11 @@ from rich.console import Console
 
 from ds_reshard import __version__
 from ds_reshard.cli import doctor, rates, render
+from ds_reshard.cli.comparison import add_diff
 from ds_reshard.cli.conversion import add_convert
+from ds_reshard.cli.foresight import add_plan
 from ds_reshard.cli.picture import draw
+from ds_reshard.cli.verification import add_verify
 from ds_reshard.errors import ReshardError
 from ds_reshard.hosts import installed
 from ds_reshard.hosts.accelerate.rules import diagnose
@@ -70,6 +73,9 @@ def build_parser() -> argparse.ArgumentParser:
     lr.set_defaults(run=_lr)
 
     add_convert(commands)
+    add_verify(commands)
+    add_diff(commands)
+    add_plan(commands)
 
     look_over = commands.add_parser("doctor", help="installed frameworks against the tested ones, and what a JSON does")
     look_over.add_argument("--config", metavar="FILE", help="a DeepSpeed JSON, as it is used with accelerate")

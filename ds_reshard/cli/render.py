@@ -112,8 +112,8 @@ def _summary(inspection: Inspection) -> Table:
         "steps": f"{_or_unknown(steps.global_steps)} global, {_or_unknown(steps.skipped_steps)} skipped, optimizer "
         + (", ".join(map(str, steps.optimizer_steps)) or "unknown"),
         "elements": roles or "unknown",
-        "size": f"{_size(inspection.total_nbytes)} in {len(inspection.files)} files"
-        + (f"; {_size(inspection.bytes_read)} read" if inspection.bytes_read is not None else ""),
+        "size": f"{size(inspection.total_nbytes)} in {len(inspection.files)} files"
+        + (f"; {size(inspection.bytes_read)} read" if inspection.bytes_read is not None else ""),
     }
     grid = Table.grid(padding=(0, 2))
     for name, value in rows.items():
@@ -150,7 +150,7 @@ def _file_table(files: Sequence[FileEntry]) -> Table:
     table.add_column("role")
     table.add_column("size", justify="right")
     for file in files:
-        table.add_row(Text(printable(file.name)), file.role, _size(file.nbytes))
+        table.add_row(Text(printable(file.name)), file.role, size(file.nbytes))
     return table
 
 
@@ -162,9 +162,10 @@ def _or_unknown(value: object) -> str:
     return "unknown" if value is None else str(value)
 
 
-def _size(nbytes: int) -> str:
-    size, units = float(nbytes), iter(("bytes", "KiB", "MiB", "GiB", "TiB"))
+def size(nbytes: int) -> str:
+    """A number of bytes in the unit that suits it."""
+    scaled, units = float(nbytes), iter(("bytes", "KiB", "MiB", "GiB", "TiB"))
     unit = next(units)
-    while size >= 1024 and unit != "TiB":
-        size, unit = size / 1024, next(units)
-    return f"{nbytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+    while scaled >= 1024 and unit != "TiB":
+        scaled, unit = scaled / 1024, next(units)
+    return f"{nbytes} bytes" if unit == "bytes" else f"{scaled:.1f} {unit}"

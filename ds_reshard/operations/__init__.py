@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ds_reshard.errors import ConfigError, Fault
 from ds_reshard.formats.megatron.files import is_megatron
@@ -12,18 +13,23 @@ from ds_reshard.formats.megatron.past import read_past as megatron_past
 from ds_reshard.formats.zero.inspection import describe_survey
 from ds_reshard.formats.zero.past import read_past
 from ds_reshard.formats.zero.survey import survey
+from ds_reshard.model.conversion_plan import ConversionPlan
+from ds_reshard.model.difference import Difference
 from ds_reshard.model.fingerprints import Fingerprinted
 from ds_reshard.model.inspection import Inspection
+from ds_reshard.model.verification import Verification
 from ds_reshard.operations.finding import find_listing
 from ds_reshard.operations.fingerprints import fingerprint
-from ds_reshard.operations.options import FORMATS, Conversion, Options, Progress
+from ds_reshard.operations.foresight import plan_listing
+from ds_reshard.operations.options import FORMATS, Conversion, Options, Progress, Reading
 from ds_reshard.resume import coming, megatron_coming
 from ds_reshard.resume.coming import ComingRun
 from ds_reshard.resume.megatron_run import read_run
 
 __all__ = [
-    "FORMATS", "ComingRun", "Conversion", "Fingerprinted", "Inspection", "Options", "Progress", "coming_run", "convert",
-    "fingerprint", "inspect", "read_config",
+    "FORMATS", "ComingRun", "Conversion", "ConversionPlan", "Difference", "Fingerprinted", "Inspection", "Options",
+    "Progress", "Reading", "Verification", "coming_run", "convert", "diff", "fingerprint", "inspect", "plan",
+    "read_config", "verify",
 ]  # fmt: skip
 
 
@@ -40,9 +46,8 @@ def inspect(path: str, *, tag: str | None = None) -> Inspection:
     before = _bytes_asked_for()
     listing = find_listing(os.fspath(path), tag)
     found = survey(listing)
-    after = _bytes_asked_for()
-    bytes_read = after - before if before is not None and after is not None else None
-    return describe_survey(found, tag=os.path.basename(os.path.abspath(listing.folder)), bytes_read=bytes_read)
+    tag = os.path.basename(os.path.abspath(listing.folder))
+    return describe_survey(found, tag=tag, bytes_read=_since(before))
 
 
 def convert(
@@ -65,6 +70,64 @@ def convert(
         listing, os.fspath(path), os.fspath(out), to=to, dp=dp, sub_group_size=sub_group_size,
         options=options or Options(), progress=progress,
     )  # fmt: skip
+
+
+def verify(
+    path: str, *, tag: str | None = None, deep: bool = False, against: str | None = None,
+    reading: Reading | None = None, progress: Progress | None = None,
+) -> Verification:  # fmt: skip
+    """Everything that is wrong with the checkpoint in `path` (and `tag`, as for `inspect`).
+
+    Compares every record of every file in the tag's folder with the checksum that its archive has, and the folder with
+    its manifest where there is one; `deep` also looks at the values of all tensors. `against` is another checkpoint
+    that it shall be equal to, as `diff` says. Each byte is read once, and again for `against`. Needs torch.
+
+    Raises CheckpointNotFound and ReadFailed, as `inspect`; what a load raises for files of `against`.
+    """
+    from ds_reshard.operations.verification import verify_listing
+
+    found = verify_listing(
+        find_listing(os.fspath(path), tag), deep=deep, reading=reading or Reading(), progress=progress
+    )
+    if against is None:
+        return found
+    return replace(found, difference=diff(path, against, tag_a=tag, reading=reading, progress=progress))
+
+
+def diff(
+    a: str, b: str, *, tag_a: str | None = None, tag_b: str | None = None, reading: Reading | None = None,
+    progress: Progress | None = None,
+) -> Difference:  # fmt: skip
+    """In what the checkpoints in `a` and `b` differ, each of any ZeRO stage and size: tensors and values.
+
+    Equal means equal to the bit. Each byte of both is read once and checked, in memory of `reading.memory_nbytes`
+    whatever the sizes. Needs torch. Raises what a load raises for files that are missing or cannot be read.
+    """
+    from ds_reshard.operations.comparison import compare_listings
+
+    return compare_listings(
+        find_listing(os.fspath(a), tag_a),
+        find_listing(os.fspath(b), tag_b),
+        reading=reading or Reading(),
+        progress=progress,
+    )
+
+
+def plan(
+    path: str, *, to: str, dp: int | None = None, tag: str | None = None, sub_group_size: int | None = None,
+    bandwidth: float = 1e9, reading: Reading | None = None,
+) -> ConversionPlan:  # fmt: skip
+    """What `convert` with the same arguments would read and write: by whom, from which files, in what time.
+
+    Reads directories and pickles, no tensor's bytes, and imports no torch. `bandwidth` is in bytes per second.
+    Raises what `convert` raises before it writes.
+    """
+    before = _bytes_asked_for()
+    made = plan_listing(
+        find_listing(os.fspath(path), tag), to=to, dp=dp, sub_group_size=sub_group_size, bandwidth=bandwidth,
+        reading=reading or Reading(),
+    )  # fmt: skip
+    return replace(made, metadata_nbytes=_since(before))
 
 
 def coming_run(
@@ -137,3 +200,9 @@ def _bytes_asked_for() -> int | None:
             return int(file.readline().removeprefix("rchar:"))
     except (OSError, ValueError):
         return None
+
+
+def _since(before: int | None) -> int | None:
+    """Bytes read since `_bytes_asked_for` said `before`."""
+    after = _bytes_asked_for()
+    return after - before if before is not None and after is not None else None

@@ -10,6 +10,7 @@ import sys
 from house import ROOT
 
 import ds_reshard
+from ds_reshard import operations
 from ds_reshard.cli.main import build_parser
 
 EXPORTED = [
@@ -58,11 +59,25 @@ COMMANDS = {
         "OUT",
         "SRC",
     ],
+    "diff": ["--json", "--memory", "--tag-a", "--tag-b", "--tensors", "--threads", "A", "B"],
     "doctor": ["--config", "--json"],
     "fingerprint": ["--json", "--tag", "--threads", "CKPT"],
     "hooks": ["--json"],
     "inspect": ["--all", "--json", "--tag", "CKPT"],
     "lr": ["--config", "--json", "--png", "--steps", "--tag", "CKPT"],
+    "plan": [
+        "--bandwidth",
+        "--dp",
+        "--html",
+        "--json",
+        "--memory",
+        "--sub-group-size",
+        "--tag",
+        "--threads",
+        "--to",
+        "SRC",
+    ],
+    "verify": ["--against", "--deep", "--json", "--memory", "--tag", "--threads", "CKPT"],
 }
 
 
@@ -86,6 +101,12 @@ def test_every_exported_name_is_there() -> None:
     """Each name of __all__ can be had from the package, the ones that are looked up late too."""
     missing = [name for name in ds_reshard.__all__ if not hasattr(ds_reshard, name)]
     assert missing == [], f"exported and not there: {', '.join(missing)}"
+
+
+def test_no_module_takes_the_name_of_a_function() -> None:
+    """A module that is imported late would stand in the function's place from then on."""
+    modules = {path.stem for path in (ROOT / "ds_reshard" / "operations").glob("*.py")}
+    assert modules & set(operations.__all__) == set()
 
 
 def test_every_error_is_exported() -> None:

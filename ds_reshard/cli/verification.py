@@ -1,0 +1,69 @@
+"""`ds-reshard verify`: its arguments, and its findings as a table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ds_reshard.cli.arguments import add_reading, reading
+from ds_reshard.cli.bar import bar
+from ds_reshard.cli.comparison import render_difference
+from ds_reshard.cli.render import printable, size
+from ds_reshard.model.verification import Verification
+from ds_reshard.operations import verify
+
+
+def add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "verify", help="read a checkpoint whole and list everything that is wrong with it; status 1 for any finding"
+    )
+    parser.add_argument("checkpoint", metavar="CKPT", help="the folder that was given to save_checkpoint")
+    parser.add_argument("--tag", help="the tag to look at (default: the one that 'latest' names)")
+    parser.add_argument("--deep", action="store_true", help="look at the values of the tensors, too")
+    parser.add_argument("--against", metavar="OTHER", help="a checkpoint that it shall be equal to, of any layout")
+    add_reading(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    with bar("read") as progress:
+        found = verify(
+            arguments.checkpoint, tag=arguments.tag, deep=arguments.deep, against=arguments.against,
+            reading=reading(arguments), progress=progress,
+        )  # fmt: skip
+    if arguments.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        render_verification(found, Console())
+    return 0 if found.clean else 1
+
+
+def render_verification(found: Verification, console: Console) -> None:
+    """One row a finding, what mends them, what is no fault, and a line that says what was read."""
+    if found.faults:
+        table = Table(title="Findings", title_justify="left", show_lines=True)
+        for heading in ("where", "what", "expected", "found"):
+            table.add_column(heading, overflow="fold")
+        for fault in found.faults:
+            where = fault.where.removeprefix(f"{found.folder}/")
+            table.add_row(*(Text(printable(text)) for text in (where, fault.what, fault.expected, fault.found)))
+        console.print(table)
+        for mend in dict.fromkeys(fault.mend for fault in found.faults if fault.mend):
+            console.print(Text(f"to mend: {printable(mend)}"), soft_wrap=True)
+    for note in found.notes:
+        console.print(Text(printable(note), style="dim"), soft_wrap=True)
+    if found.difference is not None:
+        render_difference(found.difference, console)
+    looked = f", the values of {found.tensors} tensors" if found.tensors else ""
+    count = len(found.faults)
+    result = f"{count} finding{'s' if count != 1 else ''}" if count else "nothing found"
+    rate = f" at {size(round(found.bytes_read / found.seconds))}/s" if found.seconds else ""
+    line = f"{printable(found.folder)}: {result} in {found.files} files, {found.records} checksums{looked}; "
+    console.print(
+        Text(f"{line}{size(found.bytes_read)} read{rate}", style="bold red" if count else "green"), soft_wrap=True
+    )

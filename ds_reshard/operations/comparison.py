@@ -1,0 +1,154 @@
+"""`diff`: two checkpoints of any stage and size compared, tensor by tensor and value by value, to the bit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from ds_reshard.execution.deviation import Deviation
+from ds_reshard.execution.ledger import Ledger
+from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.formats.zero.compared import compare_values
+from ds_reshard.formats.zero.facts import canonical
+from ds_reshard.formats.zero.names import Listing
+from ds_reshard.model.difference import DIFFERS, EQUAL, Difference, TensorDifference, ValueDifference
+from ds_reshard.model.layout import Placement, TensorKey
+from ds_reshard.operations.archives import read_records
+from ds_reshard.operations.options import Progress, Reading
+from ds_reshard.operations.source import Source
+from ds_reshard.operations.spans import SpanReader, logical
+from ds_reshard.operations.values import index_of
+
+
+def compare_listings(a: Listing, b: Listing, *, reading: Reading, progress: Progress | None) -> Difference:
+    """Read both side by side, span by span; every byte that is read is checked against its file's checksum."""
+    started = time.monotonic()
+    sides = (Source(a), Source(b))
+    pairs = _Pairs(*sides)
+    deviations = {key: Deviation() for key in pairs.compared}
+    keys = list(pairs.compared)
+    rows = [
+        tuple(logical(side.index, key) for side, key in zip(sides, pairs.compared[key], strict=True)) for key in keys
+    ]
+    total = sum(column.nbytes for columns in rows for column in columns)
+    ledger = Ledger()
+    reader = SpanReader(
+        ledger, threads=reading.threads, memory_nbytes=reading.memory_nbytes, progress=progress, total=total
+    )
+    for span in reader.read(rows):
+        deviations[keys[span.row]].add(span.start, *span.values)
+    # What lies between the tensors, for the checksum of the whole record.
+    read_records(
+        sorted(ledger.records), ledger, threads=reading.threads, memory_nbytes=reading.memory_nbytes,
+        progress=None, total=total,
+    )  # fmt: skip
+    tensors = [*pairs.other, *(_told(pairs, key, deviations[key]) for key in keys)]
+    checkpoints = (sides[0].checkpoint, sides[1].checkpoint)
+    return Difference(
+        a=a.folder, b=b.folder, tensors=tuple(sorted(tensors, key=lambda one: (one.name, one.kind))),
+        values=(*compare_values(*checkpoints), *_strided(*checkpoints)),
+        faults=tuple(ledger.faults + ledger.mismatches()), notes=tuple(_notes(*checkpoints)),
+        bytes_read=ledger.bytes_read, seconds=time.monotonic() - started,
+    )  # fmt: skip
+
+
+class _Pairs:
+    """Which tensor of B each of A is compared with; `other` are those that cannot be, or are equal without reading.
+
+    A weight that a side keeps as its master alone (ZeRO 3) is not compared.
+    """
+
+    def __init__(self, a: Source, b: Source) -> None:
+        self._sides = (a, b)
+        self.compared: dict[TensorKey, tuple[TensorKey, TensorKey]] = {}
+        self.other: list[TensorDifference] = []
+        for key in dict.fromkeys((*a.index.layout.placements, *b.index.layout.placements)):
+            self._pair(key)
+
+    def placement(self, number: int, key: TensorKey) -> Placement:
+        return self._sides[number].index.layout[self.compared[key][number]]
+
+    def _pair(self, key: TensorKey) -> None:
+        found = [_key_in(side.checkpoint, key) for side in self._sides]
+        if any(at is None and _unstored(side.checkpoint, key) for side, at in zip(self._sides, found, strict=True)):
+            return
+        placements = [
+            side.index.layout[at] if at is not None else None for side, at in zip(self._sides, found, strict=True)
+        ]
+        a, b = placements
+        if a is None or b is None or found[0] is None or found[1] is None:
+            self._tell(key, "only in A" if b is None else "only in B", a, b)
+        elif a.shape != b.shape:
+            self._tell(key, "other shape", a, b)
+        elif a.dtype is not b.dtype:
+            self._tell(key, "other type", a, b)
+        elif not a.numel:
+            self._tell(key, EQUAL, a, b)
+        else:
+            self.compared[key] = (found[0], found[1])
+
+    def _tell(self, key: TensorKey, state: str, a: Placement | None, b: Placement | None) -> None:
+        self.other.append(
+            TensorDifference(name=key.name, kind=key.kind, state=state, a=_described(a), b=_described(b))
+        )  # fmt: skip
+
+
+def _key_in(checkpoint: ZeroCheckpoint, key: TensorKey) -> TensorKey | None:
+    """The tensor of that name, or that of the parameter which it is tied to and which alone was kept."""
+    owner = TensorKey(name=checkpoint.model.shared.get(key.name, key.name), kind=key.kind)
+    return next((known for known in (key, owner) if known in checkpoint.layout), None)
+
+
+def _unstored(checkpoint: ZeroCheckpoint, key: TensorKey) -> bool:
+    name = checkpoint.model.shared.get(key.name, key.name)
+    return key.kind == "weight" and checkpoint.listing.partitioned_model and name in checkpoint.model.trainable
+
+
+def _described(placement: Placement | None) -> str:
+    if placement is None:
+        return "absent"
+    return f"{placement.dtype.label} {'x'.join(map(str, placement.shape)) or 'scalar'}"
+
+
+def _told(pairs: _Pairs, key: TensorKey, found: Deviation) -> TensorDifference:
+    a, b = pairs.placement(0, key), pairs.placement(1, key)
+    if found.first is None:
+        return TensorDifference(
+            name=key.name, kind=key.kind, state=EQUAL, a=_described(a), b=_described(b), numel=a.numel
+        )  # fmt: skip
+    return TensorDifference(
+        name=key.name, kind=key.kind, state=DIFFERS, a=_described(a), b=_described(b), numel=a.numel,
+        differing=found.differing, max_abs=found.max_abs, max_ulp=found.max_ulp,
+        first=index_of(found.first, a.shape), first_a=found.first_a, first_b=found.first_b,
+    )  # fmt: skip
+
+
+def _strided(a: ZeroCheckpoint, b: ZeroCheckpoint) -> Iterator[ValueDifference]:
+    """Entries of the module that do not lie row-major, which no layout has: by the checksums of their files."""
+    names = [
+        name for side in (a, b) for name, tensor in side.model.module.items() if tensor.numel and not tensor.contiguous
+    ]
+    for name in dict.fromkeys(names):
+        one, other = (side.model.module.get(name) for side in (a, b))
+        if canonical(one) != canonical(other):
+            where = f"{name}[weight], which does not lie row-major and is compared by its checksum"
+            yield ValueDifference(where=where, a=canonical(one), b=canonical(other))
+
+
+def _notes(a: ZeroCheckpoint, b: ZeroCheckpoint) -> Iterator[str]:
+    for name, side in (("A", a), ("B", b)):
+        weights = [TensorKey(name=parameter, kind="weight") for parameter in side.model.trainable]
+        unstored = sum(_unstored(side, key) and key not in side.layout for key in weights)
+        if unstored:
+            yield (
+                f"the weights of {unstored} parameters are not stored in {name} (ZeRO 3): they are compared by their "
+                "fp32 masters alone"
+            )
+        if side.listing.partitioned_model and side.model.buffer_names and side.dp > 1:
+            yield f"each rank of ZeRO 3 saves buffers of its own: those of the first rank of {name} are compared"
+        if side.facts is None and side.stage == 0:
+            yield f"the optimizer in {name} (ZeRO 0) names no parameter: its states are compared by their checksums, "\
+                "and with those of another stage 0 alone"  # fmt: skip
+        for number, partition in enumerate(side.optim.partitions if side.optim is not None else ()):
+            for kind, why in partition.unfollowed.items():
+                yield f"state {kind!r} of flat buffer {number} in {name} is not compared: {why}"

@@ -1,0 +1,220 @@
+"""`verify`: every file of a checkpoint compared with what it says of itself, and its tensors' values looked at."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from ds_reshard.errors import Fault, ReshardError, faults_of
+from ds_reshard.execution.checksums import altered
+from ds_reshard.execution.ledger import Ledger
+from ds_reshard.formats.zero.facts import canonical, describe
+from ds_reshard.formats.zero.names import Listing
+from ds_reshard.formats.zero.survey import Survey, survey
+from ds_reshard.model.index import Record
+from ds_reshard.model.verification import Verification
+from ds_reshard.operations.archives import CheckedFile, list_files, open_file, read_records
+from ds_reshard.operations.manifest import MANIFEST, read_manifest
+from ds_reshard.operations.options import Progress, Reading
+from ds_reshard.operations.source import Source
+from ds_reshard.operations.spans import SpanReader
+from ds_reshard.operations.values import Values, rows_of
+
+_MEND = "restore the file from a copy, or load another tag"
+
+
+def verify_listing(listing: Listing, *, deep: bool, reading: Reading, progress: Progress | None) -> Verification:
+    """Everything that is wrong with the checkpoint of `listing`; reads each byte of its folder once."""
+    started = time.monotonic()
+    found = survey(listing)
+    # A record whose checksum is wrong is found below, with all others.
+    faults = [fault for fault in found.faults if fault.error != "ChecksumMismatch"] + list(_steps(found))
+    files = [open_file(listing.folder, name) for name in list_files(listing.folder)]
+    manifest = _Manifest(listing.folder, files)
+    check = _Check(files=files, ledger=Ledger(), reading=reading, progress=progress, manifest=manifest)
+    notes: list[str] = []
+    tensors = 0
+    holders: dict[Record, list[str]] = {}
+    source = _opened(listing, found, faults)
+    if source is not None:
+        holders = _holders(source)
+        if deep:
+            tensors = check.look(source, faults, notes)
+    elif deep:
+        notes.append("the values of the tensors were not looked at: first mend the faults of the files")
+    check.read()
+    faults += [*check.mismatches(holders), *manifest.faults(check.ledger)]
+    for file in files:
+        faults += file.faults
+    unchecked = sum(record.crc32 is None for file in files for record in file.members)
+    return Verification(
+        folder=listing.folder, files=len(files), unchecked=unchecked, tensors=tensors,
+        records=sum(len(file.members) for file in files) - unchecked, bytes_read=check.ledger.bytes_read,
+        seconds=time.monotonic() - started, faults=tuple(_distinct(faults)),
+        notes=(*notes, *_notes(files, unchecked, manifest)),
+    )  # fmt: skip
+
+
+def _opened(listing: Listing, found: Survey, faults: list[Fault]) -> Source | None:
+    """The checkpoint opened whole, None where it cannot be; why not is then among the faults."""
+    if found.faults:
+        return None
+    try:
+        return Source(listing)
+    except ReshardError as error:
+        faults += faults_of(error)
+        return None
+
+
+def _distinct(faults: Sequence[Fault]) -> list[Fault]:
+    """Each fault once, in order: a file that cannot be opened was tried for more than one purpose."""
+    kept = {(fault.where, fault.what): fault for fault in reversed(faults)}
+    return sorted(kept.values(), key=lambda fault: (fault.where, fault.what, fault.found))
+
+
+def _steps(found: Survey) -> Iterator[Fault]:
+    """Param groups, or flat buffers, that were not stepped together, as the first shard has them."""
+    if found.optim is None:
+        return
+    of_buffers = {f"flat buffer {n}": part.scalars.get("step") for n, part in enumerate(found.optim.partitions)}
+    of_groups: dict[str, object] = {f"param group {n}": g.get("step") for n, g in enumerate(found.optim.groups or ())}
+    for steps in (of_buffers, of_groups):
+        said: dict[str, object] = {name: step for name, step in steps.items() if step is not None}
+        first = next(iter(said), "")
+        for name, step in said.items():
+            if canonical(step) != canonical(said[first]):
+                yield Fault(
+                    error="CheckpointDamaged", where=found.optim.path,
+                    what=f"{name} is of another step than {first}: a run steps all of them together",
+                    expected=describe(said[first]), found=describe(step), mend=_MEND,
+                )  # fmt: skip
+
+
+def _holders(source: Source) -> dict[Record, list[str]]:
+    """The flat buffers and weights that lie in each record."""
+    found: dict[Record, list[str]] = {}
+    for family, shard in source.index.opened:
+        for buffer, extent in source.index.open(family, shard).items():
+            found.setdefault(extent.record, []).append(buffer)
+    return found
+
+
+@dataclass(slots=True, kw_only=True)
+class _Check:
+    """One verification under way."""
+
+    files: list[CheckedFile]
+    ledger: Ledger
+    reading: Reading
+    progress: Progress | None
+    manifest: _Manifest
+
+    wanted: list[Record] = field(init=False)
+    total: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """`wanted` is every record, and of files that the manifest knows also what lies between."""
+        self.wanted = []
+        for file in self.files:
+            records = [*file.members, *(file.between if file.name in self.manifest.known else ())]
+            self.wanted += sorted(records, key=lambda record: record.byte_offset)
+        self.total = sum(record.nbytes for record in self.wanted)
+
+    def look(self, source: Source, faults: list[Fault], notes: list[str]) -> int:
+        """Look at the values of all tensors, as far as they can be read; how many they are."""
+        rows = rows_of(source)
+        values = Values(rows)
+        reader = SpanReader(
+            self.ledger, threads=self.reading.threads, memory_nbytes=self.reading.memory_nbytes,
+            progress=self.progress, total=self.total,
+        )  # fmt: skip
+        try:
+            for span in reader.read([row.columns for row in rows]):
+                values.look(span)
+        except ReshardError as error:
+            faults += faults_of(error)
+        wrong, told = values.faults()
+        faults += wrong
+        notes += told
+        return sum(len(row.columns) for row in rows)
+
+    def read(self) -> None:
+        read_records(
+            self.wanted, self.ledger, threads=self.reading.threads, memory_nbytes=self.reading.memory_nbytes,
+            progress=self.progress, total=self.total,
+        )  # fmt: skip
+
+    def mismatches(self, holders: dict[Record, list[str]]) -> Iterator[Fault]:
+        """Records that are not what was written, by the names of their members and what lies in them."""
+        names = {}
+        for file in self.files:
+            for record, name in file.members.items():
+                held = ", ".join(holders.get(record, [])[:3])
+                names[record.path, altered(record)] = f"record {name!r}{f' ({held})' if held else ''}"
+        yield from self.ledger.faults
+        for fault in self.ledger.mismatches():
+            name = names.get((fault.where, fault.what), "")
+            yield replace(fault, what=f"{name}: {fault.what}" if name else fault.what)
+
+
+class _Manifest:
+    """What `ds_reshard.json` beside the tag says of its files; `known` are those, by their names in the folder."""
+
+    def __init__(self, folder: str, files: Sequence[CheckedFile]) -> None:
+        self._files = {file.name: file for file in files}
+        self._folder = folder
+        self._path = os.path.join(os.path.dirname(os.path.abspath(folder)), MANIFEST)
+        self.known: dict[str, dict[str, object]] = {}
+        self._wrong = ""
+        tag = os.path.basename(os.path.abspath(folder))
+        try:
+            manifest = read_manifest(self._path)
+            listed = manifest.get("files", {}) if manifest is not None else {}
+            if not isinstance(listed, dict) or not all(isinstance(known, dict) for known in listed.values()):
+                raise ValueError("it lists no files")
+        except ValueError as error:
+            self._wrong = str(error)
+            return
+        prefix = f"{tag}/"
+        self.known = {name.removeprefix(prefix): known for name, known in listed.items() if name.startswith(prefix)}
+
+    @property
+    def there(self) -> bool:
+        """Whether it speaks of this folder."""
+        return bool(self.known)
+
+    def faults(self, ledger: Ledger) -> Iterator[Fault]:
+        """Files that are missing, additional or changed; of those of the right size, every byte was read."""
+        if self._wrong:
+            yield Fault(error="CheckpointDamaged", where=self._path, what=f"is not what was written: {self._wrong}",
+                        mend="convert the checkpoint again, or restore the file from a copy")  # fmt: skip
+        if not self.there:
+            return
+        for name, known in sorted(self.known.items()):
+            file = self._files.get(name)
+            nbytes = f"{file.nbytes} bytes" if file is not None else "no file"
+            if nbytes != f"{known.get('nbytes')} bytes":
+                yield self._fault(name, "is not as the manifest lists it", f"{known.get('nbytes')} bytes", nbytes)
+            elif file is not None:
+                found = f"{ledger.crc32_of((*file.members, *file.between), file.nbytes):08x}"
+                if found != known.get("crc32"):
+                    yield self._fault(name, "is not as the manifest lists it", f"crc32 {known.get('crc32')}", found)
+        for name in sorted(set(self._files) - set(self.known)):
+            yield self._fault(name, "is not in the manifest", "no such file", f"{self._files[name].nbytes} bytes")
+
+    def _fault(self, name: str, what: str, expected: str, found: str) -> Fault:
+        return Fault(
+            error="CheckpointDamaged", where=f"{self._folder}/{name}", what=what, expected=expected, found=found,
+            mend="convert the checkpoint again, or restore the folder from a copy",
+        )  # fmt: skip
+
+
+def _notes(files: Sequence[CheckedFile], unchecked: int, manifest: _Manifest) -> Iterator[str]:
+    bare = [file.name for file in files if not file.members and not file.faults and file.name not in manifest.known]
+    if unchecked:
+        yield f"{unchecked} records carry no checksum: they were saved with torch's crc32 off"
+    if bare:
+        shown = ", ".join(bare[:4]) + (", ..." if len(bare) > 4 else "")
+        yield f"{len(bare)} files carry no checksums and were not looked at: {shown}"

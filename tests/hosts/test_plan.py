@@ -1,0 +1,128 @@
+"""`plan`: what it foretells is what a conversion then reads and writes; it reads no tensor, and draws one page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import Model, Run
+from saves import Saves
+from test_bad_input import TAG
+
+from ds_reshard.cli.main import main
+from ds_reshard.cli.plan_page import page
+from ds_reshard.errors import ConfigError
+from ds_reshard.model.conversion_plan import ConversionPlan, UnitPlan
+from ds_reshard.operations import convert, plan
+
+pytestmark = pytest.mark.distributed
+
+MODEL = Model(groups=2, frozen=True, tied=True)
+CASES = [
+    (run, to, dp)
+    for run in (Run(2, 2), Run(3, 3, options={"sub_group_size": 60}), Run("bf16", 2))
+    for to, dp in (("zero1", 3), ("zero3", 2), ("universal", None))
+]
+
+
+@pytest.mark.parametrize(("run", "to", "dp"), CASES, ids=str)
+def test_a_plan_is_what_the_conversion_does(
+    saves: Saves, tmp_path: Path, run: Run, to: str, dp: int | None
+) -> None:  # fmt: skip
+    """Bytes read and written in all and by each file, and the files that are there afterwards."""
+    folder, _ = saves(run, MODEL)
+    foretold = plan(str(folder), to=to, dp=dp, bandwidth=2e9)
+    done = convert(str(folder), str(tmp_path / "out"), to=to, dp=dp)
+    assert (foretold.bytes_read, foretold.bytes_written) == (done.bytes_read, done.bytes_written)
+    assert foretold.seconds == (done.bytes_read + done.bytes_written) / 2e9
+    tag = tmp_path / "out" / TAG
+    for unit in foretold.units:
+        assert unit.bytes_written == sum((tag / name).stat().st_size for name in unit.files)
+    written = {path.relative_to(tag).as_posix() for path in tag.rglob("*.pt")}
+    assert {name for unit in foretold.units for name in unit.files} == written
+    assert {name for unit in foretold.units for name in unit.reads} <= set(foretold.sources)
+    assert all((folder / TAG / name).stat().st_size == size for name, size in foretold.sources.items())
+
+
+def test_planning_needs_no_torch(saves: Saves) -> None:
+    """In a fresh process neither torch nor numpy is loaded."""
+    folder, _ = saves(Run(2, 2), MODEL)
+    code = (
+        "import sys; from ds_reshard.operations import plan; "
+        f"plan({str(folder)!r}, to='zero3', dp=5); print('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, Any]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def test_the_page_needs_nothing_beside_itself(saves: Saves, tmp_path: Path) -> None:
+    """One SVG with a cell for each file that a rank reads; no script, no link, no image."""
+    folder, _ = saves(Run(3, 3), MODEL)
+    target = tmp_path / "plan.html"
+    assert main(["plan", str(folder), "--to", "zero2", "--dp", "2", "--html", str(target)]) == 0
+    tags = _Tags()
+    tags.feed(target.read_text(encoding="utf-8"))
+    names = [tag for tag, _ in tags.found]
+    made = plan(str(folder), to="zero2", dp=2)
+    cells = [attributes for tag, attributes in tags.found if attributes.get("class") == "cell"]
+    assert names.count("svg") == 1 and len(cells) == sum(len(unit.reads) for unit in made.units)
+    assert not {"script", "link", "img", "iframe"} & set(names)
+    assert not [attributes for _, attributes in tags.found if {"src", "href"} & set(attributes)]
+
+
+def _wide(ranks: int, name: str = "rank_{}.pt") -> ConversionPlan:
+    units = tuple(
+        UnitPlan(family="optim", shard=n, files=(f"out_{n}.pt",), bytes_written=10,
+                 reads={name.format(m): 1 + m for m in range(ranks)})
+        for n in range(ranks)
+    )  # fmt: skip
+    return ConversionPlan(
+        folder="runs", to="zero3", dp=ranks, sources={name.format(m): 99 for m in range(ranks)}, units=units,
+        buffer_nbytes=1, bandwidth=1e9,
+    )  # fmt: skip
+
+
+def test_a_page_of_64_by_64_has_every_cell_apart() -> None:
+    """Synthetic: cells of a readable size that do not lie on each other, each labelled row and column."""
+    tags = _Tags()
+    tags.feed(page(_wide(64)))
+    cells = [attributes for _, attributes in tags.found if attributes.get("class") == "cell"]
+    places = {(cell["x"], cell["y"]) for cell in cells}
+    assert len(places) == len(cells) == 64 * 64
+    assert {(cell["width"], cell["height"]) for cell in cells} == {("11", "11")}
+    assert sum(tag == "text" for tag, _ in tags.found) == 128
+
+
+def test_names_are_escaped() -> None:
+    """Synthetic: a file's name is no markup."""
+    text = page(_wide(1, name='<script>alert("{}")</script>'))
+    assert "<script" not in text and "&lt;script&gt;" in text
+
+
+def test_the_command_tells_it(saves: Saves, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table or JSON; 2 for memory too small, a rate that is none and a page that cannot be written."""
+    folder, _ = saves(Run(2, 2), MODEL)
+    assert main(["plan", str(folder), "--to", "zero3", "--dp", "3", "--bandwidth", "0.5", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (len(told["units"]), told["bandwidth"], told["files_written"]) == (6, 5e8, 6)
+    assert main(["plan", str(folder), "--to", "zero1"]) == 0
+    assert "optim 1" in capsys.readouterr().out
+    assert main(["plan", str(folder), "--to", "zero1", "--html", str(tmp_path / "no" / "where.html")]) == 2
+    with pytest.raises(SystemExit):
+        main(["plan", str(folder), "--to", "zero1", "--bandwidth", "nan"])
+    with pytest.raises(ConfigError):
+        plan(str(folder), to="zip")
