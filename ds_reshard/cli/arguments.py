@@ -6,6 +6,7 @@ import argparse
 import os
 
 from ds_reshard.operations import Reading
+from ds_reshard.operations.options import refuse_memory
 
 
 def count(text: str) -> int:
@@ -26,4 +27,6 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
 
 
 def reading(arguments: argparse.Namespace) -> Reading:
+    """What add_reading's arguments say; raises ConfigError for memory that is too little for the threads."""
+    refuse_memory(arguments.threads, arguments.memory << 20)
     return Reading(threads=arguments.threads, memory_nbytes=arguments.memory << 20)

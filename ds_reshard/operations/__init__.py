@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ds_reshard.errors import ConfigError, Fault
+from ds_reshard.errors import ConfigError, Fault, ReshardError
 from ds_reshard.formats.megatron.files import is_megatron
 from ds_reshard.formats.megatron.past import read_past as megatron_past
 from ds_reshard.formats.zero.inspection import describe_survey
@@ -91,7 +91,13 @@ def verify(
     )
     if against is None:
         return found
-    return replace(found, difference=diff(path, against, tag_a=tag, reading=reading, progress=progress))
+    try:
+        return replace(found, difference=diff(path, against, tag_a=tag, reading=reading, progress=progress))
+    except ReshardError as error:
+        if not found.faults:
+            raise
+        reason = str(error).partition("\n")[0]
+        return replace(found, notes=(*found.notes, f"not compared with {against}: {reason}"))
 
 
 def diff(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ds_reshard.errors import ConfigError
 from ds_reshard.formats.zero.target import FORMATS as ZERO_FORMATS
 
 UNIVERSAL = "universal"
@@ -41,3 +42,10 @@ class Reading:
 
     threads: int = 4
     memory_nbytes: int = 256 << 20
+
+
+def refuse_memory(threads: int, memory_nbytes: int) -> None:
+    """Raise ConfigError for memory that is too little for the threads."""
+    if memory_nbytes < threads << 20:
+        mend = f"--memory {threads}, or --threads {max(1, memory_nbytes >> 20)}"
+        raise ConfigError(f"--memory: {memory_nbytes >> 20} MiB is too little for {threads} threads; {mend}")

@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from ds_reshard.errors import Fault, raise_faults
-from ds_reshard.execution.buffers import TensorTarget, torch_dtype
+from ds_reshard.execution.buffers import TensorTarget, fresh, torch_dtype
 from ds_reshard.execution.ledger import Ledger
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.formats.zero.checkpoint import extent_of
@@ -22,7 +22,9 @@ from ds_reshard.operations.options import Progress
 from ds_reshard.planning.coalesce import coalesce
 from ds_reshard.planning.plan import Copy, Plan
 
-_UNIT_NBYTES = 64 << 20
+# Small enough that values are still in a cache when they are looked at.
+_UNIT_NBYTES = 16 << 20
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ def stored(tensor: TensorRecord) -> Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Elements [start, stop) of each column of row `row`."""
+    """Elements [start, stop) of each column of row `row`; `values` hold until the next span is asked for."""
 
     row: int
     start: int
@@ -92,6 +94,7 @@ class SpanReader:
         self._executor = ThreadExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=True)
         # As much again is left for what is computed of the values.
         self._unit_nbytes = min(_UNIT_NBYTES, memory_nbytes // 2)
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self._progress = progress
         self._total = total
 
@@ -111,15 +114,26 @@ class SpanReader:
                     unit, nbytes = [], 0
         yield from self._fill(rows, unit)
 
+    def _room(self, nbytes: int) -> torch.Tensor:
+        """The same memory for every unit: pages that were touched before cost nothing."""
+        if self._memory.numel() < nbytes:
+            self._memory = fresh(nbytes, torch.uint8, "cpu")
+        return self._memory
+
     def _fill(self, rows: Sequence[tuple[Column, ...]], unit: list[tuple[int, int, int]]) -> Iterator[Span]:
         copies: list[Copy] = []
         targets: dict[str, TensorTarget] = {}
         spans = []
+        used = 0
+        sizes = [(stop - start) * column.dtype.itemsize for row, start, stop in unit for column in rows[row]]
+        memory = self._room(sum(map(_aligned, sizes)))
         for row, start, stop in unit:
             values = []
             for number, column in enumerate(rows[row]):
                 buffer = f"{row}/{number}/{start}"
-                values.append(torch.empty(stop - start, dtype=torch_dtype(column.dtype)))
+                nbytes = (stop - start) * column.dtype.itemsize
+                values.append(memory[used : used + nbytes].view(torch_dtype(column.dtype)))
+                used += _aligned(nbytes)
                 targets[buffer] = TensorTarget(values[-1])
                 copies += _copies(column, start, stop, buffer)
             spans.append(Span(row=row, start=start, stop=stop, values=tuple(values)))
@@ -129,6 +143,10 @@ class SpanReader:
         if self._progress is not None:
             self._progress(self._ledger.bytes_read, self._total)
         yield from spans
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _copies(column: Column, start: int, stop: int, buffer: str) -> Iterator[Copy]:

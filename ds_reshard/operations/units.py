@@ -14,7 +14,7 @@ from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Record
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import StorageRecord
-from ds_reshard.operations.options import FORMATS, UNIVERSAL
+from ds_reshard.operations.options import FORMATS, UNIVERSAL, refuse_memory
 from ds_reshard.operations.source import Source
 from ds_reshard.planning.match import plan_rank
 from ds_reshard.planning.plan import Copy, Plan
@@ -28,9 +28,7 @@ def refuse(to: str, dp: int | None, sub_group_size: int | None, *, threads: int,
         raise ConfigError("--dp: a universal checkpoint is loaded at any size; leave it out")
     if sub_group_size is not None and to != "zero3":
         raise ConfigError(f"--sub-group-size: {to} has no sub-groups; leave it out, or --to zero3")
-    if memory_nbytes < threads << 20:
-        mend = f"--memory {threads}, or --threads {max(1, memory_nbytes >> 20)}"
-        raise ConfigError(f"--memory: {memory_nbytes >> 20} MiB is too little for {threads} threads; {mend}")
+    refuse_memory(threads, memory_nbytes)
 
 
 def target_of(checkpoint: ZeroCheckpoint, to: str, dp: int, sub_group_size: int | None) -> Target:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_reshard.errors import Fault
-from ds_reshard.execution.deviation import as_bits, shown
+from ds_reshard.execution.deviation import as_bits, same_bits, shown
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.stage0_states import masters as saved_masters
 from ds_reshard.formats.zero.stage0_states import states, torch_optimizer
@@ -101,14 +101,14 @@ class Values:
         if row.beside == "cast":
             master, weight = span.values
             cast = master.to(weight.dtype)
-            unequal = (as_bits(cast) != as_bits(weight)).any(-1)
-            if bool(unequal.any()):
-                self._note(span, 1, "differs", unequal & (cast != weight) & ~(cast.isnan() & weight.isnan()))
+            if not same_bits(cast, weight):
+                self._note(span, 1, "differs", (cast != weight) & ~(cast.isnan() & weight.isnan()))
         elif row.beside == "tied":
             one, other = span.values
-            if one.dtype != other.dtype or bool((unequal := (as_bits(one) != as_bits(other)).any(-1)).any()):
-                everywhere = torch.ones(one.numel(), dtype=torch.bool)
-                self._note(span, 1, "differs", everywhere if one.dtype != other.dtype else unequal)
+            if one.dtype != other.dtype:
+                self._note(span, 1, "differs", torch.ones(one.numel(), dtype=torch.bool))
+            elif not same_bits(one, other):
+                self._note(span, 1, "differs", (as_bits(one) != as_bits(other)).any(-1))
 
     def _note(self, span: Span, column: int, what: str, where: torch.Tensor) -> None:
         count = int(where.sum())

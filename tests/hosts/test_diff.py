@@ -17,12 +17,12 @@ from test_bad_input import TAG, flip, optim
 from test_verify import STATES, _moment, _other_tree
 
 from ds_reshard.cli.main import main
-from ds_reshard.operations import Reading, convert, diff
+from ds_reshard.operations import Reading, convert, diff, verify
 
 pytestmark = pytest.mark.distributed
 
 MODEL = Model(groups=2, frozen=True, batchnorm=True, tied=True)
-LAYOUTS = (("zero1", 3), ("zero2", 1), ("zero3", 2), ("zero3", 4), ("bf16", 2))
+LAYOUTS = (("zero1", 3), ("zero2", 1), ("zero3", 2), ("zero3", 4), ("bf16", 2), ("universal", None))
 
 
 @pytest.mark.parametrize("run", [Run(2, 2), Run(3, 3, options={"sub_group_size": 60}), Run("bf16", 2)], ids=str)
@@ -37,9 +37,8 @@ def test_a_conversion_is_equal_to_its_source(saves: Saves, tmp_path: Path, run: 
         compared = {(tensor.name, tensor.kind) for tensor in found.tensors}
         assert compared >= {key for key in gathered(held) if key[1] != "weight"}
         unstored = [note for note in found.notes if "by their fp32 masters alone" in note]
-        assert len(unstored) == (3 in (run.stage, int(to[-1]) if to != "bf16" else 1)) + (
-            run.stage == 3 and to == "zero3"
-        )  # fmt: skip
+        assert len(unstored) == (run.stage == 3) + (to == "zero3")
+        assert verify(str(out), deep=True).clean
 
 
 PAIRS = ((Run(1, 1), Run(3, 3)), (Run(2, 3), Run("bf16", 2)), (Run(3, 2), Run(3, 3)), (Run(1, 2), Run(1, 2, "fp32")))

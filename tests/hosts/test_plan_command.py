@@ -49,6 +49,16 @@ def test_a_plan_is_what_the_conversion_does(
     assert all((folder / TAG / name).stat().st_size == size for name, size in foretold.sources.items())
 
 
+def test_a_plan_from_a_universal_checkpoint(saves: Saves, tmp_path: Path) -> None:
+    """Its files are sources as any others."""
+    folder, _ = saves(Run(2, 2), MODEL)
+    convert(str(folder), str(tmp_path / "universal"), to="universal")
+    foretold = plan(str(tmp_path / "universal"), to="zero3", dp=3)
+    done = convert(str(tmp_path / "universal"), str(tmp_path / "out"), to="zero3", dp=3)
+    assert (foretold.bytes_read, foretold.bytes_written) == (done.bytes_read, done.bytes_written)
+    assert any(name.startswith("zero/") for name in foretold.sources)
+
+
 def test_planning_needs_no_torch(saves: Saves) -> None:
     """In a fresh process neither torch nor numpy is loaded."""
     folder, _ = saves(Run(2, 2), MODEL)

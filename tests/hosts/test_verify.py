@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 from cases import Model, Run
-from saves import Saves
+from saves import Saves, Universals
 from test_bad_input import TAG, cut, duplicate, duplicate_without_name, flip, optim, remove
 
 from ds_reshard.cli.main import main
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointNotFound
-from ds_reshard.operations import Reading, Verification, convert, verify
+from ds_reshard.operations import Reading, Verification, convert, diff, verify
 
 pytestmark = pytest.mark.distributed
 
@@ -325,6 +330,10 @@ def test_against_another_layout(saves: Saves, tmp_path: Path) -> None:
     assert main(["verify", str(folder), "--against", str(tmp_path / "out")]) == 0
     other = _damaged(saves, tmp_path, _moment("exp_avg", 0.25))
     assert main(["verify", str(other), "--against", str(tmp_path / "out")]) == 1
+    assert main(["verify", str(folder), "--against", str(tmp_path / "none")]) == 2
+    remove(optim(1))(other / TAG)
+    found = verify(str(other), against=str(folder))
+    assert found.faults and found.difference is None and found.notes[-1].startswith(f"not compared with {folder}")
 
 
 def test_the_command_says_what_it_found(saves: Saves, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -340,5 +349,60 @@ def test_the_command_says_what_it_found(saves: Saves, tmp_path: Path, capsys: py
     assert main(["verify", str(broken)]) == 1
     assert "1 finding" in capsys.readouterr().out
     assert main(["verify", str(tmp_path / "none")]) == 2
+    assert main(["verify", str(folder), "--threads", "9", "--memory", "8"]) == 2
+    assert "--memory 9, or --threads 8" in capsys.readouterr().err
     with pytest.raises(CheckpointNotFound):
         verify(str(tmp_path / "none"))
+
+
+UNIVERSAL: dict[str, tuple[Damage, str]] = {
+    "bytes": (flip("zero/first.weight/exp_avg.pt", "data/0"), "not what was written"),
+    "missing": (remove("zero/first.weight/exp_avg.pt"), "first.weight"),
+    "value": (
+        _other_tree("zero/first.weight/exp_avg.pt", lambda c: c["param"].view(-1)[4:5].fill_(math.nan)), "not finite",
+    ),
+    "another step": (_other_tree("zero/first.weight/step.pt", lambda c: c.add_(1)), "another step"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNIVERSAL)
+def test_a_universal_checkpoint_is_verified_likewise(saves: Saves, tmp_path: Path, case: str) -> None:
+    """Its files below `zero` are read as all others are; without the manifest, which would tell first."""
+    folder, _ = saves(RUN, MODEL)
+    out = tmp_path / "out"
+    convert(str(folder), str(out), to="universal")
+    (out / "ds_reshard.json").unlink()
+    assert verify(str(out), deep=True).clean
+    damage, text = UNIVERSAL[case]
+    damage(out / TAG)
+    assert any(text in fault.line() for fault in verify(str(out), deep=True).faults)
+
+
+@pytest.mark.parametrize("run", [Run(2, 2), Run(3, 3)], ids=str)
+def test_what_ds_to_universal_made_is_whole_and_equal(saves: Saves, universals: Universals, run: Run) -> None:
+    """DeepSpeed's own converter, of a checkpoint that it can carry over."""
+    model = Model(groups=2)
+    folder, _ = saves(run, model)
+    made, _ = universals(run, model)
+    assert verify(str(made), deep=True).faults == ()
+    found = diff(str(folder), str(made))
+    assert (found.differing, found.values, found.faults) == ((), (), ())
+
+
+def test_a_terminal_sees_the_progress(saves: Saves, tmp_path: Path) -> None:
+    """A bar with bytes and rate on stderr, which ends at the whole; standard output has the result alone."""
+    folder, _ = saves(RUN, MODEL)
+    ours, theirs = os.openpty()
+    seen = b""
+    with (tmp_path / "out").open("wb") as out:
+        command = [sys.executable, "-m", "ds_reshard.cli", "verify", str(folder), "--deep", "--json"]
+        done = subprocess.Popen(command, stdout=out, stderr=theirs)
+        os.close(theirs)
+        with contextlib.suppress(OSError):  # how the other end says that it was closed
+            while part := os.read(ours, 1 << 16):
+                seen += part
+        os.close(ours)
+        assert done.wait(60) == 0
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode())
+    nbytes = json.loads((tmp_path / "out").read_text())["bytes_read"]
+    assert f"{nbytes / 1000:.1f}/{nbytes / 1000:.1f} kB" in shown and "read" in shown
