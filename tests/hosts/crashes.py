@@ -66,7 +66,7 @@ def counted(at: int | None, kind: str = "kill") -> Iterator[Counted]:
 class Case:
     """One conversion, into `out` of any folder."""
 
-    def __init__(self, source: str, to: str, dp: int) -> None:
+    def __init__(self, source: str, to: str, dp: int | None) -> None:
         self.source, self.to, self.dp = source, to, dp
 
     def run(self, folder: Path, **options: Any) -> None:
@@ -109,7 +109,7 @@ def fresh(folder: Path, copy_of: Path | None = None) -> Path:
 
 def main(source: str, place: str, to: str, dp: str, stride: str) -> None:
     torch.set_num_threads(1)
-    case, base, wrong = Case(source, to, int(dp)), Path(place), []
+    case, base, wrong = Case(source, to, int(dp) or None), Path(place), []
     with counted(None) as watch:
         case.run(fresh(base / "whole"))
     expected, old = contents(base / "whole"), {"out/mine": b"before"}

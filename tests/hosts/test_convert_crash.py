@@ -14,7 +14,7 @@ from saves import Saves
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
-@pytest.mark.parametrize(("to", "dp", "stride"), [("zero2", "2", "1"), ("zero3", "3", "9"), ("universal", "1", "23")])
+@pytest.mark.parametrize(("to", "dp", "stride"), [("zero2", "2", "1"), ("zero3", "3", "9"), ("universal", "0", "23")])
 def test_ended_at_every_call_that_writes(saves: Saves, tmp_path: Path, to: str, dp: str, stride: str) -> None:
     """Killed, or refused with a full disk, an input-output error, or no permission; with an old OUT and without."""
     folder, _ = saves(Run(1, 2), Model(groups=2))
