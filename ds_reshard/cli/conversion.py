@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from ds_reshard.cli.arguments import add_reading, count
 from ds_reshard.cli.bar import bar
+from ds_reshard.formats.zero.weights_target import DTYPES
 from ds_reshard.operations import FORMATS, Options, convert
 
 
@@ -24,6 +25,7 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--sub-group-size", type=count, metavar="N", help="the coming run's, for zero3 (default: the saving run's)"
     )
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights, with safetensors and torch")
     add_reading(parser)
     parser.add_argument(
         "--shard", type=_shard, metavar="I/N", help="do part I of N, counted from 0; the last one finishes"
@@ -49,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     with bar("written") as progress:
         done = convert(
             arguments.checkpoint, arguments.out, to=arguments.to, dp=arguments.dp, tag=arguments.tag,
-            sub_group_size=arguments.sub_group_size, options=options, progress=progress,
+            sub_group_size=arguments.sub_group_size, dtype=arguments.dtype, options=options, progress=progress,
         )  # fmt: skip
     if arguments.json:
         print(json.dumps(asdict(done), indent=2))

@@ -15,6 +15,7 @@ from ds_reshard.cli.arguments import add_reading, count, reading
 from ds_reshard.cli.plan_page import page
 from ds_reshard.cli.render import printable, size
 from ds_reshard.errors import WriteFailed
+from ds_reshard.formats.zero.weights_target import DTYPES
 from ds_reshard.model.conversion_plan import ConversionPlan
 from ds_reshard.operations import FORMATS, plan
 
@@ -30,6 +31,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument(
         "--sub-group-size", type=count, metavar="N", help="the coming run's, for zero3 (default: the saving run's)"
     )
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights, with safetensors and torch")
     parser.add_argument(
         "--bandwidth", type=_bandwidth, metavar="GBPS", default=1.0,
         help="gigabytes a second that the disk reads or writes (default: %(default)s)",
@@ -53,7 +55,8 @@ def _bandwidth(text: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     made = plan(
         arguments.checkpoint, to=arguments.to, dp=arguments.dp, tag=arguments.tag,
-        sub_group_size=arguments.sub_group_size, bandwidth=arguments.bandwidth * 1e9, reading=reading(arguments),
+        sub_group_size=arguments.sub_group_size, dtype=arguments.dtype,
+        bandwidth=arguments.bandwidth * 1e9, reading=reading(arguments),
     )  # fmt: skip
     if arguments.html is not None:
         _write(arguments.html, page(made))

@@ -1,11 +1,14 @@
-"""Files as targets: a torch archive whose storages are filled in any order, each byte checksummed as it is written."""
+"""Files as targets: their storages are filled in any order, each byte checksummed as it is written."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 
 from ds_reshard.containers.crc import crc32
-from ds_reshard.containers.torch_zip_writer import ArchivePlan
+from ds_reshard.containers.torch_zip_writer import Member
 from ds_reshard.errors import InternalError
 from ds_reshard.execution import disk
 from ds_reshard.execution.buffers import torch_dtype
@@ -57,10 +60,22 @@ class FileTarget:
         return written[0].crc32
 
 
-class ArchiveFile:
-    """A torch archive being written at `path`: made at once, and `finish`ed when every storage is full."""
+class FilePlan(Protocol):
+    """A file whose every byte has its place: those of its storages, by key, and all others as `parts`."""
 
-    def __init__(self, path: str, plan: ArchivePlan) -> None:
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def places(self) -> Mapping[str, Member]: ...
+
+    def parts(self, checksums: Mapping[str, int]) -> Iterable[tuple[int, bytes]]: ...
+
+
+class ArchiveFile:
+    """A file being written at `path`: made at once, and `finish`ed when every storage is full."""
+
+    def __init__(self, path: str, plan: FilePlan) -> None:
         self.path = path
         self._plan = plan
         self._targets: dict[str, FileTarget] = {}

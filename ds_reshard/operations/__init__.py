@@ -52,12 +52,15 @@ def inspect(path: str, *, tag: str | None = None) -> Inspection:
 
 def convert(
     path: str, out: str, *, to: str, dp: int | None = None, tag: str | None = None,
-    sub_group_size: int | None = None, options: Options | None = None, progress: Progress | None = None,
+    sub_group_size: int | None = None, dtype: str | None = None, options: Options | None = None,
+    progress: Progress | None = None,
 ) -> Conversion:  # fmt: skip
     """Write the checkpoint in `path` (and `tag`, as for `inspect`) anew into the folder `out`.
 
     `to` is "zero1", "zero2", "zero3" or "bf16" (`BF16_Optimizer`): files that DeepSpeed itself loads at data-parallel
-    size `dp`, which is the saving run's unless given; or "universal": files that its `load_universal` loads.
+    size `dp`, which is the saving run's unless given; or "universal": files that its `load_universal` loads;
+    or "safetensors": weights in Hugging Face's layout; or "torch": a state dict of the weights, and one of each kind
+    of state. Weights are of `dtype` ("float32", "bfloat16", "float16") from their masters, else as they were trained.
     `sub_group_size` is that of the coming run's JSON (stage 3), else the saving run's.
 
     Raises what a load raises for files that are missing or damaged, UnsupportedLayout for what the format cannot
@@ -67,7 +70,7 @@ def convert(
 
     listing = find_listing(os.fspath(path), tag)
     return convert_listing(
-        listing, os.fspath(path), os.fspath(out), to=to, dp=dp, sub_group_size=sub_group_size,
+        listing, os.fspath(path), os.fspath(out), to=to, dp=dp, sub_group_size=sub_group_size, dtype=dtype,
         options=options or Options(), progress=progress,
     )  # fmt: skip
 
@@ -121,7 +124,7 @@ def diff(
 
 def plan(
     path: str, *, to: str, dp: int | None = None, tag: str | None = None, sub_group_size: int | None = None,
-    bandwidth: float = 1e9, reading: Reading | None = None,
+    dtype: str | None = None, bandwidth: float = 1e9, reading: Reading | None = None,
 ) -> ConversionPlan:  # fmt: skip
     """What `convert` with the same arguments would read and write: by whom, from which files, in what time.
 
@@ -130,7 +133,8 @@ def plan(
     """
     before = _bytes_asked_for()
     made = plan_listing(
-        find_listing(os.fspath(path), tag), to=to, dp=dp, sub_group_size=sub_group_size, bandwidth=bandwidth,
+        find_listing(os.fspath(path), tag), to=to, dp=dp, sub_group_size=sub_group_size, dtype=dtype,
+        bandwidth=bandwidth,
         reading=reading or Reading(),
     )  # fmt: skip
     return replace(made, metadata_nbytes=_since(before))

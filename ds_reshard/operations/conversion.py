@@ -30,7 +30,7 @@ _SYNCING = 4  # waiting for a disk costs no core
 
 
 def convert_listing(
-    listing: Listing, path: str, out: str, *, to: str, dp: int | None, sub_group_size: int | None,
+    listing: Listing, path: str, out: str, *, to: str, dp: int | None, sub_group_size: int | None, dtype: str | None,
     options: Options, progress: Progress | None,
 ) -> Conversion:  # fmt: skip
     """Write the checkpoint of `listing`, found in `path`, into the folder `out`, as `to` says.
@@ -40,15 +40,15 @@ def convert_listing(
     One pass: what is read is written and checked against the checksums of its files, in buffers of
     `options.memory_nbytes`. `out` is there when all of it is on the disk, and not before.
     """
-    refuse(to, dp, sub_group_size, threads=options.threads, memory_nbytes=options.memory_nbytes)
+    refuse(to, dp, sub_group_size, dtype, threads=options.threads, memory_nbytes=options.memory_nbytes)
     source = Source(listing)
     dp = source.checkpoint.dp if dp is None else dp
-    target = target_of(source.checkpoint, to, dp, sub_group_size)
+    target = target_of(source.checkpoint, to, dp, sub_group_size, dtype)
     needed = _nbytes(target)
     refuse_places(path, out, needed)
     what = {
         "ds_reshard": VERSION, "source": _files_of(source.checkpoint), "tag": os.path.basename(listing.folder),
-        "to": to, "dp": dp, "sub_group_size": sub_group_size,
+        "to": to, "dp": dp, "sub_group_size": sub_group_size, "dtype": dtype,
     }  # fmt: skip
     workspace = Workspace(out, what, force=options.force)
     number, shards = options.shard
@@ -101,7 +101,6 @@ class _Work:
         self._progress = progress
         self._needed = needed
         self._units = Units(source, target)
-        self._tag = os.path.basename(source.checkpoint.listing.folder)
         self._options = options
 
     def write(self, unit: Unit) -> None:
@@ -113,7 +112,7 @@ class _Work:
         targets: dict[str, FileTarget] = {}
         made: dict[str, ArchiveFile] = {}
         for file, archive in zip(unit.files, archives, strict=True):
-            name = os.path.join(self._tag, file.name)
+            name = os.path.join(self._target.folder, file.name)
             made[name] = ArchiveFile(self._workspace.path(name), archive)
             for key, storage in archive.storages.items():
                 dtype = ElementType.UINT8 if storage.path else storage.dtype
@@ -153,7 +152,7 @@ class _Work:
             raise_faults(read_again(again), subject=subject)
         files = {name: known for note in notes for name, known in note["files"].items()}  # type: ignore[attr-defined]
         manifest = {"format": 1, "files": files, "tensors": self._tensors(notes)}
-        self._workspace.commit(manifest, {self._target.pointer: self._tag})
+        self._workspace.commit(manifest, self._target.pointers)
         return True
 
     def _tensors(self, notes: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:

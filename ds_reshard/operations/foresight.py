@@ -14,13 +14,20 @@ from ds_reshard.operations.units import Units, archive_of, refuse, target_of
 
 
 def plan_listing(
-    listing: Listing, *, to: str, dp: int | None, sub_group_size: int | None, reading: Reading, bandwidth: float
+    listing: Listing,
+    *,
+    to: str,
+    dp: int | None,
+    sub_group_size: int | None,
+    dtype: str | None,
+    reading: Reading,
+    bandwidth: float,
 ) -> ConversionPlan:
     """What `convert` does with the same arguments: its plans are made, and none is carried out."""
-    refuse(to, dp, sub_group_size, threads=reading.threads, memory_nbytes=reading.memory_nbytes)
+    refuse(to, dp, sub_group_size, dtype, threads=reading.threads, memory_nbytes=reading.memory_nbytes)
     source = Source(listing)
     dp = source.checkpoint.dp if dp is None else dp
-    target = target_of(source.checkpoint, to, dp, sub_group_size)
+    target = target_of(source.checkpoint, to, dp, sub_group_size, dtype)
     units = Units(source, target)
     widest = 0.0
     plans = []

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from ds_reshard.errors import ConfigError
 from ds_reshard.formats.zero.target import FORMATS as ZERO_FORMATS
+from ds_reshard.formats.zero.weights_target import WEIGHTS
 
 UNIVERSAL = "universal"
-FORMATS = (*ZERO_FORMATS, UNIVERSAL)
+FORMATS = (*ZERO_FORMATS, UNIVERSAL, *WEIGHTS)
 Progress = Callable[[int, int], None]
 """Is told the bytes that are written, or read, so far, and in all."""
 

@@ -47,6 +47,7 @@ EXPORTED = [
 COMMANDS = {
     "convert": [
         "--dp",
+        "--dtype",
         "--force",
         "--json",
         "--memory",
@@ -68,6 +69,7 @@ COMMANDS = {
     "plan": [
         "--bandwidth",
         "--dp",
+        "--dtype",
         "--html",
         "--json",
         "--memory",

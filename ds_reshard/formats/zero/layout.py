@@ -90,6 +90,13 @@ def sliced(name: str, kind: str, shape: Shape, dtype: ElementType, dp: int, *, f
     return _placement(name, kind, shape, dtype, family, buffer, Cut(chunk=max(1, chunk_numel(shape, dp))))
 
 
+def alone(origin: Placement, shard: int, *, family: str, buffer: str) -> Placement:
+    """The whole tensor in a buffer of its own, which one shard of the family has."""
+    numel = max(1, prod(origin.shape))
+    cut = Cut(chunk=numel, phase=shard * numel)
+    return _placement(origin.key.name, origin.key.kind, origin.shape, origin.dtype, family, buffer, cut)
+
+
 def by_key(placements: Iterable[Placement]) -> dict[TensorKey, Placement]:
     return {placement.key: placement for placement in placements}
 

@@ -41,7 +41,7 @@ class ModelTarget:
                 if prod(shape):
                     yield sliced(name, "weight", shape, dtype, self.dp, family=MODEL, buffer=f"frozen/{name}")
             return
-        for name, tensor in self._made().items():
+        for name, tensor in whole_tensors(self.checkpoint.model).items():
             yield whole(name, "weight", tensor.shape, tensor.dtype, family=MODEL, buffer=f"module/{name}")
 
     def sources(self) -> Iterator[tuple[TensorKey, TensorKey]]:
@@ -88,35 +88,8 @@ class ModelTarget:
                 found[name] = (model.frozen_shapes.get(name, model.module[name].shape), model.module[name].dtype)
         return found
 
-    def _made(self) -> dict[str, TensorRecord]:
-        """Every tensor of a whole module under its first name, in a storage of its own.
-
-        Left out are those that do not lie row-major, which are copied as they are.
-        """
-        model = self.checkpoint.model
-        shapes = {**model.trainable, **model.frozen_shapes}
-        made = {}
-        for name, first in self._first_names().items():
-            tensor = model.module[name]
-            kept_in_pieces = name in shapes and is_placeholder(tensor, shapes[name])
-            if name == first and (tensor.contiguous or kept_in_pieces):
-                shape = shapes[name] if kept_in_pieces else tensor.shape
-                made[name] = new_tensor(f"module/{name}", shape, tensor.dtype)
-        return made
-
-    def _first_names(self) -> dict[str, str]:
-        """The first name of each of the module's tensors: tied ones are saved as one view of one storage."""
-        model = self.checkpoint.model
-        seen: dict[tuple[object, ...], str] = {}
-        names = {}
-        for name, tensor in model.module.items():
-            place = (tensor.storage.path, tensor.storage.key, tensor.element_offset, tensor.shape, tensor.stride)
-            first = seen.setdefault(place, name) if tensor.numel else name
-            names[name] = model.shared.get(name, first)
-        return names
-
     def _whole(self, saved: ModelStates) -> OrderedDict[str, object]:
-        made, names = self._made(), self._first_names()
+        made, names = whole_tensors(self.checkpoint.model), first_names(self.checkpoint.model)
         module = _module(saved)
         for name in module:
             if names.get(name) in made:
@@ -133,6 +106,33 @@ class ModelTarget:
                 first = shared.get(name, name)
                 module[name] = empty.setdefault(first, new_tensor(f"empty/{first}", (0,), value.dtype))
         return module
+
+
+def first_names(model: ModelStates) -> dict[str, str]:
+    """The first name of each of the module's tensors: tied ones are saved as one view of one storage."""
+    seen: dict[tuple[object, ...], str] = {}
+    names = {}
+    for name, tensor in model.module.items():
+        place = (tensor.storage.path, tensor.storage.key, tensor.element_offset, tensor.shape, tensor.stride)
+        first = seen.setdefault(place, name) if tensor.numel else name
+        names[name] = model.shared.get(name, first)
+    return names
+
+
+def whole_tensors(model: ModelStates) -> dict[str, TensorRecord]:
+    """Every tensor of a whole module under its first name, in a storage of its own.
+
+    Left out are those that do not lie row-major in the file.
+    """
+    shapes = {**model.trainable, **model.frozen_shapes}
+    made = {}
+    for name, first in first_names(model).items():
+        tensor = model.module[name]
+        kept_in_pieces = name in shapes and is_placeholder(tensor, shapes[name])
+        if name == first and (tensor.contiguous or kept_in_pieces):
+            shape = shapes[name] if kept_in_pieces else tensor.shape
+            made[name] = new_tensor(f"module/{name}", shape, tensor.dtype)
+    return made
 
 
 def _module(saved: ModelStates) -> OrderedDict[str, object]:

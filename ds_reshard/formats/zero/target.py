@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +25,7 @@ _SUB_GROUP_NUMEL = 10**9  # SUB_GROUP_SIZE of deepspeed/runtime/zero/config.py, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFile:
-    """One torch file. `data` fills buffers that no tensor does.
+    """One file, of torch or safetensors (`container`). `data` fills buffers that no tensor does.
 
     `tree` gives what torch.save would be given: storages without a path are buffers, by their key, all others are
     copied. It is built when it is asked for: a checkpoint may have thousands.
@@ -33,6 +34,7 @@ class TargetFile:
     name: str
     tree: Callable[[], object]
     data: Mapping[str, bytes] = field(default_factory=dict)
+    container: str = "torch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +52,16 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is to be written: `wants` gives the source tensor of each of the layout's, `pointer` names the tag."""
+    """What is to be written: `wants` gives the source tensor of each of the layout's.
+
+    `folder` is where the files lie in the output, `pointers` are small files beside it, by name.
+    """
 
     layout: Layout
     wants: Mapping[TensorKey, TensorKey]
     units: Sequence[Unit]
-    pointer: str
+    folder: str
+    pointers: Mapping[str, str]
 
 
 def zero_target(checkpoint: ZeroCheckpoint, kind: str, dp: int, *, sub_group_size: int | None = None) -> Target:
@@ -76,7 +82,10 @@ def zero_target(checkpoint: ZeroCheckpoint, kind: str, dp: int, *, sub_group_siz
     model = ModelTarget(checkpoint=checkpoint, stage=stage, dp=dp, order=[flat.shapes for flat in flats])
     layout = Layout(by_key([*optim.placements(), *model.placements()]), {OPTIM: dp, MODEL: model.files})
     wants = {**{placement.key: placement.key for placement in optim.placements()}, **dict(model.sources())}
-    return Target(layout=layout, wants=wants, units=tuple(_units(checkpoint, optim, model)), pointer="latest")
+    tag = os.path.basename(checkpoint.listing.folder)
+    return Target(
+        layout=layout, wants=wants, units=tuple(_units(checkpoint, optim, model)), folder=tag, pointers={"latest": tag}
+    )
 
 
 def _units(checkpoint: ZeroCheckpoint, optim: OptimizerTarget, model: ModelTarget) -> Iterator[Unit]:

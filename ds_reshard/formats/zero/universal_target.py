@@ -8,19 +8,18 @@ and of stage 3 look for, and no tensor of any rank (0.19.8). Stages below 3 read
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from functools import partial
-from math import prod
 
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
 from ds_reshard.formats.zero.facts import Scalar, ScalarTensor
-from ds_reshard.formats.zero.layout import by_key
+from ds_reshard.formats.zero.layout import alone, by_key
 from ds_reshard.formats.zero.model_target import ModelTarget
 from ds_reshard.formats.zero.optimizer_target import kept_entries, new_tensor
 from ds_reshard.formats.zero.target import UNIVERSAL_INFO, Target, TargetFile, Unit, group_order, refuse_source
-from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
-from ds_reshard.model.region import Box
+from ds_reshard.model.layout import Layout, TensorKey
 
 TENSORS = "universal"
 _UNIT_NBYTES = 256 << 20
@@ -36,12 +35,17 @@ def universal_target(checkpoint: ZeroCheckpoint) -> Target:
         TensorKey(name=name, kind=kind) for name in names for kind in checkpoint.layout.kinds(name) if kind != "weight"
     ]
     units = _cut(checkpoint, keys)
-    placements = [_placement(checkpoint.layout[key], number) for number, members in enumerate(units) for key in members]
+    placements = [
+        alone(checkpoint.layout[key], number, family=TENSORS, buffer=f"{key.kind}/{key.name}")
+        for number, members in enumerate(units)
+        for key in members
+    ]
     model = ModelTarget(checkpoint=checkpoint, stage=2, dp=checkpoint.dp, order=order)
+    tag = os.path.basename(checkpoint.listing.folder)
     layout = Layout(by_key([*placements, *model.placements()]), {TENSORS: len(units), MODEL: 1})
     wants = {**{key: key for key in keys}, **dict(model.sources())}
     return Target(
-        layout=layout, wants=wants, pointer="latest_universal",
+        layout=layout, wants=wants, pointers={"latest_universal": tag}, folder=tag,
         units=(_model_unit(checkpoint, model, order, steps), *_units(checkpoint, units, steps)),
     )  # fmt: skip
 
@@ -59,16 +63,6 @@ def _cut(checkpoint: ZeroCheckpoint, keys: list[TensorKey]) -> list[list[TensorK
         units[-1].append(key)
         nbytes += placement.numel * placement.dtype.itemsize
     return units
-
-
-def _placement(origin: Placement, unit: int) -> Placement:
-    """The whole tensor in a buffer of its own, in one shard of the family."""
-    numel = max(1, prod(origin.shape))
-    key = origin.key
-    return Placement(
-        key=key, shape=origin.shape, dtype=origin.dtype, family=TENSORS, buffer=f"{key.kind}/{key.name}",
-        cut=Cut(chunk=numel, phase=unit * numel), box=Box.whole(origin.shape),
-    )  # fmt: skip
 
 
 def _units(checkpoint: ZeroCheckpoint, units: list[list[TensorKey]], steps: Mapping[str, Scalar]) -> Iterator[Unit]:

@@ -1,0 +1,130 @@
+"""A checkpoint's tensors in plain files: weights as safetensors in Hugging Face's layout, or a torch file a kind.
+
+The names of Hugging Face's files are those of transformers' `save_pretrained` (modeling_utils.py, 5.23).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from functools import partial
+from math import prod
+
+from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.formats.zero.layout import alone, by_key, whole
+from ds_reshard.formats.zero.model_target import first_names, whole_tensors
+from ds_reshard.formats.zero.optimizer_target import new_tensor
+from ds_reshard.formats.zero.target import Target, TargetFile, Unit
+from ds_reshard.model.codec import ElementType
+from ds_reshard.model.layout import Layout, Placement, TensorKey
+from ds_reshard.model.records import TensorRecord
+
+WEIGHTS = ("safetensors", "torch")
+DTYPES = ("float32", "bfloat16", "float16")
+_FILE_NBYTES = 5 * 10**9
+_FLOATS = (ElementType.FLOAT64, ElementType.FLOAT32, ElementType.FLOAT16, ElementType.BFLOAT16)
+
+
+def safetensors_target(checkpoint: ZeroCheckpoint, dtype: str | None) -> Target:
+    """`model.safetensors`, or `model-0000i-of-0000N.safetensors` of at most 5 GB with their index.
+
+    Each parameter in `dtype`, from its fp32 master where there is one; else in the type that was trained in. Buffers
+    keep their type. Tied weights are there once, under their first name, as safetensors has it.
+    """
+    weights = _weights(checkpoint, dtype)
+    groups = _cut(weights)
+    names = list(_names(len(groups)))
+    placements, units = [], []
+    for number, (name, group) in enumerate(zip(names, groups, strict=True)):
+        tensors = {key.name: new_tensor(str(key), weights[key].shape, weights[key].dtype) for key in group}
+        placements += [alone(weights[key], number, family="weights", buffer=str(key)) for key in group]
+        file = TargetFile(name=name, tree=partial(dict, tensors), container="safetensors")
+        units.append(Unit(family="weights", shard=number, files=(file,)))
+    total = sum(placement.numel * placement.dtype.itemsize for placement in weights.values())
+    located = {key.name: name for name, group in zip(names, groups, strict=True) for key in group}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(located.items()))}
+    pointers = {"model.safetensors.index.json": json.dumps(index, indent=2) + "\n"} if len(groups) > 1 else {}
+    return Target(
+        layout=Layout(by_key(placements), {"weights": len(groups)}),
+        wants={key: _source(checkpoint, key, dtype) for key in weights}, units=tuple(units), pointers=pointers,
+        folder="",
+    )  # fmt: skip
+
+
+def torch_target(checkpoint: ZeroCheckpoint, dtype: str | None) -> Target:
+    """`weight.pt`, a state dict of the module, and a file for each of `fp32`, `exp_avg` and every other state."""
+    weights = _weights(checkpoint, dtype)
+    kinds: dict[str, list[Placement]] = {"weight": list(weights.values())}
+    for key, placement in checkpoint.layout.placements.items():
+        if key.kind != "weight":
+            kinds.setdefault(key.kind, []).append(placement)
+    placements = {p.key: alone(p, 0, family=p.key.kind, buffer=str(p.key)) for group in kinds.values() for p in group}
+    trees = {
+        kind: {p.key.name: new_tensor(str(p.key), p.shape, p.dtype) for p in group} for kind, group in kinds.items()
+    }
+    for name, first in first_names(checkpoint.model).items():
+        if first in trees["weight"]:
+            trees["weight"][name] = trees["weight"][first]
+    units = [
+        Unit(family=kind, shard=0, files=(TargetFile(name=f"{kind}.pt", tree=partial(OrderedDict, tree)),))
+        for kind, tree in trees.items()
+    ]
+    wants = {key: key if key.kind != "weight" else _source(checkpoint, key, dtype) for key in placements}
+    return Target(layout=Layout(placements, dict.fromkeys(kinds, 1)), wants=wants, units=units, pointers={}, folder="")
+
+
+def _source(checkpoint: ZeroCheckpoint, key: TensorKey, dtype: str | None) -> TensorKey:
+    """The master, where another type is asked for or no weight was saved; else the weight."""
+    master = TensorKey(name=key.name, kind="fp32")
+    if key not in checkpoint.layout:
+        return master
+    other = dtype is not None and checkpoint.layout[key].dtype.label != dtype
+    return master if other and master in checkpoint.layout else key
+
+
+def _weights(checkpoint: ZeroCheckpoint, dtype: str | None) -> dict[TensorKey, Placement]:
+    """Every tensor of the module under its first name, as it is to be written."""
+    model = checkpoint.model
+    made = whole_tensors(checkpoint.model)
+    lost = sorted(name for name, first in first_names(checkpoint.model).items() if first not in made)
+    raise_faults([_not_row_major(name) for name in lost], subject=f"converting {checkpoint.listing.folder}")
+    found = {}
+    for name, tensor in made.items():
+        cast = dtype is not None and name not in model.buffer_names and tensor.dtype in _FLOATS
+        found[TensorKey(name=name, kind="weight")] = _placement(name, tensor, dtype if cast else None)
+    return found
+
+
+def _placement(name: str, tensor: TensorRecord, dtype: str | None) -> Placement:
+    kept = ElementType.named(dtype) if dtype is not None else tensor.dtype
+    return whole(name, "weight", tensor.shape, kept, family="weights", buffer=name)
+
+
+def _not_row_major(name: str) -> Fault:
+    return Fault(
+        error="UnsupportedLayout", where=name, what="does not lie row-major in the file, as a plain file's tensors do",
+        mend="load it in a run, and save module.state_dict() with contiguous tensors there",
+    )  # fmt: skip
+
+
+def _cut(weights: Mapping[TensorKey, Placement]) -> list[list[TensorKey]]:
+    groups: list[list[TensorKey]] = [[]]
+    nbytes = 0
+    for key, placement in weights.items():
+        size = prod(placement.shape) * placement.dtype.itemsize
+        if groups[-1] and nbytes + size > _FILE_NBYTES:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(key)
+        nbytes += size
+    return groups
+
+
+def _names(count: int) -> Iterator[str]:
+    if count == 1:
+        yield "model.safetensors"
+        return
+    for number in range(1, count + 1):
+        yield f"model-{number:05d}-of-{count:05d}.safetensors"
