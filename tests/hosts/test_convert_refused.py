@@ -83,6 +83,13 @@ def test_what_a_format_cannot_hold(
     _refused(Path(folder), tmp_path / "out", *words, to=to)
 
 
+def test_weights_of_a_run_without_zero(saves: Saves, tmp_path: Path) -> None:
+    """The weights are there; the masters are not known by name, and are not made up of the weights."""
+    folder, _ = saves(Run(0, 2), Model())
+    _refused(Path(folder), tmp_path / "out", "masters name no parameter", to="safetensors", dtype="float32")
+    assert convert(str(folder), str(tmp_path / "out"), to="safetensors").complete
+
+
 def test_damaged_sources(source: Path, tmp_path: Path) -> None:
     """Missing, of another step, and one flipped bit in a tensor, which is found as it passes."""
     shards = sorted(source.glob("global_step3/*optim_states.pt"))

@@ -89,7 +89,11 @@ def _weights(checkpoint: ZeroCheckpoint, dtype: str | None) -> dict[TensorKey, P
     model = checkpoint.model
     made = whole_tensors(checkpoint.model)
     lost = sorted(name for name, first in first_names(checkpoint.model).items() if first not in made)
-    raise_faults([_not_row_major(name) for name in lost], subject=f"converting {checkpoint.listing.folder}")
+    faults = [_not_row_major(name) for name in lost]
+    if dtype == "float32" and checkpoint.facts is None:
+        narrow = [name for name, tensor in made.items() if tensor.dtype in (ElementType.FLOAT16, ElementType.BFLOAT16)]
+        faults += [_no_master(checkpoint.listing.folder)] if narrow else []
+    raise_faults(faults, subject=f"converting {checkpoint.listing.folder}")
     found = {}
     for name, tensor in made.items():
         cast = dtype is not None and name not in model.buffer_names and tensor.dtype in _FLOATS
@@ -100,6 +104,13 @@ def _weights(checkpoint: ZeroCheckpoint, dtype: str | None) -> dict[TensorKey, P
 def _placement(name: str, tensor: TensorRecord, dtype: str | None) -> Placement:
     kept = ElementType.named(dtype) if dtype is not None else tensor.dtype
     return whole(name, "weight", tensor.shape, kept, family="weights", buffer=name)
+
+
+def _no_master(folder: str) -> Fault:
+    return Fault(
+        error="UnsupportedLayout", where=folder, what="its fp32 masters name no parameter (ZeRO stage 0), and its "
+        "16-bit weights are not them", mend="leave out --dtype: the weights as they were trained",
+    )  # fmt: skip
 
 
 def _not_row_major(name: str) -> Fault:
