@@ -109,6 +109,7 @@ class Layout:
         self.shards = dict(shards)
         self._by_buffer: dict[tuple[str, str], list[Placement]] = {}
         self._kinds: dict[str, list[str]] = {}
+        self._pieces: dict[tuple[str, str, int], list[tuple[Placement, Piece]]] = {}
         for key, placement in self.placements.items():
             self._by_buffer.setdefault((placement.family, placement.buffer), []).append(placement)
             self._kinds.setdefault(key.name, []).append(key.kind)
@@ -127,6 +128,14 @@ class Layout:
     def in_buffer(self, family: str, buffer: str) -> list[Placement]:
         """The placements of one buffer, in the order in which they were declared."""
         return self._by_buffer.get((family, buffer), [])
+
+    def pieces(self, family: str, buffer: str, shard: int) -> list[tuple[Placement, Piece]]:
+        """The placements of one buffer that `shard` holds a piece of, with it; worked out once."""
+        at = (family, buffer, shard)
+        if at not in self._pieces:
+            found = ((placement, placement.piece(shard)) for placement in self.in_buffer(family, buffer))
+            self._pieces[at] = [(placement, piece) for placement, piece in found if piece is not None]
+        return self._pieces[at]
 
     def buffers(self, family: str) -> list[str]:
         return [buffer for of, buffer in self._by_buffer if of == family]

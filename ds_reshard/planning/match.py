@@ -98,10 +98,9 @@ def _unwanted(
         for buffer, extent in source.open(family, shard).items():
             if extent.record not in uses:
                 continue
-            for origin in source.layout.in_buffer(family, buffer):
+            for origin, piece in source.layout.pieces(family, buffer, shard):
                 wanted = wanted_by.get(origin.key)
-                piece = origin.piece(shard)
-                if wanted is None or piece is None:
+                if wanted is None:
                     continue
                 begin = extent.byte_offset + piece.element_offset * extent.dtype.itemsize
                 end = begin + (piece.stop - piece.start) * extent.dtype.itemsize
