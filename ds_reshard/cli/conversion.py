@@ -7,10 +7,9 @@ import json
 import os
 from dataclasses import asdict
 
-from ds_reshard.cli.arguments import add_reading, count
+from ds_reshard.cli.arguments import add_reading, add_target
 from ds_reshard.cli.bar import bar
-from ds_reshard.formats.zero.weights_target import DTYPES
-from ds_reshard.operations import FORMATS, Options, convert
+from ds_reshard.operations import Options, convert
 
 
 def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -19,13 +18,7 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("checkpoint", metavar="SRC", help="the folder that was given to save_checkpoint")
     parser.add_argument("out", metavar="OUT", help="the folder to make: it is there when all of it is written")
-    parser.add_argument("--to", required=True, choices=FORMATS, help="what to write")
-    parser.add_argument("--dp", type=count, metavar="N", help="data-parallel size (default: the saving run's)")
-    parser.add_argument("--tag", help="the tag to read (default: the one that 'latest' names)")
-    parser.add_argument(
-        "--sub-group-size", type=count, metavar="N", help="the coming run's, for zero3 (default: the saving run's)"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights, with safetensors and torch")
+    add_target(parser)
     add_reading(parser)
     parser.add_argument(
         "--shard", type=_shard, metavar="I/N", help="do part I of N, counted from 0; the last one finishes"

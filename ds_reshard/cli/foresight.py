@@ -11,13 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_reshard.cli.arguments import add_reading, count, reading
+from ds_reshard.cli.arguments import add_reading, add_target, reading
 from ds_reshard.cli.plan_page import page
 from ds_reshard.cli.render import printable, size
 from ds_reshard.errors import WriteFailed
-from ds_reshard.formats.zero.weights_target import DTYPES
 from ds_reshard.model.conversion_plan import ConversionPlan
-from ds_reshard.operations import FORMATS, plan
+from ds_reshard.operations import plan
 
 _ROWS = 20
 
@@ -25,13 +24,7 @@ _ROWS = 20
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("plan", help="what convert would read and write, by whom; reads no tensor")
     parser.add_argument("checkpoint", metavar="SRC", help="the folder that was given to save_checkpoint")
-    parser.add_argument("--to", required=True, choices=FORMATS, help="what would be written")
-    parser.add_argument("--dp", type=count, metavar="N", help="data-parallel size (default: the saving run's)")
-    parser.add_argument("--tag", help="the tag to read (default: the one that 'latest' names)")
-    parser.add_argument(
-        "--sub-group-size", type=count, metavar="N", help="the coming run's, for zero3 (default: the saving run's)"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights, with safetensors and torch")
+    add_target(parser)
     parser.add_argument(
         "--bandwidth", type=_bandwidth, metavar="GBPS", default=1.0,
         help="gigabytes a second that the disk reads or writes (default: %(default)s)",
