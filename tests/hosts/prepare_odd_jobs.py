@@ -202,8 +202,10 @@ def built_after(folder: str, registered: bool) -> list[str]:
     """A scheduler that is built on the prepared optimizer; what is logged when the state is saved."""
     import ds_reshard
 
-    lines = _Lines()
-    logging.getLogger("ds_reshard").addHandler(lines)
+    lines, logger = _Lines(), logging.getLogger("ds_reshard")
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # other jobs of this process may have silenced it
+    logger.addHandler(lines)
     try:
         with ds_reshard.install("accelerate"):
             accelerator, net = new_accelerator(_config()), new_net()
@@ -213,7 +215,8 @@ def built_after(folder: str, registered: bool) -> list[str]:
                 accelerator.register_for_checkpointing(scheduler)
             accelerator.save_state(folder)
     finally:
-        logging.getLogger("ds_reshard").removeHandler(lines)
+        logger.removeHandler(lines)
+        logger.setLevel(level)
     return lines.seen
 
 
