@@ -33,6 +33,7 @@ def _found(path: Path) -> list[str]:
     return [fault.what for fault in (*file.faults, *ledger.faults, *ledger.mismatches())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", [_by_torch, _by_this_package])
 @pytest.mark.parametrize("bits", [0x01, 0x80])
 def test_no_byte_flips_unseen(tmp_path: Path, write: Callable[[Path], None], bits: int) -> None:
