@@ -6,13 +6,14 @@ Raises WriteFailed, with what the system said and what mends it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 
 from ds_reshard.errors import Fault, WriteFailed
 
-_MENDS = {28: "free space there, then run again with --resume", 122: "free space there, then run again with --resume"}
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
@@ -20,7 +21,8 @@ def _named(path: str, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        mend = _MENDS.get(error.errno or 0, "check the file system and its permissions, then run again with --resume")
+        first = "free space there" if error.errno in _FULL else "check the file system and its permissions"
+        mend = f"{first}, then run again with --resume"
         fault = Fault(error="WriteFailed", where=path, what=f"{what}: {error.strerror or error}", mend=mend)
         raise WriteFailed(f"{fault.line()}; {mend}", [fault]) from error
 

@@ -58,7 +58,7 @@ def _planned(checkpoint: ZeroCheckpoint, index: Index) -> _Reading:
             continue
         wanted[key] = key
         placements[key] = whole(key.name, key.kind, placement.shape, placement.dtype, family=_FILE, buffer=str(key))
-    plan = plan_rank(index, Layout(placements, {_FILE: 1}), 0, wanted, family=_FILE, sizes={})
+    plan = plan_rank(index, Layout(placements, {_FILE: 1}), 0, wanted, sizes={})
     raise_faults(index.faults, subject=f"checkpoint {checkpoint.listing.folder}")
     return _Reading(plan=plan, same=same)
 

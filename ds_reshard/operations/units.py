@@ -80,7 +80,6 @@ class Units:
             self._target.layout,
             unit.shard,
             self.wants[unit.family],
-            family=unit.family,
             sizes=fresh,
         )
         copied = [_copy(storage) for storage in storages if storage.path and storage.nbytes]

@@ -18,10 +18,9 @@ def plan_rank(
     rank: int,
     wants: Mapping[TensorKey, TensorKey],
     *,
-    family: str,
     sizes: Mapping[str, int],
 ) -> Plan:
-    """The plan that fills `rank`'s buffers of `family` of the target layout.
+    """The plan that fills `rank`'s buffers of the target layout.
 
     `wants` maps each target tensor to the source tensor that it is read from; a source tensor serves
     one target tensor. `sizes` gives the elements of each fresh buffer of this rank: what no tensor covers

@@ -9,6 +9,7 @@ Prints one line of JSON: how many calls there are, and what went wrong at which.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -42,10 +43,9 @@ class Counted:
                 return function(*args, **kwargs)
             if self.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            code = getattr(errno, self.kind)
             with disk._named(str(args[0]), "refused"):
-                raise OSError(
-                    getattr(__import__("errno"), self.kind), os.strerror(getattr(__import__("errno"), self.kind))
-                )
+                raise OSError(code, os.strerror(code))
 
         return called
 

@@ -183,7 +183,7 @@ class Case:
         index = Index(self.source.layout(self.shapes), checkpoint)
         target = self.target.layout(self.shapes)
         sizes = self.target.sizes(self.shapes)
-        plan = plan_rank(index, target, rank, wants or self.wants, family="f", sizes=sizes)
+        plan = plan_rank(index, target, rank, wants or self.wants, sizes=sizes)
         assert index.faults == []
         return plan
 
@@ -350,7 +350,7 @@ def test_a_part_of_a_tensor_is_moved_as_its_own_box(case, data):
         checkpoint = case.checkpoint(folder)
         for rank in case.target.ranks:
             index = Index(case.source.layout(case.shapes), checkpoint)
-            plan = plan_rank(index, target, rank, case.wants, family="f", sizes={})
+            plan = plan_rank(index, target, rank, case.wants, sizes={})
             tensors = {p.buffer: torch.zeros(p.cut.chunk, dtype=torch_dtype(p.dtype)) for p in placements.values()}
             executor = ThreadExecutor(threads=1, memory_nbytes=1, checksum=True)
             outcomes.append(executor.execute(plan, {b: TensorTarget(t) for b, t in tensors.items()}))
@@ -503,7 +503,7 @@ def test_a_shard_that_cannot_be_opened_is_one_fault():
     source, target = GOLDEN_PLANS["flat_dp2_to_sub_group_dp3"]
     index = Index(source.layout(MODEL), Faulty())
     keys = [TensorKey(name=name, kind="fp32") for name in ("out", "bias")]
-    plan = plan_rank(index, target.layout(MODEL), 2, {key: key for key in keys}, family="f", sizes={})
+    plan = plan_rank(index, target.layout(MODEL), 2, {key: key for key in keys}, sizes={})
     assert (plan.copies, plan.checks) == ((), ())
     damaged = [(fault.error, fault.where) for fault in index.faults if fault.where == "shard1.pt"]
     assert damaged == [("CheckpointDamaged", "shard1.pt")]
@@ -514,7 +514,7 @@ def test_a_shard_without_a_wanted_buffer_is_a_fault():
     source, target = GOLDEN_PLANS["flat_dp2_to_sub_group_dp3"]
     index = Index(source.layout(MODEL), Faulty())
     key = TensorKey(name="embed", kind="fp32")
-    plan_rank(index, target.layout(MODEL), 0, {key: key}, family="f", sizes={})
+    plan_rank(index, target.layout(MODEL), 0, {key: key}, sizes={})
     assert index.faults != []
 
 

@@ -55,7 +55,7 @@ class ModelTarget:
         frozen = self._frozen()
         shapes = OrderedDict((name, SizeRecord(shape)) for name, (shape, _) in frozen.items())
         fragments: OrderedDict[str, object] = OrderedDict()
-        module = self._placeholders(saved, frozen) if self.stage == 3 else self._whole(saved)
+        module = self._placeholders(saved) if self.stage == 3 else self._whole(saved)
         for name, (shape, dtype) in frozen.items():
             fragments[name] = (
                 new_tensor(f"frozen/{name}", (chunk_numel(shape, self.dp),), dtype) if self.stage == 3 else module[name]
@@ -96,7 +96,7 @@ class ModelTarget:
                 module[name] = made[names[name]]
         return module
 
-    def _placeholders(self, saved: ModelStates, frozen: Mapping[str, object]) -> OrderedDict[str, object]:
+    def _placeholders(self, saved: ModelStates) -> OrderedDict[str, object]:
         """Parameters as stage 3 saves them, of no element; tied weights share theirs."""
         shared, parameters = self.checkpoint.model.shared, self._parameters()
         module = _module(saved)

@@ -21,7 +21,7 @@ from ds_reshard.hosts.deepspeed.live import LiveOptimizer
 from ds_reshard.hosts.deepspeed.revival import revived, scalar
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.hosts.deepspeed.universal import state_faults
-from ds_reshard.hosts.deepspeed.wants import RUN, Wants, want_model, want_optimizer
+from ds_reshard.hosts.deepspeed.wants import Wants, want_model, want_optimizer
 from ds_reshard.model.index import Index
 from ds_reshard.planning.match import plan_rank
 from ds_reshard.planning.plan import Plan
@@ -94,7 +94,7 @@ def prepare(
     entries = live_entries(engine, model, request, settings)
     index = Index(checkpoint.layout, shards)
     position, size = (live.rank, live.dp) if live else (0, 1)
-    plan = plan_rank(index, wants.layout(size), position, wants.sources, family=RUN, sizes=wants.sizes)
+    plan = plan_rank(index, wants.layout(size), position, wants.sources, sizes=wants.sizes)
     if checkpoint.listing.partitioned_model:
         for shard in range(position, checkpoint.dp, size):
             index.open(MODEL, shard)
