@@ -26,6 +26,14 @@ def element_type(dtype: torch.dtype) -> ElementType:
     return ElementType.named(str(dtype).removeprefix("torch."))
 
 
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, which must be kept alive as long as they are used."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError("only a contiguous tensor in host memory has bytes to look at")
+    nbytes = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
 class TensorTarget:
     """A torch tensor as a flat, row-major target of `numel` elements.
 
@@ -40,9 +48,7 @@ class TensorTarget:
         self.dtype = element_type(tensor.dtype)
         self._memory: memoryview | None = None
         if tensor.device.type == "cpu" and tensor.numel():
-            nbytes = tensor.numel() * tensor.element_size()
-            raw = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
-            self._memory = memoryview(raw).cast("B")
+            self._memory = memory_of(tensor)
 
     def view(self, element_offset: int, numel: int, dtype: ElementType) -> memoryview | None:
         if element_offset < 0 or element_offset + numel > self.tensor.numel():

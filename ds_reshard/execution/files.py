@@ -11,7 +11,7 @@ from ds_reshard.containers.crc import crc32
 from ds_reshard.containers.torch_zip_writer import Member
 from ds_reshard.errors import InternalError
 from ds_reshard.execution import disk
-from ds_reshard.execution.buffers import torch_dtype
+from ds_reshard.execution.buffers import memory_of, torch_dtype
 from ds_reshard.execution.checksums import partial_sums
 from ds_reshard.execution.ports import Outcome, Slice
 from ds_reshard.model.codec import ElementType
@@ -35,7 +35,7 @@ class FileTarget:
     def store(self, element_offset: int, data: memoryview, dtype: ElementType) -> None:
         if dtype is not self.dtype:
             values = torch.frombuffer(data, dtype=torch_dtype(dtype)).to(torch_dtype(self.dtype))
-            data = values.view(torch.uint8).numpy().data
+            data = memory_of(values)
         self._write(element_offset, data)
 
     def zero(self, element_offset: int, numel: int) -> None:

@@ -17,8 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+import numpy
 import torch
 
+from ds_reshard.execution.buffers import memory_of
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.region import Box, Region, overlap
@@ -27,6 +29,7 @@ BLOCK_WORDS = 16384
 _WORD_NBYTES = 4
 _BLOCK_NBYTES = BLOCK_WORDS * _WORD_NBYTES
 _BLOCKS = 16
+_DEVICE_BLOCKS = 256
 _MASK = 2**64 - 1
 _FIRST_BLOCK = 2**32
 
@@ -68,7 +71,7 @@ class Fingerprint:
 class Fingerprints:
     """Fingerprints of tensors by key, summed part by part: any part, in any order, from any thread.
 
-    Each thread that adds keeps 3 MiB of scratch memory for each device.
+    Each thread that adds keeps 2 MiB of scratch memory.
     """
 
     def __init__(self) -> None:
@@ -82,9 +85,10 @@ class Fingerprints:
 
     def add(self, key: TensorKey, byte_position: int, data: Bytes | torch.Tensor) -> None:
         """Add bytes that begin at `byte_position` of the whole tensor: memory, or a contiguous tensor."""
-        part = Fingerprint()
-        for at, chunk in _chunks(byte_position, data):
-            part += Fingerprint(value=self._scratch_on(chunk.device).sum(at, chunk), nbytes=chunk.numel())
+        if isinstance(data, torch.Tensor) and data.device.type != "cpu":
+            part = sum_on_device(byte_position, data)
+        else:
+            part = self._sum(byte_position, memory_of(data) if isinstance(data, torch.Tensor) else memoryview(data))
         with self._lock:
             self._sums[key] = self[key] + part
 
@@ -96,11 +100,13 @@ class Fingerprints:
             part = flat[run.first_offset : run.first_offset + run.numel]
             self.add(key, run.second_offset * flat.element_size(), part)
 
-    def _scratch_on(self, device: torch.device) -> _Scratch:
-        found: dict[torch.device, _Scratch] = self._scratch.__dict__.setdefault("by_device", {})
-        if device not in found:
-            found[device] = _Scratch(device)
-        return found[device]
+    def _sum(self, byte_position: int, view: memoryview) -> Fingerprint:
+        if not hasattr(self._scratch, "wide"):
+            self._scratch.wide = numpy.empty(_BLOCKS * BLOCK_WORDS, dtype=numpy.int64)
+        total, data = 0, view.cast("B")
+        for at, words in _words(byte_position, data):
+            total += _sum_of_words(at, words, self._scratch.wide)
+        return Fingerprint(value=total & _MASK, nbytes=len(data))
 
 
 class FingerprintTarget:
@@ -127,67 +133,71 @@ def fingerprint_of(data: Bytes | torch.Tensor) -> Fingerprint:
     return sums[key]
 
 
-def _chunks(byte_position: int, data: Bytes | torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """The bytes as flat uint8 tensors, each within one block, or of up to `_BLOCKS` whole ones."""
-    view = data.detach().view(-1).view(torch.uint8) if isinstance(data, torch.Tensor) else memoryview(data).cast("B")
-    at, nbytes = 0, len(view)
-    while at < nbytes:
-        inside = (byte_position + at) % _BLOCK_NBYTES
-        whole = (nbytes - at) // _BLOCK_NBYTES * _BLOCK_NBYTES
-        limit = _BLOCK_NBYTES - inside if inside else min(whole, _BLOCKS * _BLOCK_NBYTES) or _BLOCK_NBYTES
-        take = min(nbytes - at, limit)
-        yield byte_position + at, _as_tensor(view[at : at + take])
-        at += take
+Words = numpy.ndarray[tuple[int], numpy.dtype[numpy.int32]]
+Wide = numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]
 
 
-def _as_tensor(view: memoryview | torch.Tensor) -> torch.Tensor:
-    if isinstance(view, torch.Tensor):
-        return view
-    return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+def _words(byte_position: int, data: memoryview) -> Iterator[tuple[int, Words]]:
+    """The bytes as words, each run with the number of its first; what is cut of a word is zero."""
+    first, lead = divmod(byte_position, _WORD_NBYTES)
+    head = data[: _WORD_NBYTES - lead] if lead else data[:0]
+    if head:
+        yield first, _as_words(bytes(lead) + bytes(head) + bytes(_WORD_NBYTES - lead - len(head)))
+        first += 1
+    whole = (len(data) - len(head)) // _WORD_NBYTES
+    if whole:
+        yield first, _as_words(data[len(head) : len(head) + whole * _WORD_NBYTES])
+    tail = bytes(data[len(head) + whole * _WORD_NBYTES :])
+    if tail:
+        yield first + whole, _as_words(tail + bytes(_WORD_NBYTES - len(tail)))
+
+
+def _as_words(data: bytes | memoryview) -> Words:
+    return numpy.frombuffer(data, dtype="<i4")
+
+
+def _sum_of_words(first: int, words: Words, wide: Wide) -> int:
+    """The sum over words that begin with number `first`; numpy, unlike torch, starts no threads beside the readers."""
+    total, at = 0, 0
+    while at < len(words):
+        block, inside = divmod(first + at, BLOCK_WORDS)
+        part = words[at : at + len(wide) - inside]
+        rows = -(-(inside + len(part)) // BLOCK_WORDS)
+        if rows == 1:
+            numpy.copyto(wide[: len(part)], part)
+            sums = [int(numpy.einsum("i,i->", wide[: len(part)], _word_factors()[inside : inside + len(part)]))]
+        else:
+            wide[:inside] = 0
+            numpy.copyto(wide[inside : inside + len(part)], part)
+            wide[inside + len(part) : rows * BLOCK_WORDS] = 0
+            sums = numpy.einsum("ij,j->i", wide[: rows * BLOCK_WORDS].reshape(rows, -1), _word_factors()).tolist()
+        total += sum(block_factor(block + row) * value for row, value in enumerate(sums))
+        at += len(part)
+    return total
 
 
 @cache
-def _word_factors(device: torch.device) -> torch.Tensor:
-    signed = [factor - 2**64 if (factor := word_factor(j)) >= 2**63 else factor for j in range(BLOCK_WORDS)]
-    return torch.tensor(signed, dtype=torch.int64, device=device)
+def _word_factors() -> Wide:
+    return numpy.array([word_factor(j) for j in range(BLOCK_WORDS)], dtype=numpy.uint64).view(numpy.int64)
 
 
-class _Scratch:
-    """Memory of one thread in which bytes become words, and words 64-bit numbers."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._factors = _word_factors(device)
-        self._words = torch.empty(_BLOCKS * BLOCK_WORDS, dtype=torch.int32, device=device)
-        self._wide = torch.empty(_BLOCKS * BLOCK_WORDS, dtype=torch.int64, device=device)
-
-    def sum(self, byte_position: int, data: torch.Tensor) -> int:
-        """The sum over one chunk."""
-        block, inside = divmod(byte_position, _BLOCK_NBYTES)
-        first, lead = divmod(inside, _WORD_NBYTES)
-        words = self._as_words(lead, data)
-        rows, columns = -(-words.numel() // BLOCK_WORDS), min(words.numel(), BLOCK_WORDS)
-        wide = self._wide[: rows * columns]
-        _copy(wide, words)
-        sums: list[int] = _row_sums(wide.view(rows, columns), self._factors[first : first + columns]).tolist()
-        return sum(block_factor(block + row) * part for row, part in enumerate(sums)) & _MASK
-
-    def _as_words(self, lead: int, data: torch.Tensor) -> torch.Tensor:
-        """The bytes as words, those before and behind them in the first and last word zero."""
-        places = (lead, data.numel(), data.data_ptr(), data.storage_offset())
-        if not any(place % _WORD_NBYTES for place in places):
-            return data.view(torch.int32)
-        words = self._words[: -(-(lead + data.numel()) // _WORD_NBYTES)]
-        words[0] = words[-1] = 0
-        _copy(words.view(torch.uint8)[lead : lead + data.numel()], data)
-        return words
+def sum_on_device(byte_position: int, data: torch.Tensor) -> Fingerprint:
+    """The same where the tensor lies, row by row of whole blocks: CUDA has no matrix product of integers (2.13)."""
+    flat = data.detach().view(-1).view(torch.uint8)
+    factors = _factors_on(flat.device)
+    total, at = 0, 0
+    while at < len(flat):
+        block, inside = divmod(byte_position + at, _BLOCK_NBYTES)
+        part = flat[at : at + _DEVICE_BLOCKS * _BLOCK_NBYTES - inside]
+        rows = -(-(inside + len(part)) // _BLOCK_NBYTES)
+        padded = torch.zeros(rows * _BLOCK_NBYTES, dtype=torch.uint8, device=flat.device)
+        padded[inside : inside + len(part)] = part
+        sums: list[int] = (padded.view(torch.int32).view(rows, BLOCK_WORDS) * factors).sum(1).tolist()
+        total += sum(block_factor(block + row) * value for row, value in enumerate(sums))
+        at += len(part)
+    return Fingerprint(value=total & _MASK, nbytes=len(flat))
 
 
-def _copy(to: torch.Tensor, of: torch.Tensor) -> None:
-    """Copy in parts too small for torch to start threads of its own (from 32768 elements on): the readers are many."""
-    for part, values in zip(torch.split(to, BLOCK_WORDS), torch.split(of, BLOCK_WORDS), strict=True):
-        part.copy_(values)
-
-
-def _row_sums(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Each row times the factors, modulo 2**64. CUDA has no matrix product of integers (torch 2.13)."""
-    return torch.mv(rows, factors) if rows.device.type == "cpu" else (rows * factors).sum(1)
+@cache
+def _factors_on(device: torch.device) -> torch.Tensor:
+    return torch.tensor(_word_factors().tolist(), dtype=torch.int64, device=device)

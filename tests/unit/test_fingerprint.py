@@ -14,7 +14,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ds_reshard.execution.fingerprint import BLOCK_WORDS, Fingerprints, fingerprint_of, word_factor
+from ds_reshard.execution.fingerprint import BLOCK_WORDS, Fingerprints, fingerprint_of, sum_on_device, word_factor
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.region import Box, Region
 
@@ -75,6 +75,17 @@ def test_values_are_the_bytes_of_a_tensor() -> None:
                   torch.int8, torch.bool, torch.int64, torch.float8_e4m3fn):  # fmt: skip
         tensor = torch.randn(5, 7).to(dtype)
         assert str(fingerprint_of(tensor)) == by_the_book(tensor.view(-1).view(torch.uint8).numpy().tobytes()), dtype
+
+
+@QUICK
+@given(start=st.integers(0, len(BIG)), stop=st.integers(0, len(BIG)))
+def test_a_device_sums_as_the_host_does(start, stop):
+    """The operations that run where a tensor lies, here on the host's own memory, at any place in the whole."""
+    start, stop = min(start, stop), max(start, stop)
+    sums = Fingerprints()
+    sums.add(KEY, start, BIG[start:stop])
+    part = torch.frombuffer(bytearray(BIG[start:stop]), dtype=torch.uint8) if stop > start else torch.empty(0)
+    assert sum_on_device(start, part) == sums[KEY]
 
 
 @pytest.mark.parametrize("itemsize", (1, 2, 4, 8, 16))
