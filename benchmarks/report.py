@@ -168,7 +168,7 @@ def tables(made: Results) -> Iterator[Table]:
         yield _targets(stage, summary)
 
 
-def _table(title: str, *columns: str) -> Table:
+def empty_table(title: str, *columns: str) -> Table:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -177,7 +177,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _of(value: Spread | None, form: str = ".2f") -> str:
+def of(value: Spread | None, form: str = ".2f") -> str:
     if value is None:
         return ""
     if value["n"] == 1:
@@ -187,7 +187,7 @@ def _of(value: Spread | None, form: str = ".2f") -> str:
 
 def _times(stage: str, summary: dict[str, Any], made: Results) -> Table:
     params, repeats = made["model"]["params"] / 1e6, made["repeats"]
-    table = _table(
+    table = empty_table(
         f"ZeRO-{stage}, {params:.0f}M parameters: load_checkpoint, median of {repeats} (min to max)",
         "memory", "", "seconds", "of DeepSpeed's", "CPU seconds", "of DeepSpeed's", "page faults",
     )  # fmt: skip
@@ -195,13 +195,13 @@ def _times(stage: str, summary: dict[str, Any], made: Results) -> Table:
         for name, value in summary["seconds"][condition].items():
             ratio, cpu, cpu_ratio = (summary[key][condition].get(name) for key in ("ratio", "cpu_s", "cpu_ratio"))
             faults = f"{summary['faults'][condition][name]}"
-            table.add_row(condition, TITLES[name], _of(value), _of(ratio), _of(cpu), _of(cpu_ratio), faults)
+            table.add_row(condition, TITLES[name], of(value), of(ratio), of(cpu), of(cpu_ratio), faults)
         table.add_section()
     return table
 
 
 def _accounts(stage: str, summary: dict[str, Any]) -> Table:
-    table = _table(
+    table = empty_table(
         f"ZeRO-{stage}: the worst rank", "", "read MiB", "read / owned", "memory above MiB", "files", "written"
     )
     for name, account in summary["account"].items():
@@ -213,11 +213,11 @@ def _accounts(stage: str, summary: dict[str, Any]) -> Table:
 
 
 def _targets(stage: str, summary: dict[str, Any]) -> Table:
-    table = _table(f"ZeRO-{stage}: aims", "", "aim", "measured", "")
+    table = empty_table(f"ZeRO-{stage}: aims", "", "aim", "measured", "")
     for what, aim, least, form, value in _aims(summary):
         reached = value["median"] >= aim if least else value["median"] <= aim
         sign = "at least" if least else "at most"
-        table.add_row(what, f"{sign} {aim:g}", _of(value, form), "reached" if reached else "missed")
+        table.add_row(what, f"{sign} {aim:g}", of(value, form), "reached" if reached else "missed")
     return table
 
 

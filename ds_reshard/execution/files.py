@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -78,6 +78,7 @@ class ArchiveFile:
     def __init__(self, path: str, plan: FilePlan) -> None:
         self.path = path
         self._plan = plan
+        self._places = plan.places
         self._targets: dict[str, FileTarget] = {}
         disk.create(path, plan.nbytes)
 
@@ -87,7 +88,7 @@ class ArchiveFile:
 
     def target(self, key: str, dtype: ElementType) -> FileTarget:
         """The storage of that key, as elements of `dtype`."""
-        place = self._plan.places[key]
+        place = self._places[key]
         record = Record(path=self.path, byte_offset=place.byte_offset, nbytes=place.nbytes, crc32=0)
         self._targets[key] = FileTarget(record, dtype)
         return self._targets[key]
@@ -95,12 +96,29 @@ class ArchiveFile:
     def finish(self) -> int:
         """Write headers and directory; the crc32 of the whole file."""
         sums = {key: target.checksum() for key, target in self._targets.items()}
-        places = self._plan.places
         slices = [
-            Slice(byte_offset=places[key].byte_offset, nbytes=places[key].nbytes, crc32=sums[key]) for key in sums
+            Slice(byte_offset=place.byte_offset, nbytes=place.nbytes, crc32=sums[key])
+            for key, place in self._places.items()
+            if key in sums
         ]
-        for at, data in self._plan.parts(sums):
+        for at, data in _joined(self._plan.parts(sums)):
             disk.write_at(self.path, data, at)
             slices.append(Slice(byte_offset=at, nbytes=len(data), crc32=crc32(data)))
         whole = Record(path=self.path, byte_offset=0, nbytes=self._plan.nbytes, crc32=0)
         return partial_sums(Outcome(slices={whole: slices}))[0].crc32
+
+
+def _joined(parts: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """The same bytes, parts that follow each other in one."""
+    together: list[bytes] = []
+    first = end = 0
+    for at, data in parts:
+        if together and at != end:
+            yield first, b"".join(together)
+            together = []
+        if not together:
+            first = at
+        together.append(data)
+        end = at + len(data)
+    if together:
+        yield first, b"".join(together)

@@ -19,6 +19,7 @@ from ds_reshard.execution.fingerprint import Fingerprints
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, Piece, Placement, TensorKey
 from ds_reshard.model.region import Box, Region, overlap
+from ds_reshard.planning.match import wanted_pieces
 from ds_reshard.planning.plan import Copy
 
 
@@ -62,11 +63,9 @@ class Witness:
     def __init__(self, source: Index, target: Layout, rank: int, wants: Mapping[TensorKey, TensorKey]) -> None:
         self.sums = Fingerprints()
         found: dict[tuple[str, str], list[_Span]] = {}
-        for key, source_key in wants.items():
-            piece = target[key].piece(rank)
-            if piece is not None:
-                for path, span in _source_spans(source, source.layout[source_key], target[key], piece):
-                    found.setdefault((path, target[key].buffer), []).append(span)
+        for placement, piece in wanted_pieces(target, rank, wants):
+            for path, span in _source_spans(source, source.layout[wants[placement.key]], placement, piece):
+                found.setdefault((path, placement.buffer), []).append(span)
         self._spans = {place: _Spans(spans) for place, spans in found.items()}
 
     def saw(self, copy: Copy, data: memoryview) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -62,8 +63,8 @@ class ShardSource(Protocol):
 class Index:
     """A layout and the shards of it that have been opened so far.
 
-    Opening is lazy and happens once per shard. A shard that cannot be opened, or lacks a buffer, adds
-    its faults to `faults` and yields no fragments; the caller raises them all before it moves a byte.
+    Opening is lazy and happens once per shard, whatever thread asks. A shard that cannot be opened, or lacks a
+    buffer, adds its faults to `faults` and yields no fragments; the caller raises them all before it moves a byte.
     """
 
     def __init__(self, layout: Layout, source: ShardSource) -> None:
@@ -72,18 +73,20 @@ class Index:
         self._source = source
         self._opened: dict[tuple[str, int], Mapping[str, Extent]] = {}
         self._failed: set[tuple[str, int]] = set()
+        self._opening = threading.Lock()
 
     def open(self, family: str, shard: int) -> Mapping[str, Extent]:
         """The buffers of a shard, opened on first use; empty when the shard is faulty."""
         at = (family, shard)
-        if at not in self._opened:
-            try:
-                self._opened[at] = self._source.buffers(family, shard)
-            except ReshardError as error:
-                self.faults.extend(faults_of(error))
-                self._opened[at] = {}
-                self._failed.add(at)
-        return self._opened[at]
+        with self._opening:
+            if at not in self._opened:
+                try:
+                    self._opened[at] = self._source.buffers(family, shard)
+                except ReshardError as error:
+                    self.faults.extend(faults_of(error))
+                    self._opened[at] = {}
+                    self._failed.add(at)
+            return self._opened[at]
 
     def _extent(self, placement: Placement, shard: int) -> Extent | None:
         """The buffer of one shard; a shard that was opened well and lacks it is damaged."""

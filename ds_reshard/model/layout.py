@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -109,7 +110,7 @@ class Layout:
         self.shards = dict(shards)
         self._by_buffer: dict[tuple[str, str], list[Placement]] = {}
         self._kinds: dict[str, list[str]] = {}
-        self._pieces: dict[tuple[str, str, int], list[tuple[Placement, Piece]]] = {}
+        self._flat: dict[tuple[str, str], list[Placement]] = {}
         for key, placement in self.placements.items():
             self._by_buffer.setdefault((placement.family, placement.buffer), []).append(placement)
             self._kinds.setdefault(key.name, []).append(key.kind)
@@ -129,13 +130,21 @@ class Layout:
         """The placements of one buffer, in the order in which they were declared."""
         return self._by_buffer.get((family, buffer), [])
 
-    def pieces(self, family: str, buffer: str, shard: int) -> list[tuple[Placement, Piece]]:
-        """The placements of one buffer that `shard` holds a piece of, with it; worked out once."""
-        at = (family, buffer, shard)
-        if at not in self._pieces:
-            found = ((placement, placement.piece(shard)) for placement in self.in_buffer(family, buffer))
-            self._pieces[at] = [(placement, piece) for placement, piece in found if piece is not None]
-        return self._pieces[at]
+    def pieces(self, family: str, buffer: str, shard: int) -> Iterator[tuple[Placement, Piece]]:
+        """The placements of one buffer that `shard` holds a piece of, with it.
+
+        Cost is their number and, in a flat buffer, the logarithm of all that are in it.
+        """
+        members: Sequence[Placement] = self.in_buffer(family, buffer)
+        ordered = self._flat.get((family, buffer))
+        if ordered:
+            chunk = ordered[0].cut.chunk
+            first = bisect_right(ordered, shard * chunk, key=_end)
+            members = ordered[first : bisect_left(ordered, (shard + 1) * chunk, lo=first, key=_begin)]
+        for placement in members:
+            piece = placement.piece(shard)
+            if piece is not None:
+                yield placement, piece
 
     def buffers(self, family: str) -> list[str]:
         return [buffer for of, buffer in self._by_buffer if of == family]
@@ -143,6 +152,8 @@ class Layout:
     def _check(self, family: str, buffer: str, members: list[Placement]) -> None:
         cuts = [(p.cut, p.numel, str(p.key), p.replicated) for p in members if p.numel]
         flat = all(cut.origin == 0 and cut.chunk == cuts[0][0].chunk for cut, _, _, _ in cuts)
+        if flat and not any(replicated for _, _, _, replicated in cuts):
+            self._flat[family, buffer] = sorted((p for p in members if p.numel), key=_begin)
         if not flat and any(cut.phase for cut, _, _, _ in cuts):
             raise ValueError(f"buffer {buffer}: flat and per-tensor cuts are mixed")
         spans = sorted(
@@ -155,3 +166,12 @@ class Layout:
         for cut, numel, key, replicated in cuts:
             if cut.phase + numel > cut.chunk * (1 if replicated else self.shards[family]):
                 raise ValueError(f"buffer {buffer}: {key} does not fit {self.shards[family]} shards")
+
+
+def _begin(placement: Placement) -> int:
+    """Where a tensor begins in a flat buffer that all shards hold one after another."""
+    return placement.cut.phase
+
+
+def _end(placement: Placement) -> int:
+    return placement.cut.phase + placement.numel

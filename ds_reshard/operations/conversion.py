@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -56,8 +57,7 @@ def convert_listing(
         if finished:
             return Conversion(out=out, files=0, bytes_read=0, bytes_written=0, complete=True)
         work = _Work(source, target, workspace, options, progress, needed)
-        for unit in target.units[number::shards]:
-            work.write(unit)
+        work.write(target.units[number::shards])
         complete = work.finish()
     return Conversion(
         out=out, files=work.files, bytes_read=work.bytes_read, bytes_written=work.bytes_written, complete=complete
@@ -102,8 +102,20 @@ class _Work:
         self._needed = needed
         self._units = Units(source, target)
         self._options = options
+        self._lock = threading.Lock()
 
-    def write(self, unit: Unit) -> None:
+    def write(self, units: Sequence[Unit]) -> None:
+        """Write units side by side, each by a share of the threads: a file takes one writer at a time."""
+        at_once = max(1, min(self._options.threads, len(units)))
+        with ThreadPoolExecutor(at_once) as pool:
+            try:
+                for job in [pool.submit(self._write, unit, at_once) for unit in units]:
+                    job.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _write(self, unit: Unit, at_once: int) -> None:
         """Write a unit's files, unless that was done before, and note them."""
         if self._workspace.noted(unit.name) is not None:
             return
@@ -121,24 +133,26 @@ class _Work:
                 targets[buffer].store(0, memoryview(data), targets[buffer].dtype)
         witness = Witness(self._source.index, self._target.layout, unit.shard, self._units.wants[unit.family])
         executor = ThreadExecutor(
-            threads=self._options.threads, memory_nbytes=self._options.memory_nbytes, checksum=True, saw=witness.saw
-        )
+            threads=self._options.threads // at_once, memory_nbytes=self._options.memory_nbytes // at_once,
+            checksum=True, saw=witness.saw,
+        )  # fmt: skip
         outcome = executor.execute(self._units.plan(unit, archives), targets)
         raise_faults(outcome.faults, subject=subject)
         pending, faults = settle(partial_sums(outcome))
         raise_faults(faults, subject=subject)
         files = {name: {"nbytes": file.nbytes, "crc32": f"{file.finish():08x}"} for name, file in made.items()}
-        with ThreadPoolExecutor(_SYNCING * self._options.threads) as pool:
+        with ThreadPoolExecutor(_SYNCING) as pool:
             list(pool.map(disk.sync, [file.path for file in made.values()]))
         prints = [[key.name, key.kind, witness.sums[key].value, witness.sums[key].nbytes]
                   for key in self._units.wants[unit.family] if witness.sums[key].nbytes]  # fmt: skip
         sums = [asdict(item) for item in pending]
         self._workspace.note(unit.name, {"files": files, "family": unit.family, "sums": sums, "tensors": prints})
-        self.files += len(files)
-        self.bytes_read += outcome.bytes_read
-        self.bytes_written += sum(archive.nbytes for archive in archives)
-        if self._progress is not None:
-            self._progress(self.bytes_written, self._needed)
+        with self._lock:
+            self.files += len(files)
+            self.bytes_read += outcome.bytes_read
+            self.bytes_written += sum(archive.nbytes for archive in archives)
+            if self._progress is not None:
+                self._progress(self.bytes_written, self._needed)
 
     def finish(self) -> bool:
         """Where all units are written: check what their sums say together, and give the output its name."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ds_reshard.model.index import Extent, Index, Record
-from ds_reshard.model.layout import Layout, Placement, TensorKey
+from ds_reshard.model.layout import Layout, Piece, Placement, TensorKey
 from ds_reshard.planning.coalesce import coalesce
 from ds_reshard.planning.plan import Check, Copy, Fill, Plan
 
@@ -30,11 +30,8 @@ def plan_rank(
     copies: list[Copy] = []
     covered: dict[str, list[tuple[int, int]]] = {buffer: [] for buffer in sizes}
     touched: dict[Record, tuple[str, int]] = {}
-    for target_key, source_key in wants.items():
-        placement = target[target_key]
-        piece = placement.piece(rank)
-        if piece is None:
-            continue
+    for placement, piece in wanted_pieces(target, rank, wants):
+        source_key = wants[placement.key]
         if placement.buffer in covered:
             covered[placement.buffer].append((piece.element_offset, piece.stop - piece.start))
         origin = source.layout[source_key]
@@ -55,6 +52,14 @@ def plan_rank(
     fills = [fill for buffer, numel in sizes.items() for fill in _uncovered(buffer, numel, covered[buffer])]
     checks = _unwanted(source, target, rank, wants, touched)
     return Plan(copies=coalesce(copies), fills=tuple(fills), checks=tuple(checks))
+
+
+def wanted_pieces(target: Layout, rank: int, wants: Mapping[TensorKey, TensorKey]) -> Iterator[tuple[Placement, Piece]]:
+    """What `rank` holds of the target tensors in `wants`, buffer by buffer."""
+    for family, buffer in dict.fromkeys((target[key].family, target[key].buffer) for key in wants):
+        for placement, piece in target.pieces(family, buffer, rank):
+            if placement.key in wants:
+                yield placement, piece
 
 
 def _shard_of(placement: Placement, element: int) -> int:
@@ -91,16 +96,16 @@ def _unwanted(
     before it, or after it at the record's start, so that over all ranks each byte is read once. Where
     the neighbour is replicated, every rank reads the record whole, gaps too.
     """
-    wanted_by = {source_key: target[target_key] for target_key, source_key in wants.items()}
+    wanted_by = {source_key: target_key for target_key, source_key in wants.items()}
     uses: dict[Record, _Use] = {record: _Use() for record in touched}
     for family, shard in dict.fromkeys(touched.values()):
         for buffer, extent in source.open(family, shard).items():
             if extent.record not in uses:
                 continue
             for origin, piece in source.layout.pieces(family, buffer, shard):
-                wanted = wanted_by.get(origin.key)
-                if wanted is None:
+                if origin.key not in wanted_by:
                     continue
+                wanted = target[wanted_by[origin.key]]
                 begin = extent.byte_offset + piece.element_offset * extent.dtype.itemsize
                 end = begin + (piece.stop - piece.start) * extent.dtype.itemsize
                 first, last = _owner(wanted, origin, piece.start), _owner(wanted, origin, piece.stop - 1)

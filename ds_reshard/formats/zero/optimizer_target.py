@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from ds_reshard.errors import Fault
@@ -34,7 +35,7 @@ _ADDRESS = GlobalName(module="deepspeed.utils.tensor_fragment", name="fragment_a
 _KEPT = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Flat:
     """One flat buffer of the target: a param group (stages 1, 2 and BF16) or a sub-group (stage 3).
 
@@ -46,9 +47,18 @@ class Flat:
     kinds: Mapping[str, ElementType]
     scalars: Mapping[str, Scalar]
 
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        return flat_offsets(self.shapes, None)[0]
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all of it, without padding."""
+        return flat_offsets(self.shapes, None)[1]
+
     def padded(self, dp: int, *, zero3: bool) -> int:
         """Elements of each rank's share."""
-        return sub_group_numel(self.shapes, dp) if zero3 else partition_numel(flat_offsets(self.shapes, None)[1], dp)
+        return sub_group_numel(self.shapes, dp) if zero3 else partition_numel(self.numel, dp)
 
 
 def new_tensor(buffer: str, shape: Shape, dtype: ElementType, *, requires_grad: bool = False) -> TensorRecord:
@@ -86,7 +96,7 @@ class OptimizerTarget:
         padded = flat.padded(self.dp, zero3=self.kind == "zero3")
         if self.kind == "zero3":
             return padded
-        return min(padded, max(0, flat_offsets(flat.shapes, None)[1] - rank * padded))
+        return min(padded, max(0, flat.numel - rank * padded))
 
     def tree(self, rank: int) -> dict[str, object]:
         """What torch.save is given for one rank's file."""
@@ -140,10 +150,7 @@ class OptimizerTarget:
         padded = [flat.padded(self.dp, zero3=False) for flat in self.flats]
         paddings = [size - self.used(number, rank) for number, size in enumerate(padded)]
         if self.kind == "bf16":  # the last rank notes all of it (`group_paddings` in bf16_optimizer.py)
-            whole = [
-                size * self.dp - flat_offsets(flat.shapes, None)[1]
-                for size, flat in zip(padded, self.flats, strict=True)
-            ]
+            whole = [size * self.dp - flat.numel for size, flat in zip(padded, self.flats, strict=True)]
             paddings = whole if rank == self.dp - 1 else [0] * len(whole)
         entries: dict[str, object] = {
             key: kept[key] for key in _KEPT if key in kept and (self.kind != "bf16" or key == "clip_grad")
@@ -162,11 +169,10 @@ class OptimizerTarget:
 
     def _addresses(self, flat: Flat, rank: int) -> OrderedDict[str, object]:
         """Each parameter's share of the partition, as `fragment_address(numel, start)`."""
-        offsets, _ = flat_offsets(flat.shapes, None)
         chunk = max(1, flat.padded(self.dp, zero3=False))
         found: OrderedDict[str, object] = OrderedDict()
         for name, shape in flat.shapes.items():
-            piece = Cut(chunk=chunk, phase=offsets[name]).piece(rank, prod(shape))
+            piece = Cut(chunk=chunk, phase=flat.offsets[name]).piece(rank, prod(shape))
             if piece is not None:
                 state = {"numel": piece.stop - piece.start, "start": piece.element_offset}
                 found[name] = ObjectRecord(callable=_ADDRESS, by_new=True, state=state, has_state=True)
