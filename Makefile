@@ -15,9 +15,9 @@ help:
 	@echo "make demo-lr        resume with another learning rate; draws what each update uses in .demo/lr.png"
 	@echo "make test           every test that needs no GPU"
 	@echo "make check          format, lint, types, import contracts, fast tests"
-	@echo "make bench          load times beside DeepSpeed's own"
+	@echo "make bench          load times beside DeepSpeed's own, conversions beside ds_to_universal and cp"
 	@echo "make gpu            the tests that need a CUDA device"
-	@echo "make test-versions  a part of the tests against older DeepSpeed and accelerate releases"
+	@echo "make test-versions  a part of the tests against older DeepSpeed, accelerate and Megatron-LM releases"
 	@echo "make format         rewrite the sources in the house's format"
 	@echo "make clean          remove .venv and everything that was built"
 
@@ -70,6 +70,7 @@ demo-lr: venv
 
 bench: venv
 	$(BIN)/python -m benchmarks.load
+	$(BIN)/python -m benchmarks.convert --output benchmarks/results
 
 gpu: venv
 	$(BIN)/python -m pytest -m gpu
@@ -77,6 +78,7 @@ gpu: venv
 test-versions: venv
 	$(BIN)/python tests/versions/run.py
 	$(BIN)/python tests/versions/run_accelerate.py
+	DS_RESHARD_EVERY_RELEASE=1 $(BIN)/python -m pytest tests/hosts/megatron
 
 format: venv
 	$(BIN)/ruff format .

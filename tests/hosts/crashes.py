@@ -1,8 +1,8 @@
 """Conversions that end at the k-th call that changes a file or a folder, or that the system refuses there.
 
-    python tests/hosts/crashes.py SOURCE FOLDER FORMAT DP STRIDE
+    python tests/hosts/crashes.py SOURCE FOLDER FORMAT DP STRIDE THREADS
 
-STRIDE 1 is every call, 5 every fifth.
+STRIDE 1 is every call, 5 every fifth. With several threads calls come in another order each time.
 
 Prints one line of JSON: how many calls there are, and what went wrong at which.
 """
@@ -66,11 +66,13 @@ def counted(at: int | None, kind: str = "kill") -> Iterator[Counted]:
 class Case:
     """One conversion, into `out` of any folder."""
 
-    def __init__(self, source: str, to: str, dp: int | None) -> None:
-        self.source, self.to, self.dp = source, to, dp
+    def __init__(self, source: str, to: str, dp: int | None, threads: int) -> None:
+        self.source, self.to, self.dp, self.threads = source, to, dp, threads
 
     def run(self, folder: Path, **options: Any) -> None:
-        convert(self.source, str(folder / "out"), to=self.to, dp=self.dp, options=Options(threads=1, **options))
+        convert(
+            self.source, str(folder / "out"), to=self.to, dp=self.dp, options=Options(threads=self.threads, **options)
+        )
 
     def in_child(self, folder: Path, at: int | None, kind: str = "kill", **options: Any) -> str:
         """What became of it in a process of its own: "done", "killed", or the error's class and text."""
@@ -107,9 +109,9 @@ def fresh(folder: Path, copy_of: Path | None = None) -> Path:
     return folder
 
 
-def main(source: str, place: str, to: str, dp: str, stride: str) -> None:
+def main(source: str, place: str, to: str, dp: str, stride: str, threads: str) -> None:
     torch.set_num_threads(1)
-    case, base, wrong = Case(source, to, int(dp) or None), Path(place), []
+    case, base, wrong = Case(source, to, int(dp) or None, int(threads)), Path(place), []
     with counted(None) as watch:
         case.run(fresh(base / "whole"))
     expected, old = contents(base / "whole"), {"out/mine": b"before"}

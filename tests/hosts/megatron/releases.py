@@ -9,6 +9,7 @@ this one is fetched all the same. 0.16.1 holds `megatron.core` alone; 0.18.2 and
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[3]
 HOMES = ROOT / ".venv-megatron"
 RELEASES = ("0.16.1", "0.18.2", "0.19.2")
 WITH_TRAINING = ("0.18.2", "0.19.2")
+# Whole trainings on the newest alone: `make test-versions` runs them on each.
+TRAINED = WITH_TRAINING if os.environ.get("DS_RESHARD_EVERY_RELEASE") else WITH_TRAINING[-1:]
 # What `megatron.training` imports beside torch; versions are in constraints.txt, names in the extra [test].
 NEEDED = ("einops", "omegaconf", "yaml")
 DOWNLOAD_TIMEOUT_S = 240

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from releases import WITH_TRAINING
+from releases import TRAINED
 from stages import CHECKPOINT, FIRST, FORMATS, OVERRIDE, POSITION, SECOND, curve, used
 
 from ds_reshard.operations import coming_run
 from ds_reshard.resume.megatron_past import rates_of, weight_decay_of
 from ds_reshard.resume.megatron_run import read_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.parametrize("release", WITH_TRAINING)]
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("release", TRAINED)]
 DECOUPLED = "--decoupled-lr 1e-3 --decoupled-min-lr 1e-4"
 BATCH = "--micro-batch-size 2 --global-batch-size 4"
 DECAYING = "--start-weight-decay 0.01 --end-weight-decay 0.1 --weight-decay-incr-style"

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from releases import WITH_TRAINING
+from releases import TRAINED
 from stages import CHECKPOINT, FORMATS, OVERRIDE, POSITION, SAVED, curve, row, same_state, used
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 EVERYTHING = ("master", *MOMENTS)
-pytestmark = [pytest.mark.slow, pytest.mark.parametrize("release", WITH_TRAINING)]
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("release", TRAINED)]
 
 
 @pytest.mark.parametrize("options", FORMATS.values(), ids=list(FORMATS))
