@@ -19,6 +19,8 @@ from rich.console import Console
 
 from ds_reshard import __version__
 from ds_reshard.cli import doctor, rates, render
+from ds_reshard.cli.arguments import add_reading, reading
+from ds_reshard.cli.bar import bar
 from ds_reshard.cli.comparison import add_diff
 from ds_reshard.cli.conversion import add_convert
 from ds_reshard.cli.foresight import add_plan
@@ -55,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     prints = commands.add_parser("fingerprint", help="64 bits of every tensor, the same under every layout")
     prints.add_argument("checkpoint", metavar="CKPT", help="the folder that was given to save_checkpoint")
     prints.add_argument("--tag", help="the tag to look at (default: the one that 'latest' names)")
-    prints.add_argument("--threads", type=_threads, metavar="N", help="reading threads (default: the cores, at most 4)")
+    add_reading(prints)
     prints.add_argument("--json", action="store_true", help="print JSON")
     prints.set_defaults(run=_fingerprint)
 
@@ -86,10 +88,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _steps(text: str) -> int:
     return _count(text, "steps", 10_000_000)
-
-
-def _threads(text: str) -> int:
-    return _count(text, "threads", 256)
 
 
 def _count(text: str, what: str, most: int) -> int:
@@ -140,7 +138,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _fingerprint(arguments: argparse.Namespace) -> int:
-    found = fingerprint(arguments.checkpoint, tag=arguments.tag, threads=arguments.threads)
+    with bar("read") as progress:
+        found = fingerprint(arguments.checkpoint, tag=arguments.tag, reading=reading(arguments), progress=progress)
     if arguments.json:
         print(json.dumps(found.to_json(), indent=2))
     else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
@@ -14,37 +15,40 @@ from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.operations.finding import find_listing
+from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.source import Source
 from ds_reshard.planning.match import plan_rank
-from ds_reshard.planning.plan import Plan
+from ds_reshard.planning.plan import Copy, Plan
 
 _FILE = "fingerprint"
-_MEMORY_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reading:
+class _Planned:
     """What is read, each byte once: `same` names the tensors whose bytes are another's (tied weights)."""
 
     plan: Plan
     same: Mapping[TensorKey, TensorKey]
 
 
-def fingerprint(path: str, *, tag: str | None = None, threads: int | None = None) -> Fingerprinted:
+def fingerprint(
+    path: str, *, tag: str | None = None, reading: Reading | None = None, progress: Progress | None = None
+) -> Fingerprinted:
     """The fingerprint of every logical tensor of the checkpoint in `path`; docs/fingerprint.md defines it.
 
-    `path` and `tag` as for `inspect`. Reads each byte once, with `threads` threads (the number of cores, at most 4),
-    each in at most 5 MiB, and checks it against the checksum in its file. A tensor of a file that does not pass
-    has none, and the faults say why. Needs torch.
+    `path` and `tag` as for `inspect`. Reads each byte once and checks it against the checksum in its file, in memory
+    of `reading.memory_nbytes`, and 2 MiB a thread. A tensor of a file that does not pass has none, and the faults say
+    why. Needs torch.
 
     Raises CheckpointNotFound, and what a load raises for files that are missing, of several saves or not as their
     format says.
     """
     source = Source(find_listing(os.fspath(path), tag), states=False)
-    return _read(source.checkpoint, _planned(source.checkpoint, source.index), threads or min(4, os.cpu_count() or 1))
+    planned = _planned(source.checkpoint, source.index)
+    return _read(source.checkpoint, planned, reading or Reading(), progress)
 
 
-def _planned(checkpoint: ZeroCheckpoint, index: Index) -> _Reading:
+def _planned(checkpoint: ZeroCheckpoint, index: Index) -> _Planned:
     """Every tensor whole into a buffer of its own."""
     wanted: dict[TensorKey, TensorKey] = {}
     same: dict[TensorKey, TensorKey] = {}
@@ -60,28 +64,29 @@ def _planned(checkpoint: ZeroCheckpoint, index: Index) -> _Reading:
         placements[key] = whole(key.name, key.kind, placement.shape, placement.dtype, family=_FILE, buffer=str(key))
     plan = plan_rank(index, Layout(placements, {_FILE: 1}), 0, wanted, sizes={})
     raise_faults(index.faults, subject=f"checkpoint {checkpoint.listing.folder}")
-    return _Reading(plan=plan, same=same)
+    return _Planned(plan=plan, same=same)
 
 
-def _read(checkpoint: ZeroCheckpoint, reading: _Reading, threads: int) -> Fingerprinted:
+def _read(checkpoint: ZeroCheckpoint, planned: _Planned, reading: Reading, progress: Progress | None) -> Fingerprinted:
     from ds_reshard.execution.checksums import verify
     from ds_reshard.execution.fingerprint import Fingerprints, FingerprintTarget, fingerprint_of
     from ds_reshard.execution.threads import ThreadExecutor
     from ds_reshard.execution.whole import read_tensor
 
     layout, sums = checkpoint.layout, Fingerprints()
-    targets = {str(key): FingerprintTarget(sums, key) for key in layout.placements if key not in reading.same}
-    executor = ThreadExecutor(threads=threads, memory_nbytes=_MEMORY_NBYTES, checksum=True)
-    outcome = executor.execute(reading.plan, targets)
+    targets = {str(key): FingerprintTarget(sums, key) for key in layout.placements if key not in planned.same}
+    told = _told_of(progress, planned.plan.nbytes) if progress is not None else None
+    executor = ThreadExecutor(threads=reading.threads, memory_nbytes=reading.memory_nbytes, checksum=True, saw=told)
+    outcome = executor.execute(planned.plan, targets)
     faults = [*outcome.faults, *verify(outcome)]
     damaged = {fault.where for fault in faults}
-    unsure = {copy.buffer for copy in reading.plan.copies if copy.path in damaged}
-    unread = [key for key in layout.placements if key not in reading.same and str(key) not in unsure
+    unsure = {copy.buffer for copy in planned.plan.copies if copy.path in damaged}
+    unread = [key for key in layout.placements if key not in planned.same and str(key) not in unsure
               and sums[key].nbytes != layout[key].numel * layout[key].dtype.itemsize]  # fmt: skip
     raise_faults(map(_incomplete, unread), subject=f"checkpoint {checkpoint.listing.folder}")
     found: list[TensorFingerprint] = []
     for key, placement in layout.placements.items():
-        owner = reading.same.get(key, key)
+        owner = planned.same.get(key, key)
         shown = str(sums[owner]) if str(owner) not in unsure else None
         found.append(_told(key, placement.dtype.label, placement.shape, shown))
     for name, record in _strided(checkpoint):
@@ -97,6 +102,19 @@ def _read(checkpoint: ZeroCheckpoint, reading: _Reading, threads: int) -> Finger
         folder=checkpoint.listing.folder, tensors=tuple(sorted(found, key=lambda one: (one.name, one.kind))),
         notes=tuple(_notes(checkpoint, bare)), faults=tuple(faults), bytes_read=outcome.bytes_read,
     )  # fmt: skip
+
+
+def _told_of(progress: Progress, total: int) -> Callable[[Copy, memoryview], None]:
+    """What tells `progress` how much was read."""
+    lock, done = threading.Lock(), 0
+
+    def saw(copy: Copy, data: memoryview) -> None:
+        nonlocal done
+        with lock:
+            done += copy.nbytes
+            progress(done, total)
+
+    return saw
 
 
 def _told(key: TensorKey, dtype: str, shape: tuple[int, ...], fingerprint: str | None) -> TensorFingerprint:

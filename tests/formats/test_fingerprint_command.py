@@ -15,7 +15,7 @@ from gathered import gathered
 from ds_reshard.cli.main import main
 from ds_reshard.errors import ReshardError
 from ds_reshard.execution.fingerprint import fingerprint_of
-from ds_reshard.operations import Fingerprinted, fingerprint, inspect
+from ds_reshard.operations import Fingerprinted, Reading, fingerprint, inspect
 
 pytestmark = pytest.mark.distributed
 
@@ -82,7 +82,11 @@ def test_the_same_state_has_the_same_fingerprints_under_every_layout(worlds: Any
 
 def test_threads_and_their_memory_change_nothing(saved: Any) -> None:
     folder, _ = saved(Run(2, 3, options={"round_robin_gradients": True}))
-    assert fingerprint(str(folder), threads=1) == fingerprint(str(folder), threads=5)
+    few, many = Reading(threads=1), Reading(threads=5, memory_nbytes=5 << 20)
+    told: list[tuple[int, int]] = []
+    found = fingerprint(str(folder), reading=many, progress=lambda done, total: told.append((done, total)))
+    assert fingerprint(str(folder), reading=few) == found
+    assert told == sorted(told) and told[-1][0] <= told[-1][1] <= found.bytes_read
 
 
 def test_a_changed_byte_takes_the_fingerprints_of_its_file(saved: Any, tmp_path: Path, capsys: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from cases import Model, Run
 
+from ds_reshard import operations
 from ds_reshard.cli.main import main
 from ds_reshard.operations import inspect
 
@@ -36,7 +37,7 @@ def convert(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3, "bf16"])
-def test_a_universal_checkpoint_is_told(convert: Callable[..., Path], stage: int | str) -> None:
+def test_a_universal_checkpoint_is_told(convert: Callable[..., Path], stage: int | str, tmp_path: Path) -> None:
     """By way of `latest_universal`: groups, states, steps, parameters and files of the run that saved; no fault."""
     folder = convert(stage)
     found = inspect(str(folder))
@@ -54,6 +55,9 @@ def test_a_universal_checkpoint_is_told(convert: Callable[..., Path], stage: int
     }  # fmt: skip
     assert {entry.name: entry.group for entry in found.parameters}["scale"] == 1
     assert {file.role for file in found.files} == {"model", "optimizer"}
+    operations.convert(str(folder), str(tmp_path / "own"), to="universal")
+    again = inspect(str(tmp_path / "own"))
+    assert (again.stage, again.dp, again.parameters, again.faults) == (found.stage, 2, found.parameters, ())
 
 
 def test_all_faults_are_found_at_once(convert: Callable[..., Path], tmp_path: Path, capsys: Any) -> None:

@@ -64,15 +64,15 @@ def _section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
 def _stage(found: Survey, config: Mapping[str, object]) -> int | None:
     if found.optim is not None:
         return found.optim.stage
+    stage = _section(config, "zero_optimization").get("stage")
     if found.universal is not None:
-        return found.universal.common.stage
+        return stage if found.universal.common.own and isinstance(stage, int) else found.universal.common.stage
     if found.listing.partitioned_model:
         return 3
     if found.model is None:
         return None
     if found.model.param_shapes is None:
         return 0
-    stage = _section(config, "zero_optimization").get("stage")
     return stage if isinstance(stage, int) and stage in (1, 2) else None
 
 
