@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.zip_end import DirectoryPlace, find_directory
@@ -55,17 +56,23 @@ def read_members(file: PositionedFile, max_directory_nbytes: int) -> tuple[str, 
         directory = place.tail[start : start + place.nbytes]
     else:
         directory = file.read(place.byte_offset, place.nbytes)
-    members = sorted(_entries(file.path, directory, place), key=lambda member: member.header_offset)
-    if not members:
+    entries = sorted(_entries(file.path, directory, place), key=lambda entry: entry.header_offset)
+    if not entries:
         raise CheckpointDamaged(f"{file.path}: the zip file is empty")
-    if not any(member.crc32 for member in members):
-        # torch.serialization.set_crc32_options(False) writes 0 for every member.
-        members = [replace(member, crc32=None) for member in members]
-    members = _placed(file, members, place.byte_offset)
-    return _by_name(file.path, members)
+    offsets = _placed(file, entries, place.byte_offset)
+    return _by_name(file.path, entries, offsets)
 
 
-def _entries(path: str, directory: bytes, place: DirectoryPlace) -> Iterator[ArchiveMember]:
+class _Entry(NamedTuple):
+    """One line of the directory: the member's whole name, and what is said of it."""
+
+    name: str
+    header_offset: int
+    nbytes: int
+    crc32: int
+
+
+def _entries(path: str, directory: bytes, place: DirectoryPlace) -> Iterator[_Entry]:
     at = 0
     for number in range(place.entries):
         if at + _ENTRY.size > len(directory) or directory[at : at + 4] != b"PK\x01\x02":
@@ -101,7 +108,7 @@ def _entries(path: str, directory: bytes, place: DirectoryPlace) -> Iterator[Arc
         )
         if packed != nbytes or disk:
             raise CheckpointDamaged(f"{path}: {name!r} takes {packed} bytes for {nbytes} of content, and is not stored")
-        yield ArchiveMember(name=name, header_offset=header, byte_offset=header, nbytes=nbytes, crc32=crc)
+        yield _Entry(name, header, nbytes, crc)
     if at != len(directory):
         raise CheckpointDamaged(f"{path}: {len(directory) - at} bytes follow the last entry of the zip directory")
 
@@ -144,9 +151,9 @@ def _wide_fields(path: str, name: str, extra: bytes, fields: list[int]) -> list[
     raise CheckpointDamaged(f"{path}: {name!r} lacks the 64-bit sizes that its entry refers to")
 
 
-def _placed(file: PositionedFile, members: Sequence[ArchiveMember], directory_offset: int) -> list[ArchiveMember]:
-    """The members with their bytes' offset, from their local headers; near headers are read together."""
-    placed: list[ArchiveMember] = []
+def _placed(file: PositionedFile, members: Sequence[_Entry], directory_offset: int) -> list[int]:
+    """The offset of each member's bytes, from their local headers; near headers are read together."""
+    placed: list[int] = []
     free_from, window, window_offset = 0, b"", 0
     for i, member in enumerate(members):
         start, stop = member.header_offset, member.header_offset + _LOCAL.size + len(member.name.encode())
@@ -166,11 +173,11 @@ def _placed(file: PositionedFile, members: Sequence[ArchiveMember], directory_of
         free_from = byte_offset + member.nbytes
         if free_from > directory_offset:
             raise CheckpointDamaged(f"{file.path}: {member.name!r} runs into the zip directory")
-        placed.append(replace(member, byte_offset=byte_offset))
+        placed.append(byte_offset)
     return placed
 
 
-def _window_stop(members: Sequence[ArchiveMember], first: int, directory_offset: int) -> int:
+def _window_stop(members: Sequence[_Entry], first: int, directory_offset: int) -> int:
     """Where to stop reading so that headers close to the first are in the same read."""
     start = members[first].header_offset
     stop = start
@@ -182,7 +189,7 @@ def _window_stop(members: Sequence[ArchiveMember], first: int, directory_offset:
     return min(stop, directory_offset)
 
 
-def _extra_nbytes(path: str, member: ArchiveMember, header: bytes) -> int:
+def _extra_nbytes(path: str, member: _Entry, header: bytes) -> int:
     """The length of the extra field in a local header, which must agree with the directory's entry."""
     signature, _, flags, method, _, _, crc, packed, nbytes, name_nbytes, extra_nbytes = _LOCAL.unpack_from(header)
     extra_at = _LOCAL.size + len(member.name.encode())
@@ -206,14 +213,18 @@ def _extra_nbytes(path: str, member: ArchiveMember, header: bytes) -> int:
     return extra_stop - extra_at
 
 
-def _by_name(path: str, members: Sequence[ArchiveMember]) -> tuple[str, dict[str, ArchiveMember]]:
-    root = members[0].name.split("/")[0]
+def _by_name(path: str, entries: Sequence[_Entry], offsets: Sequence[int]) -> tuple[str, dict[str, ArchiveMember]]:
+    root = entries[0].name.split("/")[0]
+    bare = not any(entry.crc32 for entry in entries)  # as torch.serialization.set_crc32_options(False) writes them
     found: dict[str, ArchiveMember] = {}
-    for member in members:
-        folder, slash, name = member.name.partition("/")
+    for entry, byte_offset in zip(entries, offsets, strict=True):
+        folder, slash, name = entry.name.partition("/")
         if folder != root or not slash:
-            raise CheckpointDamaged(f"{path}: {member.name!r} lies outside the archive's one folder {root!r}")
+            raise CheckpointDamaged(f"{path}: {entry.name!r} lies outside the archive's one folder {root!r}")
         if name in found:
-            raise CheckpointDamaged(f"{path}: {member.name!r} is in the zip directory twice")
-        found[name] = replace(member, name=name)
+            raise CheckpointDamaged(f"{path}: {entry.name!r} is in the zip directory twice")
+        found[name] = ArchiveMember(
+            name=name, header_offset=entry.header_offset, byte_offset=byte_offset, nbytes=entry.nbytes,
+            crc32=None if bare else entry.crc32,
+        )  # fmt: skip
     return root, found

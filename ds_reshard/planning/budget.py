@@ -11,6 +11,9 @@ from ds_reshard.planning.plan import Check, Copy
 def cut_copies(copies: Iterable[Copy], chunk_nbytes: int) -> Iterator[Copy]:
     """The same copies in pieces of at most `chunk_nbytes` bytes of source (at least one element)."""
     for copy in copies:
+        if 0 < copy.nbytes <= chunk_nbytes:
+            yield copy
+            continue
         step = max(1, chunk_nbytes // copy.dtype.itemsize)
         for at in range(0, copy.numel, step):
             yield replace(
