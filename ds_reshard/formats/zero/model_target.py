@@ -83,7 +83,8 @@ class ModelTarget:
         model = self.checkpoint.model
         trained = {name for group in self.order for name in group}
         found = {}
-        for name in model.frozen_shapes or [name for name in model.module if name in self._parameters()]:
+        parameters = self._parameters()
+        for name in model.frozen_shapes or [name for name in model.module if name in parameters]:
             if name not in trained and name not in model.shared and name in model.module:
                 found[name] = (model.frozen_shapes.get(name, model.module[name].shape), model.module[name].dtype)
         return found
