@@ -32,6 +32,7 @@ from ds_reshard.hosts.accelerate.rules import diagnose
 from ds_reshard.operations import coming_run, fingerprint, inspect, read_config
 
 OK, FINDING, UNUSABLE = 0, 1, 2
+INTERRUPTED = 130  # as a shell says of a command that SIGINT ended
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -113,6 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ReshardError as error:
         print(f"ds-reshard: {error}", file=sys.stderr)
         return UNUSABLE
+    except KeyboardInterrupt:
+        print("ds-reshard: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:
         # Whoever read the output has read enough (python.org, library/signal, "Note on SIGPIPE").
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

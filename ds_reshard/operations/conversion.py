@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import asdict
 
 from ds_reshard.errors import InternalError, raise_faults
@@ -25,6 +25,7 @@ from ds_reshard.operations.options import Conversion, Options, Progress
 from ds_reshard.operations.source import Source
 from ds_reshard.operations.units import Units, archive_of, buffer_of, refuse, target_of
 from ds_reshard.operations.workspace import Workspace, refuse_places
+from ds_reshard.planning.plan import Copy
 from ds_reshard.version import VERSION
 
 _SYNCING = 4  # waiting for a disk costs no core
@@ -82,6 +83,10 @@ def _files_of(checkpoint: ZeroCheckpoint) -> dict[str, list[int]]:
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
+class _Stopped(Exception):
+    """Another unit has failed, or the user has had enough."""
+
+
 class _Work:
     """One process's share of a conversion."""
 
@@ -103,22 +108,36 @@ class _Work:
         self._units = Units(source, target)
         self._options = options
         self._lock = threading.Lock()
+        self._stopping = threading.Event()
 
     def write(self, units: Sequence[Unit]) -> None:
         """Write units side by side, each by a share of the threads: a file takes one writer at a time."""
         at_once = max(1, min(self._options.threads, len(units)))
         with ThreadPoolExecutor(at_once) as pool:
+            jobs = [pool.submit(self._write_or_stop, unit, at_once) for unit in units]
             try:
-                for job in [pool.submit(self._write, unit, at_once) for unit in units]:
-                    job.result()
+                wait(jobs, return_when=FIRST_EXCEPTION)
             except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
+                self._stopping.set()
                 raise
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+        for job in jobs:
+            error = None if job.cancelled() else job.exception()
+            if error is not None and not isinstance(error, _Stopped):
+                raise error
+
+    def _write_or_stop(self, unit: Unit, at_once: int) -> None:
+        """Write a unit's files, unless that was done before; an error ends the others' work as well."""
+        try:
+            if self._workspace.noted(unit.name) is None:
+                self._write(unit, at_once)
+        except BaseException:
+            self._stopping.set()
+            raise
 
     def _write(self, unit: Unit, at_once: int) -> None:
-        """Write a unit's files, unless that was done before, and note them."""
-        if self._workspace.noted(unit.name) is not None:
-            return
+        """Write a unit's files, and note them."""
         subject = f"converting {self._source.checkpoint.listing.folder}"
         archives = [archive_of(file) for file in unit.files]
         targets: dict[str, FileTarget] = {}
@@ -132,9 +151,15 @@ class _Work:
             for buffer, data in file.data.items():
                 targets[buffer].store(0, memoryview(data), targets[buffer].dtype)
         witness = Witness(self._source.index, self._target.layout, unit.shard, self._units.wants[unit.family])
+
+        def saw(copy: Copy, data: memoryview) -> None:
+            if self._stopping.is_set():
+                raise _Stopped
+            witness.saw(copy, data)
+
         executor = ThreadExecutor(
             threads=self._options.threads // at_once, memory_nbytes=self._options.memory_nbytes // at_once,
-            checksum=True, saw=witness.saw,
+            checksum=True, saw=saw,
         )  # fmt: skip
         outcome = executor.execute(self._units.plan(unit, archives), targets)
         raise_faults(outcome.faults, subject=subject)

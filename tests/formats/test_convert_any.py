@@ -13,7 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zero_builder import TAG, Built, values, write
 
+from ds_reshard.cli.main import main
+from ds_reshard.execution.files import FileTarget
 from ds_reshard.execution.fingerprint import fingerprint_of
+from ds_reshard.model.codec import ElementType
 from ds_reshard.operations import Options, convert, fingerprint
 
 pytestmark = pytest.mark.slow
@@ -89,3 +92,41 @@ def test_universal_files_hold_each_tensor_whole(places: Path, built: Built) -> N
             if kind != "weight":
                 found = torch.load(out / TAG / "zero" / name / f"{kind}.pt", weights_only=True)["param"]
                 assert found.shape == value.shape and torch.equal(found, value)
+
+
+def test_an_interruption_ends_every_thread_at_its_next_read(
+    places: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files are written side by side: none is finished first. What is left is gone on with."""
+    source = write(Built(groups=((("w", (64, 4096)),),), dp=4), places / "source")
+    words = [
+        "convert",
+        str(source),
+        str(places / "out"),
+        "--to",
+        "zero2",
+        "--dp",
+        "4",
+        "--threads",
+        "4",
+        "--memory",
+        "4",
+    ]
+    seen: list[int] = []
+    real = FileTarget.store
+
+    def store(self: FileTarget, at: int, data: memoryview, dtype: ElementType) -> None:
+        seen.append(at)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        real(self, at, data, dtype)
+
+    monkeypatch.setattr(FileTarget, "store", store)
+    monkeypatch.setattr("ds_reshard.execution.threads._CHUNK_NBYTES", 4096)
+    assert main(words) == 130
+    assert capsys.readouterr().err == "ds-reshard: interrupted\n"
+    assert len(seen) < 3 + 2 * 4 and not (places / "out").exists()
+    monkeypatch.undo()
+    assert main([*words, "--resume"]) == 0
+    assert main(["convert", str(source), str(places / "whole"), "--to", "zero2", "--dp", "4"]) == 0
+    assert _files(places / "out") == _files(places / "whole")
