@@ -62,7 +62,7 @@ COMMANDS = {
     ],
     "diff": ["--json", "--memory", "--tag-a", "--tag-b", "--tensors", "--threads", "A", "B"],
     "doctor": ["--config", "--json"],
-    "fingerprint": ["--json", "--tag", "--threads", "CKPT"],
+    "fingerprint": ["--json", "--memory", "--tag", "--threads", "CKPT"],
     "hooks": ["--json"],
     "inspect": ["--all", "--json", "--tag", "CKPT"],
     "lr": ["--config", "--json", "--png", "--steps", "--tag", "CKPT"],
