@@ -1,4 +1,4 @@
-"""How deep a value nests, found without recursion and with every shared part visited once."""
+"""How deep a value nests and how large it is, without recursion and with every shared part visited once."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ _LEAVES = frozenset(
     }
 )
 
+_UNITS = frozenset({float, bool, type(None), complex, slice, range})
+
 
 def children(value: object) -> Iterator[object]:
     """The values directly inside `value`, in the order in which they are rebuilt; none inside a leaf.
@@ -42,36 +44,60 @@ def children(value: object) -> Iterator[object]:
     return iter(())
 
 
-def too_deep(value: object, limit: int) -> bool:
-    """Whether a chain of more than `limit` values lies inside each other.
+def out_of_bounds(value: object, *, depth: int, parts: int) -> str | None:
+    """What is too much of `value`, None where nothing is: values inside each other, or parts in all.
 
-    Exact for values without cycles, where shared parts make exponentially many chains: the height of each
-    part is kept, so the walk is linear. A cycle counts once around.
+    A part counts as often as it is reached: whoever writes the value out meets it that often, and forty pairs of
+    pairs are a million million. Long texts count by their length, and an object is one part of what holds it: it is
+    told by its class. The sizes of the parts are kept, so the walk is linear. A cycle counts once around.
     """
     if type(value) in _LEAVES:
-        return False
-    heights: dict[int, int] = {id(value): 0}  # 0 while the part is being walked
-    path: list[tuple[int, Iterator[object]]] = [(id(value), children(value))]
-    reached = [1]
+        return None
+    known: dict[int, tuple[int, int]] = {id(value): (0, 0)}  # height and size; of a part being walked, none yet
+    path: list[tuple[object, Iterator[object]]] = [(value, children(value))]
+    reached = [(1, 1)]
     while path:
-        if len(path) > limit:
-            return True
+        if len(path) > depth:
+            return f"nests deeper than {depth} levels"
+        height, size = reached[-1]
         for child in path[-1][1]:
-            if type(child) in _LEAVES:
+            if isinstance(child, str):
+                size += 1 + len(child) // 8
+                continue
+            kind = type(child)
+            if kind in _LEAVES:
+                size += 1 if kind in _UNITS else _weight(child)
                 continue
             key = id(child)
-            height = heights.get(key)
-            if height is None:
-                heights[key] = 0
-                path.append((key, children(child)))
-                reached.append(1)
+            below = known.get(key)
+            if below is None:
+                known[key] = (0, 0)
+                reached[-1] = (height, size)
+                path.append((child, children(child)))
+                reached.append((1, 1))
                 break
-            if height >= reached[-1]:
-                reached[-1] = height + 1
-                if len(path) + height > limit:
-                    return True
+            height, size = max(height, below[0] + 1), size + below[1]
+            if len(path) + below[0] > depth:
+                return f"nests deeper than {depth} levels"
         else:
-            height = heights[path.pop()[0]] = reached.pop()
-            if reached and height >= reached[-1]:
-                reached[-1] = height + 1
-    return False
+            if size > parts:
+                return f"has more than {parts} parts, where those that are shared count as often as they are used"
+            part = path.pop()[0]
+            told = 1 if isinstance(part, ObjectRecord) else size
+            known[id(part)] = height, told
+            reached.pop()
+            if reached:
+                above = reached[-1]
+                reached[-1] = max(above[0], height + 1), above[1] + told
+    return None
+
+
+def _weight(value: object) -> int:
+    """How much of the bound a leaf takes."""
+    if isinstance(value, int):
+        return 1 + value.bit_length() // 32
+    if isinstance(value, (bytes, bytearray)):
+        return 1 + len(value) // 8
+    if isinstance(value, TensorRecord):
+        return 1 + (len(value.storage.key) + len(value.shape)) // 8
+    return 1

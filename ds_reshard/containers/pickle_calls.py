@@ -34,13 +34,10 @@ def _ordered_dict(machine: PickleMachine, args: tuple[object, ...]) -> object:
     if len(args) != 1 or not isinstance(pairs, list):
         return NotImplemented
     machine.charge(len(pairs))
-    made: OrderedDict[object, object] = OrderedDict()
-    for pair in pairs:
-        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            return NotImplemented
-        machine.check_key(pair[0])
-        made[pair[0]] = pair[1]
-    return made
+    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
+        return NotImplemented
+    machine.check_keys(pair[0] for pair in pairs)
+    return OrderedDict(pairs)
 
 
 def _elements(machine: PickleMachine, args: tuple[object, ...]) -> list[object] | tuple[object, ...] | None:
@@ -73,8 +70,7 @@ def _frozenset(machine: PickleMachine, args: tuple[object, ...]) -> object:
 
 def _keys(machine: PickleMachine, args: tuple[object, ...]) -> list[object] | tuple[object, ...] | None:
     members = _elements(machine, args)
-    for member in members or ():
-        machine.check_key(member)
+    machine.check_keys(members or ())
     return members
 
 

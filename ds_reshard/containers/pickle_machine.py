@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import _compat_pickle
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ds_reshard.model.records import GlobalName
@@ -12,8 +13,12 @@ Persistent = Callable[[object], object]
 Reduce = Callable[[GlobalName, tuple[object, ...]], object]
 Handler = Callable[["PickleMachine", int], int]
 
-# Hashing these is one step, however they were made.
-_CHEAP_KEYS = frozenset({str, int, float, bool, type(None), bytes, complex})
+# A set takes four times the memory of any other value that one byte asks for: nobody writes a pickle of nothing else.
+SET_COST = 40
+_NAME_LENGTH = 4096
+
+# Hashing these is one step, however they were made, and next to none have the same hash.
+_CHEAP_KEYS = frozenset({str, float, bool, type(None), bytes})
 
 
 class Forbidden(Exception):
@@ -22,10 +27,15 @@ class Forbidden(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickleLimits:
-    """What a pickle may cost: its bytes, the nesting of its value, the bytes of one integer."""
+    """What a pickle may cost: its bytes, the nesting of its value, its parts, the bytes of one integer.
+
+    A value may have `parts`, and `expansion` more for each byte, where what is shared counts as often as it is used.
+    """
 
     nbytes: int = 256 << 20
     depth: int = 200
+    parts: int = 1 << 20
+    expansion: int = 64
     integer_nbytes: int = 1024
 
 
@@ -38,6 +48,7 @@ class PickleMachine:
     """
 
     __slots__ = (
+        "_alike",
         "_names",
         "data",
         "end",
@@ -66,6 +77,7 @@ class PickleMachine:
         self.work = 16 * len(data) + (1 << 16)
         self.result: object = None
         self.stopped_at = 0
+        self._alike: dict[int, dict[int, int]] = {}
         self._names: dict[tuple[str, str], GlobalName] = {}
 
     def since_mark(self) -> list[object]:
@@ -96,6 +108,8 @@ class PickleMachine:
         """The name, one record each; names of Python 2 become today's, as pickle.py `find_class` does."""
         found = self._names.get((module, name))
         if found is None:
+            if len(module) + len(name) > _NAME_LENGTH:
+                raise ValueError(f"names a class with {len(module) + len(name)} characters")
             today = module, name
             if self.protocol < 3:
                 if today in _compat_pickle.NAME_MAPPING:
@@ -111,18 +125,36 @@ class PickleMachine:
         if self.work < 0:
             raise ValueError("the same values are copied or hashed over and over: not a pickle that pickle writes")
 
-    def check_key(self, key: object) -> None:
+    def check_keys(self, keys: Iterable[object], holder: object = None) -> None:
+        """Pay for hashing the keys, and for comparing each with those of the same hash in the `holder` they go into.
+
+        Numbers and tuples can be made to have any hash: a dict of n keys of one hash costs n * n. Without a holder
+        they are all that goes into something new.
+        """
+        alike: dict[int, int] | None = None
+        for key in keys:
+            if type(key) in _CHEAP_KEYS or (type(key) is int and abs(key) < sys.hash_info.modulus):
+                continue
+            cost = self._hash_cost(key)
+            if alike is None:
+                alike = {} if holder is None else self._alike.setdefault(id(holder), {})
+            hashed = hash(key)
+            before = alike.get(hashed, 0)
+            self.charge(before * cost)
+            alike[hashed] = before + 1
+
+    def _hash_cost(self, key: object) -> int:
         """Pay for hashing `key` and see that its nesting is small: hashing recurses in C without a check."""
-        if type(key) in _CHEAP_KEYS:
-            return
+        cost = 1
         level: list[object] = [key]
         for _ in range(self.limits.depth):
             inner: list[object] = []
             for value in level:
                 if isinstance(value, (tuple, frozenset)):
                     self.charge(len(value))
+                    cost += len(value)
                     inner.extend(value)
             if not inner:
-                return
+                return cost
             level = inner
         raise ValueError(f"a key is nested deeper than {self.limits.depth}")

@@ -11,7 +11,7 @@ import struct
 from collections import OrderedDict
 
 from ds_reshard.containers.pickle_calls import call
-from ds_reshard.containers.pickle_machine import Forbidden, Handler, PickleMachine
+from ds_reshard.containers.pickle_machine import SET_COST, Forbidden, Handler, PickleMachine
 from ds_reshard.containers.pickle_scalars import SCALARS
 from ds_reshard.containers.pickle_stack import STACK
 from ds_reshard.model.records import ObjectRecord
@@ -91,8 +91,8 @@ def _dict(m: PickleMachine, pos: int) -> int:
 
 def _frozenset(m: PickleMachine, pos: int) -> int:
     items = m.since_mark()
-    for item in items:
-        m.check_key(item)
+    m.charge(SET_COST)
+    m.check_keys(items)
     m.stack.append(frozenset(items))
     return pos
 
@@ -138,11 +138,9 @@ def _set_items(m: PickleMachine, target: object, items: list[object]) -> None:
         return
     if not isinstance(target, dict):
         raise ValueError(f"sets items of a {type(target).__name__}")
+    m.check_keys(items[::2], target)
     for i in range(0, len(items), 2):
-        key = items[i]
-        if type(key) is not str:
-            m.check_key(key)
-        target[key] = items[i + 1]
+        target[items[i]] = items[i + 1]
 
 
 def _additems(m: PickleMachine, pos: int) -> int:
@@ -150,8 +148,7 @@ def _additems(m: PickleMachine, pos: int) -> int:
     target = m.stack[-1]
     if not isinstance(target, set):
         raise ValueError(f"adds members to a {type(target).__name__}")
-    for item in items:
-        m.check_key(item)
+    m.check_keys(items, target)
     target.update(items)
     return pos
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickletools
 import struct
 
-from ds_reshard.containers.nesting import too_deep
+from ds_reshard.containers.nesting import out_of_bounds
 from ds_reshard.containers.pickle_machine import Forbidden, Persistent, PickleLimits, PickleMachine, Reduce
 from ds_reshard.containers.pickle_opcodes import HANDLERS
 from ds_reshard.errors import CheckpointDamaged, UnsafePickle
@@ -59,12 +59,15 @@ def read_pickle(
         ) from None
     except _MALFORMED as error:
         raise CheckpointDamaged(_complaint(where, data, pos, error)) from error
+    except MemoryError:
+        raise CheckpointDamaged(f"{where}: a pickle of {len(data)} bytes takes more memory than there is") from None
     if data[machine.stopped_at :].strip(b"\0"):
         raise CheckpointDamaged(
             f"{where}: byte {machine.stopped_at}: {len(data) - machine.stopped_at} bytes follow the end of the pickle"
         )
-    if too_deep(machine.result, limits.depth):
-        raise CheckpointDamaged(f"{where}: the pickle's value nests deeper than {limits.depth} levels")
+    excess = out_of_bounds(machine.result, depth=limits.depth, parts=limits.parts + limits.expansion * len(data))
+    if excess is not None:
+        raise CheckpointDamaged(f"{where}: the pickle's value {excess}")
     return machine.result
 
 

@@ -7,7 +7,7 @@ import re
 import struct
 from collections.abc import Callable
 
-from ds_reshard.containers.pickle_machine import Handler, PickleMachine
+from ds_reshard.containers.pickle_machine import SET_COST, Handler, PickleMachine
 
 _U2 = struct.Struct("<H").unpack_from
 _U4 = struct.Struct("<I").unpack_from
@@ -36,6 +36,12 @@ def _empty(make: Callable[[], object]) -> Handler:
         return pos
 
     return push
+
+
+def _empty_set(m: PickleMachine, pos: int) -> int:
+    m.charge(SET_COST)
+    m.stack.append(set())
+    return pos
 
 
 def _binint(m: PickleMachine, pos: int) -> int:
@@ -180,7 +186,7 @@ SCALARS: dict[bytes, Handler] = {
     b")": _value(()),
     b"]": _empty(list),
     b"}": _empty(dict),
-    b"\x8f": _empty(set),
+    b"\x8f": _empty_set,
     b"J": _binint,
     b"K": _binint1,
     b"M": _binint2,

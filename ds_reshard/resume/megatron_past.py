@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from reprlib import repr
 
 from ds_reshard.resume.json_schedule import Unknown
 from ds_reshard.resume.megatron_schedule import Schedule
@@ -37,7 +38,9 @@ class MegatronPast:
         for group in self.groups:
             high, low = (group.get(name, self.schedule.values[name]) for name in ("max_lr", "min_lr"))
             if not isinstance(high, (int, float)) or not isinstance(low, (int, float)):
-                return Unknown(reason=f"{self.where}: a param group has the bounds {high!r} and {low!r}, no numbers")
+                return Unknown(
+                    reason=f"{self.where}: a param group has the bounds {repr(high)} and {repr(low)}, no numbers"
+                )
             found.append((float(high), float(low)))
         return tuple(found)
 

@@ -105,7 +105,7 @@ DIFFERENT = {
     "callables": (built("f"), built("g")),
     "arguments": (built(args=(1,)), built(args=(2,))),
     "named arguments": (built(kwargs={"a": 1}), built(kwargs={"b": 1})),
-    "states": (built(state={"a": 1}), built(state={"a": 2})),
+    "states": (built(state={"a": 1}, has_state=True), built(state={"a": 2}, has_state=True)),
     "items": (built(items=[1]), built(pairs=[(1, 1)])),
     "a name and its text": (GlobalName(module="m", name="f"), "m.f"),
     "a cycle and none": ((lambda a: a.append(a) or a)([1]), [1, "itself"]),

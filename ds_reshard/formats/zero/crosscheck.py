@@ -42,7 +42,7 @@ def compare_signatures(signatures: Mapping[str, Mapping[str, str]], folder: str,
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:40]}... ({crc32(text.encode()):08x})"
+    return text if len(text) <= 60 else f"{text[:40]}... ({crc32(text.encode('utf-8', 'surrogatepass')):08x})"
 
 
 def compare_prints(prints: Mapping[str, Sequence[tuple[int, int | None]]], folder: str) -> list[Fault]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from ds_reshard.containers.nesting import children
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.records import GlobalName, ObjectRecord, StorageRecord, TensorRecord
 
@@ -21,6 +22,7 @@ class ScalarTensor:
 
 
 _LONGEST = 4096
+_COMPOUND = (dict, list, tuple, set, frozenset, ObjectRecord)
 
 Scalar = ScalarTensor | int | float | bool | str | None
 """A state value that is one for a whole partition."""
@@ -51,10 +53,34 @@ def canonical(value: object) -> str:
     Used to compare what two shards say. Tensors stand for their shape, type and checksum. A part that
     is shared is written once, so the cost is linear; a part that contains itself is written as such.
     """
-    return _canonical(value, {}, set())
+    done: dict[int, str] = {}
+    open_parts: set[int] = set()
+    left = [value]
+    while left:
+        part = left[-1]
+        key = id(part)
+        if key in done or not _is_kept(part):
+            left.pop()
+        elif key not in open_parts:
+            open_parts.add(key)
+            left += [child for child in children(part) if id(child) not in open_parts]
+        else:
+            left.pop()
+            open_parts.discard(key)
+            text = _compound(part, done)
+            digest = hashlib.sha256(text.encode("utf-8", "surrogatepass"))
+            done[key] = text if len(text) <= _LONGEST else f"sha256:{digest.hexdigest()}"
+    return _text(value, done)
 
 
-def _canonical(value: object, done: dict[int, str], open_parts: set[int]) -> str:
+def _is_kept(value: object) -> bool:
+    """Whether the text of a part is made once: it has parts itself, or is long."""
+    if isinstance(value, str | bytes | bytearray):
+        return len(value) > _LONGEST
+    return isinstance(value, _COMPOUND)
+
+
+def _text(value: object, done: Mapping[int, str]) -> str:
     if isinstance(value, TensorRecord):
         where = (value.shape, value.stride, value.element_offset, value.storage.numel, value.storage.crc32)
         return f"tensor({value.dtype.label},{where})"
@@ -64,30 +90,29 @@ def _canonical(value: object, done: dict[int, str], open_parts: set[int]) -> str
         return f"scalar({value.dtype.label},{value.shape},{value.data.hex()})"
     if isinstance(value, GlobalName):
         return str(value)
-    if not isinstance(value, dict | list | tuple | set | frozenset | ObjectRecord):
-        return repr(value)
-    key = id(value)
-    if key in open_parts:
-        return "itself"
-    if key not in done:
-        open_parts.add(key)
-        text = _compound(value, done, open_parts)
-        open_parts.discard(key)
-        done[key] = text if len(text) <= _LONGEST else f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
-    return done[key]
+    return done.get(id(value), "itself") if _is_kept(value) else repr(value)
 
 
-def _compound(value: object, done: dict[int, str], open_parts: set[int]) -> str:
+def _compound(value: object, done: Mapping[int, str]) -> str:
     if isinstance(value, dict):
-        rows = sorted((_canonical(k, done, open_parts), _canonical(v, done, open_parts)) for k, v in value.items())
-        return "{" + ",".join(f"{k}:{v}" for k, v in rows) + "}"
+        return "{" + ",".join(f"{k}:{v}" for k, v in sorted(_rows(value.items(), done))) + "}"
     if isinstance(value, ObjectRecord):
-        parts = (value.args, value.kwargs, value.by_new, value.has_state, value.state, value.items, value.pairs)
-        return f"{value.callable}({','.join(_canonical(part, done, open_parts) for part in parts)})"
+        given = ",".join(f"{name}={_text(arg, done)}" for name, arg in sorted(value.kwargs.items()))
+        pairs = ",".join(f"{k}:{v}" for k, v in _rows(value.pairs, done))
+        parts = (_list(value.args, done), f"{{{given}}}", str(value.by_new), str(value.has_state),
+                 _text(value.state, done), _list(value.items, done), f"{{{pairs}}}")  # fmt: skip
+        return f"{value.callable}({','.join(parts)})"
     if isinstance(value, set | frozenset):
-        return "set[" + ",".join(sorted(_canonical(item, done, open_parts) for item in value)) + "]"
-    assert isinstance(value, list | tuple)
-    return "[" + ",".join(_canonical(item, done, open_parts) for item in value) + "]"
+        return "set[" + ",".join(sorted(_text(item, done) for item in value)) + "]"
+    return _list(value, done) if isinstance(value, list | tuple) else repr(value)
+
+
+def _list(items: Iterable[object], done: Mapping[int, str]) -> str:
+    return "[" + ",".join(_text(item, done) for item in items) + "]"
+
+
+def _rows(pairs: Iterable[tuple[object, object]], done: Mapping[int, str]) -> Iterator[tuple[str, str]]:
+    return ((_text(key, done), _text(value, done)) for key, value in pairs)
 
 
 def describe(value: object) -> str:
@@ -96,6 +121,11 @@ def describe(value: object) -> str:
         return f"{value.dtype.label} {_number(value)}"
     text = canonical(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def text_of(value: object) -> str:
+    """A text as it is, and of anything else what `describe` says: its own could be endless."""
+    return value if isinstance(value, str) else describe(value)
 
 
 def _number(value: ScalarTensor) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.formats.zero.facts import describe, text_of
 from ds_reshard.formats.zero.faults import check_root, damaged, fail
 from ds_reshard.model.records import TensorRecord
 
@@ -80,9 +81,9 @@ def read_model_states(path: str, stem: str) -> ModelStates:
         param_shapes=_groups(path, top.get("param_shapes")),
         frozen_shapes=_shapes(path, "frozen_param_shapes", top.get("frozen_param_shapes") or {}),
         frozen_fragments=_tensors(path, top.get("frozen_param_fragments") or {}),
-        shared={str(k): str(v) for k, v in _mapping(path, "shared_params", top.get("shared_params") or {}).items()},
+        shared={str(k): text_of(v) for k, v in _mapping(path, "shared_params", top.get("shared_params") or {}).items()},
         dp=_count(path, "dp_world_size", top["dp_world_size"]),
-        version=str(top.get("ds_version", "unknown")),
+        version=text_of(top.get("ds_version", "unknown")),
     )
 
 
@@ -119,7 +120,9 @@ def _shapes(path: str, entry: str, value: object) -> dict[str, Shape]:
             isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape
         )
         if not isinstance(name, str) or not isinstance(shape, list | tuple) or not well_formed:
-            raise fail(path, f"entry {entry!r} is malformed", "parameter names and shapes", f"{name!r}: {shape!r}")
+            raise fail(
+                path, f"entry {entry!r} is malformed", "parameter names and shapes", f"{name!r}: {describe(shape)}"
+            )
         shapes[name] = tuple(shape)
     return shapes
 
@@ -144,4 +147,4 @@ def _tensors(path: str, value: object) -> dict[str, TensorRecord]:
 def _count(path: str, entry: str, value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    raise fail(path, f"entry {entry!r} is malformed", "a positive int", repr(value)[:40])
+    raise fail(path, f"entry {entry!r} is malformed", "a positive int", describe(value))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
-from ds_reshard.formats.zero.facts import Scalar, ScalarTensor, canonical
+from ds_reshard.formats.zero.facts import Scalar, ScalarTensor, canonical, describe, text_of
 from ds_reshard.formats.zero.faults import check_root, fail
 from ds_reshard.model.records import ObjectRecord, TensorRecord
 
@@ -134,7 +134,7 @@ def _flat_groups(
         groups=groups,
         members=members,
         entries=entries,
-        version=str(entries.get("ds_version", top.get("ds_version", "unknown"))),
+        version=text_of(entries.get("ds_version", top.get("ds_version", "unknown"))),
         config=top.get("ds_config"),
     )
 
@@ -159,7 +159,7 @@ def sub_groups(
         groups=groups,
         members=members,
         entries=entries,
-        version=str(top.get("ds_version", "unknown")),
+        version=text_of(top.get("ds_version", "unknown")),
         config=top.get("ds_config"),
     )
 
@@ -250,7 +250,7 @@ def _tensors(path: str, entry: str, value: object) -> list[TensorRecord]:
 def _ints(path: str, entry: str, value: object, count: int) -> list[int]:
     if isinstance(value, list) and len(value) == count and all(isinstance(i, int) and i >= 0 for i in value):
         return value
-    raise fail(path, f"entry {entry!r} is malformed", f"{count} sizes", repr(value)[:60])
+    raise fail(path, f"entry {entry!r} is malformed", f"{count} sizes", describe(value))
 
 
 def _alignment(path: str, value: object, group: int) -> tuple[int, ...] | None:
@@ -267,19 +267,19 @@ def read_stage(path: str, value: object) -> int:
         value = value.args[0]
     if isinstance(value, int) and value in (1, 2, 3):
         return value
-    raise fail(path, "entry 'zero_stage' is malformed", "1, 2 or 3", repr(value)[:40])
+    raise fail(path, "entry 'zero_stage' is malformed", "1, 2 or 3", describe(value))
 
 
 def _positive(path: str, entry: str, value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    raise fail(path, f"entry {entry!r} is malformed", "a positive int", repr(value)[:40])
+    raise fail(path, f"entry {entry!r} is malformed", "a positive int", describe(value))
 
 
 def _index(path: str, value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    raise fail(path, "a param group lists something that is no index", "ints", repr(value)[:40])
+    raise fail(path, "a param group lists something that is no index", "ints", describe(value))
 
 
 def _keys(value: object) -> str:

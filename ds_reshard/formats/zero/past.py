@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint
+from ds_reshard.formats.zero.facts import describe
 from ds_reshard.formats.zero.faults import fail
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.plain import plain, read_scalars, single_elements
@@ -46,7 +47,7 @@ def _position(checkpoint: ZeroCheckpoint, state: Mapping[str, object] | None) ->
         steps, skipped = (checkpoint.model.entries.get(name, 0) for name in ("global_steps", "skipped_steps"))
         found = steps - skipped if isinstance(steps, int) and isinstance(skipped, int) else None
     if found is None or not 0 <= found < _MOST:
-        raise fail(checkpoint.model.path, "its count of steps cannot be", "a whole number", repr(found)[:40])
+        raise fail(checkpoint.model.path, "its count of steps cannot be", "a whole number", describe(found))
     return found
 
 

@@ -9,6 +9,7 @@ from math import prod
 from ds_reshard.containers.revive_names import find_hostile
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, extent_of, kinds_of
+from ds_reshard.formats.zero.facts import canonical
 from ds_reshard.formats.zero.faults import damaged, fail
 from ds_reshard.formats.zero.layout import flat_offsets, partition_numel, sub_group_numel
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
@@ -154,7 +155,7 @@ def _refuse_hostile(entries: Mapping[str, object], path: str) -> None:
 def model_signature(model: ModelStates) -> dict[str, str]:
     """What every model file of one checkpoint says alike."""
     keys = ("global_steps", "global_samples", "skipped_steps", "dp_world_size")
-    return {key: str(model.entries[key]) for key in keys if key in model.entries} | {
+    return {key: canonical(model.entries[key]) for key in keys if key in model.entries} | {
         "DeepSpeed version": model.version,
         "param_shapes": str(model.param_shapes),
     }
