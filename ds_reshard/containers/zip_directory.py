@@ -103,7 +103,7 @@ def _entries(path: str, directory: bytes, place: DirectoryPlace) -> Iterator[_En
             raise CheckpointDamaged(f"{path}: entry {number} of the zip directory leaves it")
         name = _decoded(path, directory[name_at:extra_at])
         _check_stored(path, name, flags, method)
-        nbytes, packed, header = _wide_fields(
+        nbytes, packed, header = wide_fields(
             path, name, directory[extra_at : extra_at + extra_nbytes], [nbytes, packed, header]
         )
         if packed != nbytes or disk:
@@ -134,7 +134,7 @@ def _check_stored(path: str, name: str, flags: int, method: int) -> None:
         raise CheckpointDamaged(f"{path}: {name!r} has zip flags 0x{flags:04x}, which torch.save does not set")
 
 
-def _wide_fields(path: str, name: str, extra: bytes, fields: list[int]) -> list[int]:
+def wide_fields(path: str, name: str, extra: bytes, fields: list[int]) -> list[int]:
     """`fields` (content, stored size, header offset) with those that did not fit taken from the 64-bit extra."""
     if _WIDE not in fields:
         return fields

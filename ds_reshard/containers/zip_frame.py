@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ds_reshard.containers.positioned import PositionedFile
+from ds_reshard.containers.zip_directory import wide_fields
 from ds_reshard.containers.zip_end import find_directory
 from ds_reshard.errors import Fault
 
@@ -43,7 +44,7 @@ def frame_faults(path: str) -> Iterator[Fault]:
     file = PositionedFile(path)
     try:
         place = find_directory(file)
-        entries = list(_entries(file.read(place.byte_offset, place.nbytes), place.entries))
+        entries = list(_entries(path, file.read(place.byte_offset, place.nbytes), place.entries))
         entries.sort(key=lambda entry: entry.header_offset)
         for entry, after in zip(entries, [*entries[1:], None], strict=True):
             stop = after.header_offset if after is not None else place.byte_offset
@@ -61,19 +62,19 @@ def frame_faults(path: str) -> Iterator[Fault]:
         file.close()
 
 
-def _entries(directory: bytes, count: int) -> Iterator[_Entry]:
+def _entries(path: str, directory: bytes, count: int) -> Iterator[_Entry]:
     at = 0
     for _ in range(count):
-        (_, made_by, needs, flags, method, time, date, crc, _, nbytes, name_nbytes, extra_nbytes, comment_nbytes, disk,
-         internal, external, header) = _ENTRY.unpack_from(directory, at)  # fmt: skip
+        (_, made_by, needs, flags, method, time, date, crc, packed, nbytes, name_nbytes, extra_nbytes, comment_nbytes,
+         disk, internal, external, header) = _ENTRY.unpack_from(directory, at)  # fmt: skip
         start = at + _ENTRY.size
-        extra = dict(_fields(directory[start + name_nbytes : start + name_nbytes + extra_nbytes]))
-        wide = iter(struct.iter_unpack("<Q", extra.get(_WIDE_KIND, b"")[: 8 * 3]))
-        sizes = [next(wide)[0] if value == _WIDE else value for value in (nbytes, nbytes, header)]
+        fields = directory[start + name_nbytes : start + name_nbytes + extra_nbytes]
+        name = directory[start : start + name_nbytes]
+        sizes = wide_fields(path, name.decode("utf-8"), fields, [nbytes, packed, header])
         yield _Entry(
-            name=directory[start : start + name_nbytes], alike=(made_by, disk, internal, external),
+            name=name, alike=(made_by, disk, internal, external),
             repeated=(needs, flags, method, time, date), crc32=crc, nbytes=sizes[0], header_offset=sizes[2],
-            kinds=frozenset(extra), comment_nbytes=comment_nbytes,
+            kinds=frozenset(kind for kind, _ in _fields(fields)), comment_nbytes=comment_nbytes,
         )  # fmt: skip
         at = start + name_nbytes + extra_nbytes + comment_nbytes
 
@@ -105,9 +106,8 @@ def _member(file: PositionedFile, entry: _Entry, first: _Entry, stop: int) -> It
             if content.strip(b"Z"):
                 yield "has padding that is not what torch pads with"
         elif kind == _WIDE_KIND:
-            if any(
-                value not in (0, entry.nbytes, entry.header_offset) for (value,) in struct.iter_unpack("<Q", content)
-            ):
+            values = (value for (value,) in struct.iter_unpack("<Q", content[: len(content) // 8 * 8]))
+            if len(content) % 8 or any(value not in (0, entry.nbytes, entry.header_offset) for value in values):
                 yield "has other 64-bit sizes in its header than in the directory"
         elif kind not in entry.kinds:
             yield "has a field in its header that its directory entry does not have"
