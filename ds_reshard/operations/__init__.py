@@ -46,8 +46,7 @@ def inspect(path: str, *, tag: str | None = None) -> Inspection:
     before = _bytes_asked_for()
     listing = find_listing(os.fspath(path), tag)
     found = survey(listing)
-    tag = os.path.basename(os.path.abspath(listing.folder))
-    return describe_survey(found, tag=tag, bytes_read=_since(before))
+    return describe_survey(found, tag=listing.tag, bytes_read=_since(before))
 
 
 def convert(

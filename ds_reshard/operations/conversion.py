@@ -49,7 +49,7 @@ def convert_listing(
     needed = _nbytes(target)
     refuse_places(path, out, needed)
     what = {
-        "ds_reshard": VERSION, "source": _files_of(source.checkpoint), "tag": os.path.basename(listing.folder),
+        "ds_reshard": VERSION, "source": _files_of(source.checkpoint), "tag": listing.tag,
         "to": to, "dp": dp, "sub_group_size": sub_group_size, "dtype": dtype,
     }  # fmt: skip
     workspace = Workspace(out, what, force=options.force)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed
+from ds_reshard.containers.positioned import PositionedFile
+from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed, ReshardError
 from ds_reshard.formats.zero.names import Listing, read_listing
 
 _LATEST_NBYTES = 4096
@@ -42,11 +43,14 @@ def _latest(path: str) -> str:
     if not os.path.exists(latest) and os.path.exists(f"{latest}_universal"):
         latest += "_universal"
     try:
-        with open(latest, "rb") as file:
-            tag = file.read(_LATEST_NBYTES).decode("utf-8").strip()
-    except FileNotFoundError:
+        file = PositionedFile(latest)
+        try:
+            tag = file.read(0, min(file.nbytes, _LATEST_NBYTES)).decode("utf-8").strip()
+        finally:
+            file.close()
+    except CheckpointNotFound:
         raise _no_checkpoint(path, "holds no DeepSpeed checkpoint, and no file 'latest' that names a tag") from None
-    except (OSError, ValueError) as error:
+    except (ReshardError, ValueError) as error:
         raise ReadFailed(f"{latest}: cannot be read: {error}; name the tag: --tag TAG") from error
     if not tag or "\0" in tag:
         raise _no_checkpoint(path, "has a file 'latest' that names no tag")

@@ -6,8 +6,11 @@ import json
 from collections.abc import Mapping
 
 from ds_reshard.containers.crc import crc32
+from ds_reshard.containers.positioned import PositionedFile
+from ds_reshard.errors import CheckpointNotFound, ReshardError
 
 MANIFEST = "ds_reshard.json"
+_MOST_NBYTES = 256 << 20
 
 
 def manifest_text(content: Mapping[str, object]) -> str:
@@ -18,11 +21,16 @@ def manifest_text(content: Mapping[str, object]) -> str:
 def read_manifest(path: str) -> Mapping[str, object] | None:
     """The manifest of an output, None where there is none. Raises ValueError where it is not what was written."""
     try:
-        with open(path, encoding="utf-8") as file:
-            manifest = json.load(file)
-    except FileNotFoundError:
+        file = PositionedFile(path)
+        try:
+            if file.nbytes > _MOST_NBYTES:
+                raise ValueError(f"it has {file.nbytes} bytes, and at most {_MOST_NBYTES} are read")
+            manifest = json.loads(file.read(0, file.nbytes))
+        finally:
+            file.close()
+    except CheckpointNotFound:
         return None
-    except (OSError, RecursionError) as error:
+    except (ReshardError, RecursionError) as error:
         raise ValueError(str(error)) from error
     if not isinstance(manifest, dict):
         raise ValueError("it holds no object")

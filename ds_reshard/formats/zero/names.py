@@ -6,6 +6,7 @@ after `zero_pp_rank_` is the data-parallel rank, whatever the name suggests.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -45,6 +46,11 @@ class Listing:
     nvme: bool = False
     universal: bool = False
     faults: tuple[Fault, ...] = ()
+
+    @property
+    def tag(self) -> str:
+        """The folder's own name, however it was reached: with a slash at its end, or through `..`."""
+        return os.path.basename(os.path.abspath(self.folder))
 
     def path(self, name: str) -> str:
         return f"{self.folder}/{name}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -82,7 +81,7 @@ def zero_target(checkpoint: ZeroCheckpoint, kind: str, dp: int, *, sub_group_siz
     model = ModelTarget(checkpoint=checkpoint, stage=stage, dp=dp, order=[flat.shapes for flat in flats])
     layout = Layout(by_key([*optim.placements(), *model.placements()]), {OPTIM: dp, MODEL: model.files})
     wants = {**{placement.key: placement.key for placement in optim.placements()}, **dict(model.sources())}
-    tag = os.path.basename(checkpoint.listing.folder)
+    tag = checkpoint.listing.tag
     return Target(
         layout=layout, wants=wants, units=tuple(_units(checkpoint, optim, model)), folder=tag, pointers={"latest": tag}
     )

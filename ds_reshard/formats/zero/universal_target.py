@@ -8,7 +8,6 @@ and of stage 3 look for, and no tensor of any rank (0.19.8). Stages below 3 read
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 
@@ -41,7 +40,7 @@ def universal_target(checkpoint: ZeroCheckpoint) -> Target:
         for key in members
     ]
     model = ModelTarget(checkpoint=checkpoint, stage=2, dp=checkpoint.dp, order=order)
-    tag = os.path.basename(checkpoint.listing.folder)
+    tag = checkpoint.listing.tag
     layout = Layout(by_key([*placements, *model.placements()]), {TENSORS: len(units), MODEL: 1})
     wants = {**{key: key for key in keys}, **dict(model.sources())}
     return Target(
@@ -89,12 +88,18 @@ def _step_file(folder: str, name: str, step: Scalar) -> TargetFile:
     return TargetFile(name=f"{folder}/step.pt", tree=lambda: tensor, data={buffer: step.data})
 
 
+def _names_a_folder(name: str) -> bool:
+    """Whether a file system takes the name as that of one folder; Linux wants at most 255 bytes."""
+    encoded = name.encode("utf-8", "replace")
+    return encoded.decode() == name and len(encoded) < 256 and not {"/", "\0"} & {*name} and name not in ("", ".", "..")
+
+
 def _steps(checkpoint: ZeroCheckpoint, names: list[str]) -> Mapping[str, Scalar]:
     """Each parameter's step. Other values that are one for a whole parameter have no place there."""
     assert checkpoint.facts is not None
     steps, faults = {}, []
     for name in names:
-        if "/" in name or "\0" in name or name in ("", ".", ".."):
+        if not _names_a_folder(name):
             faults.append(_unsupported(name, "is a parameter's name that cannot be a folder's"))
         for kind, value in checkpoint.facts.scalars.get(name, {}).items():
             if kind == "step":
