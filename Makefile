@@ -8,13 +8,14 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 INSTALLED := .venv/.installed
 FAST_TESTS := tests/policy tests/docs tests/unit tests/hostile tests/versions
 
-.PHONY: help venv check style types contracts fast-tests test demo demo-lr bench gpu test-versions format clean
+.PHONY: help venv check style types contracts fast-tests test fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu test-versions format clean
 
 help:
 	@echo "make demo           train, change stage and ranks, resume; prints the bit-equality table"
 	@echo "make demo-lr        resume with another learning rate; draws what each update uses in .demo/lr.png"
 	@echo "make test           every test that needs no GPU"
 	@echo "make check          format, lint, types, import contracts, fast tests"
+	@echo "make fuzz           hostile pickles and files: 100,000 cases, or FUZZ_CASES=..."
 	@echo "make bench          load times beside DeepSpeed's own, conversions beside ds_to_universal and cp"
 	@echo "make gpu            the tests that need a CUDA device"
 	@echo "make test-versions  a part of the tests against older DeepSpeed, accelerate and Megatron-LM releases"
@@ -60,6 +61,19 @@ fast-tests: venv
 test: venv
 	@$(BIN)/python tests/hosts/megatron/releases.py
 	$(BIN)/python -m pytest -m "not gpu"
+
+# Pickles and files side by side; a test of so many cases takes longer than others may.
+FUZZ_CASES ?= 100000
+FUZZ := FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest tests/hostile/test_fuzz.py --timeout=7200
+
+fuzz: venv
+	@$(MAKE) --no-print-directory --keep-going --output-sync=target -j2 fuzz-pickles fuzz-files
+
+fuzz-pickles:
+	$(FUZZ) -k "not files"
+
+fuzz-files:
+	$(FUZZ) -k files
 
 demo: venv
 	$(BIN)/python examples/demo.py
