@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from high_water import memory_taken
 from sparse_checkpoint import gpt_shapes, write_checkpoint
 
 from ds_reshard.cli.plan_page import page
@@ -31,17 +30,9 @@ def test_verify_and_diff_keep_to_their_memory(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     write_checkpoint(folder, gpt_shapes(layers=4, width=1024), 2)
     code = (
-        "import resource, sys, torch\n"
         "from ds_reshard.operations import Reading, diff, verify\n"
-        "import ds_reshard.operations.comparison, ds_reshard.operations.verification\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "reading = Reading(threads=2, memory_nbytes=64 << 20)\n"
-        "assert verify(sys.argv[1], deep=True, reading=reading).clean\n"
-        "assert diff(sys.argv[1], sys.argv[1], reading=reading).equal\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+        "assert verify(sys.argv[2], deep=True, reading=reading).clean\n"
+        "assert diff(sys.argv[2], sys.argv[2], reading=reading).equal\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=250, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) << 10 < 128 << 20
+    assert memory_taken(code, str(folder)) < 128 << 20
