@@ -22,8 +22,9 @@ def _asked_for() -> bool:
 
 def _insist(policy: ResumePolicy) -> None:
     """A policy that comes after a host was left as it is: say so now, not at the load that would drop it."""
+    resuming = {table.host for table in tables() if table.resumes}
     for host, error in refused().items():
-        if not policy.is_default:
+        if not policy.is_default and host in resuming:
             raise HookError(f"a resume policy was asked for, and cannot be applied to {host}: {error}", error.faults)
 
 
@@ -37,7 +38,10 @@ def _refuse(policy: ResumePolicy) -> None:
 
 if os.environ.get("DS_RESHARD_DISABLE", "") in ("", "0"):
     for _table in tables():
-        install_on_import(_table, insist=_asked_for)
+        if _table.resumes:
+            install_on_import(_table, insist=_asked_for)
+        else:
+            install_on_import(_table)
     asked.on_asked(_insist)
 else:
     asked.on_asked(_refuse)

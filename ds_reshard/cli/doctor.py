@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_reshard.cli.render import printable
+from ds_reshard.hooks import HostHooks
 from ds_reshard.hosts import tables
 from ds_reshard.hosts.accelerate.finding import Finding
 
@@ -50,12 +51,17 @@ class Framework:
 
 def frameworks() -> tuple[Framework, ...]:
     """Every framework that ds_reshard patches or stands on; none is imported."""
-    beside = [(name, *known) for name, known in _BESIDE.items()]
-    patched = [(hooks.distribution, hooks.versions, hooks.tested) for hooks in tables()]
+    beside = [(name, name, *known) for name, known in _BESIDE.items()]
+    patched = [(_name(hooks), hooks.distribution, hooks.versions, hooks.tested) for hooks in tables()]
     return tuple(
-        Framework(name=name, version=_installed(name), versions=versions, tested=tested)
-        for name, versions, tested in (*beside, *patched)
+        Framework(name=name, version=_installed(distribution), versions=versions, tested=tested)
+        for name, distribution, versions, tested in (*beside, *patched)
     )
+
+
+def _name(hooks: HostHooks) -> str:
+    """The distribution's; of a part of one that is listed itself, with the part's."""
+    return f"{hooks.distribution} ({hooks.host})" if hooks.distribution in _BESIDE else hooks.distribution
 
 
 def _installed(distribution: str) -> str | None:

@@ -63,6 +63,7 @@ class HostHooks:
     range that the tests have run against. Where the framework may be used from a source tree, without a
     distribution, `version_attribute` names what holds its version, as `package.module:name`. `instead` are patches
     that `auto` puts in place where it leaves the host as it is: they refuse what was asked of us and would be dropped.
+    `resumes` says that a resume policy is applied through these patches, and cannot be without them.
     """
 
     host: str
@@ -72,6 +73,7 @@ class HostHooks:
     patches: tuple[Patch, ...]
     version_attribute: str | None = None
     instead: tuple[Patch, ...] = ()
+    resumes: bool = True
 
     def __post_init__(self) -> None:
         versions = SpecifierSet(self.versions)

@@ -137,6 +137,31 @@ except ds_reshard.HookError as error:
     assert "expected >=1,<2, found 2.1" in done.stderr
 
 
+@pytest.mark.parametrize("resumes", [True, False])
+@pytest.mark.parametrize("first", ["", "import fakeframe"])
+def test_a_policy_is_an_error_where_a_host_that_follows_it_is_refused(
+    tmp_path: Path, resumes: bool, first: str
+) -> None:
+    """One that loads no checkpoint of ours may stand aside."""
+    script = f"""
+import dataclasses, json
+from ds_reshard.resume import asked
+from ds_reshard.resume.policy import Given
+host.HOOKS = dataclasses.replace(host.HOOKS, resumes={resumes})
+import ds_reshard.auto
+{first}
+try:
+    asked.ask(Given(place="here", values={{"scheduler": "override"}}))
+    import fakeframe
+    raised = False
+except ds_reshard.HookError:
+    raised = True
+print(json.dumps(raised))
+"""
+    done = run(FAKE_HOST + script, path=write_framework(tmp_path, version="2.1"))
+    assert json.loads(done.stdout) is resumes
+
+
 def test_auto_without_the_framework_is_silent(tmp_path: Path) -> None:
     assert results("import ds_reshard.auto\nprint('[]')", path=tmp_path) == []
 

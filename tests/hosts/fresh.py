@@ -1,0 +1,68 @@
+"""Ranks that live for one job: what torch does to a process group that has lost a rank cannot be undone.
+
+They are forked from one server that has imported torch and started nothing, so that a world costs half a second.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import multiprocessing
+import os
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+PATIENCE_S = 90.0
+
+
+def run(job: str, size: int, *, collective_s: float = PATIENCE_S, **kwargs: Any) -> list[Any]:
+    """What `module.function` gave on each rank; an exception as text, a signal as "signal 6", else "silent"."""
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fsdp_jobs"])
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            given = (theirs, job, kwargs, rank, size, str(Path(folder) / "store"), collective_s)
+            process = context.Process(target=_rank, args=given, daemon=True)
+            process.start()
+            theirs.close()
+            ranks.append((process, ours))
+        deadline = time.monotonic() + PATIENCE_S
+        answers = [_answer(process, pipe, deadline) for process, pipe in ranks]
+        for process, _ in ranks:
+            process.kill()
+            process.join(5)
+        return answers
+
+
+def _answer(process: Any, pipe: Connection, deadline: float) -> Any:
+    try:
+        return pipe.recv() if pipe.poll(max(0.0, deadline - time.monotonic())) else "silent"
+    except EOFError:
+        process.join(5)
+        return f"signal {-process.exitcode}" if process.exitcode else "silent"
+
+
+def _rank(
+    pipe: Connection, job: str, kwargs: dict[str, Any], rank: int, size: int, store: str, collective_s: float
+) -> None:
+    import torch
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size,
+        timeout=datetime.timedelta(seconds=collective_s),
+    )  # fmt: skip
+    module, _, name = job.rpartition(".")
+    try:
+        answer = getattr(importlib.import_module(module), name)(**kwargs)
+    except Exception as error:
+        answer = f"{type(error).__name__}: {error}"
+    pipe.send(answer)
+    time.sleep(PATIENCE_S)  # its end would be an error of the ranks that wait for it, and hide that they do
