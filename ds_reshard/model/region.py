@@ -89,6 +89,20 @@ def overlap(first: Region, second: Region) -> Iterator[Run]:
         yield pending
 
 
+def box_region(shape: tuple[int, ...], box: Box) -> Region:
+    """All of a box of a tensor: as a span of the whole tensor where its elements lie together in it.
+
+    A shard by rows then meets partitions of the flat tensor in one run, whatever the number of its rows.
+    """
+    lead = next((axis for axis, size in enumerate(box.size) if size != 1), len(shape))
+    if box.size[lead + 1 :] != shape[lead + 1 :]:
+        return Region(box=box, start=0, stop=box.numel)
+    start = 0
+    for size, offset in zip(shape, box.offset, strict=True):
+        start = start * size + offset
+    return Region(box=Box.whole(shape), start=start, stop=start + box.numel)
+
+
 def boxes(region: Region) -> Iterator[Box]:
     """Cut a region into at most 2 * ndim - 1 boxes, in storage order, each contiguous in storage."""
     for offset, size in _cut(region.box.size, region.start, region.stop):

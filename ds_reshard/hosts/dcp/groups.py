@@ -1,0 +1,69 @@
+"""Param groups, matched by the names of their members: positions of two runs need not mean the same group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ds_reshard.containers.revive import revive
+from ds_reshard.errors import Fault, ParamGroupMismatch
+from ds_reshard.execution.whole import read_tensor
+from ds_reshard.formats.zero.facts import GroupFacts, canonical, describe
+from ds_reshard.hosts.dcp.names import GroupValue
+
+
+class Groups:
+    """The saved groups, and what a group of this run gets from them.
+
+    `tied` gives the name under which the optimizer has a parameter of another name.
+    """
+
+    def __init__(self, groups: Sequence[GroupFacts], tied: Mapping[str, str], *, where: str) -> None:
+        self._groups = groups
+        self._tied = tied
+        self._where = where
+        self._of = {name: group for group in groups for name in group.members}
+
+    def value(self, asked: GroupValue, members: Sequence[str] | None) -> object:
+        """The value that is asked for; `members` are those of this run's group, None where it names none.
+
+        Raises ParamGroupMismatch where the saved groups of the members have different values.
+        """
+        if asked.member is not None:
+            return self._revived(self._of[asked.member], asked.name)
+        assert asked.position is not None, "a value of a group is asked for by position or by member"
+        if members is None:
+            group = self._groups[asked.position]
+            return list(group.members) if asked.name == "params" else self._revived(group, asked.name)
+        if asked.name == "params":
+            return list(members)
+        saved = self._saved(members)
+        if not saved:
+            raise ParamGroupMismatch("", [self._fault(asked, "none of its parameters is in a saved group", "", "")])
+        values = {canonical(self._recorded(group, asked.name)): group for group in saved}
+        if len(values) > 1:
+            told = [
+                f"{describe(self._recorded(group, asked.name))} ({group.members[0]}, ...)" for group in values.values()
+            ]
+            what = "the parameters of this group were saved in groups that differ in it"
+            raise ParamGroupMismatch("", [self._fault(asked, what, "one value", " and ".join(told))])
+        return self._revived(saved[0], asked.name)
+
+    def _saved(self, members: Sequence[str]) -> list[GroupFacts]:
+        names = (self._tied.get(name, name) for name in members)
+        found = {id(self._of[name]): self._of[name] for name in names if name in self._of}
+        return list(found.values())
+
+    def _recorded(self, group: GroupFacts, name: str) -> object:
+        return (group.hyperparameters or {}).get(name)
+
+    def _revived(self, group: GroupFacts, name: str) -> object:
+        return revive(
+            self._recorded(group, name), builders={}, tensor=read_tensor, where=f"{self._where}: param group {name}"
+        )
+
+    def _fault(self, asked: GroupValue, what: str, expected: str, found: str) -> Fault:
+        return Fault(
+            error="ParamGroupMismatch", where=".".join(map(str, asked.path)), what=what, expected=expected,
+            found=found, mend="build the optimizer with the param groups of the saved run, or load without its "
+            "param groups",
+        )  # fmt: skip

@@ -1,0 +1,212 @@
+"""A `torch.distributed.checkpoint.StorageReader` over a checkpoint of DeepSpeed, straight from its files."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
+from ds_reshard.execution.buffers import torch_dtype
+from ds_reshard.execution.checksums import combine, read_again
+from ds_reshard.formats.zero.checkpoint import open_checkpoint
+from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
+from ds_reshard.formats.zero.shards import ZeroShards
+from ds_reshard.hosts.dcp.filling import Filling, single
+from ds_reshard.hosts.dcp.groups import Groups
+from ds_reshard.hosts.dcp.names import Entry, GroupValue, Stored, entries
+from ds_reshard.model.index import Index
+from ds_reshard.operations.finding import find_listing
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+_SUBJECT = "torch.distributed.checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What one plan asks for: tensors of files, small tensors with their values, and values of param groups."""
+
+    filling: Filling
+    singles: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    values: list[tuple[ReadItem, object]] = field(default_factory=list)
+
+
+class Reader(StorageReader):
+    """Serves a ZeRO or universal checkpoint to `torch.distributed.checkpoint.load`; writes nothing.
+
+    `path` and `tag` are what DeepSpeed's `load_checkpoint` takes, or the folder of the tag itself. `model` and
+    `optimizer` are the names at the top of the state dict that is loaded, "" for none. Weights come in the type of the
+    target: the fp32 masters, or the 16-bit weights. Any other type is refused, unless `cast` allows torch's rounding.
+
+    With `group`, the process group that is given to `load`, checksums of what several ranks read in parts are compared
+    across them; without it, of what one rank reads whole. Reads with `threads` threads, in at most `memory_nbytes` of
+    memory beside the targets.
+
+    Opens the files that all shards share at once: raises what a load raises for one that is missing or damaged.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        tag: str | None = None,
+        model: str = "model",
+        optimizer: str = "optimizer",
+        cast: bool = False,
+        group: ProcessGroup | None = None,
+        threads: int | None = None,
+        memory_nbytes: int = 64 << 20,
+    ) -> None:
+        self._tag = tag
+        self._names = {"model": model, "optimizer": optimizer}
+        self._cast = cast
+        self._group = group
+        self._threads = threads or min(4, os.cpu_count() or 1)
+        self._memory_nbytes = memory_nbytes
+        self.bytes_read = 0
+        self._open(path)
+
+    def _open(self, path: str | os.PathLike[str]) -> None:
+        self.checkpoint_id = os.fspath(path)
+        self._checkpoint = open_checkpoint(find_listing(self.checkpoint_id, self._tag), optimizer=True)
+        self._entries: Mapping[str, Entry] = entries(self._checkpoint, **self._names)
+        facts = self._checkpoint.facts
+        self._groups = Groups(
+            facts.groups if facts is not None else (), self._checkpoint.model.shared,
+            where=self._checkpoint.optimizer_path,
+        )  # fmt: skip
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Another checkpoint, where one is named."""
+        if checkpoint_id is not None and os.fspath(checkpoint_id) != self.checkpoint_id:
+            self._open(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return os.path.isdir(checkpoint_id)
+
+    def read_metadata(self, *args: object) -> Metadata:
+        """Every tensor as one chunk, whole: which part of which file it is, is found when it is read."""
+        return Metadata(
+            state_dict_metadata={key: _told(entry) for key, entry in self._entries.items()},
+            planner_data={key: entry.path for key, entry in self._entries.items()},
+            storage_data={},
+            storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id),
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object) -> None:
+        return None
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what the plan asks for; every fault is raised, all of them at once, before the first byte is moved."""
+        asked = self._asked(plan, planner)
+        outcome = asked.filling.execute(threads=self._threads, memory_nbytes=self._memory_nbytes)
+        self.bytes_read += outcome.bytes_read
+        self._verify(asked.filling)
+        for _, tensor, value in asked.singles:
+            tensor.copy_(value)
+        for item, tensor in (*asked.filling.filled, *((item, tensor) for item, tensor, _ in asked.singles)):
+            planner.commit_tensor(item, tensor)
+        for item, told in asked.values:
+            planner.load_bytes(item, _pickled(told))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _asked(self, plan: LoadPlan, planner: LoadPlanner) -> _Asked:
+        shards = ZeroShards(checkpoint=self._checkpoint)
+        asked = _Asked(filling=Filling(Index(self._checkpoint.layout, shards), cast=self._cast))
+        faults: list[Fault] = []
+        for item in plan.items:
+            entry = self._entries[item.storage_index.fqn]
+            try:
+                if isinstance(entry, GroupValue):
+                    asked.values.append((item, self._groups.value(entry, _members(planner, entry))))
+                    continue
+                tensor = planner.resolve_tensor(item).detach()
+                if isinstance(entry, Stored):
+                    asked.filling.add(item, entry, tensor)
+                else:
+                    asked.singles.append((item, tensor, single(entry, tensor.dtype)))
+            except ReshardError as error:
+                faults += faults_of(error)
+        faults += asked.filling.index.faults
+        folder = self._checkpoint.listing.folder
+        faults += compare_signatures(shards.signatures, folder, states=False) + compare_prints(shards.prints, folder)
+        self._agree(faults)
+        return asked
+
+    def _verify(self, filling: Filling) -> None:
+        """Compare checksums: of what this rank has read whole, and with a group of what all have read together."""
+        faults, pending = filling.checked()
+        if self._group is None:
+            raise_faults(faults, subject=_SUBJECT)
+            return
+        everyone = self._gathered((faults, pending))
+        combined, again = combine([sums for _, sums in everyone])
+        rank = torch.distributed.get_rank(self._group)
+        found = [fault for of_rank, _ in everyone for fault in of_rank] + combined
+        self._agree([*found, *read_again(record for record, reader in again.items() if reader == rank)])
+
+    def _agree(self, faults: Sequence[Fault]) -> None:
+        """Raise where a rank has faults: on every rank of the group, else on this one, for torch to tell the others."""
+        found = list(faults)
+        if self._group is not None:
+            found = [fault for of_rank in self._gathered(found) for fault in of_rank]
+        raise_faults(found, subject=_SUBJECT)
+
+    def _gathered(self, value: T) -> list[T]:
+        values: list[T] = [value] * torch.distributed.get_world_size(self._group)
+        torch.distributed.all_gather_object(values, value, group=self._group)
+        return values
+
+
+def _told(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:
+    if isinstance(entry, GroupValue):
+        return BytesStorageMetadata()
+    shape = torch.Size(entry.shape if isinstance(entry, Stored) else ())
+    dtype = torch_dtype(entry.dtype) if isinstance(entry, Stored) else torch.float32
+    chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)
+    return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=shape, chunks=[chunk])
+
+
+def _members(planner: LoadPlanner, entry: GroupValue) -> Sequence[str] | None:
+    """The members of this run's param group, as its state dict names them."""
+    if entry.position is None:
+        return None
+    wanted = getattr(planner, "state_dict", {})
+    members = wanted.get(".".join(map(str, (*entry.path[:-1], "params"))))
+    if isinstance(members, list) and members and all(isinstance(name, str) for name in members):
+        return members
+    return None
+
+
+def _pickled(value: object) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file

@@ -1,0 +1,78 @@
+"""`dcp.load` through `ds_reshard.dcp.Reader`: into FSDP2, and into plain tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from cases import Model
+from jobs import Net, _groups
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+
+def _whole(value: Any) -> torch.Tensor:
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+
+
+def fsdp2(model: Model, turned: bool) -> tuple[Any, Any]:
+    """The same model under FSDP2 over every rank; `turned` has the param groups the other way round."""
+    torch.manual_seed(99)
+    net = Net(model)
+    fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    groups = _groups(net, model)
+    return net, torch.optim.AdamW(groups[::-1] if turned else groups)
+
+
+def load(folder: str, model: Model, flat: bool = False, turned: bool = False, **options: Any) -> dict[str, Any]:
+    """What FSDP2 holds after the load: weights, states, param groups by their members, and the bytes read."""
+    import ds_reshard.dcp
+
+    net, optimizer = fsdp2(model, turned)
+    choice = StateDictOptions(flatten_optimizer_state_dict=flat)
+    weights, states = get_state_dict(net, optimizer, options=choice)
+    reader = ds_reshard.dcp.Reader(folder, group=dist.group.WORLD, **options)
+    wanted = {"model": weights, "optimizer": states}
+    dcp.load(wanted, storage_reader=reader)
+    set_state_dict(
+        net, optimizer, model_state_dict=wanted["model"], optim_state_dict=wanted["optimizer"], options=choice
+    )
+    names = {id(param): name for name, param in net.named_parameters()}
+    held = {
+        (names[id(param)], kind): _whole(value)
+        for param, state in optimizer.state.items()
+        for kind, value in state.items()
+    }
+    groups = [
+        (tuple(sorted(names[id(p)] for p in group["params"])), {k: v for k, v in group.items() if k != "params"})
+        for group in optimizer.param_groups
+    ]
+    found = {name: _whole(value) for name, value in net.state_dict().items()}
+    return {"weights": found, "states": held, "groups": groups, "bytes": reader.bytes_read}
+
+
+def columns(folder: str) -> dict[str, torch.Tensor]:
+    """Every parameter of `jobs.Net` as a DTensor that is sharded by its last dimension."""
+    import ds_reshard.dcp
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    wanted = {
+        name: distribute_tensor(torch.zeros(param.shape), mesh, [Shard(param.dim() - 1)])
+        for name, param in Net(Model()).named_parameters()
+    }
+    dcp.load({"model": wanted}, storage_reader=ds_reshard.dcp.Reader(folder, group=dist.group.WORLD))
+    return {name: tensor.full_tensor() for name, tensor in wanted.items()}
+
+
+def raised(folder: str, model: Model, **options: Any) -> str:
+    """The text with which a load fails on this rank."""
+    try:
+        load(folder, model, **options)
+    except CheckpointException as error:  # no Exception, so that it ends what catches those
+        return f"{type(error).__name__}: {error}"
+    return ""

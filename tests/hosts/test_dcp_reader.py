@@ -1,0 +1,148 @@
+"""`torch.distributed.checkpoint.load` of ZeRO checkpoints through `ds_reshard.dcp.Reader`, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from cases import Model, Run
+from gathered import gathered, same_bits, scalars
+from saves import Saves, Universals
+from test_bad_input import flip
+
+import ds_reshard.dcp
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+EVERYTHING = Model(groups=2, frozen=True, batchnorm=True)
+TIED = Model(tied=True)
+ROWS: list[tuple[Run, Model, int, dict[str, Any]]] = [
+    (Run(1, 2, "fp32"), EVERYTHING, 3, {}),
+    (Run(1, 3, "fp32", {"parameter_alignment": True}), EVERYTHING, 2, {"flat": True}),
+    (Run(2, 2, options={"round_robin_gradients": True}), TIED, 3, {}),
+    (Run(2, 4, options={"parameter_alignment": True}), Model(groups=2), 1, {}),
+    (Run(3, 2, "fp32", {"sub_group_size": 60}), EVERYTHING, 3, {"flat": True}),
+    (Run(3, 3, options={"sub_group_size": 20}), TIED, 2, {}),
+]
+
+
+def assert_loaded(saved: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> None:
+    """Weights are the masters where there are some; states, steps and param groups are the saved ones."""
+    truth, numbers = gathered(saved), scalars(saved)
+    moments = {name for name, kind in truth if kind == "exp_avg"}
+    assert moments and all(not torch.equal(truth[n, "exp_avg"], truth[n, "exp_avg_sq"]) for n in moments)
+    assert any(truth[name, "exp_avg"].any() for name in moments)
+    for rank in loaded:
+        for name, tensor in rank["weights"].items():
+            expected = truth.get((name, "fp32"), truth.get(("embed.weight" if name == "head.weight" else "", "fp32")))
+            expected = saved[0]["weights"][name].view(-1) if expected is None else expected
+            assert same_bits(tensor.view(-1), expected.to(tensor.dtype)), name
+        assert {name for name, _ in rank["states"]} == moments
+        for (name, kind), tensor in rank["states"].items():
+            if kind == "step":
+                assert float(tensor) == numbers[name, kind] > 0
+            else:
+                assert same_bits(tensor.view(-1), truth[name, kind]), (name, kind)
+        said = dict(saved[0]["groups"])
+        for members, values in rank["groups"]:  # initial_lr is of a scheduler, which this run has not
+            assert values == {key: value for key, value in said[members].items() if key != "initial_lr"}
+
+
+@pytest.mark.parametrize(("run", "model", "size", "how"), ROWS, ids=lambda value: str(value))
+def test_fsdp2_is_filled_from_zero(worlds: Any, saves: Saves, run: Run, model: Model, size: int, how: Any) -> None:
+    folder, saved = saves(run, model)
+    loaded = worlds[size].run("dcp_jobs.load", folder=str(folder), model=model, **how)
+    assert_loaded(saved, loaded)
+
+
+def test_a_universal_checkpoint_is_one_too(worlds: Any, universals: Universals) -> None:
+    folder, saved = universals(Run(2, 2), Model(groups=2))
+    assert_loaded(saved, worlds[2].run("dcp_jobs.load", folder=str(folder), model=Model(groups=2)))
+
+
+def _wanted(saved: list[dict[str, Any]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: torch.full_like(tensor, 7, dtype=dtype) for name, tensor in saved[0]["weights"].items()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_plain_tensors_without_a_process_group(saves: Saves, stage: int) -> None:
+    """Under names of one's own, or none; each type comes from where it was saved, and each byte once."""
+    folder, saved = saves(Run(stage, 2), Model(groups=2))
+    truth = gathered(saved)
+    reader = ds_reshard.dcp.Reader(folder, model="", optimizer="optim")
+    moments = {f"optim.state.{n}.{kind}": values for (n, kind), values in truth.items() if kind == "exp_avg"}
+    wanted = _wanted(saved, torch.float32) | {key: torch.zeros_like(values) for key, values in moments.items()}
+    shapes = {key: reader.read_metadata().state_dict_metadata[key].size for key in moments}
+    wanted = {key: tensor.reshape(shapes.get(key, tensor.shape)) for key, tensor in wanted.items()}
+    dcp.load(wanted, storage_reader=reader, no_dist=True)
+    for key, tensor in wanted.items():
+        assert same_bits(tensor.view(-1), moments[key] if key in moments else truth[key, "fp32"]), key
+    assert reader.bytes_read == sum(4 * tensor.numel() for tensor in wanted.values())
+    if stage == 1:
+        halves = _wanted(saved, torch.bfloat16)
+        dcp.load(halves, storage_reader=ds_reshard.dcp.Reader(folder, model=""), no_dist=True)
+        assert all(same_bits(tensor, saved[0]["weights"][name]) for name, tensor in halves.items())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_shards_by_columns(worlds: Any, saves: Saves, stage: int) -> None:
+    """Boxes that lie scattered in every partition, and are no partition's shape."""
+    folder, saved = saves(Run(stage, 3), Model(groups=2))
+    truth = gathered(saved)
+    for columns in worlds[2].run("dcp_jobs.columns", folder=str(folder)):
+        assert {name for name, kind in truth if kind == "fp32"} == columns.keys()
+        for name, tensor in columns.items():
+            assert same_bits(tensor.view(-1), truth[name, "fp32"]), name
+
+
+def test_each_rank_reads_its_own_bytes(worlds: Any, saves: Saves) -> None:
+    folder, saved = saves(Run(3, 3, "fp32"), Model(groups=2))
+    loaded = worlds[2].run("dcp_jobs.load", folder=str(folder), model=Model(groups=2))
+    whole = sum(4 * values.numel() for values in gathered(saved).values())
+    assert sum(rank["bytes"] for rank in loaded) == whole
+    assert max(rank["bytes"] for rank in loaded) < 0.6 * whole
+
+
+def test_groups_are_matched_by_name(worlds: Any, saves: Saves) -> None:
+    """The second group first: torch gives it the first one's learning rate."""
+    folder, saved = saves(Run(1, 2, "fp32"), Model(groups=2))
+    for flat in (False, True):
+        turned = worlds[2].run("dcp_jobs.load", folder=str(folder), model=Model(groups=2), flat=flat, turned=True)
+        assert_loaded(saved, turned)
+
+
+def test_one_group_of_two_is_refused(worlds: Any, saves: Saves) -> None:
+    folder, _ = saves(Run(1, 2, "fp32"), Model(groups=2))
+    for told in worlds[2].run("dcp_jobs.raised", folder=str(folder), model=Model()):
+        assert "ParamGroupMismatch" in told and "optimizer.param_groups.0.lr: the parameters of this group" in told
+        assert "optimizer.param_groups.0.weight_decay" in told
+
+
+def test_another_type_is_refused_unless_it_is_asked_for(worlds: Any, saves: Saves) -> None:
+    """All at once, and before anything changes; torch casts without a word."""
+    model = Model(frozen=True)
+    folder, saved = saves(Run(2, 2), model)
+    for told in worlds[2].run("dcp_jobs.raised", folder=str(folder), model=model):
+        assert "ModelMismatch" in told and "model.tower.weight: the target is of a type that was not saved" in told
+        assert "expected bfloat16, found float32" in told and "cast=True" in told
+    assert_loaded(saved, worlds[2].run("dcp_jobs.load", folder=str(folder), model=model, cast=True))
+
+
+def test_a_damaged_shard_is_seen(worlds: Any, saves: Saves, tmp_path: Path) -> None:
+    """A flipped byte that two ranks share with others of its record: by the sum of what both have read."""
+    folder, _ = saves(Run(3, 3, "fp32"), Model(groups=2))
+    made = tmp_path / "made"
+    shutil.copytree(folder, made)
+    (path,) = made.rglob("*zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    flip(path.name, "data/")(path.parent)
+    for told in worlds[2].run("dcp_jobs.raised", folder=str(made), model=Model(groups=2)):
+        assert "ChecksumMismatch" in told and path.name in told
+
+
+def test_what_is_no_checkpoint_is_an_error_before_any_rank_waits(tmp_path: Path) -> None:
+    with pytest.raises(ds_reshard.CheckpointNotFound):
+        ds_reshard.dcp.Reader(tmp_path)
