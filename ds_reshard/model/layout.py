@@ -6,9 +6,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 from ds_reshard.model.codec import ElementType
-from ds_reshard.model.region import Box, Region
+from ds_reshard.model.region import Box, Region, box_region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -69,6 +70,41 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """How a tensor is cut into boxes: shard i holds all of `boxes[i]`, from the beginning of its buffer.
+
+    Elements of a piece count from the beginning of its own box.
+    """
+
+    boxes: tuple[Box, ...]
+
+    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """The pieces of all boxes: which elements of the tensor they are, their regions say."""
+        for shard, box in enumerate(self.boxes):
+            yield Piece(shard=shard, start=0, stop=box.numel, element_offset=0)
+
+    def piece(self, shard: int, numel: int) -> Piece | None:
+        """The piece of `shard`: all of its box."""
+        return Piece(shard=shard, start=0, stop=self.boxes[shard].numel, element_offset=0)
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """ValueError unless each element of a tensor of this shape lies in one box."""
+        for box in self.boxes:
+            if any(at + size > end for at, size, end in zip(box.offset, box.size, shape, strict=True)):
+                raise ValueError(f"a box at {box.offset} of size {box.size} leaves the tensor's shape {shape}")
+        if sum(box.numel for box in self.boxes) != prod(shape):
+            raise ValueError(f"boxes of {sum(box.numel for box in self.boxes)} elements for {prod(shape)}")
+        axis = max(range(len(shape)), key=lambda axis: len({box.offset[axis] for box in self.boxes}), default=0)
+        open_boxes: list[Box] = []
+        for box in sorted(self.boxes, key=lambda box: box.offset[axis : axis + 1]):
+            open_boxes = [one for one in open_boxes if one.offset[axis] + one.size[axis] > box.offset[axis]]
+            for one in open_boxes:
+                if one.meets(box):
+                    raise ValueError(f"boxes at {one.offset} and {box.offset} overlap")
+            open_boxes.append(box)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Where one logical tensor lies.
 
@@ -82,7 +118,7 @@ class Placement:
     dtype: ElementType
     family: str
     buffer: str
-    cut: Cut
+    cut: Cut | Chunks
     box: Box
     replicated: bool = False
 
@@ -95,7 +131,18 @@ class Placement:
         return self.cut.piece(0 if self.replicated else shard, self.numel)
 
     def region(self, piece: Piece) -> Region:
+        if isinstance(self.cut, Chunks):
+            return box_region(self.shape, self.cut.boxes[piece.shard])
         return Region(box=self.box, start=piece.start, stop=piece.stop)
+
+    def shard_of(self, region: Region) -> int:
+        """The shard that holds the first element of a region, which lies in one piece."""
+        if isinstance(self.cut, Cut):
+            return next(iter(self.cut.pieces(region.start, region.start + 1))).shard
+        whole = (self.region(piece) for piece in self.cut.pieces(0, self.numel))
+        return next(
+            shard for shard, one in enumerate(whole) if one.box == region.box and one.start <= region.start < one.stop
+        )
 
 
 class Layout:
@@ -138,7 +185,7 @@ class Layout:
         members: Sequence[Placement] = self.in_buffer(family, buffer)
         ordered = self._flat.get((family, buffer))
         if ordered:
-            chunk = ordered[0].cut.chunk
+            chunk = _flat_cut(ordered[0]).chunk
             first = bisect_right(ordered, shard * chunk, key=_end)
             members = ordered[first : bisect_left(ordered, (shard + 1) * chunk, lo=first, key=_begin)]
         for placement in members:
@@ -150,7 +197,13 @@ class Layout:
         return [buffer for of, buffer in self._by_buffer if of == family]
 
     def _check(self, family: str, buffer: str, members: list[Placement]) -> None:
-        cuts = [(p.cut, p.numel, str(p.key), p.replicated) for p in members if p.numel]
+        for placement in members:
+            if isinstance(placement.cut, Chunks):
+                placement.cut.check(placement.shape)
+                if len(members) > 1 or self.shards[family] != len(placement.cut.boxes):
+                    raise ValueError(f"buffer {buffer}: {placement.key} does not have a box in each shard of its own")
+                return
+        cuts = [(p.cut, p.numel, str(p.key), p.replicated) for p in members if p.numel and isinstance(p.cut, Cut)]
         flat = all(cut.origin == 0 and cut.chunk == cuts[0][0].chunk for cut, _, _, _ in cuts)
         if flat and not any(replicated for _, _, _, replicated in cuts):
             self._flat[family, buffer] = sorted((p for p in members if p.numel), key=_begin)
@@ -170,8 +223,13 @@ class Layout:
 
 def _begin(placement: Placement) -> int:
     """Where a tensor begins in a flat buffer that all shards hold one after another."""
-    return placement.cut.phase
+    return _flat_cut(placement).phase
 
 
 def _end(placement: Placement) -> int:
-    return placement.cut.phase + placement.numel
+    return _begin(placement) + placement.numel
+
+
+def _flat_cut(placement: Placement) -> Cut:
+    assert isinstance(placement.cut, Cut), "chunks have buffers of their own"
+    return placement.cut

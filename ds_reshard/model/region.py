@@ -22,6 +22,13 @@ class Box:
     def numel(self) -> int:
         return prod(self.size)
 
+    def meets(self, other: Box) -> bool:
+        """Whether they share an element."""
+        return all(
+            max(a, b) < min(a + s, b + t)
+            for a, s, b, t in zip(self.offset, self.size, other.offset, other.size, strict=True)
+        )
+
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
         return cls(offset=(0,) * len(shape), size=tuple(shape))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
+from ds_reshard.formats.dcp import is_dcp, open_dcp
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import whole
 from ds_reshard.model.fingerprints import Fingerprinted, TensorFingerprint
@@ -36,25 +37,51 @@ def fingerprint(
 ) -> Fingerprinted:
     """The fingerprint of every logical tensor of the checkpoint in `path`; docs/fingerprint.md defines it.
 
-    `path` and `tag` as for `inspect`. Reads each byte once and checks it against the checksum in its file, in memory
-    of `reading.memory_nbytes`, and 2 MiB a thread. A tensor of a file that does not pass has none, and the faults say
-    why. Needs torch.
+    `path` and `tag` as for `inspect`, or a folder of torch.distributed.checkpoint. Reads each byte once and checks it
+    against the checksum in its file, in memory of `reading.memory_nbytes`, and 2 MiB a thread. A tensor of a file that
+    does not pass has none, and the faults say why. Needs torch.
 
     Raises CheckpointNotFound, and what a load raises for files that are missing, of several saves or not as their
     format says.
     """
-    source = Source(find_listing(os.fspath(path), tag), states=False)
-    planned = _planned(source.checkpoint, source.index)
-    return _read(source.checkpoint, planned, reading or Reading(), progress)
+    opened = _opened(os.fspath(path), tag)
+    return _read(opened, _planned(opened), reading or Reading(), progress)
 
 
-def _planned(checkpoint: ZeroCheckpoint, index: Index) -> _Planned:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """A checkpoint of any format: its logical tensors, those that are in no layout, and what is not among them."""
+
+    folder: str
+    index: Index
+    strided: tuple[tuple[str, TensorRecord], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def layout(self) -> Layout:
+        return self.index.layout
+
+
+def _opened(path: str, tag: str | None) -> _Opened:
+    if tag is None and is_dcp(path):
+        saved = open_dcp(path)
+        return _Opened(folder=path, index=Index(saved.layout, saved))
+    source = Source(find_listing(path, tag), states=False)
+    checkpoint = source.checkpoint
+    return _Opened(
+        folder=checkpoint.listing.folder, index=source.index, strided=tuple(_strided(checkpoint)),
+        notes=tuple(_notes(checkpoint)),
+    )  # fmt: skip
+
+
+def _planned(opened: _Opened) -> _Planned:
     """Every tensor whole into a buffer of its own."""
+    index = opened.index
     wanted: dict[TensorKey, TensorKey] = {}
     same: dict[TensorKey, TensorKey] = {}
     first: dict[object, TensorKey] = {}
     placements = {}
-    for key, placement in checkpoint.layout.placements.items():
+    for key, placement in opened.layout.placements.items():
         lies = index.open(placement.family, 0)[placement.buffer] if placement.replicated else key
         owner = first.setdefault((lies, placement.shape), key)
         if owner != key:
@@ -63,17 +90,17 @@ def _planned(checkpoint: ZeroCheckpoint, index: Index) -> _Planned:
         wanted[key] = key
         placements[key] = whole(key.name, key.kind, placement.shape, placement.dtype, family=_FILE, buffer=str(key))
     plan = plan_rank(index, Layout(placements, {_FILE: 1}), 0, wanted, sizes={})
-    raise_faults(index.faults, subject=f"checkpoint {checkpoint.listing.folder}")
+    raise_faults(index.faults, subject=f"checkpoint {opened.folder}")
     return _Planned(plan=plan, same=same)
 
 
-def _read(checkpoint: ZeroCheckpoint, planned: _Planned, reading: Reading, progress: Progress | None) -> Fingerprinted:
+def _read(opened: _Opened, planned: _Planned, reading: Reading, progress: Progress | None) -> Fingerprinted:
     from ds_reshard.execution.checksums import verify
     from ds_reshard.execution.fingerprint import Fingerprints, FingerprintTarget, fingerprint_of
     from ds_reshard.execution.threads import ThreadExecutor
     from ds_reshard.execution.whole import read_tensor
 
-    layout, sums = checkpoint.layout, Fingerprints()
+    layout, sums = opened.layout, Fingerprints()
     targets = {str(key): FingerprintTarget(sums, key) for key in layout.placements if key not in planned.same}
     told = _told_of(progress, planned.plan.nbytes) if progress is not None else None
     executor = ThreadExecutor(threads=reading.threads, memory_nbytes=reading.memory_nbytes, checksum=True, saw=told)
@@ -83,13 +110,13 @@ def _read(checkpoint: ZeroCheckpoint, planned: _Planned, reading: Reading, progr
     unsure = {copy.buffer for copy in planned.plan.copies if copy.path in damaged}
     unread = [key for key in layout.placements if key not in planned.same and str(key) not in unsure
               and sums[key].nbytes != layout[key].numel * layout[key].dtype.itemsize]  # fmt: skip
-    raise_faults(map(_incomplete, unread), subject=f"checkpoint {checkpoint.listing.folder}")
+    raise_faults(map(_incomplete, unread), subject=f"checkpoint {opened.folder}")
     found: list[TensorFingerprint] = []
     for key, placement in layout.placements.items():
         owner = planned.same.get(key, key)
         shown = str(sums[owner]) if str(owner) not in unsure else None
         found.append(_told(key, placement.dtype.label, placement.shape, shown))
-    for name, record in _strided(checkpoint):
+    for name, record in opened.strided:
         key = TensorKey(name=name, kind="weight")
         try:
             shown = str(fingerprint_of(read_tensor(record).contiguous()))
@@ -99,8 +126,8 @@ def _read(checkpoint: ZeroCheckpoint, planned: _Planned, reading: Reading, progr
         found.append(_told(key, record.dtype.label, record.shape, shown))
     bare = sum(record.crc32 is None for record in outcome.slices)
     return Fingerprinted(
-        folder=checkpoint.listing.folder, tensors=tuple(sorted(found, key=lambda one: (one.name, one.kind))),
-        notes=tuple(_notes(checkpoint, bare)), faults=tuple(faults), bytes_read=outcome.bytes_read,
+        folder=opened.folder, tensors=tuple(sorted(found, key=lambda one: (one.name, one.kind))),
+        notes=(*opened.notes, *_unverified(bare)), faults=tuple(faults), bytes_read=outcome.bytes_read,
     )  # fmt: skip
 
 
@@ -133,7 +160,7 @@ def _strided(checkpoint: ZeroCheckpoint) -> Iterator[tuple[str, TensorRecord]]:
             yield name, record
 
 
-def _notes(checkpoint: ZeroCheckpoint, bare: int) -> Iterable[str]:
+def _notes(checkpoint: ZeroCheckpoint) -> Iterable[str]:
     if checkpoint.stage == 0:
         yield "a ZeRO 0 checkpoint names no tensor of its optimizer: weights and buffers only"
     if checkpoint.listing.partitioned_model and checkpoint.model.buffer_names and checkpoint.dp > 1:
@@ -141,5 +168,8 @@ def _notes(checkpoint: ZeroCheckpoint, bare: int) -> Iterable[str]:
     for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim else ()):
         for kind, shape in partition.unfollowed.items():
             yield f"{kind} of flat buffer {number} ({shape}) is not cut as the parameters are: left out"
+
+
+def _unverified(bare: int) -> Iterable[str]:
     if bare:
         yield f"{bare} records carry no checksum (saved with torch's crc32 off): they were read without verification"

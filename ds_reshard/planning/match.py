@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ds_reshard.model.index import Extent, Index, Record
-from ds_reshard.model.layout import Layout, Piece, Placement, TensorKey
+from ds_reshard.model.layout import Cut, Layout, Piece, Placement, TensorKey
+from ds_reshard.model.region import Region
 from ds_reshard.planning.coalesce import coalesce
 from ds_reshard.planning.plan import Check, Copy, Fill, Plan
 
@@ -36,7 +37,7 @@ def plan_rank(
             covered[placement.buffer].append((piece.element_offset, piece.stop - piece.start))
         origin = source.layout[source_key]
         for at, fragment in source.locate(source_key, placement.region(piece)):
-            shard = _shard_of(origin, fragment.region.start)
+            shard = origin.shard_of(fragment.region)
             touched.setdefault(fragment.extent.record, (origin.family, shard))
             copies.append(
                 Copy(
@@ -60,10 +61,6 @@ def wanted_pieces(target: Layout, rank: int, wants: Mapping[TensorKey, TensorKey
         for placement, piece in target.pieces(family, buffer, rank):
             if placement.key in wants:
                 yield placement, piece
-
-
-def _shard_of(placement: Placement, element: int) -> int:
-    return next(iter(placement.cut.pieces(element, element + 1))).shard
 
 
 def _uncovered(buffer: str, numel: int, spans: Iterable[tuple[int, int]]) -> Iterable[Fill]:
@@ -119,12 +116,14 @@ def _unwanted(
 def _owner(wanted: Placement, origin: Placement, element: int) -> int | None:
     """The target rank that reads `element`; None when every rank does.
 
-    Where the boxes differ, ownership is not arithmetic: rank 0 stands in (it may then read a gap that
-    another rank reads as well; the combined checksum notices, and the record is read again whole).
+    Where the boxes differ, or there are several, ownership is not arithmetic: rank 0 stands in (it may then read a gap
+    that another rank reads as well; the combined checksum notices, and the record is read again whole).
     """
     if wanted.replicated:
         return None
-    return _shard_of(wanted, element) if wanted.box == origin.box else 0
+    if wanted.box != origin.box or not isinstance(origin.cut, Cut):
+        return 0
+    return wanted.shard_of(Region(box=wanted.box, start=element, stop=element + 1))
 
 
 def _gaps(record: Record, use: _Use, rank: int) -> Iterable[Check]:

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases import Model
-from jobs import Net, _groups
+from jobs import Net, _groups, batch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 
 def _whole(value: Any) -> torch.Tensor:
@@ -29,8 +29,13 @@ def fsdp2(model: Model, turned: bool) -> tuple[Any, Any]:
     return net, torch.optim.AdamW(groups[::-1] if turned else groups)
 
 
-def load(folder: str, model: Model, flat: bool = False, turned: bool = False, **options: Any) -> dict[str, Any]:
-    """What FSDP2 holds after the load: weights, states, param groups by their members, and the bytes read."""
+def load(
+    folder: str, model: Model, flat: bool = False, turned: bool = False, out: str | None = None, **options: Any
+) -> dict[str, Any]:
+    """What FSDP2 holds after the load: weights, states, param groups by their members, and the bytes read.
+
+    With `out` it is saved there by torch.
+    """
     import ds_reshard.dcp
 
     net, optimizer = fsdp2(model, turned)
@@ -42,6 +47,8 @@ def load(folder: str, model: Model, flat: bool = False, turned: bool = False, **
     set_state_dict(
         net, optimizer, model_state_dict=wanted["model"], optim_state_dict=wanted["optimizer"], options=choice
     )
+    if out is not None:
+        dcp.save({"model": weights, "optimizer": states}, checkpoint_id=out)
     names = {id(param): name for name, param in net.named_parameters()}
     held = {
         (names[id(param)], kind): _whole(value)
@@ -76,3 +83,27 @@ def raised(folder: str, model: Model, **options: Any) -> str:
     except CheckpointException as error:  # no Exception, so that it ends what catches those
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def save(folder: str, model: Model) -> dict[tuple[str, str], torch.Tensor]:
+    """A folder of `dcp.save` from FSDP2 after two steps, with a few more DTensors; what it holds, whole."""
+    net, optimizer = fsdp2(model, False)
+    for step in range(2):
+        net(*batch(step, dist.get_rank(), dist.get_world_size())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, states = get_state_dict(net, optimizer)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(3)
+    odd = {
+        "columns": distribute_tensor(torch.randn(4, 11), mesh, [Shard(1)]),
+        "inner": distribute_tensor(torch.randn(3, 5, 4).bfloat16(), mesh, [Shard(1)]),
+        "short": distribute_tensor(torch.arange(2), mesh, [Shard(0)]),
+        "same": distribute_tensor(torch.randn(3, 3), mesh, [Replicate()]),
+    }
+    dcp.save({"model": weights, "optimizer": states, "odd": odd}, checkpoint_id=folder)
+    held = {(name, "weight"): _whole(value) for name, value in weights.items()}
+    held |= {(f"odd.{name}", "weight"): _whole(value) for name, value in odd.items()}
+    return held | {
+        (name, kind): _whole(value) for name, state in states["state"].items() for kind, value in state.items()
+    }

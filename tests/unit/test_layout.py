@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise, product
 from math import ceil, prod
 
 import pytest
@@ -20,7 +21,7 @@ from ds_reshard.formats.zero.layout import (
     whole,
 )
 from ds_reshard.model.codec import ElementType
-from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
+from ds_reshard.model.layout import Chunks, Cut, Layout, Placement, TensorKey
 from ds_reshard.model.region import Box, Region
 
 QUICK = settings(deadline=None, max_examples=40)
@@ -206,3 +207,53 @@ def test_a_layout_knows_its_tensors_by_name_kind_and_buffer():
     assert [str(p.key) for p in layout.in_buffer("f", "exp_avg/0")] == ["p[exp_avg]", "q[exp_avg]"]
     assert layout[TensorKey(name="q", kind="fp32")] is placements[1]
     assert (TensorKey(name="p", kind="weight") in layout, TensorKey(name="z", kind="fp32") in layout) == (True, False)
+
+
+@st.composite
+def grids(draw):
+    """The shape of a tensor, and boxes that tile it: every axis is cut anywhere."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
+    edges = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
+    spans = [list(pairwise(at)) for at in edges]
+    tiles = [Box(offset=tuple(a for a, _ in tile), size=tuple(b - a for a, b in tile)) for tile in product(*spans)]
+    return shape, draw(st.permutations(tiles))
+
+
+def chunked(shape: tuple[int, ...], boxes: list[Box]) -> Placement:
+    return Placement(
+        key=TensorKey(name="p", kind="weight"), shape=shape, dtype=FP32, family="f", buffer="chunk",
+        cut=Chunks(boxes=tuple(boxes)), box=Box.whole(shape),
+    )  # fmt: skip
+
+
+@QUICK
+@given(grids())
+def test_chunks_that_tile_a_tensor_are_found_by_their_regions(grid):
+    """Each shard holds the elements of its box, whole; a region tells whose it is."""
+    shape, boxes = grid
+    placement = chunked(shape, boxes)
+    Layout(by_key([placement]), {"f": len(boxes)})
+    for shard, box in enumerate(boxes):
+        piece = placement.piece(shard)
+        assert piece is not None and (piece.start, piece.stop, piece.element_offset) == (0, box.numel, 0)
+        assert placement.shard_of(placement.region(piece)) == shard
+
+
+@QUICK
+@given(grids(), st.data())
+def test_chunks_that_do_not_tile_a_tensor_are_refused(grid, data):
+    """A hole, an overlap, a box beside the tensor."""
+    shape, boxes = grid
+    at = data.draw(st.integers(0, len(boxes) - 1))
+    wrong = data.draw(st.sampled_from(["missing", "twice", "another's", "outside"]))
+    if wrong == "missing":
+        bad = boxes[:at] + boxes[at + 1 :]
+    elif wrong == "twice":
+        bad = [*boxes, boxes[at]]
+    elif wrong == "another's" and len(boxes) > 1:
+        bad = [*boxes[:at], boxes[at - 1], *boxes[at + 1 :]]
+    else:
+        moved = Box(offset=tuple(n + 1 for n in boxes[at].offset), size=boxes[at].size) if shape else boxes[at]
+        bad = [*boxes[:at], moved, *boxes[at + 1 :]] if shape else []
+    with pytest.raises(ValueError, match="box"):
+        Layout(by_key([chunked(shape, bad)]), {"f": len(bad)})

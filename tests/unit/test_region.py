@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_reshard.model.region import Box, Region, Run, boxes, overlap
+from ds_reshard.model.region import Box, Region, Run, box_region, boxes, overlap
 
 QUICK = settings(deadline=None, max_examples=70)
 
@@ -46,6 +46,39 @@ def pairs(draw):
 @given(regions())
 def test_boxes_hold_the_elements_of_the_region_in_storage_order(region):
     assert [index for box in boxes(region) for index in indices(box)] == elements(region)
+
+
+@st.composite
+def boxes_of_shapes(draw):
+    """The shape of a tensor and a box inside it; half of the axes are taken whole."""
+    shape = tuple(draw(st.lists(st.integers(0, 4), max_size=4)))
+    axes = []
+    for size in shape:
+        at = 0 if draw(st.booleans()) else draw(st.integers(0, size))
+        axes.append((at, size if at == 0 and draw(st.booleans()) else draw(st.integers(0, size - at))))
+    return shape, Box(offset=tuple(at for at, _ in axes), size=tuple(n for _, n in axes))
+
+
+@QUICK
+@given(boxes_of_shapes())
+def test_a_box_is_a_span_of_the_whole_where_its_elements_lie_together(case):
+    """The same elements in the same order; a span whenever they follow each other in the whole tensor."""
+    shape, box = case
+    region = box_region(shape, box)
+    assert elements(region) == indices(box)
+    whole = indices(Box.whole(shape))
+    at = [whole.index(index) for index in indices(box)]
+    if at and at == list(range(at[0], at[0] + len(at))):
+        assert region == Region(box=Box.whole(shape), start=at[0], stop=at[0] + len(at))
+
+
+@QUICK
+@given(boxes_of_shapes(), st.data())
+def test_boxes_meet_where_they_share_an_element(case, data):
+    shape, box = case
+    axes = [(at := data.draw(st.integers(0, size)), data.draw(st.integers(0, size - at))) for size in shape]
+    other = Box(offset=tuple(at for at, _ in axes), size=tuple(n for _, n in axes))
+    assert box.meets(other) == bool(set(indices(box)) & set(indices(other)))
 
 
 @QUICK

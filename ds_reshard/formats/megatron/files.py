@@ -9,26 +9,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ds_reshard.containers.pickle_reader import read_pickle
+from ds_reshard.containers.dcp_directory import METADATA, Place, read_directory
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, ReadFailed, UnsupportedLayout
-from ds_reshard.model.records import ObjectRecord
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_METADATA, _COMMON, _BACKEND = ".metadata", "common.pt", "metadata.json"
+_COMMON, _BACKEND = "common.pt", "metadata.json"
 _MODEL = "model_optim_rng.pt"
 _NUMBER = 20
-
-Place = tuple[str, int, int]
-"""A file, and the offset and number of bytes of an object in it."""
 
 
 def is_megatron(path: str) -> bool:
     """Whether a folder is Megatron-LM's; Megatron-DeepSpeed leaves the tracker beside DeepSpeed's own files."""
     names = _names(path)
     ranks = any(name.startswith("mp_rank_") and os.path.isdir(os.path.join(path, name)) for name in names)
-    return "latest" not in names and (ranks or not names.isdisjoint((TRACKER, _METADATA, _COMMON)))
+    return "latest" not in names and (ranks or not names.isdisjoint((TRACKER, METADATA, _COMMON)))
 
 
 def find_iteration(path: str, tag: str | None) -> str:
@@ -53,12 +49,12 @@ def read_common(folder: str) -> tuple[Mapping[object, object], Mapping[str, Plac
     Raises UnsupportedLayout for torch_dcp and fsdp_dtensor, and what reading a damaged file raises.
     """
     names = _names(folder)
-    if _METADATA in names:
+    if METADATA in names:
         if _BACKEND not in names:
             mend = "start the run with --resume-report FILE, or save with --ckpt-format torch_dist"
             what = "is a checkpoint of format torch_dcp or fsdp_dtensor, whose rates are not drawn"
             raise UnsupportedLayout(f"{folder}: {what}; {mend}", [_fault("UnsupportedLayout", folder, what, mend)])
-        places = _places(folder)
+        places = read_directory(folder).objects
         if _COMMON in names:
             common = _load(os.path.join(folder, _COMMON))
         elif "common_state/shard_0_1" in places:
@@ -75,47 +71,9 @@ def read_common(folder: str) -> tuple[Mapping[object, object], Mapping[str, Plac
 
 def read_object(place: Place) -> object:
     """An object that was saved among the tensors (`ShardedObject`): its pickle as inert values."""
-    path, byte_offset, nbytes = place
-    with open_archive(path, part=(byte_offset, nbytes)) as archive:
+    with open_archive(place.path, part=(place.byte_offset, place.nbytes)) as archive:
         held = archive.load()
     return held[0] if isinstance(held, list) and len(held) == 1 else held
-
-
-def _places(folder: str) -> dict[str, Place]:
-    """From the directory of torch.distributed.checkpoint: `Metadata.storage_data`, by `MetadataIndex`."""
-    path = os.path.join(folder, _METADATA)
-    file = PositionedFile(path)
-    try:
-        held = read_pickle(file.read(0, file.nbytes), where=path, persistent=_refuse)
-    finally:
-        file.close()
-    storage = (
-        held.state.get("storage_data") if isinstance(held, ObjectRecord) and isinstance(held.state, dict) else None
-    )
-    if not isinstance(storage, dict):
-        raise CheckpointDamaged(f"{path}: is not a directory of torch.distributed.checkpoint")
-    places = {}
-    for index, place in storage.items():
-        one, other = _state(index), _state(place)
-        name, file_name, start, nbytes = (
-            one.get("fqn"), other.get("relative_path"), other.get("offset"), other.get("length"),
-        )  # fmt: skip
-        if one.get("offset") is not None or other.get("transform_descriptors") or not isinstance(name, str):
-            continue
-        if not isinstance(file_name, str) or os.path.basename(file_name) != file_name:
-            raise CheckpointDamaged(f"{path}: {name}: {file_name!r} is not the name of a file of the checkpoint")
-        if type(start) is not int or type(nbytes) is not int:
-            raise CheckpointDamaged(f"{path}: {name}: offset {start!r} and length {nbytes!r} are no numbers of bytes")
-        places[name] = os.path.join(folder, file_name), start, nbytes
-    return places
-
-
-def _state(record: object) -> Mapping[object, object]:
-    return record.state if isinstance(record, ObjectRecord) and isinstance(record.state, dict) else {}
-
-
-def _refuse(identity: object) -> object:
-    raise ValueError("names an object outside the file")
 
 
 def _load(path: str) -> object:

@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from types import SimpleNamespace
 
+from ds_reshard.containers.dcp_directory import Place
 from ds_reshard.errors import UnsupportedLayout
-from ds_reshard.formats.megatron.files import Place, find_iteration, read_common, read_object
+from ds_reshard.formats.megatron.files import find_iteration, read_common, read_object
 from ds_reshard.formats.megatron.groups import Group, saved_groups
 from ds_reshard.model.records import ObjectRecord
 from ds_reshard.resume.megatron_past import MegatronPast

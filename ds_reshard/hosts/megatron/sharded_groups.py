@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import cast
 
+from ds_reshard.containers.dcp_directory import Place
 from ds_reshard.errors import ReshardError
-from ds_reshard.formats.megatron.files import Place, read_object
+from ds_reshard.formats.megatron.files import read_object
 from ds_reshard.formats.megatron.groups import saved_groups
 from ds_reshard.hosts.megatron.live import Group
 
@@ -61,7 +62,9 @@ def _places(folder: str) -> dict[str, Place]:
     except OSError:  # on a store that is no file system, which Megatron reads through a library of its own
         return {}
     return {
-        index.fqn: (f"{folder}/{place.relative_path}", place.offset, place.length)
+        index.fqn: Place(
+            path=f"{folder}/{place.relative_path}", byte_offset=place.offset, nbytes=place.length, transformed=False
+        )
         for index, place in held.items()
         if index.offset is None and getattr(place, "transform_descriptors", None) is None
     }

@@ -1,0 +1,139 @@
+"""The `.metadata` of torch.distributed.checkpoint: which tensors a folder has, in which boxes, where each box lies.
+
+A pickle of `Metadata` (torch/distributed/checkpoint/metadata.py and `_StorageInfo` of filesystem.py, 2.13), read here
+as inert values. Each box, and each object, is an archive of torch.save of its own inside a file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ds_reshard.containers.pickle_reader import read_pickle
+from ds_reshard.containers.positioned import PositionedFile
+from ds_reshard.containers.revive_names import find_hostile
+from ds_reshard.errors import CheckpointDamaged, raise_faults
+from ds_reshard.model.records import GlobalName, ObjectRecord
+
+METADATA = ".metadata"
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """An archive inside a file; `transformed` where it was compressed or otherwise changed when it was written."""
+
+    path: str
+    byte_offset: int
+    nbytes: int
+    transformed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A box of a tensor; `place` is None where the directory has none for it."""
+
+    offset: Shape
+    size: Shape
+    place: Place | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensor:
+    """One tensor: its shape, the name of its element type, and its boxes."""
+
+    shape: Shape
+    dtype: str
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directory:
+    """All of it by key; `paths` are the keys of the nested state dict that was saved, where they are told."""
+
+    path: str
+    tensors: Mapping[str, SavedTensor]
+    objects: Mapping[str, Place]
+    paths: Mapping[str, tuple[object, ...]]
+
+
+def read_directory(folder: str) -> Directory:
+    """Read a folder's `.metadata`; no tensor's bytes are read.
+
+    Raises CheckpointNotFound, ReadFailed, UnsafePickle where it names code, and CheckpointDamaged for anything else
+    than a directory of torch.distributed.checkpoint.
+    """
+    path = os.path.join(folder, METADATA)
+    file = PositionedFile(path)
+    try:
+        held = read_pickle(file.read(0, file.nbytes), where=path, persistent=_refuse)
+    finally:
+        file.close()
+    raise_faults(list(find_hostile(held, path)), subject="reading a checkpoint")
+    top = _state(held)
+    said, storage = top.get("state_dict_metadata"), top.get("storage_data")
+    if not isinstance(said, dict) or not isinstance(storage, dict):
+        raise CheckpointDamaged(f"{path}: is not a directory of torch.distributed.checkpoint")
+    places = dict(_places(folder, path, storage))
+    tensors = {str(key): _tensor(path, str(key), _state(told), places) for key, told in said.items() if _state(told)}
+    objects = {key: place for (key, offset), place in places.items() if offset is None and not place.transformed}
+    planned = top.get("planner_data")
+    paths = {
+        str(key): names
+        for key, names in (planned.items() if isinstance(planned, dict) else ())
+        if isinstance(names, tuple)
+    }
+    return Directory(path=path, tensors=tensors, objects=objects, paths=paths)
+
+
+def _places(
+    folder: str, path: str, storage: Mapping[object, object]
+) -> Iterator[tuple[tuple[str, Shape | None], Place]]:
+    for index, told in storage.items():
+        one, other = _state(index), _state(told)
+        name, file_name = one.get("fqn"), other.get("relative_path")
+        start, nbytes = other.get("offset"), other.get("length")
+        if not isinstance(name, str) or not isinstance(file_name, str) or os.path.basename(file_name) != file_name:
+            raise CheckpointDamaged(f"{path}: {name}: {file_name!r} is not the name of a file of the checkpoint")
+        if type(start) is not int or type(nbytes) is not int or min(start, nbytes) < 0:
+            raise CheckpointDamaged(f"{path}: {name}: offset {start!r} and length {nbytes!r} are no numbers of bytes")
+        offset = one.get("offset")
+        place = Place(
+            path=os.path.join(folder, file_name), byte_offset=start, nbytes=nbytes,
+            transformed=bool(other.get("transform_descriptors")),
+        )  # fmt: skip
+        yield (name, None if offset is None else _sizes(path, name, offset)), place
+
+
+def _tensor(
+    path: str, key: str, told: Mapping[object, object], places: Mapping[tuple[str, Shape | None], Place]
+) -> SavedTensor:
+    properties = told.get("properties")
+    kept = properties.state if isinstance(properties, ObjectRecord) else None
+    dtype = kept[0] if isinstance(kept, tuple) and kept else None
+    chunks = told.get("chunks")
+    if not isinstance(dtype, GlobalName) or not isinstance(chunks, list):
+        raise CheckpointDamaged(f"{path}: {key} has no element type, or no list of chunks")
+    boxes = [
+        (_sizes(path, key, _state(chunk).get("offsets")), _sizes(path, key, _state(chunk).get("sizes")))
+        for chunk in chunks
+    ]
+    return SavedTensor(
+        shape=_sizes(path, key, told.get("size")), dtype=dtype.name,
+        chunks=tuple(Chunk(offset=offset, size=size, place=places.get((key, offset))) for offset, size in boxes),
+    )  # fmt: skip
+
+
+def _sizes(path: str, key: str, value: object) -> Shape:
+    if isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value):
+        return tuple(value)
+    raise CheckpointDamaged(f"{path}: {key}: {value!r} is no shape")
+
+
+def _state(record: object) -> Mapping[object, object]:
+    return record.state if isinstance(record, ObjectRecord) and isinstance(record.state, dict) else {}
+
+
+def _refuse(identity: object) -> object:
+    raise ValueError("names an object outside the file")
