@@ -11,7 +11,7 @@ from ds_reshard.containers.dcp_directory import METADATA, Chunk, Directory, Save
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.model.codec import ElementType
-from ds_reshard.model.index import Extent, Record
+from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Chunks, Layout, Placement, TensorKey
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Box
@@ -46,12 +46,7 @@ class DcpCheckpoint:
         if not held.contiguous:
             what = f"{family}: the chunk at {list(chunk.offset)} does not lie row-major"
             raise_faults([_damaged(place.path, what, expected, f"strides {held.stride}")], subject="reading tensors")
-        storage, start = held.storage, place.byte_offset  # an archive's offsets count from its own beginning
-        record = Record(
-            path=place.path, byte_offset=start + storage.byte_offset, nbytes=storage.nbytes, crc32=storage.crc32
-        )
-        extent = Extent(record=record, byte_offset=start + held.byte_offset, dtype=held.dtype, numel=held.numel)
-        return {BUFFER: extent}
+        return {BUFFER: extent_of(held, place.path, place.byte_offset)}
 
 
 def is_dcp(folder: str) -> bool:

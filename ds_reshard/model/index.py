@@ -10,6 +10,7 @@ from typing import Protocol
 from ds_reshard.errors import Fault, ReshardError, faults_of
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.layout import Layout, Placement, TensorKey
+from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Region, overlap
 
 
@@ -39,6 +40,18 @@ class Extent:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+def extent_of(tensor: TensorRecord, path: str | None = None, start: int = 0) -> Extent:
+    """A row-major tensor's bytes, and the record of an archive that they are part of.
+
+    Of an archive inside the file `path`, `start` is where it begins: its own offsets count from there.
+    """
+    storage = tensor.storage
+    record = Record(
+        path=path or storage.path, byte_offset=start + storage.byte_offset, nbytes=storage.nbytes, crc32=storage.crc32
+    )
+    return Extent(record=record, byte_offset=start + tensor.byte_offset, dtype=tensor.dtype, numel=tensor.numel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

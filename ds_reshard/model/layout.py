@@ -73,7 +73,7 @@ class Cut:
 class Chunks:
     """How a tensor is cut into boxes: shard i holds all of `boxes[i]`, from the beginning of its buffer.
 
-    Elements of a piece count from the beginning of its own box.
+    A box may be empty. Elements of a piece count from the beginning of its own box.
     """
 
     boxes: tuple[Box, ...]
@@ -81,11 +81,13 @@ class Chunks:
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """The pieces of all boxes: which elements of the tensor they are, their regions say."""
         for shard, box in enumerate(self.boxes):
-            yield Piece(shard=shard, start=0, stop=box.numel, element_offset=0)
+            if box.numel:
+                yield Piece(shard=shard, start=0, stop=box.numel, element_offset=0)
 
     def piece(self, shard: int, numel: int) -> Piece | None:
         """The piece of `shard`: all of its box."""
-        return Piece(shard=shard, start=0, stop=self.boxes[shard].numel, element_offset=0)
+        numel = self.boxes[shard].numel
+        return Piece(shard=shard, start=0, stop=numel, element_offset=0) if numel else None
 
     def check(self, shape: tuple[int, ...]) -> None:
         """ValueError unless each element of a tensor of this shape lies in one box."""
@@ -139,10 +141,11 @@ class Placement:
         """The shard that holds the first element of a region, which lies in one piece."""
         if isinstance(self.cut, Cut):
             return next(iter(self.cut.pieces(region.start, region.start + 1))).shard
-        whole = (self.region(piece) for piece in self.cut.pieces(0, self.numel))
-        return next(
-            shard for shard, one in enumerate(whole) if one.box == region.box and one.start <= region.start < one.stop
-        )
+        for piece in self.cut.pieces(0, self.numel):
+            whole = self.region(piece)
+            if whole.box == region.box and whole.start <= region.start < whole.stop:
+                return piece.shard
+        raise ValueError(f"{self.key}: no chunk holds {region}")
 
 
 class Layout:

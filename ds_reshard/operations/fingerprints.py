@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
 from ds_reshard.formats.dcp import is_dcp, open_dcp
+from ds_reshard.formats.fsdp import is_fsdp, open_fsdp
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import whole
 from ds_reshard.model.fingerprints import Fingerprinted, TensorFingerprint
@@ -37,9 +38,9 @@ def fingerprint(
 ) -> Fingerprinted:
     """The fingerprint of every logical tensor of the checkpoint in `path`; docs/fingerprint.md defines it.
 
-    `path` and `tag` as for `inspect`, or a folder of torch.distributed.checkpoint. Reads each byte once and checks it
-    against the checksum in its file, in memory of `reading.memory_nbytes`, and 2 MiB a thread. A tensor of a file that
-    does not pass has none, and the faults say why. Needs torch.
+    `path` and `tag` as for `inspect`, or a folder of torch.distributed.checkpoint or of EasyR1. Reads each byte once
+    and checks it against the checksum in its file, in memory of `reading.memory_nbytes`, and 2 MiB a thread. A tensor
+    of a file that does not pass has none, and the faults say why. Needs torch.
 
     Raises CheckpointNotFound, and what a load raises for files that are missing, of several saves or not as their
     format says.
@@ -66,6 +67,14 @@ def _opened(path: str, tag: str | None) -> _Opened:
     if tag is None and is_dcp(path):
         saved = open_dcp(path)
         return _Opened(folder=path, index=Index(saved.layout, saved))
+    if tag is None and is_fsdp(path):
+        files = open_fsdp(path)
+        index = Index(files.layout, files)
+        for family, count in files.layout.shards.items():
+            for shard in range(count):
+                index.open(family, shard)
+        raise_faults(index.faults, subject=f"checkpoint {path}")
+        return _Opened(folder=path, index=index, notes=files.notes)
     source = Source(find_listing(path, tag), states=False)
     checkpoint = source.checkpoint
     return _Opened(

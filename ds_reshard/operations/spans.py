@@ -12,9 +12,8 @@ from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.execution.buffers import TensorTarget, fresh, torch_dtype
 from ds_reshard.execution.ledger import Ledger
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.formats.zero.checkpoint import extent_of
 from ds_reshard.model.codec import ElementType
-from ds_reshard.model.index import Extent, Index
+from ds_reshard.model.index import Extent, Index, extent_of
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Box, Region

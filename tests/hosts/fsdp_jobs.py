@@ -10,7 +10,12 @@ import torch
 import torch._dynamo  # the first optimizer loads it: once, in the server of `fresh.py`
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -278,3 +283,35 @@ def row(
     }
     dtypes = {str(t.dtype) for states in found.values() for s in states.values() for t in s.values()}
     return {"told": told, "live": same, "lines": lines.texts, "dtypes": sorted(dtypes)}
+
+
+def easyr1(folder: str, bf16: bool) -> dict[tuple[str, str], torch.Tensor]:
+    """What EasyR1's checkpoint manager saves of a model with a frozen tower, its optimizer offloaded before; the whole.
+
+    The calls of `FSDPCheckpointManager.save_checkpoint` (verl/utils/checkpoint/fsdp_checkpoint_manager.py).
+    """
+    model, optimizer = build(True, frozen=True, every=True, dtype=torch.bfloat16 if bf16 else torch.float32)
+    train(model, optimizer)
+    cast(model, optimizer, torch.bfloat16, ("exp_avg",), "lm_head")
+    touch(optimizer)
+    with _hooks(True):
+        weights, states = get_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
+    size, rank = dist.get_world_size(), dist.get_rank()
+    torch.save(weights, f"{folder}/model_world_size_{size}_rank_{rank}.pt")
+    torch.save(states, f"{folder}/optim_world_size_{size}_rank_{rank}.pt")
+    torch.save({"rng": torch.get_rng_state()}, f"{folder}/extra_state_world_size_{size}_rank_{rank}.pt")
+    held = {(name, "weight"): whole(value) for name, value in weights.items()}
+    held |= {(name, kind): tensor for name, kinds in contents(states).items() for kind, tensor in kinds.items()}
+    for name in {name for name, kind in held if kind == "exp_avg"}:
+        assert held[name, "exp_avg"].any() and not torch.equal(held[name, "exp_avg"], held[name, "exp_avg_sq"])
+    return held
+
+
+def verl(folder: str) -> None:
+    """verl's optimizer file: the torch optimizer's own state, by number (`FSDPCheckpointManager` of verl)."""
+    model, optimizer = build(True)
+    train(model, optimizer)
+    weights = get_model_state_dict(model)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    torch.save(weights, f"{folder}/model_world_size_{size}_rank_{rank}.pt")
+    torch.save(optimizer.state_dict(), f"{folder}/optim_world_size_{size}_rank_{rank}.pt")

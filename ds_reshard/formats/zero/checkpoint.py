@@ -22,7 +22,6 @@ from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
 from ds_reshard.formats.zero.universal import UniversalStates, read_universal
 from ds_reshard.model.codec import ElementType
-from ds_reshard.model.index import Extent, Record
 from ds_reshard.model.layout import Layout, Placement
 from ds_reshard.model.records import TensorRecord
 
@@ -243,10 +242,3 @@ def _facts(model: ModelStates, optim: OptimStates) -> OptimizerFacts:
         name: partition.scalars for group, partition in zip(shapes, optim.partitions, strict=True) for name in group
     }
     return OptimizerFacts(groups=groups, scalars=scalars)
-
-
-def extent_of(tensor: TensorRecord) -> Extent:
-    """A row-major tensor's bytes, and the zip record that they are part of."""
-    storage = tensor.storage
-    record = Record(path=storage.path, byte_offset=storage.byte_offset, nbytes=storage.nbytes, crc32=storage.crc32)
-    return Extent(record=record, byte_offset=tensor.byte_offset, dtype=tensor.dtype, numel=tensor.numel)

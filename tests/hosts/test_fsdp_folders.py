@@ -1,0 +1,110 @@
+"""Folders that EasyR1 and verl save, read without a process group: every tensor whole, or a named fault."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fresh
+import pytest
+from test_bad_input import cut
+
+import ds_reshard
+from ds_reshard.formats.fsdp import open_fsdp
+from ds_reshard.model.index import Index
+from ds_reshard.model.layout import TensorKey
+from ds_reshard.operations import fingerprint
+from ds_reshard.testing import FormatSuite, SavedCheckpoint
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By number of ranks: a folder of EasyR1, and what it holds."""
+    made: dict[int, Any] = {}
+
+    def of(size: int) -> Any:
+        if size not in made:
+            folder = tmp_path_factory.mktemp("easyr1")
+            held = fresh.run("fsdp_jobs.easyr1", size, folder=str(folder), bf16=size == 2)[0]
+            assert isinstance(held, dict), held
+            made[size] = folder, {TensorKey(name=n, kind=kind): tensor for (n, kind), tensor in held.items()}
+        return made[size]
+
+    return of
+
+
+@pytest.mark.parametrize("size", [2, 3])
+class TestEasyR1(FormatSuite):
+    """What every format must say, of folders that 2 and 3 ranks have saved."""
+
+    @pytest.fixture(autouse=True)
+    def _of_size(self, folders: Any, size: int) -> None:
+        self._kept, self._truth = folders(size)
+
+    def make(self, folder: str) -> SavedCheckpoint:
+        shutil.copytree(self._kept, folder, dirs_exist_ok=True)
+
+        def opened() -> Index:
+            checkpoint = open_fsdp(folder)
+            return Index(checkpoint.layout, checkpoint)
+
+        return SavedCheckpoint(open=opened, truth=self._truth)
+
+
+def _file(family: str, rank: int, size: int = 2) -> str:
+    return f"{family}_world_size_{size}_rank_{rank}.pt"
+
+
+def _renamed(folder: Path) -> None:
+    """Each rank's file under the other's name."""
+    os.rename(folder / _file("optim", 0), folder / "kept")
+    os.rename(folder / _file("optim", 1), folder / _file("optim", 0))
+    os.rename(folder / "kept", folder / _file("optim", 1))
+
+
+def _as_of_one(folder: Path) -> None:
+    for family in ("model", "optim"):
+        os.rename(folder / _file(family, 0), folder / _file(family, 0, 1))
+        os.remove(folder / _file(family, 1))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a missing file": (lambda f: os.remove(f / _file("optim", 1)), "missing 1"),
+    "a truncated file": (cut(_file("model", 1), 0.5), _file("model", 1)),
+    "two world sizes": (lambda f: shutil.copy(f / _file("model", 0), f / _file("model", 0, 3)), "2, 3"),
+    "ranks that were exchanged": (_renamed, "saved by another rank than the file's name says"),
+    "half of it under the name of all": (_as_of_one, "its part is not rank 0's of 1"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_wrong_with_a_folder_is_named(folders: Any, tmp_path: Path, damage: str) -> None:
+    made = tmp_path / "made"
+    shutil.copytree(folders(2)[0], made)
+    wreck, text = DAMAGES[damage]
+    wreck(made)
+    with pytest.raises(ds_reshard.CheckpointDamaged) as raised:
+        fingerprint(str(made))
+    assert text in str(raised.value)
+
+
+def test_fingerprints_are_of_the_values_whoever_saved_them(folders: Any) -> None:
+    """Two and three ranks train on other samples: frozen weights alone are equal, if of one type."""
+    found = fingerprint(str(folders(2)[0]))
+    assert not found.faults and not found.notes
+    assert {(one.name, one.kind) for one in found.tensors} == {(key.name, key.kind) for key in folders(2)[1]}
+    types = {(one.name, one.kind): one.dtype for one in fingerprint(str(folders(3)[0])).tensors}
+    assert types["lm_head.weight", "exp_avg"] == "bfloat16" and types["lm_head.weight", "exp_avg_sq"] == "float32"
+
+
+def test_verls_optimizer_names_nothing(tmp_path: Path) -> None:
+    """Its weights are read, and the note says what is not."""
+    fresh.run("fsdp_jobs.verl", 2, folder=str(tmp_path))
+    found = fingerprint(str(tmp_path))
+    assert {one.kind for one in found.tensors} == {"weight"} and len(found.tensors) == 19
+    assert "name no parameter" in found.notes[0]
