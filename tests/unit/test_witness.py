@@ -34,7 +34,7 @@ def watched(case, checkpoint, rank, harm=lambda copies: copies):
         buffer: torch.full((numel,), -3, dtype=torch_dtype(case.target.kinds[buffer.partition("/")[0]]))
         for buffer, numel in case.target.sizes(case.shapes).items()
     }
-    executor = ThreadExecutor(threads=2, memory_nbytes=1, checksum=True, saw=witness.saw)
+    executor = ThreadExecutor(threads=1, memory_nbytes=1, checksum=True, saw=witness.saw)
     copies = tuple(harm(list(plan.copies)))
     outcome = executor.execute(replace(plan, copies=copies), {b: TensorTarget(t) for b, t in tensors.items()})
     assert outcome.faults == []
