@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 INSTALLED := .venv/.installed
 FAST_TESTS := tests/policy tests/docs tests/unit tests/hostile tests/versions
 
-.PHONY: help venv check style types contracts fast-tests test fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu test-versions format clean
+.PHONY: help venv check style types contracts fast-tests test fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu test-versions test-nanotron format clean
 
 help:
 	@echo "make demo           train, change stage and ranks, resume; prints the bit-equality table"
@@ -19,6 +19,7 @@ help:
 	@echo "make bench          load times beside DeepSpeed's own, conversions beside ds_to_universal and cp"
 	@echo "make gpu            the tests that need a CUDA device"
 	@echo "make test-versions  a part of the tests against older DeepSpeed, accelerate and Megatron-LM releases"
+	@echo "make test-nanotron  a real checkout of nanotron (SRC=path) saves, and loads what was converted"
 	@echo "make format         rewrite the sources in the house's format"
 	@echo "make clean          remove .venv and everything that was built"
 
@@ -93,6 +94,12 @@ test-versions: venv
 	$(BIN)/python tests/versions/run.py
 	$(BIN)/python tests/versions/run_accelerate.py
 	DS_RESHARD_EVERY_RELEASE=1 $(BIN)/python -m pytest tests/hosts/megatron
+
+# SRC is a checkout of huggingface/nanotron; dacite is the one requirement of its serialize module that is not ours.
+test-nanotron: venv
+	@test -d "$(SRC)/src/nanotron" || { echo "name a checkout of nanotron: make test-nanotron SRC=path" >&2; exit 1; }
+	@$(PIP) install dacite
+	NANOTRON_SRC="$(abspath $(SRC))/src" $(BIN)/python -m pytest tests/formats/test_nanotron_real.py
 
 format: venv
 	$(BIN)/ruff format .

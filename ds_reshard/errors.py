@@ -177,6 +177,22 @@ def _order(fault: Fault) -> tuple[int, str, str, str, str, str]:
     return rank, fault.where, fault.what, fault.expected, fault.found, fault.mend
 
 
+def damaged(path: str, what: str, expected: str, found: str) -> Fault:
+    return Fault(
+        error="CheckpointDamaged",
+        where=path,
+        what=what,
+        expected=expected,
+        found=found,
+        mend="restore the file, or load another tag",
+    )
+
+
+def fail(path: str, what: str, expected: str, found: str) -> CheckpointDamaged:
+    fault = damaged(path, what, expected, found)
+    return CheckpointDamaged(fault.line(), [fault])
+
+
 def wrong_value(where: str, expected: str, value: object) -> Fault:
     """A setting, named by `where`, whose value is of the wrong type or out of its range."""
     return Fault(

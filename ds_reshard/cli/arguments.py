@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from ds_reshard.formats.zero.weights_target import DTYPES
 from ds_reshard.operations import FORMATS, Reading
@@ -26,6 +28,18 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         "--sub-group-size", type=count, metavar="N", help="the coming run's, for zero3 (default: the saving run's)"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights, with safetensors and torch")
+    parser.add_argument("--tp", type=count, metavar="N", help="tensor-parallel size, for nanotron")
+    parser.add_argument("--pp", type=count, metavar="N", help="pipeline-parallel size, for nanotron")
+    parser.add_argument("--zero-stage", type=int, choices=(0, 1), help="for nanotron (default: the saving run's)")
+    parser.add_argument(
+        "--like", metavar="DIR", help="a nanotron checkpoint of the coming run, whose sizes and stages are taken"
+    )
+
+
+def target(arguments: argparse.Namespace) -> Mapping[str, Any]:
+    """What add_target's arguments say, by the names that `convert` and `plan` give them."""
+    names = ("to", "dp", "tag", "sub_group_size", "dtype", "tp", "pp", "zero_stage", "like")
+    return {name: getattr(arguments, name) for name in names}
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import asdict
 
-from ds_reshard.cli.arguments import add_reading, add_target
+from ds_reshard.cli.arguments import add_reading, add_target, target
 from ds_reshard.cli.bar import bar
 from ds_reshard.operations import Options, convert
 
@@ -43,8 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     with bar("written") as progress:
         done = convert(
-            arguments.checkpoint, arguments.out, to=arguments.to, dp=arguments.dp, tag=arguments.tag,
-            sub_group_size=arguments.sub_group_size, dtype=arguments.dtype, options=options, progress=progress,
+            arguments.checkpoint, arguments.out, options=options, progress=progress, **target(arguments)
         )  # fmt: skip
     if arguments.json:
         print(json.dumps(asdict(done), indent=2))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_reshard.cli.arguments import add_reading, add_target, reading
+from ds_reshard.cli.arguments import add_reading, add_target, reading, target
 from ds_reshard.cli.plan_page import page
 from ds_reshard.cli.render import printable, size
 from ds_reshard.errors import WriteFailed
@@ -47,9 +47,7 @@ def _bandwidth(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     made = plan(
-        arguments.checkpoint, to=arguments.to, dp=arguments.dp, tag=arguments.tag,
-        sub_group_size=arguments.sub_group_size, dtype=arguments.dtype,
-        bandwidth=arguments.bandwidth * 1e9, reading=reading(arguments),
+        arguments.checkpoint, bandwidth=arguments.bandwidth * 1e9, reading=reading(arguments), **target(arguments)
     )  # fmt: skip
     if arguments.html is not None:
         _write(arguments.html, page(made))

@@ -98,11 +98,14 @@ def _summary(inspection: Inspection) -> Table:
         f"offloaded to {made.offloaded_to}": made.offloaded_to not in (None, "none"),
     }
     rows = {
-        "format": f"{inspection.format}, written by DeepSpeed {_or_unknown(inspection.version)}",
+        "format": f"{inspection.format}, written by {inspection.writer} {_or_unknown(inspection.version)}",
         "folder": inspection.folder,
         "tag": inspection.tag,
         "layout": f"stage {_or_unknown(inspection.stage)}, dp {_or_unknown(inspection.dp)}, "
-        f"wrapper {_or_unknown(inspection.wrapper)}"
+        + "".join(
+            f"{axis} {size}, " for axis, size in (("tp", inspection.tp), ("pp", inspection.pp)) if size is not None
+        )
+        + f"wrapper {_or_unknown(inspection.wrapper)}"
         + (f", flat buffers a rank: {made.buffers}" if made.buffers is not None else ""),
         "flags": ", ".join(name for name, on in flags.items() if on) or "none",
         "optimizer": inspection.optimizer or "not named (the script's own)",
@@ -119,6 +122,12 @@ def _summary(inspection: Inspection) -> Table:
     for name, value in rows.items():
         grid.add_row(Text(name, style="dim"), Text(printable(value), overflow="fold"))
     return grid
+
+
+def _sizes(inspection: Inspection) -> str:
+    model = {"tp": inspection.tp, "pp": inspection.pp}
+    known = {axis: str(size) for axis, size in model.items() if size is not None}
+    return ", ".join(f"{axis} {size}" for axis, size in {"dp": _or_unknown(inspection.dp), **known}.items())
 
 
 def _group_table(groups: Sequence[GroupEntry]) -> Table:

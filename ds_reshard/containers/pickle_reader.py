@@ -5,10 +5,10 @@ from __future__ import annotations
 import pickletools
 import struct
 
-from ds_reshard.containers.nesting import out_of_bounds
 from ds_reshard.containers.pickle_machine import Forbidden, Persistent, PickleLimits, PickleMachine, Reduce
 from ds_reshard.containers.pickle_opcodes import HANDLERS
 from ds_reshard.errors import CheckpointDamaged, UnsafePickle
+from ds_reshard.model.nesting import out_of_bounds
 from ds_reshard.model.records import GlobalName
 
 __all__ = ["DEFAULT_LIMITS", "PickleLimits", "read_pickle"]

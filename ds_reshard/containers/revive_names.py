@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ds_reshard.containers.nesting import children
 from ds_reshard.containers.revive_parts import Parts
 from ds_reshard.containers.revive_recipes import RECIPES, VALUES
 from ds_reshard.errors import ConfigError, Fault, raise_faults
+from ds_reshard.model.nesting import children
 from ds_reshard.model.records import GlobalName, ObjectRecord, StorageRecord
 
 # Modules whose functions act on the machine; they are not offered for trust, nor accepted when trusted.

@@ -12,10 +12,10 @@ from ds_reshard.containers.pickle_reader import DEFAULT_LIMITS, PickleLimits, re
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_tensors import TensorCalls
 from ds_reshard.containers.zip_directory import ArchiveMember, read_members
-from ds_reshard.errors import CheckpointDamaged, ChecksumMismatch, UnsupportedLayout
+from ds_reshard.errors import CheckpointDamaged, ChecksumMismatch, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.model.records import StorageRecord, TensorRecord
 
-__all__ = ["ArchiveLimits", "ArchiveMember", "TorchArchive", "open_archive"]
+__all__ = ["ArchiveLimits", "ArchiveMember", "TorchArchive", "check_root", "open_archive"]
 
 # caffe2/serialize/versions.h, kMinSupportedFileFormatVersion and kMaxSupportedFileFormatVersion, torch 2.13.
 _VERSIONS = range(1, 11)
@@ -166,3 +166,26 @@ def open_archive(
     anything else than torch.save's zip format with every declared range in place.
     """
     return TorchArchive(os.fspath(path), limits, part)
+
+
+def check_root(path: str, stem: str, root: str) -> None:
+    """Refuse a file that was written under another name.
+
+    torch names the root of its zip after the file it writes to (the stem), or "archive" when it writes
+    to a stream: then nothing can be told.
+    """
+    if root in (stem, "archive"):
+        return
+    raise_faults(
+        [
+            Fault(
+                error="CheckpointDamaged",
+                where=path,
+                what="was written under another name: a shard was copied or swapped",
+                expected=f"root {stem!r} inside the file",
+                found=repr(root),
+                mend="restore each shard under the name that it was saved with",
+            )
+        ],
+        subject="reading a checkpoint",
+    )

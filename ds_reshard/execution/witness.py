@@ -11,13 +11,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 
 import torch
 
 from ds_reshard.execution.buffers import torch_dtype
 from ds_reshard.execution.fingerprint import Fingerprints
 from ds_reshard.model.index import Index
-from ds_reshard.model.layout import Layout, Piece, Placement, TensorKey
+from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.region import Box, Region, overlap
 from ds_reshard.planning.match import wanted_pieces
 from ds_reshard.planning.plan import Copy
@@ -25,16 +26,20 @@ from ds_reshard.planning.plan import Copy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Span:
-    """Bytes [start, stop) of a file: elements of `key` from number `element` on, wanted at `piece` of a buffer."""
+    """Bytes [start, stop) of a file: elements of `key` from number `element` on.
+
+    They are wanted among `room` elements of a buffer, from number `element_offset` on.
+    """
 
     start: int
     stop: int
     key: TensorKey
     element: int
-    piece: Piece
+    element_offset: int
+    room: int
 
     def holds(self, element_offset: int) -> bool:
-        return 0 <= element_offset - self.piece.element_offset < self.piece.stop - self.piece.start
+        return 0 <= element_offset - self.element_offset < self.room
 
 
 class _Spans:
@@ -64,7 +69,8 @@ class Witness:
         self.sums = Fingerprints()
         found: dict[tuple[str, str], list[_Span]] = {}
         for placement, piece in wanted_pieces(target, rank, wants):
-            for path, span in _source_spans(source, source.layout[wants[placement.key]], placement, piece):
+            origin, region = source.layout[wants[placement.key]], placement.region(piece)
+            for path, span in _source_spans(source, origin, placement.key, region, piece.element_offset):
                 found.setdefault((path, placement.buffer), []).append(span)
         self._spans = {place: _Spans(spans) for place, spans in found.items()}
 
@@ -87,23 +93,31 @@ def held(layout: Layout, rank: int, buffers: Mapping[str, torch.Tensor]) -> Fing
     """The fingerprints of a rank's parts as its buffers hold them now; a buffer that is not there holds nothing."""
     sums = Fingerprints()
     for key, placement in layout.placements.items():
-        piece, flat = placement.piece(rank), buffers.get(placement.buffer)
-        if piece is not None and flat is not None:
-            part = flat.detach().reshape(-1)[piece.element_offset : piece.element_offset + piece.stop - piece.start]
-            sums.add_region(key, placement.shape, placement.region(piece), part)
+        flat = buffers.get(placement.buffer)
+        if flat is None:
+            continue
+        for region, element_offset in placement.regions(rank):
+            part = flat.detach().reshape(-1)[element_offset : element_offset + region.numel]
+            sums.add_region(key, placement.shape, region, part)
     return sums
 
 
-def _source_spans(source: Index, origin: Placement, wanted: Placement, piece: Piece) -> Iterator[tuple[str, _Span]]:
-    whole = Box.whole(origin.shape)
-    for shard, region, element_offset in source.pieces(origin, wanted.region(piece)):
+def _source_spans(
+    source: Index, origin: Placement, key: TensorKey, wanted: Region, wanted_offset: int
+) -> Iterator[tuple[str, _Span]]:
+    """Where the files hold elements of `wanted`, a region of the target `key` at `wanted_offset` of its buffer."""
+    whole = Region(box=Box.whole(origin.shape), start=0, stop=prod(origin.shape))
+    for shard, region, element_offset in source.pieces(origin, wanted):
         extent = source.open(origin.family, shard).get(origin.buffer)
         if extent is None:
             continue
-        for run in overlap(region, Region(box=whole, start=0, stop=whole.numel)):
+        for run in overlap(region, whole):
             start = extent.byte_offset + (element_offset + run.first_offset) * extent.dtype.itemsize
             stop = start + run.numel * extent.dtype.itemsize
-            yield extent.path, _Span(start=start, stop=stop, key=wanted.key, element=run.second_offset, piece=piece)
+            yield extent.path, _Span(
+                start=start, stop=stop, key=key, element=run.second_offset, element_offset=wanted_offset,
+                room=wanted.numel,
+            )  # fmt: skip
 
 
 def _cast(copy: Copy, data: memoryview) -> torch.Tensor:

@@ -12,7 +12,7 @@ from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Extent, extent_of
-from ds_reshard.model.layout import Chunks, Layout, Placement, TensorKey
+from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Box
 
@@ -72,18 +72,14 @@ def open_dcp(folder: str) -> DcpCheckpoint:
         shards[family] = len(boxes)
         if key in placements:
             faults.append(_damaged(directory.path, f"{family} and another key name {key}", "one", "two"))
-        placements[key] = Placement(
-            key=key, shape=tensor.shape, dtype=ElementType.named(tensor.dtype), family=family, buffer=BUFFER,
-            cut=Chunks(boxes=boxes), box=Box.whole(tensor.shape),
-        )  # fmt: skip
+        dtype = ElementType.named(tensor.dtype)
+        try:
+            placements[key] = chunked(key, tensor.shape, dtype, boxes, family=family, buffer=BUFFER)
+        except ValueError as error:
+            what = f"{family}: declares impossible chunks: {error}"
+            faults.append(_damaged(directory.path, what, "each element once", "another cover"))
     raise_faults(faults, subject=f"checkpoint {folder}")
-    try:
-        layout = Layout(placements, shards)
-    except ValueError as error:
-        fault = _damaged(directory.path, f"declares impossible chunks: {error}", "each element once", "another cover")
-        raise_faults([fault], subject=f"checkpoint {folder}")
-        raise AssertionError from error
-    return DcpCheckpoint(folder=folder, directory=directory, layout=layout)
+    return DcpCheckpoint(folder=folder, directory=directory, layout=Layout(placements, shards))
 
 
 def tensor_key(path: tuple[object, ...]) -> TensorKey:

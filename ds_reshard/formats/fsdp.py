@@ -16,7 +16,7 @@ from ds_reshard.containers.revive_names import find_hostile
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed, raise_faults
 from ds_reshard.model.index import Extent, extent_of
-from ds_reshard.model.layout import Chunks, Cut, Layout, Placement, TensorKey
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, chunked
 from ds_reshard.model.records import ObjectRecord, TensorRecord
 from ds_reshard.model.region import Box
 
@@ -133,11 +133,12 @@ def _missing(folder: str, files: list[dict[str, str]], size: int) -> Iterator[Fa
 
 
 def _placement(key: TensorKey, held: Held, family: str, size: int) -> Placement:
-    boxes = tuple(held.box(rank, size) for rank in range(size))
-    cut: Cut | Chunks = Cut(chunk=max(1, prod(held.shape))) if held.dim is None else Chunks(boxes=boxes)
+    if held.dim is not None:
+        boxes = [held.box(rank, size) for rank in range(size)]
+        return chunked(key, held.shape, held.local.dtype, boxes, family=family, buffer=str(key))
     return Placement(
-        key=key, shape=held.shape, dtype=held.local.dtype, family=family, buffer=str(key), cut=cut,
-        box=Box.whole(held.shape), replicated=held.dim is None,
+        key=key, shape=held.shape, dtype=held.local.dtype, family=family, buffer=str(key),
+        cut=Cut(chunk=max(1, prod(held.shape))), box=Box.whole(held.shape), replicated=True,
     )  # fmt: skip
 
 

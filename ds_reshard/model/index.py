@@ -56,9 +56,10 @@ def extent_of(tensor: TensorRecord, path: str | None = None, start: int = 0) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragment:
-    """A region of a logical tensor and the bytes that hold it."""
+    """A region of a logical tensor and the bytes that hold it, in shard `shard` of its family."""
 
     key: TensorKey
+    shard: int
     region: Region
     extent: Extent
 
@@ -124,10 +125,11 @@ class Index:
 
     def pieces(self, placement: Placement, wanted: Region) -> Iterator[tuple[int, Region, int]]:
         """The (shard, region, element offset in the shard's buffer) that together cover `wanted`."""
-        same_box = placement.box == wanted.box
-        start, stop = (wanted.start, wanted.stop) if same_box else (0, placement.numel)
-        for piece in placement.cut.pieces(start, stop):
-            yield piece.shard, placement.region(piece), piece.element_offset
+        for part in placement.parts:
+            same_box = part.box == wanted.box
+            start, stop = (wanted.start, wanted.stop) if same_box else (0, part.numel)
+            for piece in part.cut.pieces(start, stop):
+                yield piece.shard, part.region(piece), piece.element_offset
 
     def locate(self, key: TensorKey, wanted: Region) -> Iterator[tuple[int, Fragment]]:
         """The fragments that hold elements of `wanted`, each with its first element's offset in `wanted`."""
@@ -143,6 +145,7 @@ class Index:
                     run.first_offset,
                     Fragment(
                         key=key,
+                        shard=shard,
                         region=Region(
                             box=region.box,
                             start=region.start + run.second_offset,

@@ -86,8 +86,8 @@ class Arrangement:
 class Inspection:
     """What the files of one checkpoint tell, without their tensors' bytes, and every fault found in them.
 
-    What could not be read is None or empty. `bytes_read` is what this process asked of the system
-    meanwhile, None where the system does not count it.
+    What could not be read is None or empty; `version` is that of `writer`. `bytes_read` is what this process asked of
+    the system meanwhile, None where the system does not count it.
     """
 
     format: str
@@ -106,6 +106,9 @@ class Inspection:
     files: tuple[FileEntry, ...]
     faults: tuple[Fault, ...]
     bytes_read: int | None
+    writer: str = "DeepSpeed"
+    tp: int | None = None
+    pp: int | None = None
 
     @property
     def total_nbytes(self) -> int:

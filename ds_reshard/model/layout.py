@@ -9,18 +9,20 @@ from itertools import pairwise
 from math import prod
 
 from ds_reshard.model.codec import ElementType
-from ds_reshard.model.region import Box, Region, box_region
+from ds_reshard.model.region import Box, Region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class TensorKey:
     """One logical tensor: a parameter (or buffer) name and a kind.
 
-    The kind is `weight`, `fp32`, or the name of an optimizer state such as `exp_avg`.
+    The kind is `weight`, `fp32`, or the name of an optimizer state such as `exp_avg`. `copy` tells apart the equal
+    tensors that a target writes more than once, as each tensor-parallel rank has those that are not cut.
     """
 
     name: str
     kind: str
+    copy: int = 0
 
     def __str__(self) -> str:
         return f"{self.name}[{self.kind}]"
@@ -40,70 +42,50 @@ class Piece:
 class Cut:
     """How a box is cut over shards, all counted in elements.
 
-    Element x lies in shard (x + phase) // chunk, at (x + phase) % chunk + origin of that shard's buffer.
+    Element x lies in shard (x + phase) // chunk + first, at (x + phase) % chunk + origin of that shard's buffer.
     A ZeRO-1/2 partition of a flat group has `phase` = the parameter's offset in the group and `chunk` =
     the partition size; a ZeRO-3 partition has `chunk` = ceil(numel / dp) and `origin` = its offset in
-    the sub-group; a whole tensor has one chunk.
+    the sub-group; a whole tensor has one chunk. With `wide`, only so many shards hold `chunk` elements, and those
+    behind them one less.
     """
 
     chunk: int
     phase: int = 0
     origin: int = 0
+    first: int = 0
+    wide: int | None = None
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """The pieces of elements [start, stop), in order; cost is their number."""
         at = start
         while at < stop:
-            shard, inside = divmod(at + self.phase, self.chunk)
-            end = min(stop, at + self.chunk - inside)
-            yield Piece(shard=shard, start=at, stop=end, element_offset=inside + self.origin)
+            shard, inside, chunk = self._place(at + self.phase)
+            end = min(stop, at + chunk - inside)
+            yield Piece(shard=shard + self.first, start=at, stop=end, element_offset=inside + self.origin)
             at = end
 
     def piece(self, shard: int, numel: int) -> Piece | None:
         """The piece of `shard` of a box of `numel` elements, None when it holds none."""
-        start = max(0, shard * self.chunk - self.phase)
-        stop = min(numel, (shard + 1) * self.chunk - self.phase)
+        number = shard - self.first
+        if number < 0:
+            return None
+        start = max(0, self._begin(number) - self.phase)
+        stop = min(numel, self._begin(number + 1) - self.phase)
         if start >= stop:
             return None
-        offset = start + self.phase - shard * self.chunk + self.origin
+        offset = start + self.phase - self._begin(number) + self.origin
         return Piece(shard=shard, start=start, stop=stop, element_offset=offset)
 
+    def _begin(self, number: int) -> int:
+        """The first element, counted with the phase, of the shard of that number."""
+        return number * self.chunk - (max(0, number - self.wide) if self.wide is not None else 0)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunks:
-    """How a tensor is cut into boxes: shard i holds all of `boxes[i]`, from the beginning of its buffer.
-
-    A box may be empty. Elements of a piece count from the beginning of its own box.
-    """
-
-    boxes: tuple[Box, ...]
-
-    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """The pieces of all boxes: which elements of the tensor they are, their regions say."""
-        for shard, box in enumerate(self.boxes):
-            if box.numel:
-                yield Piece(shard=shard, start=0, stop=box.numel, element_offset=0)
-
-    def piece(self, shard: int, numel: int) -> Piece | None:
-        """The piece of `shard`: all of its box."""
-        numel = self.boxes[shard].numel
-        return Piece(shard=shard, start=0, stop=numel, element_offset=0) if numel else None
-
-    def check(self, shape: tuple[int, ...]) -> None:
-        """ValueError unless each element of a tensor of this shape lies in one box."""
-        for box in self.boxes:
-            if any(at + size > end for at, size, end in zip(box.offset, box.size, shape, strict=True)):
-                raise ValueError(f"a box at {box.offset} of size {box.size} leaves the tensor's shape {shape}")
-        if sum(box.numel for box in self.boxes) != prod(shape):
-            raise ValueError(f"boxes of {sum(box.numel for box in self.boxes)} elements for {prod(shape)}")
-        axis = max(range(len(shape)), key=lambda axis: len({box.offset[axis] for box in self.boxes}), default=0)
-        open_boxes: list[Box] = []
-        for box in sorted(self.boxes, key=lambda box: box.offset[axis : axis + 1]):
-            open_boxes = [one for one in open_boxes if one.offset[axis] + one.size[axis] > box.offset[axis]]
-            for one in open_boxes:
-                if one.meets(box):
-                    raise ValueError(f"boxes at {one.offset} and {box.offset} overlap")
-            open_boxes.append(box)
+    def _place(self, element: int) -> tuple[int, int, int]:
+        """The number of an element's shard, its place there, and how many that shard holds."""
+        if self.wide is None or element < self.wide * self.chunk:
+            return (*divmod(element, self.chunk), self.chunk)
+        number, inside = divmod(element - self.wide * self.chunk, self.chunk - 1)
+        return number + self.wide, inside, self.chunk - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +95,9 @@ class Placement:
     `family` names a set of shards (the optimizer files, the model files, the ranks of a run), `buffer`
     a flat buffer that each shard of the family has; `box` is the part of the tensor that this family
     holds. `replicated` means that every shard holds the box whole (pieces are then those of shard 0).
+
+    A tensor that lies in several boxes (tensor parallelism) has them as `tiles`, each a placement of the same tensor
+    in the same buffer, which together cover it; `box` is then all of it, and `cut` says nothing.
     """
 
     key: TensorKey
@@ -120,32 +105,72 @@ class Placement:
     dtype: ElementType
     family: str
     buffer: str
-    cut: Cut | Chunks
+    cut: Cut
     box: Box
     replicated: bool = False
+    tiles: tuple[Placement, ...] = ()
 
     @property
     def numel(self) -> int:
         return self.box.numel
 
+    @property
+    def parts(self) -> tuple[Placement, ...]:
+        """The placements of its boxes: the tiles, or itself."""
+        return self.tiles or (self,)
+
     def piece(self, shard: int) -> Piece | None:
-        """What `shard` holds of this tensor."""
+        """What `shard` holds of this tensor's one box."""
         return self.cut.piece(0 if self.replicated else shard, self.numel)
 
+    def regions(self, shard: int) -> Iterator[tuple[Region, int]]:
+        """What `shard` holds of this tensor, box by box, with the element offset of each in its buffer."""
+        for part in self.parts:
+            piece = part.piece(shard)
+            if piece is not None:
+                yield part.region(piece), piece.element_offset
+
     def region(self, piece: Piece) -> Region:
-        if isinstance(self.cut, Chunks):
-            return box_region(self.shape, self.cut.boxes[piece.shard])
         return Region(box=self.box, start=piece.start, stop=piece.stop)
 
-    def shard_of(self, region: Region) -> int:
-        """The shard that holds the first element of a region, which lies in one piece."""
-        if isinstance(self.cut, Cut):
-            return next(iter(self.cut.pieces(region.start, region.start + 1))).shard
-        for piece in self.cut.pieces(0, self.numel):
-            whole = self.region(piece)
-            if whole.box == region.box and whole.start <= region.start < whole.stop:
-                return piece.shard
-        raise ValueError(f"{self.key}: no chunk holds {region}")
+
+def chunked(
+    key: TensorKey, shape: tuple[int, ...], dtype: ElementType, boxes: Sequence[Box], *, family: str, buffer: str
+) -> Placement:
+    """A tensor of which shard i of the family holds all of `boxes[i]`, from the beginning of its buffer.
+
+    ValueError unless each element lies in one box.
+    """
+    check_cover(boxes, shape)
+    tiles = tuple(
+        Placement(
+            key=key, shape=shape, dtype=dtype, family=family, buffer=buffer,
+            cut=Cut(chunk=max(1, box.numel), first=shard), box=box,
+        )
+        for shard, box in enumerate(boxes)
+    )  # fmt: skip
+    whole = Box.whole(shape)
+    return Placement(
+        key=key, shape=shape, dtype=dtype, family=family, buffer=buffer, cut=Cut(chunk=max(1, whole.numel)), box=whole,
+        tiles=tiles,
+    )  # fmt: skip
+
+
+def check_cover(boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
+    """ValueError unless each element of a tensor of this shape lies in one box."""
+    for box in boxes:
+        if any(at + size > end for at, size, end in zip(box.offset, box.size, shape, strict=True)):
+            raise ValueError(f"a box at {box.offset} of size {box.size} leaves the tensor's shape {shape}")
+    if sum(box.numel for box in boxes) != prod(shape):
+        raise ValueError(f"boxes of {sum(box.numel for box in boxes)} elements for {prod(shape)}")
+    axis = max(range(len(shape)), key=lambda axis: len({box.offset[axis] for box in boxes}), default=0)
+    open_boxes: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.offset[axis : axis + 1]):
+        open_boxes = [one for one in open_boxes if one.offset[axis] + one.size[axis] > box.offset[axis]]
+        for one in open_boxes:
+            if one.meets(box):
+                raise ValueError(f"boxes at {one.offset} and {box.offset} overlap")
+        open_boxes.append(box)
 
 
 class Layout:
@@ -162,10 +187,17 @@ class Layout:
         self._kinds: dict[str, list[str]] = {}
         self._flat: dict[tuple[str, str], list[Placement]] = {}
         for key, placement in self.placements.items():
-            self._by_buffer.setdefault((placement.family, placement.buffer), []).append(placement)
+            self._by_buffer.setdefault((placement.family, placement.buffer), []).extend(placement.parts)
             self._kinds.setdefault(key.name, []).append(key.kind)
         for (family, buffer), members in self._by_buffer.items():
-            self._check(family, buffer, members)
+            by_first: dict[int, list[Placement]] = {}
+            for member in members:
+                by_first.setdefault(member.cut.first, []).append(member)
+            for together in by_first.values():
+                self._check(family, buffer, together)
+            filled = [member for member in members if member.numel]
+            if list(by_first) == [0] and all(_in_line(member, filled[0]) for member in filled):
+                self._flat[family, buffer] = sorted(filled, key=_begin)
 
     def __getitem__(self, key: TensorKey) -> Placement:
         return self.placements[key]
@@ -177,7 +209,7 @@ class Layout:
         return self._kinds.get(name, [])
 
     def in_buffer(self, family: str, buffer: str) -> list[Placement]:
-        """The placements of one buffer, in the order in which they were declared."""
+        """The placements of one buffer, those of tiles for the tensor, in the order in which they were declared."""
         return self._by_buffer.get((family, buffer), [])
 
     def pieces(self, family: str, buffer: str, shard: int) -> Iterator[tuple[Placement, Piece]]:
@@ -188,7 +220,7 @@ class Layout:
         members: Sequence[Placement] = self.in_buffer(family, buffer)
         ordered = self._flat.get((family, buffer))
         if ordered:
-            chunk = _flat_cut(ordered[0]).chunk
+            chunk = ordered[0].cut.chunk
             first = bisect_right(ordered, shard * chunk, key=_end)
             members = ordered[first : bisect_left(ordered, (shard + 1) * chunk, lo=first, key=_begin)]
         for placement in members:
@@ -200,16 +232,8 @@ class Layout:
         return [buffer for of, buffer in self._by_buffer if of == family]
 
     def _check(self, family: str, buffer: str, members: list[Placement]) -> None:
-        for placement in members:
-            if isinstance(placement.cut, Chunks):
-                placement.cut.check(placement.shape)
-                if len(members) > 1 or self.shards[family] != len(placement.cut.boxes):
-                    raise ValueError(f"buffer {buffer}: {placement.key} does not have a box in each shard of its own")
-                return
-        cuts = [(p.cut, p.numel, str(p.key), p.replicated) for p in members if p.numel and isinstance(p.cut, Cut)]
+        cuts = [(p.cut, p.numel, str(p.key), p.replicated) for p in members if p.numel]
         flat = all(cut.origin == 0 and cut.chunk == cuts[0][0].chunk for cut, _, _, _ in cuts)
-        if flat and not any(replicated for _, _, _, replicated in cuts):
-            self._flat[family, buffer] = sorted((p for p in members if p.numel), key=_begin)
         if not flat and any(cut.phase for cut, _, _, _ in cuts):
             raise ValueError(f"buffer {buffer}: flat and per-tensor cuts are mixed")
         spans = sorted(
@@ -220,19 +244,20 @@ class Layout:
             if before[1] > after[0]:
                 raise ValueError(f"buffer {buffer}: {before[2]} and {after[2]} overlap")
         for cut, numel, key, replicated in cuts:
-            if cut.phase + numel > cut.chunk * (1 if replicated else self.shards[family]):
+            if cut.phase + numel > cut.chunk * (1 if replicated else self.shards[family] - cut.first):
                 raise ValueError(f"buffer {buffer}: {key} does not fit {self.shards[family]} shards")
+
+
+def _in_line(placement: Placement, first: Placement) -> bool:
+    """Whether two tensors lie one after another in a flat buffer that is cut into equal parts."""
+    cut = placement.cut
+    return cut.origin == 0 and cut.chunk == first.cut.chunk and cut.wide is None and not placement.replicated
 
 
 def _begin(placement: Placement) -> int:
     """Where a tensor begins in a flat buffer that all shards hold one after another."""
-    return _flat_cut(placement).phase
+    return placement.cut.phase
 
 
 def _end(placement: Placement) -> int:
     return _begin(placement) + placement.numel
-
-
-def _flat_cut(placement: Placement) -> Cut:
-    assert isinstance(placement.cut, Cut), "chunks have buffers of their own"
-    return placement.cut

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 
 from ds_reshard.model.codec import ElementType
 
@@ -97,3 +98,15 @@ class TensorRecord:
                 return False
             expected *= size
         return True
+
+
+def new_tensor(buffer: str, shape: tuple[int, ...], dtype: ElementType, *, requires_grad: bool = False) -> TensorRecord:
+    """A row-major tensor whose bytes will come: its storage has the buffer's name, and no path."""
+    numel = prod(shape)
+    storage = StorageRecord(
+        path="", key=buffer, dtype=dtype, numel=numel, byte_offset=0, nbytes=numel * dtype.itemsize, crc32=None
+    )
+    stride = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return TensorRecord(
+        storage=storage, dtype=dtype, element_offset=0, shape=shape, stride=stride, requires_grad=requires_grad
+    )

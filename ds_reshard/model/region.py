@@ -68,8 +68,8 @@ def overlap(first: Region, second: Region) -> Iterator[Run]:
     """Yield the runs of elements that both regions hold, in the order of `first`.
 
     Regions of one box overlap in at most one run, found in constant time. Regions of different boxes
-    are cut into boxes (at most 2 * ndim - 1 each) whose rows are intersected: the cost is the number of
-    runs. Runs that follow each other in both storages are joined.
+    are cut into boxes (at most 2 * ndim - 1 each) whose rows are intersected, a row being all that lies together in
+    both: the cost is the number of runs. Runs that follow each other in both storages are joined.
     """
     if first.box == second.box:
         start, stop = max(first.start, second.start), min(first.stop, second.stop)
@@ -157,12 +157,26 @@ def _different_boxes(first: Region, second: Region) -> Iterator[Run]:
             )
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            for row in _rows(low, high):
+            axis = _row_axis(first.box, second.box, low, high)
+            numel = prod(b - a for a, b in zip(low[axis:], high[axis:], strict=True))
+            for row in _rows(low[: axis + 1], high[: axis + 1]):
+                index = row + low[axis + 1 :]
                 yield Run(
-                    first_offset=_position(first.box, row) - first.start,
-                    second_offset=_position(second.box, row) - second.start,
-                    numel=(high[-1] - low[-1]) if high else 1,
+                    first_offset=_position(first.box, index) - first.start,
+                    second_offset=_position(second.box, index) - second.start,
+                    numel=numel,
                 )
+
+
+def _row_axis(first: Box, second: Box, low: tuple[int, ...], high: tuple[int, ...]) -> int:
+    """The axis along which elements of [low, high) lie together in both boxes: behind it all three are the same."""
+    axis = max(0, len(low) - 1)
+    while axis and (low[axis], high[axis] - low[axis]) == (first.offset[axis], first.size[axis]) == (
+        second.offset[axis],
+        second.size[axis],
+    ):
+        axis -= 1
+    return axis
 
 
 def _rows(low: tuple[int, ...], high: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -10,6 +10,9 @@ from dataclasses import replace
 from ds_reshard.errors import ConfigError, Fault, ReshardError
 from ds_reshard.formats.megatron.files import is_megatron
 from ds_reshard.formats.megatron.past import read_past as megatron_past
+from ds_reshard.formats.nanotron.inspection import describe as describe_nanotron
+from ds_reshard.formats.nanotron.inspection import survey as survey_nanotron
+from ds_reshard.formats.nanotron.names import NanotronListing
 from ds_reshard.formats.zero.inspection import describe_survey
 from ds_reshard.formats.zero.past import read_past
 from ds_reshard.formats.zero.survey import survey
@@ -18,10 +21,10 @@ from ds_reshard.model.difference import Difference
 from ds_reshard.model.fingerprints import Fingerprinted
 from ds_reshard.model.inspection import Inspection
 from ds_reshard.model.verification import Verification
-from ds_reshard.operations.finding import find_listing
+from ds_reshard.operations.finding import find_listing, find_zero
 from ds_reshard.operations.fingerprints import fingerprint
 from ds_reshard.operations.foresight import plan_listing
-from ds_reshard.operations.options import FORMATS, Conversion, Options, Progress, Reading
+from ds_reshard.operations.options import FORMATS, Asked, Conversion, Options, Progress, Reading
 from ds_reshard.resume import coming, megatron_coming
 from ds_reshard.resume.coming import ComingRun
 from ds_reshard.resume.megatron_run import read_run
@@ -45,13 +48,17 @@ def inspect(path: str, *, tag: str | None = None) -> Inspection:
     """
     before = _bytes_asked_for()
     listing = find_listing(os.fspath(path), tag)
+    if isinstance(listing, NanotronListing):
+        opening = survey_nanotron(listing)
+        return describe_nanotron(listing, opening, tag=listing.tag, bytes_read=_since(before))
     found = survey(listing)
     return describe_survey(found, tag=listing.tag, bytes_read=_since(before))
 
 
 def convert(
     path: str, out: str, *, to: str, dp: int | None = None, tag: str | None = None,
-    sub_group_size: int | None = None, dtype: str | None = None, options: Options | None = None,
+    sub_group_size: int | None = None, dtype: str | None = None, tp: int | None = None, pp: int | None = None,
+    zero_stage: int | None = None, like: str | None = None, options: Options | None = None,
     progress: Progress | None = None,
 ) -> Conversion:  # fmt: skip
     """Write the checkpoint in `path` (and `tag`, as for `inspect`) anew into the folder `out`.
@@ -61,6 +68,8 @@ def convert(
     or "safetensors": weights in Hugging Face's layout; or "torch": a state dict of the weights, and one of each kind
     of state. Weights are of `dtype` ("float32", "bfloat16", "float16") from their masters, else as they were trained.
     `sub_group_size` is that of the coming run's JSON (stage 3), else the saving run's.
+    Or "nanotron", of a checkpoint of nanotron: files that nanotron itself loads at the sizes `dp`, `tp`, `pp` and
+    `zero_stage` (0 or 1), each the saving run's unless given, or those of `like`, a checkpoint of the coming run.
 
     Raises what a load raises for files that are missing or damaged, UnsupportedLayout for what the format cannot
     hold, ConfigError for a place that cannot be written to, WriteFailed. `out` is then not there.
@@ -68,10 +77,12 @@ def convert(
     from ds_reshard.operations.conversion import convert_listing  # which needs torch
 
     listing = find_listing(os.fspath(path), tag)
-    return convert_listing(
-        listing, os.fspath(path), os.fspath(out), to=to, dp=dp, sub_group_size=sub_group_size, dtype=dtype,
-        options=options or Options(), progress=progress,
+    asked = Asked(
+        to=to, dp=dp, tp=tp, pp=pp, zero_stage=zero_stage, like=like, sub_group_size=sub_group_size, dtype=dtype
     )  # fmt: skip
+    return convert_listing(
+        listing, os.fspath(path), os.fspath(out), asked=asked, options=options or Options(), progress=progress
+    )
 
 
 def verify(
@@ -123,7 +134,8 @@ def diff(
 
 def plan(
     path: str, *, to: str, dp: int | None = None, tag: str | None = None, sub_group_size: int | None = None,
-    dtype: str | None = None, bandwidth: float = 1e9, reading: Reading | None = None,
+    dtype: str | None = None, tp: int | None = None, pp: int | None = None, zero_stage: int | None = None,
+    like: str | None = None, bandwidth: float = 1e9, reading: Reading | None = None,
 ) -> ConversionPlan:  # fmt: skip
     """What `convert` with the same arguments would read and write: by whom, from which files, in what time.
 
@@ -131,11 +143,12 @@ def plan(
     Raises what `convert` raises before it writes.
     """
     before = _bytes_asked_for()
-    made = plan_listing(
-        find_listing(os.fspath(path), tag), to=to, dp=dp, sub_group_size=sub_group_size, dtype=dtype,
-        bandwidth=bandwidth,
-        reading=reading or Reading(),
+    asked = Asked(
+        to=to, dp=dp, tp=tp, pp=pp, zero_stage=zero_stage, like=like, sub_group_size=sub_group_size, dtype=dtype
     )  # fmt: skip
+    made = plan_listing(
+        find_listing(os.fspath(path), tag), asked=asked, bandwidth=bandwidth, reading=reading or Reading()
+    )
     return replace(made, metadata_nbytes=_since(before))
 
 
@@ -166,7 +179,7 @@ def coming_run(
         raise _config_error(folder, "is not a checkpoint of Megatron-LM", mend)
     where = os.fspath(config)
     read = read_config(where)
-    past = read_past(find_listing(folder, tag))
+    past = read_past(find_zero(folder, tag, tool="the picture of a coming run's rates"))
     return coming.coming_run(past, read, where=where, steps=steps, version=version)
 
 

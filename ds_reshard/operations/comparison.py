@@ -8,19 +8,18 @@ from collections.abc import Iterator
 from ds_reshard.execution.deviation import Deviation
 from ds_reshard.execution.ledger import Ledger
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
-from ds_reshard.formats.zero.compared import compare_values
-from ds_reshard.formats.zero.facts import canonical
-from ds_reshard.formats.zero.names import Listing
+from ds_reshard.formats.zero.compared import compare_groups, compare_scalars, compare_values, differences
 from ds_reshard.model.difference import DIFFERS, EQUAL, Difference, TensorDifference, ValueDifference
+from ds_reshard.model.facts import canonical
 from ds_reshard.model.layout import Placement, TensorKey
 from ds_reshard.operations.archives import read_records
 from ds_reshard.operations.options import Progress, Reading
-from ds_reshard.operations.source import Source
+from ds_reshard.operations.source import Found, Source
 from ds_reshard.operations.spans import SpanReader, logical
 from ds_reshard.operations.values import index_of
 
 
-def compare_listings(a: Listing, b: Listing, *, reading: Reading, progress: Progress | None) -> Difference:
+def compare_listings(a: Found, b: Found, *, reading: Reading, progress: Progress | None) -> Difference:
     """Read both side by side, span by span; every byte that is read is checked against its file's checksum."""
     started = time.monotonic()
     sides = (Source(a), Source(b))
@@ -43,11 +42,10 @@ def compare_listings(a: Listing, b: Listing, *, reading: Reading, progress: Prog
         progress=None, total=total,
     )  # fmt: skip
     tensors = [*pairs.other, *(_told(pairs, key, deviations[key]) for key in keys)]
-    checkpoints = (sides[0].checkpoint, sides[1].checkpoint)
     return Difference(
         a=a.folder, b=b.folder, tensors=tuple(sorted(tensors, key=lambda one: (one.name, one.kind))),
-        values=(*compare_values(*checkpoints), *_strided(*checkpoints)),
-        faults=tuple(ledger.faults + ledger.mismatches()), notes=tuple(_notes(*checkpoints)),
+        values=(*_values(*sides), *_strided(*sides)),
+        faults=tuple(ledger.faults + ledger.mismatches()), notes=tuple(_notes(*sides)),
         bytes_read=ledger.bytes_read, seconds=time.monotonic() - started,
     )  # fmt: skip
 
@@ -69,8 +67,8 @@ class _Pairs:
         return self._sides[number].index.layout[self.compared[key][number]]
 
     def _pair(self, key: TensorKey) -> None:
-        found = [_key_in(side.checkpoint, key) for side in self._sides]
-        if any(at is None and _unstored(side.checkpoint, key) for side, at in zip(self._sides, found, strict=True)):
+        found = [_key_in(side, key) for side in self._sides]
+        if any(at is None and side.unstored(key) for side, at in zip(self._sides, found, strict=True)):
             return
         placements = [
             side.index.layout[at] if at is not None else None for side, at in zip(self._sides, found, strict=True)
@@ -93,15 +91,26 @@ class _Pairs:
         )  # fmt: skip
 
 
-def _key_in(checkpoint: ZeroCheckpoint, key: TensorKey) -> TensorKey | None:
+def _key_in(source: Source, key: TensorKey) -> TensorKey | None:
     """The tensor of that name, or that of the parameter which it is tied to and which alone was kept."""
-    owner = TensorKey(name=checkpoint.model.shared.get(key.name, key.name), kind=key.kind)
-    return next((known for known in (key, owner) if known in checkpoint.layout), None)
+    owner = TensorKey(name=source.shared.get(key.name, key.name), kind=key.kind)
+    return next((known for known in (key, owner) if known in source.index.layout), None)
 
 
-def _unstored(checkpoint: ZeroCheckpoint, key: TensorKey) -> bool:
-    name = checkpoint.model.shared.get(key.name, key.name)
-    return key.kind == "weight" and checkpoint.listing.partitioned_model and name in checkpoint.model.trainable
+def _values(a: Source, b: Source) -> Iterator[ValueDifference]:
+    """Counters and hyper-parameters that differ; of two formats the steps alone mean the same in both."""
+    if a.zero is not None and b.zero is not None:
+        yield from compare_values(a.zero, b.zero)
+    elif a.facts is not None and b.facts is not None:
+        if a.nanotron is not None and b.nanotron is not None:
+            kept = [{key: value for key, value in side.metadata.entries.items() if key not in ("tp", "dp", "version")}
+                    for side in (a.nanotron, b.nanotron)]  # fmt: skip
+            yield from differences("", kept[0], kept[1])
+            counters = [side.schedulers[0].counters if side.schedulers else {} for side in (a.nanotron, b.nanotron)]
+            yield from differences("lr_scheduler", counters[0], counters[1])
+            yield from compare_scalars(a.nanotron.rates, b.nanotron.rates)
+            yield from compare_groups(a.facts.groups, b.facts.groups)
+        yield from compare_scalars(a.facts.scalars, b.facts.scalars)
 
 
 def _described(placement: Placement | None) -> str:
@@ -123,32 +132,37 @@ def _told(pairs: _Pairs, key: TensorKey, found: Deviation) -> TensorDifference:
     )  # fmt: skip
 
 
-def _strided(a: ZeroCheckpoint, b: ZeroCheckpoint) -> Iterator[ValueDifference]:
+def _strided(a: Source, b: Source) -> Iterator[ValueDifference]:
     """Entries of the module that do not lie row-major, which no layout has: by the checksums of their files."""
-    names = [
-        name for side in (a, b) for name, tensor in side.model.module.items() if tensor.numel and not tensor.contiguous
-    ]
-    for name in dict.fromkeys(names):
-        one, other = (side.model.module.get(name) for side in (a, b))
+    modules = [side.zero.model.module if side.zero is not None else {} for side in (a, b)]
+    for name in dict.fromkeys((*a.strided(), *b.strided())):
+        one, other = (module.get(name) for module in modules)
         if canonical(one) != canonical(other):
             where = f"{name}[weight], which does not lie row-major and is compared by its checksum"
             yield ValueDifference(where=where, a=canonical(one), b=canonical(other))
 
 
-def _notes(a: ZeroCheckpoint, b: ZeroCheckpoint) -> Iterator[str]:
+def _notes(a: Source, b: Source) -> Iterator[str]:
+    if (a.zero is None) != (b.zero is None):
+        yield "of checkpoints of two frameworks hyper-parameters and counters other than the step are not compared"
     for name, side in (("A", a), ("B", b)):
-        weights = [TensorKey(name=parameter, kind="weight") for parameter in side.model.trainable]
-        unstored = sum(_unstored(side, key) and key not in side.layout for key in weights)
-        if unstored:
-            yield (
-                f"the weights of {unstored} parameters are not stored in {name} (ZeRO 3): they are compared by their "
-                "fp32 masters alone"
-            )
-        if side.listing.partitioned_model and side.model.buffer_names and side.dp > 1:
-            yield f"each rank of ZeRO 3 saves buffers of its own: those of the first rank of {name} are compared"
-        if side.facts is None and side.stage == 0:
-            yield f"the optimizer in {name} (ZeRO 0) names no parameter: its states are compared by their checksums, "\
-                "and with those of another stage 0 alone"  # fmt: skip
-        for number, partition in enumerate(side.optim.partitions if side.optim is not None else ()):
-            for kind, why in partition.unfollowed.items():
-                yield f"state {kind!r} of flat buffer {number} in {name} is not compared: {why}"
+        if side.zero is not None:
+            yield from _zero_notes(name, side, side.zero)
+
+
+def _zero_notes(name: str, source: Source, checkpoint: ZeroCheckpoint) -> Iterator[str]:
+    weights = [TensorKey(name=parameter, kind="weight") for parameter in checkpoint.model.trainable]
+    unstored = sum(source.unstored(key) and key not in checkpoint.layout for key in weights)
+    if unstored:
+        yield (
+            f"the weights of {unstored} parameters are not stored in {name} (ZeRO 3): they are compared by their "
+            "fp32 masters alone"
+        )
+    if checkpoint.listing.partitioned_model and checkpoint.model.buffer_names and checkpoint.dp > 1:
+        yield f"each rank of ZeRO 3 saves buffers of its own: those of the first rank of {name} are compared"
+    if checkpoint.facts is None and checkpoint.stage == 0:
+        yield f"the optimizer in {name} (ZeRO 0) names no parameter: its states are compared by their checksums, "\
+            "and with those of another stage 0 alone"  # fmt: skip
+    for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim is not None else ()):
+        for kind, why in partition.unfollowed.items():
+            yield f"state {kind!r} of flat buffer {number} in {name} is not compared: {why}"

@@ -15,15 +15,13 @@ from ds_reshard.execution.files import ArchiveFile, FileTarget
 from ds_reshard.execution.fingerprint import Fingerprint
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.execution.witness import Witness
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
-from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.target import Target, Unit
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Record
 from ds_reshard.model.layout import TensorKey
-from ds_reshard.operations.options import Conversion, Options, Progress
-from ds_reshard.operations.source import Source
-from ds_reshard.operations.units import Units, archive_of, buffer_of, refuse, target_of
+from ds_reshard.model.target import Target, Unit
+from ds_reshard.operations.options import Asked, Conversion, Options, Progress, refuse_memory
+from ds_reshard.operations.source import Found, Source
+from ds_reshard.operations.units import Units, archive_of, buffer_of, target_of
 from ds_reshard.operations.workspace import Workspace, refuse_places
 from ds_reshard.planning.plan import Copy
 from ds_reshard.version import VERSION
@@ -32,25 +30,22 @@ _SYNCING = 4  # waiting for a disk costs no core
 
 
 def convert_listing(
-    listing: Listing, path: str, out: str, *, to: str, dp: int | None, sub_group_size: int | None, dtype: str | None,
-    options: Options, progress: Progress | None,
+    listing: Found, path: str, out: str, *, asked: Asked, options: Options, progress: Progress | None,
 ) -> Conversion:  # fmt: skip
-    """Write the checkpoint of `listing`, found in `path`, into the folder `out`, as `to` says.
-
-    For `dp` ranks, or as many as saved it.
+    """Write the checkpoint of `listing`, found in `path`, into the folder `out`, as `asked` says.
 
     One pass: what is read is written and checked against the checksums of its files, in buffers of
     `options.memory_nbytes`. `out` is there when all of it is on the disk, and not before.
     """
-    refuse(to, dp, sub_group_size, dtype, threads=options.threads, memory_nbytes=options.memory_nbytes)
+    asked.refuse()
+    refuse_memory(options.threads, options.memory_nbytes)
     source = Source(listing)
-    dp = source.checkpoint.dp if dp is None else dp
-    target = target_of(source.checkpoint, to, dp, sub_group_size, dtype)
+    target = target_of(source, asked)
     needed = _nbytes(target)
     refuse_places(path, out, needed)
     what = {
-        "ds_reshard": VERSION, "source": _files_of(source.checkpoint), "tag": listing.tag,
-        "to": to, "dp": dp, "sub_group_size": sub_group_size, "dtype": dtype,
+        "ds_reshard": VERSION, "source": _files_of(source), "tag": listing.tag,
+        **asdict(asked), "dp": source.dp if asked.dp is None else asked.dp,
     }  # fmt: skip
     workspace = Workspace(out, what, force=options.force)
     number, shards = options.shard
@@ -75,11 +70,9 @@ def _nbytes(target: Target) -> int:
     return total
 
 
-def _files_of(checkpoint: ZeroCheckpoint) -> dict[str, list[int]]:
+def _files_of(source: Source) -> dict[str, list[int]]:
     """What tells the source's files from others of the same names."""
-    listing, universal = checkpoint.listing, checkpoint.universal
-    names = {*listing.model.values(), *listing.optim.values(), *(universal.nbytes if universal is not None else ())}
-    stats = {name: os.stat(listing.path(name)) for name in sorted(names)}
+    stats = {name: os.stat(os.path.join(source.folder, name)) for name in sorted(source.files)}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
@@ -138,7 +131,7 @@ class _Work:
 
     def _write(self, unit: Unit, at_once: int) -> None:
         """Write a unit's files, and note them."""
-        subject = f"converting {self._source.checkpoint.listing.folder}"
+        subject = f"converting {self._source.folder}"
         archives = [archive_of(file) for file in unit.files]
         targets: dict[str, FileTarget] = {}
         made: dict[str, ArchiveFile] = {}
@@ -168,7 +161,7 @@ class _Work:
         files = {name: {"nbytes": file.nbytes, "crc32": f"{file.finish():08x}"} for name, file in made.items()}
         with ThreadPoolExecutor(_SYNCING) as pool:
             list(pool.map(disk.sync, [file.path for file in made.values()]))
-        prints = [[key.name, key.kind, witness.sums[key].value, witness.sums[key].nbytes]
+        prints = [[key.name, key.kind, key.copy, witness.sums[key].value, witness.sums[key].nbytes]
                   for key in self._units.wants[unit.family] if witness.sums[key].nbytes]  # fmt: skip
         sums = [asdict(item) for item in pending]
         self._workspace.note(unit.name, {"files": files, "family": unit.family, "sums": sums, "tensors": prints})
@@ -184,7 +177,7 @@ class _Work:
         notes = [note for unit in self._target.units if (note := self._workspace.noted(unit.name)) is not None]
         if len(notes) < len(self._target.units):
             return self._workspace.is_done()
-        subject = f"converting {self._source.checkpoint.listing.folder}"
+        subject = f"converting {self._source.folder}"
         for family in self._target.layout.shards:
             faults, again = combine([_sums(note) for note in notes if note["family"] == family])
             raise_faults(faults, subject=subject)
@@ -198,14 +191,16 @@ class _Work:
         """Every tensor with its fingerprint, added up from those of the units; InternalError where a part lacks."""
         sums: dict[TensorKey, Fingerprint] = {}
         for note in notes:
-            for name, kind, value, nbytes in note["tensors"]:  # type: ignore[attr-defined]
-                key = TensorKey(name=name, kind=kind)
+            for name, kind, copy, value, nbytes in note["tensors"]:  # type: ignore[attr-defined]
+                key = TensorKey(name=name, kind=kind, copy=copy)
                 sums[key] = sums.get(key, Fingerprint()) + Fingerprint(value=value, nbytes=nbytes)
         told: list[dict[str, object]] = []
         for key, placement in sorted(self._target.layout.placements.items()):
             found = sums.get(key, Fingerprint())
             if found.nbytes != placement.numel * placement.dtype.itemsize:
                 raise InternalError(f"{key}: {found.nbytes} bytes were moved, of {placement.numel} elements")
+            if key.copy:
+                continue
             told.append({
                 "name": key.name, "kind": key.kind, "dtype": placement.dtype.label, "shape": list(placement.shape),
                 "fingerprint": str(found),

@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 
 from ds_reshard.containers.positioned import PositionedFile
-from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed, ReshardError
+from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed, ReshardError, UnsupportedLayout
+from ds_reshard.formats.nanotron.names import NanotronListing, is_nanotron
+from ds_reshard.formats.nanotron.names import read_listing as read_nanotron
 from ds_reshard.formats.zero.names import Listing, read_listing
+from ds_reshard.operations.source import Found
 
 _LATEST_NBYTES = 4096
+_LATEST_NANOTRON = "latest.txt"  # trainer.py of nanotron
 
 
-def find_listing(path: str, tag: str | None) -> Listing:
+def find_listing(path: str, tag: str | None) -> Found:
     """The files of the checkpoint in `path`: of `tag`, else of the folder itself, else of the tag `latest` names.
+
+    The tags of nanotron are its steps, of which `latest.txt` names the last.
 
     Raises CheckpointNotFound where there is none, and ReadFailed where a folder cannot be listed.
     """
@@ -23,6 +29,9 @@ def find_listing(path: str, tag: str | None) -> Listing:
             "is a file" if file else "does not exist",
             "give the folder that was given to save_checkpoint" if file else "check the path",
         )
+    folder = _nanotron_folder(path, tag)
+    if folder is not None:
+        return read_nanotron(folder)
     if tag is None:
         listing = _list(path)
         if listing.model or listing.optim or listing.faults:
@@ -37,11 +46,41 @@ def find_listing(path: str, tag: str | None) -> Listing:
     return listing
 
 
+def find_zero(path: str, tag: str | None, *, tool: str) -> Listing:
+    """As `find_listing`, for a tool that knows DeepSpeed's checkpoints alone."""
+    found = find_listing(path, tag)
+    if isinstance(found, NanotronListing):
+        mend = "give it a checkpoint of DeepSpeed or Megatron-LM"
+        fault = Fault(error="UnsupportedLayout", where=found.folder, what=f"{tool} does not read nanotron", mend=mend)
+        raise UnsupportedLayout(f"{fault.line()}; {mend}", [fault])
+    return found
+
+
+def _nanotron_folder(path: str, tag: str | None) -> str | None:
+    """The folder of the nanotron checkpoint that is meant, None where it is none."""
+    if tag is not None:
+        named = os.path.join(path, tag)
+        return named if is_nanotron(named) else None
+    if is_nanotron(path):
+        return path
+    others = os.path.exists(os.path.join(path, "latest")) or bool(_list(path).model)
+    if others or not os.path.exists(os.path.join(path, _LATEST_NANOTRON)):
+        return None
+    named = os.path.join(path, _named_in(os.path.join(path, _LATEST_NANOTRON), path))
+    if not is_nanotron(named):
+        raise _no_checkpoint(path, f"has a file {_LATEST_NANOTRON!r} that names no checkpoint of nanotron")
+    return named
+
+
 def _latest(path: str) -> str:
     """The tag that the file `latest` names, or `latest_universal` where that is the only one."""
     latest = os.path.join(path, "latest")
     if not os.path.exists(latest) and os.path.exists(f"{latest}_universal"):
         latest += "_universal"
+    return _named_in(latest, path)
+
+
+def _named_in(latest: str, path: str) -> str:
     try:
         file = PositionedFile(latest)
         try:
@@ -53,7 +92,7 @@ def _latest(path: str) -> str:
     except (ReshardError, ValueError) as error:
         raise ReadFailed(f"{latest}: cannot be read: {error}; name the tag: --tag TAG") from error
     if not tag or "\0" in tag:
-        raise _no_checkpoint(path, "has a file 'latest' that names no tag")
+        raise _no_checkpoint(path, f"has a file {os.path.basename(latest)!r} that names no tag")
     return tag
 
 
@@ -68,8 +107,9 @@ def _list(folder: str) -> Listing:
 
 
 def _no_checkpoint(path: str, what: str) -> CheckpointNotFound:
-    listings = ((e.name, _list(e.path)) for e in os.scandir(path) if e.is_dir())
-    tags = sorted(name for name, listing in listings if listing.model or listing.optim)
+    folders = [entry for entry in os.scandir(path) if entry.is_dir()]
+    listings = {entry.name: _list(entry.path) for entry in folders}
+    tags = sorted(e.name for e in folders if listings[e.name].model or listings[e.name].optim or is_nanotron(e.path))
     if not tags:
         return _not_found(path, what, "give the folder that was given to save_checkpoint")
     return _not_found(path, what, f"name one of the tags that are there: --tag {' | '.join(tags[:12])}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
@@ -76,11 +76,8 @@ def _opened(path: str, tag: str | None) -> _Opened:
         raise_faults(index.faults, subject=f"checkpoint {path}")
         return _Opened(folder=path, index=index, notes=files.notes)
     source = Source(find_listing(path, tag), states=False)
-    checkpoint = source.checkpoint
-    return _Opened(
-        folder=checkpoint.listing.folder, index=source.index, strided=tuple(_strided(checkpoint)),
-        notes=tuple(_notes(checkpoint)),
-    )  # fmt: skip
+    notes = tuple(_notes(source.zero)) if source.zero is not None else ()
+    return _Opened(folder=source.folder, index=source.index, strided=tuple(source.strided().items()), notes=notes)
 
 
 def _planned(opened: _Opened) -> _Planned:
@@ -162,13 +159,6 @@ def _incomplete(key: TensorKey) -> Fault:
     return Fault(error="InternalError", where=str(key), what="not all of its bytes were read, or some twice", mend=mend)
 
 
-def _strided(checkpoint: ZeroCheckpoint) -> Iterator[tuple[str, TensorRecord]]:
-    """Entries of the module that are not row-major in their file, and so in no layout."""
-    for name, record in checkpoint.model.module.items():
-        if not record.contiguous:
-            yield name, record
-
-
 def _notes(checkpoint: ZeroCheckpoint) -> Iterable[str]:
     if checkpoint.stage == 0:
         yield "a ZeRO 0 checkpoint names no tensor of its optimizer: weights and buffers only"
@@ -181,4 +171,4 @@ def _notes(checkpoint: ZeroCheckpoint) -> Iterable[str]:
 
 def _unverified(bare: int) -> Iterable[str]:
     if bare:
-        yield f"{bare} records carry no checksum (saved with torch's crc32 off): they were read without verification"
+        yield f"{bare} records carry no checksum (safetensors has none, torch's may be off): not verified when read"

@@ -5,29 +5,19 @@ from __future__ import annotations
 import os
 
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.target import Unit
 from ds_reshard.model.conversion_plan import ConversionPlan, UnitPlan
-from ds_reshard.operations.options import Reading
-from ds_reshard.operations.source import Source
-from ds_reshard.operations.units import Units, archive_of, refuse, target_of
+from ds_reshard.model.target import Unit
+from ds_reshard.operations.options import Asked, Reading, refuse_memory
+from ds_reshard.operations.source import Found, Source
+from ds_reshard.operations.units import Units, archive_of, target_of
 
 
-def plan_listing(
-    listing: Listing,
-    *,
-    to: str,
-    dp: int | None,
-    sub_group_size: int | None,
-    dtype: str | None,
-    reading: Reading,
-    bandwidth: float,
-) -> ConversionPlan:
+def plan_listing(listing: Found, *, asked: Asked, reading: Reading, bandwidth: float) -> ConversionPlan:
     """What `convert` does with the same arguments: its plans are made, and none is carried out."""
-    refuse(to, dp, sub_group_size, dtype, threads=reading.threads, memory_nbytes=reading.memory_nbytes)
+    asked.refuse()
+    refuse_memory(reading.threads, reading.memory_nbytes)
     source = Source(listing)
-    dp = source.checkpoint.dp if dp is None else dp
-    target = target_of(source.checkpoint, to, dp, sub_group_size, dtype)
+    target = target_of(source, asked)
     units = Units(source, target)
     widest = 0.0
     plans = []
@@ -36,17 +26,16 @@ def plan_listing(
         plans.append(made)
         widest = max(widest, cast)
     chunk = ThreadExecutor(threads=reading.threads, memory_nbytes=reading.memory_nbytes, checksum=True).chunk_nbytes
-    known = source.checkpoint.listing
-    used = [*(known.model[rank] for rank in sorted(known.model)), *(known.optim[rank] for rank in sorted(known.optim))]
-    names = dict.fromkeys((*used, *sorted({name for plan in plans for name in plan.reads})))
+    files = source.files
+    names = dict.fromkeys((*source.shards, *sorted({name for plan in plans for name in plan.reads})))
     return ConversionPlan(
-        folder=listing.folder, to=to, dp=dp, units=tuple(plans), bandwidth=bandwidth,
-        sources={name: known.nbytes[name] for name in names},
+        folder=listing.folder, to=asked.to, dp=source.dp if asked.dp is None else asked.dp, units=tuple(plans),
+        bandwidth=bandwidth, sources={name: files[name] for name in names},
         buffer_nbytes=round(reading.threads * chunk * (1 + widest)),
     )  # fmt: skip
 
 
-def _unit(listing: Listing, units: Units, unit: Unit) -> tuple[UnitPlan, float]:
+def _unit(listing: Found, units: Units, unit: Unit) -> tuple[UnitPlan, float]:
     """What one unit reads and writes; and how many bytes a byte becomes, at most, where elements are cast."""
     archives = [archive_of(file) for file in unit.files]
     plan = units.plan(unit, archives)

@@ -5,50 +5,58 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from ds_reshard.containers.plain_writer import PlainPlan
 from ds_reshard.containers.safetensors_writer import SafetensorsPlan, plan_safetensors
 from ds_reshard.containers.torch_zip_writer import ArchivePlan, plan_archive
-from ds_reshard.errors import ConfigError
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
-from ds_reshard.formats.zero.target import Target, TargetFile, Unit, zero_target
+from ds_reshard.errors import ConfigError, Fault, raise_faults
+from ds_reshard.formats.nanotron.arrangement import Wanted
+from ds_reshard.formats.nanotron.target import nanotron_target
+from ds_reshard.formats.zero.target import zero_target
 from ds_reshard.formats.zero.universal_target import universal_target
-from ds_reshard.formats.zero.weights_target import DTYPES, WEIGHTS, safetensors_target, torch_target
+from ds_reshard.formats.zero.weights_target import WEIGHTS, safetensors_target, torch_target
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Record
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import StorageRecord
-from ds_reshard.operations.options import FORMATS, UNIVERSAL, refuse_memory
+from ds_reshard.model.target import Target, TargetFile, Unit
+from ds_reshard.operations.finding import find_listing
+from ds_reshard.operations.options import NANOTRON, UNIVERSAL, Asked
 from ds_reshard.operations.source import Source
 from ds_reshard.planning.match import plan_rank
 from ds_reshard.planning.plan import Copy, Plan
 
 
-def refuse(
-    to: str, dp: int | None, sub_group_size: int | None, dtype: str | None, *, threads: int, memory_nbytes: int
-) -> None:
-    """Raise ConfigError for a format that is none, what it has not, or memory that is too little for the threads."""
-    if to not in FORMATS:
-        raise ConfigError(f"{to!r} is no format: --to {' | '.join(FORMATS)}")
-    if dp is not None and to == UNIVERSAL:
-        raise ConfigError("--dp: a universal checkpoint is loaded at any size; leave it out")
-    if dp is not None and to in WEIGHTS:
-        raise ConfigError(f"--dp: --to {to} writes whole tensors; leave it out")
-    if dtype is not None and (to not in WEIGHTS or dtype not in DTYPES):
-        raise ConfigError(f"--dtype {dtype}: takes {' | '.join(DTYPES)}, with --to {' | '.join(WEIGHTS)}")
-    if sub_group_size is not None and to != "zero3":
-        raise ConfigError(f"--sub-group-size: {to} has no sub-groups; leave it out, or --to zero3")
-    refuse_memory(threads, memory_nbytes)
-
-
-def target_of(checkpoint: ZeroCheckpoint, to: str, dp: int, sub_group_size: int | None, dtype: str | None) -> Target:
+def target_of(source: Source, asked: Asked) -> Target:
     """What is to be written. Raises UnsupportedLayout for what the format cannot hold."""
-    if to in WEIGHTS:
-        return (safetensors_target if to == "safetensors" else torch_target)(checkpoint, dtype)
-    if to == UNIVERSAL:
+    if source.nanotron is not None or asked.to == NANOTRON:
+        return _nanotron(source, asked)
+    checkpoint = source.zero
+    assert checkpoint is not None
+    if asked.to in WEIGHTS:
+        return (safetensors_target if asked.to == "safetensors" else torch_target)(checkpoint, asked.dtype)
+    if asked.to == UNIVERSAL:
         return universal_target(checkpoint)
-    return zero_target(checkpoint, to, dp, sub_group_size=sub_group_size)
+    dp = checkpoint.dp if asked.dp is None else asked.dp
+    return zero_target(checkpoint, asked.to, dp, sub_group_size=asked.sub_group_size)
 
 
-FilePlan = ArchivePlan | SafetensorsPlan
+def _nanotron(source: Source, asked: Asked) -> Target:
+    if source.nanotron is None or asked.to != NANOTRON:
+        what = "a checkpoint of nanotron is converted to nanotron alone, and no other to it"
+        fault = Fault(
+            error="UnsupportedLayout", where=source.folder, what=what, found=f"--to {asked.to}",
+            mend=f"--to {NANOTRON}, of a checkpoint of nanotron",
+        )  # fmt: skip
+        raise_faults([fault], subject="converting")
+    assert source.nanotron is not None
+    like = Source(find_listing(asked.like, None)) if asked.like is not None else None
+    if like is not None and like.nanotron is None:
+        raise ConfigError(f"--like {asked.like}: is no checkpoint of nanotron; name one, or leave it out")
+    wanted = Wanted(dp=asked.dp, tp=asked.tp, pp=asked.pp, zero_stage=asked.zero_stage)
+    return nanotron_target(source.nanotron, wanted, like.nanotron if like is not None else None)
+
+
+FilePlan = ArchivePlan | SafetensorsPlan | PlainPlan
 
 
 def archive_of(file: TargetFile) -> FilePlan:
@@ -56,7 +64,10 @@ def archive_of(file: TargetFile) -> FilePlan:
     tree = file.tree()
     if file.container == "safetensors":
         assert isinstance(tree, dict)
-        return plan_safetensors(tree, {"format": "pt"})
+        return plan_safetensors(tree, file.metadata)
+    if file.container == "plain":
+        assert isinstance(tree, bytes)
+        return PlainPlan(data=tree)
     return plan_archive(os.path.basename(file.name).removesuffix(".pt"), tree)
 
 

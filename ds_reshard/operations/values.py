@@ -44,8 +44,7 @@ class _Bad:
 
 def rows_of(source: Source) -> list[Row]:
     """Every tensor of a checkpoint, its bytes once; masters and their weights side by side."""
-    checkpoint, index = source.checkpoint, source.index
-    layout, model = checkpoint.layout, checkpoint.model
+    index, layout = source.index, source.index.layout
     columns = {key: logical(index, key) for key, placement in layout.placements.items() if placement.numel}
     rows: list[Row] = []
     masters = {key: TensorKey(name=key.name, kind="weight") for key in columns if key.kind == "fp32"}
@@ -56,7 +55,7 @@ def rows_of(source: Source) -> list[Row]:
     }
     seen = {column.identity for column in beside.values()}
     for key, column in columns.items():
-        owner = TensorKey(name=model.shared.get(key.name, key.name), kind=key.kind)
+        owner = TensorKey(name=source.shared.get(key.name, key.name), kind=key.kind)
         if column.identity in seen:
             continue
         seen.add(column.identity)
@@ -65,8 +64,8 @@ def rows_of(source: Source) -> list[Row]:
         elif owner != key and owner in columns and columns[owner].identity != column.identity:
             rows.append(Row(key=key, columns=(column, columns[owner]), beside="tied"))
         else:
-            rows.append(Row(key=key, columns=(column,), buffer=key.name in model.buffer_names))
-    return [*rows, *_unnamed(checkpoint)]
+            rows.append(Row(key=key, columns=(column,), buffer=key.name in source.buffer_names))
+    return [*rows, *(_unnamed(source.zero) if source.zero is not None else ())]
 
 
 def _unnamed(checkpoint: ZeroCheckpoint) -> Iterator[Row]:

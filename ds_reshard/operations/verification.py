@@ -10,34 +10,35 @@ from dataclasses import dataclass, field, replace
 from ds_reshard.errors import Fault, ReshardError, faults_of
 from ds_reshard.execution.checksums import altered
 from ds_reshard.execution.ledger import Ledger
-from ds_reshard.formats.zero.facts import canonical, describe
-from ds_reshard.formats.zero.names import Listing
+from ds_reshard.formats.nanotron.checkpoint import try_open
+from ds_reshard.formats.nanotron.names import NanotronListing
 from ds_reshard.formats.zero.survey import Survey, survey
+from ds_reshard.model.facts import canonical, describe
 from ds_reshard.model.index import Record
 from ds_reshard.model.verification import Verification
 from ds_reshard.operations.archives import CheckedFile, list_files, open_file, read_records
 from ds_reshard.operations.manifest import MANIFEST, read_manifest
 from ds_reshard.operations.options import Progress, Reading
-from ds_reshard.operations.source import Source
+from ds_reshard.operations.source import Found, Source
 from ds_reshard.operations.spans import SpanReader
 from ds_reshard.operations.values import Values, rows_of
 
 _MEND = "restore the file from a copy, or load another tag"
 
 
-def verify_listing(listing: Listing, *, deep: bool, reading: Reading, progress: Progress | None) -> Verification:
+def verify_listing(listing: Found, *, deep: bool, reading: Reading, progress: Progress | None) -> Verification:
     """Everything that is wrong with the checkpoint of `listing`; reads each byte of its folder once."""
     started = time.monotonic()
-    found = survey(listing)
+    surveyed, further = _surveyed(listing)
     # A record whose checksum is wrong is found below, with all others.
-    faults = [fault for fault in found.faults if fault.error != "ChecksumMismatch"] + list(_steps(found))
+    faults = [fault for fault in surveyed if fault.error != "ChecksumMismatch"] + further
     files = [open_file(listing.folder, name) for name in list_files(listing.folder)]
     manifest = _Manifest(listing.folder, files)
     check = _Check(files=files, ledger=Ledger(), reading=reading, progress=progress, manifest=manifest)
     notes: list[str] = []
     tensors = 0
     holders: dict[Record, list[str]] = {}
-    source = _opened(listing, found, faults)
+    source = None if surveyed else _opened(listing, faults)
     if source is not None:
         holders = _holders(source)
         if deep:
@@ -57,10 +58,16 @@ def verify_listing(listing: Listing, *, deep: bool, reading: Reading, progress: 
     )  # fmt: skip
 
 
-def _opened(listing: Listing, found: Survey, faults: list[Fault]) -> Source | None:
+def _surveyed(listing: Found) -> tuple[list[Fault], list[Fault]]:
+    """What keeps the checkpoint from being opened, all of it; and what is wrong besides."""
+    if isinstance(listing, NanotronListing):
+        return try_open(listing).faults, []
+    found = survey(listing)
+    return list(found.faults), list(_steps(found))
+
+
+def _opened(listing: Found, faults: list[Fault]) -> Source | None:
     """The checkpoint opened whole, None where it cannot be; why not is then among the faults."""
-    if found.faults:
-        return None
     try:
         return Source(listing)
     except ReshardError as error:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ds_reshard.model.index import Extent, Index, Record
-from ds_reshard.model.layout import Cut, Layout, Piece, Placement, TensorKey
-from ds_reshard.model.region import Region
+from ds_reshard.model.layout import Layout, Piece, Placement, TensorKey
 from ds_reshard.planning.coalesce import coalesce
 from ds_reshard.planning.plan import Check, Copy, Fill, Plan
 
@@ -35,10 +34,8 @@ def plan_rank(
         source_key = wants[placement.key]
         if placement.buffer in covered:
             covered[placement.buffer].append((piece.element_offset, piece.stop - piece.start))
-        origin = source.layout[source_key]
         for at, fragment in source.locate(source_key, placement.region(piece)):
-            shard = origin.shard_of(fragment.region)
-            touched.setdefault(fragment.extent.record, (origin.family, shard))
+            touched.setdefault(fragment.extent.record, (source.layout[source_key].family, fragment.shard))
             copies.append(
                 Copy(
                     record=fragment.extent.record,
@@ -113,6 +110,10 @@ def _unwanted(
     return sorted(checks, key=lambda check: (check.record.path, check.byte_offset))
 
 
+def _shard_of(placement: Placement, element: int) -> int:
+    return next(iter(placement.cut.pieces(element, element + 1))).shard
+
+
 def _owner(wanted: Placement, origin: Placement, element: int) -> int | None:
     """The target rank that reads `element`; None when every rank does.
 
@@ -121,9 +122,7 @@ def _owner(wanted: Placement, origin: Placement, element: int) -> int | None:
     """
     if wanted.replicated:
         return None
-    if wanted.box != origin.box or not isinstance(origin.cut, Cut):
-        return 0
-    return wanted.shard_of(Region(box=wanted.box, start=element, stop=element + 1))
+    return _shard_of(wanted, element) if wanted.box == origin.box and not wanted.tiles else 0
 
 
 def _gaps(record: Record, use: _Use, rank: int) -> Iterable[Check]:

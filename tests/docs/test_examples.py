@@ -52,6 +52,11 @@ PRINTED = {
         r"cosine on a DummyOptim: 1\.00e-05, 9\.76e-06, 9\.05e-06, 7\.94e-06, 6\.55e-06\n"
         r"resumed: 5\.00e-06, 3\.45e-06, 2\.06e-06, 9\.55e-07, 2\.45e-07\n"
     ),
+    "06_nanotron_topology.py": (
+        r"step 7: tp 1, dp 3, ZeRO-1, faults: 0\n"
+        r"rank 1 has elements 11 to 21 of moments and masters: True\n"
+        r"tensors that differ: 0\n"
+    ),
 }
 
 

@@ -20,14 +20,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from listener import heard
 from mutations import ENDINGS, FILES, PICKLES, Change, changed, changes, opcodes
 
-from ds_reshard.containers.nesting import children
 from ds_reshard.containers.pickle_reader import read_pickle
 from ds_reshard.containers.revive import revive
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.containers.zip_frame import frame_faults
 from ds_reshard.errors import ReshardError
-from ds_reshard.formats.zero.facts import canonical, describe
 from ds_reshard.formats.zero.plain import plain
+from ds_reshard.model.facts import canonical, describe
+from ds_reshard.model.nesting import children
 from ds_reshard.model.records import ObjectRecord
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))

@@ -18,7 +18,7 @@ import torch
 from ds_reshard.cli.main import main
 from ds_reshard.containers.pickle_reader import PickleLimits, read_pickle
 from ds_reshard.errors import CheckpointDamaged
-from ds_reshard.formats.zero.facts import canonical
+from ds_reshard.model.facts import canonical
 from ds_reshard.model.records import GlobalName, ObjectRecord
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_reshard.formats.zero.facts import ScalarTensor, canonical, describe
 from ds_reshard.model.codec import ElementType
+from ds_reshard.model.facts import ScalarTensor, canonical, describe
 from ds_reshard.model.records import GlobalName, ObjectRecord, StorageRecord, TensorRecord
 
 QUICK = settings(deadline=None, max_examples=60)
@@ -132,7 +132,7 @@ def test_values_that_are_not_equal_have_different_text(one, other):
 
 def test_a_set_has_the_same_text_in_every_process():
     """Ranks compare their texts: a set in the saved config must not look like another step or run."""
-    program = "from ds_reshard.formats.zero.facts import canonical; print(canonical({'a', 'b', 'c', 'd', 'e'}))"
+    program = "from ds_reshard.model.facts import canonical; print(canonical({'a', 'b', 'c', 'd', 'e'}))"
     texts = [
         subprocess.run(
             [sys.executable, "-c", program],

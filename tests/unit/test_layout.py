@@ -21,7 +21,7 @@ from ds_reshard.formats.zero.layout import (
     whole,
 )
 from ds_reshard.model.codec import ElementType
-from ds_reshard.model.layout import Chunks, Cut, Layout, Placement, TensorKey
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, chunked
 from ds_reshard.model.region import Box, Region
 
 QUICK = settings(deadline=None, max_examples=40)
@@ -31,7 +31,10 @@ KINDS = {"fp32": FP32, "exp_avg": BF16}
 dps = st.integers(1, 9)
 shapes_of = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 models = st.lists(shapes_of, max_size=6).map(lambda shapes: {f"p{i}": shape for i, shape in enumerate(shapes)})
-cuts = st.builds(Cut, chunk=st.integers(1, 9), phase=st.integers(0, 20), origin=st.integers(0, 9))
+cuts = st.builds(
+    Cut, chunk=st.integers(1, 9), phase=st.integers(0, 20), origin=st.integers(0, 9), first=st.integers(0, 3)
+)  # fmt: skip
+uneven = st.builds(Cut, chunk=st.integers(2, 9), phase=st.integers(0, 20), wide=st.integers(0, 5))
 
 
 def places(placements: list[Placement], shards: int) -> list[tuple[str, int, int]]:
@@ -50,7 +53,7 @@ def places(placements: list[Placement], shards: int) -> list[tuple[str, int, int
 @QUICK
 @given(cuts, st.integers(0, 40), st.integers(0, 40))
 def test_pieces_are_the_elements_one_by_one(cut, start, numel):
-    """Element x lies in shard (x + phase) // chunk, at (x + phase) % chunk + origin; pieces join neighbours."""
+    """Element x lies in shard (x + phase) // chunk + first, at (x + phase) % chunk + origin; pieces join neighbours."""
     found = [
         (element, piece.shard, piece.element_offset + element - piece.start)
         for piece in cut.pieces(start, start + numel)
@@ -59,18 +62,32 @@ def test_pieces_are_the_elements_one_by_one(cut, start, numel):
     expected = []
     for element in range(start, start + numel):
         shard, inside = divmod(element + cut.phase, cut.chunk)
-        expected.append((element, shard, inside + cut.origin))
+        expected.append((element, shard + cut.first, inside + cut.origin))
     assert found == expected
     shards = [piece.shard for piece in cut.pieces(start, start + numel)]
     assert shards == sorted(set(shards))
 
 
 @QUICK
-@given(cuts, st.integers(0, 60))
+@given(uneven, st.integers(0, 40), st.integers(0, 40))
+def test_behind_the_wide_shards_lies_one_element_less(cut, start, numel):
+    """The first `wide` shards hold `chunk` elements, all others one less; as nanotron's ZeRO-1 cuts a parameter."""
+    sizes = [cut.chunk] * cut.wide + [cut.chunk - 1] * 100
+    where = [(shard, inside) for shard, size in enumerate(sizes) for inside in range(size)]
+    found = {
+        element: (piece.shard, piece.element_offset + element - piece.start)
+        for piece in cut.pieces(start, start + numel)
+        for element in range(piece.start, piece.stop)
+    }
+    assert found == {element: where[element + cut.phase] for element in range(start, start + numel)}
+
+
+@QUICK
+@given(st.one_of(cuts, uneven), st.integers(0, 60))
 def test_the_piece_of_a_shard_is_that_of_all_pieces(cut, numel):
     """`piece` answers for one shard what `pieces` says of all, and None for a shard that holds nothing."""
     by_shard = {piece.shard: piece for piece in cut.pieces(0, numel)}
-    last = (numel + cut.phase) // cut.chunk + 2
+    last = numel + cut.phase + cut.first + 2
     assert [cut.piece(shard, numel) for shard in range(last)] == [by_shard.get(shard) for shard in range(last)]
 
 
@@ -219,24 +236,25 @@ def grids(draw):
     return shape, draw(st.permutations(tiles))
 
 
-def chunked(shape: tuple[int, ...], boxes: list[Box]) -> Placement:
-    return Placement(
-        key=TensorKey(name="p", kind="weight"), shape=shape, dtype=FP32, family="f", buffer="chunk",
-        cut=Chunks(boxes=tuple(boxes)), box=Box.whole(shape),
-    )  # fmt: skip
+def in_chunks(shape: tuple[int, ...], boxes: list[Box]) -> Placement:
+    return chunked(TensorKey(name="p", kind="weight"), shape, FP32, boxes, family="f", buffer="chunk")
 
 
 @QUICK
 @given(grids())
 def test_chunks_that_tile_a_tensor_are_found_by_their_regions(grid):
-    """Each shard holds the elements of its box, whole; a region tells whose it is."""
+    """Each shard holds the elements of its box, whole."""
     shape, boxes = grid
-    placement = chunked(shape, boxes)
-    Layout(by_key([placement]), {"f": len(boxes)})
+    placement = in_chunks(shape, boxes)
+    layout = Layout(by_key([placement]), {"f": len(boxes)})
     for shard, box in enumerate(boxes):
-        piece = placement.piece(shard)
-        assert piece is not None and (piece.start, piece.stop, piece.element_offset) == (0, box.numel, 0)
-        assert placement.shard_of(placement.region(piece)) == shard
+        ((found, piece),) = layout.pieces("f", "chunk", shard)
+        assert (piece.start, piece.stop, piece.element_offset) == (0, box.numel, 0)
+        assert (
+            list(placement.regions(shard))
+            == [(found.region(piece), 0)]
+            == [(Region(box=box, start=0, stop=box.numel), 0)]
+        )
 
 
 @QUICK
@@ -256,4 +274,4 @@ def test_chunks_that_do_not_tile_a_tensor_are_refused(grid, data):
         moved = Box(offset=tuple(n + 1 for n in boxes[at].offset), size=boxes[at].size) if shape else boxes[at]
         bad = [*boxes[:at], moved, *boxes[at + 1 :]] if shape else []
     with pytest.raises(ValueError, match="box"):
-        Layout(by_key([chunked(shape, bad)]), {"f": len(bad)})
+        in_chunks(shape, bad)

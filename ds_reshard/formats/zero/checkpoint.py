@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import Fault, raise_faults
-from ds_reshard.formats.zero.facts import GroupFacts, OptimizerFacts
-from ds_reshard.formats.zero.faults import damaged, fail
+from ds_reshard.errors import Fault, damaged, fail, raise_faults
 from ds_reshard.formats.zero.layout import (
     by_key,
     flat_group,
@@ -22,6 +20,7 @@ from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
 from ds_reshard.formats.zero.universal import UniversalStates, read_universal
 from ds_reshard.model.codec import ElementType
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts
 from ds_reshard.model.layout import Layout, Placement
 from ds_reshard.model.records import TensorRecord
 

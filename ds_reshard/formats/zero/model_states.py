@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import Fault, raise_faults
-from ds_reshard.formats.zero.facts import describe, text_of
-from ds_reshard.formats.zero.faults import check_root, damaged, fail
+from ds_reshard.containers.torch_zip import check_root, open_archive
+from ds_reshard.errors import Fault, damaged, fail, raise_faults
+from ds_reshard.model.facts import describe, text_of
 from ds_reshard.model.records import TensorRecord
 
 Shape = tuple[int, ...]

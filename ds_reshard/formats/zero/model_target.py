@@ -14,10 +14,9 @@ from math import prod
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, is_placeholder
 from ds_reshard.formats.zero.layout import chunk_numel, sliced, whole
 from ds_reshard.formats.zero.model_states import ModelStates
-from ds_reshard.formats.zero.optimizer_target import new_tensor
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.layout import Placement, TensorKey
-from ds_reshard.model.records import SizeRecord, TensorRecord
+from ds_reshard.model.records import SizeRecord, TensorRecord, new_tensor
 
 Shape = tuple[int, ...]
 

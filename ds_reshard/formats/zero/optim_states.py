@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds_reshard.containers.torch_zip import TorchArchive, open_archive
-from ds_reshard.formats.zero.facts import Scalar, ScalarTensor, canonical, describe, text_of
-from ds_reshard.formats.zero.faults import check_root, fail
+from ds_reshard.containers.torch_zip import TorchArchive, check_root, open_archive
+from ds_reshard.errors import fail
+from ds_reshard.model.facts import Scalar, ScalarTensor, canonical, describe, text_of
 from ds_reshard.model.records import ObjectRecord, TensorRecord
 
 STATE = "state "

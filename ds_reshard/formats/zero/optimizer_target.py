@@ -15,7 +15,6 @@ from math import prod
 
 from ds_reshard.errors import Fault
 from ds_reshard.formats.zero.checkpoint import OPTIM, ZeroCheckpoint
-from ds_reshard.formats.zero.facts import Scalar, ScalarTensor, canonical
 from ds_reshard.formats.zero.layout import (
     chunk_numel,
     flat_group,
@@ -25,8 +24,9 @@ from ds_reshard.formats.zero.layout import (
     sub_group_numel,
 )
 from ds_reshard.model.codec import ElementType
+from ds_reshard.model.facts import Scalar, ScalarTensor, canonical
 from ds_reshard.model.layout import Cut, Placement, TensorKey
-from ds_reshard.model.records import GlobalName, ObjectRecord, StorageRecord, TensorRecord
+from ds_reshard.model.records import GlobalName, ObjectRecord, TensorRecord, new_tensor
 
 Shape = tuple[int, ...]
 _SCALER = GlobalName(module="deepspeed.runtime.fp16.loss_scaler", name="LossScaler")
@@ -59,18 +59,6 @@ class Flat:
     def padded(self, dp: int, *, zero3: bool) -> int:
         """Elements of each rank's share."""
         return sub_group_numel(self.shapes, dp) if zero3 else partition_numel(self.numel, dp)
-
-
-def new_tensor(buffer: str, shape: Shape, dtype: ElementType, *, requires_grad: bool = False) -> TensorRecord:
-    """A row-major tensor whose bytes will come: its storage has the buffer's name, and no path."""
-    numel = prod(shape)
-    storage = StorageRecord(
-        path="", key=buffer, dtype=dtype, numel=numel, byte_offset=0, nbytes=numel * dtype.itemsize, crc32=None
-    )
-    stride = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return TensorRecord(
-        storage=storage, dtype=dtype, element_offset=0, shape=shape, stride=stride, requires_grad=requires_grad
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

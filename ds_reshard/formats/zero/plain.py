@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.formats.zero.facts import ScalarTensor
+from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.records import GlobalName, ObjectRecord, TensorRecord
 
 _STRUCT = {"float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b"}

@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ds_reshard.containers.revive_names import find_hostile
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, damaged, fail, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, kinds_of
-from ds_reshard.formats.zero.facts import canonical
-from ds_reshard.formats.zero.faults import damaged, fail
 from ds_reshard.formats.zero.layout import flat_offsets, partition_numel, sub_group_numel
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
 from ds_reshard.formats.zero.universal import BUFFER, check_tensor
 from ds_reshard.formats.zero.universal_files import read_state
+from ds_reshard.model.facts import canonical
 from ds_reshard.model.index import Extent, Record, extent_of
 from ds_reshard.planning.match import extents_overlap
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, fail, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
-from ds_reshard.formats.zero.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
-from ds_reshard.formats.zero.faults import fail
 from ds_reshard.formats.zero.layout import by_key, flat_offsets, whole
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Cut, Layout, Placement
 from ds_reshard.model.records import TensorRecord

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TypeVar
 
-from ds_reshard.errors import Fault, ReshardError
+from ds_reshard.errors import Fault, ReshardError, damaged
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
-from ds_reshard.formats.zero.facts import ScalarTensor
-from ds_reshard.formats.zero.faults import damaged
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
@@ -21,6 +19,7 @@ from ds_reshard.formats.zero.stage0_states import param_groups, states, torch_op
 from ds_reshard.formats.zero.universal import UniversalStates
 from ds_reshard.formats.zero.universal_common import CommonState
 from ds_reshard.formats.zero.universal_files import list_states, read_state, state_file
+from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout
 from ds_reshard.model.records import TensorRecord

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from ds_reshard.errors import Fault, raise_faults
@@ -13,54 +12,14 @@ from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.model_target import ModelTarget
 from ds_reshard.formats.zero.optimizer_target import OptimizerTarget, make_flats
 from ds_reshard.formats.zero.universal import UniversalStates
-from ds_reshard.model.layout import Layout, TensorKey
+from ds_reshard.model.layout import Layout
+from ds_reshard.model.target import Target, TargetFile, Unit
 
 Shape = tuple[int, ...]
 FORMATS = {"zero1": ("zero", 1), "zero2": ("zero", 2), "zero3": ("zero3", 3), "bf16": ("bf16", 1)}
 UNIVERSAL_INFO = {"universal_checkpoint_version": 0.4}
 """What ds_to_universal sets where a script has not (UNIVERSAL_CHECKPOINT_VERSION_VALUE, checkpoint/constants.py)."""
 _SUB_GROUP_NUMEL = 10**9  # SUB_GROUP_SIZE of deepspeed/runtime/zero/config.py, 0.19.8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetFile:
-    """One file, of torch or safetensors (`container`). `data` fills buffers that no tensor does.
-
-    `tree` gives what torch.save would be given: storages without a path are buffers, by their key, all others are
-    copied. It is built when it is asked for: a checkpoint may have thousands.
-    """
-
-    name: str
-    tree: Callable[[], object]
-    data: Mapping[str, bytes] = field(default_factory=dict)
-    container: str = "torch"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """The files of one shard of a family, which are written together."""
-
-    family: str
-    shard: int
-    files: tuple[TargetFile, ...]
-
-    @property
-    def name(self) -> str:
-        return f"{self.family}-{self.shard}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """What is to be written: `wants` gives the source tensor of each of the layout's.
-
-    `folder` is where the files lie in the output, `pointers` are small files beside it, by name.
-    """
-
-    layout: Layout
-    wants: Mapping[TensorKey, TensorKey]
-    units: Sequence[Unit]
-    folder: str
-    pointers: Mapping[str, str]
 
 
 def zero_target(checkpoint: ZeroCheckpoint, kind: str, dp: int, *, sub_group_size: int | None = None) -> Target:

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
-from ds_reshard.formats.zero.facts import GroupFacts, OptimizerFacts, Scalar, canonical, describe
-from ds_reshard.formats.zero.faults import damaged, fail
+from ds_reshard.errors import Fault, ReshardError, damaged, fail, faults_of, raise_faults
 from ds_reshard.formats.zero.layout import whole
 from ds_reshard.formats.zero.model_states import ModelStates, Shape
 from ds_reshard.formats.zero.names import Listing
@@ -28,6 +26,7 @@ from ds_reshard.formats.zero.universal_files import (
     state_file,
 )
 from ds_reshard.formats.zero.universal_order import scrambled
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, canonical, describe
 from ds_reshard.model.layout import Placement
 from ds_reshard.model.records import TensorRecord
 

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_reshard.containers.revive_names import find_hostile
-from ds_reshard.containers.torch_zip import TorchArchive, open_archive
-from ds_reshard.errors import raise_faults
-from ds_reshard.formats.zero.facts import Scalar
-from ds_reshard.formats.zero.faults import check_root, fail
+from ds_reshard.containers.torch_zip import TorchArchive, check_root, open_archive
+from ds_reshard.errors import fail, raise_faults
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.optim_states import Partition, read_stage, sub_groups, torch_state
+from ds_reshard.model.facts import Scalar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

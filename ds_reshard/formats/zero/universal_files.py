@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ds_reshard.containers.revive_names import find_hostile
-from ds_reshard.containers.torch_zip import TorchArchive, open_archive
-from ds_reshard.errors import Fault, ReadFailed, raise_faults
-from ds_reshard.formats.zero.facts import Scalar, ScalarTensor
-from ds_reshard.formats.zero.faults import check_root, damaged, fail
+from ds_reshard.containers.torch_zip import TorchArchive, check_root, open_archive
+from ds_reshard.errors import Fault, ReadFailed, damaged, fail, raise_faults
+from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.records import TensorRecord
 
 ZERO = "zero"

@@ -15,11 +15,10 @@ from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import alone, by_key, whole
 from ds_reshard.formats.zero.model_target import first_names, whole_tensors
-from ds_reshard.formats.zero.optimizer_target import new_tensor
-from ds_reshard.formats.zero.target import Target, TargetFile, Unit
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.layout import Layout, Placement, TensorKey
-from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.records import TensorRecord, new_tensor
+from ds_reshard.model.target import Target, TargetFile, Unit
 
 WEIGHTS = ("safetensors", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -40,7 +39,7 @@ def safetensors_target(checkpoint: ZeroCheckpoint, dtype: str | None) -> Target:
     for number, (name, group) in enumerate(zip(names, groups, strict=True)):
         tensors = {key.name: new_tensor(str(key), weights[key].shape, weights[key].dtype) for key in group}
         placements += [alone(weights[key], number, family="weights", buffer=str(key)) for key in group]
-        file = TargetFile(name=name, tree=partial(dict, tensors), container="safetensors")
+        file = TargetFile(name=name, tree=partial(dict, tensors), container="safetensors", metadata={"format": "pt"})
         units.append(Unit(family="weights", shard=number, files=(file,)))
     total = sum(placement.numel * placement.dtype.itemsize for placement in weights.values())
     located = {key.name: name for name, group in zip(names, groups, strict=True) for key in group}

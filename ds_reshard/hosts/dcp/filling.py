@@ -11,8 +11,8 @@ from ds_reshard.execution.buffers import TensorTarget, element_type, tensor_from
 from ds_reshard.execution.checksums import PartialSum, partial_sums, settle
 from ds_reshard.execution.ports import Outcome
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.formats.zero.facts import ScalarTensor
 from ds_reshard.hosts.dcp.names import Single, Stored
+from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.index import Index
 from ds_reshard.model.region import Box, box_region
 from ds_reshard.planning.coalesce import coalesce

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from ds_reshard.containers.revive import revive
 from ds_reshard.errors import Fault, ParamGroupMismatch
 from ds_reshard.execution.whole import read_tensor
-from ds_reshard.formats.zero.facts import GroupFacts, canonical, describe
 from ds_reshard.hosts.dcp.names import GroupValue
+from ds_reshard.model.facts import GroupFacts, canonical, describe
 
 
 class Groups:

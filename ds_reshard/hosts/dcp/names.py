@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
-from ds_reshard.formats.zero.facts import GroupFacts, Scalar, ScalarTensor
 from ds_reshard.model.codec import ElementType
+from ds_reshard.model.facts import GroupFacts, Scalar, ScalarTensor
 from ds_reshard.model.layout import TensorKey
 
 _WEIGHTS = ("fp32", "weight")

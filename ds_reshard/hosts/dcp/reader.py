@@ -31,7 +31,7 @@ from ds_reshard.hosts.dcp.filling import Filling, single
 from ds_reshard.hosts.dcp.groups import Groups
 from ds_reshard.hosts.dcp.names import Entry, GroupValue, Stored, entries
 from ds_reshard.model.index import Index
-from ds_reshard.operations.finding import find_listing
+from ds_reshard.operations.finding import find_zero
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -86,7 +86,9 @@ class Reader(StorageReader):
 
     def _open(self, path: str | os.PathLike[str]) -> None:
         self.checkpoint_id = os.fspath(path)
-        self._checkpoint = open_checkpoint(find_listing(self.checkpoint_id, self._tag), optimizer=True)
+        self._checkpoint = open_checkpoint(
+            find_zero(self.checkpoint_id, self._tag, tool="ds_reshard.dcp.Reader"), optimizer=True
+        )
         self._entries: Mapping[str, Entry] = entries(self._checkpoint, **self._names)
         facts = self._checkpoint.facts
         self._groups = Groups(

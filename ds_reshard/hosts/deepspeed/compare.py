@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, is_placeholder
-from ds_reshard.formats.zero.facts import GroupFacts, OptimizerFacts, Scalar, canonical, describe
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, Shape, live_kind, param_shape
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, canonical, describe
 
 if TYPE_CHECKING:
     import torch

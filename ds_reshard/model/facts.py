@@ -7,8 +7,8 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ds_reshard.containers.nesting import children
 from ds_reshard.model.codec import ElementType
+from ds_reshard.model.nesting import children
 from ds_reshard.model.records import GlobalName, ObjectRecord, StorageRecord, TensorRecord
 
 

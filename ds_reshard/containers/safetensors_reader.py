@@ -1,0 +1,102 @@
+"""A safetensors file's header as records, every claim in it checked against the file; no tensor's bytes are read.
+
+Eight bytes with the length of a JSON header, the header, and the tensors end to end
+(https://github.com/huggingface/safetensors, "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from ds_reshard.containers.positioned import PositionedFile
+from ds_reshard.containers.safetensors_writer import DTYPES
+from ds_reshard.errors import CheckpointDamaged, UnsupportedLayout
+from ds_reshard.model.records import StorageRecord, TensorRecord
+
+_LENGTH = struct.Struct("<Q")
+_HEADER_NBYTES = 100_000_000  # MAX_HEADER_SIZE of safetensors (src/tensor.rs, 0.5)
+_TYPES = {label: dtype for dtype, label in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SafetensorsHeader:
+    """The tensors of a file, each in a storage of its own without checksum, and the text entries beside them."""
+
+    path: str
+    nbytes: int
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, TensorRecord]
+
+
+def read_header(path: str) -> SafetensorsHeader:
+    """Read a file's header. Raises CheckpointNotFound, ReadFailed, CheckpointDamaged or UnsupportedLayout."""
+    file = PositionedFile(path)
+    try:
+        if file.nbytes < _LENGTH.size:
+            raise CheckpointDamaged(f"{path}: {file.nbytes} bytes: no safetensors file, which begins with eight")
+        (length,) = _LENGTH.unpack(file.read(0, _LENGTH.size))
+        if length > min(_HEADER_NBYTES, file.nbytes - _LENGTH.size):
+            raise CheckpointDamaged(f"{path}: a header of {length} bytes is declared, in a file of {file.nbytes}")
+        header = _parsed(path, file.read(_LENGTH.size, length))
+    finally:
+        file.close()
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointDamaged(f"{path}: the header's metadata is not text by name")
+    start = _LENGTH.size + length
+    tensors = {name: _tensor(path, name, entry, start) for name, entry in header.items()}
+    _check_places(path, tensors, start, file.nbytes)
+    return SafetensorsHeader(path=path, nbytes=file.nbytes, metadata=metadata, tensors=tensors)
+
+
+def _parsed(path: str, data: bytes) -> dict[str, object]:
+    try:
+        header = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{path}: the header is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise CheckpointDamaged(f"{path}: the header holds no object")
+    return header
+
+
+def _tensor(path: str, name: str, entry: object, start: int) -> TensorRecord:
+    known = entry if isinstance(entry, dict) else {}
+    shape, offsets = _numbers(known.get("shape")), _numbers(known.get("data_offsets"))
+    if shape is None or offsets is None or len(offsets) != 2 or not isinstance(known.get("dtype"), str):
+        raise CheckpointDamaged(f"{path}: tensor {name!r} has no type, shape and data_offsets")
+    dtype = _TYPES.get(known["dtype"])
+    if dtype is None:
+        raise UnsupportedLayout(f"{path}: tensor {name!r} is of type {known['dtype']!r}, which is not known here")
+    numel, nbytes = prod(shape), offsets[1] - offsets[0]
+    if nbytes != numel * dtype.itemsize:
+        raise CheckpointDamaged(
+            f"{path}: tensor {name!r} of shape {list(shape)} has {nbytes} bytes, in {known['dtype']}"
+        )
+    storage = StorageRecord(
+        path=path, key=name, dtype=dtype, numel=numel, byte_offset=start + offsets[0], nbytes=nbytes, crc32=None
+    )
+    stride = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return TensorRecord(
+        storage=storage, dtype=dtype, element_offset=0, shape=shape, stride=stride, requires_grad=False
+    )  # fmt: skip
+
+
+def _numbers(value: object) -> tuple[int, ...] | None:
+    if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+        return None
+    return tuple(value)
+
+
+def _check_places(path: str, tensors: Mapping[str, TensorRecord], start: int, nbytes: int) -> None:
+    """Tensors lie end to end, from the header to the end of the file."""
+    at = start
+    for tensor in sorted((t.storage for t in tensors.values()), key=lambda storage: storage.byte_offset):
+        if tensor.byte_offset != at:
+            raise CheckpointDamaged(f"{path}: tensor {tensor.key!r} begins at {tensor.byte_offset}, not at {at}")
+        at += tensor.nbytes
+    if at != nbytes:
+        raise CheckpointDamaged(f"{path}: its tensors end at byte {at}, the file at {nbytes}")

@@ -1,0 +1,1 @@
+"""Checkpoints of nanotron: names and rules on top of containers."""

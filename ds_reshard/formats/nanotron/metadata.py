@@ -1,0 +1,184 @@
+"""The small files of a nanotron checkpoint: `checkpoint_metadata.json`, `optimizer_config.json`, `config.yaml`.
+
+`CheckpointMetadata` of serialize/metadata.py, `save_optimizer` of serialize/optimizer.py, commit 2411b02.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ds_reshard.errors import Fault, ReadFailed, damaged, fail
+from ds_reshard.formats.nanotron.names import CONFIG, META, OPTIMIZER_CONFIG, NanotronListing, Topology, experts
+
+VERSIONS = ("1.2", "1.3", "1.4", "1.5")
+ZERO, PLAIN, ACCUMULATING = "ZeroDistributedOptimizer", "NamedOptimizer", "OptimizerFromGradientAccumulator"
+_YAML_LINE = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z_]\w*):(?: +(?P<value>.*?))? *$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metadata:
+    """What the small files say; `entries` and `optimizer` are the two JSON files as they are.
+
+    `config` has the scalars of config.yaml by their dotted names, as text; empty where it was not saved.
+    """
+
+    version: str
+    tp: int
+    dp: int
+    cp: int
+    entries: Mapping[str, object]
+    optimizer: Mapping[str, object] | None
+    config: Mapping[str, str]
+
+    @property
+    def step(self) -> int | None:
+        return self._meta("last_train_step")
+
+    @property
+    def samples(self) -> int | None:
+        return self._meta("consumed_train_samples")
+
+    def _meta(self, name: str) -> int | None:
+        metas = self.entries.get("metas")
+        value = metas.get(name) if isinstance(metas, dict) else None
+        return value if type(value) is int else None
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """In samples, of the saving run: micro batch * accumulation * dp (trainer.py); None where nothing tells."""
+        sizes = [self.config.get(f"tokens.{name}") for name in ("micro_batch_size", "batch_accumulation_per_replica")]
+        numbers = [int(size) for size in sizes if size is not None and size.isdecimal()]
+        return numbers[0] * numbers[1] * self.dp if len(numbers) == 2 else None
+
+
+def read_metadata(listing: NanotronListing) -> tuple[Metadata | None, list[Fault]]:
+    """Read them, and compare what they say with the names of the files."""
+    meta, faults = _json(listing, META)
+    if meta is None:
+        return None, faults
+    sizes = {name: meta.get(name, 1 if name == "cp" else None) for name in ("tp", "dp", "cp")}
+    path, version = listing.path(META), meta.get("version")
+    if version not in VERSIONS:
+        return None, [
+            Fault(
+                error="UnsupportedLayout", where=path, what="is of a checkpoint version that is not known here",
+                expected=" | ".join(VERSIONS), found=repr(version),
+                mend="load it with the nanotron that wrote it, and save it with version 1.5",
+            )
+        ]  # fmt: skip
+    numbers = {name: size for name, size in sizes.items() if type(size) is int and size > 0}
+    if len(numbers) < len(sizes):
+        return None, [damaged(path, "has no parallel sizes", "tp, dp and cp, from 1 on", repr(sizes))]
+    optimizer: dict[str, object] | None = None
+    if listing.optimizer:
+        optimizer, missing = _json(listing, OPTIMIZER_CONFIG)
+        faults += missing
+    metadata = Metadata(
+        version=str(version), entries=meta, optimizer=optimizer, config=_config(listing), tp=numbers["tp"],
+        dp=numbers["dp"], cp=numbers["cp"],
+    )  # fmt: skip
+    return metadata, [*faults, *_refused(listing, metadata), *_sizes(listing, metadata)]
+
+
+def _json(listing: NanotronListing, name: str) -> tuple[dict[str, object] | None, list[Fault]]:
+    path = listing.path(name)
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except FileNotFoundError:
+        return None, [damaged(path, "is missing", "the file that nanotron's world rank 0 writes", "no file")]
+    except (ValueError, RecursionError) as error:
+        return None, [damaged(path, "is not JSON", "an object", str(error)[:80])]
+    except OSError as error:
+        raise ReadFailed(f"{path}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        return None, [damaged(path, "is not what nanotron writes", "an object", type(content).__name__)]
+    return content, []
+
+
+def _refused(listing: NanotronListing, metadata: Metadata) -> Iterator[Fault]:
+    if metadata.cp > 1:
+        yield Fault(
+            error="UnsupportedLayout", where=listing.path(META), what="was saved with context parallelism: no name of "
+            "a file has the context rank in it, so the ranks of one group wrote one file at the same time",
+            expected="cp 1", found=str(metadata.cp),
+            mend="load it with nanotron at the topology that saved it, and save it with context_parallel_size 1",
+        )  # fmt: skip
+    if metadata.optimizer is not None:
+        size = _said_sizes(metadata.optimizer).get("exp")
+        if size is not None and size != 1:
+            yield experts(listing.path(OPTIMIZER_CONFIG), size)
+
+
+def _said_sizes(optimizer: Mapping[str, object]) -> dict[str, int]:
+    """The sizes of optimizer_config.json, which are text there."""
+    said = optimizer.get("parallelism")
+    keys = {"pp": "pp_size", "tp": "tp_size", "dp": "dp_size", "exp": "expert_parallel_size"}
+    texts = {name: str(said.get(key)) for name, key in keys.items()} if isinstance(said, dict) else {}
+    return {name: int(text) for name, text in texts.items() if text.isdecimal()}
+
+
+def _sizes(listing: NanotronListing, metadata: Metadata) -> Iterator[Fault]:
+    """Sizes that the metadata, the optimizer's configuration and the names of its files say differently."""
+    topology = listing.topology
+    if topology is None:
+        return
+    named = {"pp": topology.pp, "tp": topology.tp, "exp": topology.exp}
+    if topology.dp is not None:
+        named["dp"] = topology.dp
+    said = {META: {"tp": metadata.tp, "dp": metadata.dp}}
+    if metadata.optimizer is not None:
+        said[OPTIMIZER_CONFIG] = _said_sizes(metadata.optimizer)
+        if set(said[OPTIMIZER_CONFIG]) != {"pp", "tp", "dp", "exp"}:
+            yield damaged(listing.path(OPTIMIZER_CONFIG), "has no parallel sizes", "pp, tp, dp and expert", "others")
+        yield from _kind(listing, metadata.optimizer, topology)
+    for name, sizes in said.items():
+        for axis in sorted(set(sizes) & set(named)):
+            if sizes[axis] != named[axis]:
+                yield damaged(
+                    listing.path(name), f"says another {axis} size than the names of the optimizer's files",
+                    str(named[axis]), str(sizes[axis]),
+                )  # fmt: skip
+
+
+def _kind(listing: NanotronListing, optimizer: Mapping[str, object], topology: Topology) -> Iterator[Fault]:
+    kind, cut = optimizer.get("type"), topology.dp is not None
+    if kind not in (ZERO, PLAIN, ACCUMULATING) or (kind == ZERO) != cut:
+        files = "cut over the data-parallel ranks" if cut else "whole for each data-parallel rank"
+        yield damaged(
+            listing.path(OPTIMIZER_CONFIG), f"names another optimizer than its files are of, which are {files}",
+            ZERO if cut else f"{PLAIN} or {ACCUMULATING}", repr(kind),
+        )  # fmt: skip
+
+
+def _config(listing: NanotronListing) -> dict[str, str]:
+    """The scalars of config.yaml, as nanotron's `save_as_yaml` writes them: block style, one a line."""
+    if CONFIG not in listing.nbytes:
+        return {}
+    path = listing.path(CONFIG)
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except OSError as error:
+        raise ReadFailed(f"{path}: cannot be read: {error}") from error
+    except ValueError as error:
+        raise fail(path, "is not text", "YAML", str(error)[:80]) from error
+    return {name: value for _, name, value in scalars(lines)}
+
+
+def scalars(lines: list[str]) -> Iterator[tuple[int, str, str]]:
+    """The line, dotted name and text of each scalar in nested mappings of block-style YAML."""
+    path: list[tuple[int, str]] = []
+    for number, line in enumerate(lines):
+        match = _YAML_LINE.match(line)
+        if match is None:
+            continue
+        indent = len(match["indent"])
+        while path and path[-1][0] >= indent:
+            path.pop()
+        path.append((indent, match["key"]))
+        if match["value"]:
+            yield number, ".".join(key for _, key in path), match["value"]

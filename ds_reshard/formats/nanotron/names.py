@@ -1,0 +1,221 @@
+"""What the files of a nanotron checkpoint are called, and what a listing of them says.
+
+Names from nanotron's serialize/optimizer.py (`optimizer_filename`, `lr_scheduler_filename`), serialize/utils.py
+(`get_path`), serialize/random.py (`save_random_states`) and constants.py, at commit 2411b02; up to checkpoint version
+1.2 there is one `lr_scheduler.pt`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ds_reshard.errors import Fault, damaged
+
+META, OPTIMIZER_CONFIG, CONFIG = "checkpoint_metadata.json", "optimizer/optimizer_config.json", "config.yaml"
+MODEL_CONFIG = "model_config.json"
+OLD_SCHEDULER = "lr_scheduler/lr_scheduler.pt"
+_RANKS = r"pp-(\d+)-of-(\d+)(?:_dp-(\d+)-of-(\d+))?_tp-(\d+)-of-(\d+)_exp-(\d+)-of-(\d+)\.pt"
+_STATE = re.compile(rf"(optimizer|lr_scheduler)/(?:optimizer|lr_scheduler)_{_RANKS}")
+_MODEL = re.compile(
+    r"model/(?P<folder>.+/)?model_(?P<leaf>[^/]+?)"
+    r"(?:_pp-rank-(?P<pp>\d+)-of-(?P<pps>\d+)_tp-rank-(?P<tp>\d+)-of-(?P<tps>\d+)"
+    r"(?:_exp-rank-(?P<exp>\d+)-of-(?P<exps>\d+))?)?\.safetensors"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Rank:
+    """A rank's place in the topology; `dp` is 0 where one file serves all data-parallel ranks."""
+
+    pp: int
+    tp: int
+    dp: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """The sizes that file names say: `dp` is None where optimizer files are not cut over it (ZeRO-0)."""
+
+    pp: int
+    tp: int
+    dp: int | None
+    exp: int
+
+    @property
+    def dp_files(self) -> int:
+        """How many optimizer files there are of each pipeline and tensor rank."""
+        return self.dp or 1
+
+    @property
+    def ranks(self) -> Iterator[Rank]:
+        """The ranks that have files, in the order of their shard numbers."""
+        for pp in range(self.pp):
+            for tp in range(self.tp):
+                for dp in range(self.dp_files):
+                    yield Rank(pp=pp, tp=tp, dp=dp)
+
+    def shard(self, rank: Rank) -> int:
+        """The number of a rank's optimizer file."""
+        return (rank.pp * self.tp + rank.tp) * self.dp_files + rank.dp
+
+
+def state_name(kind: str, topology: Topology, rank: Rank) -> str:
+    """`optimizer_filename` or `lr_scheduler_filename`, below the checkpoint's folder."""
+    dp = f"_dp-{rank.dp}-of-{topology.dp}" if topology.dp is not None else ""
+    ranks = f"pp-{rank.pp}-of-{topology.pp}{dp}_tp-{rank.tp}-of-{topology.tp}_exp-0-of-{topology.exp}"
+    return f"{kind}/{kind}_{ranks}.pt"
+
+
+def weight_name(name: str, shard: tuple[int, int, int, int] | None) -> str:
+    """`get_path` below the checkpoint's folder; `shard` is (pp rank, pp, tp rank, tp) of a sharded parameter."""
+    *folders, leaf = name.split(".")
+    ranks = "_pp-rank-{}-of-{}_tp-rank-{}-of-{}".format(*shard) if shard is not None else ""
+    return "/".join(["model", *folders, f"model_{leaf}{ranks}.safetensors"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NanotronListing:
+    """The files of one checkpoint folder, by their paths below it; sizes in bytes.
+
+    `weights` has of each parameter its files by tensor-parallel rank, None where it is not sharded; `weight_stages` the
+    pipeline rank that wrote a sharded one.
+    """
+
+    folder: str
+    nbytes: Mapping[str, int]
+    optimizer: Mapping[Rank, str] = field(default_factory=dict)
+    schedulers: Mapping[Rank, str] = field(default_factory=dict)
+    weights: Mapping[str, Mapping[int | None, str]] = field(default_factory=dict)
+    weight_stages: Mapping[str, int] = field(default_factory=dict)
+    topology: Topology | None = None
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def tag(self) -> str:
+        """The step, as its folder is called."""
+        return os.path.basename(os.path.abspath(self.folder))
+
+    def path(self, name: str) -> str:
+        return f"{self.folder}/{name}"
+
+
+def is_nanotron(folder: str) -> bool:
+    """Whether the folder is one checkpoint of nanotron, or looks as if it had been one."""
+    if os.path.isfile(f"{folder}/{META}") or os.path.isfile(f"{folder}/{OPTIMIZER_CONFIG}"):
+        return True
+    return os.path.isfile(f"{folder}/{MODEL_CONFIG}") and os.path.isdir(f"{folder}/model")
+
+
+def read_listing(folder: str) -> NanotronListing:
+    """Sort the files of a checkpoint folder; what cannot be read as one checkpoint is a fault."""
+    nbytes = dict(_files(folder))
+    states: dict[str, dict[tuple[int, ...], str]] = {"optimizer": {}, "lr_scheduler": {}}
+    sizes: dict[str, set[tuple[int | None, ...]]] = {"optimizer": set(), "lr_scheduler": set()}
+    weights: dict[str, dict[int | None, str]] = {}
+    homes: dict[str, int] = {}
+    faults: list[Fault] = []
+    for name in sorted(nbytes):
+        if match := _STATE.fullmatch(name):
+            ranks = [int(text) if text is not None else None for text in match.groups()[1:]]
+            sizes[match[1]].add(tuple(ranks[1::2]))
+            states[match[1]][tuple(rank or 0 for rank in ranks[0::2])] = name
+        elif match := _MODEL.fullmatch(name):
+            faults += _add_weight(folder, weights, homes, name, match)
+        if not nbytes[name] and name.endswith((".pt", ".safetensors")):
+            faults.append(damaged(f"{folder}/{name}", "is empty", "a file of torch or safetensors", "0 bytes"))
+    topology, wrong = _topology(folder, states["optimizer"], sizes["optimizer"])
+    schedulers, mixed = _schedulers(folder, states["lr_scheduler"], sizes["lr_scheduler"], nbytes)
+    return NanotronListing(
+        folder=folder, nbytes=nbytes, topology=topology, weights=weights, faults=(*faults, *wrong, *mixed),
+        optimizer=_by_rank(states["optimizer"]), schedulers=schedulers, weight_stages=homes,
+    )  # fmt: skip
+
+
+def _by_rank(states: Mapping[tuple[int, ...], str]) -> dict[Rank, str]:
+    return {Rank(pp=pp, tp=tp, dp=dp): name for (pp, dp, tp, exp), name in states.items() if not exp}
+
+
+def _files(folder: str) -> Iterator[tuple[str, int]]:
+    for at, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(at, name)
+            if os.path.isfile(path):
+                yield os.path.relpath(path, folder), os.path.getsize(path)
+
+
+def _add_weight(
+    folder: str, weights: dict[str, dict[int | None, str]], homes: dict[str, int], name: str, match: re.Match[str]
+) -> Iterator[Fault]:
+    if match["exp"] is not None:
+        yield experts(f"{folder}/{name}", int(match["exps"]))
+        return
+    if ".safetensors" in match["leaf"]:
+        yield Fault(
+            error="UnsupportedLayout", where=f"{folder}/{name}", what="has the doubled name of nanotron in April 2024",
+            mend="rename the files with scripts/fix_checkpoint_bad_naming.py of nanotron",
+        )  # fmt: skip
+        return
+    parameter = (match["folder"] or "").replace("/", ".") + match["leaf"]
+    files = weights.setdefault(parameter, {})
+    at = int(match["tp"]) if match["tp"] is not None else None
+    if match["pp"] is not None:
+        homes[parameter] = int(match["pp"])
+    if at in files or (files and (at is None) != (None in files)):
+        other = next(iter(files.values()))
+        yield damaged(f"{folder}/{name}", "is of another save than a file beside it", "files of one topology", other)
+    files[at] = name
+
+
+def experts(where: str, size: int) -> Fault:
+    """A checkpoint of expert parallelism, of which nanotron's own loader overwrites one expert with another."""
+    return Fault(
+        error="UnsupportedLayout", where=where, what="was saved with expert parallelism",
+        expected="expert_parallel_size 1", found=str(size),
+        mend="load it with nanotron at the topology that saved it; no other is supported for experts",
+    )  # fmt: skip
+
+
+def _topology(
+    folder: str, states: Mapping[tuple[int, ...], str], sizes: set[tuple[int | None, ...]]
+) -> tuple[Topology | None, list[Fault]]:
+    """What the optimizer's file names say, and which of their files are missing."""
+    if not sizes:
+        return None, []
+    if len(sizes) > 1:
+        found = ", ".join("pp {} dp {} tp {} exp {}".format(*size) for size in sorted(sizes, key=str))
+        mend = "move the files of the older save out of the folder"
+        return None, [
+            Fault(
+                error="CheckpointDamaged", where=f"{folder}/optimizer", what="holds the files of several topologies",
+                expected="one", found=found, mend=mend,
+            )
+        ]  # fmt: skip
+    pp, dp, tp, exp = next(iter(sizes))
+    topology = Topology(pp=pp or 0, dp=dp, tp=tp or 0, exp=exp or 0)
+    if topology.exp != 1:
+        return topology, [experts(f"{folder}/optimizer", topology.exp)]
+    held = _by_rank(states)
+    missing = [state_name("optimizer", topology, rank) for rank in topology.ranks if rank not in held]
+    beyond = [name for rank, name in held.items() if rank not in set(topology.ranks)]
+    faults = [damaged(f"{folder}/{name}", "is missing", f"{len(held)} files and this", "no file") for name in missing]
+    return topology, [*faults, *(damaged(f"{folder}/{name}", "is of a rank beyond the size in its name",
+                                         "a rank below it", name) for name in beyond)]  # fmt: skip
+
+
+def _schedulers(
+    folder: str, states: Mapping[tuple[int, ...], str], sizes: set[tuple[int | None, ...]], nbytes: Mapping[str, int]
+) -> tuple[Mapping[Rank, str], list[Fault]]:
+    """The scheduler's files; those of two namings are of two saves."""
+    old = OLD_SCHEDULER in nbytes
+    if len(sizes) + old > 1:
+        fault = Fault(
+            error="CheckpointDamaged", where=f"{folder}/lr_scheduler", what="holds the schedulers of several saves",
+            expected=f"one naming and one topology ({OLD_SCHEDULER} is that of nanotron before November 2024)",
+            found=", ".join(sorted(name for name in nbytes if name.startswith("lr_scheduler/"))[:6]),
+            mend="move the files of the older save out of the folder",
+        )  # fmt: skip
+        return {}, [fault]
+    return ({Rank(pp=0, tp=0, dp=0): OLD_SCHEDULER} if old else _by_rank(states)), []

@@ -1,0 +1,238 @@
+"""A nanotron checkpoint that is to be written, for stock nanotron's own loader at exactly that topology.
+
+The files and their entries are those of `save_weights`, `save_optimizer`, `save_lr_scheduler` and `save_meta` at
+commit 2411b02. `load_optimizer` takes the file of its own rank as it is where tp and pp are those of
+optimizer_config.json, and by the numbers in it, not the names: the order of parameters is that of the module.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ds_reshard.errors import Fault, ReadFailed, raise_faults
+from ds_reshard.formats.nanotron.arrangement import Arrangement, Wanted, arrange, kinds_of, weight_buffer
+from ds_reshard.formats.nanotron.checkpoint import OPTIM, NanotronCheckpoint, shape_of, state_cut
+from ds_reshard.formats.nanotron.metadata import ACCUMULATING, PLAIN, ZERO, scalars
+from ds_reshard.formats.nanotron.names import (
+    CONFIG,
+    META,
+    MODEL_CONFIG,
+    OPTIMIZER_CONFIG,
+    Rank,
+    state_name,
+    weight_name,
+)
+from ds_reshard.formats.nanotron.optimizer_file import MASTER
+from ds_reshard.formats.nanotron.parameters import DATA, Parameter, place
+from ds_reshard.formats.nanotron.scheduler import joined
+from ds_reshard.model.facts import Scalar, ScalarTensor
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
+from ds_reshard.model.records import new_tensor
+from ds_reshard.model.target import Target, TargetFile, Unit
+
+WEIGHTS, TEXTS = "weights", "texts"
+
+
+def nanotron_target(source: NanotronCheckpoint, wanted: Wanted, like: NanotronCheckpoint | None = None) -> Target:
+    """The files of the same state at the topology that is wanted, or that `like` has.
+
+    Raises UnsupportedLayout, with every reason, where the source does not tell how they are arranged.
+    """
+    arrangement = arrange(source, wanted, like)
+    raise_faults(list(_idle(arrangement)), subject=f"converting {source.folder} to nanotron")
+    writing = _Writing(source=source, arrangement=arrangement)
+    placements = {placement.key: placement for placement in writing.placements()}
+    shards = {WEIGHTS: arrangement.topology.tp, OPTIM: len(list(arrangement.topology.ranks)), TEXTS: 1}
+    tag = source.listing.tag
+    return Target(
+        layout=Layout(placements, shards), folder=tag, pointers={"latest.txt": tag}, units=tuple(writing.units()),
+        wants={key: TensorKey(name=key.name, kind=key.kind) for key in placements},
+    )  # fmt: skip
+
+
+def _idle(arrangement: Arrangement) -> Iterator[Fault]:
+    """Ranks that would have no part of any parameter (`NamedOptimizer.load_state_dict`: "Loading empty state dict")."""
+    topology = arrangement.topology
+    for rank in topology.ranks:
+        names = arrangement.stages[rank.pp].names
+        if all(shape_of(arrangement.parameters[name], topology, rank) is None for name in names):
+            yield Fault(
+                error="UnsupportedLayout", where=state_name("optimizer", topology, rank), what="would hold nothing: no "
+                "parameter there has as many elements as there are data-parallel ranks, and nanotron loads no empty "
+                "state", found=f"dp {topology.dp}", mend="a smaller --dp, or --zero-stage 0",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Writing:
+    source: NanotronCheckpoint
+    arrangement: Arrangement
+
+    def placements(self) -> Iterator[Placement]:
+        for parameter in self.arrangement.parameters.values():
+            cuts = {tp: Cut(chunk=max(1, parameter.local_numel(tp)), first=tp) for tp in parameter.files}
+            yield place(parameter, "weight", parameter.dtype, WEIGHTS, weight_buffer(parameter.name), cuts)
+        copies: dict[TensorKey, int] = {}
+        for pp, stage in enumerate(self.arrangement.stages):
+            for name in stage.names:
+                yield from self._states(pp, name, copies)
+
+    def _states(self, pp: int, name: str, copies: dict[TensorKey, int]) -> Iterator[Placement]:
+        """The states in one stage: one copy of a parameter that is cut over the tensor ranks, else one on each."""
+        parameter, topology = self.arrangement.parameters[name], self.arrangement.topology
+        cuts = {tp: self._cut(parameter, Rank(pp=pp, tp=tp, dp=0)) for tp in range(topology.tp)}
+        for kind, dtype in kinds_of(self.source, name).items():
+            for part in [cuts] if parameter.sharded else [{tp: cut} for tp, cut in cuts.items()]:
+                key = TensorKey(name=name, kind=kind)
+                copy = copies[key] = copies.get(key, -1) + 1
+                yield place(parameter, kind, dtype, OPTIM, f"{kind}/{name}", part, copy=copy)
+
+    def _cut(self, parameter: Parameter, rank: Rank) -> Cut:
+        return state_cut(parameter.local_numel(rank.tp), self.arrangement.topology, rank)
+
+    def units(self) -> Iterator[Unit]:
+        topology = self.arrangement.topology
+        yield Unit(family=TEXTS, shard=0, files=tuple(self._texts()))
+        for tp in range(topology.tp):
+            yield Unit(family=WEIGHTS, shard=tp, files=tuple(self._weights(tp)))
+        for rank in topology.ranks:
+            files = [self._optimizer(rank)]
+            if self.source.schedulers and not rank.dp:
+                files.append(self._scheduler(rank))
+            yield Unit(family=OPTIM, shard=topology.shard(rank), files=tuple(files))
+
+    def _weights(self, tp: int) -> Iterator[TargetFile]:
+        topology = self.arrangement.topology
+        for name, parameter in self.arrangement.parameters.items():
+            if tp not in parameter.files:
+                continue
+            said: dict[str, str] = {}
+            shard = None
+            if parameter.sharded:
+                shard = (self.arrangement.homes[name], topology.pp, tp, topology.tp)
+                said = {
+                    "version": self.source.metadata.version, "unsharded_shape": str(parameter.shape),
+                    "local_global_slices_pairs": ";".join(map(str, parameter.pairs[tp])),
+                }  # fmt: skip
+            tree: dict[str, object] = {DATA: parameter.files[tp]}
+            yield TargetFile(
+                name=weight_name(name, shard), tree=partial(dict, tree), container="safetensors", metadata=said
+            )
+
+    def _optimizer(self, rank: Rank) -> TargetFile:
+        held = {name: self._shape(name, rank) for name in self.arrangement.stages[rank.pp].names}
+        data = {
+            f"{kind}/{name}": value.data
+            for name, shape in held.items() if shape is not None
+            for kind, value in self._scalars(name).items() if isinstance(value, ScalarTensor)
+        }  # fmt: skip
+        name = state_name("optimizer", self.arrangement.topology, rank)
+        return TargetFile(name=name, tree=partial(self._optimizer_tree, rank), data=data)
+
+    def _shape(self, name: str, rank: Rank) -> tuple[int, ...] | None:
+        return shape_of(self.arrangement.parameters[name], self.arrangement.topology, rank)
+
+    def _scalars(self, name: str) -> Mapping[str, Scalar]:
+        assert self.source.facts is not None
+        return self.source.facts.scalars.get(name, {})
+
+    def _optimizer_tree(self, rank: Rank) -> dict[str, object]:
+        """What torch.save is given for one rank's file: numbers count the parameters that it has a part of."""
+        names: dict[int, str] = {}
+        state: dict[int, dict[str, object]] = {}
+        groups: list[dict[str, object]] = []
+        masters: dict[str, object] = {}
+        for _, group in self.arrangement.stages[rank.pp].groups:
+            members = []
+            for name in group.members:
+                shape = self._shape(name, rank)
+                if shape is None:
+                    continue
+                number = len(names)
+                names[number] = name
+                members.append(number)
+                state[number] = {
+                    kind: new_tensor(f"{kind}/{name}", value.shape, value.dtype)
+                    if isinstance(value, ScalarTensor) else value
+                    for kind, value in self._scalars(name).items()
+                }  # fmt: skip
+                for kind, dtype in kinds_of(self.source, name).items():
+                    holder, key = (masters, name) if kind == MASTER else (state[number], kind)
+                    holder[key] = new_tensor(f"{kind}/{name}", shape, dtype)
+            groups.append({**group.hyperparameters, "params": members})
+        made: dict[str, object] = {"state": state, "param_groups": groups, "names": names}
+        return {**made, "gradient_accumulator": masters} if self._has_masters else made
+
+    @property
+    def _has_masters(self) -> bool:
+        return any(stage.has_masters for stage in self.source.stages)
+
+    def _scheduler(self, rank: Rank) -> TargetFile:
+        """One for all data-parallel ranks, under ZeRO-1 too.
+
+        The trainer asks for it with the stage's number as `is_zero`, which is not `True` (`lr_scheduler_filename`).
+        """
+        kept = [self.source.schedulers[origin.stage].of_group(origin.number)
+                for origin, _ in self.arrangement.stages[rank.pp].groups]  # fmt: skip
+        name = state_name("lr_scheduler", replace(self.arrangement.topology, dp=None), rank)
+        return TargetFile(name=name, tree=partial(joined, self.source.schedulers[0].counters, kept))
+
+    def _texts(self) -> Iterator[TargetFile]:
+        topology, listing = self.arrangement.topology, self.source.listing
+        meta = {**self.source.metadata.entries, "tp": topology.tp, "dp": self.arrangement.dp}
+        yield _text(META, json.dumps(meta, indent=2, sort_keys=True))
+        yield _text(OPTIMIZER_CONFIG, json.dumps(self._optimizer_config()))
+        if CONFIG in listing.nbytes:
+            yield _text(CONFIG, self._config(_read(listing.path(CONFIG)).decode("utf-8")))
+        kept = [MODEL_CONFIG]
+        if (topology, self.arrangement.dp) == (self.source.topology, self.source.metadata.dp):
+            kept += [name for name in listing.nbytes if name.startswith("random/")]
+        for name in kept:
+            if name in listing.nbytes:
+                yield TargetFile(name=name, tree=partial(_read, listing.path(name)), container="plain")
+
+    def _optimizer_config(self) -> dict[str, object]:
+        """With the offsets of world rank 0's own stage, as nanotron writes them: all as text."""
+        topology = self.arrangement.topology
+        sizes = {"tp_size": topology.tp, "dp_size": self.arrangement.dp, "pp_size": topology.pp,
+                 "expert_parallel_size": topology.exp}  # fmt: skip
+        configs: dict[str, object] = {}
+        if topology.dp is not None:
+            offsets, shapes, first = {}, {}, Rank(pp=0, tp=0, dp=0)
+            for name in self.arrangement.stages[0].names:
+                parameter = self.arrangement.parameters[name]
+                pieces = self._cut(parameter, first).pieces(0, parameter.local_numel(0))
+                offsets[name] = {str(piece.shard): [str(piece.start), str(piece.stop)] for piece in pieces}
+                shapes[name] = [str(size) for size in parameter.local_shape(0)]
+            configs = {"param_name_to_dp_rank_offsets": offsets, "orig_param_shapes": shapes}
+        whole = ACCUMULATING if self._has_masters else PLAIN
+        return {
+            "type": ZERO if topology.dp is not None else whole,
+            "parallelism": {key: str(size) for key, size in sizes.items()}, "configs": configs,
+        }  # fmt: skip
+
+    def _config(self, text: str) -> str:
+        """config.yaml with the sizes of the target, every other line as it was."""
+        topology = self.arrangement.topology
+        changed = {"parallelism.dp": self.arrangement.dp, "parallelism.tp": topology.tp, "parallelism.pp": topology.pp,
+                   "optimizer.zero_stage": int(topology.dp is not None)}  # fmt: skip
+        lines = text.splitlines()
+        for number, name, _ in list(scalars(lines)):
+            if name in changed:
+                lines[number] = f"{lines[number].partition(':')[0]}: {changed[name]}"
+        return "\n".join(lines) + "\n"
+
+
+def _text(name: str, text: str) -> TargetFile:
+    return TargetFile(name=name, tree=partial(text.encode, "utf-8"), container="plain")
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise ReadFailed(f"{path}: cannot be read: {error}") from error

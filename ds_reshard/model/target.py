@@ -1,0 +1,51 @@
+"""A checkpoint that is to be written, of whatever format: a layout, the source of each tensor, a tree for each file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ds_reshard.model.layout import Layout, TensorKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetFile:
+    """One file, of torch or safetensors (`container`), or "plain": bytes. `data` fills buffers that no tensor does.
+
+    `tree` gives what torch.save would be given: storages without a path are buffers, by their key, all others are
+    copied. It is built when it is asked for: a checkpoint may have thousands.
+    `metadata` is the text that safetensors keeps beside its tensors.
+    """
+
+    name: str
+    tree: Callable[[], object]
+    data: Mapping[str, bytes] = field(default_factory=dict)
+    container: str = "torch"
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """The files of one shard of a family, which are written together."""
+
+    family: str
+    shard: int
+    files: tuple[TargetFile, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-{self.shard}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is to be written: `wants` gives the source tensor of each of the layout's.
+
+    `folder` is where the files lie in the output, `pointers` are small files beside it, by name.
+    """
+
+    layout: Layout
+    wants: Mapping[TensorKey, TensorKey]
+    units: Sequence[Unit]
+    folder: str
+    pointers: Mapping[str, str]

@@ -1,0 +1,107 @@
+"""A real checkout of nanotron saves, ds_reshard converts, and stock nanotron loads: `make test-nanotron SRC=path`.
+
+Skipped without NANOTRON_SRC, the folder that holds the package `nanotron`: its requirements (flash_attn, a CUDA
+machine) are not those of this project. The commit that it was last run with is in docs/nanotron.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_reshard.execution.fingerprint import fingerprint_of
+from ds_reshard.operations import convert, fingerprint, verify
+
+SRC = os.environ.get("NANOTRON_SRC", "")
+pytestmark = [
+    pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(1500),
+    pytest.mark.skipif(not SRC, reason="NANOTRON_SRC names no checkout of nanotron: make test-nanotron SRC=path"),
+]  # fmt: skip
+
+Topology = dict[str, int]
+
+
+def of(dp: int = 1, tp: int = 1, pp: int = 1, zero: int = 1, masters: int = 1) -> Topology:
+    return {"dp": dp, "tp": tp, "pp": pp, "zero": zero, "masters": masters}
+
+
+# (saved, loaded): every row of what stock nanotron does alone, and those that it refuses.
+ROWS = [
+    (of(dp=2), of(dp=2)), (of(dp=2), of()), (of(), of(dp=2)), (of(dp=2, zero=0), of(zero=0)),
+    (of(zero=0), of(dp=2, zero=0)), (of(zero=0), of(tp=2, zero=0)), (of(tp=2, zero=0), of(zero=0)),
+    (of(tp=2), of()), (of(tp=2), of(dp=2)), (of(zero=0), of(pp=2, zero=0)), (of(pp=2, zero=0), of(zero=0)),
+    (of(pp=2), of()), (of(zero=0), of(dp=2)), (of(dp=2), of(zero=0)), (of(dp=2, tp=2), of(dp=4)),
+    (of(pp=2, tp=2), of(dp=4)), (of(dp=2, masters=0), of(tp=2, zero=0, masters=0)),
+    (of(pp=2, masters=0), of(masters=0)),
+]  # fmt: skip
+
+
+def label(topology: Topology) -> str:
+    return "_".join(f"{key}{size}" for key, size in topology.items())
+
+
+def run(jobs: list[dict[str, Any]], folder: Path) -> dict[str, list[list[str]]]:
+    """Each job by all its ranks, those of one world size in one set of processes; what each rank found, by path."""
+    found = {}
+    for world in sorted({job["dp"] * job["tp"] * job["pp"] for job in jobs}):
+        mine = [job for job in jobs if job["dp"] * job["tp"] * job["pp"] == world]
+        path = folder / f"{mine[0]['do']}-{world}.json"
+        path.write_text(json.dumps(mine))
+        workers = [
+            subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("nanotron_host.py")), SRC, str(path)],
+                env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)},
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            ) for rank in range(world)
+        ]  # fmt: skip
+        try:
+            errors = [worker.communicate(timeout=600)[1] for worker in workers]
+        finally:
+            for worker in workers:
+                worker.kill()
+        assert [worker.returncode for worker in workers] == [0] * world, errors[0][-3000:]
+        results = json.loads(Path(f"{path}.found").read_text())
+        found |= {job["path"]: result for job, result in zip(mine, results, strict=True)}
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every topology of ROWS as nanotron has saved it, both as sources and as examples of an arrangement."""
+    folder = tmp_path_factory.mktemp("nanotron")
+    topologies = {label(topology): topology for row in ROWS for topology in row}
+    jobs = [{"do": "save", "path": str(folder / name / "3"), **topology} for name, topology in topologies.items()]
+    wrong = {path: ranks for path, ranks in run(jobs, folder).items() if any(ranks)}
+    assert wrong == {}, "nanotron itself does not do what one process does"
+    return folder
+
+
+def test_what_nanotron_saves_is_read_to_the_bit(saved: Path) -> None:
+    """Every tensor of every topology, masters too, is that of one process; and every file is in order."""
+    for place in sorted(path for path in saved.iterdir() if path.is_dir()):
+        expected = {(name, kind): str(fingerprint_of(tensor.contiguous()))
+                    for name, kinds in torch.load(place / "reference.pt").items()
+                    for kind, tensor in kinds.items()}  # fmt: skip
+        found = {(one.name, one.kind): one.fingerprint for one in fingerprint(str(place / "3")).tensors}
+        assert found == expected, place.name
+        assert verify(str(place / "3"), deep=True).faults == (), place.name
+
+
+def test_stock_nanotron_loads_what_was_converted(saved: Path, tmp_path: Path) -> None:
+    """`load_weights`, `load_optimizer` and `load_lr_scheduler`: every rank's state is the reference's, to the bit."""
+    jobs = []
+    for before, after in ROWS:
+        out = tmp_path / f"{label(before)}-to-{label(after)}"
+        like = {"like": str(saved / label(after) / "3")} if after["pp"] > before["pp"] else {}
+        sizes = {"dp": after["dp"], "tp": after["tp"], "pp": after["pp"], "zero_stage": after["zero"]}
+        convert(str(saved / label(before) / "3"), str(out), to="nanotron", **sizes, **like)
+        jobs.append({"do": "load", "path": str(out / "3"), **after})
+    wrong = {path: ranks for path, ranks in run(jobs, tmp_path).items() if any(ranks)}
+    assert wrong == {}
