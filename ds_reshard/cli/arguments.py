@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from ds_reshard.formats.zero.weights_target import DTYPES
 from ds_reshard.operations import FORMATS, Reading
-from ds_reshard.operations.options import refuse_memory
+from ds_reshard.operations.options import THREADS, refuse_memory
 
 
 def count(text: str) -> int:
@@ -44,9 +43,7 @@ def target(arguments: argparse.Namespace) -> Mapping[str, Any]:
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
     """--threads and --memory."""
-    parser.add_argument(
-        "--threads", type=count, metavar="N", default=min(4, os.cpu_count() or 1), help="(default: %(default)s)"
-    )
+    parser.add_argument("--threads", type=count, metavar="N", default=THREADS, help="(default: %(default)s)")
     parser.add_argument(
         "--memory", type=count, metavar="MIB", default=256, help="memory for buffers (default: %(default)s)"
     )

@@ -15,7 +15,7 @@ from ds_reshard.errors import CheckpointDamaged
 _END = struct.Struct("<4sHHHHIIH")
 _END64_LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
-_TAIL_NBYTES = 16 << 10
+_TAIL_NBYTES = 4 << 10
 
 # pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2): how torch.save began before 1.6.
 _LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -35,7 +35,7 @@ class DirectoryPlace:
 def find_directory(file: PositionedFile) -> DirectoryPlace:
     """Where the directory lies, checked to end where its end records begin.
 
-    Reads the last 16 KiB. Raises CheckpointDamaged, naming what the file is when it is no zip file.
+    Reads the last 4 KiB. Raises CheckpointDamaged, naming what the file is when it is no zip file.
     """
     if file.nbytes == 0:
         raise CheckpointDamaged(f"{file.path}: the file is empty: the writer was interrupted, or the disk was full")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from ds_reshard.formats.zero.weights_target import DTYPES, WEIGHTS
 UNIVERSAL = "universal"
 NANOTRON = "nanotron"
 FORMATS = (*ZERO_FORMATS, UNIVERSAL, *WEIGHTS, NANOTRON)
+THREADS = min(4, os.cpu_count() or 1)
 Progress = Callable[[int, int], None]
 """Is told the bytes that are written, or read, so far, and in all."""
 
@@ -56,7 +58,7 @@ class Asked:
 class Options:
     """How a conversion works: `memory_nbytes` bounds its buffers, `shard` is (number, of how many)."""
 
-    threads: int = 4
+    threads: int = THREADS
     memory_nbytes: int = 256 << 20
     shard: tuple[int, int] = (0, 1)
     resume: bool = False
@@ -78,7 +80,7 @@ class Conversion:
 class Reading:
     """How a tool reads that writes nothing: `memory_nbytes` bounds its buffers."""
 
-    threads: int = 4
+    threads: int = THREADS
     memory_nbytes: int = 256 << 20
 
 

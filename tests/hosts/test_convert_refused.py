@@ -54,7 +54,8 @@ def test_settings(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     _refused(source, tmp_path / "out", "'zero4' is no format", "zero1 | zero2", to="zero4")
     _refused(source, tmp_path / "out", "loaded at any size", to="universal", dp=2)
     _refused(source, tmp_path / "out", "--to zero3", to="zero2", sub_group_size=9)
-    _refused(source, tmp_path / "out", "too little for 4 threads", "--memory 4", options=Options(memory_nbytes=1 << 20))
+    little = Options(threads=4, memory_nbytes=1 << 20)
+    _refused(source, tmp_path / "out", "too little for 4 threads", "--memory 4", options=little)
     for words in (["--to", "zero9"], ["--to", "zero1", "--shard", "2/2"], ["--to", "zero1", "--dp", "0"], []):
         with pytest.raises(SystemExit) as ended:
             main(["convert", str(source), str(tmp_path / "out"), *words])

@@ -9,9 +9,9 @@ from math import prod
 from ds_reshard.containers.safetensors_reader import read_header
 from ds_reshard.errors import Fault, ReshardError, damaged, fail, faults_of
 from ds_reshard.formats.nanotron.names import NanotronListing
-from ds_reshard.formats.nanotron.slices import SlicesPair, Tile, check_cover, parse_pairs, parse_shape, tiles_of
+from ds_reshard.formats.nanotron.slices import SlicesPair, Tile, parse_pairs, parse_shape, tiles_of
 from ds_reshard.model.codec import ElementType
-from ds_reshard.model.layout import Cut, Placement, TensorKey
+from ds_reshard.model.layout import Cut, Placement, TensorKey, check_cover
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Box
 
@@ -132,7 +132,7 @@ def _sharded(listing: NanotronListing, name: str, files: Mapping[int, str], tp: 
         raise fail(folder, f"shards of {name} are of several saves", "one shape and type", str(sorted(shapes)))
     shape, _ = next(iter(shapes))
     try:
-        check_cover([tile for held in tiles for tile in held], shape)
+        check_cover([tile.box for held in tiles for tile in held], shape)
     except ValueError as error:
         raise fail(folder, f"shards of {name} do not make up the parameter: {error}", str(list(shape)), "others") \
             from None  # fmt: skip

@@ -109,18 +109,6 @@ def _in_rows(inner: Box, outer: Box, local: Shape) -> Iterator[Tile]:
             yield Tile(box=Box(offset=offset, size=size), element_offset=element_offset)
 
 
-def check_cover(tiles: Sequence[Tile], shape: Shape) -> None:
-    """Raise ValueError unless the boxes of all shards cover the parameter, each element once."""
-    for number, one in enumerate(tiles):
-        for other in tiles[:number]:
-            if all(a < b + t and b < a + s for a, s, b, t in zip(
-                    one.box.offset, one.box.size, other.box.offset, other.box.size, strict=True)):  # fmt: skip
-                raise ValueError(f"two shards hold {one.box}")
-    held = sum(tile.box.numel for tile in tiles)
-    if held != prod(shape):
-        raise ValueError(f"all shards hold {held} of {prod(shape)} elements")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """How a parameter is cut at any tensor-parallel size: along `axis`, inside each of its `chunks`.
