@@ -36,8 +36,9 @@ def read_manifest(path: str) -> Mapping[str, object] | None:
         raise ValueError("it holds no object")
     expected = manifest.pop("crc32", None)
     found = _checksum(manifest)
-    if expected is not None and expected != found:
-        raise ValueError(f"its checksum is {found}, and {expected!r} was written")
+    if expected != found:
+        said = f"{expected!r} was written" if expected is not None else "none was written: its own entry is damaged"
+        raise ValueError(f"its checksum is {found}, and {said}")
     return manifest
 
 
