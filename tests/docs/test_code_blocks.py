@@ -68,7 +68,16 @@ def test_python_compiles(block: Block) -> None:
     compile(block.text, str(block), "exec")
 
 
-@pytest.mark.parametrize("block", [block for block in _of("python") if "run" in block.flags], ids=str)
+def _run_blocks() -> list[object]:
+    """Those that build an engine of DeepSpeed take longer than `make check` may wait."""
+    return [
+        pytest.param(block, id=str(block), marks=[pytest.mark.slow] if "import deepspeed" in block.text else [])
+        for block in _of("python")
+        if "run" in block.flags
+    ]
+
+
+@pytest.mark.parametrize("block", _run_blocks())
 def test_python_runs(block: Block, tmp_path: Path) -> None:
     """A block marked `python run` ends without an error in an empty folder."""
     done = subprocess.run(
