@@ -137,8 +137,6 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> No
     """`ds-reshard --help` lists every subcommand, and each has a help of its own."""
     command = [sys.executable, "-m", "ds_reshard.cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        [sys.executable, "-m", "ds_reshard.cli", "--help"], capture_output=True, text=True, timeout=60
-    )
     assert done.returncode == 0 and all(name in done.stdout for name in COMMANDS), done.stderr
     for name in COMMANDS:
         with pytest.raises(SystemExit) as ended:
