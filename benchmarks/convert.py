@@ -151,7 +151,14 @@ def table(made: dict[str, Any]) -> Table:
     """Medians and spreads of seconds, and of the ratios to `cp` and of `ds_to_universal` within one round."""
     rows = report.empty_table(
         "convert, page cache warm",
-        *("", "", "seconds", "over cp", "over cp, synced", "ds_to_universal over it", "MB written", "memory, MiB"),
+        "",
+        "",
+        "seconds",
+        "over cp",
+        "over cp, synced",
+        "ds_to_universal over it",
+        "MB written",
+        "memory, MiB",
     )
     for case in dict.fromkeys(tuple(sorted(run["case"].items())) for run in made["runs"]):
         here = [run for run in made["runs"] if run["case"] == dict(case)]

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from cases import Model, Run
+from kept_folders import KeptFolders
 
 import ds_reshard
 from ds_reshard.formats.dcp import open_dcp, tensor_key
-from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.operations import fingerprint
-from ds_reshard.testing import FormatSuite, SavedCheckpoint
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -42,21 +41,10 @@ def folders(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-class TestFsdp2(FormatSuite):
+class TestFsdp2(KeptFolders):
     """What every format must say, of folders that 1, 2 and 3 ranks have saved."""
 
-    @pytest.fixture(autouse=True)
-    def _of_size(self, folders: Any, size: int) -> None:
-        self._kept, self._truth = folders(size)
-
-    def make(self, folder: str) -> SavedCheckpoint:
-        shutil.copytree(self._kept, folder, dirs_exist_ok=True)
-
-        def opened() -> Index:
-            checkpoint = open_dcp(folder)
-            return Index(checkpoint.layout, checkpoint)
-
-        return SavedCheckpoint(open=opened, truth=self._truth)
+    opened = staticmethod(open_dcp)
 
 
 def test_fingerprints_are_the_same_all_the_way(worlds: Any, saves: Any, tmp_path: Path) -> None:

@@ -10,14 +10,13 @@ from typing import Any
 
 import fresh
 import pytest
+from kept_folders import KeptFolders
 from test_bad_input import cut
 
 import ds_reshard
 from ds_reshard.formats.fsdp import open_fsdp
-from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.operations import fingerprint
-from ds_reshard.testing import FormatSuite, SavedCheckpoint
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -39,21 +38,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-class TestEasyR1(FormatSuite):
+class TestEasyR1(KeptFolders):
     """What every format must say, of folders that 2 and 3 ranks have saved."""
 
-    @pytest.fixture(autouse=True)
-    def _of_size(self, folders: Any, size: int) -> None:
-        self._kept, self._truth = folders(size)
-
-    def make(self, folder: str) -> SavedCheckpoint:
-        shutil.copytree(self._kept, folder, dirs_exist_ok=True)
-
-        def opened() -> Index:
-            checkpoint = open_fsdp(folder)
-            return Index(checkpoint.layout, checkpoint)
-
-        return SavedCheckpoint(open=opened, truth=self._truth)
+    opened = staticmethod(open_fsdp)
 
 
 def _file(family: str, rank: int, size: int = 2) -> str:
