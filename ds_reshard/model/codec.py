@@ -28,14 +28,9 @@ class ElementType(enum.Enum):
     UINT64 = ("uint64", 8)
     BOOL = ("bool", 1)
 
-    @property
-    def label(self) -> str:
-        return self.value[0]
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return self.value[1]
+    def __init__(self, label: str, itemsize: int) -> None:
+        self.label = label
+        self.itemsize = itemsize
 
     @classmethod
     def named(cls, label: str) -> ElementType:

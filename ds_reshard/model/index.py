@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ds_reshard.errors import Fault, ReshardError, faults_of
 from ds_reshard.model.codec import ElementType
@@ -14,8 +13,7 @@ from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Region, overlap
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Record:
+class Record(NamedTuple):
     """A run of bytes that was checksummed as one: a record of a torch zip file."""
 
     path: str
@@ -24,8 +22,7 @@ class Record:
     crc32: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
+class Extent(NamedTuple):
     """`numel` row-major elements of `dtype` at `byte_offset` of the file, inside `record`."""
 
     record: Record
@@ -54,8 +51,7 @@ def extent_of(tensor: TensorRecord, path: str | None = None, start: int = 0) -> 
     return Extent(record=record, byte_offset=start + tensor.byte_offset, dtype=tensor.dtype, numel=tensor.numel)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fragment:
+class Fragment(NamedTuple):
     """A region of a logical tensor and the bytes that hold it, in shard `shard` of its family."""
 
     key: TensorKey

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.region import Box, Region
@@ -28,8 +29,7 @@ class TensorKey:
         return f"{self.name}[{self.kind}]"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """Elements [start, stop) of a placement's box, at `element_offset` of the buffer of shard `shard`."""
 
     shard: int

@@ -213,4 +213,4 @@ def _sums(note: Mapping[str, object]) -> Iterator[PartialSum]:
     assert isinstance(sums, list)
     for item in sums:
         spans = tuple((start, stop) for start, stop in item["spans"])
-        yield PartialSum(record=Record(**item["record"]), crc32=item["crc32"], spans=spans)
+        yield PartialSum(record=Record(*item["record"]), crc32=item["crc32"], spans=spans)

@@ -22,7 +22,7 @@ from ds_reshard.model.target import Target, TargetFile, Unit
 from ds_reshard.operations.finding import find_listing
 from ds_reshard.operations.options import NANOTRON, UNIVERSAL, Asked
 from ds_reshard.operations.source import Source
-from ds_reshard.planning.match import plan_rank
+from ds_reshard.planning.match import Gaps, plan_rank
 from ds_reshard.planning.plan import Copy, Plan
 
 
@@ -80,6 +80,7 @@ class Units:
         self.wants: dict[str, dict[TensorKey, TensorKey]] = {family: {} for family in target.layout.shards}
         for key, origin in target.wants.items():
             self.wants[target.layout[key].family][key] = origin
+        self._gaps = {family: Gaps(source.index, target.layout, wants) for family, wants in self.wants.items()}
 
     def plan(self, unit: Unit, archives: Sequence[FilePlan]) -> Plan:
         """The copies that fill the storages of a unit's archives; `buffer_of` names each."""
@@ -92,6 +93,7 @@ class Units:
             unit.shard,
             self.wants[unit.family],
             sizes=fresh,
+            gaps=self._gaps[unit.family],
         )
         copied = [_copy(storage) for storage in storages if storage.path and storage.nbytes]
         return Plan(copies=(*plan.copies, *copied), fills=plan.fills, checks=plan.checks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 from ds_reshard.planning.plan import Check, Copy
 
@@ -16,8 +15,7 @@ def cut_copies(copies: Iterable[Copy], chunk_nbytes: int) -> Iterator[Copy]:
             continue
         step = max(1, chunk_nbytes // copy.dtype.itemsize)
         for at in range(0, copy.numel, step):
-            yield replace(
-                copy,
+            yield copy._replace(
                 byte_offset=copy.byte_offset + at * copy.dtype.itemsize,
                 element_offset=copy.element_offset + at,
                 numel=min(step, copy.numel - at),
@@ -28,4 +26,4 @@ def cut_checks(checks: Iterable[Check], chunk_nbytes: int) -> Iterator[Check]:
     """The same checks in pieces of at most `chunk_nbytes` bytes."""
     for check in checks:
         for at in range(0, check.nbytes, chunk_nbytes):
-            yield replace(check, byte_offset=check.byte_offset + at, nbytes=min(chunk_nbytes, check.nbytes - at))
+            yield check._replace(byte_offset=check.byte_offset + at, nbytes=min(chunk_nbytes, check.nbytes - at))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from ds_reshard.planning.plan import Copy
 
@@ -14,7 +13,7 @@ def coalesce(copies: Iterable[Copy]) -> tuple[Copy, ...]:
     for copy in sorted(copies, key=lambda c: (c.record.path, c.byte_offset, c.buffer, c.element_offset)):
         last = joined[-1] if joined else None
         if last is not None and _continues(last, copy):
-            joined[-1] = replace(last, numel=last.numel + copy.numel)
+            joined[-1] = last._replace(numel=last.numel + copy.numel)
         else:
             joined.append(copy)
     return tuple(joined)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
+class Copy(NamedTuple):
     """`numel` elements from a file to a buffer of the rank.
 
     `byte_offset` counts from the start of the file, `element_offset` from the start of the buffer;
@@ -35,8 +35,7 @@ class Copy:
         return self.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fill:
+class Fill(NamedTuple):
     """Elements [element_offset, element_offset + numel) of a buffer that no tensor covers: zeroed."""
 
     buffer: str
@@ -44,8 +43,7 @@ class Fill:
     numel: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class Check(NamedTuple):
     """Bytes that nobody wants, in a record that is otherwise read: read only for the record's checksum."""
 
     record: Record
@@ -74,16 +72,12 @@ class Plan:
         """The plan as plain JSON values."""
 
         def rows(items: Sequence[Copy | Fill | Check]) -> list[dict[str, object]]:
-            return [
-                {k: v.label if isinstance(v, ElementType) else v for k, v in _fields(item).items()} for item in items
-            ]
+            return [{name: _plain(value) for name, value in item._asdict().items()} for item in items]
 
         return {"copies": rows(self.copies), "fills": rows(self.fills), "checks": rows(self.checks)}
 
 
-def _fields(item: Copy | Fill | Check) -> dict[str, object]:
-    fields: dict[str, object] = {}
-    for name in item.__dataclass_fields__:
-        value = getattr(item, name)
-        fields[name] = asdict(value) if isinstance(value, Record) else value
-    return fields
+def _plain(value: object) -> object:
+    if isinstance(value, Record):
+        return value._asdict()
+    return value.label if isinstance(value, ElementType) else value

@@ -44,12 +44,12 @@ class WithoutChecks(Altered):
 
 class Twice(Altered):
     def alter(self, plan):
-        return replace(plan, copies=tuple(c for copy in plan.copies for c in (copy, replace(copy, numel=1))))
+        return replace(plan, copies=tuple(c for copy in plan.copies for c in (copy, copy._replace(numel=1))))
 
 
 class OneFurther(Altered):
     def alter(self, plan):
-        return replace(plan, copies=tuple(replace(c, element_offset=max(0, c.element_offset - 1)) for c in plan.copies))
+        return replace(plan, copies=tuple(c._replace(element_offset=max(0, c.element_offset - 1)) for c in plan.copies))
 
 
 class Greedy(ThreadExecutor):

@@ -397,7 +397,7 @@ def behind(saved):
     class Moved:
         def buffers(self, family, shard):
             return {
-                b: replace(e, byte_offset=e.byte_offset + e.dtype.itemsize)
+                b: e._replace(byte_offset=e.byte_offset + e.dtype.itemsize)
                 for b, e in index.open(family, shard).items()
             }
 
@@ -530,7 +530,7 @@ def test_buffers_that_share_bytes_are_found():
     record = Record(path="f", byte_offset=0, nbytes=100, crc32=None)
     rows = {"a": ("f", 0, 4), "b": ("f", 16, 4), "c": ("f", 28, 2), "d": ("g", 0, 9), "e": ("f", 2, 0)}
     extents = {
-        name: Extent(record=replace(record, path=path), byte_offset=at, dtype=FP32, numel=numel)
+        name: Extent(record=record._replace(path=path), byte_offset=at, dtype=FP32, numel=numel)
         for name, (path, at, numel) in rows.items()
     }
     assert extents_overlap(extents) == [("b", "c")]

@@ -79,8 +79,8 @@ def test_a_plan_that_puts_a_wrong_byte_into_a_tensor_is_seen(case, data):
         moved = data.draw(
             st.one_of(
                 st.none(),
-                st.sampled_from(sources).map(lambda at: replace(copy, byte_offset=at)),
-                st.integers(0, size - copy.numel).map(lambda at: replace(copy, element_offset=at)),
+                st.sampled_from(sources).map(lambda at: copy._replace(byte_offset=at)),
+                st.integers(0, size - copy.numel).map(lambda at: copy._replace(element_offset=at)),
             )
         )
         return copies if moved is None else [*copies, moved]
@@ -115,5 +115,5 @@ def test_bytes_between_two_elements_count_nowhere():
     )  # fmt: skip
     for late, nbytes in ((0, 40), (1, 0), (4, 40)):
         witness = Witness(Index(layout, OneBuffer()), layout, 0, {key: key})
-        witness.saw(replace(copy, byte_offset=copy.byte_offset + late), memoryview(bytearray(range(40))))
+        witness.saw(copy._replace(byte_offset=copy.byte_offset + late), memoryview(bytearray(range(40))))
         assert witness.sums[key].nbytes == nbytes
