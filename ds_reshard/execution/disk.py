@@ -9,10 +9,11 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ds_reshard.errors import Fault, WriteFailed
 
+_VECTORS = 256  # of at least 1024 that Linux takes (IOV_MAX)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -31,6 +32,18 @@ def create(path: str, nbytes: int) -> None:
     """Make a new file of that size, whose bytes are not written yet."""
     with _named(path, "cannot be created"), open(path, "wb") as file:
         file.truncate(nbytes)
+
+
+def write_new(path: str, parts: Sequence[bytes | memoryview]) -> None:
+    """Make a file of these bytes, one part after another."""
+    with _named(path, "cannot be written"), open(path, "wb", buffering=0) as file:
+        left = [memoryview(part) for part in parts if len(part)]
+        while left:
+            done = os.writev(file.fileno(), left[:_VECTORS])
+            while left and done >= len(left[0]):
+                done -= len(left.pop(0))
+            if done:
+                left[0] = left[0][done:]
 
 
 def write_at(path: str, data: bytes | memoryview, byte_offset: int) -> None:
@@ -59,8 +72,7 @@ def sync(path: str) -> None:
 def write_whole(path: str, data: bytes, *, beside: str) -> None:
     """Replace a small file at once: written in the folder `beside`, synced, renamed."""
     part = os.path.join(beside, f"{os.urandom(8).hex()}.part")
-    create(part, 0)
-    write_at(part, data, 0)
+    write_new(part, [data])
     sync(part)
     rename(part, path)
 

@@ -23,7 +23,8 @@ _ZEROS = memoryview(bytes(1 << 20))
 class FileTarget:
     """A run of a file as a flat buffer of elements; bytes are cast, written at their place and checksummed."""
 
-    def __init__(self, record: Record, dtype: ElementType) -> None:
+    def __init__(self, file: ArchiveFile, record: Record, dtype: ElementType) -> None:
+        self._file = file
         self._record = record
         self.dtype = dtype
         self._slices: list[Slice] = []
@@ -48,8 +49,10 @@ class FileTarget:
         at = element_offset * self.dtype.itemsize
         if at < 0 or at + len(data) > self._record.nbytes:
             raise InternalError(f"{self._record.path}: bytes [{at}, {at + len(data)}) of {self._record.nbytes}")
-        disk.write_at(self._record.path, data, self._record.byte_offset + at)
-        self._slices.append(Slice(byte_offset=at, nbytes=len(data), crc32=crc32(data)))
+        part = Slice(byte_offset=at, nbytes=len(data), crc32=crc32(data))
+        if not (part.nbytes == self._record.nbytes and self._file.write_whole(data, part.crc32)):
+            self._file.write(self._record.byte_offset + at, data)
+        self._slices.append(part)
 
     def checksum(self) -> int:
         """The crc32 of all that was written; InternalError unless that is each byte once."""
@@ -73,14 +76,15 @@ class FilePlan(Protocol):
 
 
 class ArchiveFile:
-    """A file being written at `path`: made at once, and `finish`ed when every storage is full."""
+    """A file being written at `path`: made with its first bytes, and `finish`ed when every storage is full."""
 
     def __init__(self, path: str, plan: FilePlan) -> None:
         self.path = path
         self._plan = plan
         self._places = plan.places
         self._targets: dict[str, FileTarget] = {}
-        disk.create(path, plan.nbytes)
+        self._made = False
+        self._crc32: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -90,12 +94,40 @@ class ArchiveFile:
         """The storage of that key, as elements of `dtype`."""
         place = self._places[key]
         record = Record(path=self.path, byte_offset=place.byte_offset, nbytes=place.nbytes, crc32=0)
-        self._targets[key] = FileTarget(record, dtype)
+        self._targets[key] = FileTarget(self, record, dtype)
         return self._targets[key]
 
+    def write(self, byte_offset: int, data: memoryview) -> None:
+        """Write bytes of a storage."""
+        if not self._made:
+            disk.create(self.path, self._plan.nbytes)
+            self._made = True
+        disk.write_at(self.path, data, byte_offset)
+
+    def write_whole(self, data: memoryview, crc: int) -> bool:
+        """Write the file at once where `data` is all of its one storage; whether it did."""
+        if self._made or len(self._places) != 1:
+            return False
+        ((key, place),) = self._places.items()
+        self._write_parts([*self._plan.parts({key: crc}), (place.byte_offset, data)])
+        return True
+
+    def _write_parts(self, parts: Iterable[tuple[int, bytes | memoryview]]) -> None:
+        ordered = [data for _, data in sorted(parts, key=lambda part: part[0])]
+        if sum(map(len, ordered)) != self.nbytes:
+            raise InternalError(f"{self.path}: parts of {sum(map(len, ordered))} bytes, of {self.nbytes}")
+        disk.write_new(self.path, ordered)
+        self._made, self._crc32 = True, 0
+        for data in ordered:
+            self._crc32 = crc32(data, self._crc32)
+
     def finish(self) -> int:
-        """Write headers and directory; the crc32 of the whole file."""
+        """Write headers and directory, where that was not done; the crc32 of the whole file."""
         sums = {key: target.checksum() for key, target in self._targets.items()}
+        if not self._made:
+            self._write_parts(self._plan.parts(sums))
+        if self._crc32 is not None:
+            return self._crc32
         slices = [
             Slice(byte_offset=place.byte_offset, nbytes=place.nbytes, crc32=sums[key])
             for key, place in self._places.items()

@@ -13,9 +13,10 @@ parts are added in any order. docs/fingerprint.md has test vectors, and what the
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from itertools import accumulate
 
 import numpy
 import torch
@@ -49,6 +50,7 @@ def word_factor(j: int) -> int:
     return splitmix64(j) | 1
 
 
+@lru_cache(maxsize=1 << 16)
 def block_factor(b: int) -> int:
     """K(b), the factor of block b."""
     return splitmix64(_FIRST_BLOCK + b) | 1
@@ -75,22 +77,54 @@ class Fingerprints:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[TensorKey, Fingerprint] = {}
+        self._sums: dict[TensorKey, tuple[int, int]] = {}
         self._lock = threading.Lock()
         self._scratch = threading.local()
 
     def __getitem__(self, key: TensorKey) -> Fingerprint:
         """What was added so far; nothing for a key that is not known."""
-        return self._sums.get(key, Fingerprint())
+        value, nbytes = self._sums.get(key, (0, 0))
+        return Fingerprint(value=value, nbytes=nbytes)
 
     def add(self, key: TensorKey, byte_position: int, data: Bytes | torch.Tensor) -> None:
         """Add bytes that begin at `byte_position` of the whole tensor: memory, or a contiguous tensor."""
-        if isinstance(data, torch.Tensor) and data.device.type != "cpu":
-            part = sum_on_device(byte_position, data)
+        if not isinstance(data, torch.Tensor):
+            value, nbytes = self._sum(byte_position, memoryview(data).cast("B"))
+        elif data.device.type == "cpu":
+            value, nbytes = self._sum(byte_position, memory_of(data))
         else:
-            part = self._sum(byte_position, memory_of(data) if isinstance(data, torch.Tensor) else memoryview(data))
+            part = sum_on_device(byte_position, data)
+            value, nbytes = part.value, part.nbytes
         with self._lock:
-            self._sums[key] = self[key] + part
+            before, seen = self._sums.get(key, (0, 0))
+            self._sums[key] = (before + value) & _MASK, seen + nbytes
+
+    def add_all(self, parts: Iterable[tuple[TensorKey, int, memoryview]]) -> None:
+        """Add many parts, each a key, a position and bytes as for `add`; small ones are summed together."""
+        small: list[tuple[TensorKey, int, int, Words]] = []
+        for key, byte_position, data in parts:
+            if len(data) > _BLOCK_NBYTES or byte_position % _WORD_NBYTES or len(data) % _WORD_NBYTES or not data:
+                self.add(key, byte_position, data)
+                continue
+            block, inside = divmod(byte_position // _WORD_NBYTES, BLOCK_WORDS)
+            words, left = _as_words(data), BLOCK_WORDS - inside
+            small.append((key, block, inside, words[:left]))
+            if len(words) > left:
+                small.append((key, block + 1, 0, words[left:]))
+        if small:
+            self._add_small(small)
+
+    def _add_small(self, parts: list[tuple[TensorKey, int, int, Words]]) -> None:
+        """Add words, each run inside one block."""
+        factors = _word_factors()
+        runs = [factors[inside : inside + len(words)] for _, _, inside, words in parts]
+        starts = list(accumulate((len(words) for *_, words in parts[:-1]), initial=0))
+        products = numpy.concatenate([words for *_, words in parts]) * numpy.concatenate(runs)
+        totals = numpy.add.reduceat(products, starts).tolist()
+        with self._lock:
+            for (key, block, _, words), total in zip(parts, totals, strict=True):
+                before, seen = self._sums.get(key, (0, 0))
+                self._sums[key] = (before + block_factor(block) * total) & _MASK, seen + words.nbytes
 
     def add_region(self, key: TensorKey, shape: tuple[int, ...], region: Region, data: torch.Tensor) -> None:
         """Add the elements of `region` of a tensor of that shape; `data` holds them as the region stores them."""
@@ -100,13 +134,11 @@ class Fingerprints:
             part = flat[run.first_offset : run.first_offset + run.numel]
             self.add(key, run.second_offset * flat.element_size(), part)
 
-    def _sum(self, byte_position: int, view: memoryview) -> Fingerprint:
+    def _sum(self, byte_position: int, data: memoryview) -> tuple[int, int]:
+        """The sum over some bytes, not reduced, and their number."""
         if not hasattr(self._scratch, "wide"):
             self._scratch.wide = numpy.empty(_BLOCKS * BLOCK_WORDS, dtype=numpy.int64)
-        total, data = 0, view.cast("B")
-        for at, words in _words(byte_position, data):
-            total += _sum_of_words(at, words, self._scratch.wide)
-        return Fingerprint(value=total & _MASK, nbytes=len(data))
+        return sum(_sum_of_words(*run, self._scratch.wide) for run in _words(byte_position, data)), len(data)
 
 
 class FingerprintTarget:
@@ -134,12 +166,16 @@ def fingerprint_of(data: Bytes | torch.Tensor) -> Fingerprint:
 
 
 Words = numpy.ndarray[tuple[int], numpy.dtype[numpy.int32]]
+_WORD = numpy.dtype("<i4")
 Wide = numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]
 
 
 def _words(byte_position: int, data: memoryview) -> Iterator[tuple[int, Words]]:
     """The bytes as words, each run with the number of its first; what is cut of a word is zero."""
     first, lead = divmod(byte_position, _WORD_NBYTES)
+    if not lead and data and not len(data) % _WORD_NBYTES:
+        yield first, _as_words(data)
+        return
     head = data[: _WORD_NBYTES - lead] if lead else data[:0]
     if head:
         yield first, _as_words(bytes(lead) + bytes(head) + bytes(_WORD_NBYTES - lead - len(head)))
@@ -153,24 +189,23 @@ def _words(byte_position: int, data: memoryview) -> Iterator[tuple[int, Words]]:
 
 
 def _as_words(data: bytes | memoryview) -> Words:
-    return numpy.frombuffer(data, dtype="<i4")
+    return numpy.frombuffer(data, _WORD)
 
 
 def _sum_of_words(first: int, words: Words, wide: Wide) -> int:
     """The sum over words that begin with number `first`; numpy, unlike torch, starts no threads beside the readers."""
+    block, inside = divmod(first, BLOCK_WORDS)
+    if inside + len(words) <= BLOCK_WORDS:
+        return block_factor(block) * int(numpy.dot(words, _word_factors()[inside : inside + len(words)]))
     total, at = 0, 0
     while at < len(words):
         block, inside = divmod(first + at, BLOCK_WORDS)
         part = words[at : at + len(wide) - inside]
         rows = -(-(inside + len(part)) // BLOCK_WORDS)
-        if rows == 1:
-            numpy.copyto(wide[: len(part)], part)
-            sums = [int(numpy.einsum("i,i->", wide[: len(part)], _word_factors()[inside : inside + len(part)]))]
-        else:
-            wide[:inside] = 0
-            numpy.copyto(wide[inside : inside + len(part)], part)
-            wide[inside + len(part) : rows * BLOCK_WORDS] = 0
-            sums = numpy.einsum("ij,j->i", wide[: rows * BLOCK_WORDS].reshape(rows, -1), _word_factors()).tolist()
+        wide[:inside] = 0
+        numpy.copyto(wide[inside : inside + len(part)], part)
+        wide[inside + len(part) : rows * BLOCK_WORDS] = 0
+        sums = numpy.einsum("ij,j->i", wide[: rows * BLOCK_WORDS].reshape(rows, -1), _word_factors()).tolist()
         total += sum(block_factor(block + row) * value for row, value in enumerate(sums))
         at += len(part)
     return total

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ds_reshard.errors import Fault
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Record
-from ds_reshard.planning.plan import Plan
+from ds_reshard.planning.plan import Copy, Plan
+
+Saw = Callable[[Sequence[Copy], Sequence[memoryview]], None]
+"""Takes copies that were read, and the bytes of each."""
 
 
 class Target(Protocol):
@@ -44,6 +47,15 @@ class Outcome:
     bytes_read: int = 0
     read_calls: int = 0
     files_opened: int = 0
+
+    def add(self, other: Outcome) -> None:
+        """Count what another execution has read as well."""
+        for record, slices in other.slices.items():
+            self.slices.setdefault(record, []).extend(slices)
+        self.faults += other.faults
+        self.bytes_read += other.bytes_read
+        self.read_calls += other.read_calls
+        self.files_opened += other.files_opened
 
 
 class Executor(Protocol):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ds_reshard.containers.crc import crc32
 from ds_reshard.errors import Fault
-from ds_reshard.execution.ports import Outcome, Slice, Target
+from ds_reshard.execution.ports import Outcome, Saw, Slice, Target
 from ds_reshard.model.index import Record
 from ds_reshard.planning.budget import cut_checks, cut_copies
 from ds_reshard.planning.plan import Check, Copy, Plan
@@ -33,7 +33,7 @@ class _Batch:
 class ThreadExecutor:
     """Reads with `threads` threads; scratch memory (casts, devices, checks) within `memory_nbytes`.
 
-    `saw` is called with each copy and its bytes as they were read, from the thread that read them.
+    `saw` is called with copies and the bytes of each as they were read, from the thread that read them.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ThreadExecutor:
         threads: int,
         memory_nbytes: int,
         checksum: bool,
-        saw: Callable[[Copy, memoryview], None] | None = None,
+        saw: Saw | None = None,
     ) -> None:
         self.threads = threads
         self.checksum = checksum
@@ -174,9 +174,8 @@ class _Work:
         if self._executor.checksum:
             for view in views:
                 crc = crc32(view, crc)
-        if self._executor.saw is not None:
-            for copy, view in zip(batch.copies, views, strict=False):
-                self._executor.saw(copy, view)
+        if self._executor.saw is not None and batch.copies:
+            self._executor.saw(batch.copies, views)
         for copy, view in staged:
             self._targets[copy.buffer].store(copy.element_offset, view, copy.dtype)
         with self._lock:

@@ -8,10 +8,10 @@ changes some, makes the two differ.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -19,13 +19,12 @@ from ds_reshard.execution.buffers import torch_dtype
 from ds_reshard.execution.fingerprint import Fingerprints
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, Placement, TensorKey
-from ds_reshard.model.region import Box, Region, overlap
+from ds_reshard.model.region import Box, Region, Run, overlap
 from ds_reshard.planning.match import wanted_pieces
 from ds_reshard.planning.plan import Copy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Span:
+class _Span(NamedTuple):
     """Bytes [start, stop) of a file: elements of `key` from number `element` on.
 
     They are wanted among `room` elements of a buffer, from number `element_offset` on.
@@ -74,19 +73,25 @@ class Witness:
                 found.setdefault((path, placement.buffer), []).append(span)
         self._spans = {place: _Spans(spans) for place, spans in found.items()}
 
-    def saw(self, copy: Copy, data: memoryview) -> None:
-        """Count the bytes of one copy, as they were read."""
+    def saw(self, copies: Sequence[Copy], views: Sequence[memoryview]) -> None:
+        """Count the bytes of copies, as they were read."""
+        found = (part for copy, data in zip(copies, views, strict=True) for part in self._parts(copy, data))
+        self.sums.add_all(found)
+
+    def _parts(self, copy: Copy, data: memoryview) -> Iterator[tuple[TensorKey, int, memoryview]]:
+        """The tensors that a copy holds bytes of, with their position in the tensor and themselves."""
         spans = self._spans.get((copy.path, copy.buffer))
-        stop, itemsize = copy.byte_offset + copy.nbytes, copy.dtype.itemsize
-        for span in spans.over(copy.byte_offset, stop) if spans is not None else ():
-            first, last = max(span.start, copy.byte_offset), min(span.stop, stop)
-            if (first - span.start) % itemsize or (first - copy.byte_offset) % itemsize:
+        begin, itemsize = copy.byte_offset, copy.dtype.itemsize
+        stop = begin + copy.numel * itemsize
+        for span in spans.over(begin, stop) if spans is not None else ():
+            first, last = max(span.start, begin), min(span.stop, stop)
+            if (first - span.start) % itemsize or (first - begin) % itemsize:
                 continue  # between two elements of the tensor: nothing that it holds
-            if not span.holds(copy.element_offset + (first - copy.byte_offset) // itemsize):
+            if not span.holds(copy.element_offset + (first - begin) // itemsize):
                 continue
-            part = data[first - copy.byte_offset : last - copy.byte_offset]
+            part = data[first - begin : last - begin]
             position = (span.element + (first - span.start) // itemsize) * copy.target_dtype.itemsize
-            self.sums.add(span.key, position, part if copy.dtype is copy.target_dtype else _cast(copy, part))
+            yield span.key, position, part if copy.dtype is copy.target_dtype else _cast(copy, part)
 
 
 def held(layout: Layout, rank: int, buffers: Mapping[str, torch.Tensor]) -> Fingerprints:
@@ -107,18 +112,21 @@ def _source_spans(
 ) -> Iterator[tuple[str, _Span]]:
     """Where the files hold elements of `wanted`, a region of the target `key` at `wanted_offset` of its buffer."""
     whole = Region(box=Box.whole(origin.shape), start=0, stop=prod(origin.shape))
-    for shard, region, element_offset in source.pieces(origin, wanted):
-        extent = source.open(origin.family, shard).get(origin.buffer)
+    room = wanted.numel
+    for part, piece in source.pieces(origin, wanted):
+        extent = source.open(origin.family, piece.shard).get(origin.buffer)
         if extent is None:
             continue
-        for run in overlap(region, whole):
-            start = extent.byte_offset + (element_offset + run.first_offset) * extent.dtype.itemsize
-            stop = start + run.numel * extent.dtype.itemsize
-            yield extent.path, _Span(
-                start=start, stop=stop, key=key, element=run.second_offset, element_offset=wanted_offset,
-                room=wanted.numel,
-            )  # fmt: skip
+        if part.box == whole.box:
+            runs: Iterable[Run] = (Run(0, piece.start, piece.stop - piece.start),)
+        else:
+            runs = overlap(part.region(piece), whole)
+        itemsize = extent.dtype.itemsize
+        for first, element, numel in runs:
+            start = extent.byte_offset + (piece.element_offset + first) * itemsize
+            yield extent.path, _Span(start, start + numel * itemsize, key, element, wanted_offset, room)
 
 
-def _cast(copy: Copy, data: memoryview) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=torch_dtype(copy.dtype)).to(torch_dtype(copy.target_dtype))
+def _cast(copy: Copy, data: memoryview) -> memoryview:
+    cast = torch.frombuffer(data, dtype=torch_dtype(copy.dtype)).to(torch_dtype(copy.target_dtype))
+    return cast.view(torch.uint8).numpy().data

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from ds_reshard.errors import Fault, ReshardError, faults_of
 from ds_reshard.model.codec import ElementType
-from ds_reshard.model.layout import Layout, Placement, TensorKey
+from ds_reshard.model.layout import Layout, Piece, Placement, TensorKey
 from ds_reshard.model.records import TensorRecord
-from ds_reshard.model.region import Region, overlap
+from ds_reshard.model.region import Region, Run, overlap
 
 
 class Record(NamedTuple):
@@ -52,11 +52,9 @@ def extent_of(tensor: TensorRecord, path: str | None = None, start: int = 0) -> 
 
 
 class Fragment(NamedTuple):
-    """A region of a logical tensor and the bytes that hold it, in shard `shard` of its family."""
+    """The bytes that hold some elements of a logical tensor, in shard `shard` of its family."""
 
-    key: TensorKey
     shard: int
-    region: Region
     extent: Extent
 
 
@@ -88,6 +86,8 @@ class Index:
     def open(self, family: str, shard: int) -> Mapping[str, Extent]:
         """The buffers of a shard, opened on first use; empty when the shard is faulty."""
         at = (family, shard)
+        if at in self._opened:
+            return self._opened[at]
         with self._opening:
             if at not in self._opened:
                 try:
@@ -119,39 +119,24 @@ class Index:
         """The (family, shard) pairs opened so far."""
         return tuple(self._opened)
 
-    def pieces(self, placement: Placement, wanted: Region) -> Iterator[tuple[int, Region, int]]:
-        """The (shard, region, element offset in the shard's buffer) that together cover `wanted`."""
+    def pieces(self, placement: Placement, wanted: Region) -> Iterator[tuple[Placement, Piece]]:
+        """The pieces that together cover `wanted`, each with the part of the placement that it is of."""
         for part in placement.parts:
-            same_box = part.box == wanted.box
-            start, stop = (wanted.start, wanted.stop) if same_box else (0, part.numel)
+            start, stop = (wanted.start, wanted.stop) if part.box == wanted.box else (0, part.numel)
             for piece in part.cut.pieces(start, stop):
-                yield piece.shard, part.region(piece), piece.element_offset
+                yield part, piece
 
     def locate(self, key: TensorKey, wanted: Region) -> Iterator[tuple[int, Fragment]]:
         """The fragments that hold elements of `wanted`, each with its first element's offset in `wanted`."""
         placement = self.layout[key]
-        for shard, region, element_offset in self.pieces(placement, wanted):
-            runs = list(overlap(wanted, region))
-            extent = self._extent(placement, shard) if runs else None
+        for part, piece in self.pieces(placement, wanted):
+            if part.box is wanted.box or part.box == wanted.box:
+                runs: Iterable[Run] = (Run(piece.start - wanted.start, 0, piece.stop - piece.start),)
+            else:
+                runs = list(overlap(wanted, part.region(piece)))
+            extent = self._extent(placement, piece.shard) if runs else None
             if extent is None:
                 continue
-            for run in runs:
-                offset = element_offset + run.second_offset
-                yield (
-                    run.first_offset,
-                    Fragment(
-                        key=key,
-                        shard=shard,
-                        region=Region(
-                            box=region.box,
-                            start=region.start + run.second_offset,
-                            stop=region.start + run.second_offset + run.numel,
-                        ),
-                        extent=Extent(
-                            record=extent.record,
-                            byte_offset=extent.byte_offset + offset * extent.dtype.itemsize,
-                            dtype=extent.dtype,
-                            numel=run.numel,
-                        ),
-                    ),
-                )
+            for at, inside, numel in runs:
+                byte_offset = extent.byte_offset + (piece.element_offset + inside) * extent.dtype.itemsize
+                yield at, Fragment(piece.shard, Extent(extent.record, byte_offset, extent.dtype, numel))

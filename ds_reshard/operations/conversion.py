@@ -13,7 +13,7 @@ from ds_reshard.execution import disk
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.files import ArchiveFile, FileTarget
 from ds_reshard.execution.fingerprint import Fingerprint
-from ds_reshard.execution.threads import ThreadExecutor
+from ds_reshard.execution.staging import StagingExecutor
 from ds_reshard.execution.witness import Witness
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Record
@@ -145,15 +145,14 @@ class _Work:
                 targets[buffer].store(0, memoryview(data), targets[buffer].dtype)
         witness = Witness(self._source.index, self._target.layout, unit.shard, self._units.wants[unit.family])
 
-        def saw(copy: Copy, data: memoryview) -> None:
+        def saw(copies: Sequence[Copy], views: Sequence[memoryview]) -> None:
             if self._stopping.is_set():
                 raise _Stopped
-            witness.saw(copy, data)
+            witness.saw(copies, views)
 
-        executor = ThreadExecutor(
-            threads=self._options.threads // at_once, memory_nbytes=self._options.memory_nbytes // at_once,
-            checksum=True, saw=saw,
-        )  # fmt: skip
+        executor = StagingExecutor(
+            threads=self._options.threads // at_once, memory_nbytes=self._options.memory_nbytes // at_once, saw=saw
+        )
         outcome = executor.execute(self._units.plan(unit, archives), targets)
         raise_faults(outcome.faults, subject=subject)
         pending, faults = settle(partial_sums(outcome))

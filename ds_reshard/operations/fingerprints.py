@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
+from ds_reshard.execution.ports import Saw
 from ds_reshard.formats.dcp import is_dcp, open_dcp
 from ds_reshard.formats.fsdp import is_fsdp, open_fsdp
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
@@ -137,14 +138,14 @@ def _read(opened: _Opened, planned: _Planned, reading: Reading, progress: Progre
     )  # fmt: skip
 
 
-def _told_of(progress: Progress, total: int) -> Callable[[Copy, memoryview], None]:
+def _told_of(progress: Progress, total: int) -> Saw:
     """What tells `progress` how much was read."""
     lock, done = threading.Lock(), 0
 
-    def saw(copy: Copy, data: memoryview) -> None:
+    def saw(copies: Sequence[Copy], views: Sequence[memoryview]) -> None:
         nonlocal done
         with lock:
-            done += copy.nbytes
+            done += sum(copy.nbytes for copy in copies)
             progress(done, total)
 
     return saw

@@ -26,8 +26,9 @@ def plan_rank(
 
     `wants` maps each target tensor to the source tensor that it is read from; a source tensor serves
     one target tensor. `sizes` gives the elements of each fresh buffer of this rank: what no tensor covers
-    there is zeroed. `gaps` is kept between the plans of several ranks for the same wants. Shards are opened through `source`, whose `faults` the caller looks at afterwards. Cost is
-    linear in the tensors of the shards that this rank touches.
+    there is zeroed. `gaps` is kept between the plans of several ranks for the same wants. Shards are opened through
+    `source`, whose `faults` the caller looks at afterwards. Cost is linear in the tensors of the shards that this rank
+    touches.
     """
     copies: list[Copy] = []
     covered: dict[str, list[tuple[int, int]]] = {buffer: [] for buffer in sizes}
@@ -38,13 +39,14 @@ def plan_rank(
         if placement.buffer in covered:
             covered[placement.buffer].append((piece.element_offset, piece.stop - piece.start))
         for at, fragment in source.locate(source_key, placement.region(piece)):
-            touched.setdefault(fragment.extent.record, set()).add((family, fragment.shard))
+            record, byte_offset, dtype, numel = fragment.extent
+            touched.setdefault(record, set()).add((family, fragment.shard))
             copies.append(
                 Copy(
-                    record=fragment.extent.record,
-                    byte_offset=fragment.extent.byte_offset,
-                    numel=fragment.extent.numel,
-                    dtype=fragment.extent.dtype,
+                    record=record,
+                    byte_offset=byte_offset,
+                    numel=numel,
+                    dtype=dtype,
                     buffer=placement.buffer,
                     element_offset=piece.element_offset + at,
                     target_dtype=placement.dtype,

@@ -26,7 +26,7 @@ from ds_reshard.errors import ReshardError
 from ds_reshard.execution import disk
 from ds_reshard.operations import Options, convert
 
-CALLS = ("create", "write_at", "sync", "rename", "make_folder", "remove")
+CALLS = ("write_new", "create", "write_at", "sync", "rename", "make_folder", "remove")
 KINDS = ("kill", "ENOSPC", "EIO", "EACCES")
 
 

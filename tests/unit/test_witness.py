@@ -115,5 +115,5 @@ def test_bytes_between_two_elements_count_nowhere():
     )  # fmt: skip
     for late, nbytes in ((0, 40), (1, 0), (4, 40)):
         witness = Witness(Index(layout, OneBuffer()), layout, 0, {key: key})
-        witness.saw(copy._replace(byte_offset=copy.byte_offset + late), memoryview(bytearray(range(40))))
+        witness.saw([copy._replace(byte_offset=copy.byte_offset + late)], [memoryview(bytearray(range(40)))])
         assert witness.sums[key].nbytes == nbytes
