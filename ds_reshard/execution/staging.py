@@ -18,12 +18,16 @@ from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.codec import ElementType
 from ds_reshard.planning.plan import Copy, Plan
 
-_WINDOW_NBYTES = 16 << 20
+_WINDOW_NBYTES = 8 << 20
+_LARGE_NBYTES = 256 << 10
 _ALIGNMENT = 16
 
 
 class StagingExecutor:
-    """Fills files window by window: as much of them as half of `memory_nbytes` holds, read by a ThreadExecutor."""
+    """Fills files window by window: as much of them as half of `memory_nbytes` holds, read by a ThreadExecutor.
+
+    Where the pieces are large on an average they are written as they are read, from memory that is still in cache.
+    """
 
     def __init__(self, *, threads: int, memory_nbytes: int, saw: Saw) -> None:
         self._window_nbytes = max(4096, min(_WINDOW_NBYTES, memory_nbytes // 2))
@@ -31,6 +35,8 @@ class StagingExecutor:
 
     def execute(self, plan: Plan, targets: Mapping[str, FileTarget]) -> Outcome:
         """Carry out the plan, or what comes before the first window with a fault."""
+        if plan.nbytes >= len(plan.copies) * _LARGE_NBYTES:
+            return self._inner.execute(plan, targets)
         outcome = self._inner.execute(Plan(copies=(), fills=plan.fills, checks=plan.checks), targets)
         memory = memoryview(bytearray(self._window_nbytes))
         for copies in _windows(plan.copies, self._window_nbytes):
