@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType, TracebackType
 
 from ds_reshard.containers.crc import crc32
@@ -36,18 +36,21 @@ class TorchArchive:
     """An open archive; close it, or use it with `with`.
 
     `root` is the folder that holds every member; `members` are by their name below it; `nbytes` is the
-    file's size, and `bytes_read` how many of them were read so far.
+    file's size, and `bytes_read` how many of them were read so far. Of a part of a file, offsets count from the
+    beginning of the file.
     """
 
     def __init__(self, path: str, limits: ArchiveLimits, part: tuple[int, int] | None = None) -> None:
         self.path = path
         self._limits = limits
         self._file = PositionedFile(path, part)
+        self._start = part[0] if part is not None else 0
         try:
             root, members = read_members(self._file, limits.directory_nbytes)
             self.root = root
-            self.members: Mapping[str, ArchiveMember] = MappingProxyType(members)
-            self._calls = TensorCalls(path, members)
+            placed = {name: replace(one, byte_offset=self._start + one.byte_offset) for name, one in members.items()}
+            self.members: Mapping[str, ArchiveMember] = MappingProxyType(placed)
+            self._calls = TensorCalls(path, placed)
             self._check_kind()
         except BaseException:
             self._file.close()
@@ -81,7 +84,7 @@ class TorchArchive:
     def read(self, name: str) -> bytes:
         """All bytes of member `name`, checked; raises ChecksumMismatch, CheckpointDamaged or ReadFailed."""
         member = self._member(name)
-        data = self._file.read(member.byte_offset, member.nbytes)
+        data = self._file.read(member.byte_offset - self._start, member.nbytes)
         self._check(f"member {name!r}", data, member.crc32)
         return data
 
@@ -99,7 +102,7 @@ class TorchArchive:
                 f"{self.path}: storage {storage.key!r}: a tensor of shape {tensor.shape} and stride {tensor.stride} "
                 "is not contiguous; save it with .contiguous()"
             )
-        data = self._file.read(tensor.byte_offset, tensor.nbytes)
+        data = self._file.read(tensor.byte_offset - self._start, tensor.nbytes)
         if tensor.nbytes == storage.nbytes:
             self._check(f"storage {storage.key!r}", data, storage.crc32)
         return data
@@ -159,7 +162,7 @@ def open_archive(
 ) -> TorchArchive:
     """Open a file of torch.save; for a shard of a gigabyte this reads kilobytes.
 
-    `part` is the offset and number of bytes of an archive inside a file, from whose beginning offsets then count.
+    `part` is the offset and number of bytes of an archive inside a file.
 
     Reads the zip directory, the members' headers and two words. Raises CheckpointNotFound, ReadFailed,
     UnsupportedLayout (TorchScript, big-endian, a version of tomorrow) or CheckpointDamaged when the file is

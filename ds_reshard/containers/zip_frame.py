@@ -39,9 +39,12 @@ class _Entry:
     comment_nbytes: int
 
 
-def frame_faults(path: str) -> Iterator[Fault]:
-    """What is wrong between the members of an archive that can be opened: bytes that nobody would have written so."""
-    file = PositionedFile(path)
+def frame_faults(path: str, part: tuple[int, int] | None = None) -> Iterator[Fault]:
+    """What is wrong between the members of an archive that can be opened: bytes that nobody would have written so.
+
+    `part` is the offset and number of bytes of an archive inside a file.
+    """
+    file = PositionedFile(path, part)
     try:
         place = find_directory(file)
         entries = list(_entries(path, file.read(place.byte_offset, place.nbytes), place.entries))

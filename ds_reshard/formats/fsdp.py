@@ -15,10 +15,12 @@ from math import prod
 from ds_reshard.containers.revive_names import find_hostile
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed, raise_faults
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, chunked
 from ds_reshard.model.records import ObjectRecord, TensorRecord
 from ds_reshard.model.region import Box
+from ds_reshard.model.saved import SavedFile, SavedListing
 
 MODEL, OPTIM = "model", "optim"
 _NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,9})_rank_(\d{1,9})\.pt")
@@ -53,28 +55,52 @@ class FsdpCheckpoint:
     """A folder; a family is "model" or "optim", a shard one rank's file. `first` is what rank 0's files hold."""
 
     folder: str
-    size: int
+    ranks: int
     layout: Layout
+    facts: OptimizerFacts | None
+    objects: Mapping[tuple[object, ...], object]
     first: Mapping[str, Mapping[TensorKey, Held]]
     notes: tuple[str, ...]
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
         """The tensors of one rank's file, by the text of their keys, each checked against rank 0's."""
-        path = _path(self.folder, family, self.size, shard)
+        path = _path(self.folder, family, self.ranks, shard)
         expected = self.first[family]
-        held, _ = _read(path, family)
+        held = _read(path, family).tensors
         faults = [
             _damaged(path, f"{key} is in one of its file and rank 0's alone", "the same tensors", "others")
             for key in sorted(held.keys() ^ expected.keys())
         ]
         for key in held.keys() & expected.keys():
-            faults += _differs(path, key, held[key], expected[key], shard, self.size, same=family == OPTIM)
+            faults += _differs(path, key, held[key], expected[key], shard, self.ranks, same=family == OPTIM)
         raise_faults(faults, subject=f"checkpoint {self.folder}")
         return {str(key): extent_of(one.local) for key, one in held.items()}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """One rank's file: its tensors, what is not among them, and its param groups."""
+
+    tensors: dict[TensorKey, Held]
+    notes: tuple[str, ...] = ()
+    groups: tuple[GroupFacts, ...] = ()
+
+
 def is_fsdp(folder: str) -> bool:
     return any(match["family"] == MODEL for match in _files(folder))
+
+
+def list_fsdp(folder: str) -> SavedListing:
+    """The files of such a folder."""
+    roles = {MODEL: "model", OPTIM: "optimizer"}
+    files = {}
+    for name in sorted(os.listdir(folder)):
+        path, match = os.path.join(folder, name), _NAME.fullmatch(name)
+        if os.path.isfile(path):
+            role = roles.get(match[1], "other") if match is not None else "other"
+            files[name] = SavedFile(nbytes=os.path.getsize(path), role=role)
+    tag = os.path.basename(os.path.abspath(folder))
+    return SavedListing(format="files of FSDP ranks", writer="EasyR1 or verl", folder=folder, tag=tag, files=files)
 
 
 def open_fsdp(folder: str) -> FsdpCheckpoint:
@@ -96,16 +122,37 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
     faults = list(_missing(folder, files, size))
     raise_faults(faults, subject=f"checkpoint {folder}")
     families = sorted({match["family"] for match in files})
-    first: dict[str, Mapping[TensorKey, Held]] = {}
-    notes: list[str] = []
-    for family in families:
-        first[family], note = _read(_path(folder, family, size, 0), family)
-        notes += note
+    read = {family: _read(_path(folder, family, size, 0), family) for family in families}
+    shapes = {key.name: held.shape for key, held in read[MODEL].tensors.items()}
+    states = read[OPTIM].tensors if OPTIM in read else {}
+    single = {key: held for key, held in states.items() if _is_single(key, held, shapes)}
     placements = {
-        key: _placement(key, held, family, size) for family, tensors in first.items() for key, held in tensors.items()
-    }
-    layout = Layout(placements, dict.fromkeys(families, size))
-    return FsdpCheckpoint(folder=folder, size=size, layout=layout, first=first, notes=tuple(notes))
+        key: _placement(key, held, family, size) for family, file in read.items() for key, held in file.tensors.items()
+        if key not in single
+    }  # fmt: skip
+    facts = None
+    if states:
+        scalars = _scalars(_path(folder, OPTIM, size, 0), single)
+        facts = OptimizerFacts(groups=read[OPTIM].groups, scalars=scalars)
+    return FsdpCheckpoint(
+        folder=folder, ranks=size, layout=Layout(placements, dict.fromkeys(families, size)), facts=facts, objects={},
+        first={family: file.tensors for family, file in read.items()},
+        notes=tuple(note for file in read.values() for note in file.notes),
+    )  # fmt: skip
+
+
+def _is_single(key: TensorKey, held: Held, shapes: Mapping[str, Shape]) -> bool:
+    """Whether a state is one value of its parameter."""
+    return held.shape == () and (key.kind == "step" or shapes.get(key.name, ()) != ())
+
+
+def _scalars(path: str, single: Mapping[TensorKey, Held]) -> dict[str, dict[str, Scalar]]:
+    found: dict[str, dict[str, Scalar]] = {}
+    with open_archive(path) as archive:
+        for key, held in single.items():
+            data = archive.tensor_bytes(held.local)
+            found.setdefault(key.name, {})[key.kind] = ScalarTensor(dtype=held.local.dtype, shape=(), data=data)
+    return found
 
 
 def _files(folder: str) -> list[dict[str, str]]:
@@ -142,8 +189,7 @@ def _placement(key: TensorKey, held: Held, family: str, size: int) -> Placement:
     )  # fmt: skip
 
 
-def _read(path: str, family: str) -> tuple[dict[TensorKey, Held], list[str]]:
-    """The tensors of one file, and what is not among them."""
+def _read(path: str, family: str) -> _File:
     with open_archive(path) as archive:
         top = archive.load()
     raise_faults(list(find_hostile(top, path)), subject="reading a checkpoint")
@@ -153,7 +199,8 @@ def _read(path: str, family: str) -> tuple[dict[TensorKey, Held], list[str]]:
                      subject="reading a checkpoint")  # fmt: skip
         raise AssertionError
     if family == OPTIM and any(isinstance(name, int) for name in tree):
-        return {}, ["the optimizer's files name no parameter (verl saves optimizer.state_dict()): left out"]
+        note = "the optimizer's files name no parameter (verl saves optimizer.state_dict()): left out"
+        return _File(tensors={}, notes=(note,))
     named = (
         ((str(name), str(kind), value) for name, states in tree.items() if isinstance(states, dict)
          for kind, value in states.items())
@@ -165,7 +212,18 @@ def _read(path: str, family: str) -> tuple[dict[TensorKey, Held], list[str]]:
         held = _held(path, name, value)
         if held is not None:
             found[TensorKey(name=name, kind=kind)] = held
-    return found, []
+    groups = top.get("param_groups") if isinstance(top, dict) and family == OPTIM else None
+    return _File(tensors=found, groups=tuple(_groups(groups if isinstance(groups, list) else [])))
+
+
+def _groups(groups: list[object]) -> Iterator[GroupFacts]:
+    for group in groups:
+        if isinstance(group, dict):
+            members = group.get("params")
+            yield GroupFacts(
+                members=tuple(map(str, members)) if isinstance(members, list | tuple) else (),
+                hyperparameters={str(name): value for name, value in group.items() if name != "params"},
+            )
 
 
 def _held(path: str, name: str, value: object) -> Held | None:

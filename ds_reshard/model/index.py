@@ -39,16 +39,13 @@ class Extent(NamedTuple):
         return self.numel * self.dtype.itemsize
 
 
-def extent_of(tensor: TensorRecord, path: str | None = None, start: int = 0) -> Extent:
-    """A row-major tensor's bytes, and the record of an archive that they are part of.
-
-    Of an archive inside the file `path`, `start` is where it begins: its own offsets count from there.
-    """
+def extent_of(tensor: TensorRecord) -> Extent:
+    """A row-major tensor's bytes, and the record of an archive that they are part of."""
     storage = tensor.storage
     record = Record(
-        path=path or storage.path, byte_offset=start + storage.byte_offset, nbytes=storage.nbytes, crc32=storage.crc32
-    )
-    return Extent(record=record, byte_offset=start + tensor.byte_offset, dtype=tensor.dtype, numel=tensor.numel)
+        path=storage.path, byte_offset=storage.byte_offset, nbytes=storage.nbytes, crc32=storage.crc32
+    )  # fmt: skip
+    return Extent(record=record, byte_offset=tensor.byte_offset, dtype=tensor.dtype, numel=tensor.numel)
 
 
 class Fragment(NamedTuple):

@@ -10,7 +10,10 @@ from ds_reshard.errors import Fault
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """A file of the checkpoint; `role` is "model", "optimizer", "unused" (of an older, wider save) or "other"."""
+    """A file of the checkpoint.
+
+    `role` is "model", "optimizer", "shards" (of both), "unused" (of an older, wider save) or "other".
+    """
 
     name: str
     nbytes: int

@@ -20,10 +20,12 @@ from ds_reshard.model.conversion_plan import ConversionPlan
 from ds_reshard.model.difference import Difference
 from ds_reshard.model.fingerprints import Fingerprinted
 from ds_reshard.model.inspection import Inspection
+from ds_reshard.model.saved import SavedListing
 from ds_reshard.model.verification import Verification
 from ds_reshard.operations.finding import find_listing, find_zero
 from ds_reshard.operations.fingerprints import fingerprint
 from ds_reshard.operations.foresight import plan_listing
+from ds_reshard.operations.inspection import describe_saved
 from ds_reshard.operations.options import FORMATS, Asked, Conversion, Options, Progress, Reading
 from ds_reshard.resume import coming, megatron_coming
 from ds_reshard.resume.coming import ComingRun
@@ -51,6 +53,8 @@ def inspect(path: str, *, tag: str | None = None) -> Inspection:
     if isinstance(listing, NanotronListing):
         opening = survey_nanotron(listing)
         return describe_nanotron(listing, opening, tag=listing.tag, bytes_read=_since(before))
+    if isinstance(listing, SavedListing):
+        return describe_saved(listing, bytes_read=lambda: _since(before))
     found = survey(listing)
     return describe_survey(found, tag=listing.tag, bytes_read=_since(before))
 

@@ -45,15 +45,21 @@ def list_files(folder: str) -> list[str]:
     return sorted(found)
 
 
-def open_file(folder: str, name: str) -> CheckedFile:
-    """Read an archive's directory and headers; what is wrong with them is in the file's `faults`."""
+def open_file(folder: str, name: str, archives: Sequence[tuple[int, int]] | None = None) -> CheckedFile:
+    """Read an archive's directory and headers; what is wrong with them is in the file's `faults`.
+
+    `archives` are the offsets and sizes of those that lie in one file, None where the file is one or none.
+    """
     path = f"{folder}/{name}"
     try:
         file = CheckedFile(name=name, path=path, nbytes=os.path.getsize(path))
         with open(path, "rb") as opened:
             archive_like = opened.read(4) == _ARCHIVE_MAGIC or name.endswith(".pt")
-        if archive_like:
-            _open_members(file)
+        if archives is not None:
+            for part in archives:
+                _open_members(file, part)
+        elif archive_like:
+            _open_members(file, None)
     except ReshardError as error:
         file.faults += faults_of(error)
     except OSError as error:
@@ -68,12 +74,12 @@ def open_file(folder: str, name: str) -> CheckedFile:
     return file
 
 
-def _open_members(file: CheckedFile) -> None:
-    with open_archive(file.path) as archive:
+def _open_members(file: CheckedFile, part: tuple[int, int] | None) -> None:
+    with open_archive(file.path, part=part) as archive:
         for name, member in archive.members.items():
             record = Record(path=file.path, byte_offset=member.byte_offset, nbytes=member.nbytes, crc32=member.crc32)
             file.members[record] = name
-    file.faults += frame_faults(file.path)
+    file.faults += frame_faults(file.path, part)
 
 
 def _run(path: str, byte_offset: int, nbytes: int) -> Record:

@@ -53,7 +53,8 @@ def compare_listings(a: Found, b: Found, *, reading: Reading, progress: Progress
 class _Pairs:
     """Which tensor of B each of A is compared with; `other` are those that cannot be, or are equal without reading.
 
-    A weight that a side keeps as its master alone (ZeRO 3) is not compared.
+    A weight that a side keeps as its master alone (ZeRO 3) is not compared, and neither is one whose master is the
+    weight of the other side (FSDP): that is compared with the master.
     """
 
     def __init__(self, a: Source, b: Source) -> None:
@@ -70,6 +71,8 @@ class _Pairs:
         found = [_key_in(side, key) for side in self._sides]
         if any(at is None and side.unstored(key) for side, at in zip(self._sides, found, strict=True)):
             return
+        if key.kind == "weight" and self._by_master(key):
+            return
         placements = [
             side.index.layout[at] if at is not None else None for side, at in zip(self._sides, found, strict=True)
         ]
@@ -85,6 +88,11 @@ class _Pairs:
         else:
             self.compared[key] = (found[0], found[1])
 
+    def _by_master(self, key: TensorKey) -> bool:
+        """Whether one side's weight is the other's master."""
+        masters = {side.master(key.name) for side in self._sides}
+        return len(masters) == 2 and masters == {key, TensorKey(name=key.name, kind="fp32")}
+
     def _tell(self, key: TensorKey, state: str, a: Placement | None, b: Placement | None) -> None:
         self.other.append(
             TensorDifference(name=key.name, kind=key.kind, state=state, a=_described(a), b=_described(b))
@@ -92,9 +100,13 @@ class _Pairs:
 
 
 def _key_in(source: Source, key: TensorKey) -> TensorKey | None:
-    """The tensor of that name, or that of the parameter which it is tied to and which alone was kept."""
+    """The tensor of that name, or that of the parameter which it is tied to and which alone was kept.
+
+    Of FSDP, the weight of a parameter for its master.
+    """
     owner = TensorKey(name=source.shared.get(key.name, key.name), kind=key.kind)
-    return next((known for known in (key, owner) if known in source.index.layout), None)
+    known = next((known for known in (key, owner) if known in source.index.layout), None)
+    return source.master(key.name) if known is None and key.kind == "fp32" else known
 
 
 def _values(a: Source, b: Source) -> Iterator[ValueDifference]:
@@ -109,6 +121,11 @@ def _values(a: Source, b: Source) -> Iterator[ValueDifference]:
             counters = [side.schedulers[0].counters if side.schedulers else {} for side in (a.nanotron, b.nanotron)]
             yield from differences("lr_scheduler", counters[0], counters[1])
             yield from compare_scalars(a.nanotron.rates, b.nanotron.rates)
+            yield from compare_groups(a.facts.groups, b.facts.groups)
+        if a.saved is not None and b.saved is not None:
+            named = [{".".join(map(str, path)): value for path, value in side.objects.items()}
+                     for side in (a.saved, b.saved)]  # fmt: skip
+            yield from differences("", named[0], named[1])
             yield from compare_groups(a.facts.groups, b.facts.groups)
         yield from compare_scalars(a.facts.scalars, b.facts.scalars)
 
@@ -143,7 +160,7 @@ def _strided(a: Source, b: Source) -> Iterator[ValueDifference]:
 
 
 def _notes(a: Source, b: Source) -> Iterator[str]:
-    if (a.zero is None) != (b.zero is None):
+    if (a.zero is None, a.saved is None) != (b.zero is None, b.saved is None):
         yield "of checkpoints of two frameworks hyper-parameters and counters other than the step are not compared"
     for name, side in (("A", a), ("B", b)):
         if side.zero is not None:

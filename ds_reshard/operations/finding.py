@@ -9,7 +9,8 @@ from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed, ReshardErro
 from ds_reshard.formats.nanotron.names import NanotronListing, is_nanotron
 from ds_reshard.formats.nanotron.names import read_listing as read_nanotron
 from ds_reshard.formats.zero.names import Listing, read_listing
-from ds_reshard.operations.source import Found
+from ds_reshard.model.saved import SavedListing
+from ds_reshard.operations.source import Found, list_saved
 
 _LATEST_NBYTES = 4096
 _LATEST_NANOTRON = "latest.txt"  # trainer.py of nanotron
@@ -18,7 +19,8 @@ _LATEST_NANOTRON = "latest.txt"  # trainer.py of nanotron
 def find_listing(path: str, tag: str | None) -> Found:
     """The files of the checkpoint in `path`: of `tag`, else of the folder itself, else of the tag `latest` names.
 
-    The tags of nanotron are its steps, of which `latest.txt` names the last.
+    The tags of nanotron are its steps, of which `latest.txt` names the last. Folders of torch.distributed.checkpoint,
+    of accelerate's sharded FSDP, and of EasyR1 and verl are checkpoints themselves, or tags of the folder above.
 
     Raises CheckpointNotFound where there is none, and ReadFailed where a folder cannot be listed.
     """
@@ -32,6 +34,9 @@ def find_listing(path: str, tag: str | None) -> Found:
     folder = _nanotron_folder(path, tag)
     if folder is not None:
         return read_nanotron(folder)
+    saved = list_saved(path if tag is None else os.path.join(path, tag))
+    if saved is not None:
+        return saved
     if tag is None:
         listing = _list(path)
         if listing.model or listing.optim or listing.faults:
@@ -49,9 +54,10 @@ def find_listing(path: str, tag: str | None) -> Found:
 def find_zero(path: str, tag: str | None, *, tool: str) -> Listing:
     """As `find_listing`, for a tool that knows DeepSpeed's checkpoints alone."""
     found = find_listing(path, tag)
-    if isinstance(found, NanotronListing):
+    if isinstance(found, NanotronListing | SavedListing):
         mend = "give it a checkpoint of DeepSpeed or Megatron-LM"
-        fault = Fault(error="UnsupportedLayout", where=found.folder, what=f"{tool} does not read nanotron", mend=mend)
+        name = found.format if isinstance(found, SavedListing) else "nanotron"
+        fault = Fault(error="UnsupportedLayout", where=found.folder, what=f"{tool} does not read {name}", mend=mend)
         raise UnsupportedLayout(f"{fault.line()}; {mend}", [fault])
     return found
 
@@ -109,7 +115,8 @@ def _list(folder: str) -> Listing:
 def _no_checkpoint(path: str, what: str) -> CheckpointNotFound:
     folders = [entry for entry in os.scandir(path) if entry.is_dir()]
     listings = {entry.name: _list(entry.path) for entry in folders}
-    tags = sorted(e.name for e in folders if listings[e.name].model or listings[e.name].optim or is_nanotron(e.path))
+    tags = sorted(e.name for e in folders if listings[e.name].model or listings[e.name].optim or is_nanotron(e.path)
+                  or list_saved(e.path) is not None)  # fmt: skip
     if not tags:
         return _not_found(path, what, "give the folder that was given to save_checkpoint")
     return _not_found(path, what, f"name one of the tags that are there: --tag {' | '.join(tags[:12])}")

@@ -9,14 +9,9 @@ from dataclasses import dataclass
 
 from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
 from ds_reshard.execution.ports import Saw
-from ds_reshard.formats.dcp import is_dcp, open_dcp
-from ds_reshard.formats.fsdp import is_fsdp, open_fsdp
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import whole
 from ds_reshard.model.fingerprints import Fingerprinted, TensorFingerprint
-from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, TensorKey
-from ds_reshard.model.records import TensorRecord
 from ds_reshard.operations.finding import find_listing
 from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.source import Source
@@ -39,56 +34,25 @@ def fingerprint(
 ) -> Fingerprinted:
     """The fingerprint of every logical tensor of the checkpoint in `path`; docs/fingerprint.md defines it.
 
-    `path` and `tag` as for `inspect`, or a folder of torch.distributed.checkpoint or of EasyR1. Reads each byte once
-    and checks it against the checksum in its file, in memory of `reading.memory_nbytes`, and 2 MiB a thread. A tensor
-    of a file that does not pass has none, and the faults say why. Needs torch.
+    `path` and `tag` as for `inspect`. Reads each byte once and checks it against the checksum in its file, in memory of
+    `reading.memory_nbytes`, and 2 MiB a thread. A tensor of a file that does not pass has none, and the faults say why.
+    Needs torch.
 
     Raises CheckpointNotFound, and what a load raises for files that are missing, of several saves or not as their
     format says.
     """
-    opened = _opened(os.fspath(path), tag)
-    return _read(opened, _planned(opened), reading or Reading(), progress)
+    source = Source(find_listing(os.fspath(path), tag), states=False)
+    return _read(source, _planned(source), reading or Reading(), progress)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Opened:
-    """A checkpoint of any format: its logical tensors, those that are in no layout, and what is not among them."""
-
-    folder: str
-    index: Index
-    strided: tuple[tuple[str, TensorRecord], ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def layout(self) -> Layout:
-        return self.index.layout
-
-
-def _opened(path: str, tag: str | None) -> _Opened:
-    if tag is None and is_dcp(path):
-        saved = open_dcp(path)
-        return _Opened(folder=path, index=Index(saved.layout, saved))
-    if tag is None and is_fsdp(path):
-        files = open_fsdp(path)
-        index = Index(files.layout, files)
-        for family, count in files.layout.shards.items():
-            for shard in range(count):
-                index.open(family, shard)
-        raise_faults(index.faults, subject=f"checkpoint {path}")
-        return _Opened(folder=path, index=index, notes=files.notes)
-    source = Source(find_listing(path, tag), states=False)
-    notes = tuple(_notes(source.zero)) if source.zero is not None else ()
-    return _Opened(folder=source.folder, index=source.index, strided=tuple(source.strided().items()), notes=notes)
-
-
-def _planned(opened: _Opened) -> _Planned:
+def _planned(source: Source) -> _Planned:
     """Every tensor whole into a buffer of its own."""
-    index = opened.index
+    index = source.index
     wanted: dict[TensorKey, TensorKey] = {}
     same: dict[TensorKey, TensorKey] = {}
     first: dict[object, TensorKey] = {}
     placements = {}
-    for key, placement in opened.layout.placements.items():
+    for key, placement in source.layout.placements.items():
         lies = index.open(placement.family, 0)[placement.buffer] if placement.replicated else key
         owner = first.setdefault((lies, placement.shape), key)
         if owner != key:
@@ -97,17 +61,17 @@ def _planned(opened: _Opened) -> _Planned:
         wanted[key] = key
         placements[key] = whole(key.name, key.kind, placement.shape, placement.dtype, family=_FILE, buffer=str(key))
     plan = plan_rank(index, Layout(placements, {_FILE: 1}), 0, wanted, sizes={})
-    raise_faults(index.faults, subject=f"checkpoint {opened.folder}")
+    raise_faults(index.faults, subject=f"checkpoint {source.folder}")
     return _Planned(plan=plan, same=same)
 
 
-def _read(opened: _Opened, planned: _Planned, reading: Reading, progress: Progress | None) -> Fingerprinted:
+def _read(source: Source, planned: _Planned, reading: Reading, progress: Progress | None) -> Fingerprinted:
     from ds_reshard.execution.checksums import verify
     from ds_reshard.execution.fingerprint import Fingerprints, FingerprintTarget, fingerprint_of
     from ds_reshard.execution.threads import ThreadExecutor
     from ds_reshard.execution.whole import read_tensor
 
-    layout, sums = opened.layout, Fingerprints()
+    layout, sums = source.layout, Fingerprints()
     targets = {str(key): FingerprintTarget(sums, key) for key in layout.placements if key not in planned.same}
     told = _told_of(progress, planned.plan.nbytes) if progress is not None else None
     executor = ThreadExecutor(threads=reading.threads, memory_nbytes=reading.memory_nbytes, checksum=True, saw=told)
@@ -117,13 +81,13 @@ def _read(opened: _Opened, planned: _Planned, reading: Reading, progress: Progre
     unsure = {copy.buffer for copy in planned.plan.copies if copy.path in damaged}
     unread = [key for key in layout.placements if key not in planned.same and str(key) not in unsure
               and sums[key].nbytes != layout[key].numel * layout[key].dtype.itemsize]  # fmt: skip
-    raise_faults(map(_incomplete, unread), subject=f"checkpoint {opened.folder}")
+    raise_faults(map(_incomplete, unread), subject=f"checkpoint {source.folder}")
     found: list[TensorFingerprint] = []
     for key, placement in layout.placements.items():
         owner = planned.same.get(key, key)
         shown = str(sums[owner]) if str(owner) not in unsure else None
         found.append(_told(key, placement.dtype.label, placement.shape, shown))
-    for name, record in opened.strided:
+    for name, record in source.strided().items():
         key = TensorKey(name=name, kind="weight")
         try:
             shown = str(fingerprint_of(read_tensor(record).contiguous()))
@@ -133,8 +97,8 @@ def _read(opened: _Opened, planned: _Planned, reading: Reading, progress: Progre
         found.append(_told(key, record.dtype.label, record.shape, shown))
     bare = sum(record.crc32 is None for record in outcome.slices)
     return Fingerprinted(
-        folder=opened.folder, tensors=tuple(sorted(found, key=lambda one: (one.name, one.kind))),
-        notes=(*opened.notes, *_unverified(bare)), faults=tuple(faults), bytes_read=outcome.bytes_read,
+        folder=source.folder, tensors=tuple(sorted(found, key=lambda one: (one.name, one.kind))),
+        notes=(*source.notes, *_unverified(bare)), faults=tuple(faults), bytes_read=outcome.bytes_read,
     )  # fmt: skip
 
 
@@ -158,16 +122,6 @@ def _told(key: TensorKey, dtype: str, shape: tuple[int, ...], fingerprint: str |
 def _incomplete(key: TensorKey) -> Fault:
     mend = "report this with the checkpoint's `ds-reshard inspect` output"
     return Fault(error="InternalError", where=str(key), what="not all of its bytes were read, or some twice", mend=mend)
-
-
-def _notes(checkpoint: ZeroCheckpoint) -> Iterable[str]:
-    if checkpoint.stage == 0:
-        yield "a ZeRO 0 checkpoint names no tensor of its optimizer: weights and buffers only"
-    if checkpoint.listing.partitioned_model and checkpoint.model.buffer_names and checkpoint.dp > 1:
-        yield "each rank of ZeRO 3 saves buffers of its own: those of the first rank are shown"
-    for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim else ()):
-        for kind, shape in partition.unfollowed.items():
-            yield f"{kind} of flat buffer {number} ({shape}) is not cut as the parameters are: left out"
 
 
 def _unverified(bare: int) -> Iterable[str]:

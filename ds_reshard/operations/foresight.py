@@ -27,7 +27,7 @@ def plan_listing(listing: Found, *, asked: Asked, reading: Reading, bandwidth: f
         widest = max(widest, cast)
     chunk = ThreadExecutor(threads=reading.threads, memory_nbytes=reading.memory_nbytes, checksum=True).chunk_nbytes
     files = source.files
-    names = dict.fromkeys((*source.shards, *sorted({name for plan in plans for name in plan.reads})))
+    names = dict.fromkeys((*source.shard_names, *sorted({name for plan in plans for name in plan.reads})))
     return ConversionPlan(
         folder=listing.folder, to=asked.to, dp=source.dp if asked.dp is None else asked.dp, units=tuple(plans),
         bandwidth=bandwidth, sources={name: files[name] for name in names},

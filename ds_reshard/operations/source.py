@@ -1,10 +1,13 @@
-"""A checkpoint that is opened whole, for tools that read all of it."""
+"""A checkpoint of any format, opened for a tool: its index, its facts, and what its format alone has."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, ReadFailed, raise_faults
+from ds_reshard.formats.dcp.checkpoint import is_dcp, list_dcp, open_dcp
+from ds_reshard.formats.fsdp import is_fsdp, list_fsdp, open_fsdp
 from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
 from ds_reshard.formats.nanotron.checkpoint import open_checkpoint as open_nanotron
 from ds_reshard.formats.nanotron.names import NanotronListing
@@ -13,54 +16,124 @@ from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.shards import ZeroShards
+from ds_reshard.model.codec import ElementType
 from ds_reshard.model.facts import OptimizerFacts
 from ds_reshard.model.index import Index
-from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.saved import SavedListing, SavedState
 
-Found = Listing | NanotronListing
+Found = Listing | NanotronListing | SavedListing
 """The files of one checkpoint, of the format that their names are of."""
 
 
-class Source:
-    """Every shard is opened and compared with the others; no tensor's bytes are read but of small replicas.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedFormat:
+    """A format whose checkpoints are folders that tell of themselves: how one is known, listed and opened."""
 
-    `zero` or `nanotron` is the checkpoint, by its format. `states=False` passes over scalar states of a ZeRO
-    checkpoint other than the step, which an optimizer may keep per rank. Raises what a load raises for files that are
-    missing, damaged or of several saves.
+    known: Callable[[str], bool]
+    files: Callable[[str], SavedListing]
+    open: Callable[[str], SavedState]
+
+
+SAVED_FORMATS = (
+    SavedFormat(known=is_dcp, files=list_dcp, open=open_dcp),
+    SavedFormat(known=is_fsdp, files=list_fsdp, open=open_fsdp),
+)
+
+
+def list_saved(folder: str) -> SavedListing | None:
+    """The files of a folder of one of `SAVED_FORMATS`, None where it is of none; raises ReadFailed."""
+    try:
+        return next((one.files(folder) for one in SAVED_FORMATS if one.known(folder)), None)
+    except OSError as error:
+        raise ReadFailed(f"{folder}: cannot be listed: {error}") from error
+
+
+def open_saved(folder: str) -> SavedState:
+    """The checkpoint in a folder of one of `SAVED_FORMATS`; raises what its format raises."""
+    return next(one.open(folder) for one in SAVED_FORMATS if one.known(folder))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """The shards of a source, opened when they are wanted; `compare` tells which of the opened are of other saves."""
+
+    index: Index
+    compare: Callable[[], Sequence[Fault]]
+
+
+class Source:
+    """One of `zero`, `nanotron` and `saved` is the checkpoint, by its format.
+
+    `states=False` passes over scalar states of a ZeRO checkpoint other than the step, which an optimizer may keep per
+    rank. Every shard is opened and compared with the others, no tensor's bytes are read but of small replicas; with
+    `whole=False` none is opened: `shards` gives them. Raises what a load raises for files that are missing, damaged or
+    of several saves.
     """
 
-    def __init__(self, found: Found, *, states: bool = True) -> None:
+    def __init__(self, found: Found, *, states: bool = True, whole: bool = True) -> None:
         self.folder = found.folder
+        self.found = found
+        self._states = states
         self.zero: ZeroCheckpoint | None = None
         self.nanotron: NanotronCheckpoint | None = None
-        mixed = self._open_nanotron(found) if isinstance(found, NanotronListing) else self._open_zero(found, states)
-        raise_faults([*self.index.faults, *mixed], subject=f"checkpoint {found.folder}")
+        self.saved: SavedState | None = None
+        if isinstance(found, NanotronListing):
+            self.nanotron = open_nanotron(found)
+        elif isinstance(found, SavedListing):
+            self.saved = open_saved(found.folder)
+        else:
+            self.zero = open_checkpoint(found, optimizer=True)
+        shards = self.shards()
+        self.index = shards.index
+        if whole:
+            _open_all(self.index)
+            raise_faults([*self.index.faults, *shards.compare()], subject=f"checkpoint {found.folder}")
 
-    def _open_zero(self, listing: Listing, states: bool) -> list[Fault]:
-        self.zero = open_checkpoint(listing, optimizer=True)
-        shards = ZeroShards(checkpoint=self.zero)
-        self.index = _opened(Index(self.zero.layout, shards))
-        mixed = compare_signatures(shards.signatures, listing.folder, states=states)
-        return [*mixed, *compare_prints(shards.prints, listing.folder)]
+    @property
+    def _opened(self) -> ZeroCheckpoint | NanotronCheckpoint | SavedState:
+        opened = self.zero or self.nanotron or self.saved
+        assert opened is not None
+        return opened
 
-    def _open_nanotron(self, listing: NanotronListing) -> list[Fault]:
-        self.nanotron = open_nanotron(listing)
-        shards = NanotronShards(checkpoint=self.nanotron)
-        self.index = _opened(Index(self.nanotron.layout, shards))
-        return [] if self.index.faults else list(shards.compare())
+    def shards(self) -> Shards:
+        """The shards, none of them opened yet."""
+        if self.zero is not None:
+            return self._zero_shards(self.zero)
+        if self.nanotron is not None:
+            pieces = NanotronShards(checkpoint=self.nanotron)
+            index = Index(self.layout, pieces)
+            return Shards(index=index, compare=lambda: [] if index.faults else list(pieces.compare()))
+        assert self.saved is not None
+        return Shards(index=Index(self.layout, self.saved), compare=list)
+
+    def _zero_shards(self, checkpoint: ZeroCheckpoint) -> Shards:
+        pieces = ZeroShards(checkpoint=checkpoint)
+
+        def compare() -> list[Fault]:
+            mixed = compare_signatures(pieces.signatures, self.folder, states=self._states)
+            return [*mixed, *compare_prints(pieces.prints, self.folder)]
+
+        return Shards(index=Index(self.layout, pieces), compare=compare)
+
+    @property
+    def layout(self) -> Layout:
+        return self._opened.layout
 
     @property
     def facts(self) -> OptimizerFacts | None:
-        return self.zero.facts if self.zero is not None else self.nanotron.facts if self.nanotron is not None else None
+        return self._opened.facts
 
     @property
     def dp(self) -> int:
-        """The data-parallel size of the saving run."""
-        return self.zero.dp if self.zero is not None else self.nanotron.metadata.dp if self.nanotron is not None else 1
+        """The data-parallel size of the saving run; where no file tells, 1."""
+        if self.zero is not None:
+            return self.zero.dp
+        return self.nanotron.metadata.dp if self.nanotron is not None else (self.saved and self.saved.ranks) or 1
 
     @property
-    def shards(self) -> list[str]:
+    def shard_names(self) -> list[str]:
         """The names of a ZeRO checkpoint's shards, in the order of their ranks."""
         if self.zero is None:
             return []
@@ -70,12 +143,19 @@ class Source:
     @property
     def files(self) -> Mapping[str, int]:
         """The files that a conversion may read, by their paths below the folder; in bytes."""
-        if self.nanotron is not None:
-            return self.nanotron.listing.nbytes
-        assert self.zero is not None
+        if self.zero is None:
+            return self.found.nbytes
         listing, universal = self.zero.listing, self.zero.universal
-        names = (*self.shards, *(universal.nbytes if universal is not None else ()))
+        names = (*self.shard_names, *(universal.nbytes if universal is not None else ()))
         return {name: listing.nbytes[name] for name in names}
+
+    @property
+    def notes(self) -> Iterator[str]:
+        """What is in no layout, or stands for more than it is."""
+        if self.saved is not None:
+            yield from self.saved.notes
+        elif self.zero is not None:
+            yield from _zero_notes(self.zero)
 
     @property
     def shared(self) -> Mapping[str, str]:
@@ -92,14 +172,35 @@ class Source:
         return {name: tensor for name, tensor in module.items() if tensor.numel and not tensor.contiguous}
 
     def unstored(self, key: TensorKey) -> bool:
-        """Whether a weight is kept as its master alone (ZeRO 3)."""
-        if self.zero is None or key.kind != "weight" or not self.zero.listing.partitioned_model:
+        """Whether a weight is kept as its master alone: by ZeRO 3, and by FSDP."""
+        if key.kind != "weight":
+            return False
+        if self.saved is not None:
+            return self.master(key.name) is not None
+        if self.zero is None or not self.zero.listing.partitioned_model:
             return False
         return self.shared.get(key.name, key.name) in self.zero.model.trainable
 
+    def master(self, name: str) -> TensorKey | None:
+        """The tensor that holds a parameter's fp32 master, None where there is none: of FSDP, the weight itself."""
+        for kind in ("fp32", "weight") if self.saved is not None else ("fp32",):
+            key = TensorKey(name=name, kind=kind)
+            if key in self.layout and self.layout[key].dtype is ElementType.FLOAT32:
+                return key
+        return None
 
-def _opened(index: Index) -> Index:
+
+def _open_all(index: Index) -> None:
     for family in {placement.family for placement in index.layout.placements.values()}:
         for shard in range(index.layout.shards[family]):
             index.open(family, shard)
-    return index
+
+
+def _zero_notes(checkpoint: ZeroCheckpoint) -> Iterator[str]:
+    if checkpoint.stage == 0:
+        yield "a ZeRO 0 checkpoint names no tensor of its optimizer: weights and buffers only"
+    if checkpoint.listing.partitioned_model and checkpoint.model.buffer_names and checkpoint.dp > 1:
+        yield "each rank of ZeRO 3 saves buffers of its own: those of the first rank are shown"
+    for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim else ()):
+        for kind, shape in partition.unfollowed.items():
+            yield f"{kind} of flat buffer {number} ({shape}) is not cut as the parameters are: left out"

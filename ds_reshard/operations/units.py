@@ -30,6 +30,12 @@ def target_of(source: Source, asked: Asked) -> Target:
     """What is to be written. Raises UnsupportedLayout for what the format cannot hold."""
     if source.nanotron is not None or asked.to == NANOTRON:
         return _nanotron(source, asked)
+    if source.zero is None:
+        fault = Fault(
+            error="UnsupportedLayout", where=source.folder, what="is not converted: DeepSpeed's checkpoints are, and "
+            "nanotron's to nanotron", found=f"--to {asked.to}", mend="load it with torch.distributed.checkpoint",
+        )  # fmt: skip
+        raise_faults([fault], subject="converting")
     checkpoint = source.zero
     assert checkpoint is not None
     if asked.to in WEIGHTS:

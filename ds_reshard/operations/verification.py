@@ -15,6 +15,7 @@ from ds_reshard.formats.nanotron.names import NanotronListing
 from ds_reshard.formats.zero.survey import Survey, survey
 from ds_reshard.model.facts import canonical, describe
 from ds_reshard.model.index import Record
+from ds_reshard.model.saved import SavedListing
 from ds_reshard.model.verification import Verification
 from ds_reshard.operations.archives import CheckedFile, list_files, open_file, read_records
 from ds_reshard.operations.manifest import MANIFEST, read_manifest
@@ -32,7 +33,8 @@ def verify_listing(listing: Found, *, deep: bool, reading: Reading, progress: Pr
     surveyed, further = _surveyed(listing)
     # A record whose checksum is wrong is found below, with all others.
     faults = [fault for fault in surveyed if fault.error != "ChecksumMismatch"] + further
-    files = [open_file(listing.folder, name) for name in list_files(listing.folder)]
+    inside = {name: file.archives for name, file in listing.files.items()} if isinstance(listing, SavedListing) else {}
+    files = [open_file(listing.folder, name, inside.get(name)) for name in list_files(listing.folder)]
     manifest = _Manifest(listing.folder, files)
     check = _Check(files=files, ledger=Ledger(), reading=reading, progress=progress, manifest=manifest)
     notes: list[str] = []
@@ -62,6 +64,8 @@ def _surveyed(listing: Found) -> tuple[list[Fault], list[Fault]]:
     """What keeps the checkpoint from being opened, all of it; and what is wrong besides."""
     if isinstance(listing, NanotronListing):
         return try_open(listing).faults, []
+    if isinstance(listing, SavedListing):
+        return [], []
     found = survey(listing)
     return list(found.faults), list(_steps(found))
 

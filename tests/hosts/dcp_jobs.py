@@ -76,6 +76,31 @@ def columns(folder: str) -> dict[str, torch.Tensor]:
     return {name: tensor.full_tensor() for name, tensor in wanted.items()}
 
 
+def passed_on(folder: str, model: Model, out: str) -> dict[str, Any]:
+    """What FSDP2 holds after a load of a folder of torch's own, through torch's reader and through ours."""
+    import ds_reshard.dcp
+
+    held = []
+    for reader in (dcp.FileSystemReader(folder), ds_reshard.dcp.Reader(folder, group=dist.group.WORLD)):
+        net, optimizer = fsdp2(model, False)
+        weights, states = get_state_dict(net, optimizer)
+        wanted: dict[str, Any] = {"model": weights, "optimizer": states, "train": {"step": 0, "seen": []}}
+        dcp.load(wanted, storage_reader=reader)
+        held.append(wanted)
+    ours = held[1]
+    dcp.save(ours, checkpoint_id=out)
+    return {name: (_told(held[0][name]), _told(held[1][name])) for name in held[0]}
+
+
+def _told(value: Any) -> Any:
+    """A nested state dict with every tensor whole."""
+    if isinstance(value, dict):
+        return {key: _told(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_told(part) for part in value]
+    return _whole(value) if isinstance(value, torch.Tensor) else value
+
+
 def raised(folder: str, model: Model, **options: Any) -> str:
     """The text with which a load fails on this rank."""
     try:
@@ -101,7 +126,8 @@ def save(folder: str, model: Model) -> dict[tuple[str, str], torch.Tensor]:
         "short": distribute_tensor(torch.arange(2), mesh, [Shard(0)]),
         "same": distribute_tensor(torch.randn(3, 3), mesh, [Replicate()]),
     }
-    dcp.save({"model": weights, "optimizer": states, "odd": odd}, checkpoint_id=folder)
+    train = {"step": 2, "seen": [1, 2, 3]}
+    dcp.save({"model": weights, "optimizer": states, "odd": odd, "train": train}, checkpoint_id=folder)
     held = {(name, "weight"): _whole(value) for name, value in weights.items()}
     held |= {(f"odd.{name}", "weight"): _whole(value) for name, value in odd.items()}
     return held | {

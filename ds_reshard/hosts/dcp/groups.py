@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from ds_reshard.containers.revive import revive
 from ds_reshard.errors import Fault, ParamGroupMismatch
+from ds_reshard.execution.buffers import tensor_from_bytes
 from ds_reshard.execution.whole import read_tensor
 from ds_reshard.hosts.dcp.names import GroupValue
-from ds_reshard.model.facts import GroupFacts, canonical, describe
+from ds_reshard.model.facts import GroupFacts, ScalarTensor, canonical, describe
 
 
 class Groups:
@@ -57,9 +58,10 @@ class Groups:
         return (group.hyperparameters or {}).get(name)
 
     def _revived(self, group: GroupFacts, name: str) -> object:
-        return revive(
-            self._recorded(group, name), builders={}, tensor=read_tensor, where=f"{self._where}: param group {name}"
-        )
+        recorded = self._recorded(group, name)
+        if isinstance(recorded, ScalarTensor):
+            return tensor_from_bytes(recorded.data, recorded.dtype, recorded.shape)
+        return revive(recorded, builders={}, tensor=read_tensor, where=f"{self._where}: param group {name}")
 
     def _fault(self, asked: GroupValue, what: str, expected: str, found: str) -> Fault:
         return Fault(

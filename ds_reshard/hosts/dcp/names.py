@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.facts import GroupFacts, Scalar, ScalarTensor
 from ds_reshard.model.layout import TensorKey
+from ds_reshard.operations.source import Source
 
 _WEIGHTS = ("fp32", "weight")
 Path = tuple[str | int, ...]
@@ -53,38 +53,47 @@ class GroupValue:
     member: str | None = None
 
 
-Entry = Stored | Single | GroupValue
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    """A value of the script's own, of plain Python, under the name that it had."""
+
+    path: Path
+    value: object
 
 
-def entries(checkpoint: ZeroCheckpoint, *, model: str, optimizer: str) -> dict[str, Entry]:
+Entry = Stored | Single | GroupValue | Own
+
+
+def entries(source: Source, *, model: str, optimizer: str) -> dict[str, Entry]:
     """Every entry by its key; `model` and `optimizer` are the names at the top, "" for none."""
-    found: list[Entry] = [*_weights(checkpoint, model)]
-    if checkpoint.facts is not None:
-        found += _states(checkpoint, optimizer)
-        found += _groups(checkpoint.facts.groups, optimizer)
+    found: list[Entry] = [*_weights(source, model)]
+    if source.facts is not None:
+        found += _states(source, optimizer)
+        found += _groups(source.facts.groups, optimizer)
+    found += _own(source)
     return {".".join(map(str, entry.path)): entry for entry in found}
 
 
-def owner(checkpoint: ZeroCheckpoint, name: str) -> str:
+def owner(source: Source, name: str) -> str:
     """The name under which the optimizer has a parameter: of tied ones, the first."""
-    return checkpoint.model.shared.get(name, name)
+    return source.shared.get(name, name)
 
 
 def _top(name: str) -> Path:
     return (name,) if name else ()
 
 
-def _names(checkpoint: ZeroCheckpoint) -> list[str]:
+def _names(source: Source) -> list[str]:
     """Every parameter and buffer, the other names of tied ones too."""
-    return list(dict.fromkeys([*(key.name for key in checkpoint.layout.placements), *checkpoint.model.shared]))
+    return list(dict.fromkeys([*(key.name for key in source.layout.placements), *source.shared]))
 
 
-def _weights(checkpoint: ZeroCheckpoint, model: str) -> Iterator[Stored]:
-    layout = checkpoint.layout
-    for name in _names(checkpoint):
+def _weights(source: Source, model: str) -> Iterator[Stored]:
+    layout = source.layout
+    for name in _names(source):
         sources: dict[ElementType, TensorKey] = {}
         for kind in _WEIGHTS:
-            for key in (TensorKey(name=name, kind=kind), TensorKey(name=owner(checkpoint, name), kind=kind)):
+            for key in (TensorKey(name=name, kind=kind), TensorKey(name=owner(source, name), kind=kind)):
                 if key in layout:
                     sources.setdefault(layout[key].dtype, key)
         if sources:
@@ -92,16 +101,16 @@ def _weights(checkpoint: ZeroCheckpoint, model: str) -> Iterator[Stored]:
             yield Stored(path=(*_top(model), name), shape=shape, sources=sources)
 
 
-def _states(checkpoint: ZeroCheckpoint, optimizer: str) -> Iterator[Entry]:
-    layout = checkpoint.layout
-    assert checkpoint.facts is not None, "asked for only where there is an optimizer"
-    for name in _names(checkpoint):
+def _states(source: Source, optimizer: str) -> Iterator[Entry]:
+    layout = source.layout
+    assert source.facts is not None, "asked for only where there is an optimizer"
+    for name in _names(source):
         at = (*_top(optimizer), "state", name)
-        for kind in layout.kinds(owner(checkpoint, name)):
-            key = TensorKey(name=owner(checkpoint, name), kind=kind)
+        for kind in layout.kinds(owner(source, name)):
+            key = TensorKey(name=owner(source, name), kind=kind)
             if kind not in _WEIGHTS:
                 yield Stored(path=(*at, kind), shape=layout[key].shape, sources={layout[key].dtype: key})
-        for kind, value in checkpoint.facts.scalars.get(owner(checkpoint, name), {}).items():
+        for kind, value in source.facts.scalars.get(owner(source, name), {}).items():
             if _is_number(value):
                 yield Single(path=(*at, kind), value=value)  # type: ignore[arg-type]
 
@@ -119,3 +128,18 @@ def _groups(groups: tuple[GroupFacts, ...], optimizer: str) -> Iterator[GroupVal
         for member in group.members:
             for name in names:
                 yield GroupValue(path=(*at[:-1], f"param_groups.{member}.{name}"), name=name, member=member)
+
+
+def _own(source: Source) -> Iterator[Own]:
+    """Values beside model and optimizer; what holds tensors or classes is not offered."""
+    for path, value in source.saved.objects.items() if source.saved is not None else ():
+        if _is_plain(value):
+            yield Own(path=tuple(key if isinstance(key, int) else str(key) for key in path), value=value)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(part) for pair in value.items() for part in pair)
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | bytes)

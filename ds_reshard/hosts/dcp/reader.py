@@ -1,4 +1,4 @@
-"""A `torch.distributed.checkpoint.StorageReader` over a checkpoint of DeepSpeed, straight from its files."""
+"""A `torch.distributed.checkpoint.StorageReader` over a checkpoint of any format, straight from its files."""
 
 from __future__ import annotations
 
@@ -24,14 +24,11 @@ from torch.futures import Future
 from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
 from ds_reshard.execution.buffers import torch_dtype
 from ds_reshard.execution.checksums import combine, read_again
-from ds_reshard.formats.zero.checkpoint import open_checkpoint
-from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
-from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.hosts.dcp.filling import Filling, single
 from ds_reshard.hosts.dcp.groups import Groups
-from ds_reshard.hosts.dcp.names import Entry, GroupValue, Stored, entries
-from ds_reshard.model.index import Index
-from ds_reshard.operations.finding import find_zero
+from ds_reshard.hosts.dcp.names import Entry, GroupValue, Own, Stored, entries
+from ds_reshard.operations.finding import find_listing
+from ds_reshard.operations.source import Source
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,11 +47,12 @@ class _Asked:
 
 
 class Reader(StorageReader):
-    """Serves a ZeRO or universal checkpoint to `torch.distributed.checkpoint.load`; writes nothing.
+    """Serves a checkpoint of any format to `torch.distributed.checkpoint.load`; writes nothing.
 
-    `path` and `tag` are what DeepSpeed's `load_checkpoint` takes, or the folder of the tag itself. `model` and
-    `optimizer` are the names at the top of the state dict that is loaded, "" for none. Weights come in the type of the
-    target: the fp32 masters, or the 16-bit weights. Any other type is refused, unless `cast` allows torch's rounding.
+    `path` and `tag` are as for `ds-reshard inspect`: what DeepSpeed's `load_checkpoint` takes, the folder of the tag
+    itself, or one of torch.distributed.checkpoint, accelerate, EasyR1 or verl. `model` and `optimizer` are the names
+    at the top of the state dict that is loaded, "" for none. Weights come in the type of the target: the fp32 masters,
+    or the 16-bit weights. Any other type is refused, unless `cast` allows torch's rounding.
 
     With `group`, the process group that is given to `load`, checksums of what several ranks read in parts are compared
     across them; without it, of what one rank reads whole. Reads with `threads` threads, in at most `memory_nbytes` of
@@ -86,15 +84,10 @@ class Reader(StorageReader):
 
     def _open(self, path: str | os.PathLike[str]) -> None:
         self.checkpoint_id = os.fspath(path)
-        self._checkpoint = open_checkpoint(
-            find_zero(self.checkpoint_id, self._tag, tool="ds_reshard.dcp.Reader"), optimizer=True
-        )
-        self._entries: Mapping[str, Entry] = entries(self._checkpoint, **self._names)
-        facts = self._checkpoint.facts
-        self._groups = Groups(
-            facts.groups if facts is not None else (), self._checkpoint.model.shared,
-            where=self._checkpoint.optimizer_path,
-        )  # fmt: skip
+        self._source = Source(find_listing(self.checkpoint_id, self._tag), states=False, whole=False)
+        self._entries: Mapping[str, Entry] = entries(self._source, **self._names)
+        facts = self._source.facts
+        self._groups = Groups(facts.groups if facts is not None else (), self._source.shared, where=self._source.folder)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another checkpoint, where one is named."""
@@ -140,14 +133,17 @@ class Reader(StorageReader):
         return done
 
     def _asked(self, plan: LoadPlan, planner: LoadPlanner) -> _Asked:
-        shards = ZeroShards(checkpoint=self._checkpoint)
-        asked = _Asked(filling=Filling(Index(self._checkpoint.layout, shards), cast=self._cast))
+        shards = self._source.shards()
+        asked = _Asked(filling=Filling(shards.index, cast=self._cast))
         faults: list[Fault] = []
         for item in plan.items:
             entry = self._entries[item.storage_index.fqn]
             try:
                 if isinstance(entry, GroupValue):
                     asked.values.append((item, self._groups.value(entry, _members(planner, entry))))
+                    continue
+                if isinstance(entry, Own):
+                    asked.values.append((item, entry.value))
                     continue
                 tensor = planner.resolve_tensor(item).detach()
                 if isinstance(entry, Stored):
@@ -156,10 +152,7 @@ class Reader(StorageReader):
                     asked.singles.append((item, tensor, single(entry, tensor.dtype)))
             except ReshardError as error:
                 faults += faults_of(error)
-        faults += asked.filling.index.faults
-        folder = self._checkpoint.listing.folder
-        faults += compare_signatures(shards.signatures, folder, states=False) + compare_prints(shards.prints, folder)
-        self._agree(faults)
+        self._agree([*faults, *shards.index.faults, *shards.compare()])
         return asked
 
     def _verify(self, filling: Filling) -> None:
@@ -188,7 +181,7 @@ class Reader(StorageReader):
 
 
 def _told(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:
-    if isinstance(entry, GroupValue):
+    if isinstance(entry, GroupValue | Own):
         return BytesStorageMetadata()
     shape = torch.Size(entry.shape if isinstance(entry, Stored) else ())
     dtype = torch_dtype(entry.dtype) if isinstance(entry, Stored) else torch.float32

@@ -1,23 +1,28 @@
-"""A folder of torch.distributed.checkpoint as a layout and an index: FSDP2, accelerate's sharded FSDP, torchtitan."""
+"""A folder of torch.distributed.checkpoint as a layout, an index and facts."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
-from ds_reshard.containers.dcp_directory import METADATA, Chunk, Directory, SavedTensor, read_directory
+from ds_reshard.containers.dcp_directory import METADATA, Chunk, Directory, Place, SavedTensor, read_directory
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, ReshardError, raise_faults
+from ds_reshard.formats.dcp.facts import read_values
+from ds_reshard.formats.dcp.names import Path, group_key, tensor_key
 from ds_reshard.model.codec import ElementType
+from ds_reshard.model.facts import OptimizerFacts
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Box
+from ds_reshard.model.saved import SavedFile, SavedListing
 
 BUFFER = "chunk"
-_MODELS = ("model", "module", "state_dict")
+# save_fsdp_model and save_fsdp_optimizer of accelerate/utils/fsdp_utils.py: a folder of torch's for each.
+ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
 _MEND = "restore the folder from a copy, or save it again"
 
 
@@ -28,6 +33,10 @@ class DcpCheckpoint:
     folder: str
     directory: Directory
     layout: Layout
+    facts: OptimizerFacts | None
+    objects: Mapping[Path, object]
+    ranks: int | None = None
+    notes: tuple[str, ...] = ()
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
         """The one buffer of a chunk, opened and checked against the directory."""
@@ -46,11 +55,33 @@ class DcpCheckpoint:
         if not held.contiguous:
             what = f"{family}: the chunk at {list(chunk.offset)} does not lie row-major"
             raise_faults([_damaged(place.path, what, expected, f"strides {held.stride}")], subject="reading tensors")
-        return {BUFFER: extent_of(held, place.path, place.byte_offset)}
+        return {BUFFER: extent_of(held)}
 
 
 def is_dcp(folder: str) -> bool:
-    return os.path.isfile(os.path.join(folder, METADATA))
+    return bool(_parts(folder))
+
+
+def list_dcp(folder: str) -> SavedListing:
+    """The files of such a folder, with the archives inside each as far as its directory can be read."""
+    archives: dict[str, list[tuple[int, int]]] = {}
+    try:
+        for place in _places(_read(folder)):
+            archives.setdefault(os.path.relpath(place.path, folder), []).append((place.byte_offset, place.nbytes))
+    except ReshardError:
+        archives.clear()  # opening it says what is wrong
+    files = {}
+    for part in _parts(folder):
+        for name in sorted(os.listdir(os.path.join(folder, part))):
+            path, below = os.path.join(folder, part, name), os.path.join(part, name)
+            if os.path.isfile(path):
+                inside = tuple(sorted(set(archives.get(below, ())))) or None
+                role = "shards" if name.endswith(".distcp") else "other"
+                files[below] = SavedFile(nbytes=os.path.getsize(path), role=role, archives=inside)
+    tag = os.path.basename(os.path.abspath(folder))
+    return SavedListing(
+        format="torch.distributed.checkpoint", writer="torch", folder=folder, tag=tag, files=files
+    )  # fmt: skip
 
 
 def open_dcp(folder: str) -> DcpCheckpoint:
@@ -58,14 +89,14 @@ def open_dcp(folder: str) -> DcpCheckpoint:
 
     And what `read_directory` raises; UnsupportedLayout for chunks that were compressed and for unknown types.
     """
-    directory = read_directory(folder)
-    faults: list[Fault] = []
+    directory = _read(folder)
+    faults = [fault for key, tensor in directory.tensors.items() for fault in _faults(directory, key, tensor)]
+    raise_faults(faults, subject=f"checkpoint {folder}")
+    single = dict(_single(directory))
     placements: dict[TensorKey, Placement] = {}
     shards: dict[str, int] = {}
     for family, tensor in directory.tensors.items():
-        found = list(_faults(directory, family, tensor))
-        faults += found
-        if found:
+        if family in single:
             continue
         key = tensor_key(directory.paths.get(family, (family,)))
         boxes = tuple(Box(offset=chunk.offset, size=chunk.size) for chunk in _chunks(tensor))
@@ -79,23 +110,51 @@ def open_dcp(folder: str) -> DcpCheckpoint:
             what = f"{family}: declares impossible chunks: {error}"
             faults.append(_damaged(directory.path, what, "each element once", "another cover"))
     raise_faults(faults, subject=f"checkpoint {folder}")
-    return DcpCheckpoint(folder=folder, directory=directory, layout=Layout(placements, shards))
+    values = read_values(directory, single)
+    trained = [key.name for key in placements if key.kind != "weight"]
+    return DcpCheckpoint(
+        folder=folder, directory=directory, layout=Layout(placements, shards),
+        facts=values.facts(list(dict.fromkeys([*trained, *values.scalars]))),
+        objects=values.objects,
+    )  # fmt: skip
 
 
-def tensor_key(path: tuple[object, ...]) -> TensorKey:
-    """The logical tensor that a nested state dict's path means.
+def _parts(folder: str) -> list[str]:
+    """Where the directories are: in the folder itself, or in those of accelerate below it."""
+    return [part for part in ("", *ACCELERATE) if os.path.isfile(os.path.join(folder, part, METADATA))]
 
-    `get_state_dict` nests states as (..., "state", W, KIND), flattens them to (..., "state.W.KIND"), and names weights
-    by the name of the parameter below the model's.
-    """
-    names = [str(name) for name in path]
-    if len(names) >= 3 and names[-3] == "state":
-        return TensorKey(name=names[-2], kind=names[-1])
-    if names[-1].startswith("state.") and names[-1].count(".") >= 2:
-        name, _, kind = names[-1].removeprefix("state.").rpartition(".")
-        return TensorKey(name=name, kind=kind)
-    inner = names[1:] if len(names) > 1 and names[0] in _MODELS else names
-    return TensorKey(name=".".join(inner), kind="weight")
+
+def _read(folder: str) -> Directory:
+    """The directory of a folder; of accelerate's two, what both say."""
+    first, *others = [read_directory(os.path.join(folder, part)) for part in _parts(folder) or [""]]
+    for other in others:
+        twice = sorted((first.tensors.keys() | first.objects.keys()) & (other.tensors.keys() | other.objects.keys()))
+        raise_faults([_damaged(other.path, f"{key} is in {first.path} too", "one", "two") for key in twice],
+                     subject=f"checkpoint {folder}")  # fmt: skip
+        first = replace(
+            first, tensors={**first.tensors, **other.tensors}, objects={**first.objects, **other.objects},
+            paths={**first.paths, **other.paths},
+        )  # fmt: skip
+    return first
+
+
+def _places(directory: Directory) -> Iterator[Place]:
+    yield from directory.objects.values()
+    for tensor in directory.tensors.values():
+        yield from (chunk.place for chunk in tensor.chunks if chunk.place is not None)
+
+
+def _single(directory: Directory) -> Iterator[tuple[str, Place]]:
+    """Tensors that are one value of a parameter, or of a param group: no logical tensors."""
+    keys = {family: tensor_key(directory.paths.get(family, (family,))) for family in directory.tensors}
+    shapes = {key.name: directory.tensors[family].shape for family, key in keys.items() if key.kind == "weight"}
+    for family, key in keys.items():
+        tensor = directory.tensors[family]
+        chunks = _chunks(tensor)
+        of_group = group_key(directory.paths.get(family, (family,))) is not None
+        of_state = key.kind == "step" or (key.kind != "weight" and shapes.get(key.name, ()) != ())
+        if len(chunks) == 1 and chunks[0].place is not None and tensor.shape == () and (of_group or of_state):
+            yield family, chunks[0].place
 
 
 def _chunks(tensor: SavedTensor) -> list[Chunk]:

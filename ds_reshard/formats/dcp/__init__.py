@@ -1,0 +1,1 @@
+"""Folders of torch.distributed.checkpoint: FSDP2, accelerate's sharded FSDP, torchtitan."""

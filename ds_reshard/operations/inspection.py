@@ -1,0 +1,95 @@
+"""`inspect` of the formats that have no facts of their own: told from their layout and facts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+
+from ds_reshard.errors import Fault, ReshardError, faults_of
+from ds_reshard.formats.zero.plain import plain
+from ds_reshard.model.facts import GroupFacts, ScalarTensor
+from ds_reshard.model.inspection import (
+    Arrangement,
+    FileEntry,
+    GroupEntry,
+    Inspection,
+    ParameterEntry,
+    StateEntry,
+    Steps,
+)
+from ds_reshard.model.saved import SavedListing, SavedState
+from ds_reshard.operations.source import Source, open_saved
+
+
+def describe_saved(listing: SavedListing, *, bytes_read: Callable[[], int | None]) -> Inspection:
+    """What the files tell, and every fault: where the checkpoint cannot be opened, its files alone."""
+    state, faults = _opened(listing)
+    groups = state.facts.groups if state is not None and state.facts is not None else ()
+    return Inspection(
+        format=listing.format, writer=listing.writer, folder=listing.folder, tag=listing.tag, version=None, stage=None,
+        wrapper=None, dp=state.ranks if state is not None else None, optimizer=None,
+        states=tuple(_states(state)) if state is not None else (),
+        groups=tuple(_groups(groups, _shapes(state))) if state is not None else (), steps=_steps(state),
+        arrangement=Arrangement(buffers=None, round_robin=None, alignment_gaps=None, elastic=None, offloaded_to=None),
+        parameters=tuple(_parameters(state, groups)) if state is not None else (),
+        files=tuple(FileEntry(name=name, nbytes=file.nbytes, role=file.role) for name, file in listing.files.items()),
+        faults=tuple(faults), bytes_read=bytes_read(),
+    )  # fmt: skip
+
+
+def _opened(listing: SavedListing) -> tuple[SavedState | None, list[Fault]]:
+    try:
+        state = open_saved(listing.folder)
+    except ReshardError as error:
+        return None, faults_of(error)
+    try:
+        Source(listing)
+    except ReshardError as error:
+        return state, faults_of(error)
+    return state, []
+
+
+def _shapes(state: SavedState) -> dict[str, tuple[int, ...]]:
+    return {key.name: place.shape for key, place in state.layout.placements.items() if key.kind == "weight"}
+
+
+def _states(state: SavedState) -> Iterator[StateEntry]:
+    found: dict[tuple[str, bool], set[str]] = {}
+    for key, placement in state.layout.placements.items():
+        if key.kind != "weight":
+            found.setdefault((key.kind, False), set()).add(placement.dtype.label)
+    for scalars in state.facts.scalars.values() if state.facts is not None else ():
+        for kind, value in scalars.items():
+            label = value.dtype.label if isinstance(value, ScalarTensor) else type(value).__name__
+            found.setdefault((kind, True), set()).add(label)
+    for (kind, scalar), labels in found.items():
+        yield StateEntry(kind=kind, dtypes=tuple(sorted(labels)), scalar=scalar)
+
+
+def _groups(groups: tuple[GroupFacts, ...], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[GroupEntry]:
+    for number, group in enumerate(groups):
+        known = [shapes[name] for name in group.members if name in shapes]
+        yield GroupEntry(
+            number=number, members=len(group.members),
+            numel=sum(map(prod, known)) if len(known) == len(group.members) else None,
+            hyperparameters={name: plain(value, {}) for name, value in (group.hyperparameters or {}).items()},
+        )  # fmt: skip
+
+
+def _steps(state: SavedState | None) -> Steps:
+    scalars = state.facts.scalars if state is not None and state.facts is not None else {}
+    said = dict.fromkeys(plain(kinds["step"], {}) for kinds in scalars.values() if "step" in kinds)
+    numbers = (int(step) if isinstance(step, float) and step.is_integer() else step for step in said)
+    return Steps(global_steps=None, global_samples=None, skipped_steps=None, optimizer_steps=tuple(numbers))
+
+
+def _parameters(state: SavedState, groups: tuple[GroupFacts, ...]) -> Iterator[ParameterEntry]:
+    """A weight that no param group has may be frozen, or a buffer: no file tells."""
+    group_of = {name: number for number, group in enumerate(groups) for name in group.members}
+    for key, placement in sorted(state.layout.placements.items()):
+        if key.kind == "weight":
+            yield ParameterEntry(
+                name=key.name, shape=placement.shape, dtype=placement.dtype.label,
+                role="trainable" if len(state.layout.kinds(key.name)) > 1 else "parameter",
+                group=group_of.get(key.name), tied_to=None,
+            )  # fmt: skip
