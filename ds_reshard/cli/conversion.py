@@ -50,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         left = "" if done.complete else "; the parts of other processes are still to be written"
         print(f"{done.out}: {done.files} files, {done.bytes_read} bytes read, {done.bytes_written} written{left}")
+        for note in done.notes:
+            print(f"note: {note}")
     return 0
 
 

@@ -41,7 +41,9 @@ class Unit:
 class Target:
     """What is to be written: `wants` gives the source tensor of each of the layout's.
 
-    `folder` is where the files lie in the output, `pointers` are small files beside it, by name.
+    `folder` is where the files lie in the output, `pointers` are small files beside it, by name; `notes` is what the
+    user should know of what the files hold, and what not. `basis` has, by the argument that named it, a checksum of
+    what the target was made from beside the source.
     """
 
     layout: Layout
@@ -49,3 +51,5 @@ class Target:
     units: Sequence[Unit]
     folder: str
     pointers: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    basis: Mapping[str, str] = field(default_factory=dict)

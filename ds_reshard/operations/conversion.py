@@ -45,19 +45,20 @@ def convert_listing(
     refuse_places(path, out, needed)
     what = {
         "ds_reshard": VERSION, "source": _files_of(source), "tag": listing.tag,
-        **asdict(asked), "dp": source.dp if asked.dp is None else asked.dp,
+        **asdict(asked), "dp": source.dp if asked.dp is None else asked.dp, **target.basis,
     }  # fmt: skip
     workspace = Workspace(out, what, force=options.force)
     number, shards = options.shard
     with workspace.open(resume=options.resume, shared=shards > 1) as finished:
         if finished:
-            return Conversion(out=out, files=0, bytes_read=0, bytes_written=0, complete=True)
+            return Conversion(out=out, files=0, bytes_read=0, bytes_written=0, complete=True, notes=target.notes)
         work = _Work(source, target, workspace, options, progress, needed)
         work.write(target.units[number::shards])
         complete = work.finish()
     return Conversion(
-        out=out, files=work.files, bytes_read=work.bytes_read, bytes_written=work.bytes_written, complete=complete
-    )
+        out=out, files=work.files, bytes_read=work.bytes_read, bytes_written=work.bytes_written, complete=complete,
+        notes=target.notes,
+    )  # fmt: skip
 
 
 def _nbytes(target: Target) -> int:

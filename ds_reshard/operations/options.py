@@ -67,13 +67,17 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What a conversion did: `complete` is false where other shards of it are still to be written."""
+    """What a conversion did: `complete` is false where other shards of it are still to be written.
+
+    `notes` is what could not be carried over as it was, or is to be minded in the coming run.
+    """
 
     out: str
     files: int
     bytes_read: int
     bytes_written: int
     complete: bool
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,8 +98,8 @@ class Workspace:
                 found = file.read()
             if found != self._conversion:
                 fault = Fault(
-                    error="ConfigError", where=self.folder, what="was left by another conversion, or of a source that "
-                    "has changed since", mend="run it without --resume and --shard: it is then cleared; or remove it",
+                    error="ConfigError", where=self.folder, what="was left by another conversion, or of files that "
+                    "have changed since", mend="run it without --resume and --shard: it is then cleared; or remove it",
                 )  # fmt: skip
                 raise_faults([fault], subject="converting")
         else:

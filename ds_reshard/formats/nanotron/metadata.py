@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ds_reshard.errors import Fault, ReadFailed, damaged, fail
 from ds_reshard.formats.nanotron.names import CONFIG, META, OPTIMIZER_CONFIG, NanotronListing, Topology, experts
+from ds_reshard.formats.nanotron.run_config import Batch, batch_of, scalars
 
 VERSIONS = ("1.2", "1.3", "1.4", "1.5")
 ZERO, PLAIN, ACCUMULATING = "ZeroDistributedOptimizer", "NamedOptimizer", "OptimizerFromGradientAccumulator"
-_YAML_LINE = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z_]\w*):(?: +(?P<value>.*?))? *$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +46,14 @@ class Metadata:
         return value if type(value) is int else None
 
     @property
+    def batch(self) -> Batch | None:
+        """Of the saving run; None where nothing tells."""
+        return batch_of(self.config, self.dp)
+
+    @property
     def global_batch_size(self) -> int | None:
-        """In samples, of the saving run: micro batch * accumulation * dp (trainer.py); None where nothing tells."""
-        sizes = [self.config.get(f"tokens.{name}") for name in ("micro_batch_size", "batch_accumulation_per_replica")]
-        numbers = [int(size) for size in sizes if size is not None and size.isdecimal()]
-        return numbers[0] * numbers[1] * self.dp if len(numbers) == 2 else None
+        """In samples, of the saving run; None where nothing tells."""
+        return self.batch.size if self.batch is not None else None
 
 
 def read_metadata(listing: NanotronListing) -> tuple[Metadata | None, list[Fault]]:
@@ -169,16 +171,10 @@ def _config(listing: NanotronListing) -> dict[str, str]:
     return {name: value for _, name, value in scalars(lines)}
 
 
-def scalars(lines: list[str]) -> Iterator[tuple[int, str, str]]:
-    """The line, dotted name and text of each scalar in nested mappings of block-style YAML."""
-    path: list[tuple[int, str]] = []
-    for number, line in enumerate(lines):
-        match = _YAML_LINE.match(line)
-        if match is None:
-            continue
-        indent = len(match["indent"])
-        while path and path[-1][0] >= indent:
-            path.pop()
-        path.append((indent, match["key"]))
-        if match["value"]:
-            yield number, ".".join(key for _, key in path), match["value"]
+def read_bytes(path: str) -> bytes:
+    """All of a small file."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise ReadFailed(f"{path}: cannot be read: {error}") from error

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ds_reshard.errors import Fault, ReadFailed, raise_faults
+from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.formats.nanotron.arrangement import Arrangement, Wanted, arrange, kinds_of, weight_buffer
 from ds_reshard.formats.nanotron.checkpoint import OPTIM, NanotronCheckpoint, shape_of, state_cut
-from ds_reshard.formats.nanotron.metadata import ACCUMULATING, PLAIN, ZERO, scalars
+from ds_reshard.formats.nanotron.digest import digest_of
+from ds_reshard.formats.nanotron.metadata import ACCUMULATING, PLAIN, ZERO, read_bytes
 from ds_reshard.formats.nanotron.names import (
     CONFIG,
     META,
@@ -27,6 +28,7 @@ from ds_reshard.formats.nanotron.names import (
 )
 from ds_reshard.formats.nanotron.optimizer_file import MASTER
 from ds_reshard.formats.nanotron.parameters import DATA, Parameter, place
+from ds_reshard.formats.nanotron.run_config import resized, rewritten
 from ds_reshard.formats.nanotron.scheduler import joined
 from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
@@ -49,7 +51,8 @@ def nanotron_target(source: NanotronCheckpoint, wanted: Wanted, like: NanotronCh
     tag = source.listing.tag
     return Target(
         layout=Layout(placements, shards), folder=tag, pointers={"latest.txt": tag}, units=tuple(writing.units()),
-        wants={key: TensorKey(name=key.name, kind=key.kind) for key in placements},
+        wants={key: TensorKey(name=key.name, kind=key.kind) for key in placements}, notes=tuple(writing.notes()),
+        basis={"like": digest_of(like)} if like is not None else {},
     )  # fmt: skip
 
 
@@ -186,13 +189,11 @@ class _Writing:
         yield _text(META, json.dumps(meta, indent=2, sort_keys=True))
         yield _text(OPTIMIZER_CONFIG, json.dumps(self._optimizer_config()))
         if CONFIG in listing.nbytes:
-            yield _text(CONFIG, self._config(_read(listing.path(CONFIG)).decode("utf-8")))
-        kept = [MODEL_CONFIG]
-        if (topology, self.arrangement.dp) == (self.source.topology, self.source.metadata.dp):
-            kept += [name for name in listing.nbytes if name.startswith("random/")]
+            yield _text(CONFIG, rewritten(read_bytes(listing.path(CONFIG)).decode("utf-8"), self._config()))
+        kept = [MODEL_CONFIG, *(self._random if self._keeps_random else ())]
         for name in kept:
             if name in listing.nbytes:
-                yield TargetFile(name=name, tree=partial(_read, listing.path(name)), container="plain")
+                yield TargetFile(name=name, tree=partial(read_bytes, listing.path(name)), container="plain")
 
     def _optimizer_config(self) -> dict[str, object]:
         """With the offsets of world rank 0's own stage, as nanotron writes them: all as text."""
@@ -214,25 +215,38 @@ class _Writing:
             "parallelism": {key: str(size) for key, size in sizes.items()}, "configs": configs,
         }  # fmt: skip
 
-    def _config(self, text: str) -> str:
-        """config.yaml with the sizes of the target, every other line as it was."""
+    def _config(self) -> dict[str, int]:
         topology = self.arrangement.topology
-        changed = {"parallelism.dp": self.arrangement.dp, "parallelism.tp": topology.tp, "parallelism.pp": topology.pp,
-                   "optimizer.zero_stage": int(topology.dp is not None)}  # fmt: skip
-        lines = text.splitlines()
-        for number, name, _ in list(scalars(lines)):
-            if name in changed:
-                lines[number] = f"{lines[number].partition(':')[0]}: {changed[name]}"
-        return "\n".join(lines) + "\n"
+        return {"parallelism.dp": self.arrangement.dp, "parallelism.tp": topology.tp, "parallelism.pp": topology.pp,
+                "optimizer.zero_stage": int(topology.dp is not None), **self._batch[0]}  # fmt: skip
+
+    @property
+    def _batch(self) -> tuple[dict[str, int], str | None]:
+        return resized(self.source.metadata.batch, self.arrangement.dp)
+
+    @property
+    def _random(self) -> list[str]:
+        return [name for name in self.source.listing.nbytes if name.startswith("random/")]
+
+    @property
+    def _keeps_random(self) -> bool:
+        """Whether each rank of the target is one of the source: the optimizer's files may be cut otherwise."""
+        (one, one_dp), (other, other_dp) = (
+            (self.source.topology, self.source.metadata.dp), (self.arrangement.topology, self.arrangement.dp)
+        )  # fmt: skip
+        return (one.pp, one.tp, one_dp) == (other.pp, other.tp, other_dp)
+
+    def notes(self) -> Iterator[str]:
+        """What the user should know of the output."""
+        told = self._batch[1]
+        if told is not None and self.arrangement.dp != self.source.metadata.dp:
+            yield told
+        if self._random and not self._keeps_random:
+            yield (
+                "random states are left out: each is one rank's own, and other ranks draw other numbers from them; the "
+                "coming run seeds its own"
+            )
 
 
 def _text(name: str, text: str) -> TargetFile:
     return TargetFile(name=name, tree=partial(text.encode, "utf-8"), container="plain")
-
-
-def _read(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise ReadFailed(f"{path}: cannot be read: {error}") from error
