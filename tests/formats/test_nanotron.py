@@ -187,6 +187,9 @@ BAD: dict[str, tuple[Callable[[Path], object], type[ReshardError], str]] = {
     "schedulers of two namings": (
         lambda p: torch.save({}, p / "lr_scheduler/lr_scheduler.pt"), CheckpointDamaged,
         r"holds the schedulers of several saves.*lr_scheduler.pt"),
+    "no scheduler of a rank": (
+        lambda p: (p / "lr_scheduler/lr_scheduler_pp-0-of-2_tp-1-of-2_exp-0-of-1.pt").unlink(), CheckpointDamaged,
+        r"lr_scheduler_pp-0-of-2_tp-1-of-2_exp-0-of-1.pt: is missing"),
     "a scheduler of other groups": (
         lambda p: _scheduler(p, 1, 1, lambda s: s["base_lrs"].pop()), CheckpointDamaged,
         r"is of another number of param groups than the optimizer"),

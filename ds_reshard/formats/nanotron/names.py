@@ -218,4 +218,14 @@ def _schedulers(
             mend="move the files of the older save out of the folder",
         )  # fmt: skip
         return {}, [fault]
-    return ({Rank(pp=0, tp=0, dp=0): OLD_SCHEDULER} if old else _by_rank(states)), []
+    if old:
+        return {Rank(pp=0, tp=0, dp=0): OLD_SCHEDULER}, []
+    held = _by_rank(states)
+    faults = []
+    for pp, dp, tp, exp in sizes:
+        topology = Topology(pp=pp or 0, dp=dp, tp=tp or 0, exp=exp or 0)
+        names = [state_name("lr_scheduler", topology, rank) for rank in topology.ranks if rank not in held]
+        faults += [
+            damaged(f"{folder}/{name}", "is missing", f"{len(held)} files and this", "no file") for name in names
+        ]
+    return held, faults
