@@ -33,11 +33,14 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--like", metavar="DIR", help="a nanotron checkpoint of the coming run, whose sizes and stages are taken"
     )
+    parser.add_argument(
+        "--names", metavar="FILE", help="JSON: each parameter's name and that in OUT, between nanotron and DeepSpeed"
+    )
 
 
 def target(arguments: argparse.Namespace) -> Mapping[str, Any]:
     """What add_target's arguments say, by the names that `convert` and `plan` give them."""
-    names = ("to", "dp", "tag", "sub_group_size", "dtype", "tp", "pp", "zero_stage", "like")
+    names = ("to", "dp", "tag", "sub_group_size", "dtype", "tp", "pp", "zero_stage", "like", "names")
     return {name: getattr(arguments, name) for name in names}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.nesting import children
@@ -129,8 +129,29 @@ def text_of(value: object) -> str:
 
 
 def _number(value: ScalarTensor) -> str:
-    codes = {"float32": "f", "float64": "d", "int64": "q", "int32": "i"}
-    code = codes.get(value.dtype.label)
-    if code is None or len(value.data) != value.dtype.itemsize:
-        return value.data.hex()
-    return f"{struct.unpack('<' + code, value.data)[0]:g}"
+    number = number_of(value)
+    return f"{number:g}" if number is not None else value.data.hex()
+
+
+_CODES = {"float32": "f", "float64": "d", "int64": "q", "int32": "i"}
+
+
+def number_of(value: Scalar) -> int | float | None:
+    """The number that a scalar is, None for one that is none."""
+    if isinstance(value, ScalarTensor):
+        code = _CODES.get(value.dtype.label)
+        if code is None or len(value.data) != value.dtype.itemsize:
+            return None
+        number = struct.unpack("<" + code, value.data)[0]
+        assert isinstance(number, int | float)
+        return number
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def as_scalar(number: float, like: ScalarTensor) -> ScalarTensor | None:
+    """The same number as a tensor of the type and shape of another; None where that type has not this number."""
+    code = _CODES.get(like.dtype.label)
+    if code is None:
+        return None
+    made = replace(like, data=struct.pack("<" + code, number if code in "fd" else int(number)))
+    return made if number_of(made) == number else None

@@ -62,7 +62,7 @@ def inspect(path: str, *, tag: str | None = None) -> Inspection:
 def convert(
     path: str, out: str, *, to: str, dp: int | None = None, tag: str | None = None,
     sub_group_size: int | None = None, dtype: str | None = None, tp: int | None = None, pp: int | None = None,
-    zero_stage: int | None = None, like: str | None = None, options: Options | None = None,
+    zero_stage: int | None = None, like: str | None = None, names: str | None = None, options: Options | None = None,
     progress: Progress | None = None,
 ) -> Conversion:  # fmt: skip
     """Write the checkpoint in `path` (and `tag`, as for `inspect`) anew into the folder `out`.
@@ -72,8 +72,9 @@ def convert(
     or "safetensors": weights in Hugging Face's layout; or "torch": a state dict of the weights, and one of each kind
     of state. Weights are of `dtype` ("float32", "bfloat16", "float16") from their masters, else as they were trained.
     `sub_group_size` is that of the coming run's JSON (stage 3), else the saving run's.
-    Or "nanotron", of a checkpoint of nanotron: files that nanotron itself loads at the sizes `dp`, `tp`, `pp` and
-    `zero_stage` (0 or 1), each the saving run's unless given, or those of `like`, a checkpoint of the coming run.
+    Or "nanotron": files that nanotron itself loads at the sizes `dp`, `tp`, `pp` and `zero_stage` (0 or 1), each the
+    saving run's unless given, or those of `like`, a checkpoint of the coming run, which must be given for DeepSpeed's.
+    Between nanotron and DeepSpeed `names` is a JSON file of parameters' names: of the source, and of the output.
 
     Raises what a load raises for files that are missing or damaged, UnsupportedLayout for what the format cannot
     hold, ConfigError for a place that cannot be written to, WriteFailed. `out` is then not there.
@@ -82,7 +83,8 @@ def convert(
 
     listing = find_listing(os.fspath(path), tag)
     asked = Asked(
-        to=to, dp=dp, tp=tp, pp=pp, zero_stage=zero_stage, like=like, sub_group_size=sub_group_size, dtype=dtype
+        to=to, dp=dp, tp=tp, pp=pp, zero_stage=zero_stage, like=like, sub_group_size=sub_group_size, dtype=dtype,
+        names=names,
     )  # fmt: skip
     return convert_listing(
         listing, os.fspath(path), os.fspath(out), asked=asked, options=options or Options(), progress=progress
@@ -139,7 +141,7 @@ def diff(
 def plan(
     path: str, *, to: str, dp: int | None = None, tag: str | None = None, sub_group_size: int | None = None,
     dtype: str | None = None, tp: int | None = None, pp: int | None = None, zero_stage: int | None = None,
-    like: str | None = None, bandwidth: float = 1e9, reading: Reading | None = None,
+    like: str | None = None, names: str | None = None, bandwidth: float = 1e9, reading: Reading | None = None,
 ) -> ConversionPlan:  # fmt: skip
     """What `convert` with the same arguments would read and write: by whom, from which files, in what time.
 
@@ -148,7 +150,8 @@ def plan(
     """
     before = _bytes_asked_for()
     asked = Asked(
-        to=to, dp=dp, tp=tp, pp=pp, zero_stage=zero_stage, like=like, sub_group_size=sub_group_size, dtype=dtype
+        to=to, dp=dp, tp=tp, pp=pp, zero_stage=zero_stage, like=like, sub_group_size=sub_group_size, dtype=dtype,
+        names=names,
     )  # fmt: skip
     made = plan_listing(
         find_listing(os.fspath(path), tag), asked=asked, bandwidth=bandwidth, reading=reading or Reading()

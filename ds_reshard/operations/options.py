@@ -22,7 +22,8 @@ Progress = Callable[[int, int], None]
 class Asked:
     """What a conversion is to write; None is as it was saved.
 
-    `tp`, `pp`, `zero_stage` and `like`, a checkpoint that shows how the coming run arranges its model, are of nanotron.
+    `tp`, `pp`, `zero_stage` and `like`, a checkpoint that shows how the coming run arranges its model, are of nanotron;
+    `names` is the path of a map of parameters' names, between nanotron and DeepSpeed.
     """
 
     to: str
@@ -33,6 +34,7 @@ class Asked:
     like: str | None = None
     sub_group_size: int | None = None
     dtype: str | None = None
+    names: str | None = None
 
     def refuse(self) -> None:
         """Raise ConfigError for a format that is none, or an argument that it has not."""

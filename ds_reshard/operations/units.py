@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 
 from ds_reshard.containers.plain_writer import PlainPlan
 from ds_reshard.containers.safetensors_writer import SafetensorsPlan, plan_safetensors
@@ -11,6 +12,7 @@ from ds_reshard.containers.torch_zip_writer import ArchivePlan, plan_archive
 from ds_reshard.errors import ConfigError, Fault, raise_faults
 from ds_reshard.formats.nanotron.arrangement import Wanted
 from ds_reshard.formats.nanotron.target import nanotron_target
+from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.target import zero_target
 from ds_reshard.formats.zero.universal_target import universal_target
 from ds_reshard.formats.zero.weights_target import WEIGHTS, safetensors_target, torch_target
@@ -19,6 +21,7 @@ from ds_reshard.model.index import Record
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import StorageRecord
 from ds_reshard.model.target import Target, TargetFile, Unit
+from ds_reshard.operations.crossing import from_nanotron, to_nanotron
 from ds_reshard.operations.finding import find_listing
 from ds_reshard.operations.options import NANOTRON, UNIVERSAL, Asked
 from ds_reshard.operations.source import Source
@@ -28,16 +31,24 @@ from ds_reshard.planning.plan import Copy, Plan
 
 def target_of(source: Source, asked: Asked) -> Target:
     """What is to be written. Raises UnsupportedLayout for what the format cannot hold."""
-    if source.nanotron is not None or asked.to == NANOTRON:
+    if (source.nanotron is not None) is (asked.to == NANOTRON) and asked.names is not None:
+        raise ConfigError("--names: names stay what they are within a framework; leave it out")
+    if asked.to == NANOTRON:
         return _nanotron(source, asked)
+    if source.nanotron is not None:
+        make, optimizer = partial(_deepspeed, asked=asked), asked.to not in WEIGHTS
+        return from_nanotron(source.nanotron, asked.names, make, optimizer=optimizer)
     if source.zero is None:
         fault = Fault(
-            error="UnsupportedLayout", where=source.folder, what="is not converted: DeepSpeed's checkpoints are, and "
-            "nanotron's to nanotron", found=f"--to {asked.to}", mend="load it with torch.distributed.checkpoint",
+            error="UnsupportedLayout", where=source.folder, what="is not converted: DeepSpeed's checkpoints and "
+            "nanotron's are", found=f"--to {asked.to}", mend="load it with torch.distributed.checkpoint",
         )  # fmt: skip
         raise_faults([fault], subject="converting")
-    checkpoint = source.zero
-    assert checkpoint is not None
+    assert source.zero is not None
+    return _deepspeed(source.zero, asked)
+
+
+def _deepspeed(checkpoint: ZeroCheckpoint, asked: Asked) -> Target:
     if asked.to in WEIGHTS:
         return (safetensors_target if asked.to == "safetensors" else torch_target)(checkpoint, asked.dtype)
     if asked.to == UNIVERSAL:
@@ -47,19 +58,22 @@ def target_of(source: Source, asked: Asked) -> Target:
 
 
 def _nanotron(source: Source, asked: Asked) -> Target:
-    if source.nanotron is None or asked.to != NANOTRON:
-        what = "a checkpoint of nanotron is converted to nanotron alone, and no other to it"
-        fault = Fault(
-            error="UnsupportedLayout", where=source.folder, what=what, found=f"--to {asked.to}",
-            mend=f"--to {NANOTRON}, of a checkpoint of nanotron",
-        )  # fmt: skip
-        raise_faults([fault], subject="converting")
-    assert source.nanotron is not None
-    like = Source(find_listing(asked.like, None)) if asked.like is not None else None
-    if like is not None and like.nanotron is None:
+    like = Source(find_listing(asked.like, None)).nanotron if asked.like is not None else None
+    if asked.like is not None and like is None:
         raise ConfigError(f"--like {asked.like}: is no checkpoint of nanotron; name one, or leave it out")
     wanted = Wanted(dp=asked.dp, tp=asked.tp, pp=asked.pp, zero_stage=asked.zero_stage)
-    return nanotron_target(source.nanotron, wanted, like.nanotron if like is not None else None)
+    if source.nanotron is not None:
+        return nanotron_target(source.nanotron, wanted, like)
+    assert source.zero is not None
+    if like is None:
+        what = "does not tell how nanotron cuts parameters, in which order it trains them, and with which config.yaml"
+        fault = Fault(
+            error="UnsupportedLayout", where=source.folder, what=what,
+            mend="save a step of the coming run, and name that checkpoint: --like DIR",
+        )  # fmt: skip
+        raise_faults([fault], subject="converting to nanotron")
+    assert like is not None
+    return to_nanotron(source.zero, like, wanted, asked.names)
 
 
 FilePlan = ArchivePlan | SafetensorsPlan | PlainPlan

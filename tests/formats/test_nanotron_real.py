@@ -105,3 +105,21 @@ def test_stock_nanotron_loads_what_was_converted(saved: Path, tmp_path: Path) ->
         jobs.append({"do": "load", "path": str(out / "3"), **after})
     wrong = {path: ranks for path, ranks in run(jobs, tmp_path).items() if any(ranks)}
     assert wrong == {}
+
+
+# (saved by nanotron, converted to a format of DeepSpeed, and from there to this topology of nanotron)
+THROUGH = [
+    (of(dp=2, tp=2), "zero2", of(dp=4)), (of(pp=2, tp=2), "universal", of(dp=4)),
+    (of(zero=0), "zero3", of(pp=2, zero=0)), (of(dp=2, masters=0), "zero1", of(tp=2, zero=0, masters=0)),
+]  # fmt: skip
+
+
+def test_stock_nanotron_loads_what_went_through_the_files_of_deepspeed(saved: Path, tmp_path: Path) -> None:
+    """There, and back as the checkpoint of the coming run shows it: the reference's state, steps and base rates."""
+    jobs = []
+    for before, to, after in THROUGH:
+        between, out = tmp_path / f"{label(before)}-{to}", tmp_path / f"{label(before)}-{to}-{label(after)}"
+        convert(str(saved / label(before) / "3"), str(between), to=to, dp=None if to == "universal" else 3)
+        convert(str(between), str(out), to="nanotron", like=str(saved / label(after) / "3"))
+        jobs.append({"do": "load", "path": str(out / "3"), **after})
+    assert {path: ranks for path, ranks in run(jobs, tmp_path).items() if any(ranks)} == {}

@@ -15,9 +15,7 @@ from ds_reshard.containers.torch_zip import check_root, open_archive
 from ds_reshard.errors import fail, raise_faults
 from ds_reshard.formats.nanotron.names import NanotronListing, Rank
 from ds_reshard.formats.nanotron.optimizer_file import SavedGroup
-
-BASE, LAST, LAMBDAS = "base_lrs", "_last_lr", "lr_lambdas"
-_PER_GROUP = (BASE, LAST, LAMBDAS)
+from ds_reshard.model.content import BASE, LAMBDAS, LAST, PER_GROUP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +27,12 @@ class SavedScheduler:
 
     @property
     def counters(self) -> dict[str, object]:
-        return {key: value for key, value in self.entries.items() if key not in _PER_GROUP}
+        return {key: value for key, value in self.entries.items() if key not in PER_GROUP}
 
     def of_group(self, number: int) -> dict[str, object]:
         """What it keeps of the param group of that number."""
         found = {}
-        for key in _PER_GROUP:
+        for key in PER_GROUP:
             values = self.entries[key]
             assert isinstance(values, list)
             found[key] = values[number]
@@ -47,10 +45,10 @@ def read_scheduler(path: str, groups: int | None) -> SavedScheduler:
         check_root(path, basename(path).removesuffix(".pt"), archive.root)
         top = archive.load()
     raise_faults(list(find_hostile(top, path)), subject="reading a checkpoint")
-    if not isinstance(top, dict) or not all(isinstance(top.get(key), list) for key in _PER_GROUP):
+    if not isinstance(top, dict) or not all(isinstance(top.get(key), list) for key in PER_GROUP):
         found = ", ".join(sorted(map(str, top))[:8]) if isinstance(top, dict) else type(top).__name__
-        raise fail(path, "is no state of a LambdaLR", ", ".join(_PER_GROUP), found)
-    sizes = {len(values) for key, values in top.items() if key in _PER_GROUP}
+        raise fail(path, "is no state of a LambdaLR", ", ".join(PER_GROUP), found)
+    sizes = {len(values) for key, values in top.items() if key in PER_GROUP}
     if len(sizes) > 1 or (groups is not None and sizes != {groups}):
         raise fail(path, "is of another number of param groups than the optimizer", f"{groups}", f"{sorted(sizes)}")
     return SavedScheduler(path=path, entries={str(key): value for key, value in top.items()})
@@ -88,8 +86,3 @@ def _expanded(one: SavedScheduler, groups: Sequence[SavedGroup]) -> SavedSchedul
         LAMBDAS: [{} for _ in rates],
     }  # fmt: skip
     return SavedScheduler(path=one.path, entries=entries)
-
-
-def joined(counters: Mapping[str, object], groups: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """The state of a scheduler with these param groups."""
-    return {**{key: [group[key] for group in groups] for key in _PER_GROUP}, **counters}

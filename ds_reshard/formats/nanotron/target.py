@@ -29,7 +29,7 @@ from ds_reshard.formats.nanotron.names import (
 from ds_reshard.formats.nanotron.optimizer_file import MASTER
 from ds_reshard.formats.nanotron.parameters import DATA, Parameter, place
 from ds_reshard.formats.nanotron.run_config import resized, rewritten
-from ds_reshard.formats.nanotron.scheduler import joined
+from ds_reshard.model.content import Schedule
 from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
 from ds_reshard.model.records import new_tensor
@@ -178,10 +178,11 @@ class _Writing:
 
         The trainer asks for it with the stage's number as `is_zero`, which is not `True` (`lr_scheduler_filename`).
         """
-        kept = [self.source.schedulers[origin.stage].of_group(origin.number)
-                for origin, _ in self.arrangement.stages[rank.pp].groups]  # fmt: skip
+        kept = tuple(self.source.schedulers[origin.stage].of_group(origin.number)
+                     for origin, _ in self.arrangement.stages[rank.pp].groups)  # fmt: skip
+        schedule = Schedule(counters=self.source.schedulers[0].counters, groups=kept)
         name = state_name("lr_scheduler", replace(self.arrangement.topology, dp=None), rank)
-        return TargetFile(name=name, tree=partial(joined, self.source.schedulers[0].counters, kept))
+        return TargetFile(name=name, tree=schedule.entries)
 
     def _texts(self) -> Iterator[TargetFile]:
         topology, listing = self.arrangement.topology, self.source.listing
