@@ -75,6 +75,7 @@ def convert(
     Or "nanotron": files that nanotron itself loads at the sizes `dp`, `tp`, `pp` and `zero_stage` (0 or 1), each the
     saving run's unless given, or those of `like`, a checkpoint of the coming run, which must be given for DeepSpeed's.
     Between nanotron and DeepSpeed `names` is a JSON file of parameters' names: of the source, and of the output.
+    Or "fsdp", of a folder of EasyR1 or verl: files that they themselves load on `dp` ranks.
 
     Raises what a load raises for files that are missing or damaged, UnsupportedLayout for what the format cannot
     hold, ConfigError for a place that cannot be written to, WriteFailed. `out` is then not there.

@@ -23,36 +23,41 @@ _FILE = "fingerprint"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Planned:
-    """What is read, each byte once: `same` names the tensors whose bytes are another's (tied weights)."""
+    """What is read, each byte once: `same` names those of `keys` whose bytes are another's (tied weights)."""
 
     plan: Plan
+    keys: Sequence[TensorKey]
     same: Mapping[TensorKey, TensorKey]
 
 
 def fingerprint(
-    path: str, *, tag: str | None = None, reading: Reading | None = None, progress: Progress | None = None
-) -> Fingerprinted:
+    path: str, *, tag: str | None = None, reading: Reading | None = None, progress: Progress | None = None,
+    shard: tuple[int, int] = (0, 1),
+) -> Fingerprinted:  # fmt: skip
     """The fingerprint of every logical tensor of the checkpoint in `path`; docs/fingerprint.md defines it.
 
     `path` and `tag` as for `inspect`. Reads each byte once and checks it against the checksum in its file, in memory of
     `reading.memory_nbytes`, and 2 MiB a thread. A tensor of a file that does not pass has none, and the faults say why.
-    Needs torch.
+    `shard` (number, of how many) takes a share of the tensors. Needs torch.
 
     Raises CheckpointNotFound, and what a load raises for files that are missing, of several saves or not as their
     format says.
     """
     source = Source(find_listing(os.fspath(path), tag), states=False)
-    return _read(source, _planned(source), reading or Reading(), progress)
+    return _read(source, _planned(source, shard), reading or Reading(), progress)
 
 
-def _planned(source: Source) -> _Planned:
-    """Every tensor whole into a buffer of its own."""
+def _planned(source: Source, shard: tuple[int, int]) -> _Planned:
+    """Every tensor of the share whole into a buffer of its own."""
     index = source.index
     wanted: dict[TensorKey, TensorKey] = {}
     same: dict[TensorKey, TensorKey] = {}
     first: dict[object, TensorKey] = {}
     placements = {}
-    for key, placement in source.layout.placements.items():
+    number, shards = shard
+    keys = list(source.layout.placements)[number::shards]
+    for key in keys:
+        placement = source.layout[key]
         lies = index.open(placement.family, 0)[placement.buffer] if placement.replicated else key
         owner = first.setdefault((lies, placement.shape), key)
         if owner != key:
@@ -62,7 +67,7 @@ def _planned(source: Source) -> _Planned:
         placements[key] = whole(key.name, key.kind, placement.shape, placement.dtype, family=_FILE, buffer=str(key))
     plan = plan_rank(index, Layout(placements, {_FILE: 1}), 0, wanted, sizes={})
     raise_faults(index.faults, subject=f"checkpoint {source.folder}")
-    return _Planned(plan=plan, same=same)
+    return _Planned(plan=plan, keys=keys, same=same)
 
 
 def _read(source: Source, planned: _Planned, reading: Reading, progress: Progress | None) -> Fingerprinted:
@@ -72,18 +77,19 @@ def _read(source: Source, planned: _Planned, reading: Reading, progress: Progres
     from ds_reshard.execution.whole import read_tensor
 
     layout, sums = source.layout, Fingerprints()
-    targets = {str(key): FingerprintTarget(sums, key) for key in layout.placements if key not in planned.same}
+    targets = {str(key): FingerprintTarget(sums, key) for key in planned.keys if key not in planned.same}
     told = _told_of(progress, planned.plan.nbytes) if progress is not None else None
     executor = ThreadExecutor(threads=reading.threads, memory_nbytes=reading.memory_nbytes, checksum=True, saw=told)
     outcome = executor.execute(planned.plan, targets)
     faults = [*outcome.faults, *verify(outcome)]
     damaged = {fault.where for fault in faults}
     unsure = {copy.buffer for copy in planned.plan.copies if copy.path in damaged}
-    unread = [key for key in layout.placements if key not in planned.same and str(key) not in unsure
+    unread = [key for key in planned.keys if key not in planned.same and str(key) not in unsure
               and sums[key].nbytes != layout[key].numel * layout[key].dtype.itemsize]  # fmt: skip
     raise_faults(map(_incomplete, unread), subject=f"checkpoint {source.folder}")
     found: list[TensorFingerprint] = []
-    for key, placement in layout.placements.items():
+    for key in planned.keys:
+        placement = layout[key]
         owner = planned.same.get(key, key)
         shown = str(sums[owner]) if str(owner) not in unsure else None
         found.append(_told(key, placement.dtype.label, placement.shape, shown))

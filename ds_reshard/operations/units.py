@@ -10,6 +10,8 @@ from ds_reshard.containers.plain_writer import PlainPlan
 from ds_reshard.containers.safetensors_writer import SafetensorsPlan, plan_safetensors
 from ds_reshard.containers.torch_zip_writer import ArchivePlan, plan_archive
 from ds_reshard.errors import ConfigError, Fault, raise_faults
+from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint
+from ds_reshard.formats.fsdp.target import fsdp_target
 from ds_reshard.formats.nanotron.arrangement import Wanted
 from ds_reshard.formats.nanotron.target import nanotron_target
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
@@ -23,7 +25,7 @@ from ds_reshard.model.records import StorageRecord
 from ds_reshard.model.target import Target, TargetFile, Unit
 from ds_reshard.operations.crossing import from_nanotron, to_nanotron
 from ds_reshard.operations.finding import find_listing
-from ds_reshard.operations.options import NANOTRON, UNIVERSAL, Asked
+from ds_reshard.operations.options import FSDP, NANOTRON, UNIVERSAL, Asked
 from ds_reshard.operations.source import Source
 from ds_reshard.planning.match import Gaps, plan_rank
 from ds_reshard.planning.plan import Copy, Plan
@@ -35,13 +37,16 @@ def target_of(source: Source, asked: Asked) -> Target:
         raise ConfigError("--names: names stay what they are within a framework; leave it out")
     if asked.to == NANOTRON:
         return _nanotron(source, asked)
-    if source.nanotron is not None:
+    if isinstance(source.saved, FsdpCheckpoint) and asked.to == FSDP:
+        return fsdp_target(source.saved, source.dp if asked.dp is None else asked.dp)
+    if source.nanotron is not None and asked.to != FSDP:
         make, optimizer = partial(_deepspeed, asked=asked), asked.to not in WEIGHTS
         return from_nanotron(source.nanotron, asked.names, make, optimizer=optimizer)
-    if source.zero is None:
+    if source.zero is None or asked.to == FSDP:
         fault = Fault(
             error="UnsupportedLayout", where=source.folder, what="is not converted: DeepSpeed's checkpoints and "
-            "nanotron's are", found=f"--to {asked.to}", mend="load it with torch.distributed.checkpoint",
+            "nanotron's are, and folders of EasyR1 and verl to fsdp", found=f"--to {asked.to}",
+            mend="load it with ds_reshard.dcp.Reader, or with what has saved it",
         )  # fmt: skip
         raise_faults([fault], subject="converting")
     assert source.zero is not None

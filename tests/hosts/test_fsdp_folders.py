@@ -17,7 +17,7 @@ from kept_folders import KeptFolders
 from test_bad_input import cut
 
 import ds_reshard.dcp
-from ds_reshard.formats.fsdp import open_fsdp
+from ds_reshard.formats.fsdp.checkpoint import open_fsdp
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.operations import diff, fingerprint, inspect, verify
 

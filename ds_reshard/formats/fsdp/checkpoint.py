@@ -1,53 +1,31 @@
-"""Folders of EasyR1: `{model,optim}_world_size_W_rank_R.pt`, a state dict of DTensors by names on each rank.
+"""Folders of EasyR1 and verl: `{model,optim}_world_size_W_rank_R.pt`, a state dict of DTensors on each rank.
 
-What `get_state_dict` gives for FSDP1 and FSDP2 on a mesh of one dimension, saved by torch.save
-(verl/utils/checkpoint/fsdp_checkpoint_manager.py of EasyR1). verl's own optimizer files name no parameter.
+EasyR1 saves what `get_state_dict` gives for FSDP1 and FSDP2, by names; verl `model.state_dict()` and
+`optimizer.state_dict()`, whose states have numbers (verl/utils/checkpoint/fsdp_checkpoint_manager.py of each).
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from ds_reshard.containers.revive_names import find_hostile
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed, raise_faults
+from ds_reshard.formats.fsdp.held import Held, Shape, damaged, held_of
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, chunked
-from ds_reshard.model.records import ObjectRecord, TensorRecord
 from ds_reshard.model.region import Box
 from ds_reshard.model.saved import SavedFile, SavedListing
 
 MODEL, OPTIM = "model", "optim"
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+UNNAMED = "the optimizer's files name no parameter (verl saves optimizer.state_dict()): left out"
 _NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,9})_rank_(\d{1,9})\.pt")
-_MEND = "restore the folder from a copy, or load an older step"
-_SAVE = "save with FSDP(model, use_orig_params=True, device_mesh=...) and get_state_dict, as EasyR1 does"
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """A tensor of one rank's file: `local` of the whole `shape`, sharded by axis `dim`, or all of it (None)."""
-
-    shape: Shape
-    dim: int | None
-    coordinate: int | None
-    local: TensorRecord
-
-    def box(self, rank: int, size: int) -> Box:
-        """What a rank holds, as torch.chunk cuts: ceil(n / size) rows each, the last ones fewer or none."""
-        if self.dim is None:
-            return Box.whole(self.shape)
-        whole = self.shape[self.dim]
-        rows = -(-whole // size)
-        start, stop = min(whole, rank * rows), min(whole, (rank + 1) * rows)
-        offset, extent = [0] * len(self.shape), list(self.shape)
-        offset[self.dim], extent[self.dim] = start, stop - start
-        return Box(offset=tuple(offset), size=tuple(extent))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,19 +40,35 @@ class FsdpCheckpoint:
     first: Mapping[str, Mapping[TensorKey, Held]]
     notes: tuple[str, ...]
 
+    @property
+    def parameters(self) -> Mapping[str, Shape]:
+        return _parameters(self.first[MODEL], self.ranks)
+
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
         """The tensors of one rank's file, by the text of their keys, each checked against rank 0's."""
         path = _path(self.folder, family, self.ranks, shard)
         expected = self.first[family]
-        held = _read(path, family).tensors
+        held = _read(path, family, self.parameters).tensors
         faults = [
-            _damaged(path, f"{key} is in one of its file and rank 0's alone", "the same tensors", "others")
+            damaged(path, f"{key} is in one of its file and rank 0's alone", "the same tensors", "others")
             for key in sorted(held.keys() ^ expected.keys())
         ]
         for key in held.keys() & expected.keys():
             faults += _differs(path, key, held[key], expected[key], shard, self.ranks, same=family == OPTIM)
         raise_faults(faults, subject=f"checkpoint {self.folder}")
+        raise_faults(list(self._unlike_replicas(path, family, shard, held)), subject=f"checkpoint {self.folder}")
         return {str(key): extent_of(one.local) for key, one in held.items()}
+
+    def _unlike_replicas(self, path: str, family: str, shard: int, held: Mapping[TensorKey, Held]) -> Iterator[Fault]:
+        """The shards of HSDP that are not those of the first group of ranks."""
+        shards = min((self.ranks // one.replicas for one in held.values()), default=self.ranks)
+        if shard < shards:
+            return
+        first = _read(_path(self.folder, family, self.ranks, shard % shards), family, self.parameters).tensors
+        for key, one in held.items():
+            if one.replicas > 1 and (key not in first or _checksum(one) != _checksum(first[key])):
+                yield damaged(path, f"{key} is another than rank {shard % shards}'s, which holds the same shard",
+                              "the same", "others")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +101,7 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
     """Read rank 0's files and the list of the others.
 
     Raises CheckpointNotFound, CheckpointDamaged for files of several world sizes or missing ones, UnsupportedLayout for
-    meshes of several dimensions, and what reading a damaged file raises.
+    tensors that are sharded over several dimensions of a mesh, and what reading a damaged file raises.
     """
     files = [match for match in _files(folder) if match["family"] in (MODEL, OPTIM)]
     sizes = sorted({int(match["size"]) for match in files})
@@ -116,15 +110,18 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
         fault = Fault(error="CheckpointNotFound", where=folder, what="holds no model_world_size_*.pt", mend=mend)
         raise CheckpointNotFound(f"{fault.line()}; {mend}", [fault])
     if len(sizes) > 1:
-        raise_faults([_damaged(folder, "holds files of several world sizes", "one", ", ".join(map(str, sizes)))],
+        raise_faults([damaged(folder, "holds files of several world sizes", "one", ", ".join(map(str, sizes)))],
                      subject=f"checkpoint {folder}")  # fmt: skip
     size = sizes[0]
     faults = list(_missing(folder, files, size))
     raise_faults(faults, subject=f"checkpoint {folder}")
     families = sorted({match["family"] for match in files})
-    read = {family: _read(_path(folder, family, size, 0), family) for family in families}
+    read = {MODEL: _read(_path(folder, MODEL, size, 0), MODEL, {})}
+    if OPTIM in families:
+        read[OPTIM] = _read(_path(folder, OPTIM, size, 0), OPTIM, _parameters(read[MODEL].tensors, size))
     shapes = {key.name: held.shape for key, held in read[MODEL].tensors.items()}
     states = read[OPTIM].tensors if OPTIM in read else {}
+    raise_faults(list(_of_another_model(_path(folder, OPTIM, size, 0), states, shapes)), subject=f"checkpoint {folder}")
     single = {key: held for key, held in states.items() if _is_single(key, held, shapes)}
     placements = {
         key: _placement(key, held, family, size) for family, file in read.items() for key, held in file.tensors.items()
@@ -141,6 +138,17 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
     )  # fmt: skip
 
 
+def _of_another_model(path: str, states: Mapping[TensorKey, Held], shapes: Mapping[str, Shape]) -> Iterator[Fault]:
+    for key, held in states.items():
+        if key.name not in shapes:
+            yield damaged(
+                path, f"{key} is of no parameter of the model's files: of another model", "its names", "others"
+            )
+        elif key.kind in _MOMENTS and held.shape != shapes[key.name]:
+            what = f"{key} is of another shape than its parameter: of another model"
+            yield damaged(path, what, str(list(shapes[key.name])), str(list(held.shape)))
+
+
 def _is_single(key: TensorKey, held: Held, shapes: Mapping[str, Shape]) -> bool:
     """Whether a state is one value of its parameter."""
     return held.shape == () and (key.kind == "step" or shapes.get(key.name, ()) != ())
@@ -153,6 +161,10 @@ def _scalars(path: str, single: Mapping[TensorKey, Held]) -> dict[str, dict[str,
             data = archive.tensor_bytes(held.local)
             found.setdefault(key.name, {})[key.kind] = ScalarTensor(dtype=held.local.dtype, shape=(), data=data)
     return found
+
+
+def _checksum(held: Held) -> tuple[object, ...]:
+    return held.local.storage.crc32, held.local.element_offset, held.local.shape
 
 
 def _files(folder: str) -> list[dict[str, str]]:
@@ -175,13 +187,13 @@ def _missing(folder: str, files: list[dict[str, str]], size: int) -> Iterator[Fa
         there = {int(one["rank"]) for one in files if one["family"] == family}
         if there != set(range(size)):
             shown = ", ".join(map(str, sorted(set(range(size)) - there)[:16])) or "none"
-            yield _damaged(folder, f"files {family}_world_size_{size}_rank_*.pt are not those of {size} ranks",
+            yield damaged(folder, f"files {family}_world_size_{size}_rank_*.pt are not those of {size} ranks",
                            f"ranks 0 to {size - 1}", f"{len(there)} files; missing {shown}")  # fmt: skip
 
 
 def _placement(key: TensorKey, held: Held, family: str, size: int) -> Placement:
     if held.dim is not None:
-        boxes = [held.box(rank, size) for rank in range(size)]
+        boxes = [held.box(rank, size) for rank in range(size // held.replicas)]
         return chunked(key, held.shape, held.local.dtype, boxes, family=family, buffer=str(key))
     return Placement(
         key=key, shape=held.shape, dtype=held.local.dtype, family=family, buffer=str(key),
@@ -189,104 +201,82 @@ def _placement(key: TensorKey, held: Held, family: str, size: int) -> Placement:
     )  # fmt: skip
 
 
-def _read(path: str, family: str) -> _File:
+def _parameters(tensors: Mapping[TensorKey, Held], size: int) -> Mapping[str, Shape]:
+    """The shapes of a model's parameters by names, in the order of its modules: what several ranks have sharded."""
+    return {key.name: held.shape for key, held in tensors.items() if size == 1 or held.rank is not None}
+
+
+def _read(path: str, family: str, parameters: Mapping[str, Shape]) -> _File:
     with open_archive(path) as archive:
         top = archive.load()
     raise_faults(list(find_hostile(top, path)), subject="reading a checkpoint")
     tree = top.get("state") if isinstance(top, dict) and family == OPTIM else top
-    if not isinstance(tree, dict):
-        raise_faults([_damaged(path, "is no state dict", "names and tensors", type(tree).__name__)],
+    if not isinstance(top, dict) or not isinstance(tree, dict):
+        raise_faults([damaged(path, "is no state dict", "names and tensors", type(tree).__name__)],
                      subject="reading a checkpoint")  # fmt: skip
         raise AssertionError
-    if family == OPTIM and any(isinstance(name, int) for name in tree):
-        note = "the optimizer's files name no parameter (verl saves optimizer.state_dict()): left out"
-        return _File(tensors={}, notes=(note,))
-    named = (
-        ((str(name), str(kind), value) for name, states in tree.items() if isinstance(states, dict)
-         for kind, value in states.items())
-        if family == OPTIM
-        else ((str(name), "weight", value) for name, value in tree.items())
-    )  # fmt: skip
-    found: dict[TensorKey, Held] = {}
-    for name, kind, value in named:
-        held = _held(path, name, value)
+    if family == MODEL:
+        entries = [(str(name), "weight", value) for name, value in tree.items()]
+        return _File(tensors=_tensors(path, entries))
+    groups = groups_of(top)
+    names = state_names(groups, parameters)
+    states = [(names.get(name, str(name)), str(kind), value)
+              for name, kinds in tree.items() if isinstance(kinds, dict) for kind, value in kinds.items()]  # fmt: skip
+    found = _tensors(path, states)
+    numbered = any(isinstance(name, int) for name in tree)
+    if numbered and (not names or any(held.shape not in ((), parameters[key.name]) for key, held in found.items())):
+        return _File(tensors={}, notes=(UNNAMED,))
+    return _File(tensors=found, groups=tuple(_groups(groups, names)))
+
+
+def groups_of(optimizer: Mapping[object, object]) -> list[Mapping[object, object]]:
+    groups = optimizer.get("param_groups")
+    return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+
+
+def state_names(groups: Sequence[Mapping[object, object]], parameters: Iterable[str]) -> Mapping[object, str]:
+    """The name of each parameter by its number in an optimizer's state dict; none where they are not told.
+
+    Of one group, numbers count the parameters as `model.parameters()` gives them, and so as `model.state_dict()` does:
+    both go through the modules in one order (torch/optim/optimizer.py, torch/nn/modules/module.py, 2.13).
+    """
+    named = list(parameters)
+    if len(groups) != 1 or groups[0].get("params") != list(range(len(named))):
+        return {}
+    return dict(enumerate(named))
+
+
+def _tensors(path: str, entries: Iterable[tuple[str, str, object]]) -> dict[TensorKey, Held]:
+    found = {}
+    for name, kind, value in entries:
+        held = held_of(path, name, value)
         if held is not None:
             found[TensorKey(name=name, kind=kind)] = held
-    groups = top.get("param_groups") if isinstance(top, dict) and family == OPTIM else None
-    return _File(tensors=found, groups=tuple(_groups(groups if isinstance(groups, list) else [])))
+    return found
 
 
-def _groups(groups: list[object]) -> Iterator[GroupFacts]:
+def _groups(groups: Iterable[Mapping[object, object]], names: Mapping[object, str]) -> Iterator[GroupFacts]:
     for group in groups:
-        if isinstance(group, dict):
-            members = group.get("params")
-            yield GroupFacts(
-                members=tuple(map(str, members)) if isinstance(members, list | tuple) else (),
-                hyperparameters={str(name): value for name, value in group.items() if name != "params"},
-            )
-
-
-def _held(path: str, name: str, value: object) -> Held | None:
-    """A DTensor or a plain tensor; None for any other value."""
-    if isinstance(value, TensorRecord):
-        return Held(shape=value.shape, dim=None, coordinate=None, local=_row_major(path, name, value))
-    if not isinstance(value, ObjectRecord) or str(value.callable) != "torch._tensor._rebuild_from_type_v2":
-        return None
-    made, state = value.args[2], value.args[3]
-    inner = state[1] if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict) else {}
-    local, spec = inner.get("_local_tensor"), _state(inner.get("_spec"))
-    placements = spec.get("placements")
-    shape = made[2] if isinstance(made, tuple) and len(made) > 2 else None
-    if not isinstance(local, TensorRecord) or not isinstance(shape, tuple) or not isinstance(placements, tuple):
-        raise_faults([_unsupported(path, f"{name} is no DTensor that is known: {value.args[1]}")], subject="reading")
-        raise AssertionError
-    kinds = [str(one.callable).rpartition(".")[2] for one in placements if isinstance(one, ObjectRecord)]
-    if len(placements) != 1 or kinds not in (["Shard"], ["Replicate"]):
-        what = f"{name} is placed as {', '.join(kinds)}: a mesh of one dimension, sharded or replicated, is read"
-        raise_faults([_unsupported(path, what)], subject="reading a checkpoint")
-    dim = _state(placements[0]).get("dim") if kinds == ["Shard"] else None
-    if kinds == ["Shard"] and not (isinstance(dim, int) and 0 <= dim < len(shape)):
-        raise_faults([_damaged(path, f"{name} is sharded by axis {dim}", f"of {len(shape)}", "another")],
-                     subject="reading a checkpoint")  # fmt: skip
-    at = _state(spec.get("mesh")).get("_coordinate_on_dim")
-    coordinate = at[0] if isinstance(at, list | tuple) and len(at) == 1 and isinstance(at[0], int) else None
-    return Held(shape=tuple(shape), dim=dim if isinstance(dim, int) else None, coordinate=coordinate,
-                local=_row_major(path, name, local))  # fmt: skip
-
-
-def _row_major(path: str, name: str, tensor: TensorRecord) -> TensorRecord:
-    if not tensor.contiguous:
-        raise_faults([_unsupported(path, f"{name} does not lie row-major")], subject="reading a checkpoint")
-    return tensor
+        members = group.get("params")
+        yield GroupFacts(
+            members=tuple(names.get(one, str(one)) for one in members) if isinstance(members, list | tuple) else (),
+            hyperparameters={str(name): value for name, value in group.items() if name != "params"},
+        )
 
 
 def _differs(
     path: str, key: TensorKey, held: Held, first: Held, rank: int, size: int, *, same: bool
 ) -> Iterator[Fault]:
     """What is wrong with a tensor of a rank's file beside rank 0's; replicas hold the `same` values."""
-    expected = f"{first.local.dtype.label} {list(first.shape)}, axis {first.dim}"
-    found = f"{held.local.dtype.label} {list(held.shape)}, axis {held.dim}"
+    expected = f"{first.local.dtype.label} {list(first.shape)}, axis {first.dim}, {first.replicas} times"
+    found = f"{held.local.dtype.label} {list(held.shape)}, axis {held.dim}, {held.replicas} times"
     if expected != found:
-        yield _damaged(path, f"{key} is of another shape, type or placement than rank 0's", expected, found)
+        yield damaged(path, f"{key} is of another shape, type or placement than rank 0's", expected, found)
     elif held.local.shape != held.box(rank, size).size and (held.local.numel or held.box(rank, size).numel):
-        yield _damaged(path, f"{key}: its part is not rank {rank}'s of {size}",
+        yield damaged(path, f"{key}: its part is not rank {rank}'s of {size}",
                        str(list(held.box(rank, size).size)), str(list(held.local.shape)))  # fmt: skip
-    elif held.coordinate not in (None, rank):
-        yield _damaged(path, f"{key} was saved by another rank than the file's name says", f"{rank}",
-                       f"{held.coordinate}")  # fmt: skip
+    elif held.rank not in (None, rank):
+        yield damaged(path, f"{key} was saved by another rank than the file's name says", f"{rank}",
+                       f"{held.rank}")  # fmt: skip
     elif same and held.dim is None and held.local.storage.crc32 != first.local.storage.crc32:
-        yield _damaged(path, f"{key} has another value than rank 0's: of another step or run", "the same", "others")
-
-
-def _state(record: object) -> Mapping[object, object]:
-    return record.state if isinstance(record, ObjectRecord) and isinstance(record.state, dict) else {}
-
-
-def _damaged(where: str, what: str, expected: str, found: str) -> Fault:
-    return Fault(
-        error="CheckpointDamaged", where=where, what=what, expected=expected, found=found, mend=_MEND,
-    )  # fmt: skip
-
-
-def _unsupported(where: str, what: str) -> Fault:
-    return Fault(error="UnsupportedLayout", where=where, what=what, mend=_SAVE)
+        yield damaged(path, f"{key} has another value than rank 0's: of another step or run", "the same", "others")

@@ -1,0 +1,195 @@
+"""A folder of EasyR1 or verl that is to be written for another number of ranks, for their own loading.
+
+Each rank's file is rank 0's with this rank's parts: the same names and values, DTensors on the mesh of all ranks. Under
+one rank FSDP1 shards nothing, and saves and loads whole tensors (NO_SHARD); FSDP2 keeps DTensors of one rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from ds_reshard.containers.torch_zip import open_archive
+from ds_reshard.errors import CheckpointDamaged, Fault, ReadFailed, raise_faults
+from ds_reshard.formats.fsdp.checkpoint import MODEL, UNNAMED, FsdpCheckpoint, groups_of, state_names
+from ds_reshard.formats.fsdp.extra_state import EXTRA, extra_trees
+from ds_reshard.formats.fsdp.mesh import Meshes, ranks_data
+from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
+from ds_reshard.model.records import ObjectRecord, new_tensor
+from ds_reshard.model.target import Target, TargetFile, Unit
+
+CONFIG = "fsdp_config.json"
+_HUGGINGFACE = "huggingface"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+_TEXTS = "texts"
+
+
+def fsdp_target(source: FsdpCheckpoint, size: int) -> Target:
+    """The files of the same state for `size` ranks.
+
+    Raises UnsupportedLayout where the folder does not tell how they are cut, and what reading its files raises.
+    """
+    raise_faults(list(_faults(source, size)), subject=f"converting {source.folder} to fsdp")
+    writing = _Writing(
+        source=source, size=size, config=_config(source.folder),
+        trees={family: _tree(os.path.join(source.folder, _name(family, source.ranks, 0))) for family in source.first},
+        extra=tuple(extra_trees(source.folder, source.ranks, size)),
+    )  # fmt: skip
+    placements = {placement.key: placement for placement in writing.placements()}
+    families = [*writing.trees, *([EXTRA] if writing.extra else [])]
+    return Target(
+        layout=Layout(placements, {**dict.fromkeys(families, size), _TEXTS: 1}), folder="", pointers={},
+        units=tuple(writing.units()), wants={key: key for key in placements},
+    )  # fmt: skip
+
+
+def _faults(source: FsdpCheckpoint, size: int) -> Iterator[Fault]:
+    held = [one for tensors in source.first.values() for one in tensors.values()]
+    if size > 1 and not any(one.dim is not None for one in held):
+        yield _unsupported(
+            source, "holds whole tensors: under one rank FSDP1 shards nothing, and no file tells of a mesh",
+            "load it under one rank, or convert a folder that several ranks have saved",
+        )  # fmt: skip
+    if any(one.replicas > 1 for one in held):
+        yield _unsupported(
+            source, "is of HSDP: a mesh of two dimensions depends on more than the number of ranks, and is not written",
+            "load it with the number of ranks that saved it, or through ds_reshard.dcp.Reader",
+        )  # fmt: skip
+    if UNNAMED in source.notes:
+        yield _unsupported(
+            source, "its optimizer's files tell of no parameter's name and shape (verl with FSDP1, or several groups)",
+            "load it with the number of ranks that saved it, and save it with FSDP2 or with get_state_dict",
+        )  # fmt: skip
+
+
+def _unsupported(source: FsdpCheckpoint, what: str, mend: str) -> Fault:
+    return Fault(error="UnsupportedLayout", where=source.folder, what=what, mend=mend)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Writing:
+    source: FsdpCheckpoint
+    size: int
+    config: Mapping[str, object] | None
+    trees: Mapping[str, Mapping[object, object]]
+    extra: tuple[object, ...]
+
+    @property
+    def _whole(self) -> bool:
+        """Whether every tensor is written whole, as under one rank of FSDP1."""
+        return self.size == 1 and (self.config or {}).get("FSDP_version") != 2
+
+    def placements(self) -> Iterator[Placement]:
+        for family, tensors in self.source.first.items():
+            for key, held in tensors.items():
+                if held.dim is not None:
+                    boxes = [held.box(rank, self.size) for rank in range(self.size)]
+                    yield chunked(key, held.shape, held.local.dtype, boxes, family=family, buffer=str(key))
+
+    def units(self) -> Iterator[Unit]:
+        texts = tuple(self._texts())
+        if texts:
+            yield Unit(family=_TEXTS, shard=0, files=texts)
+        for family in self.trees:
+            for rank in range(self.size):
+                name = _name(family, self.size, rank)
+                file = TargetFile(name=name, tree=partial(self._tree, family, rank), data=self._data(family))
+                yield Unit(family=family, shard=rank, files=(file,))
+        for rank, kept in enumerate(self.extra):
+            files = (TargetFile(name=_name(EXTRA, self.size, rank), tree=partial(_kept, kept)),)
+            yield Unit(family=EXTRA, shard=rank, files=files)
+
+    def _data(self, family: str) -> Mapping[str, bytes]:
+        meshed = any(held.rank is not None for held in self.source.first[family].values())
+        return ranks_data(self.size) if meshed and not self._whole else {}
+
+    def _tree(self, family: str, rank: int) -> object:
+        """What torch.save is given for one rank's file."""
+        meshes = Meshes(self.source.folder, saved_size=self.source.ranks, rank=rank, size=self.size)
+        top = self.trees[family]
+        if family == MODEL:
+            return _like(top, {name: self._value(family, name, "weight", value, rank, meshes)
+                               for name, value in top.items()})  # fmt: skip
+        state = top["state"]
+        assert isinstance(state, dict)
+        names = state_names(groups_of(top), self.source.parameters)
+        states = {
+            name: {kind: self._value(family, names.get(name, name), kind, value, rank, meshes)
+                   for kind, value in kinds.items()}
+            if isinstance(kinds, dict) else kinds
+            for name, kinds in state.items()
+        }  # fmt: skip
+        return _like(top, {**top, "state": states})
+
+    def _value(self, family: str, name: object, kind: object, value: object, rank: int, meshes: Meshes) -> object:
+        """A tensor as this rank holds it; any other value as it is."""
+        key = TensorKey(name=str(name), kind=str(kind))
+        held = self.source.first[family].get(key)
+        if held is None or not isinstance(value, ObjectRecord):
+            return value
+        local = held.local
+        if held.dim is not None:
+            local = new_tensor(str(key), held.box(rank, self.size).size, held.local.dtype)
+        return local if self._whole else meshes.dtensor(value, local)
+
+    def _texts(self) -> Iterator[TargetFile]:
+        """The configuration and the tokenizer; what both frameworks export for others as weights stays behind."""
+        if self.config is not None:
+            text = json.dumps({**self.config, "world_size": self.size}, indent=4)
+            yield TargetFile(name=CONFIG, tree=partial(text.encode, "utf-8"), container="plain")
+        folder = os.path.join(self.source.folder, _HUGGINGFACE)
+        for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+            path = os.path.join(folder, name)
+            if os.path.isfile(path) and not name.endswith(_WEIGHTS):
+                text_of = partial(_read, path)
+                yield TargetFile(name=os.path.join(_HUGGINGFACE, name), tree=text_of, container="plain")
+
+
+def _name(family: str, size: int, rank: int) -> str:
+    return f"{family}_world_size_{size}_rank_{rank}.pt"
+
+
+def _kept(tree: object) -> object:
+    return tree
+
+
+def _like(saved: Mapping[object, object], entries: Mapping[object, object]) -> object:
+    """The entries in a dict of the saved one's kind, with its attributes: the versions of the modules."""
+    if not isinstance(saved, OrderedDict):
+        return dict(entries)
+    made = OrderedDict(entries)
+    vars(made).update(vars(saved))
+    return made
+
+
+def _tree(path: str) -> Mapping[object, object]:
+    with open_archive(path) as archive:
+        top = archive.load()
+    assert isinstance(top, dict), "a file that is no state dict is refused when the folder is opened"
+    return top
+
+
+def _config(folder: str) -> Mapping[str, object] | None:
+    """What verl notes of the saving run, None where nothing is (`FSDPConfig` of its fsdp_checkpoint_manager.py)."""
+    path = os.path.join(folder, CONFIG)
+    if not os.path.exists(path):
+        return None
+    try:
+        config = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{path}: is no JSON: {error}; restore it from a copy, or remove it") from None
+    if not isinstance(config, dict):
+        raise CheckpointDamaged(f"{path}: holds no object; restore it from a copy, or remove it")
+    return config
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise ReadFailed(f"{path}: cannot be read: {error}") from error
