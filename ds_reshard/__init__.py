@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ds_reshard.hosts import install, installed, uninstall
     from ds_reshard.hosts.accelerate.explicit import prepare
     from ds_reshard.hosts.accelerate.rules import diagnose
+    from ds_reshard.hosts.fsdp.saved import verify_saved
     from ds_reshard.resume.policy import ResumePolicy
     from ds_reshard.resume.report import last_report
     from ds_reshard.run import add_arguments
@@ -71,6 +72,7 @@ __all__ = [
     "last_report",
     "prepare",
     "uninstall",
+    "verify_saved",
 ]
 
 _HOME = {
@@ -82,6 +84,7 @@ _HOME = {
     "last_report": "ds_reshard.resume.report",
     "prepare": "ds_reshard.hosts.accelerate.explicit",
     "uninstall": "ds_reshard.hosts",
+    "verify_saved": "ds_reshard.hosts.fsdp.saved",
 }
 
 

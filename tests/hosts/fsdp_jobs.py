@@ -75,10 +75,11 @@ class VLM(nn.Module):
 
 
 def build(
-    orig: bool, *, frozen: bool = False, every: bool = False, dtype: torch.dtype = torch.float32, mesh: bool = True
-) -> tuple[Any, Any]:
+    orig: bool, *, frozen: bool = False, every: bool = False, dtype: torch.dtype = torch.float32, mesh: bool = True,
+    seed: int = 0,
+) -> tuple[Any, Any]:  # fmt: skip
     """The wrapped model and its optimizer, over `every` parameter or the trainable ones."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = VLM().to(dtype)
     model.visual.requires_grad_(not frozen)
     more = {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))} if mesh else {}
@@ -112,7 +113,7 @@ def cast(model: Any, optimizer: Any, dtype: torch.dtype, states: tuple[str, ...]
     names = {id(p): name.replace("_fsdp_wrapped_module.", "") for name, p in model.named_parameters()}
     for param, held in optimizer.state.items():
         if names[id(param)].startswith(within):
-            held.update({state: held[state].to(dtype) for state in states})
+            held.update({state: held[state].to(dtype) for state in states if state in held})
 
 
 def odd(model: Any, optimizer: Any, kind: str) -> None:

@@ -43,6 +43,7 @@ EXPORTED = [
     "last_report",
     "prepare",
     "uninstall",
+    "verify_saved",
 ]
 
 COMMANDS = {

@@ -1,0 +1,225 @@
+"""What the checkpoint managers of EasyR1 and verl do, call by call, to a small model with a frozen tower.
+
+`save_checkpoint`, `load_checkpoint`, `get_rng_state` and `load_rng_state` of EasyR1 and of verl
+(verl/utils/checkpoint/fsdp_checkpoint_manager.py and checkpoint_manager.py), without what needs a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from fsdp_jobs import VLM, WORDS, Block, _hooks, build, cast, contents, touch, whole
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+OPTIONS = StateDictOptions(cpu_offload=True)
+
+
+def _file(folder: str, family: str) -> str:
+    return f"{folder}/{family}_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
+
+
+def _schedule(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def train(model: Any, optimizer: Any, scheduler: Any, steps: range) -> list[float]:
+    """The losses of these steps, on batches that all ranks share: they do not depend on the number of ranks."""
+    losses = []
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 + step)
+        words = torch.randint(0, WORDS, (2, 5), generator=generator)
+        picture = torch.randn(2, 3, 12, generator=generator).to(dtype)
+        loss = model(words, picture).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    return losses
+
+
+def _states(model: Any, optimizer: Any) -> dict[tuple[str, str], torch.Tensor]:
+    """Weights and states, whole, as this process gathers them."""
+    weights, states = get_state_dict(model, optimizer, options=OPTIONS)
+    held = {(name, "weight"): whole(value).clone() for name, value in weights.items()}
+    return held | {(name, kind): one for name, kinds in contents(states).items() for kind, one in kinds.items()}
+
+
+def easyr1_save(folder: str, dtype: str, mixed: bool) -> dict[str, Any]:
+    """Two steps and a save; what was held then, and the losses of two steps more."""
+    model, optimizer = build(True, frozen=True, every=True, dtype=getattr(torch, dtype))
+    scheduler = _schedule(optimizer)
+    train(model, optimizer, scheduler, range(2))
+    if mixed:
+        cast(model, optimizer, torch.bfloat16, ("exp_avg",), "lm_head")
+    touch(optimizer)
+    _save(folder, model, optimizer, scheduler)
+    with _hooks(True):
+        held = _states(model, optimizer)
+    if mixed:
+        cast(model, optimizer, getattr(torch, dtype), ("exp_avg",), "lm_head")
+    drawn = torch.rand(2).tolist()
+    return {"held": held, "losses": train(model, optimizer, scheduler, range(2, 4)), "drawn": drawn}
+
+
+def easyr1_load(folder: str, dtype: str) -> dict[str, Any]:
+    """A load into a model of other weights; what is held then, and the losses of two steps."""
+    model, optimizer = build(True, frozen=True, every=True, dtype=getattr(torch, dtype), seed=1)
+    scheduler = _schedule(optimizer)
+    with _hooks(True):
+        model_state_dict = torch.load(_file(folder, "model"), weights_only=False)
+        optim_state_dict = torch.load(_file(folder, "optim"), weights_only=False)
+        extra_state_dict = torch.load(_file(folder, "extra_state"), weights_only=False)
+        set_state_dict(
+            model=model, optimizers=optimizer, model_state_dict=model_state_dict, optim_state_dict=optim_state_dict,
+            options=OPTIONS,
+        )  # fmt: skip
+        scheduler.load_state_dict(extra_state_dict["lr_scheduler"])
+        if "rng" in extra_state_dict:
+            _set_rng(extra_state_dict["rng"])
+        drawn = torch.rand(2).tolist()
+        held = _states(model, optimizer)
+    return {"held": held, "losses": train(model, optimizer, scheduler, range(2, 4)), "drawn": drawn}
+
+
+def _fsdp2(seed: int, mesh: Any = None) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    model = VLM()
+    model.visual.requires_grad_(False)
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    for module in model.modules():
+        if isinstance(module, Block):
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def verl_save(folder: str) -> dict[str, Any]:
+    """The same with FSDP2, as verl saves it: states by number."""
+    model, optimizer = _fsdp2(0)
+    scheduler = _schedule(optimizer)
+    train(model, optimizer, scheduler, range(2))
+    touch(optimizer)
+    torch.save(model.state_dict(), _file(folder, "model"))
+    torch.save(optimizer.state_dict(), _file(folder, "optim"))
+    torch.save({"lr_scheduler": scheduler.state_dict(), "rng": _rng()}, _file(folder, "extra_state"))
+    said = _said(folder, model=model, optimizer=optimizer)
+    held = _states(model, optimizer)
+    return {"held": held, "losses": train(model, optimizer, scheduler, range(2, 4)), "said": said}
+
+
+def verl_load(folder: str) -> dict[str, Any]:
+    model, optimizer = _fsdp2(1)
+    scheduler = _schedule(optimizer)
+    model.load_state_dict(torch.load(_file(folder, "model"), weights_only=False))
+    optimizer.load_state_dict(torch.load(_file(folder, "optim"), weights_only=False))
+    scheduler.load_state_dict(torch.load(_file(folder, "extra_state"), weights_only=False)["lr_scheduler"])
+    said = _said(folder, model=model, optimizer=optimizer)
+    held = _states(model, optimizer)
+    return {"held": held, "losses": train(model, optimizer, scheduler, range(2, 4)), "said": said}
+
+
+def hsdp(folder: str, fsdp2: bool) -> dict[str, Any]:
+    """Two groups of ranks that hold the same shards, as EasyR1 and verl make them of `fsdp_size`."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("ddp", "fsdp"))
+    if fsdp2:
+        model, optimizer = _fsdp2(0, mesh)
+    else:
+        torch.manual_seed(0)
+        model = FullyShardedDataParallel(
+            VLM(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu"),
+            device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        )  # fmt: skip
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = _schedule(optimizer)
+    train(model, optimizer, scheduler, range(2))
+    _save(folder, model, optimizer, scheduler)
+    said = _said(folder, model=model, optimizer=optimizer)
+    with _hooks(True):
+        return {"held": _states(model, optimizer), "said": said}
+
+
+def _swapped(folder: str) -> None:
+    """The moments of one rank under each other's name, as a reused buffer would leave them; every checksum holds."""
+    path = f"{folder}/optim_world_size_{dist.get_world_size()}_rank_0.pt"
+    saved = torch.load(path, weights_only=False)
+    states = saved["state"]["lm_head.weight"]
+    states["exp_avg"], states["exp_avg_sq"] = states["exp_avg_sq"], states["exp_avg"]
+    torch.save(saved, path)
+
+
+def _cut(folder: str) -> None:
+    path = f"{folder}/optim_world_size_{dist.get_world_size()}_rank_0.pt"
+    os.truncate(path, os.path.getsize(path) // 2)
+
+
+DAMAGES: dict[str, Callable[[str], object]] = {
+    "none": lambda folder: None,
+    "truncated": _cut,
+    "missing": lambda folder: os.remove(f"{folder}/extra_state_world_size_2_rank_1.pt"),
+    "foreign": lambda folder: shutil.copy(f"{folder}/model_world_size_2_rank_0.pt",
+                                          f"{folder}/model_world_size_3_rank_0.pt"),
+    "swapped": _swapped,
+}  # fmt: skip
+
+
+def verified(folder: str, orig: bool, frozen: bool, dtype: str, damages: list[str]) -> dict[str, str]:
+    """What `verify_saved` says on this rank of a save, and of copies that rank 0 has damaged; then of a later step."""
+    model, optimizer = build(orig, frozen=frozen, every=True, dtype=getattr(torch, dtype))
+    scheduler = _schedule(optimizer)
+    train(model, optimizer, scheduler, range(2))
+    if frozen:
+        touch(optimizer)
+    _save(folder, model, optimizer, scheduler)
+    told = {}
+    for damage in damages:
+        copy = f"{folder}/{damage}"
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.copytree(folder, copy, ignore=lambda *_: damages)
+            DAMAGES[damage](copy)
+        dist.barrier()
+        told[damage] = _said(copy, model=model, optimizer=optimizer)
+    told["files alone"] = _said(folder)
+    train(model, optimizer, scheduler, range(2, 3))
+    told["a later step"] = _said(folder, model=model, optimizer=optimizer)
+    return told
+
+
+def _said(folder: str, **live: Any) -> str:
+    import ds_reshard
+
+    try:
+        ds_reshard.verify_saved(folder, **live)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _save(folder: str, model: Any, optimizer: Any, scheduler: Any) -> None:
+    with _hooks(True):
+        model_state_dict, optim_state_dict = get_state_dict(model, optimizer, options=OPTIONS)
+    torch.save(model_state_dict, _file(folder, "model"))
+    torch.save(optim_state_dict, _file(folder, "optim"))
+    torch.save({"lr_scheduler": scheduler.state_dict(), "rng": _rng()}, _file(folder, "extra_state"))
+
+
+def _rng() -> dict[str, Any]:
+    return {"cpu": torch.get_rng_state(), "numpy": numpy.random.get_state(), "random": random.getstate()}
+
+
+def _set_rng(rng_state: dict[str, Any]) -> None:
+    torch.set_rng_state(rng_state["cpu"])
+    numpy.random.set_state(rng_state["numpy"])
+    random.setstate(rng_state["random"])

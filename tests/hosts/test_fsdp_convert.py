@@ -1,0 +1,242 @@
+"""Folders of EasyR1 and verl written for other ranks: their own loading takes them, and training goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fresh
+import pytest
+import torch
+from gathered import same_bits
+
+import ds_reshard
+from ds_reshard.execution.fingerprint import fingerprint_of
+from ds_reshard.operations import convert, fingerprint, verify
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+TYPES: dict[str, dict[str, Any]] = {
+    "bf16": {"dtype": "bfloat16", "mixed": False},
+    "fp32 with bf16 moments of some": {"dtype": "float32", "mixed": True},
+}
+LOSS_TOLERANCE = 1e-4  # three ranks average three equal gradients, which rounds
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], tuple[Path, list[Any]]]:
+    """What EasyR1's manager has saved on some ranks, in some types, and what each rank held; each made once."""
+    made: dict[tuple[int, str], tuple[Path, list[Any]]] = {}
+
+    def save(size: int, types: str) -> tuple[Path, list[Any]]:
+        if (size, types) not in made:
+            folder = tmp_path_factory.mktemp("easyr1")
+            told = fresh.run("fsdp_manager_jobs.easyr1_save", size, folder=str(folder), **TYPES[types])
+            assert all(isinstance(one, dict) for one in told), told
+            made[size, types] = folder, told
+        return made[size, types]
+
+    return save
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "types"),
+    [(2, 1, "bf16"), (2, 3, "bf16"), (3, 2, "bf16"), (2, 3, "fp32 with bf16 moments of some")],
+)
+def test_easyr1_loads_what_was_written_for_other_ranks(
+    saves: Any, tmp_path: Path, before: int, after: int, types: str
+) -> None:
+    """Weights and moments are equal to the bit, the schedule goes on, and so do the losses."""
+    folder, saved = saves(before, types)
+    out = str(tmp_path / "out")
+    convert(str(folder), out, to="fsdp", dp=after)
+    loaded = fresh.run("fsdp_manager_jobs.easyr1_load", after, folder=out, dtype=TYPES[types]["dtype"])
+    expected = saved[0]["held"]
+    for told in loaded:
+        assert isinstance(told, dict), told
+        assert told["held"].keys() == expected.keys()
+        for at, tensor in expected.items():
+            assert same_bits(told["held"][at], tensor.to(told["held"][at].dtype)), at
+        assert told["losses"] == pytest.approx(saved[0]["losses"], rel=LOSS_TOLERANCE)
+    moments = [at for at in expected if at[1] == "exp_avg"]
+    assert len(moments) == 12
+    assert all(not torch.equal(expected[at], expected[at[0], "exp_avg_sq"]) for at in moments)
+
+
+@pytest.fixture(scope="module")
+def verls(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path, list[Any]]]:
+    """What verl's manager has saved of FSDP2 on some ranks; each made once."""
+    made: dict[int, tuple[Path, list[Any]]] = {}
+
+    def save(size: int) -> tuple[Path, list[Any]]:
+        if size not in made:
+            folder = tmp_path_factory.mktemp("verl")
+            told = fresh.run("fsdp_manager_jobs.verl_save", size, folder=str(folder))
+            assert all(isinstance(one, dict) for one in told), told
+            (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": size}))
+            made[size] = folder, told
+        return made[size]
+
+    return save
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (3, 2), (1, 2)])
+def test_verl_loads_what_was_written_for_other_ranks(verls: Any, tmp_path: Path, before: int, after: int) -> None:
+    """Its optimizer's files have numbers: moments come back to the parameters they are of, and verify_saved agrees."""
+    folder, saved = verls(before)
+    out = str(tmp_path / "out")
+    convert(str(folder), out, to="fsdp", dp=after)
+    assert fingerprint(out).tensors == fingerprint(str(folder)).tensors
+    loaded = fresh.run("fsdp_manager_jobs.verl_load", after, folder=out)
+    expected = saved[0]["held"]
+    for told in loaded:
+        assert isinstance(told, dict), told
+        assert told["held"].keys() == expected.keys()
+        assert [at for at, tensor in expected.items() if not same_bits(told["held"][at], tensor)] == []
+        assert told["losses"] == pytest.approx(saved[0]["losses"], rel=LOSS_TOLERANCE)
+    assert {told["said"] for told in [*saved, *loaded]} == {""}
+
+
+def test_numbers_are_named_as_the_parameters_are(verls: Any) -> None:
+    """The fingerprints under the names are those of the moments that the ranks held."""
+    folder, saved = verls(2)
+    held = saved[0]["held"]
+    moments = {
+        (one.name, one.kind): one.fingerprint for one in fingerprint(str(folder)).tensors if one.kind != "weight"
+    }
+    assert moments == {at: str(fingerprint_of(tensor.contiguous())) for at, tensor in held.items()
+                       if at[1] in ("exp_avg", "exp_avg_sq")}  # fmt: skip
+
+
+def _in_two_groups(folder: Path) -> None:
+    """One param group less its last parameter, and that in a group of its own: as an optimizer of two would save."""
+    for path in folder.glob("optim_*.pt"):
+        saved = torch.load(path, weights_only=False)
+        (group,) = saved["param_groups"]
+        last = {**group, "params": group["params"][-1:], "lr": 0.5}
+        saved["param_groups"] = [{**group, "params": group["params"][:-1]}, last]
+        torch.save(saved, path)
+
+
+def test_numbers_of_two_groups_are_not_guessed(verls: Any, tmp_path: Path) -> None:
+    """Two groups may count the parameters in another order."""
+    folder = tmp_path / "folder"
+    shutil.copytree(verls(2)[0], folder)
+    _in_two_groups(folder)
+    assert "name no parameter" in fingerprint(str(folder)).notes[0]
+    with pytest.raises(ds_reshard.UnsupportedLayout, match="several groups"):
+        convert(str(folder), str(tmp_path / "out"), to="fsdp", dp=3)
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_groups_stay_two(saves: Any, tmp_path: Path) -> None:
+    """By names, as EasyR1 saves them: groups and their hyper-parameters come along as they are."""
+    folder = tmp_path / "folder"
+    shutil.copytree(saves(2, "bf16")[0], folder)
+    _in_two_groups(folder)
+    convert(str(folder), str(tmp_path / "out"), to="fsdp", dp=3)
+    paths = folder / "optim_world_size_2_rank_0.pt", tmp_path / "out" / "optim_world_size_3_rank_2.pt"
+    groups = [torch.load(path, weights_only=False)["param_groups"] for path in paths]
+    assert groups[0] == groups[1] and [group["lr"] for group in groups[1]] == [groups[0][0]["lr"], 0.5]
+
+
+def _halved(folder: Path) -> None:
+    """The moments of one parameter as half of the ranks would have saved them."""
+    path = folder / "optim_world_size_2_rank_1.pt"
+    saved = torch.load(path, weights_only=False)
+    local = saved["state"]["lm_head.weight"]["exp_avg"]._local_tensor
+    saved["state"]["lm_head.weight"]["exp_avg"]._local_tensor = local[: len(local) // 2].clone()
+    torch.save(saved, path)
+
+
+def _of_another_model(folder: Path) -> None:
+    for path in folder.glob("optim_*.pt"):
+        saved = torch.load(path, weights_only=False)
+        saved["state"]["other.weight"] = saved["state"].pop("lm_head.weight")
+        torch.save(saved, path)
+
+
+def _of_another_step(folder: Path) -> None:
+    path = folder / "extra_state_world_size_2_rank_1.pt"
+    saved = torch.load(path, weights_only=False)
+    saved["lr_scheduler"]["last_epoch"] += 1
+    torch.save(saved, path)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "half-size moments": (_halved, "lm_head.weight[exp_avg]: its part is not rank 1's of 2"),
+    "an optimizer of another model": (_of_another_model, "other.weight[exp_avg] is of no parameter of the model's"),
+    "schedules of several steps": (_of_another_step, "lr_scheduler is another than rank 0's"),
+    "a rank without extra state": (lambda f: os.remove(f / "extra_state_world_size_2_rank_1.pt"), "is missing"),
+    "two world sizes": (lambda f: shutil.copy(f / "optim_world_size_2_rank_0.pt", f / "optim_world_size_3_rank_0.pt"),
+                        "several world sizes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", REFUSED)
+def test_what_is_wrong_is_named_and_nothing_is_written(saves: Any, tmp_path: Path, damage: str) -> None:
+    folder, out = tmp_path / "folder", tmp_path / "out"
+    shutil.copytree(saves(2, "bf16")[0], folder)
+    wreck, text = REFUSED[damage]
+    wreck(folder)
+    with pytest.raises(ds_reshard.CheckpointDamaged) as raised:
+        convert(str(folder), str(out), to="fsdp", dp=3)
+    assert text in str(raised.value)
+    assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_whole_tensors_of_one_rank_tell_of_no_mesh(saves: Any, tmp_path: Path) -> None:
+    """FSDP1 shards nothing under one rank."""
+    one = str(tmp_path / "one")
+    convert(str(saves(2, "bf16")[0]), one, to="fsdp", dp=1)
+    with pytest.raises(ds_reshard.UnsupportedLayout, match="no file tells of a mesh"):
+        convert(one, str(tmp_path / "two"), to="fsdp", dp=2)
+
+
+def test_ranks_that_were_there_keep_their_random_states(saves: Any, tmp_path: Path) -> None:
+    """A new rank has none, and draws what the run has seeded: no two ranks draw the same."""
+    folder, _ = saves(2, "bf16")
+    convert(str(folder), str(tmp_path / "out"), to="fsdp", dp=3)
+    out = tmp_path / "out"
+    kept = [torch.load(out / f"extra_state_world_size_3_rank_{rank}.pt", weights_only=False) for rank in range(3)]
+    assert [sorted(one) for one in kept] == [["lr_scheduler", "rng"], ["lr_scheduler", "rng"], ["lr_scheduler"]]
+    before = [torch.load(folder / f"extra_state_world_size_2_rank_{rank}.pt", weights_only=False) for rank in range(2)]
+    for one, other in zip(before, kept, strict=False):
+        assert torch.equal(one["rng"]["cpu"], other["rng"]["cpu"]) and one["rng"]["random"] == other["rng"]["random"]
+    assert all(one["lr_scheduler"] == before[0]["lr_scheduler"] for one in kept)
+
+
+def test_what_was_written_is_what_was_there(saves: Any, tmp_path: Path) -> None:
+    """The files pass verify, hold the same fingerprints, and come back to the first size part by part."""
+    folder, _ = saves(2, "bf16")
+    once, back = str(tmp_path / "once"), str(tmp_path / "back")
+    convert(str(folder), once, to="fsdp", dp=3)
+    convert(once, back, to="fsdp", dp=2)
+    assert not verify(once).faults
+    assert fingerprint(once).tensors == fingerprint(str(folder)).tensors == fingerprint(back).tensors
+    for rank in range(2):
+        one, other = (torch.load(os.path.join(at, f"optim_world_size_2_rank_{rank}.pt"), weights_only=False)
+                      for at in (str(folder), back))  # fmt: skip
+        assert one["param_groups"] == other["param_groups"] and one["state"].keys() == other["state"].keys()
+        for name, states in one["state"].items():
+            for kind, value in states.items():
+                found = other["state"][name][kind]
+                assert type(found) is type(value)
+                assert same_bits(*(getattr(tensor, "_local_tensor", tensor) for tensor in (found, value))), (name, kind)
+
+
+def test_what_verl_keeps_beside_comes_along(saves: Any, tmp_path: Path) -> None:
+    """The configuration names the new size; texts of `huggingface` are copied, exported weights are not."""
+    source = tmp_path / "source"
+    shutil.copytree(saves(2, "bf16")[0], source)
+    (source / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 1, "world_size": 2}))
+    (source / "huggingface").mkdir()
+    (source / "huggingface" / "config.json").write_text("{}")
+    (source / "huggingface" / "model.safetensors").write_bytes(b"weights")
+    convert(str(source), str(tmp_path / "out"), to="fsdp", dp=3)
+    assert json.loads((tmp_path / "out" / "fsdp_config.json").read_text()) == {"FSDP_version": 1, "world_size": 3}
+    assert os.listdir(tmp_path / "out" / "huggingface") == ["config.json"]
