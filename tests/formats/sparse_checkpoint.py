@@ -1,100 +1,19 @@
-"""A synthetic ZeRO-2 checkpoint of any size: real structure, and tensors that are holes in sparse files.
+"""Synthetic ZeRO-1, 2 and 3 checkpoints of any size: real structure, and tensors that are holes in sparse files.
 
-No run wrote it. Zip layout and pickles are those of torch.save (`torch.load` reads them); every tensor is
-zeros that take no disk, with the checksum that zeros of that length have.
+No run wrote them; see sparse_archive.py for what is real in them.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
-import struct
+import os
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from ds_reshard.containers.crc import crc32, repeated
-
-Shape = tuple[int, ...]
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
-_ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_END = struct.Struct("<4sHHHHIIH")
-_STORAGES = {torch.float32: torch.FloatStorage, torch.bfloat16: torch.BFloat16Storage}
-
-
-@dataclass(frozen=True)
-class Hole:
-    """A tensor of zeros, to be written as a hole."""
-
-    shape: Shape
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-
-class _Storage:
-    """Stands for the storage of a hole in the pickle."""
-
-    def __init__(self, key: str, hole: Hole) -> None:
-        self.key = key
-        self.hole = hole
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles holes as torch pickles tensors: `_rebuild_tensor_v2` of a storage named by a persistent id."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=2)
-        self.holes: list[Hole] = []
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, Hole):
-            return NotImplemented
-        storage = _Storage(str(len(self.holes)), value)
-        self.holes.append(value)
-        strides = tuple(prod(value.shape[i + 1 :]) for i in range(len(value.shape)))
-        return torch._utils._rebuild_tensor_v2, (storage, 0, value.shape, strides, False, OrderedDict())
-
-    def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, _Storage):
-            return None
-        return "storage", _STORAGES[value.hole.dtype], value.key, "cpu", value.hole.numel
-
-
-def write_sparse(path: Path, value: object) -> None:
-    """Write `value` as torch.save would, its Holes as holes; each file must stay under 4 GiB."""
-    stream = io.BytesIO()
-    pickler = _Pickler(stream)
-    pickler.dump(value)
-    texts = [("data.pkl", stream.getvalue()), (".format_version", b"1"), ("byteorder", b"little")]
-    members = [(name, data, len(data), crc32(data)) for name, data in texts]
-    members += [(f"data/{i}", b"", h.nbytes, repeated(b"\0", h.nbytes)) for i, h in enumerate(pickler.holes)]
-    members.append(("version", b"3\n", 2, crc32(b"3\n")))
-    directory = b""
-    with path.open("wb") as file:
-        for name, data, nbytes, crc in members:
-            full, header = f"{path.stem}/{name}".encode(), file.tell()
-            gap = -(header + _LOCAL.size + len(full) + 4) % 64  # torch aligns every record to 64 bytes
-            extra = struct.pack("<2sH", b"FB", gap) + b"Z" * gap
-            file.write(_LOCAL.pack(b"PK\x03\x04", 0, 0, 0, 0, 0, crc, nbytes, nbytes, len(full), len(extra)))
-            file.write(full + extra + data)
-            file.seek(nbytes - len(data), io.SEEK_CUR)
-            sizes = (crc, nbytes, nbytes, len(full), 0, 0, 0, 0, 0, header)
-            directory += _ENTRY.pack(b"PK\x01\x02", 0, 0, 0, 0, 0, 0, *sizes) + full
-        start = file.tell()
-        count = len(members)
-        file.write(directory + _END.pack(b"PK\x05\x06", 0, 0, count, count, len(directory), start, 0))
+from sparse_archive import Hole, Shape, SparseArchive, sparse_archive, write_sparse
 
 
 def gpt_shapes(layers: int, width: int, vocabulary: int = 32000) -> dict[str, Shape]:
@@ -114,64 +33,120 @@ def _block(width: int) -> Iterator[tuple[str, Shape]]:
         yield f"{name}.bias", (width,)
 
 
-def write_checkpoint(folder: Path, shapes: dict[str, Shape], dp: int) -> int:
-    """Write a ZeRO-2 checkpoint of AdamW (one param group) under `folder`; returns its bytes."""
+def llama_shapes(layers: int, width: int, wide: int, vocabulary: int = 128256) -> dict[str, Shape]:
+    """The parameters of a Llama without grouped queries, by name: nine for each layer, and three."""
+    shapes: dict[str, Shape] = {"embed.weight": (vocabulary, width)}
+    for i in range(layers):
+        for name in ("q", "k", "v", "o"):
+            shapes[f"layers.{i}.{name}.weight"] = (width, width)
+        shapes |= {f"layers.{i}.{name}.weight": (wide, width) for name in ("gate", "up")}
+        shapes[f"layers.{i}.down.weight"] = (width, wide)
+        shapes |= {f"layers.{i}.{name}.weight": (width,) for name in ("norm1", "norm2")}
+    return shapes | {"norm.weight": (width,), "head.weight": (vocabulary, width)}
+
+
+def write_checkpoint(
+    folder: Path, shapes: Mapping[str, Shape], dp: int, *, stage: int = 2, ranks: Collection[int] | None = None
+) -> int:
+    """Write a checkpoint of AdamW (one param group) under `folder`; returns its bytes.
+
+    With `ranks` the files of all others are links to rank 0's, under names that are not theirs: they are listed at
+    their size, and refused when they are opened.
+    """
     tag = folder / "global_step1000"
     tag.mkdir(parents=True)
     (folder / "latest").write_text(tag.name)
     config = {
         "train_batch_size": dp,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 2},
+        "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
     }
+    model = _model_file(shapes, dp, stage, config)
+    if stage == 3:
+        numel = sum(-(-prod(shape) // dp) for shape in shapes.values())
+        _write_ranks(tag, "zero_pp_rank_{}_mp_rank_00_model_states", model, dp, ranks)
+        _write_ranks(tag, OPTIM, {"optimizer_state_dict": _stage3(numel, dp), **_said(config)}, dp, ranks)
+        return sum(file.stat().st_size for file in tag.iterdir())
+    write_sparse(tag / "mp_rank_00_model_states.pt", model)
     total = sum(map(prod, shapes.values()))
     chunk = -(-total // (2 * dp)) * 2
-    write_sparse(
-        tag / "mp_rank_00_model_states.pt",
-        {
-            "module": OrderedDict((name, Hole(shape, torch.bfloat16)) for name, shape in shapes.items()),
-            "buffer_names": [],
-            "optimizer": None,
-            "param_shapes": [OrderedDict(shapes)],
-            "frozen_param_shapes": None,
-            "frozen_param_fragments": None,
-            "shared_params": {},
-            "lr_scheduler": None,
-            "global_steps": 1000,
-            "global_samples": 1000 * dp,
-            "skipped_steps": 0,
-            "dp_world_size": dp,
-            "mp_world_size": 1,
-            "ds_config": config,
-            "ds_version": "0.19.8",
-        },
-    )
     for rank in range(dp):
         used = max(0, min(chunk, total - rank * chunk))
-        write_sparse(
-            tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", _optimizer_file(used, chunk, dp, rank, config)
-        )
+        content = {"optimizer_state_dict": _flat(used, chunk, dp, stage), **_said(config)}
+        write_sparse(tag / f"{OPTIM.format(rank)}.pt", content)
     return sum(file.stat().st_size for file in tag.iterdir())
 
 
-def _optimizer_file(used: int, chunk: int, dp: int, rank: int, config: dict[str, Any]) -> dict[str, Any]:
-    moments = {kind: Hole((chunk,), torch.float32) for kind in ("exp_avg", "exp_avg_sq")}
-    group = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 1000, "params": [0]}
+OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states"
+
+
+def _write_ranks(tag: Path, stem: str, value: object, dp: int, ranks: Collection[int] | None) -> None:
+    """The same content for each rank, under its own name."""
+    made: dict[int, SparseArchive] = {}
+    for rank in range(dp):
+        name = stem.format(rank)
+        if ranks is not None and rank not in ranks and rank:
+            os.link(tag / f"{stem.format(0)}.pt", tag / f"{name}.pt")
+            continue
+        if len(name) not in made:
+            made[len(name)] = sparse_archive(name, value)
+        made[len(name)].renamed(name).write(tag)
+
+
+def _said(config: dict[str, Any]) -> dict[str, object]:
+    return {"ds_config": config, "ds_version": "0.19.8"}
+
+
+def _model_file(shapes: Mapping[str, Shape], dp: int, stage: int, config: dict[str, Any]) -> dict[str, object]:
+    whole = stage < 3  # stage 3 keeps placeholders of no element
     return {
-        "optimizer_state_dict": {
-            "loss_scaler": None,
-            "dynamic_loss_scale": False,
-            "overflow": False,
-            "clip_grad": 1.0,
-            "base_optimizer_state": {"state": {0: moments}, "param_groups": [group]},
-            "single_partition_of_fp32_groups": [Hole((used,), torch.float32)],
-            "zero_stage": 2,
-            "group_paddings": [chunk - used],
-            "partition_count": [dp],
-            "ds_version": "0.19.8",
-            "param_slice_mappings": [OrderedDict()],
-        },
-        "ds_config": config,
+        "module": OrderedDict((name, Hole(shape if whole else (0,), torch.bfloat16)) for name, shape in shapes.items()),
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": [OrderedDict(shapes)],
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "shared_params": {},
+        "lr_scheduler": None,
+        "global_steps": 1000,
+        "global_samples": 1000 * dp,
+        "skipped_steps": 0,
+        "dp_world_size": dp,
+        "mp_world_size": 1,
+        **_said(config),
+    }
+
+
+def _adam(numel: int) -> dict[str, object]:
+    moments = {kind: Hole((numel,), torch.float32) for kind in ("exp_avg", "exp_avg_sq")}
+    group = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 1000, "params": [0]}
+    return {"state": {0: moments}, "param_groups": [group]}
+
+
+def _flat(used: int, chunk: int, dp: int, stage: int) -> dict[str, object]:
+    return {
+        "loss_scaler": None,
+        "dynamic_loss_scale": False,
+        "overflow": False,
+        "clip_grad": 1.0,
+        "base_optimizer_state": _adam(chunk),
+        "single_partition_of_fp32_groups": [Hole((used,), torch.float32)],
+        "zero_stage": stage,
+        "group_paddings": [chunk - used],
+        "partition_count": [dp],
         "ds_version": "0.19.8",
+        "param_slice_mappings": [OrderedDict()],
+    }
+
+
+def _stage3(numel: int, dp: int) -> dict[str, object]:
+    return {
+        "zero_stage": 3,
+        "loss_scaler": None,
+        "dynamic_loss_scale": False,
+        "overflow": False,
+        "partition_count": dp,
+        "optimizer_state_dict": _adam(numel),
+        "fp32_flat_groups": [Hole((numel,), torch.float32)],
     }
