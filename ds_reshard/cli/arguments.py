@@ -18,6 +18,14 @@ def count(text: str) -> int:
     return int(text)
 
 
+def shard(text: str) -> tuple[int, int]:
+    """I/N: a part of the work, counted from 0, and the number of parts."""
+    number, _, count = text.partition("/")
+    if not number.isdecimal() or not count.isdecimal() or not int(number) < int(count):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 0 to N - 1")
+    return int(number), int(count)
+
+
 def add_target(parser: argparse.ArgumentParser) -> None:
     """What is to be written, of which tag."""
     parser.add_argument("--to", required=True, choices=FORMATS, help="the format")

@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import asdict
 
-from ds_reshard.cli.arguments import add_reading, add_target, target
+from ds_reshard.cli.arguments import add_reading, add_target, shard, target
 from ds_reshard.cli.bar import bar
 from ds_reshard.operations import Options, convert
 
@@ -21,19 +21,12 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_target(parser)
     add_reading(parser)
     parser.add_argument(
-        "--shard", type=_shard, metavar="I/N", help="do part I of N, counted from 0; the last one finishes"
+        "--shard", type=shard, metavar="I/N", help="do part I of N, counted from 0; the last one finishes"
     )
     parser.add_argument("--resume", action="store_true", help="go on with a conversion that was interrupted")
     parser.add_argument("--force", action="store_true", help="replace OUT when all of the new one is written")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
-
-
-def _shard(text: str) -> tuple[int, int]:
-    number, _, count = text.partition("/")
-    if not number.isdecimal() or not count.isdecimal() or not int(number) < int(count):
-        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 0 to N - 1")
-    return int(number), int(count)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_reshard.cli.arguments import add_reading, add_target, reading, target
+from ds_reshard.cli.arguments import add_reading, add_target, reading, shard, target
 from ds_reshard.cli.plan_page import page
 from ds_reshard.cli.render import printable, size
 from ds_reshard.errors import WriteFailed
@@ -30,6 +30,10 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="gigabytes a second that the disk reads or writes (default: %(default)s)",
     )  # fmt: skip
     add_reading(parser)
+    parser.add_argument(
+        "--shard", type=shard, metavar="I/N", default=(0, 1),
+        help="plan part I of N, counted from 0, as convert would write it; opens that part's files alone",
+    )  # fmt: skip
     parser.add_argument("--html", metavar="FILE", help="draw which source file feeds which target rank")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -47,7 +51,8 @@ def _bandwidth(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     made = plan(
-        arguments.checkpoint, bandwidth=arguments.bandwidth * 1e9, reading=reading(arguments), **target(arguments)
+        arguments.checkpoint, bandwidth=arguments.bandwidth * 1e9, reading=reading(arguments), shard=arguments.shard,
+        **target(arguments),
     )  # fmt: skip
     if arguments.html is not None:
         _write(arguments.html, page(made))
@@ -67,7 +72,9 @@ def _write(path: str, text: str) -> None:
 
 def render_plan(made: ConversionPlan, console: Console) -> None:
     """One row a target rank (the first 20), and a line that sums up."""
-    table = Table(title=f"From {printable(made.folder)} to {made.to}, dp {made.dp}", title_justify="left")
+    number, shards = made.shard
+    part = f": part {number} of {shards}" if shards > 1 else ""
+    table = Table(title=f"From {printable(made.folder)} to {made.to}, dp {made.dp}{part}", title_justify="left")
     for heading in ("target", "files", "written", "source files", "read"):
         table.add_column(heading, overflow="fold", justify="left" if heading in ("target", "files") else "right")
     for unit in made.units[:_ROWS]:

@@ -30,8 +30,9 @@ class UnitPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionPlan:
-    """All of it. `sources` are the source's files with their sizes, in the order of their families and ranks.
+    """All of it, or the part `shard` (number, of how many).
 
+    `sources` are the source's files with their sizes, in the order of their families and ranks.
     `buffer_nbytes` is the most that the buffers of a conversion with these threads take at once; `seconds` the time
     to read and write at `bandwidth` bytes per second. `metadata_nbytes` were read to make the plan, None where the
     system does not count it.
@@ -44,6 +45,7 @@ class ConversionPlan:
     units: tuple[UnitPlan, ...]
     buffer_nbytes: int
     bandwidth: float
+    shard: tuple[int, int] = (0, 1)
     metadata_nbytes: int | None = None
 
     @property
@@ -64,8 +66,9 @@ class ConversionPlan:
             {**asdict(unit), "bytes_read": unit.bytes_read, "files_opened": len(unit.reads)} for unit in self.units
         ]
         return {
-            "folder": self.folder, "to": self.to, "dp": self.dp, "bytes_read": self.bytes_read,
-            "bytes_written": self.bytes_written, "files_written": sum(len(unit.files) for unit in self.units),
-            "buffer_nbytes": self.buffer_nbytes, "bandwidth": self.bandwidth, "seconds": self.seconds,
+            "folder": self.folder, "to": self.to, "dp": self.dp, "shard": list(self.shard),
+            "bytes_read": self.bytes_read, "bytes_written": self.bytes_written,
+            "files_written": sum(len(unit.files) for unit in self.units), "buffer_nbytes": self.buffer_nbytes,
+            "bandwidth": self.bandwidth, "seconds": self.seconds,
             "metadata_nbytes": self.metadata_nbytes, "sources": dict(self.sources), "units": units,
         }  # fmt: skip

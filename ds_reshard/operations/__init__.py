@@ -143,11 +143,14 @@ def plan(
     path: str, *, to: str, dp: int | None = None, tag: str | None = None, sub_group_size: int | None = None,
     dtype: str | None = None, tp: int | None = None, pp: int | None = None, zero_stage: int | None = None,
     like: str | None = None, names: str | None = None, bandwidth: float = 1e9, reading: Reading | None = None,
+    shard: tuple[int, int] = (0, 1),
 ) -> ConversionPlan:  # fmt: skip
     """What `convert` with the same arguments would read and write: by whom, from which files, in what time.
 
     Reads directories and pickles, no tensor's bytes, and imports no torch. `bandwidth` is in bytes per second.
-    Raises what `convert` raises before it writes.
+    `shard`, (number, of how many), plans the part that `convert` writes with the same `Options.shard`, and opens no
+    file of a ZeRO checkpoint beside those that the part reads: the parts together say what the whole plan says.
+    Raises what `convert` raises before it writes; a part, what is wrong with its own files.
     """
     before = _bytes_asked_for()
     asked = Asked(
@@ -155,7 +158,7 @@ def plan(
         names=names,
     )  # fmt: skip
     made = plan_listing(
-        find_listing(os.fspath(path), tag), asked=asked, bandwidth=bandwidth, reading=reading or Reading()
+        find_listing(os.fspath(path), tag), asked=asked, bandwidth=bandwidth, reading=reading or Reading(), shard=shard
     )
     return replace(made, metadata_nbytes=_since(before))
 

@@ -12,7 +12,7 @@ from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
 from ds_reshard.formats.nanotron.checkpoint import open_checkpoint as open_nanotron
 from ds_reshard.formats.nanotron.names import NanotronListing
 from ds_reshard.formats.nanotron.shards import NanotronShards
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint
+from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.shards import ZeroShards
@@ -85,11 +85,13 @@ class Source:
             self.saved = open_saved(found.folder)
         else:
             self.zero = open_checkpoint(found, optimizer=True)
-        shards = self.shards()
-        self.index = shards.index
+        self._shards = self.shards()
+        self.index = self._shards.index
         if whole:
             _open_all(self.index)
-            raise_faults([*self.index.faults, *shards.compare()], subject=f"checkpoint {found.folder}")
+            for rank in self.zero.listing.model if self.zero is not None else ():
+                self.open_model(rank)
+            self.refuse()
 
     @property
     def _opened(self) -> ZeroCheckpoint | NanotronCheckpoint | SavedState:
@@ -116,6 +118,21 @@ class Source:
             return [*mixed, *compare_prints(pieces.prints, self.folder)]
 
         return Shards(index=Index(self.layout, pieces), compare=compare)
+
+    def open_first(self) -> None:
+        """Open the first shards of a ZeRO checkpoint, with which those that are opened later are compared."""
+        if self.zero is not None and self.zero.optim is not None:
+            self.index.open(OPTIM, 0)
+        self.open_model(0)
+
+    def open_model(self, rank: int) -> None:
+        """Open the model file of a saved rank to compare it: stage 3 has one for each, often without any tensor."""
+        if self.zero is not None and self.zero.listing.partitioned_model and rank < self.zero.dp:
+            self.index.open(MODEL, rank)
+
+    def refuse(self) -> None:
+        """Raise what is wrong with the shards of `index` that were opened, or with them together."""
+        raise_faults([*self.index.faults, *self._shards.compare()], subject=f"checkpoint {self.folder}")
 
     @property
     def layout(self) -> Layout:

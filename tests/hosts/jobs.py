@@ -422,6 +422,26 @@ def load_counting(run: Run, model: Model, folder: str) -> tuple[int, int]:
     return counts["original"], counts["direct"]
 
 
+def load_opening(run: Run, model: Model, folder: str) -> list[str]:
+    """The names of the checkpoint's files that this rank opens in one load."""
+    import ds_reshard
+
+    engine, seen, opening = build(run, model, seed=99), set(), os.open
+
+    def watched(path: Any, *arguments: Any, **named: Any) -> int:
+        if str(path).startswith(folder):
+            seen.add(os.path.basename(path))
+        return opening(path, *arguments, **named)
+
+    os.open = watched
+    try:
+        with ds_reshard.install("deepspeed"):
+            engine.load_checkpoint(folder)
+    finally:
+        os.open = opening
+    return sorted(seen)
+
+
 def _client(stranger: bool) -> dict[str, Any]:
     import argparse
     import collections

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from html.parser import HTMLParser
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from test_bad_input import TAG
 from ds_reshard.cli.main import main
 from ds_reshard.cli.plan_page import page
 from ds_reshard.errors import ConfigError
+from ds_reshard.formats.zero.checkpoint import open_checkpoint
 from ds_reshard.model.conversion_plan import ConversionPlan, UnitPlan
 from ds_reshard.operations import convert, plan
+from ds_reshard.operations.finding import find_zero
 
 pytestmark = pytest.mark.distributed
 
@@ -68,6 +71,32 @@ def test_planning_needs_no_torch(saves: Saves) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
+
+
+def test_parts_of_a_plan_are_the_whole(saves: Saves) -> None:
+    """Of files that DeepSpeed saved: each unit once, with the same bytes from the same files."""
+    folder, _ = saves(Run(3, 3, options={"sub_group_size": 60}), MODEL)
+    whole = plan(str(folder), to="zero3", dp=2)
+    parts = [plan(str(folder), to="zero3", dp=2, shard=(number, 3)) for number in range(3)]
+    units = [unit for part in parts for unit in part.units]
+    assert sorted(map(str, units)) == sorted(map(str, whole.units))
+
+
+def test_a_rank_opens_the_shards_that_it_reads(worlds: Any, saves: Saves, tmp_path: Path) -> None:
+    """Of 16 shards of ZeRO-3, under DeepSpeed: those that hold its share, and its model files; rank 0 reads the tag."""
+    folder, _ = saves(Run(3, 2), Model())
+    convert(str(folder), str(tmp_path / "out"), to="zero3", dp=16)
+    opened = worlds[2].run("load_opening", run=Run(3, 2), model=Model(), folder=str(tmp_path / "out"))
+    checkpoint = open_checkpoint(find_zero(str(tmp_path / "out"), None, tool="this test"), optimizer=True)
+    names = checkpoint.listing
+    for rank, files in enumerate(opened):
+        shards = set()
+        for numel in map(prod, checkpoint.model.trainable.values()):
+            half, part = -(-numel // 2), -(-numel // 16)
+            shards |= {element // part for element in range(rank * half, min(numel, (rank + 1) * half))}
+        wanted = {names.optim[shard] for shard in shards} | {names.model[shard] for shard in range(rank, 16, 2)}
+        assert 8 <= len(shards) < 16
+        assert {name for name in files if name.endswith(".pt")} == wanted
 
 
 class _Tags(HTMLParser):
@@ -129,10 +158,17 @@ def test_the_command_tells_it(saves: Saves, tmp_path: Path, capsys: pytest.Captu
     assert main(["plan", str(folder), "--to", "zero3", "--dp", "3", "--bandwidth", "0.5", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (len(told["units"]), told["bandwidth"], told["files_written"]) == (6, 5e8, 6)
+    assert main(["plan", str(folder), "--to", "zero3", "--dp", "3", "--shard", "1/4", "--json"]) == 0
+    part = json.loads(capsys.readouterr().out)
+    assert (part["shard"], part["units"]) == ([1, 4], told["units"][1::4])
+    assert main(["plan", str(folder), "--to", "zero1", "--shard", "0/2"]) == 0
+    assert "part 0 of 2" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", str(folder), "--to", "zero1"]) == 0
     assert "optim 1" in capsys.readouterr().out
     assert main(["plan", str(folder), "--to", "zero1", "--html", str(tmp_path / "no" / "where.html")]) == 2
     with pytest.raises(SystemExit):
         main(["plan", str(folder), "--to", "zero1", "--bandwidth", "nan"])
+    with pytest.raises(SystemExit):
+        main(["plan", str(folder), "--to", "zero1", "--shard", "2/2"])
     with pytest.raises(ConfigError):
         plan(str(folder), to="zip")

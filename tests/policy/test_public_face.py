@@ -83,6 +83,7 @@ COMMANDS = {
         "--memory",
         "--names",
         "--pp",
+        "--shard",
         "--sub-group-size",
         "--tag",
         "--threads",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 
-from ds_reshard.containers.crc import crc32, repeated
+from ds_reshard.containers.crc import repeated
 from ds_reshard.errors import Fault
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM
 from ds_reshard.formats.zero.optim_states import STATE
+
+_LONGEST = 60
 
 
 def compare_signatures(signatures: Mapping[str, Mapping[str, str]], folder: str, *, states: bool = True) -> list[Fault]:
@@ -33,16 +36,21 @@ def compare_signatures(signatures: Mapping[str, Mapping[str, str]], folder: str,
                             error="CheckpointDamaged",
                             where=f"{folder}/{name}",
                             what=f"is of another step or run than {names[0]}: {key} differs",
-                            expected=_short(one),
-                            found=_short(other),
+                            expected=one,
+                            found=other,
                             mend="restore all files of one save, or load another tag",
                         )
                     )
     return faults
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:40]}... ({crc32(text.encode('utf-8', 'surrogatepass')):08x})"
+def abridged(said: Mapping[str, str]) -> dict[str, str]:
+    """What a shard says, long texts by their beginning and a digest: each rank is told what all shards say."""
+    return {key: text if len(text) <= _LONGEST else f"{text[:40]}... ({_digest(text)})" for key, text in said.items()}
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def compare_prints(prints: Mapping[str, Sequence[tuple[int, int | None]]], folder: str) -> list[Fault]:

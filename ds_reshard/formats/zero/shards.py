@@ -9,6 +9,7 @@ from math import prod
 from ds_reshard.containers.revive_names import find_hostile
 from ds_reshard.errors import Fault, damaged, fail, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, kinds_of
+from ds_reshard.formats.zero.crosscheck import abridged
 from ds_reshard.formats.zero.layout import flat_offsets, partition_numel, sub_group_numel
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
@@ -23,7 +24,7 @@ from ds_reshard.planning.match import extents_overlap
 class ZeroShards:
     """Opens the shards of a checkpoint for an index, each checked against the layout when it is opened.
 
-    `signatures` collects what each opened shard says of the run; the ranks compare theirs.
+    `signatures` collects what each opened shard says of the run, abridged; the ranks compare theirs.
     """
 
     checkpoint: ZeroCheckpoint
@@ -52,7 +53,7 @@ class ZeroShards:
         model = checkpoint.model
         if shard != 0:
             model = read_model_states(checkpoint.listing.path(name), name.removesuffix(".pt"))
-        self.signatures[name] = model_signature(model)
+        self.signatures[name] = abridged(model_signature(model))
         _refuse_hostile(model.entries, model.path)
         extents = {f"module/{key}": extent_of(tensor) for key, tensor in model.module.items() if tensor.contiguous}
         for key, shape in checkpoint.model.frozen_shapes.items() if checkpoint.listing.partitioned_model else ():
@@ -71,7 +72,7 @@ class ZeroShards:
         assert first is not None, "optimizer shards are wanted only where there are some"
         name = checkpoint.listing.optim[shard]
         optim = first if shard == 0 else read_optim_states(checkpoint.listing.path(name), name.removesuffix(".pt"))
-        self.signatures[name] = optim.signature()
+        self.signatures[name] = abridged(optim.signature())
         _refuse_hostile(optim.entries, optim.path)
         faults: list[Fault] = []
         if optim.partition_count != checkpoint.dp:

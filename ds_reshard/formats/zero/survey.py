@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ds_reshard.errors import Fault, ReshardError, damaged
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, open_checkpoint
-from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
+from ds_reshard.formats.zero.crosscheck import abridged, compare_prints, compare_signatures
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
@@ -143,7 +143,7 @@ class _Look:
         if optim is not None and not placed:
             names = [name for _, name in sorted(listing.optim.items())]
             read = {name: self.read(name, read_optim_states) for name in names}
-            said = {name: states.signature() for name, states in read.items() if states is not None}
+            said = {name: abridged(states.signature()) for name, states in read.items() if states is not None}
             self.faults += compare_signatures(said, listing.folder)
 
     def absent(self, files: Mapping[int, str], what: str, count: int) -> None:
