@@ -16,7 +16,7 @@ help:
 	@echo "make test           every test that needs no GPU"
 	@echo "make check          format, lint, types, import contracts, fast tests"
 	@echo "make fuzz           hostile pickles and files: 100,000 cases, or FUZZ_CASES=..."
-	@echo "make bench          load times beside DeepSpeed's own, conversions beside ds_to_universal and cp"
+	@echo "make bench          every benchmark beside what it is compared with, and the tables of docs/benchmarks.md"
 	@echo "make gpu            the tests that need a CUDA device"
 	@echo "make test-versions  a part of the tests against older DeepSpeed, accelerate and Megatron-LM releases"
 	@echo "make test-nanotron  a real checkout of nanotron (SRC=path) saves, and loads what was converted"
@@ -84,8 +84,7 @@ demo-lr: venv
 	$(BIN)/python -W ignore examples/03_new_learning_rate.py .demo/lr.png
 
 bench: venv
-	$(BIN)/python -m benchmarks.load
-	$(BIN)/python -m benchmarks.convert --output benchmarks/results
+	$(BIN)/python -m benchmarks
 
 gpu: venv
 	$(BIN)/python -m pytest -m gpu

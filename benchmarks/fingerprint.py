@@ -1,8 +1,8 @@
 """Times the fingerprint of bytes in memory on one core, beside a plain read of the same bytes: their sum as int64.
 
 The time is that of the processor, so that other work on the machine counts little.
-Prints JSON; `--out FOLDER` writes it there too.
-Run: python -m benchmarks.fingerprint [--mib N] [--runs N] [--out FOLDER]
+Prints JSON; `--output FOLDER` writes it there too.
+Run: python -m benchmarks.fingerprint [--mib N] [--runs N] [--output FOLDER]
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     made = {
         "commit": commit(), "machine": machine(), "torch": torch.__version__, "mib": given.mib,
@@ -58,9 +58,9 @@ def main() -> None:
     }  # fmt: skip
     text = json.dumps(made, indent=1)
     print(text)
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / f"fingerprint-{slug(made['machine'])}.json").write_text(f"{text}\n", encoding="utf-8")
+    if given.output is not None:
+        given.output.mkdir(parents=True, exist_ok=True)
+        (given.output / f"fingerprint-{slug(made['machine'])}.json").write_text(f"{text}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ import re
 import subprocess
 from collections.abc import Iterator
 from importlib.metadata import version
+from math import log
 from pathlib import Path
-from statistics import median
+from statistics import linear_regression, median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpt import Shape
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from benchmarks.load import Options
 
+ROOT = Path(__file__).resolve().parents[1]
 Results = dict[str, Any]
 Spread = dict[str, float]
 TITLES = {
@@ -97,6 +99,11 @@ def slug(described: dict[str, Any]) -> str:
 
 def spread(values: list[float]) -> Spread:
     return {"median": median(values), "min": min(values), "max": max(values), "n": len(values)}
+
+
+def exponent(sizes: list[float], costs: list[float]) -> float:
+    """The power of its size that a cost grows by: the slope of a line through their logarithms, by least squares."""
+    return linear_regression([log(size) for size in sizes], [log(cost) for cost in costs]).slope
 
 
 def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 The checkpoint is a synthetic ZeRO-2 one of a GPT, by default 1.2 GB in 4 shards, filled with random values, in a
 temporary folder. One thread each; the time is that of the processor, so that other work on the machine
-counts little. Prints JSON; `--out FOLDER` writes it there too.
-Run: python -m benchmarks.verify [--layers N] [--runs N] [--out FOLDER]
+counts little. Prints JSON; `--output FOLDER` writes it there too.
+Run: python -m benchmarks.verify [--layers N] [--runs N] [--output FOLDER]
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "checkpoint"
@@ -108,9 +108,9 @@ def main() -> None:
     }  # fmt: skip
     text = json.dumps(made, indent=1)
     print(text)
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / f"verify-{slug(made['machine'])}.json").write_text(f"{text}\n", encoding="utf-8")
+    if given.output is not None:
+        given.output.mkdir(parents=True, exist_ok=True)
+        (given.output / f"verify-{slug(made['machine'])}.json").write_text(f"{text}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,210 @@
+"""Writes the tables of docs/benchmarks.md and docs/scale.md anew from the committed results.
+
+A table stands between two comments, `<!-- NAME -->` and `<!-- end -->`; a test refuses pages whose tables are others.
+Run: python -m benchmarks.page
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from benchmarks.convert import CONTESTANTS, COPY, OTHER, SYNCED, UNIVERSAL, UPSTREAM, Case
+from benchmarks.report import MEMORY, ROOT, Spread, of, spread
+
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("docs/benchmarks.md", "docs/performance.md", "docs/scale.md")
+Row = tuple[object, ...]
+
+
+def results(name: str) -> Iterator[tuple[str, Any]]:
+    """The committed results of one benchmark, with the names of their files: one for each machine."""
+    for path in sorted(RESULTS.glob(f"{name}-*.json")):
+        yield path.name, json.loads(path.read_text(encoding="utf-8"))
+
+
+def rows_of_table(heads: Row, rows: Iterable[Row]) -> str:
+    lines = [heads, tuple("---" for _ in heads), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def ratios() -> str:
+    """Every comparison: ours over theirs, side by side in one run."""
+    heads = ("what", "beside", "ratio of times", "runs")
+    rows = [*_loads(), *_conversions(), *_tools(), *_processor()]
+    return rows_of_table(heads, [(what, peer, of(ratio), f"{ratio['n']:.0f}") for what, peer, ratio in rows])
+
+
+def _loads() -> Iterator[tuple[str, str, Spread]]:
+    for _, made in results("load"):
+        for stage, summary in made["summary"].items():
+            for condition, memory in MEMORY.items():
+                for name, what in (("direct", "load under another layout"), ("always", "load of the same layout")):
+                    ratio = summary["ratio"][condition][name]
+                    yield f"{what}, ZeRO-{stage}, memory {memory}", "DeepSpeed's load, same layout", ratio
+            for condition, over in summary["universal_over"].items():
+                share = {**over, **{a: 1 / over[b] for a, b in (("median", "median"), ("min", "max"), ("max", "min"))}}
+                peer = "`ds_to_universal` and DeepSpeed's load of what it made"
+                yield f"load under another layout, ZeRO-{stage}, memory {MEMORY[condition]}", peer, share
+
+
+def _conversions() -> Iterator[tuple[str, str, Spread]]:
+    titles = {UNIVERSAL: "convert, universal", OTHER: "convert, another dp"}
+    peers = {COPY: "`cp -r`", SYNCED: "`cp -r`, synced", UPSTREAM: "`ds_to_universal`"}
+    for _, made in results("convert"):
+        for case in dict.fromkeys(tuple(sorted(run["case"].items())) for run in made["runs"]):
+            here = [run for run in made["runs"] if run["case"] == dict(case)]
+            taken = {name: [run["seconds"] for run in here if run["contestant"] == name] for name in CONTESTANTS}
+            for name, title in titles.items():
+                for peer, beside in peers.items():
+                    if taken[name] and taken[peer]:
+                        pairs = zip(taken[name], taken[peer], strict=True)
+                        yield f"{title}, {Case(**dict(case)).name}", beside, spread([a / b for a, b in pairs])
+
+
+def _tools() -> Iterator[tuple[str, str, Spread]]:
+    peers = {"verify": "`sha256sum`", "inspect": "`torch.load`", "convert": "`torch.distributed.checkpoint.save`"}
+    for _, made in results("offline"):
+        for name, ratio in made["ratios"].items():
+            yield f"{name}, {made['nbytes'] / 1e9:.1f} GB", peers[name], ratio
+
+
+def _processor() -> Iterator[tuple[str, str, Spread]]:
+    """Processor time for a byte, beside that of a plain read: of medians, so there is no spread."""
+    for name, plain in (("verify", "plain read"), ("fingerprint", "sum of int64")):
+        for _, made in results(name):
+            rates = made["gigabytes_per_cpu_second"]
+            for what in (what for what in rates if what != plain):
+                yield f"{what}, processor time", plain, spread([rates[plain]["median"] / rates[what]["median"]])
+
+
+def growth() -> str:
+    """By which power costs grow."""
+    rows: list[Row] = []
+    for _, made in results("offline"):
+        for name, found in made["growth"].items():
+            what, _, by = name.partition(", ")
+            low, high = found["points"][0], found["points"][-1]
+            most = max(point["grown_nbytes"] for point in found["points"]) / 2**20
+            rows.append(
+                (what, by, f"{low['size']:.3g} to {high['size']:.3g}", f"{found['exponent']:.2f}", f"{most:.0f}")
+            )
+    for _, made in results("scale"):
+        for name, power in made.get("growth", {}).items():
+            here = [case for case in made["cases"] if _counts(case, name)]
+            by = "dp" if name.startswith("source") else "tensors"
+            most = max(case["own"]["peak_nbytes"] for case in here) / 2**20
+            size = f"{here[0][by]} to {here[-1][by]}"
+            rows.append(("one rank's planning", name, size, f"{power:.2f}", f"{most:.0f}"))
+    return rows_of_table(("what", "by", "from, to", "power", "memory at most, MiB"), rows)
+
+
+def _counts(case: Any, name: str) -> bool:
+    if name.startswith("source"):
+        return bool(case["name"] == "1T parameters")
+    return bool(case["name"].endswith(" tensors") and name.endswith(f"ZeRO-{case['stage']}"))
+
+
+def spent() -> str:
+    """Where the time of the offline tools goes, as the kernel counts it."""
+    rows: list[Row] = []
+    for _, made in results("offline"):
+        for name, counted in made["spent"].items():
+            rows.append((
+                name, of(made["seconds"][name]), f"{counted['user_s']:.2f}", f"{counted['system_s']:.2f}",
+                _size(counted["read_nbytes"]), _size(counted["written_nbytes"]), f"{counted['minor_faults']:,.0f}",
+            ))  # fmt: skip
+    return rows_of_table(("tool", "seconds", "user", "system", "read", "written", "page faults"), rows)
+
+
+def machines() -> str:
+    """Where each file of results was made, and of which commit."""
+    rows: list[Row] = []
+    for path in sorted(RESULTS.glob("*.json")):
+        made = json.loads(path.read_text(encoding="utf-8"))
+        machine = made["machine"]
+        where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, Linux {machine['kernel']}"
+        rows.append((f"[{path.name}](../benchmarks/results/{path.name})", where, made["commit"][:7]))
+    return rows_of_table(("results", "machine", "commit"), rows)
+
+
+def ranks() -> str:
+    """One rank of each case."""
+    heads = ("checkpoint", "ranks", "planning, s", "memory, MiB", "files opened", "reads", "metadata", "copies", "data")
+    rows: list[Row] = []
+    for _, made in results("scale"):
+        for case in made.get("cases", ()):
+            own = case["own"]
+            rows.append((
+                f"{case['name']}, ZeRO-{case['stage']}", f"{case['dp']} to {case['to_dp']}", of(case["own_seconds"]),
+                f"{own['peak_nbytes'] / 2**20:.0f}", own["opens"], own["reads"], f"{own['read_nbytes'] / 1e6:.1f} MB",
+                case["plan"]["copies"], f"{case['plan']['nbytes'] / 1e9:.3g} GB",
+            ))  # fmt: skip
+    return rows_of_table(heads, rows)
+
+
+def resume() -> str:
+    """A resume of the largest case, on the whole: measured for one rank and multiplied; upstream's by its rules."""
+    rows: list[Row] = []
+    for _, made in results("scale"):
+        for case in (case for case in made.get("cases", ()) if (case["name"], case["dp"]) == ("1T parameters", 4096)):
+            own, look, plan, to = case["own"], case["look"], case["plan"], case["to_dp"]
+            states, shards = 3 * case["tensors"], case["dp"]
+            pieces, total = states * shards, 12 * case["numel"]
+            rows += [
+                ("files opened", f"{to * (own['opens'] + plan['files']) + look['opens']:,}", f"{pieces * 2 + shards:,}",
+                 f"{to * (states + 2):,}"),
+                ("files created, and removed again", "0", f"{pieces:,}", "0"),
+                ("files stated or listed", f"{to * plan['files'] + look['listed']:,}", f"{pieces:,}", f"{to:,}"),
+                ("read calls", f"{to * (own['reads'] + plan['reads']) + look['reads']:,}", "", ""),
+                ("bytes read", _size(to * (own["read_nbytes"] + plan["nbytes"]) + look["read_nbytes"]),
+                 _size(2 * total), _size(to * total)),
+                ("bytes written", "0", _size(2 * total), "0"),
+            ]  # fmt: skip
+    return rows_of_table(("", "ds_reshard", "`ds_to_universal`", "load of what it made"), rows)
+
+
+def parts() -> str:
+    """The plan of all ranks."""
+    rows: list[Row] = []
+    for _, made in results("scale-whole"):
+        rows += [
+            ("parts planned, of all", f"{made['planned_parts']} of {made['parts']}"),
+            ("a part, s", of(made["part_seconds"], ".1f")),
+            (f"all parts, {made['processes']} processes, s", f"{made['all_seconds']:.0f}"),
+            ("metadata read by a part", _size(made["metadata_nbytes"] / made["planned_parts"])),
+            ("source files read for a target file, at most", made["files_read_by_a_unit"]),
+        ]
+    return rows_of_table(("", ""), rows)
+
+
+def _size(nbytes: float) -> str:
+    unit = next(unit for unit in ("EB", "PB", "TB", "GB", "MB", "kB", "B") if nbytes >= _UNITS[unit] or unit == "B")
+    return f"{nbytes / _UNITS[unit]:.3g} {unit}"
+
+
+_UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15, "EB": 1e18}
+TABLES: dict[str, Callable[[], str]] = {
+    made.__name__: made for made in (ratios, growth, spent, machines, ranks, resume, parts)
+}
+
+
+def page(text: str) -> str:
+    """A page with its tables made anew."""
+
+    def table(match: re.Match[str]) -> str:
+        return f"<!-- {match[1]} -->\n\n{TABLES[match[1]]()}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    for name in PAGES:
+        path = ROOT / name
+        path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""What one rank of a resuming run does before bytes move, in a process of its own: the benchmark of scale starts it.
+
+Rank 0 looks at the folder and tells the others what it found; then each rank plans its copies and opens the shards
+that it reads, and the model files that it compares (`prepare` of the DeepSpeed host, without an engine).
+Prints JSON. Run: python -m benchmarks.rank_plan FOLDER DP RANK
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from benchmarks.memory import resident
+from ds_reshard.execution.threads import ThreadExecutor
+from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, open_checkpoint
+from ds_reshard.formats.zero.layout import by_key, flat_group, partition_numel, sub_group, sub_group_numel, whole
+from ds_reshard.formats.zero.names import Listing
+from ds_reshard.formats.zero.shards import ZeroShards
+from ds_reshard.model.codec import ElementType
+from ds_reshard.model.index import Index
+from ds_reshard.model.layout import Layout, Placement
+from ds_reshard.operations.finding import find_listing
+from ds_reshard.planning.match import plan_rank
+from ds_reshard.planning.plan import Plan
+
+RUN = "run"
+KINDS = dict.fromkeys(("fp32", "exp_avg", "exp_avg_sq"), ElementType.FLOAT32)
+
+
+def placements(checkpoint: ZeroCheckpoint, dp: int) -> Iterator[Placement]:
+    """What a run of the saved stage on `dp` ranks wants: masters and moments, and below stage 3 whole weights."""
+    (shapes,) = checkpoint.model.param_shapes or ()
+    if checkpoint.stage == 3:
+        yield from sub_group(shapes, dp, KINDS, number=0, family=RUN)
+        return
+    yield from flat_group(shapes, None, dp, KINDS, number=0, family=RUN)
+    for name, shape in shapes.items():
+        yield whole(name, "weight", shape, ElementType.BFLOAT16, family=RUN, buffer=f"module/{name}")
+
+
+def rank_plan(checkpoint: ZeroCheckpoint, dp: int, rank: int) -> tuple[Plan, Index, ZeroShards]:
+    shards = ZeroShards(checkpoint=checkpoint)
+    index = Index(checkpoint.layout, shards)
+    wanted = by_key(placements(checkpoint, dp))
+    (shapes,) = checkpoint.model.param_shapes or ()
+    total = sum(placement.numel for key, placement in wanted.items() if key.kind == "fp32")
+    share = sub_group_numel(shapes, dp) if checkpoint.stage == 3 else partition_numel(total, dp)
+    fresh = {f"{kind}/0": share for kind in KINDS if kind != "fp32"}
+    plan = plan_rank(index, Layout(wanted, {RUN: dp}), rank, {key: key for key in wanted}, sizes=fresh)
+    if checkpoint.listing.partitioned_model:
+        for shard in range(rank, checkpoint.dp, dp):
+            index.open(MODEL, shard)
+    assert not index.faults, index.faults[:3]
+    return plan, index, shards
+
+
+class Calls:
+    """Calls that reach the file system, and the bytes that were read."""
+
+    def __init__(self) -> None:
+        self.opens = self.reads = self.read_nbytes = 0
+
+
+@contextmanager
+def counted() -> Iterator[Calls]:
+    calls, opening, reading = Calls(), os.open, os.pread
+
+    def count_open(*arguments: Any, **named: Any) -> int:
+        calls.opens += 1
+        return opening(*arguments, **named)
+
+    def count_read(*arguments: Any) -> bytes:
+        data = reading(*arguments)
+        calls.reads += 1
+        calls.read_nbytes += len(data)
+        return data
+
+    os.open, os.pread = count_open, count_read
+    try:
+        yield calls
+    finally:
+        os.open, os.pread = opening, reading
+
+
+def timed(started: tuple[float, float]) -> dict[str, float]:
+    return {"seconds": time.perf_counter() - started[0], "cpu_s": time.process_time() - started[1]}
+
+
+def main() -> None:
+    folder, dp, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    started = time.perf_counter(), time.process_time()
+    with counted() as calls:
+        found = find_listing(folder, None)
+        assert isinstance(found, Listing)
+        checkpoint = open_checkpoint(found, optimizer=True)
+    look = {**timed(started), **vars(calls), "listed": len(found.nbytes)}
+    told = pickle.dumps(checkpoint)
+    del checkpoint, found
+    started = time.perf_counter(), time.process_time()
+    with counted() as calls:
+        plan, index, shards = rank_plan(pickle.loads(told), dp, rank)
+    own = {**timed(started), **vars(calls), "peak_nbytes": resident()["peak"]}
+    batches = list(ThreadExecutor(threads=4, memory_nbytes=256 << 20, checksum=True)._batches(plan, {}))
+    planned = {
+        "copies": len(plan.copies), "checks": len(plan.checks), "nbytes": plan.nbytes, "files": len(plan.files),
+        "reads": len(batches), "largest_byte_offset": max(copy.byte_offset for copy in plan.copies),
+        "largest_element_offset": max(copy.element_offset for copy in plan.copies),
+    }  # fmt: skip
+    said_nbytes = len(pickle.dumps((shards.signatures, shards.prints)))
+    print(json.dumps({
+        "rank": rank, "look": look, "told_nbytes": len(told), "said_nbytes": said_nbytes, "own": own,
+        "shards": len(index.opened), "plan": planned,
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
