@@ -20,7 +20,8 @@ def plan_listing(
 ) -> ConversionPlan:
     """What `convert` does with the same arguments: its plans are made, and none is carried out.
 
-    A part of the plan, `shard` being (number, of how many), opens no shard of a ZeRO checkpoint but those that it reads, and the first.
+    A part of the plan, `shard` being (number, of how many), opens no shard of a ZeRO checkpoint but those that it
+    reads, and the first.
     """
     asked.refuse()
     refuse_memory(reading.threads, reading.memory_nbytes)
