@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 INSTALLED := .venv/.installed
 FAST_TESTS := tests/policy tests/docs tests/unit tests/hostile tests/versions
 
-.PHONY: help venv check style types contracts fast-tests test fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu test-versions test-nanotron format clean
+.PHONY: help venv check style types contracts fast-tests test deepspeed-tests other-tests fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu test-versions test-nanotron format clean
 
 help:
 	@echo "make demo           train, change stage and ranks, resume; prints the bit-equality table"
@@ -59,9 +59,20 @@ contracts: venv
 fast-tests: venv
 	$(BIN)/python -m pytest -m "not slow and not distributed and not gpu" $(FAST_TESTS)
 
+# Two parts of about the same length, side by side: each has its own worker processes.
+DEEPSPEED_TESTS := $(filter-out tests/hosts/test_fsdp% tests/hosts/test_dcp%,$(wildcard tests/hosts/test_*.py))
+OTHER_TESTS := $(filter-out $(DEEPSPEED_TESTS) tests/hosts tests/conftest.py tests/__pycache__,$(wildcard tests/hosts/test_*.py tests/*)) \
+	tests/hosts/megatron
+
 test: venv
 	@$(BIN)/python tests/hosts/megatron/releases.py
-	$(BIN)/python -m pytest -m "not gpu"
+	@$(MAKE) --no-print-directory --keep-going -j2 deepspeed-tests other-tests
+
+deepspeed-tests: venv
+	$(BIN)/python -m pytest -m "not gpu" $(DEEPSPEED_TESTS)
+
+other-tests: venv
+	$(BIN)/python -m pytest -m "not gpu" $(OTHER_TESTS)
 
 # Pickles and files side by side; a test of so many cases takes longer than others may.
 FUZZ_CASES ?= 100000
