@@ -35,20 +35,20 @@ def target_of(source: Source, asked: Asked) -> Target:
     """What is to be written. Raises UnsupportedLayout for what the format cannot hold."""
     if (source.nanotron is not None) is (asked.to == NANOTRON) and asked.names is not None:
         raise ConfigError("--names: names stay what they are within a framework; leave it out")
-    if asked.to == NANOTRON:
-        return _nanotron(source, asked)
     if isinstance(source.saved, FsdpCheckpoint) and asked.to == FSDP:
         return fsdp_target(source.saved, source.dp if asked.dp is None else asked.dp)
-    if source.nanotron is not None and asked.to != FSDP:
+    if source.nanotron is not None and asked.to not in (FSDP, NANOTRON):
         make, optimizer = partial(_deepspeed, asked=asked), asked.to not in WEIGHTS
         return from_nanotron(source.nanotron, asked.names, make, optimizer=optimizer)
-    if source.zero is None or asked.to == FSDP:
+    if (source.zero is None and source.nanotron is None) or asked.to == FSDP:
         fault = Fault(
             error="UnsupportedLayout", where=source.folder, what="is not converted: DeepSpeed's checkpoints and "
             "nanotron's are, and folders of EasyR1 and verl to fsdp", found=f"--to {asked.to}",
             mend="load it with ds_reshard.dcp.Reader, or with what has saved it",
         )  # fmt: skip
         raise_faults([fault], subject="converting")
+    if asked.to == NANOTRON:
+        return _nanotron(source, asked)
     assert source.zero is not None
     return _deepspeed(source.zero, asked)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from nanotron_builder import STEP, Param, Run, again, values, write
 from safetensors.torch import load_file
 from test_nanotron_convert import contents, same
@@ -299,6 +300,14 @@ def test_what_is_refused_of_a_checkpoint_of_deepspeed(case: str, tmp_path: Path)
     converted(write(Run(), tmp_path / "saved"), tmp_path / "zero", "zero1")
     with pytest.raises((UnsupportedLayout, ConfigError), match=f"(?s){said}"):
         converted(tmp_path / "zero", tmp_path / "out", to, **arguments)
+
+
+@pytest.mark.parametrize("to", ["nanotron", "zero1"])
+def test_a_folder_of_neither_is_refused_by_name(to: str, tmp_path: Path) -> None:
+    dcp.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    like = {"like": str(write(Run(), tmp_path / "like"))} if to == "nanotron" else {}
+    with pytest.raises(UnsupportedLayout, match=f"is not converted.*--to {to}"):
+        converted(tmp_path / "saved", tmp_path / "out", to, **like)
 
 
 def test_a_run_of_sixteen_bits_without_masters_is_refused_but_for_its_weights(tmp_path: Path) -> None:
