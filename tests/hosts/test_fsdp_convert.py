@@ -237,6 +237,10 @@ def test_what_verl_keeps_beside_comes_along(saves: Any, tmp_path: Path) -> None:
     (source / "huggingface").mkdir()
     (source / "huggingface" / "config.json").write_text("{}")
     (source / "huggingface" / "model.safetensors").write_bytes(b"weights")
-    convert(str(source), str(tmp_path / "out"), to="fsdp", dp=3)
+    done = convert(str(source), str(tmp_path / "out"), to="fsdp", dp=3)
+    assert done.notes == (
+        "ranks 2 to 2 have no random states: those that the run seeds hold",
+        "weights that were exported are not copied: huggingface/model.safetensors",
+    )
     assert json.loads((tmp_path / "out" / "fsdp_config.json").read_text()) == {"FSDP_version": 1, "world_size": 3}
     assert os.listdir(tmp_path / "out" / "huggingface") == ["config.json"]

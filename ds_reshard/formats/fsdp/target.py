@@ -36,14 +36,14 @@ def fsdp_target(source: FsdpCheckpoint, size: int) -> Target:
     raise_faults(list(_faults(source, size)), subject=f"converting {source.folder} to fsdp")
     writing = _Writing(
         source=source, size=size, config=_config(source.folder),
-        trees={family: _tree(os.path.join(source.folder, _name(family, source.ranks, 0))) for family in source.first},
+        trees={family: _load(os.path.join(source.folder, _name(family, source.ranks, 0))) for family in source.first},
         extra=tuple(extra_trees(source.folder, source.ranks, size)),
     )  # fmt: skip
     placements = {placement.key: placement for placement in writing.placements()}
     families = [*writing.trees, *([EXTRA] if writing.extra else [])]
     return Target(
         layout=Layout(placements, {**dict.fromkeys(families, size), _TEXTS: 1}), folder="", pointers={},
-        units=tuple(writing.units()), wants={key: key for key in placements},
+        units=tuple(writing.units()), wants={key: key for key in placements}, notes=tuple(writing.notes()),
     )  # fmt: skip
 
 
@@ -141,12 +141,25 @@ class _Writing:
         if self.config is not None:
             text = json.dumps({**self.config, "world_size": self.size}, indent=4)
             yield TargetFile(name=CONFIG, tree=partial(text.encode, "utf-8"), container="plain")
+        for name in self._exported():
+            if not name.endswith(_WEIGHTS):
+                text_of = partial(_read, os.path.join(self.source.folder, name))
+                yield TargetFile(name=name, tree=text_of, container="plain")
+
+    def _exported(self) -> list[str]:
         folder = os.path.join(self.source.folder, _HUGGINGFACE)
-        for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
-            path = os.path.join(folder, name)
-            if os.path.isfile(path) and not name.endswith(_WEIGHTS):
-                text_of = partial(_read, path)
-                yield TargetFile(name=os.path.join(_HUGGINGFACE, name), tree=text_of, container="plain")
+        names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+        return [os.path.join(_HUGGINGFACE, name) for name in names if os.path.isfile(os.path.join(folder, name))]
+
+    def notes(self) -> Iterator[str]:
+        saved, size = self.source.ranks, self.size
+        if self.extra and size > saved:
+            yield f"ranks {saved} to {size - 1} have no random states: those that the run seeds hold"
+        if self.extra and size < saved:
+            yield f"the random states of ranks {size} to {saved - 1} are left out"
+        left = [name for name in self._exported() if name.endswith(_WEIGHTS)]
+        if left:
+            yield f"weights that were exported are not copied: {', '.join(left)}"
 
 
 def _name(family: str, size: int, rank: int) -> str:
@@ -166,7 +179,7 @@ def _like(saved: Mapping[object, object], entries: Mapping[object, object]) -> o
     return made
 
 
-def _tree(path: str) -> Mapping[object, object]:
+def _load(path: str) -> Mapping[object, object]:
     with open_archive(path) as archive:
         top = archive.load()
     assert isinstance(top, dict), "a file that is no state dict is refused when the folder is opened"
