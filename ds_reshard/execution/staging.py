@@ -16,9 +16,9 @@ from ds_reshard.execution.files import FileTarget
 from ds_reshard.execution.ports import Outcome, Saw
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.codec import ElementType
+from ds_reshard.planning.budget import window_nbytes
 from ds_reshard.planning.plan import Copy, Plan
 
-_WINDOW_NBYTES = 8 << 20
 _LARGE_NBYTES = 256 << 10
 _ALIGNMENT = 16
 
@@ -30,7 +30,7 @@ class StagingExecutor:
     """
 
     def __init__(self, *, threads: int, memory_nbytes: int, saw: Saw) -> None:
-        self._window_nbytes = max(4096, min(_WINDOW_NBYTES, memory_nbytes // 2))
+        self._window_nbytes = window_nbytes(memory_nbytes)
         self._inner = ThreadExecutor(threads=threads, memory_nbytes=memory_nbytes // 2, checksum=True, saw=saw)
 
     def execute(self, plan: Plan, targets: Mapping[str, FileTarget]) -> Outcome:

@@ -12,6 +12,7 @@ from ds_reshard.model.target import Unit
 from ds_reshard.operations.options import Asked, Reading, refuse_memory
 from ds_reshard.operations.source import Found, Source
 from ds_reshard.operations.units import Units, archive_of, target_of
+from ds_reshard.planning.budget import window_nbytes
 from ds_reshard.planning.plan import Check, Copy
 
 
@@ -42,13 +43,15 @@ def plan_listing(
         widest = max(widest, cast)
     if in_parts:
         source.refuse()
-    chunk = ThreadExecutor(threads=reading.threads, memory_nbytes=reading.memory_nbytes, checksum=True).chunk_nbytes
+    at_once = max(1, min(reading.threads, len(target.units)))
+    window = window_nbytes(reading.memory_nbytes // at_once)
+    executor = ThreadExecutor(threads=reading.threads, memory_nbytes=reading.memory_nbytes // 2, checksum=True)
     files = source.files
     names = dict.fromkeys((*source.shard_names, *sorted({name for plan in plans for name in plan.reads})))
     return ConversionPlan(
         folder=listing.folder, to=asked.to, dp=source.dp if asked.dp is None else asked.dp, units=tuple(plans),
         bandwidth=bandwidth, sources={name: files[name] for name in names},
-        buffer_nbytes=round(reading.threads * chunk * (1 + widest)), shard=shard,
+        buffer_nbytes=round(at_once * window + reading.threads * executor.chunk_nbytes * (1 + widest)), shard=shard,
     )  # fmt: skip
 
 

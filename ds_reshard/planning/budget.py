@@ -1,10 +1,17 @@
-"""Cut copies so that each fits a bounded buffer."""
+"""Cut copies so that each fits a bounded buffer, and say how large the buffers are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
 from ds_reshard.planning.plan import Check, Copy
+
+_WINDOW_NBYTES = 8 << 20
+
+
+def window_nbytes(memory_nbytes: int) -> int:
+    """How much of a file is put together in memory at once: at most half of what there is, the other half reads."""
+    return max(4096, min(_WINDOW_NBYTES, memory_nbytes // 2))
 
 
 def cut_copies(copies: Iterable[Copy], chunk_nbytes: int) -> Iterator[Copy]:
