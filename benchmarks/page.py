@@ -138,9 +138,9 @@ def ranks() -> str:
         for case in made.get("cases", ()):
             own = case["own"]
             rows.append((
-                f"{case['name']}, ZeRO-{case['stage']}", f"{case['dp']} to {case['to_dp']}", of(case["own_seconds"]),
-                f"{own['peak_nbytes'] / 2**20:.0f}", own["opens"], own["reads"], f"{own['read_nbytes'] / 1e6:.1f} MB",
-                case["plan"]["copies"], f"{case['plan']['nbytes'] / 1e9:.3g} GB",
+                f"{case['name']}, ZeRO-{case['stage']}", f"{case['dp']} to {case['to_dp']}",
+                of(case["own_seconds"], ".2g"), f"{own['peak_nbytes'] / 2**20:.0f}", own["opens"], own["reads"],
+                _size(own["read_nbytes"]), f"{case['plan']['copies']:,}", _size(case["plan"]["nbytes"]),
             ))  # fmt: skip
     return rows_of_table(heads, rows)
 
