@@ -101,9 +101,9 @@ def cost(work: Callable[[], object]) -> tuple[float, int]:
 def growing(folder: Path) -> Iterator[dict[str, Any]]:
     """`verify` by bytes, `inspect` by tensors and by shards."""
     cases = (
-        *(("verify, bytes", verify, layers, 512, DP) for layers in (2, 8, 32)),
-        *(("inspect, tensors", inspect, layers, 16, DP) for layers in (16, 64, 256)),
-        *(("inspect, shards", inspect, 16, 64, dp) for dp in (16, 64, 256)),
+        *(("verify, bytes", verify, layers, 512, DP) for layers in (1, 4, 16)),
+        *(("inspect, tensors", inspect, layers, 16, DP) for layers in (16, 64, 128)),
+        *(("inspect, shards", inspect, 16, 64, dp) for dp in (16, 64, 128)),
     )
     for name, work, layers, width, dp in cases:
         shutil.rmtree(folder, ignore_errors=True)
