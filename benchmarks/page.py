@@ -15,7 +15,7 @@ from benchmarks.convert import CONTESTANTS, COPY, OTHER, SYNCED, UNIVERSAL, UPST
 from benchmarks.report import MEMORY, ROOT, Spread, of, spread
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("docs/benchmarks.md", "docs/scale.md")
+PAGES = ("docs/benchmarks.md", "docs/performance.md", "docs/scale.md")
 Row = tuple[object, ...]
 
 
@@ -34,7 +34,7 @@ def ratios() -> str:
     """Every comparison: ours over theirs, side by side in one run."""
     heads = ("what", "beside", "ratio of times", "runs")
     rows = [*_loads(), *_conversions(), *_tools(), *_processor()]
-    return rows_of_table(heads, [(what, peer, of(ratio), f"{ratio['n']:.0f}") for what, peer, ratio in rows])
+    return rows_of_table(heads, [(what, peer, of(ratio, ".2g"), f"{ratio['n']:.0f}") for what, peer, ratio in rows])
 
 
 def _loads() -> Iterator[tuple[str, str, Spread]]:
@@ -107,6 +107,18 @@ def _counts(case: Any, name: str) -> bool:
     return bool(case["name"].endswith(" tensors") and name.endswith(f"ZeRO-{case['stage']}"))
 
 
+def spent() -> str:
+    """Where the time of the offline tools goes, as the kernel counts it."""
+    rows: list[Row] = []
+    for _, made in results("offline"):
+        for name, counted in made["spent"].items():
+            rows.append((
+                name, of(made["seconds"][name], ".2g"), f"{counted['user_s']:.2g}", f"{counted['system_s']:.2g}",
+                _size(counted["read_nbytes"]), _size(counted["written_nbytes"]), f"{counted['minor_faults']:,.0f}",
+            ))  # fmt: skip
+    return rows_of_table(("tool", "seconds", "user", "system", "read", "written", "page faults"), rows)
+
+
 def machines() -> str:
     """Where each file of results was made, and of which commit."""
     rows: list[Row] = []
@@ -154,13 +166,30 @@ def resume() -> str:
     return rows_of_table(("", "ds_reshard", "`ds_to_universal`", "load of what it made"), rows)
 
 
+def parts() -> str:
+    """The plan of all ranks."""
+    rows: list[Row] = []
+    for _, made in results("scale-whole"):
+        rows += [
+            ("parts planned, of all", f"{made['planned_parts']} of {made['parts']}"),
+            ("a part, s", of(made["part_seconds"], ".1f")),
+            ("processor time of a part, s", f"{made['cpu_s'] / made['planned_parts']:.1f}"),
+            (f"all parts, {made['processes']} processes, s", f"{made['all_seconds']:.0f}"),
+            ("metadata read by a part", _size(made["metadata_nbytes"] / made["planned_parts"])),
+            ("source files read for a target file, at most", made["files_read_by_a_unit"]),
+        ]
+    return rows_of_table(("", ""), rows)
+
+
 def _size(nbytes: float) -> str:
     unit = next(unit for unit in ("EB", "PB", "TB", "GB", "MB", "kB", "B") if nbytes >= _UNITS[unit] or unit == "B")
     return f"{nbytes / _UNITS[unit]:.3g} {unit}"
 
 
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15, "EB": 1e18}
-TABLES: dict[str, Callable[[], str]] = {made.__name__: made for made in (ratios, growth, machines, ranks, resume)}
+TABLES: dict[str, Callable[[], str]] = {
+    made.__name__: made for made in (ratios, growth, spent, machines, ranks, resume, parts)
+}
 
 
 def page(text: str) -> str:
