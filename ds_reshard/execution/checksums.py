@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ds_reshard.containers.crc import crc32, shift
 from ds_reshard.errors import Fault
 from ds_reshard.execution.ports import Outcome
+from ds_reshard.execution.reading import read_failed
 from ds_reshard.model.index import Record
 
 _CHUNK_NBYTES = 1 << 20
@@ -105,14 +106,7 @@ def read_again(records: Iterable[Record]) -> list[Fault]:
         try:
             crc, left = crc32_on_disk(record)
         except OSError as error:
-            faults.append(
-                Fault(
-                    error="ReadFailed",
-                    where=record.path,
-                    what=f"cannot read: {error.strerror or error}",
-                    mend="check the file system, then load again",
-                )
-            )
+            faults.append(read_failed(record.path, error))
             continue
         if crc != record.crc32 or left:
             faults.append(_mismatch(record, crc))

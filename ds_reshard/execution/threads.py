@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ds_reshard.containers.crc import crc32
 from ds_reshard.errors import Fault
 from ds_reshard.execution.ports import Outcome, Saw, Slice, Target
+from ds_reshard.execution.reading import OpenFiles, ended_early, read_failed
 from ds_reshard.model.index import Record
 from ds_reshard.planning.budget import cut_checks, cut_copies
 from ds_reshard.planning.plan import Check, Copy, Plan
@@ -97,39 +98,6 @@ def _check_batches(checks: Iterable[Check]) -> Iterator[_Batch]:
         yield _Batch(record=check.record, byte_offset=check.byte_offset, nbytes=check.nbytes, copies=())
 
 
-class _Files:
-    """Open file descriptors, each closed when the last batch that needs it is done."""
-
-    def __init__(self, batches: Iterable[_Batch], outcome: Outcome) -> None:
-        self._left: dict[str, int] = {}
-        for batch in batches:
-            self._left[batch.record.path] = self._left.get(batch.record.path, 0) + 1
-        self._open: dict[str, int] = {}
-        self._lock = threading.Lock()
-        self._outcome = outcome
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for fd in self._open.values():
-            os.close(fd)
-        self._open.clear()
-
-    def acquire(self, path: str) -> int:
-        with self._lock:
-            if path not in self._open:
-                self._open[path] = os.open(path, os.O_RDONLY)
-                self._outcome.files_opened += 1
-            return self._open[path]
-
-    def release(self, path: str) -> None:
-        with self._lock:
-            self._left[path] -= 1
-            if not self._left[path] and path in self._open:
-                os.close(self._open.pop(path))
-
-
 class _Work:
     """One execution: what the threads share."""
 
@@ -140,8 +108,8 @@ class _Work:
         self._lock = threading.Lock()
         self._scratch = threading.local()
 
-    def files(self, batches: list[_Batch]) -> _Files:
-        self._files = _Files(batches, self._outcome)
+    def files(self, batches: list[_Batch]) -> OpenFiles:
+        self._files = OpenFiles((batch.record.path for batch in batches), self._outcome)
         return self._files
 
     def run_all(self, batches: Iterator[_Batch]) -> None:
@@ -154,14 +122,7 @@ class _Work:
         try:
             self._move(batch, self._files.acquire(path))
         except OSError as error:
-            self._fault(
-                Fault(
-                    error="ReadFailed",
-                    where=path,
-                    what=f"cannot read: {error.strerror or error}",
-                    mend="check the file system, then load again",
-                )
-            )
+            self._fault(read_failed(path, error))
         finally:
             self._files.release(path)
 
@@ -216,16 +177,7 @@ class _Work:
             got = os.preadv(fd, left, offset)
             calls += 1
             if got == 0:
-                self._fault(
-                    Fault(
-                        error="CheckpointDamaged",
-                        where=batch.record.path,
-                        what="the file ended while it was read: it was truncated after it was opened",
-                        expected=f"{batch.nbytes} bytes at {batch.byte_offset}",
-                        found=f"end of file at {offset}",
-                        mend="restore the file, then load again",
-                    )
-                )
+                self._fault(ended_early(batch.record.path, batch.byte_offset, batch.nbytes, offset))
                 return None
             offset += got
             while left and got >= len(left[0]):
