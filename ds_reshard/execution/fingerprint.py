@@ -15,45 +15,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
 from itertools import accumulate
 
 import numpy
 import torch
 
 from ds_reshard.execution.buffers import memory_of
+from ds_reshard.execution.factors import (
+    BLOCK_NBYTES,
+    BLOCK_WORDS,
+    Wide,
+    block_factor,
+    sum_on_device,
+    word_factors,
+)
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.region import Box, Region, overlap
 
-BLOCK_WORDS = 16384
 _WORD_NBYTES = 4
-_BLOCK_NBYTES = BLOCK_WORDS * _WORD_NBYTES
 _BLOCKS = 16
-_DEVICE_BLOCKS = 256
 _MASK = 2**64 - 1
-_FIRST_BLOCK = 2**32
 
 Bytes = bytes | bytearray | memoryview
-
-
-def splitmix64(x: int) -> int:
-    """The first output of the generator splitmix64 (Steele, Lea, Flood 2014) that is seeded with x."""
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
-
-
-def word_factor(j: int) -> int:
-    """T(j), the factor of word j of a block."""
-    return splitmix64(j) | 1
-
-
-@lru_cache(maxsize=1 << 16)
-def block_factor(b: int) -> int:
-    """K(b), the factor of block b."""
-    return splitmix64(_FIRST_BLOCK + b) | 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,17 +57,23 @@ class Fingerprint:
 class Fingerprints:
     """Fingerprints of tensors by key, summed part by part: any part, in any order, from any thread.
 
-    Each thread that adds keeps 2 MiB of scratch memory.
+    Each thread that adds keeps 2 MiB of scratch memory. What lies on a device is summed there, in the stream that is
+    current, and not waited for before a fingerprint is asked for.
     """
 
     def __init__(self) -> None:
         self._sums: dict[TensorKey, tuple[int, int]] = {}
+        self._elsewhere: dict[TensorKey, list[torch.Tensor]] = {}
         self._lock = threading.Lock()
         self._scratch = threading.local()
 
     def __getitem__(self, key: TensorKey) -> Fingerprint:
         """What was added so far; nothing for a key that is not known."""
-        value, nbytes = self._sums.get(key, (0, 0))
+        with self._lock:
+            value, nbytes = self._sums.get(key, (0, 0))
+            if key in self._elsewhere:
+                value = (value + sum(int(part) for part in self._elsewhere.pop(key))) & _MASK
+                self._sums[key] = value, nbytes
         return Fingerprint(value=value, nbytes=nbytes)
 
     def add(self, key: TensorKey, byte_position: int, data: Bytes | torch.Tensor) -> None:
@@ -93,17 +83,29 @@ class Fingerprints:
         elif data.device.type == "cpu":
             value, nbytes = self._sum(byte_position, memory_of(data))
         else:
-            part = sum_on_device(byte_position, data)
-            value, nbytes = part.value, part.nbytes
+            self.add_elsewhere(key, byte_position, data)
+            return
         with self._lock:
             before, seen = self._sums.get(key, (0, 0))
             self._sums[key] = (before + value) & _MASK, seen + nbytes
+
+    def add_elsewhere(self, key: TensorKey, byte_position: int, data: torch.Tensor) -> None:
+        """The same for a tensor of any device, by operations of that device."""
+        part = sum_on_device(byte_position, data)
+        with self._lock:
+            value, seen = self._sums.get(key, (0, 0))
+            self._sums[key] = value, seen + data.numel() * data.element_size()
+            parts = self._elsewhere.setdefault(key, [])
+            if parts and parts[-1].device == part.device:
+                parts[-1] += part
+            else:
+                parts.append(part)
 
     def add_all(self, parts: Iterable[tuple[TensorKey, int, memoryview]]) -> None:
         """Add many parts, each a key, a position and bytes as for `add`; small ones are summed together."""
         small: list[tuple[TensorKey, int, int, Words]] = []
         for key, byte_position, data in parts:
-            if len(data) > _BLOCK_NBYTES or byte_position % _WORD_NBYTES or len(data) % _WORD_NBYTES or not data:
+            if len(data) > BLOCK_NBYTES or byte_position % _WORD_NBYTES or len(data) % _WORD_NBYTES or not data:
                 self.add(key, byte_position, data)
                 continue
             block, inside = divmod(byte_position // _WORD_NBYTES, BLOCK_WORDS)
@@ -116,7 +118,7 @@ class Fingerprints:
 
     def _add_small(self, parts: list[tuple[TensorKey, int, int, Words]]) -> None:
         """Add words, each run inside one block."""
-        factors = _word_factors()
+        factors = word_factors()
         runs = [factors[inside : inside + len(words)] for _, _, inside, words in parts]
         starts = list(accumulate((len(words) for *_, words in parts[:-1]), initial=0))
         products = numpy.concatenate([words for *_, words in parts]) * numpy.concatenate(runs)
@@ -167,7 +169,6 @@ def fingerprint_of(data: Bytes | torch.Tensor) -> Fingerprint:
 
 Words = numpy.ndarray[tuple[int], numpy.dtype[numpy.int32]]
 _WORD = numpy.dtype("<i4")
-Wide = numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]
 
 
 def _words(byte_position: int, data: memoryview) -> Iterator[tuple[int, Words]]:
@@ -196,7 +197,7 @@ def _sum_of_words(first: int, words: Words, wide: Wide) -> int:
     """The sum over words that begin with number `first`; numpy, unlike torch, starts no threads beside the readers."""
     block, inside = divmod(first, BLOCK_WORDS)
     if inside + len(words) <= BLOCK_WORDS:
-        return block_factor(block) * int(numpy.dot(words, _word_factors()[inside : inside + len(words)]))
+        return block_factor(block) * int(numpy.dot(words, word_factors()[inside : inside + len(words)]))
     total, at = 0, 0
     while at < len(words):
         block, inside = divmod(first + at, BLOCK_WORDS)
@@ -205,34 +206,7 @@ def _sum_of_words(first: int, words: Words, wide: Wide) -> int:
         wide[:inside] = 0
         numpy.copyto(wide[inside : inside + len(part)], part)
         wide[inside + len(part) : rows * BLOCK_WORDS] = 0
-        sums = numpy.einsum("ij,j->i", wide[: rows * BLOCK_WORDS].reshape(rows, -1), _word_factors()).tolist()
+        sums = numpy.einsum("ij,j->i", wide[: rows * BLOCK_WORDS].reshape(rows, -1), word_factors()).tolist()
         total += sum(block_factor(block + row) * value for row, value in enumerate(sums))
         at += len(part)
     return total
-
-
-@cache
-def _word_factors() -> Wide:
-    return numpy.array([word_factor(j) for j in range(BLOCK_WORDS)], dtype=numpy.uint64).view(numpy.int64)
-
-
-def sum_on_device(byte_position: int, data: torch.Tensor) -> Fingerprint:
-    """The same where the tensor lies, row by row of whole blocks: CUDA has no matrix product of integers (2.13)."""
-    flat = data.detach().view(-1).view(torch.uint8)
-    factors = _factors_on(flat.device)
-    total, at = 0, 0
-    while at < len(flat):
-        block, inside = divmod(byte_position + at, _BLOCK_NBYTES)
-        part = flat[at : at + _DEVICE_BLOCKS * _BLOCK_NBYTES - inside]
-        rows = -(-(inside + len(part)) // _BLOCK_NBYTES)
-        padded = torch.zeros(rows * _BLOCK_NBYTES, dtype=torch.uint8, device=flat.device)
-        padded[inside : inside + len(part)] = part
-        sums: list[int] = (padded.view(torch.int32).view(rows, BLOCK_WORDS) * factors).sum(1).tolist()
-        total += sum(block_factor(block + row) * value for row, value in enumerate(sums))
-        at += len(part)
-    return Fingerprint(value=total & _MASK, nbytes=len(flat))
-
-
-@cache
-def _factors_on(device: torch.device) -> torch.Tensor:
-    return torch.tensor(_word_factors().tolist(), dtype=torch.int64, device=device)

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -22,6 +22,8 @@ from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.region import Box, Region, Run, overlap
 from ds_reshard.planning.match import wanted_pieces
 from ds_reshard.planning.plan import Copy
+
+_Bytes = TypeVar("_Bytes", memoryview, torch.Tensor)
 
 
 class _Span(NamedTuple):
@@ -75,10 +77,19 @@ class Witness:
 
     def saw(self, copies: Sequence[Copy], views: Sequence[memoryview]) -> None:
         """Count the bytes of copies, as they were read."""
-        found = (part for copy, data in zip(copies, views, strict=True) for part in self._parts(copy, data))
-        self.sums.add_all(found)
+        self.sums.add_all(
+            (key, position, _cast(copy, part))
+            for copy, data in zip(copies, views, strict=True)
+            for key, position, part in self._parts(copy, data)
+        )
 
-    def _parts(self, copy: Copy, data: memoryview) -> Iterator[tuple[TensorKey, int, memoryview]]:
+    def saw_there(self, copies: Sequence[Copy], tensors: Sequence[torch.Tensor]) -> None:
+        """The same of copies whose bytes are tensors on a device, by operations of that device."""
+        for copy, data in zip(copies, tensors, strict=True):
+            for key, position, part in self._parts(copy, data):
+                self.sums.add(key, position, part.view(torch_dtype(copy.dtype)).to(torch_dtype(copy.target_dtype)))
+
+    def _parts(self, copy: Copy, data: _Bytes) -> Iterator[tuple[TensorKey, int, _Bytes]]:
         """The tensors that a copy holds bytes of, with their position in the tensor and themselves."""
         spans = self._spans.get((copy.path, copy.buffer))
         begin, itemsize = copy.byte_offset, copy.dtype.itemsize
@@ -91,7 +102,7 @@ class Witness:
                 continue
             part = data[first - begin : last - begin]
             position = (span.element + (first - span.start) // itemsize) * copy.target_dtype.itemsize
-            yield span.key, position, part if copy.dtype is copy.target_dtype else _cast(copy, part)
+            yield span.key, position, part
 
 
 def held(layout: Layout, rank: int, buffers: Mapping[str, torch.Tensor]) -> Fingerprints:
@@ -128,5 +139,7 @@ def _source_spans(
 
 
 def _cast(copy: Copy, data: memoryview) -> memoryview:
+    if copy.dtype is copy.target_dtype:
+        return data
     cast = torch.frombuffer(data, dtype=torch_dtype(copy.dtype)).to(torch_dtype(copy.target_dtype))
     return cast.view(torch.uint8).numpy().data

@@ -8,13 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ds_reshard.execution.fingerprint import BLOCK_WORDS, Fingerprints, fingerprint_of, sum_on_device, word_factor
+from ds_reshard.execution import factors
+from ds_reshard.execution.factors import BLOCK_WORDS, block_factor, block_factors, word_factor
+from ds_reshard.execution.fingerprint import Fingerprints, fingerprint_of
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.region import Box, Region
 
@@ -78,14 +81,45 @@ def test_values_are_the_bytes_of_a_tensor() -> None:
 
 
 @QUICK
-@given(start=st.integers(0, len(BIG)), stop=st.integers(0, len(BIG)))
-def test_a_device_sums_as_the_host_does(start, stop):
-    """The operations that run where a tensor lies, here on the host's own memory, at any place in the whole."""
-    start, stop = min(start, stop), max(start, stop)
-    sums = Fingerprints()
-    sums.add(KEY, start, BIG[start:stop])
-    part = torch.frombuffer(bytearray(BIG[start:stop]), dtype=torch.uint8) if stop > start else torch.empty(0)
-    assert sum_on_device(start, part) == sums[KEY]
+@given(
+    cuts=st.lists(st.integers(0, len(BIG)), min_size=2, max_size=5).map(sorted),
+    shift=st.integers(0, 4),
+    portion=st.sampled_from((1, 128)),
+)
+def test_a_device_sums_as_the_host_does(cuts, shift, portion):
+    """The operations that run where a tensor lies, here on the host's own memory: any place in the whole, any address.
+
+    Parts are added up there; words that two parts share are of both.
+    """
+    there, here = Fingerprints(), Fingerprints()
+    with mock.patch.object(factors, "_PORTION_NBYTES", portion * BLOCK_NBYTES):
+        for start, stop in pairwise(cuts):
+            memory = torch.frombuffer(bytearray(shift) + bytearray(BIG[start:stop]) + b"\0", dtype=torch.uint8)
+            there.add_elsewhere(KEY, start, memory[shift : shift + stop - start])
+            here.add(KEY, start, BIG[start:stop])
+    assert there[KEY] == here[KEY]
+    assert there[KEY] == here[KEY], "a second look changes nothing"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_sums_as_the_host_does() -> None:
+    """Whole and in parts, aligned and not, of more blocks than one portion has."""
+    data = torch.randint(-128, 127, (130 * BLOCK_NBYTES + 77,), dtype=torch.int8)
+    whole, there = fingerprint_of(data), data.cuda()
+    assert fingerprint_of(there) == whole
+    for cuts in ((0, 5, 64 * BLOCK_NBYTES, len(data)), (0, BLOCK_NBYTES - 2, BLOCK_NBYTES + 3, len(data))):
+        sums = Fingerprints()
+        for start, stop in pairwise(cuts):
+            sums.add(KEY, start, there[start:stop])
+        assert sums[KEY] == whole
+
+
+def test_factors_of_blocks_are_made_on_a_device() -> None:
+    """Of any range of blocks, also where their numbers wrap around 2**64."""
+    for first in (0, 1, 16384, 2**40 - 3):
+        made = block_factors(first, 5, torch.device("cpu"))
+        assert [value % 2**64 for value in made.tolist()] == [block_factor(first + i) for i in range(5)]
 
 
 @pytest.mark.parametrize("itemsize", (1, 2, 4, 8, 16))
