@@ -14,6 +14,7 @@
     ├── ConfigError               a setting is unknown or of the wrong type
     ├── ReadFailed                the operating system could not read bytes that the file has
     ├── WriteFailed               the operating system could not write; the output does not take its name
+    ├── DeviceFailed              a GPU has no memory left for a load, or fails while bytes are brought there
     ├── PrepareError              optimizer, scheduler and JSON cannot be prepared together as asked
     ├── EngineUnusable            a load failed half-way: the engine must not step or save
     ├── HookError                 a patch cannot be installed as declared
@@ -96,6 +97,10 @@ class WriteFailed(ReshardError):
     """The operating system failed to write: nothing takes the output's name before all of it is on the disk."""
 
 
+class DeviceFailed(ReshardError):
+    """A device has no memory left for the scratch of a load, or failed while bytes were brought to it."""
+
+
 class EngineUnusable(ReshardError):
     """A load failed after bytes had moved: stepping or saving would make the damage permanent."""
 
@@ -158,6 +163,7 @@ _PRECEDENCE: tuple[type[ReshardError], ...] = (
     CheckpointDamaged,
     ReadFailed,
     WriteFailed,
+    DeviceFailed,
     ChecksumMismatch,
     FingerprintMismatch,
     ModelMismatch,

@@ -19,6 +19,7 @@ EXPORTED = [
     "CheckpointNotFound",
     "ChecksumMismatch",
     "ConfigError",
+    "DeviceFailed",
     "EngineUnusable",
     "Fault",
     "FingerprintMismatch",

@@ -26,6 +26,7 @@ PRECEDENCE = [
     "CheckpointDamaged",
     "ReadFailed",
     "WriteFailed",
+    "DeviceFailed",
     "ChecksumMismatch",
     "FingerprintMismatch",
     "ModelMismatch",

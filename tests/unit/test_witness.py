@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
+from unittest import mock
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan import SOME, cases, expected_buffers, model, raw
 
+from ds_reshard.execution import cuda
 from ds_reshard.execution.buffers import TensorTarget, torch_dtype
 from ds_reshard.execution.checksums import verify
+from ds_reshard.execution.cuda import CudaExecutor
 from ds_reshard.execution.fingerprint import fingerprint_of
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.execution.witness import Witness, held
@@ -20,10 +23,21 @@ from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Extent, Index, Record
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.planning.plan import Copy
+from ds_reshard.testing.late_device import LateDevice
 
 
-def watched(case, checkpoint, rank, harm=lambda copies: copies):
-    """Carry out a rank's plan, its copies changed by `harm`.
+def by_host(witness):
+    return ThreadExecutor(threads=1, memory_nbytes=1, checksum=True, saw=witness.saw)
+
+
+def by_device(witness):
+    return CudaExecutor(
+        threads=2, memory_nbytes=1, checksum=True, saw=witness.saw, saw_there=witness.saw_there, device=LateDevice()
+    )
+
+
+def watched(case, checkpoint, rank, harm=lambda copies: copies, made=by_host):
+    """Carry out a rank's plan by an executor that is `made`, its copies changed by `harm`.
 
     Returns the witness, what memory holds, memory itself, and the faults that the checksums of the read show.
     """
@@ -34,23 +48,26 @@ def watched(case, checkpoint, rank, harm=lambda copies: copies):
         buffer: torch.full((numel,), -3, dtype=torch_dtype(case.target.kinds[buffer.partition("/")[0]]))
         for buffer, numel in case.target.sizes(case.shapes).items()
     }
-    executor = ThreadExecutor(threads=1, memory_nbytes=1, checksum=True, saw=witness.saw)
     copies = tuple(harm(list(plan.copies)))
-    outcome = executor.execute(replace(plan, copies=copies), {b: TensorTarget(t) for b, t in tensors.items()})
+    outcome = made(witness).execute(replace(plan, copies=copies), {b: TensorTarget(t) for b, t in tensors.items()})
     assert outcome.faults == []
     return witness, held(target, rank, tensors), tensors, verify(outcome)
 
 
 @SOME
-@given(cases())
-def test_what_is_read_is_what_is_held_and_the_ranks_add_up_to_the_model(case):
-    """On every rank for every tensor, cast or not; a replicated rank holds the whole."""
+@given(cases(), st.sampled_from((by_host, by_device)), st.sampled_from((1, 40, 1 << 19)))
+def test_what_is_read_is_what_is_held_and_the_ranks_add_up_to_the_model(case, made, there_nbytes):
+    """On every rank for every tensor, cast or not, seen on the host or, from so many bytes on, on a device.
+
+    A replicated rank holds the whole.
+    """
     truth, layout = model(case.shapes), case.target.layout(case.shapes)
     sums = {}
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = case.checkpoint(folder)
         for rank in case.target.ranks:
-            witness, now, _, faults = watched(case, checkpoint, rank)
+            with mock.patch.object(cuda, "_SHOWN_THERE_NBYTES", there_nbytes):
+                witness, now, _, faults = watched(case, checkpoint, rank, made=made)
             assert not faults
             for key in case.wants:
                 assert witness.sums[key] == now[key]

@@ -1,0 +1,240 @@
+"""The executor for buffers on a GPU: read into pinned memory, copied and dealt out on streams of their own.
+
+Each of `threads` threads takes the next chunk of the plan and a slot of the ring, reads the chunk's bytes into the
+slot's pinned memory and sums them there, and gives the device two pieces of work: the copy to the slot's scratch memory
+on one stream, and the dealing out into the buffers on another, which waits for the copy. An event of that second stream
+says when the slot is free again. So one chunk is read while another is copied and a third is dealt out.
+
+Buffers in host memory, and bytes that are read for their checksum alone, are left to the executor of the host.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from queue import SimpleQueue
+
+import torch
+
+from ds_reshard.containers.crc import crc32
+from ds_reshard.errors import Fault
+from ds_reshard.execution.buffers import TensorTarget
+from ds_reshard.execution.chunks import ROW_NBYTES, Chunk, Run, chunks
+from ds_reshard.execution.device import CudaDevice, Device
+from ds_reshard.execution.ports import Outcome, Saw, Slice, Target
+from ds_reshard.execution.reading import OpenFiles, ended_early, read_failed
+from ds_reshard.execution.ring import SMALLEST_NBYTES, Slot, device_failed, ring
+from ds_reshard.execution.scatter import INDEX_NUMEL, deal, scattering
+from ds_reshard.execution.threads import ThreadExecutor
+from ds_reshard.planning.plan import Copy, Plan
+
+_SLOTS_A_THREAD = 2
+_LARGEST_NBYTES = 8 << 20
+_READ_NBYTES = 2 << 20
+_SCARCE_NUMEL = 1 << 12
+_SHOWN_THERE_NBYTES = 1 << 19
+_UNIT = 16
+
+SawThere = Callable[[Sequence[Copy], Sequence[torch.Tensor]], None]
+"""Takes copies that were read, and the bytes of each in the memory of a device."""
+
+
+class CudaExecutor:
+    """Reads with `threads` threads; pinned memory, and scratch memory of the device, within `memory_nbytes` each.
+
+    Rows without a pattern need up to 32 MiB more of the device, for their index. Where the device has not so much
+    memory left, smaller chunks are used. `saw` is called as that of the ThreadExecutor; with `saw_there`, copies to the
+    device that are large, or cast, are shown to that one instead: as bytes there, on a stream of the executor.
+    """
+
+    def __init__(
+        self,
+        *,
+        threads: int,
+        memory_nbytes: int,
+        checksum: bool,
+        saw: Saw | None = None,
+        saw_there: SawThere | None = None,
+        device: Device | None = None,
+    ) -> None:
+        self.threads = threads
+        self.checksum = checksum
+        self.saw = saw
+        self.saw_there = saw_there
+        self.device = device if device is not None else CudaDevice(torch.cuda.current_device())
+        self._host = ThreadExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=checksum, saw=saw)
+        self.slots = max(1, min(_SLOTS_A_THREAD * threads, memory_nbytes // SMALLEST_NBYTES))
+        share = max(1, min(_LARGEST_NBYTES, memory_nbytes // self.slots))
+        self.slot_nbytes = max(SMALLEST_NBYTES, 1 << share.bit_length() - 1)
+
+    def execute(self, plan: Plan, targets: Mapping[str, Target]) -> Outcome:
+        tensors = {
+            name: target.tensor
+            for name, target in targets.items()
+            if isinstance(target, TensorTarget) and self.device.holds(target.tensor)
+        }
+        outcome = Outcome()
+        for fill in plan.fills:
+            targets[fill.buffer].zero(fill.element_offset, fill.numel)
+        copies = [copy for copy in plan.copies if copy.buffer in tensors and copy.numel]
+        if copies:
+            _Load(self, outcome, tensors).run(copies)
+        others = tuple(copy for copy in plan.copies if copy.buffer not in tensors)
+        outcome.add(self._host.execute(replace(plan, copies=others, fills=()), targets))
+        return outcome
+
+
+class _Load:
+    """One execution: what the threads share."""
+
+    def __init__(self, executor: CudaExecutor, outcome: Outcome, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._executor = executor
+        self._outcome = outcome
+        self._tensors = tensors
+        self._free: SimpleQueue[Slot] = SimpleQueue()
+        self._noting, self._giving = threading.Lock(), threading.Lock()
+        self._stopped = threading.Event()
+
+    def run(self, copies: list[Copy]) -> None:
+        """Move the copies; faults are in the outcome."""
+        executor = self._executor
+        slots = ring(executor.device, executor.slots, executor.slot_nbytes)
+        if isinstance(slots, Fault):
+            self._note(slots)
+            return
+        self._copying, self._dealing = executor.device.stream(), executor.device.stream()
+        for stream in (self._copying, self._dealing):
+            stream.wait(executor.device.given())  # fills, and whatever the caller does with the buffers
+        for slot in slots:
+            self._free.put(slot)
+        work = list(chunks(copies, len(slots[0].memory)))
+        paths = [run.record.path for chunk in work for run in chunk.runs]
+        left = iter(work)  # next() of a list's iterator is atomic: each thread takes the next chunk
+        with OpenFiles(paths, self._outcome) as self._files:
+            try:
+                with ThreadPoolExecutor(executor.threads, thread_name_prefix="ds-reshard") as pool:
+                    for done in [pool.submit(self._carry_all, left) for _ in range(min(executor.threads, len(work)))]:
+                        done.result()
+            finally:
+                self._finish(slots, work[-1])
+
+    def _finish(self, slots: list[Slot], last: Chunk) -> None:
+        """Wait for all that the device was given, also for a chunk that it was given in part, as memory ran out."""
+        for slot in slots:
+            self._stop(slot.wait())
+        for stream in (self._copying, self._dealing):
+            try:
+                stream.record().synchronize()
+            except RuntimeError as error:
+                self._stop(device_failed(last, error))
+
+    def _carry_all(self, left: Iterator[Chunk]) -> None:
+        for chunk in left:
+            if self._stopped.is_set():
+                return
+            slot = self._free.get()
+            try:
+                fault = slot.wait() or self._carry(chunk, slot)
+            finally:
+                self._free.put(slot)
+            self._stop(fault)
+
+    def _stop(self, fault: Fault | None) -> None:
+        """End the load for a fault of the device; what it says of later work is a consequence of the first."""
+        if fault is not None:
+            with self._giving:
+                first = not self._stopped.is_set()
+                self._stopped.set()
+            if first:
+                self._note(fault)
+
+    def _carry(self, chunk: Chunk, slot: Slot) -> Fault | None:
+        """Read a chunk and give the device its work; a fault of the device ends the load."""
+        runs = [run for run in chunk.runs if self._read(run, slot.memory)]
+        shown = self._show(runs, slot)
+        how = scattering(runs, chunk.nbytes, self._tensors, INDEX_NUMEL)
+        rows = len(how.table[0])
+        behind = -(-chunk.nbytes // _UNIT) * _UNIT
+        nbytes = behind + ROW_NBYTES * rows if rows else chunk.nbytes
+        if rows:
+            slot.pinned[behind:nbytes].view(torch.int64).copy_(torch.tensor(how.table, dtype=torch.int64).view(-1))
+        table = slot.scratch[behind : behind + ROW_NBYTES * rows].view(torch.int64).view(3, rows)
+        with self._giving:
+            try:
+                self._copying.run(lambda: _copy(slot, nbytes))
+                self._dealing.wait(self._copying.record())
+                try:
+                    self._dealing.run(lambda: deal(slot.scratch, how, table, self._tensors))
+                except torch.cuda.OutOfMemoryError:
+                    self._dealing.record().synchronize()
+                    self._executor.device.give_back()
+                    smaller = scattering(runs, chunk.nbytes, self._tensors, _SCARCE_NUMEL)
+                    self._dealing.run(lambda: deal(slot.scratch, smaller, table, self._tensors))
+                self._dealing.run(shown)
+                slot.used(chunk, self._dealing.record())
+            except RuntimeError as error:
+                return device_failed(chunk, error)
+        return None
+
+    def _show(self, runs: list[Run], slot: Slot) -> Callable[[], None]:
+        """Tell `saw` of small copies, and return what tells `saw_there` of the others, once they are on the device.
+
+        What is cast is shown there whatever its size: the NaN of a cast has other bits on a GPU than on the host.
+        """
+        saw, there = self._executor.saw, self._executor.saw_there
+        placed = [one for run in runs for one in run.placed()]
+        others = [(copy, at) for copy, at in placed if there is not None and _shown_there(copy)]
+        small = [one for one in placed if there is None or not _shown_there(one[0])]
+        if saw is not None and small:
+            saw([copy for copy, _ in small], [slot.memory[at : at + copy.nbytes] for copy, at in small])
+
+        def tell() -> None:
+            if there is not None and others:
+                there([copy for copy, _ in others], [slot.scratch[at : at + copy.nbytes] for copy, at in others])
+
+        return tell
+
+    def _read(self, run: Run, memory: memoryview) -> bool:
+        """Fill the run's place in `memory`, summing what is still in the processor's cache."""
+        path = run.record.path
+        crc = calls = done = 0
+        try:
+            fd = self._files.acquire(path)
+            while done < run.nbytes:
+                part = memory[run.position + done : run.position + min(run.nbytes, done + _READ_NBYTES)]
+                got = os.preadv(fd, [part], run.byte_offset + done)
+                if not got:
+                    self._note(ended_early(path, run.byte_offset, run.nbytes, run.byte_offset + done))
+                    return False
+                if self._executor.checksum:
+                    crc = crc32(part[:got], crc)
+                done, calls = done + got, calls + 1
+        except OSError as error:
+            self._note(read_failed(path, error))
+            return False
+        finally:
+            self._files.release(path)
+        with self._noting:
+            self._outcome.bytes_read += run.nbytes
+            self._outcome.read_calls += calls
+            if self._executor.checksum:
+                at = run.byte_offset - run.record.byte_offset
+                self._outcome.slices.setdefault(run.record, []).append(
+                    Slice(byte_offset=at, nbytes=run.nbytes, crc32=crc)
+                )
+        return True
+
+    def _note(self, fault: Fault) -> None:
+        with self._noting:
+            self._outcome.faults.append(fault)
+
+
+def _shown_there(copy: Copy) -> bool:
+    return copy.nbytes >= _SHOWN_THERE_NBYTES or copy.dtype is not copy.target_dtype
+
+
+def _copy(slot: Slot, nbytes: int) -> None:
+    slot.scratch[:nbytes].copy_(slot.pinned[:nbytes], non_blocking=True)

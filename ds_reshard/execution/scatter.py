@@ -1,0 +1,230 @@
+"""Elements of one buffer to their places in others, by as few tensor operations as their pattern allows.
+
+Rows at equal distances (the rows of a tensor-parallel shard, interleaved heads) are one strided copy; rows without a
+pattern go by an index that is made where the tensors lie. No operation is made for a row of its own, unless the row is
+a large part of the chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import gcd, prod
+
+import torch
+
+from ds_reshard.execution.buffers import torch_dtype
+from ds_reshard.execution.chunks import Run
+from ds_reshard.model.codec import ElementType
+
+_FEW = 8
+_LARGE_SHARE = 16
+_DIMENSIONS = 3
+INDEX_NUMEL = 1 << 20
+"""Elements that one index names at most: it needs 32 bytes of scratch memory for each."""
+_UNITS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Elements at regular places of a source and of a target: a box of `sizes`, rows last; steps count elements."""
+
+    source: int
+    target: int
+    sizes: tuple[int, ...]
+    source_steps: tuple[int, ...]
+    target_steps: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Portion:
+    """Rows [first, last) of a table, which one index of `numel` units deals out."""
+
+    first: int
+    last: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scatter:
+    """What goes from a chunk to one buffer: blocks that are copied one by one, and portions of the table's rows.
+
+    Blocks count elements; rows count units of `unit_nbytes`, of one element or, where none is cast, of several.
+    """
+
+    buffer: str
+    dtype: ElementType
+    blocks: tuple[Block, ...]
+    portions: tuple[Portion, ...]
+    unit_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scattering:
+    """How a chunk is dealt out. `table` has three lists of one length: sources, targets, lengths."""
+
+    scatters: tuple[Scatter, ...]
+    table: tuple[list[int], list[int], list[int]]
+
+
+def scattering(
+    runs: Iterable[Run], chunk_nbytes: int, targets: Mapping[str, torch.Tensor], index_numel: int
+) -> Scattering:
+    """The operations that deal a chunk of that size out into flat tensors.
+
+    An index names at most `index_numel` units, or one row; nothing else depends on it, the table neither.
+    """
+    groups: dict[tuple[str, ElementType], list[Block]] = {}
+    for run in runs:
+        for copy, at in run.placed():
+            group = groups.setdefault((copy.buffer, copy.dtype), [])
+            group.append(_row(at // copy.dtype.itemsize, copy.element_offset, copy.numel))
+    table: tuple[list[int], list[int], list[int]] = ([], [], [])
+    scatters = []
+    for (buffer, dtype), group in groups.items():
+        blocks = group
+        for _ in range(_DIMENSIONS - 1):
+            blocks = joined(blocks)
+        small_numel = chunk_nbytes // (_LARGE_SHARE * dtype.itemsize) if len(blocks) > _FEW else 0
+        small = [block for block in blocks if block.numel < small_numel]
+        unit, first = _unit(small, targets[buffer], dtype), len(table[0])
+        for block in small:
+            _tabulate(block, unit // dtype.itemsize, table)
+        large = tuple(block for block in blocks if block.numel >= small_numel)
+        portions = tuple(_portions(table[2], first, index_numel))
+        scatters.append(Scatter(buffer=buffer, dtype=dtype, blocks=large, portions=portions, unit_nbytes=unit))
+    return Scattering(scatters=tuple(scatters), table=table)
+
+
+def _unit(blocks: Iterable[Block], target: torch.Tensor, dtype: ElementType) -> int:
+    """The widest bytes that all of the blocks consist of, there and here: one element where elements are cast."""
+    if target.dtype != torch_dtype(dtype):
+        return dtype.itemsize
+    common = target.storage_offset()
+    for block in blocks:
+        common = gcd(common, block.source, block.target, block.sizes[-1])
+        common = gcd(common, *block.source_steps[:-1], *block.target_steps[:-1])
+    return next(unit for unit in _UNITS if common * dtype.itemsize % unit == 0)
+
+
+def _row(source: int, target: int, numel: int) -> Block:
+    return Block(source=source, target=target, sizes=(numel,), source_steps=(1,), target_steps=(1,))
+
+
+def joined(blocks: Iterable[Block]) -> list[Block]:
+    """Blocks of one form that follow each other at equal distances, as one block of a dimension more."""
+    found: list[list[Block]] = []
+    for block in blocks:
+        if found and _follows(found[-1], block):
+            found[-1].append(block)
+        else:
+            found.append([block])
+    return [_stacked(alike) for alike in found]
+
+
+def _follows(alike: list[Block], block: Block) -> bool:
+    last = alike[-1]
+    if (last.sizes, last.source_steps, last.target_steps) != (block.sizes, block.source_steps, block.target_steps):
+        return False
+    steps = _steps(last, block)
+    return _steps(*alike[:2]) == steps if len(alike) > 1 else min(steps) > 0
+
+
+def _steps(first: Block, second: Block) -> tuple[int, int]:
+    return second.source - first.source, second.target - first.target
+
+
+def _stacked(alike: list[Block]) -> Block:
+    if len(alike) == 1:
+        return alike[0]
+    first = alike[0]
+    source_step, target_step = _steps(first, alike[1])
+    return Block(
+        source=first.source,
+        target=first.target,
+        sizes=(len(alike), *first.sizes),
+        source_steps=(source_step, *first.source_steps),
+        target_steps=(target_step, *first.target_steps),
+    )
+
+
+def _tabulate(block: Block, divisor: int, table: tuple[list[int], list[int], list[int]]) -> None:
+    """Add the rows of a block to the table, in units of so many elements."""
+    if len(block.sizes) == 1:
+        for column, value in zip(table, (block.source, block.target, block.numel), strict=True):
+            column.append(value // divisor)
+        return
+    for i in range(block.sizes[0]):
+        inner = Block(
+            source=block.source + i * block.source_steps[0],
+            target=block.target + i * block.target_steps[0],
+            sizes=block.sizes[1:],
+            source_steps=block.source_steps[1:],
+            target_steps=block.target_steps[1:],
+        )
+        _tabulate(inner, divisor, table)
+
+
+def deal(chunk: torch.Tensor, how: Scattering, table: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> None:
+    """Put the bytes of a chunk into flat tensors; `table` is the scattering's own, where the chunk lies.
+
+    Elements of one type keep their bits; others are cast as torch casts.
+    """
+    for scatter in how.scatters:
+        target = targets[scatter.buffer]
+        for block in scatter.blocks:
+            _by_steps(chunk, block, target, scatter.dtype)
+        for portion in scatter.portions:
+            _by_index(chunk, table[:, portion.first : portion.last], portion.numel, target, scatter)
+
+
+def _by_steps(chunk: torch.Tensor, block: Block, target: torch.Tensor, dtype: ElementType) -> None:
+    """One strided copy, of the widest units that the block consists of."""
+    if target.dtype != torch_dtype(dtype):
+        source, place, wide = chunk.view(torch_dtype(dtype)), target, 1
+    else:
+        unit = _unit([block], target, dtype)
+        source, place, wide = _as_units(chunk, unit), _as_units(target, unit), unit // dtype.itemsize
+    sizes = (*block.sizes[:-1], block.sizes[-1] // wide)
+    into, out_of = (
+        tensor.as_strided(sizes, (*(step // wide for step in steps[:-1]), 1), tensor.storage_offset() + first // wide)
+        for tensor, steps, first in (
+            (place, block.target_steps, block.target), (source, block.source_steps, block.source),
+        )
+    )  # fmt: skip
+    into.copy_(out_of)
+
+
+def _as_units(tensor: torch.Tensor, unit_nbytes: int) -> torch.Tensor:
+    """A flat tensor as units of a type that every operation takes; what is left at its end is cut off."""
+    flat = tensor.view(torch.uint8)
+    return flat[: len(flat) // unit_nbytes * unit_nbytes].view(_UNITS[unit_nbytes])
+
+
+def _portions(lengths: list[int], first: int, index_numel: int) -> Iterator[Portion]:
+    """The rows from `first` on."""
+    begin, numel = first, 0
+    for row in range(first, len(lengths)):
+        if numel and numel + lengths[row] > index_numel:
+            yield Portion(first=begin, last=row, numel=numel)
+            begin, numel = row, 0
+        numel += lengths[row]
+    if begin < len(lengths):
+        yield Portion(first=begin, last=len(lengths), numel=numel)
+
+
+def _by_index(chunk: torch.Tensor, rows: torch.Tensor, numel: int, target: torch.Tensor, scatter: Scatter) -> None:
+    """Rows of `numel` units in all. Their number is given, so that a device is not waited for."""
+    sources, places, lengths = rows
+    row = torch.repeat_interleave(torch.arange(lengths.numel(), device=chunk.device), lengths, output_size=numel)
+    inside = torch.arange(numel, device=chunk.device) - (lengths.cumsum(0) - lengths)[row]
+    values = _as_units(chunk, scatter.unit_nbytes).index_select(0, sources[row] + inside)
+    unit, dtype = scatter.unit_nbytes, torch_dtype(scatter.dtype)
+    if target.dtype != dtype:
+        values = values.view(dtype).to(target.dtype)
+        unit = values.element_size()
+    _as_units(target, unit).index_copy_(0, places[row] + inside, _as_units(values, unit))
