@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cases import Model, Run
 from gathered import assert_same, gathered, same_bits
 from saves import Saves
@@ -174,10 +175,16 @@ def test_param_groups_merge_when_they_agree(worlds: Any, saves: Saves) -> None:
 SETTINGS = (
     ({"threds": 1}, "ds_reshard.threds"),
     ({"reshard": {"verify": "md5"}}, 'one of "crc32", "fingerprint", "off"'),
+    ({"reshard": {"device": "gpu"}}, 'one of "auto", "cpu", "cuda"'),
+    pytest.param(
+        {"reshard": {"device": "cuda"}},
+        "asks for a CUDA device, and this process has none",
+        marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+    ),
     ({"reshard": {"threads": 0}}, "from 1 to 256"),
     ({"reshard": {"threads": True}}, "from 1 to 256"),
     ({"reshard": {"always": "yes"}}, "true or false"),
-    ({"reshard": {"speed": 3}}, "one of always, threads, memory_mib, verify"),
+    ({"reshard": {"speed": 3}}, "one of always, threads, memory_mib, device, verify"),
     ({"enabled": 1}, "true or false"),
     ({"trust": "a.B"}, "a list"),
 )

@@ -9,8 +9,8 @@ import torch
 from ds_reshard.errors import Fault, ModelMismatch
 from ds_reshard.execution.buffers import TensorTarget, element_type, tensor_from_bytes
 from ds_reshard.execution.checksums import PartialSum, partial_sums, settle
+from ds_reshard.execution.choice import choose
 from ds_reshard.execution.ports import Outcome
-from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.hosts.dcp.names import Single, Stored
 from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.index import Index
@@ -60,7 +60,7 @@ class Filling:
 
     def execute(self, *, threads: int, memory_nbytes: int) -> Outcome:
         """Read every byte once."""
-        executor = ThreadExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=True)
+        executor = choose("auto", self._targets, threads=threads, memory_nbytes=memory_nbytes, checksum=True)
         self._outcome = executor.execute(Plan(copies=coalesce(self._copies)), self._targets)
         for tensor, target in self._scattered:
             tensor.copy_(target)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import raise_faults
+from ds_reshard.execution.choice import device_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
 from ds_reshard.hosts.deepspeed.agree import agree, attempt, broadcast, gather, raise_caused, rank
@@ -124,6 +125,8 @@ def _consider(engine: DeepSpeedEngine, *, module_only: bool) -> Considered:
     """This rank's settings, policy and engine; a pending save is finished first."""
     settings = parse_settings(engine._config._param_dict)
     policy = policy_of(engine, settings, module_only=module_only)
+    if settings.enabled:
+        raise_faults(device_faults("ds_reshard.reshard.device", settings.device), subject="DeepSpeed config")
     features = tuple(unsupported(engine)) if settings.enabled else ()
     by_universal = bool(features) and engine.load_universal_checkpoint()
     if not settings.enabled or by_universal or live_kind(engine) == "offload":

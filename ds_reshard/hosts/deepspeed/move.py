@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault, ModelMismatch
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
+from ds_reshard.execution.choice import choose
 from ds_reshard.execution.ports import Outcome
-from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.execution.whole import read_tensor
 from ds_reshard.execution.witness import Witness
 from ds_reshard.hosts.deepspeed.adopt import adopt
@@ -102,11 +102,13 @@ def _replica(engine: DeepSpeedEngine, prepared: Prepared) -> int:
 def _read(engine: DeepSpeedEngine, prepared: Prepared, settings: Settings, witness: Witness | None) -> Outcome:
     if prepared.wants.absent and prepared.live is not None:
         _masters_from_weights(engine.optimizer, prepared.live)  # what is absent keeps its weights
-    executor = ThreadExecutor(
-        threads=settings.threads, memory_nbytes=settings.memory_nbytes, checksum=settings.checksum,
-        saw=witness.saw if witness is not None else None,
+    targets = prepared.wants.targets()
+    executor = choose(
+        settings.device, targets, threads=settings.threads, memory_nbytes=settings.memory_nbytes,
+        checksum=settings.checksum, saw=witness.saw if witness is not None else None,
+        saw_there=witness.saw_there if witness is not None else None,
     )  # fmt: skip
-    return executor.execute(prepared.plan, prepared.wants.targets())
+    return executor.execute(prepared.plan, targets)
 
 
 def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings: Settings) -> list[Fault]:

@@ -12,7 +12,8 @@ from ds_reshard.resume.policy import Given, from_json
 
 SECTION = "ds_reshard"
 _TOP = ("enabled", "reshard", "resume", "trust", "accelerate")
-_RESHARD = ("always", "threads", "memory_mib", "verify")
+_RESHARD = ("always", "threads", "memory_mib", "device", "verify")
+_DEVICES = ("auto", "cpu", "cuda")
 _VERIFY = ("crc32", "fingerprint", "off")
 
 
@@ -21,8 +22,9 @@ class Settings:
     """What the user set.
 
     `always` takes the direct path on an unchanged layout too; `threads` and `memory_mib` bound the
-    reading; `verify` is "crc32", "fingerprint" or "off"; `trust` names classes ("module.Class") that may be built when
-    they occur in `client_state`; `resume` is what the section says of the resume policy; `clock` is who steps a
+    reading; `device` is where bytes for a GPU are cut and cast, "auto", "cpu" or "cuda"; `verify` is "crc32",
+    "fingerprint" or "off"; `trust` names classes ("module.Class") that may be built when they occur in `client_state`;
+    `resume` is what the section says of the resume policy; `clock` is who steps a
     scheduler that accelerate prepares, None where the section does not say.
     """
 
@@ -30,6 +32,7 @@ class Settings:
     always: bool = False
     threads: int = 4
     memory_mib: int = 64
+    device: str = "auto"
     verify: str = "crc32"
     trust: frozenset[str] = frozenset()
     resume: Given = field(default_factory=lambda: from_json({}))
@@ -66,6 +69,7 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
     always = reshard.get("always", False)
     threads = reshard.get("threads", min(4, os.cpu_count() or 1))
     memory_mib = reshard.get("memory_mib", 64)
+    device = reshard.get("device", "auto")
     verify = reshard.get("verify", "crc32")
     trust = section.get("trust", [])
     for key, value in (("enabled", enabled), ("reshard.always", always)):
@@ -74,17 +78,18 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
     for key, value, low, high in (("threads", threads, 1, 256), ("memory_mib", memory_mib, 1, 1 << 20)):
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             faults.append(wrong_value(f"{SECTION}.reshard.{key}", f"a whole number from {low} to {high}", value))
-    if verify not in _VERIFY:
-        faults.append(
-            wrong_value(f"{SECTION}.reshard.verify", "one of " + ", ".join(f'"{v}"' for v in _VERIFY), verify)
-        )
+    for key, value, allowed in (("device", device, _DEVICES), ("verify", verify, _VERIFY)):
+        if value not in allowed:
+            faults.append(
+                wrong_value(f"{SECTION}.reshard.{key}", "one of " + ", ".join(f'"{v}"' for v in allowed), value)
+            )
     if not isinstance(trust, list) or not all(isinstance(name, str) and "." in name for name in trust):
         faults.append(wrong_value(f"{SECTION}.trust", 'a list of "module.Class" names', trust))
     faults += clock_faults(section.get("accelerate", {}))
     raise_faults(faults, subject="DeepSpeed config")
     return Settings(
-        enabled=enabled, always=always, threads=threads, memory_mib=memory_mib, verify=verify, trust=frozenset(trust),
-        resume=from_json(section.get("resume", {})), clock=clock_in(config),
+        enabled=enabled, always=always, threads=threads, memory_mib=memory_mib, device=device, verify=verify,
+        trust=frozenset(trust), resume=from_json(section.get("resume", {})), clock=clock_in(config),
     )  # fmt: skip
 
 
