@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 INSTALLED := .venv/.installed
 FAST_TESTS := tests/policy tests/docs tests/unit tests/hostile tests/versions
 
-.PHONY: help venv check style types contracts fast-tests test deepspeed-tests other-tests fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu test-versions test-nanotron format clean
+.PHONY: help venv gpu-packages check style types contracts fast-tests test deepspeed-tests other-tests fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu gpu-wheels test-versions test-nanotron format clean
 
 help:
 	@echo "make demo           train, change stage and ranks, resume; prints the bit-equality table"
@@ -17,7 +17,8 @@ help:
 	@echo "make check          format, lint, types, import contracts, fast tests"
 	@echo "make fuzz           hostile pickles and files: 100,000 cases, or FUZZ_CASES=..."
 	@echo "make bench          every benchmark beside what it is compared with, and the tables of docs/benchmarks.md"
-	@echo "make gpu            the tests that need a CUDA device"
+	@echo "make gpu            the tests and the benchmark that need a CUDA device; GPU_PYTHON=... where nothing can be installed"
+	@echo "make gpu-wheels     what make gpu needs beside torch, as wheels to carry along"
 	@echo "make test-versions  a part of the tests against older DeepSpeed, accelerate and Megatron-LM releases"
 	@echo "make test-nanotron  a real checkout of nanotron (SRC=path) saves, and loads what was converted"
 	@echo "make format         rewrite the sources in the house's format"
@@ -97,8 +98,29 @@ demo-lr: venv
 bench: venv
 	$(BIN)/python -m benchmarks
 
-gpu: venv
-	$(BIN)/python -m pytest -m gpu
+# GPU_PYTHON is an interpreter that has torch >= 2.11 with CUDA; what it lacks is unpacked from the wheels of WHEELS.
+GPU_TESTS := tests/unit/test_cuda_executor.py tests/unit/test_executor_choice.py tests/unit/test_fingerprint.py tests/unit/test_word_kernel.py \
+	tests/hosts/test_one_rank.py
+GPU_WHEELS := numpy isal safetensors hypothesis attrs sortedcontainers pytest pytest-timeout iniconfig pluggy packaging pygments
+GPU_TAGS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
+GPU_PACKAGES := .gpu-packages
+WHEELS ?= wheels
+# NVRTC comes with torch, which asks for CUDA_HOME all the same, and for no file of it.
+GPU_RUN = CUDA_HOME=$${CUDA_HOME:-/usr/local/cuda} $(if $(GPU_PYTHON),PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_PACKAGES) $(GPU_PYTHON),$(BIN)/python)
+
+gpu: $(if $(GPU_PYTHON),gpu-packages,venv)
+	$(GPU_RUN) -m pytest -m gpu $(GPU_TESTS)
+	$(GPU_RUN) -m benchmarks.gpu --output benchmarks/results $(if $(COMMIT),--commit $(COMMIT))
+	$(GPU_RUN) -m benchmarks.page
+
+gpu-packages:
+	@rm -rf $(GPU_PACKAGES)
+	@mkdir $(GPU_PACKAGES)
+	@for wheel in $(WHEELS)/*.whl; do $(GPU_PYTHON) -m zipfile -e "$$wheel" $(GPU_PACKAGES) || exit 1; done
+
+gpu-wheels: venv
+	$(PIP) download -c constraints.txt --dest $(WHEELS) --no-deps --only-binary=:all: --python-version 3.12 \
+		$(foreach tag,$(GPU_TAGS),--platform $(tag)) $(GPU_WHEELS)
 
 test-versions: venv
 	$(BIN)/python tests/versions/run.py
@@ -116,6 +138,6 @@ format: venv
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info .demo .bench
+	rm -rf .venv .venv-* build dist *.egg-info .demo .bench wheels $(GPU_PACKAGES)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

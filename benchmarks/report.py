@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -68,6 +69,9 @@ def results(runs: list[dict[str, Any]], *, shape: Shape, options: Options, secon
 
 def commit() -> str:
     root = Path(__file__).parent
+
+    if shutil.which("git") is None:
+        return "unknown"
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)

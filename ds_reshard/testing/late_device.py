@@ -39,14 +39,14 @@ class LateStream:
         self._work: deque[Callable[[], None]] = deque()
         self._given = self._done = 0
 
+    def run(self, work: Callable[[], None]) -> None:
+        self._give(work)
+
     def record(self) -> LateEvent:
         return LateEvent(self, self._given)
 
     def wait(self, event: Event) -> None:
         self._give(event.synchronize)
-
-    def run(self, work: Callable[[], None]) -> None:
-        self._give(work)
 
     def _give(self, work: Callable[[], None]) -> None:
         with self._device.lock:

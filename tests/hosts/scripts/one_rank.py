@@ -22,15 +22,23 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp16"), required=True)
     parser.add_argument("--stages", type=int, nargs=2, required=True, help="saved at, loaded at")
     parser.add_argument("--policy", type=json.loads, default={})
+    parser.add_argument("--reshard", type=json.loads, default={})
     given = parser.parse_args()
     _join(given.device)
     import ds_reshard
 
-    engine = _engine(given.stages[0], given.device, given.dtype, power=8, lr=0.01, policy={})
+    engine = _engine(given.stages[0], given.device, given.dtype, power=8, lr=0.01, section={})
     _train(engine, 0)
     saved = _held(engine)
     engine.save_checkpoint(given.folder)
-    engine = _engine(given.stages[1], given.device, given.dtype, power=12, lr=0.001, policy=given.policy)
+    engine = _engine(
+        given.stages[1],
+        given.device,
+        given.dtype,
+        power=12,
+        lr=0.001,
+        section={"resume": given.policy, "reshard": given.reshard},
+    )
     with ds_reshard.install("deepspeed"):
         engine.load_checkpoint(given.folder)
     loaded = _held(engine)
@@ -55,7 +63,7 @@ def _join(device: str) -> None:
     deepspeed.init_distributed("nccl" if device == "cuda" else "gloo", verbose=False)
 
 
-def _engine(stage: int, device: str, dtype: str, *, power: int, lr: float, policy: dict[str, Any]) -> Any:
+def _engine(stage: int, device: str, dtype: str, *, power: int, lr: float, section: dict[str, Any]) -> Any:
     """An engine whose loss scale begins at 2 ** `power`, and doubles with every second step."""
     import deepspeed
     import jobs
@@ -64,7 +72,7 @@ def _engine(stage: int, device: str, dtype: str, *, power: int, lr: float, polic
 
     scaling = {"initial_scale_power": power, "loss_scale_window": 2} if dtype == "fp16" else {}
     config = ds_config(Run(stage, 1, dtype="none", config={dtype: {"enabled": True, **scaling}}))
-    config["ds_reshard"] = {"resume": policy}
+    config["ds_reshard"] = section
     torch.manual_seed(7)
     net = jobs.Net(Model())
     optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
