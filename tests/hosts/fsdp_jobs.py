@@ -76,12 +76,14 @@ class VLM(nn.Module):
 
 def build(
     orig: bool, *, frozen: bool = False, every: bool = False, dtype: torch.dtype = torch.float32, mesh: bool = True,
-    seed: int = 0,
+    seed: int = 0, tied: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
     """The wrapped model and its optimizer, over `every` parameter or the trainable ones."""
     torch.manual_seed(seed)
     model = VLM().to(dtype)
     model.visual.requires_grad_(not frozen)
+    if tied:
+        model.lm_head.weight = model.embed.weight
     more = {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))} if mesh else {}
     wrapped = FullyShardedDataParallel(
         model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=orig, device_id=torch.device("cpu"), **more

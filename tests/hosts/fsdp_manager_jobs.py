@@ -174,9 +174,11 @@ DAMAGES: dict[str, Callable[[str], object]] = {
 }  # fmt: skip
 
 
-def verified(folder: str, orig: bool, frozen: bool, dtype: str, damages: list[str]) -> dict[str, str]:
+def verified(
+    folder: str, orig: bool, frozen: bool, dtype: str, damages: list[str], tied: bool = False
+) -> dict[str, str]:
     """What `verify_saved` says on this rank of a save, and of copies that rank 0 has damaged; then of a later step."""
-    model, optimizer = build(orig, frozen=frozen, every=True, dtype=getattr(torch, dtype))
+    model, optimizer = build(orig, frozen=frozen, every=True, dtype=getattr(torch, dtype), tied=tied)
     scheduler = _schedule(optimizer)
     train(model, optimizer, scheduler, range(2))
     if frozen:

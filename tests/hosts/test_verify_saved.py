@@ -34,14 +34,17 @@ def test_what_is_wrong_is_said_on_every_rank(tmp_path: Path) -> None:
     assert told[0]["a later step"].startswith("FingerprintMismatch") and "[step]" in told[0]["a later step"]
 
 
-@pytest.mark.parametrize(("orig", "size"), [(False, 3), (True, 3), (False, 1), (True, 1)])
-def test_a_good_save_passes(tmp_path: Path, orig: bool, size: int) -> None:
-    """Flat parameters or original ones, cut where three ranks cut them, or whole under one rank."""
-    case = {"orig": orig, "frozen": False, "dtype": "float32", "damages": ["none"]}
+@pytest.mark.parametrize(
+    ("orig", "size", "tied"),
+    [(False, 3, False), (True, 3, True), (False, 2, True), (False, 1, False), (True, 1, False)],
+)
+def test_a_good_save_passes(tmp_path: Path, orig: bool, size: int, tied: bool) -> None:
+    """Flat parameters or original ones, cut where three ranks cut them, or whole under one rank; tied weights."""
+    case = {"orig": orig, "frozen": False, "dtype": "float32", "damages": ["none"], "tied": tied}
     for told in fresh.run("fsdp_manager_jobs.verified", size, folder=str(tmp_path), **case):
         assert isinstance(told, dict), told
         assert told["none"] == told["files alone"] == ""
-        assert "lm_head.weight[exp_avg] is not what the ranks hold" in told["a later step"]
+        assert "embed.weight[exp_avg] is not what the ranks hold" in told["a later step"]
 
 
 @pytest.mark.parametrize("fsdp2", [False, True])

@@ -63,10 +63,17 @@ def steps_of(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[str, 
 
 def second_names(model: Module) -> frozenset[str]:
     """The names of buffers, and all names of parameters: of a tied one, the first alone is compared."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp._common_utils import clean_tensor_name
 
     named = [*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)]
-    return frozenset(clean_tensor_name(name) for name, _ in named)
+    handles = [(prefix, module._handle) for prefix, module in model.named_modules()
+               if isinstance(module, FullyShardedDataParallel)]  # fmt: skip
+    tied = [
+        ".".join(part for part in (prefix, info.module_name, info.param_name) if part)
+        for prefix, handle in handles if handle is not None for info in handle.flat_param._shared_param_infos
+    ]  # fmt: skip
+    return frozenset(clean_tensor_name(name) for name in (*tied, *(name for name, _ in named)))
 
 
 def _params(model: Module) -> Iterator[tuple[str, Tensor]]:
