@@ -30,7 +30,7 @@ def test_a_version_is_judged(version: str | None, state: str) -> None:
 
 
 def test_every_framework_is_listed() -> None:
-    names = {"torch", "torch (fsdp)", "transformers", "deepspeed", "megatron-core", "accelerate"}
+    names = {"torch", "torch (fsdp)", "transformers", "deepspeed", "megatron-core", "accelerate", "nanotron"}
     assert {one.name for one in doctor.frameworks()} == names
 
 

@@ -1,0 +1,134 @@
+"""The seam of `load_optimizer`: nanotron's own where it loads its own file, else every state from where it lies.
+
+Rung 3 of the ladder (a function that serialize and the trainer import by name): nanotron publishes no extension point,
+and the methods below take a state dict that is complete (serialize/optimizer.py, commit 2411b02).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
+from ds_reshard.formats.nanotron.names import NanotronListing, read_listing
+from ds_reshard.formats.nanotron.optimizer_file import OptimizerFile, read_optimizer
+from ds_reshard.hosts.nanotron import report
+from ds_reshard.hosts.nanotron.agree import agree, gather, together
+from ds_reshard.hosts.nanotron.compare import unlike
+from ds_reshard.hosts.nanotron.current import Group, Memory, current, refuse_contradiction, remember, values_of
+from ds_reshard.hosts.nanotron.fill import prepare, read, saved_groups, state_dict
+from ds_reshard.hosts.nanotron.live import Live, Optimizer, ParallelContext, live_of
+from ds_reshard.resume.policy import ResumePolicy
+
+# Hyper-parameters of a run that are in no param group of nanotron, and always this run's.
+_ALWAYS_THIS_RUNS = ("clip_grad",)
+
+
+def load_optimizer(arguments: Mapping[str, object], original: Callable[[], object]) -> None:
+    """Load as the policy in force says; collective, and nothing has changed on any rank where it raises for a fault.
+
+    Every rank reads what it trains of each parameter, whatever the saving run's dp, tp, pp and ZeRO stage were.
+    """
+    load, folder = current(), str(arguments["root_folder"])
+    refuse_contradiction(load)
+    load.where, policy = folder, load.policy
+    optimizer = cast(Optimizer, arguments["optimizer"])
+    context = cast(ParallelContext, arguments["parallel_context"])
+    memory = remember(optimizer)
+
+    def look() -> tuple[Live, NanotronListing, Metadata | None]:
+        raise_faults(_unknown(memory, policy), subject="resume policy")
+        listing = read_listing(folder)
+        return live_of(optimizer, context), listing, read_metadata(listing)[0]
+
+    live, listing, metadata = together(look, context.world_pg, subject=f"loading {folder}")
+    saved: list[Group] | None = None
+    if policy.loads_masters:
+        if _takes_over(live, listing, metadata, policy):
+            saved = _reshard(live, listing, policy, arguments.get("map_location"))
+        else:
+            original()
+            saved = list(values_of(live.base.param_groups))
+        memory.decayed = True
+        _settle(live, memory, policy)
+    report.optimizer(load, live, listing, metadata, saved)
+
+
+def _reshard(live: Live, listing: NanotronListing, policy: ResumePolicy, map_location: object) -> list[Group]:
+    """Load from any layout; returns the saved values of each param group."""
+    states = prepare(live, listing, policy)
+    read(live, states)
+    saved = saved_groups(live, states.checkpoint)
+
+    def put() -> None:
+        made = state_dict(live, states)
+        if policy.loads_moments:
+            if live.held:  # of no part of any parameter, nanotron takes no state: "Loading empty state dict"
+                live.optimizer.load_state_dict(made, map_location=map_location)
+                return
+        elif live.accumulator is not None:
+            live.accumulator.load_state_dict(made["gradient_accumulator"])  # type: ignore[attr-defined]
+        for group, values in zip(live.base.param_groups, saved, strict=True):
+            group.update(values)
+
+    together(put, live.world, subject=f"loading {listing.folder}")
+    return saved
+
+
+def _takes_over(live: Live, listing: NanotronListing, metadata: Metadata | None, policy: ResumePolicy) -> bool:
+    """Whether nanotron's own way would not load this, or not as asked. Collective: one answer for all ranks."""
+    same = metadata is not None and (listing.topology, metadata.dp, metadata.cp) == (live.topology, live.dp, live.cp)
+    if not same or not policy.loads_moments or policy.scheduler == "strict":  # which compares param groups by names
+        return True
+    if live.topology.exp != 1:
+        return False
+    faults = [fault for fault in listing.faults if fault.where.startswith(f"{listing.folder}/optimizer")]
+    agree(faults, live.world, subject=f"loading {listing.folder}")
+    own = together(
+        lambda: read_optimizer(listing.path(listing.optimizer[live.rank])), live.world,
+        subject=f"loading {listing.folder}",
+    )  # fmt: skip
+    return any(gather(not _fits(live, own, policy), live.world))
+
+
+def _fits(live: Live, own: OptimizerFile, policy: ResumePolicy) -> bool:
+    """Whether this rank's own file is what nanotron takes it for: it loads by number, and compares names alone."""
+    if list(own.states) != list(live.held):
+        return False
+    for name, held in live.held.items():
+        kinds = own.states[name]
+        if any(tensor.shape != tuple(held.tensor.shape) for tensor in kinds.values()):
+            return False
+        if any(unlike(live, held, {kind: tensor.dtype for kind, tensor in kinds.items()}, policy)):
+            return False
+    return True
+
+
+def _settle(live: Live, memory: Memory, policy: ResumePolicy) -> None:
+    """Give the groups what the policy takes from this run."""
+    names = {*policy.hyperparameters, *(("weight_decay", "lr", "initial_lr") if policy.schedule_is_this_runs else ())}
+    for group, run in zip(live.base.param_groups, memory.run, strict=True):
+        group.update({name: run[name] for name in names if name in run})
+
+
+def _unknown(memory: Memory, policy: ResumePolicy) -> list[Fault]:
+    held = {name for group in memory.run for name in group}
+    faults = []
+    for name in policy.hyperparameters:
+        where = f"--override-optim-hparams {name}"
+        if name in ("lr", "initial_lr"):
+            what, mend = "belongs to the schedule", "leave it out and add --override-opt-param-scheduler"
+        elif name in held or name in _ALWAYS_THIS_RUNS:
+            continue
+        else:
+            known = ", ".join(sorted({*held, *_ALWAYS_THIS_RUNS} - {"lr", "initial_lr"}))
+            what, mend = "is not a hyper-parameter of this run", f"name some of: {known}"
+        faults.append(Fault(error="ConfigError", where=where, what=what, mend=mend))
+    return faults
+
+
+def state_dict_to_device(arguments: Mapping[str, object], original: Callable[[], object]) -> object:
+    """The trainer moves loaded states in its first step: there are none where the optimizer was asked to begin anew."""
+    state_dict = cast("Mapping[str, object]", arguments["state_dict"])
+    return original() if state_dict["state"] else None

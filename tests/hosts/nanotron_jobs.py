@@ -1,0 +1,274 @@
+"""What ranks do with the hooks of nanotron: its synthetic stand-in resumes synthetic checkpoints of any topology."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ds_reshard
+from ds_reshard.resume import asked
+from ds_reshard.resume.policy import from_json
+from ds_reshard.resume.report import last_report
+
+_HERE = Path(__file__).parent
+for _folder in (_HERE / "nanotron_stand_in", _HERE.parent / "formats"):
+    if str(_folder) not in sys.path:
+        sys.path.insert(0, str(_folder))
+
+from nanotron_builder import PEAK, STEP, Param, Run, dp_slices, local, values  # noqa: E402
+
+TOTAL = 20
+SCHEDULE = {
+    "learning_rate": PEAK, "lr_warmup_steps": 2, "lr_warmup_style": "linear", "lr_decay_steps": None,
+    "lr_decay_style": "cosine", "lr_decay_starting_step": None, "min_decay_lr": 3e-5,
+}  # fmt: skip
+
+
+@contextmanager
+def hooked(policy: dict[str, Any] | None = None) -> Iterator[None]:
+    asked.forget()
+    if policy:
+        asked.ask(from_json(policy, place="test"))
+    try:
+        with ds_reshard.install("nanotron"):
+            yield
+    finally:
+        asked.forget()
+
+
+def context_of(run: Run) -> Any:
+    from nanotron.parallel import ParallelContext
+
+    return ParallelContext(pp=run.pp, dp=run.dp, tp=run.tp)
+
+
+def parameter(param: Param, tensor: torch.Tensor, tp: int, rank: int) -> Any:
+    """The shard of a rank, which says where it lies in the whole."""
+    from nanotron.parallel import NanotronParameter, ShardedInfo, SlicesPair
+
+    made = NanotronParameter(local(tensor, param, tp, rank).clone())
+    if param.split is None:
+        return made
+    axes, at, pairs = range(len(param.shape)), 0, []
+    for chunk in param.chunks or (param.shape[param.split],):
+        part = chunk // tp
+        own = slice(at // tp, at // tp + part) if param.chunks else slice(None)
+        whole = slice(at + rank * part, at + (rank + 1) * part)
+        pairs.append(SlicesPair(
+            tuple(own if axis == param.split else slice(None) for axis in axes),
+            tuple(whole if axis == param.split else slice(None) for axis in axes),
+        ))  # fmt: skip
+        at += chunk
+    made.info = ShardedInfo(tuple(pairs), param.shape)
+    return made
+
+
+def build(run: Run, context: Any, *, peak: float = PEAK, decay: float = 0.5) -> Any:
+    """An optimizer of that topology, of weights that are in no checkpoint."""
+    from nanotron.optim import NamedOptimizer, OptimizerFromGradientAccumulator, ZeroDistributedOptimizer
+
+    held = values(Run(masters=run.masters, model=run.model, seed=9))
+    tp, pp = dist.get_rank(context.tp_pg), dist.get_rank(context.pp_pg)
+    groups = [
+        {"named_params": [(param.name, parameter(param, held[param.name, "weight"], run.tp, tp))], "lr": peak}
+        for param in run.params(pp)
+    ]
+
+    def plain(given: Any) -> Any:
+        return NamedOptimizer(
+            given, lambda made: torch.optim.AdamW(made, lr=peak, betas=(0.8, 0.9), weight_decay=decay)
+        )
+
+    def accumulating(given: Any) -> Any:
+        return OptimizerFromGradientAccumulator(given, plain)
+
+    builder = accumulating if run.masters else plain
+    return ZeroDistributedOptimizer(groups, builder, context.dp_pg) if run.zero else builder(groups)
+
+
+def differences(optimizer: Any, run: Run, context: Any) -> list[str]:
+    """In what the states of this rank are not, to the bit, those of the synthetic checkpoint."""
+    expected = values(Run(masters=run.masters, model=run.model))
+    saved, found = optimizer.state_dict(), []
+    tp, dp, pp = (dist.get_rank(group) for group in (context.tp_pg, context.dp_pg, context.pp_pg))
+    for param in run.params(pp):
+        whole = local(torch.empty(param.shape), param, run.tp, tp).numel()
+        start, stop = dp_slices(whole, run.dp)[dp] if run.zero else (0, whole)
+        if start == stop:
+            continue
+        number = next((n for n, name in saved["names"].items() if name == param.name), None)
+        if number is None:
+            found.append(f"{param.name}: absent")
+            continue
+        held = dict(saved["state"][number])
+        if run.masters:
+            held["fp32"] = saved["gradient_accumulator"][param.name].detach()
+        if float(held.pop("step")) != STEP:
+            found.append(f"{param.name}: step")
+        for kind, tensor in held.items():
+            mine = local(expected[param.name, kind], param, run.tp, tp).reshape(-1)[start:stop]
+            if not torch.equal(tensor.reshape(-1), mine):
+                found.append(f"{param.name}: {kind}")
+    return found
+
+
+def load(run: Run, folders: list[str], policy: dict[str, Any] | None = None) -> list[list[str]]:
+    """What is wrong after `load_optimizer` of each folder: differences, or the error."""
+    from nanotron.serialize import optimizer as nanotrons
+
+    context, found = context_of(run), []
+    for folder in folders:
+        with hooked(policy):
+            optimizer = build(run, context)
+            before = [group["lr"] for group in optimizer.get_base_optimizer().param_groups]
+            try:
+                nanotrons.load_optimizer(optimizer, context, Path(folder) / str(STEP), map_location="cpu")
+                found.append(differences(optimizer, run, context))
+            except ds_reshard.ReshardError as error:
+                left = optimizer.get_base_optimizer()
+                changed = bool(left.state) or [group["lr"] for group in left.param_groups] != before
+                found.append([type(error).__name__, *(fault.line() for fault in error.faults), f"changed: {changed}"])
+    return found
+
+
+def config_for(run: Run, context: Any, folder: str | None, **changed: Any) -> Any:
+    """The configuration of a trainer: `schedule`, `checkpoints` and `zero_stage` may be others than the saved run's."""
+    schedule = SimpleNamespace(**{**SCHEDULE, **changed.get("schedule", {})})
+    switches = {"load_optimizer": True, "load_lr_scheduler": True, **changed.get("checkpoints", {})}
+    return SimpleNamespace(
+        parallel_context=context,
+        checkpoints=SimpleNamespace(resume_checkpoint_path=Path(folder) / str(STEP) if folder else None, **switches),
+        optimizer=SimpleNamespace(learning_rate_scheduler=schedule, zero_stage=changed.get("zero_stage", run.zero)),
+        tokens=SimpleNamespace(
+            train_steps=TOTAL, micro_batch_size=1,
+            batch_accumulation_per_replica=changed.get("accumulation", 8 // run.dp),
+        ),
+        build_optimizer=lambda: build(run, context, peak=schedule.learning_rate, decay=changed.get("decay", 0.5)),
+    )  # fmt: skip
+
+
+def rates_of(trainer: Any, steps: int) -> list[float]:
+    """The rates of the coming steps, of all param groups alike."""
+    base, found = trainer.optimizer.get_base_optimizer(), []
+    for _ in range(steps):
+        (rate,) = {group["lr"] for group in base.param_groups}
+        found.append(rate)
+        base.step()
+        trainer.lr_scheduler.step()
+    return found
+
+
+def uninterrupted(run: Run, **changed: Any) -> list[float]:
+    """The rates of a run from its first step to its last, by the stand-in without hooks."""
+    from nanotron.trainer import DistributedTrainer
+
+    return rates_of(DistributedTrainer(config_for(run, context_of(run), None, **changed)), TOTAL)
+
+
+def resume(run: Run, folder: str, policy: dict[str, Any] | None = None, **changed: Any) -> dict[str, Any]:
+    """What the stand-in's trainer has after it has resumed with the hooks, and the rates that follow."""
+    from nanotron.trainer import DistributedTrainer
+
+    context = context_of(run)
+    with hooked(policy):
+        trainer = DistributedTrainer(config_for(run, context, folder, **changed))
+        trainer.first_step()
+        base = trainer.optimizer.get_base_optimizer()
+        report = last_report() if dist.get_rank() == 0 else None
+        saved = trainer.optimizer.state_dict()
+        return {
+            "moments": bool(saved["state"]), "groups": [dict(group, params=None) for group in base.param_groups],
+            "masters": {name: one.detach().clone() for name, one in saved.get("gradient_accumulator", {}).items()},
+            "differences": differences(trainer.optimizer, run, context) if saved["state"] else None,
+            "metadata": asdict(trainer.metadata), "random": trainer.random_states["tp_synced"].torch_cpu.clone(),
+            "report": report, "warnings": report.warnings if report is not None else (),
+            "rates": rates_of(trainer, TOTAL - trainer.lr_scheduler.last_epoch),
+        }  # fmt: skip
+
+
+def save(run: Run, out: str, *, config: dict[str, Any] | None = None) -> list[str]:
+    """The files that are there after the trainer has saved."""
+    from nanotron.trainer import DistributedTrainer
+
+    context, place = context_of(run), Path(out)
+    with hooked():
+        trainer = DistributedTrainer(config_for(run, context, None, **(config or {})))
+        trainer.save_checkpoint(place)
+    dist.barrier()
+    return sorted(path.name for path in place.rglob("*") if path.is_file())
+
+
+def call_save(run: Run, out: str, how: str) -> str:
+    """Call `save_lr_scheduler` as a caller of one's own may."""
+    from nanotron import serialize
+    from nanotron.trainer import DistributedTrainer
+
+    context, place = context_of(run), Path(out)
+    with hooked():
+        scheduler = DistributedTrainer(config_for(run, context, None)).lr_scheduler
+        given: dict[str, Any] = {"lr_scheduler": scheduler, "parallel_context": context, "root_folder": place}
+        try:
+            if how == "dropped by name":
+                serialize.save_lr_scheduler(**given)
+            elif how == "dropped by position":
+                serialize.save_lr_scheduler(scheduler, context, place)
+            else:
+                serialize.save_lr_scheduler(is_zero={"wrong": not run.zero, "stage": run.zero}[how], **given)
+        except ds_reshard.ReshardError as error:
+            return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def random_states(run: Run, folder: str) -> None:
+    """Each rank keeps the states of a process of its own seed in a checkpoint."""
+    from nanotron.random import RandomStates, get_current_random_state
+    from nanotron.serialize import save_random_states
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(100 + dist.get_rank())
+        states = RandomStates({"tp_synced": get_current_random_state()})
+    save_random_states(states, context_of(run), Path(folder) / str(STEP))
+
+
+def load_random(run: Run, folder: str) -> str:
+    """`load_random_states` with the hooks: nothing, or the error."""
+    from nanotron import serialize
+
+    context = context_of(run)
+    with hooked():
+        try:
+            serialize.load_random_states(context, Path(folder) / str(STEP))
+        except ds_reshard.ReshardError as error:
+            return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def copies() -> str:
+    """Which names of nanotron's modules are still its own while the hooks are on, and whether all are afterwards."""
+    import nanotron.helpers
+    import nanotron.serialize
+    import nanotron.serialize.main
+    import nanotron.trainer
+
+    serialize, trainer = nanotron.serialize, nanotron.trainer
+    bound = [
+        (serialize.main, "save_lr_scheduler"), (serialize, "save_lr_scheduler"), (serialize, "save"),
+        (serialize, "load_meta"), (serialize, "load_random_states"), (serialize, "load_optimizer"),
+        (trainer, "save"), (trainer, "load_lr_scheduler"), (trainer, "load_optimizer"), (trainer, "load_meta"),
+        (trainer, "state_dict_to_device"), (trainer, "lr_scheduler_builder"),
+    ]  # fmt: skip
+    before = [vars(module)[name] for module, name in bound]
+    with hooked():
+        left = [f"{module.__name__}.{name}" for (module, name), own in zip(bound, before, strict=True)
+                if vars(module)[name] is own]  # fmt: skip
+    restored = [vars(module)[name] for module, name in bound] == before
+    return json.dumps({"left": left, "restored": restored})

@@ -1,0 +1,29 @@
+"""Synthetic: every name of the modules below, as nanotron's own package has them."""
+
+from nanotron.serialize.main import save
+from nanotron.serialize.metadata import CheckpointMetadata, DataStageMetadata, TrainingMetadata, load_meta
+from nanotron.serialize.optimizer import (
+    load_lr_scheduler,
+    load_optimizer,
+    lr_scheduler_filename,
+    optimizer_filename,
+    save_lr_scheduler,
+    state_dict_to_device,
+)
+from nanotron.serialize.random import load_random_states, save_random_states
+
+__all__ = [
+    "CheckpointMetadata",
+    "DataStageMetadata",
+    "TrainingMetadata",
+    "load_lr_scheduler",
+    "load_meta",
+    "load_optimizer",
+    "load_random_states",
+    "lr_scheduler_filename",
+    "optimizer_filename",
+    "save",
+    "save_lr_scheduler",
+    "save_random_states",
+    "state_dict_to_device",
+]
