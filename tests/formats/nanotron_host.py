@@ -15,6 +15,7 @@ import os
 import pathlib
 import sys
 import types
+import unittest.mock
 import zlib
 from functools import partial
 from typing import Any
@@ -174,7 +175,6 @@ class Built:
 
     def optimize(self) -> None:
         from nanotron import distributed as nd
-        from nanotron.helpers import lr_scheduler_builder
         from nanotron.optim import NamedOptimizer, OptimizerFromGradientAccumulator, ZeroDistributedOptimizer
         from nanotron.optim.gradient_accumulator import FP32GradientAccumulator
 
@@ -197,7 +197,11 @@ class Built:
         if zero and self.accumulator is not None:
             rank = nd.get_rank(self.context.dp_pg)
             self.accumulator.assign_param_offsets(self.optimizer.param_name_to_dp_rank_offsets, rank)
-        self.scheduler = lr_scheduler_builder(self.optimizer, SCHEDULE, TOTAL)
+
+    def schedule(self) -> None:
+        from nanotron import helpers
+
+        self.scheduler = helpers.lr_scheduler_builder(self.optimizer, SCHEDULE, TOTAL)
 
     def step(self, number: int) -> None:
         for name, param in self.model.named_parameters():
@@ -237,6 +241,14 @@ class Built:
         return found
 
 
+def states_of(seed: int) -> Any:
+    """What nanotron keeps of the random generators: here of a process with that seed."""
+    from nanotron.random import RandomStates, get_current_random_state, set_random_seed
+
+    set_random_seed(seed)
+    return RandomStates({"tp_synced": get_current_random_state()})
+
+
 def save(context: Any, job: dict[str, Any]) -> list[str]:
     """Train STEPS steps and save with nanotron's own functions; beside it what one process has."""
     from nanotron.serialize import (
@@ -245,11 +257,13 @@ def save(context: Any, job: dict[str, Any]) -> list[str]:
         save_lr_scheduler,
         save_meta,
         save_optimizer,
+        save_random_states,
         save_weights,
     )
 
     built = Built(context, job, "w")
     built.optimize()
+    built.schedule()
     for number in range(STEPS):
         built.step(number)
     place = pathlib.Path(job["path"])
@@ -264,6 +278,7 @@ def save(context: Any, job: dict[str, Any]) -> list[str]:
     metas = TrainingMetadata(consumed_train_samples=8 * STEPS, last_train_step=STEPS, last_stage_idx=0,
                              consumed_tokens_total=64 * STEPS, data_stages=stages)  # fmt: skip
     save_meta(context, place, metas)
+    save_random_states(states_of(7), context, place)
     dist.barrier()
     return built.differences()
 
@@ -275,6 +290,7 @@ def load(context: Any, job: dict[str, Any]) -> list[str]:
     built, place = Built(context, job, "other"), pathlib.Path(job["path"])
     shards = load_weights(built.model, context, place)
     built.optimize()
+    built.schedule()
     load_optimizer(built.optimizer, context, place, map_location="cpu", param_shard_metadata=shards, model=built.model)
     load_lr_scheduler(built.scheduler, job["zero"], context, place)
     found = built.differences()
@@ -282,6 +298,89 @@ def load(context: Any, job: dict[str, Any]) -> list[str]:
         found.append("metadata: last_train_step")
     if any(built.scheduler.base_lrs[number] != LR for number in range(len(built.scheduler.base_lrs))):
         found.append("scheduler: base_lrs")
+    return found
+
+
+class Configuration(types.SimpleNamespace):
+    """What the trainer looks at of a configuration; it logs the place of one, so this has a place."""
+
+    def __fspath__(self) -> str:
+        return "config.yaml"
+
+
+def configuration(job: dict[str, Any]) -> Configuration:
+    of = types.SimpleNamespace
+    sizes = {key: job[key] for key in ("tp", "pp", "dp")}
+    return Configuration(
+        model=of(model_config=of(), init_method=of()), general=of(seed=1), logging=of(), data_stages=[],
+        parallelism=of(**sizes, expert_parallel_size=1, context_parallel_size=1),
+        optimizer=of(learning_rate_scheduler=SCHEDULE, zero_stage=job["zero"]),
+        checkpoints=of(load_optimizer=True, load_lr_scheduler=True),
+        tokens=of(train_steps=TOTAL, micro_batch_size=1, batch_accumulation_per_replica=1, sequence_length=8,
+                  limit_val_batches=0),
+    )  # fmt: skip
+
+
+def trainer_of(context: Any, built: Built, job: dict[str, Any]) -> Any:
+    """nanotron's trainer, started: its own order of loading, without what has to do with models, logs and data."""
+    from nanotron import trainer as nanotrons
+
+    place = pathlib.Path(job["path"])
+
+    class Trainer(nanotrons.DistributedTrainer):
+        def pre_init(self) -> None:
+            self.init_checkpoint_path = place
+
+        def init_model(self) -> Any:
+            self.param_shard_metadata = nanotrons.load_weights(built.model, context, place)
+            built.model.output_pp_rank = 0
+            return built.model
+
+        def setup_log_writers(self) -> None: ...
+
+        def post_init(self) -> None: ...
+
+    def optimize(**_: Any) -> tuple[Any, Any]:
+        built.optimize()
+        return built.optimizer, built.accumulator
+
+    quiet = dict.fromkeys(("log_libraries_versions", "set_ranks_logging_level", "MetricsLogger"), lambda *_, **__: None)
+    others = {"ParallelContext": lambda **_: context, "init_random_states": lambda **_: states_of(9)}
+    with unittest.mock.patch.multiple(nanotrons, init_optimizer_and_grad_accumulator=optimize, **quiet, **others):
+        return Trainer(configuration(job))
+
+
+def resume(context: Any, job: dict[str, Any]) -> list[str]:
+    """What is wrong after nanotron's trainer has resumed with the hooks; then it goes on to the end, and saves."""
+    from nanotron import trainer as nanotrons
+
+    import ds_reshard
+
+    with ds_reshard.install("nanotron"):
+        built = Built(context, job, "other")
+        trainer = trainer_of(context, built, job)
+        built.scheduler = trainer.lr_scheduler
+        found = built.differences()
+        rates = []
+        for number in range(STEPS, TOTAL):
+            rates.append([group["lr"] for group in built.optimizer.get_base_optimizer().param_groups])
+            built.step(number)
+        if any(rate != expected for held, expected in zip(rates, trajectory()[STEPS:], strict=True) for rate in held):
+            found.append(f"rates: {rates}")
+        if trainer.metadata.last_train_step != STEPS:
+            found.append("metadata: last_train_step")
+        if job["same"] != (trainer.random_states == states_of(7)):
+            found.append("random states")
+        out = pathlib.Path(job["path"]).parent / "out"
+        nanotrons.save(
+            config=trainer.config, model=built.model, optimizer=built.optimizer, lr_scheduler=built.scheduler,
+            parallel_context=context, training_metadata=trainer.metadata, root_folder=out, should_save_config=False,
+            sanity_checks=False,
+        )  # fmt: skip
+    files = len(list((out / "lr_scheduler").iterdir()))
+    if files != job["pp"] * job["tp"]:
+        found.append(f"scheduler: {files} files")
+    nanotrons.load_lr_scheduler(built.scheduler, job["zero"], context, out)
     return found
 
 
@@ -306,7 +405,7 @@ def main() -> None:
                 context_parallel_size=1, expert_parallel_size=1,
             )  # fmt: skip
             try:
-                found = {"save": save, "load": load}[job["do"]](context, job)
+                found = {"save": save, "load": load, "resume": resume}[job["do"]](context, job)
             except Exception as error:
                 found = [f"{type(error).__name__}: {error}"[:300]]
         everyone: list[Any] = [None] * dist.get_world_size()

@@ -94,6 +94,19 @@ def test_what_nanotron_saves_is_read_to_the_bit(saved: Path) -> None:
         assert verify(str(place / "3"), deep=True).faults == (), place.name
 
 
+def test_a_run_resumes_at_another_topology_with_the_hooks(saved: Path, tmp_path: Path) -> None:
+    """Every row without a conversion: the state is the reference's to the bit, the rates an uninterrupted run's."""
+    jobs = []
+    for number, (before, after) in enumerate(ROWS):
+        source = tmp_path / str(number) / "3"
+        source.parent.mkdir()
+        source.symlink_to(saved / label(before) / "3")
+        jobs.append({"do": "resume", "path": str(source), "same": before == after, **after})
+    names = {job["path"]: f"{label(before)}-to-{label(after)}" for job, (before, after) in zip(jobs, ROWS, strict=True)}
+    wrong = {names[path]: ranks for path, ranks in run(jobs, tmp_path).items() if any(ranks)}
+    assert wrong == {}
+
+
 def test_stock_nanotron_loads_what_was_converted(saved: Path, tmp_path: Path) -> None:
     """`load_weights`, `load_optimizer` and `load_lr_scheduler`: every rank's state is the reference's, to the bit."""
     jobs = []
