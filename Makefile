@@ -20,7 +20,7 @@ help:
 	@echo "make gpu            the tests and the benchmark that need a CUDA device; GPU_PYTHON=... where nothing can be installed"
 	@echo "make gpu-wheels     what make gpu needs beside torch, as wheels to carry along"
 	@echo "make test-versions  a part of the tests against older DeepSpeed, accelerate and Megatron-LM releases"
-	@echo "make test-nanotron  a real checkout of nanotron (SRC=path) saves, and loads what was converted"
+	@echo "make test-nanotron  a real checkout of nanotron (SRC=path) saves, loads what was converted, resumes"
 	@echo "make format         rewrite the sources in the house's format"
 	@echo "make clean          remove .venv and everything that was built"
 
