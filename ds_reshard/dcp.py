@@ -1,7 +1,8 @@
-"""`torch.distributed.checkpoint.load(state_dict, storage_reader=ds_reshard.dcp.Reader(path))`."""
+"""`torch.distributed.checkpoint.load(state_dict, storage_reader=Reader(path), planner=LoadPlanner())`."""
 
 from __future__ import annotations
 
+from ds_reshard.hosts.dcp.planner import LoadPlanner
 from ds_reshard.hosts.dcp.reader import Reader
 
-__all__ = ["Reader"]
+__all__ = ["LoadPlanner", "Reader"]

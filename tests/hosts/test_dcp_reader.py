@@ -13,6 +13,7 @@ from cases import Model, Run
 from gathered import gathered, same_bits, scalars
 from saves import Saves, Universals
 from test_bad_input import flip
+from torch.distributed.checkpoint.api import CheckpointException
 
 import ds_reshard.dcp
 
@@ -130,6 +131,24 @@ def test_another_type_is_refused_unless_it_is_asked_for(worlds: Any, saves: Save
         assert "ModelMismatch" in told and "model.tower.weight: the target is of a type that was not saved" in told
         assert "expected bfloat16, found float32" in told and "cast=True" in told
     assert_loaded(saved, worlds[2].run("dcp_jobs.load", folder=str(folder), model=model, cast=True))
+
+
+def test_everything_that_is_missing_is_told_at_once(saves: Saves) -> None:
+    """Keys and shapes; torch's own planner stops at the first. A partial load leaves what is not there as it was."""
+    folder, saved = saves(Run(1, 2, "fp32"), Model(groups=2))
+    wanted = {**_wanted(saved, torch.float32), "more": torch.full((3,), 7.0), "most": torch.full((2,), 7.0)}
+    wanted["tiny"] = torch.zeros(4)
+    with pytest.raises(CheckpointException) as raised:
+        dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(folder, model=""), planner=ds_reshard.dcp.LoadPlanner(),
+                 no_dist=True)  # fmt: skip
+    (error,) = raised.value.failures.values()
+    found = error[0]
+    assert isinstance(found, ds_reshard.ModelMismatch)
+    assert {fault.where for fault in found.faults} == {"more", "most", "tiny"}
+    wanted["tiny"] = torch.zeros(3)
+    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(folder, model=""), no_dist=True,
+             planner=ds_reshard.dcp.LoadPlanner(allow_partial_load=True))  # fmt: skip
+    assert wanted["more"].eq(7).all() and same_bits(wanted["tiny"], saved[0]["weights"]["tiny"])
 
 
 def test_a_damaged_shard_is_seen(worlds: Any, saves: Saves, tmp_path: Path) -> None:
