@@ -98,13 +98,13 @@ class ArchivePlan:
 def plan_archive(root: str, value: object) -> ArchivePlan:
     """Where everything lies in the archive that holds `value`, a tree of plain values and records.
 
-    Storages are told apart by path and key: tensors that share one share its bytes in the new file too.
+    Storages are told apart by path, place and key: tensors that share one share its bytes in the new file too.
     """
-    keys: dict[tuple[str, str], str] = {}
+    keys: dict[tuple[str, int, str], str] = {}
     storages: dict[str, StorageRecord] = {}
 
     def key_of(storage: StorageRecord) -> str:
-        key = keys.setdefault((storage.path, storage.key), str(len(keys)))
+        key = keys.setdefault((storage.path, storage.byte_offset, storage.key), str(len(keys)))
         storages[key] = storage
         return key
 

@@ -14,9 +14,10 @@ from ds_reshard.model.layout import Layout
 class SavedState(Protocol):
     """What a format tells when it is opened, and the source of its shards.
 
-    `ranks` is the number of processes that saved it, None where no file tells; `objects` are the values beside the
-    tensors and the optimizer, by the keys that lead to them; `notes` say what is in no layout. Weights of an
-    optimizer's parameters are its masters.
+    `beside` are the tensors that are neither the model's nor the optimizer's, by their names in the layout, with the
+    keys that lead to them; `objects` are the values beside the tensors and the optimizer, by the keys that lead to
+    them. `ranks` is the number of processes that saved it, None where no file tells; `notes` say what is in no layout.
+    Weights of an optimizer's parameters are its masters.
     """
 
     @property
@@ -27,6 +28,8 @@ class SavedState(Protocol):
     def facts(self) -> OptimizerFacts | None: ...
     @property
     def objects(self) -> Mapping[tuple[object, ...], object]: ...
+    @property
+    def beside(self) -> Mapping[str, tuple[object, ...]]: ...
     @property
     def ranks(self) -> int | None: ...
     @property

@@ -10,7 +10,9 @@ from ds_reshard.model.layout import Layout, TensorKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFile:
-    """One file, of torch or safetensors (`container`), or "plain": bytes. `data` fills buffers that no tensor does.
+    """One file, of torch or safetensors (`container`), "archives": several of torch in one, or "plain": bytes.
+
+    `data` fills buffers that no tensor does.
 
     `tree` gives what torch.save would be given: storages without a path are buffers, by their key, all others are
     copied. It is built when it is asked for: a checkpoint may have thousands.

@@ -76,6 +76,8 @@ def convert(
     saving run's unless given, or those of `like`, a checkpoint of the coming run, which must be given for DeepSpeed's.
     Between nanotron and DeepSpeed `names` is a JSON file of parameters' names: of the source, and of the output.
     Or "fsdp", of a folder of EasyR1 or verl: files that they themselves load on `dp` ranks.
+    Or "dcp": a folder of `dp` files that torch.distributed.checkpoint itself loads into FSDP2 and plain tensors; or
+    "accelerate": the same as the two folders of accelerate's sharded FSDP2. Such folders are sources, too.
 
     Raises what a load raises for files that are missing or damaged, UnsupportedLayout for what the format cannot
     hold, ConfigError for a place that cannot be written to, WriteFailed. `out` is then not there.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ds_reshard.execution.deviation import Deviation
 from ds_reshard.execution.ledger import Ledger
+from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.compared import compare_groups, compare_scalars, compare_values, differences
 from ds_reshard.model.difference import DIFFERS, EQUAL, Difference, TensorDifference, ValueDifference
@@ -71,7 +72,9 @@ class _Pairs:
         found = [_key_in(side, key) for side in self._sides]
         if any(at is None and side.unstored(key) for side, at in zip(self._sides, found, strict=True)):
             return
-        if key.kind == "weight" and self._by_master(key):
+        if key.kind == "weight" and (masters := self._by_master(key.name)) is not None:
+            if not any(TensorKey(name=key.name, kind="fp32") in side.layout for side in self._sides):
+                self.compared[key] = masters  # a tied name: only its owner's master has the kind
             return
         placements = [
             side.index.layout[at] if at is not None else None for side, at in zip(self._sides, found, strict=True)
@@ -88,10 +91,12 @@ class _Pairs:
         else:
             self.compared[key] = (found[0], found[1])
 
-    def _by_master(self, key: TensorKey) -> bool:
-        """Whether one side's weight is the other's master."""
-        masters = {side.master(key.name) for side in self._sides}
-        return len(masters) == 2 and masters == {key, TensorKey(name=key.name, kind="fp32")}
+    def _by_master(self, name: str) -> tuple[TensorKey, TensorKey] | None:
+        """The masters of both sides where one side's is its weight, and the other's is not."""
+        a, b = (side.master(name) for side in self._sides)
+        if a is None or b is None or {a.kind, b.kind} != {"fp32", "weight"}:
+            return None
+        return a, b
 
     def _tell(self, key: TensorKey, state: str, a: Placement | None, b: Placement | None) -> None:
         self.other.append(
@@ -113,21 +118,26 @@ def _values(a: Source, b: Source) -> Iterator[ValueDifference]:
     """Counters and hyper-parameters that differ; of two formats the steps alone mean the same in both."""
     if a.zero is not None and b.zero is not None:
         yield from compare_values(a.zero, b.zero)
-    elif a.facts is not None and b.facts is not None:
+        return
+    if a.saved is not None and b.saved is not None:
+        named = [{".".join(map(str, path)): value for path, value in side.objects.items()}
+                 for side in (a.saved, b.saved)]  # fmt: skip
+        yield from differences("", named[0], named[1])
+    if a.facts is not None and b.facts is not None:
         if a.nanotron is not None and b.nanotron is not None:
-            kept = [{key: value for key, value in side.metadata.entries.items() if key not in ("tp", "dp", "version")}
-                    for side in (a.nanotron, b.nanotron)]  # fmt: skip
-            yield from differences("", kept[0], kept[1])
-            counters = [side.schedulers[0].counters if side.schedulers else {} for side in (a.nanotron, b.nanotron)]
-            yield from differences("lr_scheduler", counters[0], counters[1])
-            yield from compare_scalars(a.nanotron.rates, b.nanotron.rates)
-            yield from compare_groups(a.facts.groups, b.facts.groups)
-        if a.saved is not None and b.saved is not None:
-            named = [{".".join(map(str, path)): value for path, value in side.objects.items()}
-                     for side in (a.saved, b.saved)]  # fmt: skip
-            yield from differences("", named[0], named[1])
+            yield from _nanotron_values(a.nanotron, b.nanotron)
+        if (a.saved is None) == (b.saved is None) and (a.nanotron is None) == (b.nanotron is None):
             yield from compare_groups(a.facts.groups, b.facts.groups)
         yield from compare_scalars(a.facts.scalars, b.facts.scalars)
+
+
+def _nanotron_values(a: NanotronCheckpoint, b: NanotronCheckpoint) -> Iterator[ValueDifference]:
+    kept = [{key: value for key, value in side.metadata.entries.items() if key not in ("tp", "dp", "version")}
+            for side in (a, b)]  # fmt: skip
+    yield from differences("", kept[0], kept[1])
+    counters = [side.schedulers[0].counters if side.schedulers else {} for side in (a, b)]
+    yield from differences("lr_scheduler", counters[0], counters[1])
+    yield from compare_scalars(a.rates, b.rates)
 
 
 def _described(placement: Placement | None) -> str:

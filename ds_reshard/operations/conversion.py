@@ -136,12 +136,12 @@ class _Work:
         archives = [archive_of(file) for file in unit.files]
         targets: dict[str, FileTarget] = {}
         made: dict[str, ArchiveFile] = {}
-        for file, archive in zip(unit.files, archives, strict=True):
+        for number, (file, archive) in enumerate(zip(unit.files, archives, strict=True)):
             name = os.path.join(self._target.folder, file.name)
             made[name] = ArchiveFile(self._workspace.path(name), archive)
             for key, storage in archive.storages.items():
                 dtype = ElementType.UINT8 if storage.path else storage.dtype
-                targets[buffer_of(storage)] = made[name].target(key, dtype)
+                targets[buffer_of(storage, number, key)] = made[name].target(key, dtype)
             for buffer, data in file.data.items():
                 targets[buffer].store(0, memoryview(data), targets[buffer].dtype)
         witness = Witness(self._source.index, self._target.layout, unit.shard, self._units.wants[unit.family])

@@ -13,7 +13,8 @@ from ds_reshard.formats.zero.weights_target import DTYPES, WEIGHTS
 UNIVERSAL = "universal"
 NANOTRON = "nanotron"
 FSDP = "fsdp"
-FORMATS = (*ZERO_FORMATS, UNIVERSAL, *WEIGHTS, NANOTRON, FSDP)
+DCP, ACCELERATE = "dcp", "accelerate"
+FORMATS = (*ZERO_FORMATS, UNIVERSAL, *WEIGHTS, DCP, ACCELERATE, NANOTRON, FSDP)
 THREADS = min(4, os.cpu_count() or 1)
 Progress = Callable[[int, int], None]
 """Is told the bytes that are written, or read, so far, and in all."""

@@ -201,7 +201,7 @@ class Source:
     def master(self, name: str) -> TensorKey | None:
         """The tensor that holds a parameter's fp32 master, None where there is none: of FSDP, the weight itself."""
         for kind in ("fp32", "weight") if self.saved is not None else ("fp32",):
-            key = TensorKey(name=name, kind=kind)
+            key = TensorKey(name=self.shared.get(name, name), kind=kind)
             if key in self.layout and self.layout[key].dtype is ElementType.FLOAT32:
                 return key
         return None

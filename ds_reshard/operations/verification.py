@@ -171,15 +171,19 @@ class _Check:
 
 
 class _Manifest:
-    """What `ds_reshard.json` beside the tag says of its files; `known` are those, by their names in the folder."""
+    """What `ds_reshard.json` in the folder, or beside the tag, says of its files.
+
+    `known` are those, by their names in the folder.
+    """
 
     def __init__(self, folder: str, files: Sequence[CheckedFile]) -> None:
         self._files = {file.name: file for file in files}
         self._folder = folder
-        self._path = os.path.join(os.path.dirname(os.path.abspath(folder)), MANIFEST)
+        own = self._files.pop(MANIFEST, None) is not None
+        self._path = os.path.join(folder if own else os.path.dirname(os.path.abspath(folder)), MANIFEST)
         self.known: dict[str, dict[str, object]] = {}
         self._wrong = ""
-        tag = os.path.basename(os.path.abspath(folder))
+        prefix = "" if own else f"{os.path.basename(os.path.abspath(folder))}/"
         try:
             manifest = read_manifest(self._path)
             listed = manifest.get("files", {}) if manifest is not None else {}
@@ -188,7 +192,6 @@ class _Manifest:
         except ValueError as error:
             self._wrong = str(error)
             return
-        prefix = f"{tag}/"
         self.known = {name.removeprefix(prefix): known for name, known in listed.items() if name.startswith(prefix)}
 
     @property

@@ -30,20 +30,26 @@ def fsdp2(model: Model, turned: bool) -> tuple[Any, Any]:
 
 
 def load(
-    folder: str, model: Model, flat: bool = False, turned: bool = False, out: str | None = None, **options: Any
+    folder: str,
+    model: Model,
+    flat: bool = False,
+    turned: bool = False,
+    out: str | None = None,
+    torchs: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """What FSDP2 holds after the load: weights, states, param groups by their members, and the bytes read.
 
-    With `out` it is saved there by torch.
+    With `out` it is saved there by torch; with `torchs`, it is torch's own reader that loads.
     """
     import ds_reshard.dcp
 
     net, optimizer = fsdp2(model, turned)
     choice = StateDictOptions(flatten_optimizer_state_dict=flat)
     weights, states = get_state_dict(net, optimizer, options=choice)
-    reader = ds_reshard.dcp.Reader(folder, group=dist.group.WORLD, **options)
+    ours = None if torchs else ds_reshard.dcp.Reader(folder, group=dist.group.WORLD, **options)
     wanted = {"model": weights, "optimizer": states}
-    dcp.load(wanted, storage_reader=reader)
+    dcp.load(wanted, storage_reader=ours or dcp.FileSystemReader(folder))
     set_state_dict(
         net, optimizer, model_state_dict=wanted["model"], optim_state_dict=wanted["optimizer"], options=choice
     )
@@ -60,7 +66,63 @@ def load(
         for group in optimizer.param_groups
     ]
     found = {name: _whole(value) for name, value in net.state_dict().items()}
-    return {"weights": found, "states": held, "groups": groups, "bytes": reader.bytes_read}
+    return {"weights": found, "states": held, "groups": groups, "bytes": ours.bytes_read if ours else 0}
+
+
+def resume(folder: str, model: Model, first: int, steps: int, out: str) -> list[float]:
+    """Losses of FSDP2 after torch's own load of a folder, over the batches that follow; then saves by torch."""
+    net, optimizer = fsdp2(model, False)
+    weights, states = get_state_dict(net, optimizer)
+    wanted = {"model": weights, "optimizer": states}
+    dcp.load(wanted, checkpoint_id=folder)
+    set_state_dict(net, optimizer, model_state_dict=wanted["model"], optim_state_dict=wanted["optimizer"])
+    rank, size, losses = dist.get_rank(), dist.get_world_size(), []
+    for step in range(first, first + steps):
+        loss = net(*batch(step, rank, size))
+        loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(float(mean) / size)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, states = get_state_dict(net, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=out)
+    return losses
+
+
+def accelerates(folder: str, model: Model, out: str | None = None) -> dict[tuple[str, str], torch.Tensor]:
+    """Save two steps of FSDP2 by accelerate's own functions, or load what is there by them; what is held then, whole.
+
+    `Accelerator` itself has FSDP for devices alone; these are what its save_state and load_state call.
+    """
+    from types import SimpleNamespace
+
+    from accelerate.state import PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
+
+    PartialState._reset_state()
+    PartialState(cpu=True)  # which the functions log through
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = SimpleNamespace(
+        num_processes=dist.get_world_size(), process_index=dist.get_rank(), is_fsdp2=True,
+        is_main_process=not dist.get_rank(), wait_for_everyone=dist.barrier,
+    )  # fmt: skip
+    net, optimizer = fsdp2(model, False)
+    if out is not None:
+        for step in range(2):
+            net(*batch(step, dist.get_rank(), dist.get_world_size())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        fsdp_utils.save_fsdp_model(plugin, accelerator, net, out)
+        fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, net, out)
+    else:
+        fsdp_utils.load_fsdp_model(plugin, accelerator, net, folder)
+        fsdp_utils.load_fsdp_optimizer(plugin, accelerator, optimizer, net, folder)
+    PartialState._reset_state()
+    weights, states = get_state_dict(net, optimizer)
+    held = {(name, "weight"): _whole(value) for name, value in weights.items()}
+    return held | {(n, kind): _whole(value) for n, state in states["state"].items() for kind, value in state.items()}
 
 
 def columns(folder: str) -> dict[str, torch.Tensor]:

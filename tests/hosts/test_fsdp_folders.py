@@ -14,12 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from gathered import same_bits
 from kept_folders import KeptFolders
+from safetensors.torch import load_file
 from test_bad_input import cut
 
 import ds_reshard.dcp
 from ds_reshard.formats.fsdp.checkpoint import open_fsdp
 from ds_reshard.model.layout import TensorKey
-from ds_reshard.operations import diff, fingerprint, inspect, verify
+from ds_reshard.operations import convert, diff, fingerprint, inspect, verify
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -123,9 +124,28 @@ def test_the_reader_fills_plain_tensors(folders: Any) -> None:
     assert wanted["optim.param_groups.0.lr"] == 1e-2
 
 
+def test_it_is_converted_as_far_as_it_can_be(folders: Any, tmp_path: Path) -> None:
+    """To torch's own folder with all that it has; not to ZeRO, where its frozen tower is in the param group."""
+    folder = str(folders(2)[0])
+    done = convert(folder, str(tmp_path / "dcp"), to="dcp", dp=3)
+    assert ["extra_state" in note for note in done.notes] == [True]
+    assert diff(folder, str(tmp_path / "dcp")).equal
+    convert(folder, str(tmp_path / "weights"), to="safetensors")
+    written = load_file(str(tmp_path / "weights" / "model.safetensors"))
+    weights = {key.name: tensor for key, tensor in folders(2)[1].items() if key.kind == "weight"}
+    assert written.keys() == weights.keys() and all(same_bits(written[name], weights[name]) for name in weights)
+    with pytest.raises(
+        ds_reshard.UnsupportedLayout, match=r"visual\..* is in a param group, and has no state"
+    ) as raised:
+        convert(folder, str(tmp_path / "zero"), to="zero2")
+    assert "bfloat16, where DeepSpeed keeps fp32" in str(raised.value) and not (tmp_path / "zero").exists()
+
+
 def test_verls_optimizer_names_nothing(tmp_path: Path) -> None:
     """Its weights are read, and the note says what is not."""
     fresh.run("fsdp_jobs.verl", 2, folder=str(tmp_path))
     found = fingerprint(str(tmp_path))
     assert {one.kind for one in found.tensors} == {"weight"} and len(found.tensors) == 19
     assert "name no parameter" in found.notes[0]
+    with pytest.raises(ds_reshard.UnsupportedLayout, match="name no parameter"):
+        convert(str(tmp_path), str(tmp_path) + ".out", to="dcp")

@@ -11,7 +11,7 @@ from ds_reshard.containers.dcp_directory import METADATA, Chunk, Directory, Plac
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import Fault, ReshardError, raise_faults
 from ds_reshard.formats.dcp.facts import read_values
-from ds_reshard.formats.dcp.names import Path, group_key, tensor_key
+from ds_reshard.formats.dcp.names import ACCELERATE, MODELS, Path, group_key, tensor_key
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.facts import OptimizerFacts
 from ds_reshard.model.index import Extent, extent_of
@@ -21,8 +21,6 @@ from ds_reshard.model.region import Box
 from ds_reshard.model.saved import SavedFile, SavedListing
 
 BUFFER = "chunk"
-# save_fsdp_model and save_fsdp_optimizer of accelerate/utils/fsdp_utils.py: a folder of torch's for each.
-ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
 _MEND = "restore the folder from a copy, or save it again"
 
 
@@ -35,6 +33,7 @@ class DcpCheckpoint:
     layout: Layout
     facts: OptimizerFacts | None
     objects: Mapping[Path, object]
+    beside: Mapping[str, Path]
     ranks: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -115,7 +114,7 @@ def open_dcp(folder: str) -> DcpCheckpoint:
     return DcpCheckpoint(
         folder=folder, directory=directory, layout=Layout(placements, shards),
         facts=values.facts(list(dict.fromkeys([*trained, *values.scalars]))),
-        objects=values.objects,
+        objects=values.objects, beside=dict(_beside(directory)),
     )  # fmt: skip
 
 
@@ -155,6 +154,14 @@ def _single(directory: Directory) -> Iterator[tuple[str, Place]]:
         of_state = key.kind == "step" or (key.kind != "weight" and shapes.get(key.name, ()) != ())
         if len(chunks) == 1 and chunks[0].place is not None and tensor.shape == () and (of_group or of_state):
             yield family, chunks[0].place
+
+
+def _beside(directory: Directory) -> Iterator[tuple[str, Path]]:
+    """Tensors outside the model: where the weights have a name above them, those that have another."""
+    paths = [directory.paths.get(family, (family,)) for family in directory.tensors]
+    weights = [path for path in paths if tensor_key(path).kind == "weight" and group_key(path) is None]
+    if any(len(path) > 1 and path[0] in MODELS for path in weights):
+        yield from ((tensor_key(path).name, path) for path in weights if path[0] not in MODELS)
 
 
 def _chunks(tensor: SavedTensor) -> list[Chunk]:

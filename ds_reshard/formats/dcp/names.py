@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from ds_reshard.model.layout import TensorKey
 
 Path = tuple[object, ...]
+ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
+"""`save_fsdp_model` and `save_fsdp_optimizer` of accelerate/utils/fsdp_utils.py: a folder of torch's for each."""
 MODELS = ("model", "module", "state_dict")
 _GROUPS = "param_groups"
 

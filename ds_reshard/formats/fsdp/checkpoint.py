@@ -37,6 +37,7 @@ class FsdpCheckpoint:
     layout: Layout
     facts: OptimizerFacts | None
     objects: Mapping[tuple[object, ...], object]
+    beside: Mapping[str, tuple[object, ...]]
     first: Mapping[str, Mapping[TensorKey, Held]]
     notes: tuple[str, ...]
 
@@ -133,6 +134,7 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
         facts = OptimizerFacts(groups=read[OPTIM].groups, scalars=scalars)
     return FsdpCheckpoint(
         folder=folder, ranks=size, layout=Layout(placements, dict.fromkeys(families, size)), facts=facts, objects={},
+        beside={},
         first={family: file.tensors for family, file in read.items()},
         notes=tuple(note for file in read.values() for note in file.notes),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from ds_reshard.model.facts import GroupFacts, ScalarTensor, canonical, describe
 from ds_reshard.model.records import TensorRecord
 
 # What follows from the layout, and the saved configuration, which the coming run's replaces.
-_LAYOUT = frozenset(
+LAYOUT_ENTRIES = frozenset(
     {
         "module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
         "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "optimizer",
@@ -25,7 +25,9 @@ _ABSENT = object()
 
 def compare_values(a: ZeroCheckpoint, b: ZeroCheckpoint) -> Iterator[ValueDifference]:
     """All that differs. Param groups are compared by their members: a pair for each two that share some."""
-    entries = [{key: value for key, value in side.model.entries.items() if key not in _LAYOUT} for side in (a, b)]
+    entries = [
+        {key: value for key, value in side.model.entries.items() if key not in LAYOUT_ENTRIES} for side in (a, b)
+    ]
     yield from differences("", entries[0], entries[1])
     yield from differences("module", a.model.objects, b.model.objects)
     if a.optim is not None and b.optim is not None:

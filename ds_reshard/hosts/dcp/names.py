@@ -83,6 +83,10 @@ def _top(name: str) -> Path:
     return (name,) if name else ()
 
 
+def _keys(path: tuple[object, ...]) -> Path:
+    return tuple(key if isinstance(key, int) else str(key) for key in path)
+
+
 def _names(source: Source) -> list[str]:
     """Every parameter and buffer, the other names of tied ones too."""
     return list(dict.fromkeys([*(key.name for key in source.layout.placements), *source.shared]))
@@ -98,7 +102,9 @@ def _weights(source: Source, model: str) -> Iterator[Stored]:
                     sources.setdefault(layout[key].dtype, key)
         if sources:
             shape = layout[next(iter(sources.values()))].shape
-            yield Stored(path=(*_top(model), name), shape=shape, sources=sources)
+            own = source.saved.beside.get(name) if source.saved is not None else None
+            path = _keys(own) if own is not None else (*_top(model), name)
+            yield Stored(path=path, shape=shape, sources=sources)
 
 
 def _states(source: Source, optimizer: str) -> Iterator[Entry]:
@@ -134,7 +140,7 @@ def _own(source: Source) -> Iterator[Own]:
     """Values beside model and optimizer; what holds tensors or classes is not offered."""
     for path, value in source.saved.objects.items() if source.saved is not None else ():
         if _is_plain(value):
-            yield Own(path=tuple(key if isinstance(key, int) else str(key) for key in path), value=value)
+            yield Own(path=_keys(path), value=value)
 
 
 def _is_plain(value: object) -> bool:

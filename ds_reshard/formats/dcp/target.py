@@ -1,0 +1,262 @@
+"""A folder of torch.distributed.checkpoint that is to be written, for stock `dcp.load` and its FileSystemReader.
+
+Keys are those of `get_state_dict` (torch/distributed/checkpoint/state_dict.py, 2.13). Param groups stand there nested
+and flattened, so that a run finds them in whichever form it asks; both forms name the same bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+from ds_reshard.containers.dcp_directory import METADATA
+from ds_reshard.containers.dcp_writer import Entry, PlacedArchive, plan_archives, write_directory
+from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.formats.dcp.names import Path
+from ds_reshard.model.codec import ElementType
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
+from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
+from ds_reshard.model.records import TensorRecord, new_tensor
+from ds_reshard.model.region import Box
+from ds_reshard.model.target import Target, TargetFile, Unit
+
+_MASTER, _WEIGHT = "fp32", "weight"
+_EXACT_STEPS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What any format has that such a folder can hold.
+
+    `shared` are the names of tied parameters that are saved under another one; `beside` are tensors that are no
+    weights, by their names, and `objects` the values beside model and optimizer, each with its path.
+    """
+
+    folder: str
+    layout: Layout
+    facts: OptimizerFacts | None
+    shared: Mapping[str, str]
+    beside: Mapping[str, Path]
+    objects: Mapping[Path, object]
+
+
+def dcp_target(contents: Contents, files: int, *, folders: tuple[str, str] | None = None) -> Target:
+    """The folder, with its tensors cut by rows over so many files, as FSDP2 of so many ranks saves them.
+
+    Weights are the fp32 masters where there are some. `folders` are the names of two below it, for the model and for
+    the optimizer, each whole by itself, as accelerate has them. Raises UnsupportedLayout for what torch could not load.
+    """
+    raise_faults(list(_unsupported(contents)), subject=f"converting {contents.folder} to dcp")
+    parts = (
+        [_Writing(contents=contents, files=files)] if folders is None
+        else [_Writing(contents=contents, files=files, folder=folder, optimizer=bool(number))
+              for number, folder in enumerate(folders) if not number or contents.facts is not None]
+    )  # fmt: skip
+    placements = {key: place for part in parts for key, place in part.placements.items()}
+    shards = {family: count for part in parts for family, count in ((part.shards, files), (part.last, 1))}
+    wants = {key: wanted for part in parts for key, wanted in part.wants.items()}
+    units = [unit for part in parts for unit in part.units()]
+    return Target(layout=Layout(placements, shards), wants=wants, units=units, folder="", pointers={})
+
+
+def _file(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def _unsupported(contents: Contents) -> Iterator[Fault]:
+    groups = contents.facts.groups if contents.facts is not None else ()
+    for number, group in enumerate(groups):
+        if group.hyperparameters is None:
+            yield _fault(f"param group {number}", "has no hyper-parameters (elastic_checkpoint)",
+                         "load it in a run with import ds_reshard.auto, and save there")  # fmt: skip
+    for name, states in contents.facts.scalars.items() if contents.facts is not None else ():
+        step = states.get("step")
+        if isinstance(step, int) and not 0 <= step < _EXACT_STEPS:
+            yield _fault(f"{name}[step]", f"is {step}, which no fp32 step of torch's optimizers is", "another tag")
+
+
+def _fault(where: str, what: str, mend: str) -> Fault:
+    return Fault(error="UnsupportedLayout", where=where, what=what, mend=mend)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Writing:
+    """One directory and its files, in `folder`: of all, of the `optimizer` alone, or of all but it."""
+
+    contents: Contents
+    files: int
+    folder: str = ""
+    optimizer: bool | None = None
+
+    @property
+    def shards(self) -> str:
+        """The family of the files."""
+        return f"{self.folder}shards"
+
+    @property
+    def last(self) -> str:
+        """The family of the directory."""
+        return f"{self.folder}directory"
+
+    def units(self) -> Iterator[Unit]:
+        for rank in range(self.files):
+            if rank and not any(True for _ in self.chunks(rank)):
+                continue  # more files than rows: torch writes none for a rank that holds nothing
+            data = self.data if not rank else {}
+            file = TargetFile(
+                name=self._below(_file(rank)), tree=partial(self.values, rank), container="archives", data=data
+            )  # fmt: skip
+            yield Unit(family=self.shards, shard=rank, files=(file,))
+        directory = TargetFile(name=self._below(METADATA), tree=self.directory, container="plain")
+        yield Unit(family=self.last, shard=0, files=(directory,))
+
+    def _below(self, name: str) -> str:
+        return f"{self.folder}/{name}" if self.folder else name
+
+    def _holds(self, optimizer: bool) -> bool:
+        return self.optimizer in (None, optimizer)
+
+    @cached_property
+    def wants(self) -> dict[TensorKey, TensorKey]:
+        """Each tensor with the source's: a weight's is its master, where that was saved."""
+        found: dict[TensorKey, TensorKey] = {}
+        for key in self.contents.layout.placements:
+            if not self._holds(key.kind not in (_MASTER, _WEIGHT)):
+                continue
+            if key.kind == _WEIGHT and key.name in self.contents.shared:
+                continue  # told as its owner's: the two are one parameter, and its master is the owner's
+            if key.kind in (_MASTER, _WEIGHT):
+                master = TensorKey(name=key.name, kind=_MASTER)
+                found[TensorKey(name=key.name, kind=_WEIGHT)] = master if master in self.contents.layout else key
+            else:
+                found[key] = key
+        return found
+
+    @cached_property
+    def placements(self) -> dict[TensorKey, Placement]:
+        made = {}
+        for key, source in self.wants.items():
+            placed = self.contents.layout[source]
+            files = self.files if placed.shape else 1
+            boxes = [_rows(placed.shape, rank, files) for rank in range(files)]
+            made[key] = chunked(key, placed.shape, placed.dtype, boxes, family=self.shards, buffer=str(key))
+        return made
+
+    @cached_property
+    def objects(self) -> dict[Path, object]:
+        """Every value that lies in the first file, as torch.save is given it: small tensors, too."""
+        facts = self.contents.facts
+        found: dict[Path, object] = dict(self.contents.objects) if self._holds(False) else {}
+        if facts is None or not self._holds(True):
+            return found
+        for name, states in facts.scalars.items():
+            for kind, value in states.items():
+                path: Path = ("optimizer", "state", name, kind)
+                found[path] = _recorded(path, _torch_step(value) if kind == "step" else value)
+        for number, group in enumerate(facts.groups):
+            values = {**(group.hyperparameters or {}), "params": list(group.members)}
+            for name, setting in values.items():
+                path = ("optimizer", "param_groups", number, name)
+                found[path] = _recorded(path, setting)
+        return found
+
+    @cached_property
+    def data(self) -> dict[str, bytes]:
+        """The bytes of the small tensors among the objects."""
+        facts = self.contents.facts if self._holds(True) else None
+        found: dict[str, bytes] = {}
+        for name, states in facts.scalars.items() if facts is not None else ():
+            for kind, value in states.items():
+                kept = _torch_step(value) if kind == "step" else value
+                if isinstance(kept, ScalarTensor):
+                    found[_buffer(("optimizer", "state", name, kind))] = kept.data
+        for number, group in enumerate(facts.groups if facts is not None else ()):
+            for name, setting in (group.hyperparameters or {}).items():
+                if isinstance(setting, ScalarTensor):
+                    found[_buffer(("optimizer", "param_groups", number, name))] = setting.data
+        return found
+
+    def chunks(self, rank: int) -> Iterator[tuple[TensorKey, Box]]:
+        """What one file holds, in its order; of a tensor without elements the first file has all of it."""
+        for key, placement in self.placements.items():
+            box = _rows(placement.shape, rank, self.files)
+            if box.numel or (not placement.numel and not rank):
+                yield key, box
+
+    def values(self, rank: int) -> list[object]:
+        """What each archive of one file holds."""
+        tensors = [new_tensor(str(key), box.size, self.placements[key].dtype) for key, box in self.chunks(rank)]
+        return [*tensors, *(self.objects.values() if not rank else ())]
+
+    def directory(self) -> bytes:
+        """The directory: where each chunk and each object lies, under every name that it has."""
+        chunks: dict[TensorKey, list[PlacedArchive]] = {key: [] for key in self.placements}
+        single: dict[Path, PlacedArchive] = {}
+        for rank in range(self.files):
+            plan = plan_archives(self.values(rank))
+            held = list(zip(plan.starts, (archive.nbytes for archive in plan.archives), strict=True))
+            boxes = list(self.chunks(rank))
+            for (key, box), (start, nbytes) in zip(boxes, held, strict=False):
+                chunks[key].append(
+                    PlacedArchive(file=_file(rank), byte_offset=start, nbytes=nbytes, offset=box.offset, size=box.size)
+                )
+            if not rank:
+                for path, (start, nbytes) in zip(self.objects, held[len(boxes) :], strict=True):
+                    single[path] = PlacedArchive(file=_file(rank), byte_offset=start, nbytes=nbytes)
+        entries = [entry for key, archives in chunks.items() for entry in self._tensor(key, tuple(archives))]
+        entries += [entry for path, archive in single.items() for entry in self._object(path, archive)]
+        return write_directory(entries)
+
+    def _tensor(self, key: TensorKey, archives: tuple[PlacedArchive, ...]) -> Iterator[Entry]:
+        placement = self.placements[key]
+        names = [key.name]
+        if key.kind == _WEIGHT:
+            names += [name for name, owner in self.contents.shared.items() if owner == key.name]
+        for name in names:
+            path: Path = ("optimizer", "state", name, key.kind)
+            if key.kind == _WEIGHT:
+                path = self.contents.beside.get(name, ("model", name))
+            yield Entry(path=path, archives=archives, shape=placement.shape, dtype=placement.dtype)
+
+    def _object(self, path: Path, archive: PlacedArchive) -> Iterator[Entry]:
+        value = self.objects[path]
+        if isinstance(value, TensorRecord) and path[:2] == ("optimizer", "state"):
+            whole = replace(archive, offset=(0,) * len(value.shape), size=value.shape)
+            yield Entry(path=path, archives=(whole,), shape=value.shape, dtype=value.dtype)
+            return
+        yield Entry(path=path, archives=(archive,))
+        if path[:2] == ("optimizer", "param_groups") and path[-1] != "params":
+            for member in self._members(path[2]):
+                yield Entry(path=("optimizer", f"param_groups.{member}.{path[-1]}"), archives=(archive,))
+
+    def _members(self, number: object) -> Sequence[str]:
+        groups: tuple[GroupFacts, ...] = self.contents.facts.groups if self.contents.facts is not None else ()
+        assert isinstance(number, int)
+        return groups[number].members
+
+
+def _rows(shape: tuple[int, ...], rank: int, files: int) -> Box:
+    """The part of a file: ceil(n / files) rows each, the last ones fewer or none; a scalar lies in the first."""
+    if not shape:
+        return Box(offset=(), size=()) if not rank else Box(offset=(0,), size=(0,))
+    rows = -(-shape[0] // files)
+    start, stop = min(shape[0], rank * rows), min(shape[0], (rank + 1) * rows)
+    return Box(offset=(start, *(0,) * (len(shape) - 1)), size=(stop - start, *shape[1:]))
+
+
+def _torch_step(value: Scalar) -> Scalar:
+    """A step as torch's optimizers keep it: an fp32 tensor."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return ScalarTensor(dtype=ElementType.FLOAT32, shape=(), data=struct.pack("<f", value))
+
+
+def _buffer(path: Path) -> str:
+    return "/".join(map(str, path))
+
+
+def _recorded(path: Path, value: object) -> object:
+    """A value as torch.save is given it."""
+    return new_tensor(_buffer(path), value.shape, value.dtype) if isinstance(value, ScalarTensor) else value

@@ -1,0 +1,177 @@
+"""A folder that torch.distributed.checkpoint saves in one process, converted to every format and back."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from nanotron_builder import RUNS, values, write
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+import ds_reshard.dcp
+from ds_reshard.operations import convert, diff, inspect, plan, verify
+
+pytestmark = pytest.mark.slow
+
+
+class Net(torch.nn.Module):
+    """Tied weights, statistics, a parameter without dimensions, one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(13, 7)
+        self.norm = torch.nn.BatchNorm1d(7)
+        self.head = torch.nn.Linear(7, 13, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.none = torch.nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(words))) * self.scale + self.none.sum()
+
+
+def _state(flat: bool) -> dict[str, Any]:
+    """A state dict after two steps, with a learning rate that is a tensor, and values of the script's own."""
+    torch.manual_seed(0)
+    net = Net()
+    groups = [{"params": [p for p in net.parameters() if p.dim() > 1], "lr": 1e-2},
+              {"params": [p for p in net.parameters() if p.dim() <= 1], "lr": torch.tensor(1e-3)}]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups)
+    for step in range(2):
+        net(torch.arange(step, 8 + step)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, states = get_state_dict(net, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+    own = {"step": 3, "rng": torch.get_rng_state(), "mix": (torch.ones(2), torch.zeros(3), 1)}
+    return {"model": weights, "optimizer": states, "train": own}
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return torch.equal(one, other) if torch.is_tensor(one) else bool(one == other)
+
+
+def _emptied(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _emptied(part) for key, part in state.items()}
+    if isinstance(state, list):
+        return [_emptied(part) for part in state]
+    return torch.full_like(state, 7) if torch.is_tensor(state) else 0
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["nested", "flattened"])
+def saved(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder, state = str(tmp_path_factory.mktemp("dcp") / "step-2"), _state(request.param)
+    dcp.save(copy.deepcopy(state), checkpoint_id=folder, no_dist=True)
+    return folder, state
+
+
+def test_the_folder_tells_of_itself(saved: Any) -> None:
+    told = inspect(saved[0])
+    assert not told.faults and told.steps.optimizer_steps == (2,) and [g.members for g in told.groups] == [2, 3]
+    roles = {entry.name: entry.role for entry in told.parameters}
+    assert {name for name, role in roles.items() if role == "trainable"} == {
+        "embed.weight", "none", "norm.bias", "norm.weight", "scale"
+    }  # fmt: skip
+    assert verify(saved[0], deep=True).clean
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_torch_loads_the_folder_that_was_written_anew(saved: Any, tmp_path: Path, files: int) -> None:
+    folder, state = saved
+    convert(folder, str(tmp_path / "out"), to="dcp", dp=files)
+    assert len(list((tmp_path / "out").glob("*.distcp"))) == files
+    wanted = _emptied(state)
+    dcp.load(wanted, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    assert _alike(wanted, state)
+    assert diff(folder, str(tmp_path / "out")).equal and verify(str(tmp_path / "out"), deep=True).clean
+
+
+def test_weights_alone_are_a_folder_too(tmp_path: Path) -> None:
+    """Without an optimizer accelerate's has one part; no more files than rows; to ZeRO it is refused."""
+    state = {"model": Net().state_dict()}
+    dcp.save(state, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    convert(str(tmp_path / "saved"), str(tmp_path / "out"), to="accelerate", dp=20)
+    assert len(list((tmp_path / "out" / "pytorch_model_fsdp_0").glob("*.distcp"))) == 13
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["ds_reshard.json", "pytorch_model_fsdp_0"]
+    assert diff(str(tmp_path / "saved"), str(tmp_path / "out")).equal
+    with pytest.raises(ds_reshard.UnsupportedLayout, match="names no parameter"):
+        convert(str(tmp_path / "saved"), str(tmp_path / "zero"), to="zero2", dp=2)
+
+
+def test_it_goes_to_accelerates_folders(saved: Any, tmp_path: Path) -> None:
+    folder, state = saved
+    convert(folder, str(tmp_path / "out"), to="accelerate", dp=2)
+    for below, name in (("pytorch_model_fsdp_0", "model"), ("optimizer_0", "optimizer")):
+        wanted = {name: _emptied(state[name])}
+        dcp.load(wanted, checkpoint_id=str(tmp_path / "out" / below), no_dist=True)
+        assert _alike(wanted[name], state[name])
+    assert diff(folder, str(tmp_path / "out")).equal
+
+
+@pytest.mark.parametrize("to", ["zero1", "zero2", "zero3", "universal"])
+def test_it_goes_to_deepspeed_and_back(saved: Any, tmp_path: Path, to: str) -> None:
+    """Masters, states, steps, weights, buffers: to the bit; the script's own values are its client state."""
+    folder, state = saved
+    convert(folder, str(tmp_path / "out"), to=to, dp=None if to == "universal" else 2)
+    found = diff(folder, str(tmp_path / "out"))
+    assert [one.name for one in found.differing] == ["train.rng"] and not found.values
+    name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if to == "zero3" else "mp_rank_00_model_states.pt"
+    held = torch.load(tmp_path / "out" / "step-2" / name, weights_only=False)
+    assert _alike(held["train"], state["train"]) and held["global_steps"] == 2
+    assert held["shared_params"] == {"head.weight": "embed.weight"}
+    assert all(torch.equal(held["module"][key], state["model"][key]) for key in held["buffer_names"])
+    assert sorted(held["buffer_names"]) == ["norm.num_batches_tracked", "norm.running_mean", "norm.running_var"]
+    convert(str(tmp_path / "out"), str(tmp_path / "back"), to="dcp", dp=2)
+    wanted = _emptied(state)
+    dcp.load(wanted, checkpoint_id=str(tmp_path / "back"), no_dist=True)
+    assert _alike(wanted["model"], state["model"]) and _alike(wanted["optimizer"], state["optimizer"])
+
+
+def test_the_plan_is_of_the_files_that_are_written(saved: Any, tmp_path: Path) -> None:
+    made = plan(saved[0], to="dcp", dp=2)
+    convert(saved[0], str(tmp_path / "out"), to="dcp", dp=2)
+    written = {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir() if path.suffix != ".json"}
+    assert sum(written.values()) == made.bytes_written
+    assert {name for unit in made.units for name in unit.files} == written.keys()
+
+
+def test_the_size_of_the_coming_run_is_asked_for(saved: Any, tmp_path: Path) -> None:
+    with pytest.raises(ds_reshard.ConfigError, match="--dp N"):
+        convert(saved[0], str(tmp_path / "out"), to="zero2")
+
+
+def test_a_member_without_states_is_refused(tmp_path: Path) -> None:
+    """All of them, by name, before anything is written."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    net.norm.requires_grad_(False)
+    net(torch.arange(8)).sum().backward()
+    optimizer.step()
+    weights, states = get_state_dict(net, optimizer)
+    states["state"] = {name: kept for name, kept in states["state"].items() if not name.startswith("norm")}
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    with pytest.raises(ds_reshard.UnsupportedLayout, match="has no state") as raised:
+        convert(str(tmp_path / "saved"), str(tmp_path / "out"), to="zero1", dp=2)
+    assert {fault.where for fault in raised.value.faults} == {"norm.weight", "norm.bias"}
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["pp 2 tp 2 dp 3", "pp 2 tp 2, whole states, fp32"])
+def test_the_reader_serves_nanotron(tmp_path: Path, name: str) -> None:
+    """Synthetic files, of every axis: masters where there are some, and moments, to the bit."""
+    held = values(RUNS[name])
+    folder = write(RUNS[name], tmp_path / "saved")
+    best = {n: held.get((n, "fp32"), held[n, "weight"]) for n, kind in held if kind == "weight"}
+    truth = {f"model.{n}": tensor for n, tensor in best.items()}
+    truth |= {f"optimizer.state.{n}.{kind}": t for (n, kind), t in held.items() if kind not in ("weight", "fp32")}
+    wanted = _emptied(truth)
+    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(folder), no_dist=True)
+    assert _alike(wanted, truth)
