@@ -60,10 +60,12 @@ contracts: venv
 fast-tests: venv
 	$(BIN)/python -m pytest -m "not slow and not distributed and not gpu" $(FAST_TESTS)
 
-# Two parts of about the same length, side by side: each has its own worker processes.
-DEEPSPEED_TESTS := $(filter-out tests/hosts/test_fsdp% tests/hosts/test_dcp%,$(wildcard tests/hosts/test_*.py))
-OTHER_TESTS := $(filter-out $(DEEPSPEED_TESTS) tests/hosts tests/conftest.py tests/__pycache__,$(wildcard tests/hosts/test_*.py tests/*)) \
-	tests/hosts/megatron
+# Two parts side by side. Worker processes live on to the end of a part, so tests that use them come last.
+SHARED := tests/hosts/test_fsdp% tests/hosts/test_dcp%
+HOST_TESTS := $(wildcard tests/hosts/test_*.py)
+OTHER_TESTS := $(sort $(filter-out tests/hosts tests/conftest.py tests/__pycache__,$(wildcard tests/*))) tests/hosts/megatron \
+	$(filter $(SHARED),$(HOST_TESTS))
+DEEPSPEED_TESTS := $(filter-out $(SHARED),$(HOST_TESTS))
 
 test: venv
 	@$(BIN)/python tests/hosts/megatron/releases.py

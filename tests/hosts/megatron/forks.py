@@ -99,10 +99,12 @@ class Release:
             self._process.wait(10)
 
     def _expect(self, word: str, timeout_s: float) -> None:
-        import select
+        import selectors  # not select(): it takes no descriptor above 1023
 
         assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
+        with selectors.DefaultSelector() as answers:
+            answers.register(self._process.stdout, selectors.EVENT_READ)
+            ready = answers.select(timeout_s)
         line = self._process.stdout.readline() if ready else "no answer in time"
         if line.strip() != word:
             self._process.kill()
