@@ -23,3 +23,10 @@ def worlds() -> Iterator[Any]:
     made = Worlds()
     yield made
     made.close()
+
+
+@pytest.fixture(autouse=True)
+def _renewed(request: pytest.FixtureRequest) -> None:
+    """No test begins with worlds that others have slowed down."""
+    if "worlds" in request.fixturenames:
+        request.getfixturevalue("worlds").renew()

@@ -84,7 +84,7 @@ def _planned(plan: Any, harm: Callable[[list[Any]], list[Any]]) -> Any:
 
 def _moments_exchanged(copies: list[Any]) -> list[Any]:
     other = {"exp_avg/0": "exp_avg_sq/0", "exp_avg_sq/0": "exp_avg/0"}
-    return [dataclasses.replace(copy, buffer=other.get(copy.buffer, copy.buffer)) for copy in copies]
+    return [copy._replace(buffer=other.get(copy.buffer, copy.buffer)) for copy in copies]
 
 
 def _halves_exchanged(copies: list[Any]) -> list[Any]:
@@ -93,8 +93,8 @@ def _halves_exchanged(copies: list[Any]) -> list[Any]:
     copy = copies.pop(number)
     half = copy.numel // 2
     rest = copy.byte_offset + half * copy.dtype.itemsize
-    first = dataclasses.replace(copy, numel=half, element_offset=copy.element_offset + copy.numel - half)
-    return [*copies, first, dataclasses.replace(copy, numel=copy.numel - half, byte_offset=rest)]
+    first = copy._replace(numel=half, element_offset=copy.element_offset + copy.numel - half)
+    return [*copies, first, copy._replace(numel=copy.numel - half, byte_offset=rest)]
 
 
 def _last_copy_lost(copies: list[Any]) -> list[Any]:

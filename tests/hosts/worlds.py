@@ -19,6 +19,7 @@ from typing import Any
 
 START_TIMEOUT_S = 300.0
 JOB_TIMEOUT_S = 200.0
+MOST_GROUPS = 48
 COLLECTIVE_TIMEOUT_S = 90
 
 
@@ -35,6 +36,7 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.groups = 0
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -72,7 +74,8 @@ class World:
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 self.close()
                 raise TimeoutError(f"rank {rank} of {self.size} did not finish {job} in {JOB_TIMEOUT_S} s")
-            ok, value, trace = pipe.recv()
+            ok, value, trace, groups = pipe.recv()
+            self.groups = max(self.groups, groups)
             if ok:
                 results[rank] = value
             else:
@@ -111,6 +114,13 @@ class Worlds:
             self._worlds[size] = world = World(size)
         return world
 
+    def renew(self) -> None:
+        """End worlds with many process groups of engines that are gone: each wakes a thread every hundredth second."""
+        for size, world in list(self._worlds.items()):
+            if world.groups > MOST_GROUPS:
+                world.close()
+                del self._worlds[size]
+
     def close(self) -> None:
         for world in self._worlds.values():
             world.close()
@@ -145,7 +155,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
             answer = (True, getattr(importlib.import_module(module or "jobs"), name)(**kwargs), "")
         except Exception as error:
             answer = (False, _sendable(error), traceback.format_exc())
-        pipe.send(answer)
+        pipe.send((*answer, jobs.process_groups()))
 
 
 def _sendable(error: Exception) -> Exception:
