@@ -141,6 +141,12 @@ def _scheduler(place: Path, pp: int, tp: int, change: Callable[[dict], object]) 
     torch.save(saved, path)
 
 
+def _swap(one: Path, other: Path) -> None:
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
 def _experts(place: Path) -> None:
     for path in (place / "optimizer").glob("*.pt"):
         path.rename(path.with_name(path.name.replace("exp-0-of-1", "exp-0-of-2")))
@@ -199,6 +205,24 @@ BAD: dict[str, tuple[Callable[[Path], object], type[ReshardError], str]] = {
     "a stage's scheduler of another step": (
         lambda p: [_scheduler(p, 1, tp, lambda s: s.update(last_epoch=8)) for tp in (0, 1)], CheckpointDamaged,
         r"the scheduler's position differs"),
+    "a scheduler of an older step": (
+        lambda p: [_scheduler(p, pp, tp, lambda s: s.update(last_epoch=6, _last_lr=[2.7e-4] * len(s["_last_lr"])))
+                   for pp in (0, 1) for tp in (0, 1)],
+        CheckpointDamaged, r"is of another step than the optimizer's files"),
+    "masters of one stage alone": (
+        lambda p: [_state(p, FILE.format(1, dp, tp), lambda s: s.pop("gradient_accumulator"))
+                   for dp in (0, 1) for tp in (0, 1)],
+        CheckpointDamaged, r"is of another run than .*fp32 masters"),
+    "other states of a tied parameter": (
+        lambda p: [_state(p, FILE.format(1, dp, tp), lambda s: s["state"][3].pop("exp_avg_sq"))
+                   for dp in (0, 1) for tp in (0, 1)],
+        CheckpointDamaged, r"has other states of emb.pp_block.weight"),
+    "weights of two tensor ranks under each other's names": (
+        lambda p: _swap(p / QKV, p / QKV.replace("tp-rank-1", "tp-rank-0")), CheckpointDamaged,
+        r"shards of blocks.0.pp_block.qkv.weight are under each other's names"),
+    "config.yaml of another run": (
+        lambda p: (p / "config.yaml").write_text((p / "config.yaml").read_text().replace("dp: 2", "dp: 4")),
+        CheckpointDamaged, r"config.yaml: says another dp size"),
     "two topologies": (
         lambda p: shutil.copy(p / f"optimizer/optimizer_{FILE.format(0, 0, 0)}.pt",
                               p / "optimizer/optimizer_pp-0-of-1_dp-0-of-1_tp-0-of-1_exp-0-of-1.pt"),

@@ -75,6 +75,11 @@ def saved(tmp_path: Path, rates: list[float]) -> Callable[..., str]:
         for path in (folder / str(STEP) / "lr_scheduler").iterdir():
             state = torch.load(path)
             torch.save({**state, "_last_lr": [rates[STEP]] * len(state["_last_lr"])}, path)
+        for path in (folder / str(STEP) / "optimizer").glob("*.pt"):
+            state = torch.load(path)
+            torch.save(
+                {**state, "param_groups": [{**group, "lr": rates[STEP]} for group in state["param_groups"]]}, path
+            )
         config = folder / str(STEP) / "config.yaml"
         text = config.read_text().replace("  learning_rate_scheduler:\n    learning_rate: 0.0003\n", SCHEDULE)
         config.write_text(text + "  train_steps: 20\n")

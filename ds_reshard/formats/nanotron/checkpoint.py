@@ -10,7 +10,7 @@ from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
 from ds_reshard.formats.nanotron.names import OPTIMIZER_CONFIG, NanotronListing, Rank, Topology
 from ds_reshard.formats.nanotron.optimizer_file import OptimizerFile, read_optimizer
 from ds_reshard.formats.nanotron.parameters import Parameter, place, read_parameters
-from ds_reshard.formats.nanotron.scheduler import SavedScheduler, scheduler_of
+from ds_reshard.formats.nanotron.scheduler import SavedScheduler, of_another_step, scheduler_of
 from ds_reshard.formats.nanotron.slices import dp_cut
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
@@ -109,7 +109,9 @@ def try_open(listing: NanotronListing) -> Opening:
         return opening
     opening.faults += _unmatched(listing, opening)
     try:
-        opening.schedulers = tuple(scheduler_of(listing, [stage.groups for stage in opening.stages]))
+        groups = [stage.groups for stage in opening.stages]
+        opening.schedulers = tuple(scheduler_of(listing, groups))
+        opening.faults += of_another_step(opening.schedulers, groups)
     except ReshardError as error:
         opening.faults += faults_of(error)
     if not opening.faults:
@@ -145,9 +147,28 @@ def _unmatched(listing: NanotronListing, opening: Opening) -> Iterator[Fault]:
                     error="UnsupportedLayout", where=stage.path, what=f"{name} is one number: its states cannot be "
                     "told from its counters", mend="save it with zero_stage 1",
                 )  # fmt: skip
+    yield from _several_runs(opening.stages)
     config = opening.metadata.optimizer if opening.metadata is not None else None
     if config is not None and opening.stages and listing.topology is not None and listing.topology.dp is not None:
         yield from _offsets(listing, config, opening, listing.topology, listing.topology.dp)
+
+
+def _several_runs(stages: tuple[OptimizerFile, ...]) -> Iterator[Fault]:
+    """Pipeline ranks of which some keep fp32 masters, or other states of a parameter that they train together."""
+    trained = [stage for stage in stages if stage.states]
+    for stage in trained[1:]:
+        first = trained[0]
+        if stage.has_masters != first.has_masters:
+            said = ("fp32 masters", "none") if first.has_masters else ("no fp32 masters", "masters")
+            yield damaged(stage.path, f"is of another run than {first.path}", *said)
+            continue
+        for name in stage.states.keys() & first.states.keys():
+            one, other = (
+                {kind: (tensor.dtype.label, tensor.shape) for kind, tensor in of.states[name].items()}
+                for of in (first, stage)
+            )
+            if one != other:
+                yield damaged(stage.path, f"has other states of {name} than {first.path}", str(one), str(other))
 
 
 def _offsets(

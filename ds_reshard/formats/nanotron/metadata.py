@@ -137,13 +137,22 @@ def _sizes(listing: NanotronListing, metadata: Metadata) -> Iterator[Fault]:
         if set(said[OPTIMIZER_CONFIG]) != {"pp", "tp", "dp", "exp"}:
             yield damaged(listing.path(OPTIMIZER_CONFIG), "has no parallel sizes", "pp, tp, dp and expert", "others")
         yield from _kind(listing, metadata.optimizer, topology)
+    said[CONFIG] = _config_sizes(metadata)
+    named.setdefault("dp", metadata.dp)
     for name, sizes in said.items():
         for axis in sorted(set(sizes) & set(named)):
             if sizes[axis] != named[axis]:
+                other = META if axis == "dp" and topology.dp is None else "the names of the optimizer's files"
                 yield damaged(
-                    listing.path(name), f"says another {axis} size than the names of the optimizer's files",
+                    listing.path(name), f"says another {axis} size than {other}",
                     str(named[axis]), str(sizes[axis]),
                 )  # fmt: skip
+
+
+def _config_sizes(metadata: Metadata) -> dict[str, int]:
+    """The sizes of config.yaml, where it was saved."""
+    texts = {axis: metadata.config.get(f"parallelism.{axis}", "") for axis in ("pp", "tp", "dp")}
+    return {axis: int(text) for axis, text in texts.items() if text.isdecimal()}
 
 
 def _kind(listing: NanotronListing, optimizer: Mapping[str, object], topology: Topology) -> Iterator[Fault]:

@@ -131,6 +131,10 @@ def _sharded(listing: NanotronListing, name: str, files: Mapping[int, str], tp: 
     if len(shapes) > 1:
         raise fail(folder, f"shards of {name} are of several saves", "one shape and type", str(sorted(shapes)))
     shape, _ = next(iter(shapes))
+    starts = [held[0].box.offset for held in tiles if held]
+    if starts != sorted(starts):
+        raise fail(folder, f"shards of {name} are under each other's names", "parts in the order of the ranks",
+                   f"parts that begin at {', '.join(str(list(start)) for start in starts)}")  # fmt: skip
     try:
         check_cover([tile.box for held in tiles for tile in held], shape)
     except ValueError as error:

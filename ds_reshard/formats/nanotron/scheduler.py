@@ -6,13 +6,13 @@ torch keeps an empty dict. Up to November 2024 world rank 0 wrote one file for a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import basename
 
 from ds_reshard.containers.revive_names import find_hostile
 from ds_reshard.containers.torch_zip import check_root, open_archive
-from ds_reshard.errors import fail, raise_faults
+from ds_reshard.errors import Fault, damaged, fail, raise_faults
 from ds_reshard.formats.nanotron.names import NanotronListing, Rank
 from ds_reshard.formats.nanotron.optimizer_file import SavedGroup
 from ds_reshard.model.content import BASE, LAMBDAS, LAST, PER_GROUP
@@ -73,6 +73,18 @@ def scheduler_of(listing: NanotronListing, groups: Sequence[Sequence[SavedGroup]
             raise fail(f"{listing.folder}/lr_scheduler", what, f"that of rank {pp}", f"{len(listing.schedulers)} files")
         found.append(read_scheduler(listing.path(name), len(of_stage)))
     return found
+
+
+def of_another_step(schedulers: Sequence[SavedScheduler], groups: Sequence[Sequence[SavedGroup]]) -> Iterator[Fault]:
+    """A scheduler whose last rates are not those that it had put into the param groups when both were saved."""
+    for saved, of_stage in zip(schedulers, groups, strict=False):
+        for number, group in enumerate(of_stage):
+            last, rate = saved.of_group(number)[LAST], group.hyperparameters.get("lr")
+            if isinstance(rate, int | float) and last != rate:
+                names = ", ".join(group.members[:3]) or f"param group {number}"
+                what = f"is of another step than the optimizer's files: the last learning rate of {names} is another"
+                yield damaged(saved.path, what, str(rate), str(last)[:80])
+                break
 
 
 def _expanded(one: SavedScheduler, groups: Sequence[SavedGroup]) -> SavedScheduler:

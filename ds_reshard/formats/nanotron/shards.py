@@ -51,12 +51,12 @@ class NanotronShards:
     def compare(self) -> Iterator[Fault]:
         """Faults where the files that were opened say different things of one parameter: they are of several saves.
 
-        Compares steps and hyper-parameters, and of parameters that several ranks hold alike (not sharded, or tied)
-        every state, by its checksum or its bytes.
+        Compares steps and hyper-parameters, also with those of the first file of each stage, and of parameters that
+        several ranks hold alike (not sharded, or tied) every state, by its checksum or its bytes.
         """
         groups: dict[str, tuple[str, SavedGroup]] = {}
         scalars: dict[tuple[str, str], tuple[str, object]] = {}
-        for file in self.opened.values():
+        for file in (*self.checkpoint.stages, *self.opened.values()):
             for group in file.groups:
                 for name in group.members:
                     first, known = groups.setdefault(name, (file.path, group))
