@@ -7,7 +7,7 @@ which is what the framework does without this package.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from ds_reshard.errors import Fault, raise_faults, wrong_value
@@ -155,6 +155,31 @@ def combine(places: Iterable[Given]) -> ResumePolicy:
     raise_faults(faults, subject="resume policy")
     values = {key: given.values[key] for key, given in chosen.items()}
     return ResumePolicy(**values)  # type: ignore[arg-type]
+
+
+def policy_differences(policies: Sequence[ResumePolicy]) -> list[Fault]:
+    """A fault for each key that ranks, in their order, were not given alike."""
+    faults = []
+    for key in defaults():
+        ranks: dict[str, list[int]] = {}
+        for number, policy in enumerate(policies):
+            ranks.setdefault(repr(getattr(policy, key)), []).append(number)
+        if len(ranks) > 1:
+            (first, where), *others = ranks.items()
+            faults.append(
+                Fault(
+                    error="ConfigError", where=f"resume policy: {key}", what="differs between ranks",
+                    expected=f"{first} everywhere, as on {_named(where)}",
+                    found=", ".join(f"{value} on {_named(numbers)}" for value, numbers in others),
+                    mend=f"give every rank the same flags and the same configuration ({key})",
+                )
+            )  # fmt: skip
+    return faults
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def _same(key: str, one: object, other: object) -> bool:

@@ -121,13 +121,13 @@ def differences(optimizer: Any, run: Run, context: Any) -> list[str]:
     return found
 
 
-def load(run: Run, folders: list[str], policy: dict[str, Any] | None = None) -> list[list[str]]:
-    """What is wrong after `load_optimizer` of each folder: differences, or the error."""
+def load(run: Run, folders: list[str], policies: list[dict[str, Any] | None] | None = None) -> list[list[str]]:
+    """What is wrong after `load_optimizer` of each folder: differences, or the error; `policies` are of each rank."""
     from nanotron.serialize import optimizer as nanotrons
 
     context, found = context_of(run), []
     for folder in folders:
-        with hooked(policy):
+        with hooked(policies[dist.get_rank()] if policies else None):
             optimizer = build(run, context)
             before = [group["lr"] for group in optimizer.get_base_optimizer().param_groups]
             try:
@@ -138,6 +138,31 @@ def load(run: Run, folders: list[str], policy: dict[str, Any] | None = None) -> 
                 changed = bool(left.state) or [group["lr"] for group in left.param_groups] != before
                 found.append([type(error).__name__, *(fault.line() for fault in error.faults), f"changed: {changed}"])
     return found
+
+
+def load_twice(run: Run, folder: str, policy: dict[str, Any]) -> tuple[list[str], int, bool, bool]:
+    """All of a checkpoint, then by the policy: what differed at first, and afterwards the number of states, whether
+    masters are the saved ones, and whether hyper-parameters and masters are this run's."""
+    from nanotron.serialize import optimizer as nanotrons
+
+    context, place = context_of(run), Path(folder) / str(STEP)
+    with hooked():
+        optimizer = build(run, context)
+        base, masters = optimizer.get_base_optimizer(), optimizer.optimizer.gradient_accumulator.parameters
+        own = [dict(group, params=None) for group in base.param_groups]
+        nanotrons.load_optimizer(optimizer, context, place, map_location="cpu")
+        first = differences(optimizer, run, context)
+        saved = {name: held["fp32"].detach().clone() for name, held in masters.items()}
+    with hooked(policy):
+        nanotrons.load_optimizer(optimizer, context, place, map_location="cpu")
+    rates = ("lr", "initial_lr")
+    groups = [{key: group[key] for key in of_run if key not in rates} for group, of_run in
+              zip([dict(group, params=None) for group in base.param_groups], own, strict=True)]  # fmt: skip
+    mine = groups == [{key: value for key, value in of_run.items() if key not in rates} for of_run in own]
+    return (
+        first, len(base.state), all(torch.equal(held["fp32"], saved[name]) for name, held in masters.items()),
+        mine and all(torch.equal(held["fp32"], held["half"].float()) for held in masters.values()),
+    )  # fmt: skip
 
 
 def config_for(run: Run, context: Any, folder: str | None, **changed: Any) -> Any:

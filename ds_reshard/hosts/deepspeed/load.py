@@ -27,11 +27,11 @@ from ds_reshard.hosts.deepspeed.look import Found, look, look_aside
 from ds_reshard.hosts.deepspeed.move import Moved, move
 from ds_reshard.hosts.deepspeed.own_saves import is_resume
 from ds_reshard.hosts.deepspeed.prepare import Prepared, prepare
-from ds_reshard.hosts.deepspeed.resumed import LEFT_TO_DEEPSPEED, Resume, policy_differences, policy_of
+from ds_reshard.hosts.deepspeed.resumed import LEFT_TO_DEEPSPEED, Resume, policy_of
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.hosts.deepspeed.unowned import as_it_is
 from ds_reshard.hosts.deepspeed.usable import refuse_use, restore_use
-from ds_reshard.resume.policy import ResumePolicy
+from ds_reshard.resume.policy import ResumePolicy, policy_differences
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine

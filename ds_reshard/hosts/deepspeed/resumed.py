@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.hosts.deepspeed.unowned import take_given
 from ds_reshard.hosts.deepspeed.usable import refuse_use, restore_use
 from ds_reshard.resume import asked
-from ds_reshard.resume.policy import ResumePolicy, defaults
+from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import publish
 from ds_reshard.resume.schedulers import position_of
 
@@ -49,31 +49,6 @@ def policy_of(engine: DeepSpeedEngine, settings: Settings, *, module_only: bool)
         )
         raise_faults([fault], subject="DeepSpeed config")
     return policy
-
-
-def policy_differences(policies: Sequence[ResumePolicy]) -> list[Fault]:
-    """A fault for each key that ranks, in their order, were not given alike."""
-    faults = []
-    for key in defaults():
-        ranks: dict[str, list[int]] = {}
-        for number, policy in enumerate(policies):
-            ranks.setdefault(repr(getattr(policy, key)), []).append(number)
-        if len(ranks) > 1:
-            (first, where), *others = ranks.items()
-            faults.append(
-                Fault(
-                    error="ConfigError", where=f"resume policy: {key}", what="differs between ranks",
-                    expected=f"{first} everywhere, as on {_named(where)}",
-                    found=", ".join(f"{value} on {_named(numbers)}" for value, numbers in others),
-                    mend=f"give every rank the same flags and the same DeepSpeed JSON ({key})",
-                )
-            )  # fmt: skip
-    return faults
-
-
-def _named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 LEFT_TO_DEEPSPEED = "no tensor was proved: DeepSpeed loaded it"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
+from ds_reshard.resume.policy import ResumePolicy, policy_differences
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,6 +43,11 @@ def agree(faults: Iterable[Fault], world: ProcessGroup, *, subject: str, cause: 
         raise_faults([fault for of_rank in gather(list(faults), world) for fault in of_rank], subject=subject)
     except ReshardError as error:
         raise error from cause
+
+
+def same_policy(policy: ResumePolicy, world: ProcessGroup, *, subject: str) -> None:
+    """Refuse what ranks were not asked for alike: they would part ways. Collective."""
+    raise_faults(policy_differences(gather(policy, world)), subject=subject)
 
 
 def together(work: Callable[[], T], world: ProcessGroup, *, subject: str) -> T:

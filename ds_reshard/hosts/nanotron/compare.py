@@ -31,6 +31,7 @@ def findings(live: Live, checkpoint: NanotronCheckpoint, policy: ResumePolicy) -
         if shape != held.shape:
             yield _mismatch(name, "has another shape", str(list(shape)), str(list(held.shape)))
         yield from unlike(live, held, states[name], policy)
+    yield from other_cuts(live, checkpoint)
     memory = recall(live.base)
     assert memory is not None, "load_optimizer has remembered it"
     for names, run in zip(live.groups, memory.run, strict=True):
@@ -53,6 +54,26 @@ def unlike(live: Live, held: Held, kinds: Mapping[str, ElementType], policy: Res
     for kind, dtype in kinds.items():
         if kind != MASTER and dtype is not wanted:
             yield _mismatch(f"{kind} of {held.name}", "is of another element type", dtype.label, wanted.label)
+
+
+def other_cuts(live: Live, checkpoint: NanotronCheckpoint) -> Iterator[Fault]:
+    """Parameters of equal shape that are cut over the tensor-parallel ranks in other chunks.
+
+    nanotron takes the weights of a rank as they are where tp and pp are those that were saved, so weights and states
+    would be of different rows.
+    """
+    sizes = (live.topology.pp, live.topology.tp)
+    if live.topology.tp == 1 or sizes != (checkpoint.topology.pp, checkpoint.topology.tp):
+        return
+    for name, held in live.held.items():
+        parameter = checkpoint.parameters.get(name)
+        if parameter is None or parameter.shape != held.shape:
+            continue
+        then = tuple(parameter.tiles_at(live.rank.tp))
+        if then != held.tiles:
+            said = (", ".join(f"{list(tile.box.size)} at {list(tile.box.offset)}" for tile in tiles[:4])
+                    for tiles in (then, held.tiles))  # fmt: skip
+            yield _mismatch(name, "is cut over the tensor-parallel ranks in other chunks", *said)
 
 
 def absent(folder: str, names: Sequence[str]) -> Iterator[Fault]:

@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.formats.nanotron.checkpoint import OPTIM, open_checkpoint
 from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
 from ds_reshard.formats.nanotron.names import NanotronListing, read_listing
 from ds_reshard.formats.nanotron.optimizer_file import OptimizerFile, read_optimizer
+from ds_reshard.formats.nanotron.shards import NanotronShards
 from ds_reshard.hosts.nanotron import report
-from ds_reshard.hosts.nanotron.agree import agree, gather, together
-from ds_reshard.hosts.nanotron.compare import unlike
+from ds_reshard.hosts.nanotron.agree import agree, gather, same_policy, together
+from ds_reshard.hosts.nanotron.compare import other_cuts, unlike
 from ds_reshard.hosts.nanotron.current import Group, Memory, current, refuse_contradiction, remember, values_of
 from ds_reshard.hosts.nanotron.fill import prepare, read, saved_groups, state_dict
 from ds_reshard.hosts.nanotron.live import Live, Optimizer, ParallelContext, live_of
@@ -31,10 +33,11 @@ def load_optimizer(arguments: Mapping[str, object], original: Callable[[], objec
     Every rank reads what it trains of each parameter, whatever the saving run's dp, tp, pp and ZeRO stage were.
     """
     load, folder = current(), str(arguments["root_folder"])
+    context = cast(ParallelContext, arguments["parallel_context"])
+    same_policy(load.policy, context.world_pg, subject=f"loading {folder}")
     refuse_contradiction(load)
     load.where, policy = folder, load.policy
     optimizer = cast(Optimizer, arguments["optimizer"])
-    context = cast(ParallelContext, arguments["parallel_context"])
     memory = remember(optimizer)
 
     def look() -> tuple[Live, NanotronListing, Metadata | None]:
@@ -51,7 +54,9 @@ def load_optimizer(arguments: Mapping[str, object], original: Callable[[], objec
             original()
             saved = list(values_of(live.base.param_groups))
         memory.decayed = True
-        _settle(live, memory, policy)
+    if not policy.loads_moments:
+        _begin_anew(live, masters=not policy.loads_masters)
+    _settle(live, memory, policy)
     report.optimizer(load, live, listing, metadata, saved)
 
 
@@ -85,16 +90,33 @@ def _takes_over(live: Live, listing: NanotronListing, metadata: Metadata | None,
         return False
     faults = [fault for fault in listing.faults if fault.where.startswith(f"{listing.folder}/optimizer")]
     agree(faults, live.world, subject=f"loading {listing.folder}")
-    own = together(
-        lambda: read_optimizer(listing.path(listing.optimizer[live.rank])), live.world,
-        subject=f"loading {listing.folder}",
-    )  # fmt: skip
+    own = together(lambda: _own(live, listing), live.world, subject=f"loading {listing.folder}")
     return any(gather(not _fits(live, own, policy), live.world))
 
 
+def _own(live: Live, listing: NanotronListing) -> OptimizerFile:
+    """This rank's own file, of the same save as the first of its stage, the schedulers and the weights.
+
+    With context parallelism, of which no file's name tells the rank, it is taken as it is.
+    """
+    if live.cp > 1:
+        return read_optimizer(listing.path(listing.optimizer[live.rank]))
+    checkpoint = open_checkpoint(listing)
+    shards, shard = NanotronShards(checkpoint=checkpoint), live.topology.shard(live.rank)
+    shards.buffers(OPTIM, shard)
+    raise_faults([*shards.compare(), *other_cuts(live, checkpoint)], subject=f"checkpoint {listing.folder}")
+    return shards.opened[shard]
+
+
 def _fits(live: Live, own: OptimizerFile, policy: ResumePolicy) -> bool:
-    """Whether this rank's own file is what nanotron takes it for: it loads by number, and compares names alone."""
-    if list(own.states) != list(live.held):
+    """Whether this rank's own file is what nanotron takes it for: it loads by number, and compares names alone.
+
+    A file without states is none: nanotron refuses it.
+    """
+    if not live.held:
+        return False
+    members = [[name for name in of_group if name in live.held] for of_group in live.groups]
+    if list(own.states) != list(live.held) or [list(group.members) for group in own.groups] != members:
         return False
     for name, held in live.held.items():
         kinds = own.states[name]
@@ -105,10 +127,20 @@ def _fits(live: Live, own: OptimizerFile, policy: ResumePolicy) -> bool:
     return True
 
 
+def _begin_anew(live: Live, *, masters: bool) -> None:
+    """No state, also where this optimizer has trained or loaded before; `masters` become those of the weights."""
+    live.base.state.clear()
+    if masters and live.accumulator is not None:
+        for held in live.accumulator.parameters.values():  # type: ignore[attr-defined]
+            held["fp32"].data.copy_(held["half"].data)
+
+
 def _settle(live: Live, memory: Memory, policy: ResumePolicy) -> None:
-    """Give the groups what the policy takes from this run."""
+    """Give the groups what the policy takes from this run: all but the rate where nothing is loaded."""
     names = {*policy.hyperparameters, *(("weight_decay", "lr", "initial_lr") if policy.schedule_is_this_runs else ())}
     for group, run in zip(live.base.param_groups, memory.run, strict=True):
+        if not policy.loads_masters:
+            names |= run.keys() - {"lr", "initial_lr"}
         group.update({name: run[name] for name in names if name in run})
 
 

@@ -44,6 +44,11 @@ def schedule(load: Load, scheduler: Placed, saved: SavedRates | None, before: Se
         Row(name="position", checkpoint=then, this_run=0, used=scheduler.last_epoch,
             because=because(load.policy, "position"))
     )  # fmt: skip
+    if saved is not None and load.policy.keeps_position and saved.iteration not in (None, saved.position):
+        load.warnings.append(
+            f"the scheduler was saved at step {saved.position} and the checkpoint at iteration {saved.iteration}: the "
+            f"learning rates go on from step {saved.position}; nanotron alone makes one step too many at each resume"
+        )
     bases = saved.bases if saved is not None and saved.bases else [None] * len(before)
     for number, (base, run, used) in enumerate(zip(bases, before, scheduler.base_lrs, strict=True)):
         load.rows.append(

@@ -21,19 +21,21 @@ _STEPS = "tokens.train_steps"
 class SavedRates:
     """Of each param group of this run the base rate and the last one; `position` counts the steps.
 
-    Where the position alone is wanted, there are none. `has_config` says that config.yaml was saved.
+    Where the position alone is wanted, there are none. `has_config` says that config.yaml was saved, `iteration` after
+    which one the checkpoint was.
     """
 
     position: int
+    iteration: int | None = None
     bases: tuple[float, ...] = ()
     last: tuple[float, ...] = ()
     has_config: bool = False
 
 
-def read_position(folder: str) -> int:
-    """How many steps the saved scheduler had made. Raises CheckpointDamaged where none was saved."""
+def read_position(folder: str) -> SavedRates:
+    """How many steps the saved scheduler had made, without rates. Raises CheckpointDamaged where none was saved."""
     listing = _listed(folder)
-    return _position(read_scheduler(listing.path(next(iter(listing.schedulers.values()))), None))
+    return _made(listing, read_scheduler(listing.path(next(iter(listing.schedulers.values()))), None), (), ())
 
 
 def read_rates(folder: str, groups: Sequence[Sequence[str]], own: Sequence[str]) -> SavedRates:
@@ -82,8 +84,11 @@ def _by_number(listing: NanotronListing, number: int, own: Sequence[str]) -> Sav
 
 
 def _made(listing: NanotronListing, saved: SavedScheduler, bases: Sequence[float], last: Sequence[float]) -> SavedRates:
-    has_config = CONFIG in listing.nbytes
-    return SavedRates(position=_position(saved), bases=tuple(bases), last=tuple(last), has_config=has_config)
+    metadata, _ = read_metadata(listing)
+    return SavedRates(
+        position=_position(saved), bases=tuple(bases), last=tuple(last), has_config=CONFIG in listing.nbytes,
+        iteration=metadata.step if metadata is not None else None,
+    )  # fmt: skip
 
 
 def _listed(folder: str) -> NanotronListing:

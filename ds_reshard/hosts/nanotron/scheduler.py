@@ -13,7 +13,7 @@ from typing import Protocol, cast
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.formats.nanotron.names import state_name
 from ds_reshard.hosts.nanotron import report
-from ds_reshard.hosts.nanotron.agree import together
+from ds_reshard.hosts.nanotron.agree import same_policy, together
 from ds_reshard.hosts.nanotron.current import Group, Memory, current, recall, refuse_contradiction, remember
 from ds_reshard.hosts.nanotron.is_zero import check_is_zero, missing
 from ds_reshard.hosts.nanotron.live import Optimizer, ParallelContext, is_zero, live_of, place_of
@@ -74,13 +74,14 @@ def load_lr_scheduler(arguments: Mapping[str, object]) -> None:
     scheduler = cast(Scheduler, arguments["lr_scheduler"])
     context = cast(ParallelContext, arguments["parallel_context"])
     load.where, policy, world = folder, load.policy, context.world_pg
+    same_policy(policy, world, subject=f"loading {folder}")
 
     def look() -> SavedRates | None:
         raise_faults(check_is_zero(arguments.get("is_zero"), derived), subject="load_lr_scheduler")
         if not hasattr(scheduler, "lr_lambdas"):
             raise_faults([_no_lambdas(scheduler)], subject="load_lr_scheduler")
         if policy.schedule_is_this_runs:
-            return SavedRates(position=read_position(folder)) if policy.keeps_position else None
+            return read_position(folder) if policy.keeps_position else None
         groups = live_of(outer, context).groups if outer is not None else [()] * len(scheduler.base_lrs)
         places = [place_of(context, zero=zero) for zero in (False, True)]
         return read_rates(folder, groups, [state_name("lr_scheduler", *place) for place in places])

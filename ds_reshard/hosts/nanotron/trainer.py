@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from ds_reshard.hosts.nanotron import report
-from ds_reshard.hosts.nanotron.agree import gather, together
+from ds_reshard.hosts.nanotron.agree import gather, same_policy, together
 from ds_reshard.hosts.nanotron.current import Load, config_of, in_force
 from ds_reshard.hosts.nanotron.live import ParallelContext
 from ds_reshard.hosts.nanotron.random_states import file_of, read_random_states, restore
@@ -34,6 +34,7 @@ def initialise(trainer: object, original: Callable[[], object]) -> None:
     if folder is None:
         return
     load.where = os.fspath(folder)
+    same_policy(load.policy, cast(Trainer, trainer).parallel_context.world_pg, subject=f"loading {load.where}")
     report.counters(load)
     _random_states(load)
     report.published(load)
