@@ -139,9 +139,8 @@ def _settle(live: Live, memory: Memory, policy: ResumePolicy) -> None:
     """Give the groups what the policy takes from this run: all but the rate where nothing is loaded."""
     names = {*policy.hyperparameters, *(("weight_decay", "lr", "initial_lr") if policy.schedule_is_this_runs else ())}
     for group, run in zip(live.base.param_groups, memory.run, strict=True):
-        if not policy.loads_masters:
-            names |= run.keys() - {"lr", "initial_lr"}
-        group.update({name: run[name] for name in names if name in run})
+        taken = names if policy.loads_masters else run.keys() - {"lr", "initial_lr"}
+        group.update({name: run[name] for name in taken if name in run})
 
 
 def _unknown(memory: Memory, policy: ResumePolicy) -> list[Fault]:
