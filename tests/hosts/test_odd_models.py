@@ -134,6 +134,10 @@ def test_files_of_another_kind_are_deepspeeds_at_the_sizes_that_were_saved(
     (tmp_path / "copy" / "global_step3" / "layer_0_expert_1_mp_rank_00_model_states.pt").write_bytes(b"x")
     for target, expected in ((Run(2, 2), "original"), (Run(2, 3), "UnsupportedLayout")):
         told = worlds[target.dp].run(
-            "load_with_feature", run=target, model=Model(), folder=str(tmp_path / "copy"), switch="has_moe_layers"
+            "refused_jobs.load_with_feature",
+            run=target,
+            model=Model(),
+            folder=str(tmp_path / "copy"),
+            switch="has_moe_layers",
         )
         assert {error for error, _ in told} == {expected}

@@ -30,7 +30,9 @@ FEATURES = {
 def test_an_unsupported_feature_is_refused_by_name(worlds: Any, saves: Saves, feature: str) -> None:
     """One error, the same on every rank, naming the feature and both layouts; the engine is unchanged."""
     folder, _ = saves(Run(2, 2), MODEL)
-    told = worlds[3].run("load_with_feature", run=Run(3, 3), model=MODEL, folder=str(folder), switch=FEATURES[feature])
+    told = worlds[3].run(
+        "refused_jobs.load_with_feature", run=Run(3, 3), model=MODEL, folder=str(folder), switch=FEATURES[feature]
+    )
     assert {error for error, _ in told} == {"UnsupportedLayout"}
     assert len({text for _, text in told}) == 1
     assert feature in told[0][1] and "dp=2" in told[0][1] and "dp=3" in told[0][1] and "To mend: " in told[0][1]
@@ -41,14 +43,16 @@ def test_an_unsupported_feature_on_its_own_layout_is_deepspeeds(worlds: Any, sav
     """The layout is unchanged: DeepSpeed's own method is called, whatever it makes of it, also with `always`."""
     folder, _ = saves(Run(3, 2), MODEL)
     run = Run(3, 2, config={"ds_reshard": {"reshard": {"always": True}}})
-    told = worlds[2].run("load_with_feature", run=run, model=MODEL, folder=str(folder), switch=FEATURES[feature])
+    told = worlds[2].run(
+        "refused_jobs.load_with_feature", run=run, model=MODEL, folder=str(folder), switch=FEATURES[feature]
+    )
     assert {error for error, _ in told} == {"original"}
 
 
 def test_a_pending_decoupled_save_is_committed_first(worlds: Any, saves: Saves) -> None:
     """A checkpoint engine that writes in the background finishes before its files are read."""
     folder, _ = saves(Run(2, 2), MODEL)
-    told = worlds[3].run("load_after_decoupled_save", run=Run(1, 3), model=MODEL, folder=str(folder))
+    told = worlds[3].run("refused_jobs.load_after_decoupled_save", run=Run(1, 3), model=MODEL, folder=str(folder))
     assert told == [["commit", "load"]] * 3
 
 

@@ -246,7 +246,7 @@ def test_with_an_unsupported_feature_it_is_deepspeeds_where_that_was_asked_for(
     folder, _ = universals(Run(1, 2), MODEL)
     for config, error, text in (({}, "UnsupportedLayout", "load_universal"), (UNIVERSAL, "original", "")):
         said = worlds[2].run(
-            "load_with_feature",
+            "refused_jobs.load_with_feature",
             run=Run(1, 2, config=config), model=MODEL, folder=str(folder), switch="mp_world_size",
         )  # fmt: skip
         assert {name for name, _ in said} == {error} and text in said[0][1]
