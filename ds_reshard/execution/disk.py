@@ -69,11 +69,12 @@ def sync(path: str) -> None:
             os.close(fd)
 
 
-def write_whole(path: str, data: bytes, *, beside: str) -> None:
-    """Replace a small file at once: written in the folder `beside`, synced, renamed."""
+def write_whole(path: str, data: bytes, *, beside: str, synced: bool = True) -> None:
+    """Replace a small file at once: written in the folder `beside`, renamed; a crash may empty one not `synced`."""
     part = os.path.join(beside, f"{os.urandom(8).hex()}.part")
     write_new(part, [data])
-    sync(part)
+    if synced:
+        sync(part)
     rename(part, path)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 
 from ds_reshard.errors import InternalError, raise_faults
@@ -26,7 +26,7 @@ from ds_reshard.operations.workspace import Workspace, refuse_places
 from ds_reshard.planning.plan import Copy
 from ds_reshard.version import VERSION
 
-_SYNCING = 4  # waiting for a disk costs no core
+_SYNCING = 8  # units at once: waiting for a disk costs no core, and a journal takes several files at one stroke
 
 
 def convert_listing(
@@ -103,12 +103,18 @@ class _Work:
         self._options = options
         self._lock = threading.Lock()
         self._stopping = threading.Event()
+        self._synced: list[Future[None]] = []
+        self._room = threading.Semaphore(4 * _SYNCING)
 
     def write(self, units: Sequence[Unit]) -> None:
-        """Write units side by side, each by a share of the threads: a file takes one writer at a time."""
+        """Write units side by side, each by a share of the threads: a file takes one writer at a time.
+
+        While those that are written are brought to the disk, others are written.
+        """
         at_once = max(1, min(self._options.threads, len(units)))
-        with ThreadPoolExecutor(at_once) as pool:
-            jobs = [pool.submit(self._write_or_stop, unit, at_once) for unit in units]
+        with ThreadPoolExecutor(_SYNCING) as syncing, ThreadPoolExecutor(at_once) as pool:
+            self._syncing = syncing
+            jobs = [pool.submit(self._or_stop, self._write, unit, at_once) for unit in units]
             try:
                 wait(jobs, return_when=FIRST_EXCEPTION)
             except BaseException:
@@ -116,22 +122,23 @@ class _Work:
                 raise
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
-        for job in jobs:
+        for job in (*jobs, *self._synced):
             error = None if job.cancelled() else job.exception()
             if error is not None and not isinstance(error, _Stopped):
                 raise error
 
-    def _write_or_stop(self, unit: Unit, at_once: int) -> None:
-        """Write a unit's files, unless that was done before; an error ends the others' work as well."""
+    def _or_stop(self, work: Callable[..., None], *given: object) -> None:
+        """Do it; an error ends the others' work as well."""
         try:
-            if self._workspace.noted(unit.name) is None:
-                self._write(unit, at_once)
+            work(*given)
         except BaseException:
             self._stopping.set()
             raise
 
     def _write(self, unit: Unit, at_once: int) -> None:
-        """Write a unit's files, and note them."""
+        """Write a unit's files, unless that was done before, and have them synced and noted."""
+        if self._workspace.noted(unit.name) is not None:
+            return
         subject = f"converting {self._source.folder}"
         archives = [archive_of(file) for file in unit.files]
         targets: dict[str, FileTarget] = {}
@@ -159,18 +166,28 @@ class _Work:
         pending, faults = settle(partial_sums(outcome))
         raise_faults(faults, subject=subject)
         files = {name: {"nbytes": file.nbytes, "crc32": f"{file.finish():08x}"} for name, file in made.items()}
-        with ThreadPoolExecutor(_SYNCING) as pool:
-            list(pool.map(disk.sync, [file.path for file in made.values()]))
         prints = [[key.name, key.kind, key.copy, witness.sums[key].value, witness.sums[key].nbytes]
                   for key in self._units.wants[unit.family] if witness.sums[key].nbytes]  # fmt: skip
         sums = [asdict(item) for item in pending]
-        self._workspace.note(unit.name, {"files": files, "family": unit.family, "sums": sums, "tensors": prints})
+        known = {"files": files, "family": unit.family, "sums": sums, "tensors": prints}
+        self._room.acquire()
+        paths = [file.path for file in made.values()]
+        self._synced.append(self._syncing.submit(self._or_stop, self._sync, unit, paths, known))
         with self._lock:
             self.files += len(files)
             self.bytes_read += outcome.bytes_read
             self.bytes_written += sum(archive.nbytes for archive in archives)
             if self._progress is not None:
                 self._progress(self.bytes_written, self._needed)
+
+    def _sync(self, unit: Unit, paths: Sequence[str], known: Mapping[str, object]) -> None:
+        """Bring a unit's files to the disk, and note them."""
+        try:
+            for path in paths:
+                disk.sync(path)
+            self._workspace.note(unit.name, known)
+        finally:
+            self._room.release()
 
     def finish(self) -> bool:
         """Where all units are written: check what their sums say together, and give the output its name."""

@@ -114,15 +114,16 @@ class Workspace:
         return path
 
     def note(self, unit: str, known: Mapping[str, object]) -> None:
-        """Note that the files of a unit are finished and on the disk."""
-        disk.write_whole(self._note(unit), json.dumps(known, sort_keys=True).encode("utf-8"), beside=self.folder)
+        """Note that the files of a unit are finished and on the disk; a note that a crash takes costs their writing."""
+        data = json.dumps(known, sort_keys=True).encode("utf-8")
+        disk.write_whole(self._note(unit), data, beside=self.folder, synced=False)
 
     def noted(self, unit: str) -> Mapping[str, object] | None:
         """What is known of a finished unit, None for one that is not."""
         try:
             with open(self._note(unit), encoding="utf-8") as file:
                 known = json.load(file)
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):  # ValueError: its name reached the disk before its bytes
             return None
         assert isinstance(known, dict)
         return known

@@ -14,6 +14,7 @@ from saves import Saves
 from ds_reshard.cli.main import main
 from ds_reshard.errors import ChecksumMismatch, ReshardError
 from ds_reshard.operations import Options, convert
+from ds_reshard.operations.manifest import MANIFEST, read_manifest
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -126,3 +127,23 @@ def test_another_conversions_workspace(source: Path, tmp_path: Path) -> None:
         os.close(fd)
     assert convert(str(source), str(tmp_path / "out"), to="zero2", dp=2).complete
     assert not left.exists()
+
+
+def test_a_note_whose_bytes_a_crash_took(source: Path, tmp_path: Path) -> None:
+    """What it told of is written anew: its file's name was on the disk, its bytes were not."""
+    out = str(tmp_path / "out")
+    whole = convert(str(source), str(tmp_path / "whole"), to="zero3", dp=2)
+    convert(str(source), out, to="zero3", dp=2, options=Options(shard=(0, 2)))
+    note = min((tmp_path / "out.ds-reshard" / "done").iterdir())
+    kept = note.read_bytes()
+    again = Options(resume=True, shard=(0, 2))
+    assert convert(str(source), out, to="zero3", dp=2, options=again).files == 0
+    for left in (b"", bytes(len(kept)), kept[: len(kept) // 2]):
+        note.write_bytes(left)
+        assert convert(str(source), out, to="zero3", dp=2, options=again).files > 0
+        assert note.read_bytes() == kept
+    note.write_bytes(b"")
+    assert convert(str(source), out, to="zero3", dp=2, options=Options(resume=True)).complete
+    for name in read_manifest(str(tmp_path / "whole" / MANIFEST))["files"]:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert whole.complete
