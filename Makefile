@@ -72,10 +72,10 @@ test: venv
 	@$(MAKE) --no-print-directory --keep-going -j2 deepspeed-tests other-tests
 
 deepspeed-tests: venv
-	$(BIN)/python -m pytest -m "not gpu" $(DEEPSPEED_TESTS)
+	$(BIN)/python -m pytest -m "not gpu" --durations=25 $(DEEPSPEED_TESTS)
 
 other-tests: venv
-	$(BIN)/python -m pytest -m "not gpu" $(OTHER_TESTS)
+	$(BIN)/python -m pytest -m "not gpu" --durations=25 $(OTHER_TESTS)
 
 # Pickles and files side by side; a test of so many cases takes longer than others may.
 FUZZ_CASES ?= 100000

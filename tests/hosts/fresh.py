@@ -1,13 +1,12 @@
 """Ranks that live for one job: what torch does to a process group that has lost a rank cannot be undone.
 
-They are forked from one server that has imported torch and started nothing, so that a world costs half a second.
+They are forked from a server that has imported torch and started nothing, so that a world costs half a second.
 """
 
 from __future__ import annotations
 
 import datetime
 import importlib
-import multiprocessing
 import os
 import tempfile
 import time
@@ -15,14 +14,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from worlds import server
+
 PATIENCE_S = 90.0
 
 
 def run(job: str, size: int, *, collective_s: float = PATIENCE_S, **kwargs: Any) -> list[Any]:
     """What `module.function` gave on each rank; an exception as text, a signal as "signal 6", else "silent"."""
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fsdp_jobs"])
+    context = server()
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(size):

@@ -1,0 +1,17 @@
+"""What the server has imported of which the ranks of `worlds.py` and `fresh.py` are forked; it starts no thread.
+
+`ds_reshard` is not among it: what a load imports of it is imported anew in each world.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", GLOO_SOCKET_IFNAME="lo")
+
+import accelerate.utils  # noqa: F401
+import fsdp_jobs  # noqa: F401
+import jobs
+from transformers import Trainer  # noqa: F401
+
+jobs.load_frameworks()
