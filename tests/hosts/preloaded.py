@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", GLOO_SOCKET_IFNAME="lo")
 
 import accelerate.utils  # noqa: F401
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # is imported by the first engine, with torch._inductor
 import fsdp_jobs  # noqa: F401
 import jobs
 from transformers import Trainer  # noqa: F401
 
 jobs.load_frameworks()
+gc.freeze()  # the ranks collect garbage before each engine: what is imported would be most of what is looked at
