@@ -238,6 +238,10 @@ BAD: dict[str, tuple[Callable[[Path], object], type[ReshardError], str]] = {
     "another step in one file": (
         lambda p: _state(p, FILE.format(1, 1, 1), lambda s: s["state"][0]["step"].add_(1)), CheckpointDamaged,
         r"step of blocks.1.pp_block.qkv.weight differs"),
+    "a stage of an older step": (
+        lambda p: [_state(p, FILE.format(1, dp, tp), lambda s: [one["step"].sub_(1) for one in s["state"].values()])
+                   for dp in (0, 1) for tp in (0, 1)],
+        CheckpointDamaged, r"pp-1-of-2_dp-0.*is of another step than .*_pp-0.*expected 7.0, found 6"),
     "another rate in one file": (
         lambda p: _state(p, FILE.format(1, 1, 1), lambda s: s["param_groups"][0].update(lr=1.0)), CheckpointDamaged,
         r"param group of blocks.1.pp_block.qkv.weight differs"),

@@ -245,3 +245,32 @@ def test_like_must_be_of_the_same_model(tmp_path: Path) -> None:
     like = write(other, tmp_path / "like")
     with pytest.raises(ModelMismatch, match=r"norm.pp_block.weight.*one of the two checkpoints alone"):
         convert(str(source), str(tmp_path / "out"), to="nanotron", like=str(like))
+
+
+LIKE: dict[str, tuple[Run, list[str]]] = {
+    "without masters": (Run(pp=2, masters=False), [
+        "emb.pp_block.weight: is bfloat16 here and float32 there",
+        "norm.pp_block.weight: has the states exp_avg float32, exp_avg_sq float32, fp32 float32 here and exp_avg "
+        "float32, exp_avg_sq float32 there",
+    ]),
+    "weights in float32": (Run(pp=2), ["emb.pp_block.weight: is bfloat16 here and float32 there"]),
+    "states of 16 bits": (Run(pp=2), ["norm.pp_block.weight: has the states exp_avg float32, exp_avg_sq float32, fp32 "
+                                      "float32 here and exp_avg bfloat16, exp_avg_sq float32, fp32 float32 there"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LIKE, ids=LIKE)
+def test_like_must_keep_the_same_states_in_the_same_types(case: str, tmp_path: Path) -> None:
+    """nanotron would leave masters out, or take one type for another, without a word: every difference at once."""
+    coming, told = LIKE[case]
+    kind = {"weights in float32": "weight", "states of 16 bits": "exp_avg"}.get(case)
+    other = torch.float32 if kind == "weight" else torch.bfloat16
+    held = {key: tensor.to(other) if key[1] == kind else tensor for key, tensor in values(coming).items()}
+    like = write(coming, tmp_path / "like", held)
+    source = write(Run(dp=2), tmp_path / "saved")
+    with pytest.raises(ModelMismatch, match="name a checkpoint of the same model, trained in the same types") as raised:
+        convert(str(source), str(tmp_path / "out"), to="nanotron", like=str(like))
+    lines = [fault.line() for fault in raised.value.faults]
+    assert all(any(line.startswith(text) for line in lines) for text in told), lines
+    assert len(lines) == len(coming.model) * len(told)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["like", "saved"]

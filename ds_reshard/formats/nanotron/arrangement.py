@@ -111,10 +111,20 @@ def _unlike(source: NanotronCheckpoint, like: NanotronCheckpoint, topology: Topo
         one, other = source.parameters[name], like.parameters[name]
         if one.shape != other.shape or one.sharded != other.sharded:
             yield _model(name, f"is of shape {list(one.shape)} here and {list(other.shape)} there", like)
+        if one.dtype is not other.dtype:
+            yield _model(name, f"is {one.dtype.label} here and {other.dtype.label} there", like)
+    for name in sorted(trained[0] & trained[1]):
+        here, there = kinds_of(source, name), kinds_of(like, name)
+        if here != there:
+            yield _model(name, f"has the states {_said(here)} here and {_said(there)} there", like)
+
+
+def _said(kinds: Mapping[str, ElementType]) -> str:
+    return ", ".join(f"{kind} {dtype.label}" for kind, dtype in sorted(kinds.items()))
 
 
 def _model(name: str, what: str, like: NanotronCheckpoint) -> Fault:
-    mend = "name a checkpoint of the same model"
+    mend = "name a checkpoint of the same model, trained in the same types, with or without fp32 masters as here"
     return Fault(error="ModelMismatch", where=name, what=what, found=f"--like {like.folder}", mend=mend)
 
 

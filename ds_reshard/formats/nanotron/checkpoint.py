@@ -154,10 +154,12 @@ def _unmatched(listing: NanotronListing, opening: Opening) -> Iterator[Fault]:
 
 
 def _several_runs(stages: tuple[OptimizerFile, ...]) -> Iterator[Fault]:
-    """Pipeline ranks of which some keep fp32 masters, or other states of a parameter that they train together."""
+    """Pipeline ranks of which some keep fp32 masters, other states of a tied parameter, or those of another step."""
     trained = [stage for stage in stages if stage.states]
     for stage in trained[1:]:
         first = trained[0]
+        if stage.step != first.step:
+            yield damaged(stage.path, f"is of another step than {first.path}", str(first.step), str(stage.step))
         if stage.has_masters != first.has_masters:
             said = ("fp32 masters", "none") if first.has_masters else ("no fp32 masters", "masters")
             yield damaged(stage.path, f"is of another run than {first.path}", *said)

@@ -14,7 +14,7 @@ from os.path import basename
 from ds_reshard.containers.revive_names import find_hostile
 from ds_reshard.containers.torch_zip import TorchArchive, check_root, open_archive
 from ds_reshard.errors import fail, raise_faults
-from ds_reshard.model.facts import Scalar, ScalarTensor
+from ds_reshard.model.facts import Scalar, ScalarTensor, number_of
 from ds_reshard.model.records import TensorRecord
 
 MASTER = "fp32"
@@ -44,6 +44,12 @@ class OptimizerFile:
     @property
     def has_masters(self) -> bool:
         return any(MASTER in kinds for kinds in self.states.values())
+
+    @property
+    def step(self) -> int | float | None:
+        """How many steps the optimizer had made: the most of any parameter; None where none is counted."""
+        counted = (number_of(values.get("step")) for values in self.scalars.values())
+        return max((number for number in counted if number is not None), default=None)
 
 
 def read_optimizer(path: str) -> OptimizerFile:
