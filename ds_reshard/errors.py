@@ -9,7 +9,7 @@
     │   └── TrustRequired         a class that the user may accept, by naming it
     ├── ModelMismatch             parameters of the model and of the checkpoint differ
     ├── ParamGroupMismatch        param groups cannot be matched without a guess
-    ├── ScheduleMismatch          the schedule differs from the checkpoint's and was asked to be strict
+    ├── ScheduleMismatch          the schedule or its batch size differs from the checkpoint's, and must not
     ├── UnsupportedLayout         a layout, format or option that is refused by name
     ├── ConfigError               a setting is unknown or of the wrong type
     ├── ReadFailed                the operating system could not read bytes that the file has
@@ -74,7 +74,7 @@ class ParamGroupMismatch(ReshardError):
 
 
 class ScheduleMismatch(ReshardError):
-    """Learning rates, schedule or weight decay of the run and of the checkpoint differ, and must not."""
+    """Learning rates, schedule, weight decay or batch size of run and checkpoint differ, and must not."""
 
 
 class UnsupportedLayout(ReshardError):

@@ -58,6 +58,8 @@ class Run:
     old_scheduler: bool = False
     scheduler_dp: bool = False
     seed: int = 0
+    cp: int = 1
+    exp: int = 1
 
     def params(self, pp: int) -> list[Param]:
         """Those of one pipeline rank, in the order of its module."""
@@ -112,7 +114,9 @@ def write(run: Run, folder: Path, held: dict[tuple[str, str], torch.Tensor] | No
         for tp in range(run.tp):
             for dp in range(run.dp) if run.zero else (0,):
                 ranks = _ranks(run, pp, dp, tp)
-                torch.save(_optimizer(run, held, pp, tp, dp), place / f"optimizer/optimizer_{ranks}.pt")
+                for exp in range(run.exp):
+                    name = f"optimizer/optimizer_{ranks}.pt".replace("exp-0", f"exp-{exp}")
+                    torch.save(_optimizer(run, held, pp, tp, dp), place / name)
                 if not run.old_scheduler and (run.scheduler_dp or not dp):
                     ranks = _ranks(run, pp, dp, tp, named=run.scheduler_dp)
                     torch.save(_scheduler(len(run.params(pp))), place / f"lr_scheduler/lr_scheduler_{ranks}.pt")
@@ -126,7 +130,7 @@ def write(run: Run, folder: Path, held: dict[tuple[str, str], torch.Tensor] | No
 def _ranks(run: Run, pp: int, dp: int, tp: int, *, named: bool = True) -> str:
     """Schedulers are named without the data-parallel rank, but in 2024, when `is_zero` was passed as True."""
     middle = f"_dp-{dp}-of-{run.dp}" if run.zero and named else ""
-    return f"pp-{pp}-of-{run.pp}{middle}_tp-{tp}-of-{run.tp}_exp-0-of-1"
+    return f"pp-{pp}-of-{run.pp}{middle}_tp-{tp}-of-{run.tp}_exp-0-of-{run.exp}"
 
 
 def _weights(run: Run, param: Param, tensor: torch.Tensor, place: Path) -> None:
@@ -230,7 +234,7 @@ def _texts(run: Run, place: Path) -> None:
         if run.masters
         else "NamedOptimizer"
     )
-    sizes = {"tp_size": run.tp, "dp_size": run.dp, "pp_size": run.pp, "expert_parallel_size": 1}
+    sizes = {"tp_size": run.tp, "dp_size": run.dp, "pp_size": run.pp, "expert_parallel_size": run.exp}
     config: dict[str, Any] = {
         "type": kind,
         "parallelism": {key: str(size) for key, size in sizes.items()},
@@ -261,7 +265,7 @@ def _texts(run: Run, place: Path) -> None:
         "last_stage_idx": 0,
         "data_stages": stages,
     }
-    meta = {"version": run.version, "tp": run.tp, "dp": run.dp, "cp": 1, "custom_metas": None, "metas": metas}
+    meta = {"version": run.version, "tp": run.tp, "dp": run.dp, "cp": run.cp, "custom_metas": None, "metas": metas}
     (place / "checkpoint_metadata.json").write_text(json.dumps(meta, indent=2, sort_keys=True))
     (place / "model_config.json").write_text(json.dumps({"hidden_size": 6}))
     (place / "config.yaml").write_text(CONFIG.format(run=run, zero=run.zero, batch=8 // run.dp))
@@ -279,7 +283,7 @@ optimizer:
   zero_stage: {zero}
 parallelism:
   dp: {run.dp}
-  expert_parallel_size: 1
+  expert_parallel_size: {run.exp}
   pp: {run.pp}
   tp: {run.tp}
   tp_mode: REDUCE_SCATTER

@@ -48,7 +48,7 @@ def hooked(policy: dict[str, Any] | None = None) -> Iterator[None]:
 def context_of(run: Run) -> Any:
     from nanotron.parallel import ParallelContext
 
-    return ParallelContext(pp=run.pp, dp=run.dp, tp=run.tp)
+    return ParallelContext(pp=run.pp, dp=run.dp, tp=run.tp, cp=run.cp, exp=run.exp)
 
 
 def parameter(param: Param, tensor: torch.Tensor, tp: int, rank: int) -> Any:
@@ -218,6 +218,30 @@ def resume(run: Run, folder: str, policy: dict[str, Any] | None = None, **change
             "report": report, "warnings": report.warnings if report is not None else (),
             "rates": rates_of(trainer, TOTAL - trainer.lr_scheduler.last_epoch),
         }  # fmt: skip
+
+
+def start_refused(run: Run, folder: str, policy: dict[str, Any] | None = None, **changed: Any) -> tuple[str, str, bool]:
+    """The error of a trainer that must not start, and whether its optimizer or scheduler had changed by then.
+
+    An `accumulation` that is a list is of each rank.
+    """
+    from nanotron import trainer
+
+    context, rank = context_of(run), dist.get_rank()
+    if isinstance(changed.get("accumulation"), list):
+        changed["accumulation"] = changed["accumulation"][rank]
+    config, built = config_for(run, context, folder, **changed), build(run, context)
+    before = [dict(group, params=None) for group in built.get_base_optimizer().param_groups]
+    config.build_optimizer = lambda: built
+    with hooked(policy):
+        try:
+            trainer.DistributedTrainer(config)
+        except ds_reshard.ReshardError as error:
+            base = built.get_base_optimizer()
+            now = [{key: group[key] for key in of_run} for group, of_run in
+                   zip([dict(group, params=None) for group in base.param_groups], before, strict=True)]  # fmt: skip
+            return type(error).__name__, str(error), bool(base.state) or now != before
+    return "started", "", True
 
 
 def save(run: Run, out: str, *, config: dict[str, Any] | None = None) -> list[str]:

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 SOURCES = {
     "dp 3": Run(dp=3), "dp 2 tp 2": Run(dp=2, tp=2), "pp 2 dp 2": Run(pp=2, dp=2), "tp 2, ZeRO-0": Run(tp=2, zero=0),
-    "one rank": Run(),
+    "one rank": Run(), "pp 2 tp 2": Run(pp=2, tp=2),
 }  # fmt: skip
 LIVE = {
     "dp 1": Run(), "ZeRO-0": Run(zero=0), "dp 2": Run(dp=2), "tp 2": Run(tp=2), "tp 2, ZeRO-0": Run(tp=2, zero=0),
@@ -60,18 +60,24 @@ def vars_of(run: Run) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def rates(worlds: Any) -> list[float]:
-    """The rates of a run that nothing interrupts."""
-    (found,) = worlds[1].run("nanotron_jobs.uninterrupted", run=Run())
-    return found
+def rates_of(worlds: Any) -> Callable[..., list[float]]:
+    """The rates of a run that nothing interrupts, under a schedule."""
+    known: dict[str, list[float]] = {}
+
+    def made(schedule: dict[str, Any]) -> list[float]:
+        if repr(schedule) not in known:
+            (known[repr(schedule)],) = worlds[1].run("nanotron_jobs.uninterrupted", run=Run(), schedule=schedule)
+        return known[repr(schedule)]
+
+    return made
 
 
 @pytest.fixture
-def saved(tmp_path: Path, rates: list[float]) -> Callable[..., str]:
-    """A checkpoint whose scheduler and config.yaml are of the schedule of `rates`, after STEP steps."""
+def saved(tmp_path: Path, rates_of: Callable[..., list[float]]) -> Callable[..., str]:
+    """A checkpoint after STEP steps, with the rates of a schedule; config.yaml has that of SCHEDULE."""
 
-    def make(run: Run, name: str = "saved") -> str:
-        folder = write(run, tmp_path / name)
+    def make(run: Run, name: str = "saved", schedule: dict[str, Any] | None = None) -> str:
+        folder, rates = write(run, tmp_path / name), rates_of(schedule or {})
         for path in (folder / str(STEP) / "lr_scheduler").iterdir():
             state = torch.load(path)
             torch.save({**state, "_last_lr": [rates[STEP]] * len(state["_last_lr"])}, path)
@@ -156,16 +162,40 @@ def test_a_model_of_another_order_is_loaded_by_name(tmp_path: Path, worlds: Any)
         assert torch.equal(master.reshape(-1), expected[name, "fp32"].reshape(-1)), name
 
 
-@pytest.mark.parametrize("live", ["dp 1", "dp 2", "tp 2, ZeRO-0", "pp 2"])
+LINEAR, WARMING, FLAT = {"lr_decay_style": "linear"}, {"lr_warmup_steps": 10}, {"lr_decay_steps": 7}
+INTERRUPTED: dict[str, tuple[Run, str, dict[str, Any]]] = {
+    "cosine, dp 2": (Run(dp=2), "dp 2", {}),
+    "cosine, dp 2 to one rank": (Run(dp=2), "dp 1", {}),
+    "cosine, dp 2 to tp 2, ZeRO-0": (Run(dp=2), "tp 2, ZeRO-0", {}),
+    "cosine, pp 2 tp 2 to dp 4": (Run(pp=2, tp=2), "dp 4", {}),
+    "linear, pp 2": (Run(pp=2), "pp 2", LINEAR),
+    "linear, pp 2, ZeRO-0 to dp 2": (Run(pp=2, zero=0), "dp 2", LINEAR),
+    "linear, tp 2 to dp 2, ZeRO-0": (Run(tp=2), "dp 2, ZeRO-0", LINEAR),
+    "in warm-up, tp 2, ZeRO-0": (Run(tp=2, zero=0), "tp 2, ZeRO-0", WARMING),
+    "in warm-up, pp 2 to tp 2": (Run(pp=2), "tp 2", WARMING),
+    "until the least rate, dp 2, ZeRO-0": (Run(dp=2, zero=0), "dp 2, ZeRO-0", FLAT),
+    "until the least rate, tp 2, ZeRO-0 to pp 2": (Run(tp=2, zero=0), "pp 2", {**FLAT, **LINEAR}),
+    "one scheduler of 2024, dp 2": (Run(dp=2, version="1.2", old_scheduler=True), "dp 2", {}),
+    "one scheduler of 2024, pp 2 to dp 2": (Run(pp=2, version="1.2", old_scheduler=True), "dp 2", LINEAR),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", INTERRUPTED, ids=INTERRUPTED)
 def test_rates_go_on_as_if_nothing_had_interrupted_them(
-    live: str, saved: Callable[..., str], rates: list[float], worlds: Any
+    case: str, saved: Callable[..., str], rates_of: Callable[..., list[float]], worlds: Any
 ) -> None:
-    """Warm-up, cosine and least rate: no step too many, and the initial rate is not the decayed one."""
-    run = LIVE[live]
-    for found in worlds[size(run)].run("nanotron_jobs.resume", run=run, folder=saved(Run(dp=2))):
+    """No step too many, and the initial rate is not the decayed one; at the same topology and at another."""
+    source, live, schedule = INTERRUPTED[case]
+    run, rates = LIVE[live], rates_of(schedule)
+    folder = saved(source, schedule=schedule)
+    for found in worlds[size(run)].run("nanotron_jobs.resume", run=run, folder=folder, schedule=schedule):
         assert found["differences"] == []
         assert found["rates"] == rates[STEP:]
         assert {group["initial_lr"] for group in found["groups"]} == {PEAK}
+    if case.startswith("in warm-up"):
+        assert rates[STEP:11] == sorted(set(rates[STEP:11]))
+    if case.startswith("until"):
+        assert {round(rate, 12) for rate in rates[9:]} == {3e-5}
 
 
 @pytest.mark.parametrize(
@@ -262,10 +292,21 @@ def test_counters_are_those_that_were_asked_for(
     assert found["report"]["iteration"].used == step
 
 
-def test_another_global_batch_size_is_told(saved: Callable[..., str], worlds: Any) -> None:
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        ({"hyperparameters": ["global_batch_size"]}, "--override-optim-hparams"),
+        ({"scheduler": "override"}, "--override-opt-param-scheduler"),
+        ({"optimizer": "skip"}, "--no-load-optim"),
+    ],
+)
+def test_another_global_batch_size_that_was_asked_for_is_told(
+    policy: dict[str, Any], why: str, saved: Callable[..., str], worlds: Any
+) -> None:
     """config.yaml of the checkpoint has what makes it up."""
-    (found,) = worlds[1].run("nanotron_jobs.resume", run=Run(), folder=saved(Run(dp=2)), accumulation=4)
-    assert found["report"]["global batch size"].checkpoint == 8 and found["report"]["global batch size"].used == 4
+    (found,) = worlds[1].run("nanotron_jobs.resume", run=Run(), folder=saved(Run(dp=2)), accumulation=4, policy=policy)
+    row = found["report"]["global batch size"]
+    assert (row.checkpoint, row.used, row.because) == (8, 4, why)
     assert any("global batch size is 4, and was 8" in warning for warning in found["warnings"])
 
 

@@ -107,7 +107,7 @@ def _refused(listing: NanotronListing, metadata: Metadata) -> Iterator[Fault]:
             error="UnsupportedLayout", where=listing.path(META), what="was saved with context parallelism: no name of "
             "a file has the context rank in it, so the ranks of one group wrote one file at the same time",
             expected="cp 1", found=str(metadata.cp),
-            mend="load it with nanotron at the topology that saved it, and save it with context_parallel_size 1",
+            mend="load it with nanotron alone, without ds_reshard's hooks, at the topology that saved it",
         )  # fmt: skip
     if metadata.optimizer is not None:
         size = _said_sizes(metadata.optimizer).get("exp")

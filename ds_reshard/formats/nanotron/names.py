@@ -174,7 +174,7 @@ def experts(where: str, size: int) -> Fault:
     return Fault(
         error="UnsupportedLayout", where=where, what="was saved with expert parallelism",
         expected="expert_parallel_size 1", found=str(size),
-        mend="load it with nanotron at the topology that saved it; no other is supported for experts",
+        mend="load it with nanotron alone, without ds_reshard's hooks, at the topology that saved it",
     )  # fmt: skip
 
 

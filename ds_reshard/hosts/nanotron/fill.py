@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,18 +45,21 @@ class States:
     plan: Plan
 
 
-def prepare(live: Live, listing: NanotronListing, policy: ResumePolicy) -> States:
-    """Open what this rank needs and compare it with the optimizer. Collective: every finding of every rank at once."""
+def prepare(live: Live, listing: NanotronListing, policy: ResumePolicy, before: Sequence[Fault]) -> States:
+    """Open what this rank needs and compare it with the optimizer. Collective: every finding of every rank at once.
+
+    `before` are findings that this rank had already.
+    """
     subject = f"loading {listing.folder}"
     checkpoint, faults, cause = attempt(lambda: _open(listing))
-    agree(faults, live.world, subject=subject, cause=cause)
+    agree([*faults, *before] if faults else [], live.world, subject=subject, cause=cause)
     assert checkpoint is not None
     found, faults, cause = attempt(lambda: list(findings(live, checkpoint, policy)))
     first = live.replica == live.rank.tp == live.rank.dp == 0  # which has a part of every parameter of its stage
     mine: dict[str, Shape] = {name: held.shape for name, held in live.held.items()} if first else {}
     shapes = {name: shape for of_rank in gather(mine, live.world) for name, shape in of_rank.items()}
-    agree([*faults, *(found or []), *left_over(checkpoint, set(shapes), shapes)], live.world, subject=subject,
-          cause=cause)  # fmt: skip
+    found = [*before, *(found or []), *left_over(checkpoint, set(shapes), shapes)]
+    agree([*faults, *found], live.world, subject=subject, cause=cause)
     states, faults, cause = attempt(lambda: _plan(live, checkpoint, policy))
     agree(faults, live.world, subject=subject, cause=cause)
     assert states is not None

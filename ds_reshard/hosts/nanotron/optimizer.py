@@ -6,25 +6,27 @@ and the methods below take a state dict that is complete (serialize/optimizer.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.execution.checksums import read_again
 from ds_reshard.formats.nanotron.checkpoint import OPTIM, open_checkpoint
 from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
 from ds_reshard.formats.nanotron.names import NanotronListing, read_listing
-from ds_reshard.formats.nanotron.optimizer_file import OptimizerFile, read_optimizer
+from ds_reshard.formats.nanotron.optimizer_file import OptimizerFile
 from ds_reshard.formats.nanotron.shards import NanotronShards
 from ds_reshard.hosts.nanotron import report
 from ds_reshard.hosts.nanotron.agree import agree, gather, same_policy, together
+from ds_reshard.hosts.nanotron.batch import BATCH, other_batch
 from ds_reshard.hosts.nanotron.compare import other_cuts, unlike
 from ds_reshard.hosts.nanotron.current import Group, Memory, current, refuse_contradiction, remember, values_of
 from ds_reshard.hosts.nanotron.fill import prepare, read, saved_groups, state_dict
 from ds_reshard.hosts.nanotron.live import Live, Optimizer, ParallelContext, live_of
 from ds_reshard.resume.policy import ResumePolicy
 
-# Hyper-parameters of a run that are in no param group of nanotron, and always this run's.
-_ALWAYS_THIS_RUNS = ("clip_grad",)
+# Values of a run that are in no param group of nanotron, and always this run's.
+_ALWAYS_THIS_RUNS = ("clip_grad", BATCH)
 
 
 def load_optimizer(arguments: Mapping[str, object], original: Callable[[], object]) -> None:
@@ -46,23 +48,29 @@ def load_optimizer(arguments: Mapping[str, object], original: Callable[[], objec
         return live_of(optimizer, context), listing, read_metadata(listing)[0]
 
     live, listing, metadata = together(look, context.world_pg, subject=f"loading {folder}")
+    found = other_batch(load, live.dp, metadata)
     saved: list[Group] | None = None
     if policy.loads_masters:
-        if _takes_over(live, listing, metadata, policy):
-            saved = _reshard(live, listing, policy, arguments.get("map_location"))
+        found += _experts(live)
+        if any(gather(bool(found), live.world)) or _takes_over(live, listing, metadata, policy):
+            saved = _reshard(live, listing, policy, found, arguments.get("map_location"))
         else:
-            original()
+            together(original, live.world, subject=f"loading {folder}")
             saved = list(values_of(live.base.param_groups))
         memory.decayed = True
+    else:
+        agree(found, live.world, subject=f"loading {folder}")
     if not policy.loads_moments:
         _begin_anew(live, masters=not policy.loads_masters)
     _settle(live, memory, policy)
     report.optimizer(load, live, listing, metadata, saved)
 
 
-def _reshard(live: Live, listing: NanotronListing, policy: ResumePolicy, map_location: object) -> list[Group]:
-    """Load from any layout; returns the saved values of each param group."""
-    states = prepare(live, listing, policy)
+def _reshard(
+    live: Live, listing: NanotronListing, policy: ResumePolicy, found: Sequence[Fault], map_location: object
+) -> list[Group]:
+    """Load from any layout; returns the saved values of each param group. `found` was found before."""
+    states = prepare(live, listing, policy, found)
     read(live, states)
     saved = saved_groups(live, states.checkpoint)
 
@@ -84,12 +92,9 @@ def _reshard(live: Live, listing: NanotronListing, policy: ResumePolicy, map_loc
 def _takes_over(live: Live, listing: NanotronListing, metadata: Metadata | None, policy: ResumePolicy) -> bool:
     """Whether nanotron's own way would not load this, or not as asked. Collective: one answer for all ranks."""
     same = metadata is not None and (listing.topology, metadata.dp, metadata.cp) == (live.topology, live.dp, live.cp)
-    if not same or not policy.loads_moments or policy.scheduler == "strict":  # which compares param groups by names
+    ready = same and policy.loads_moments and policy.scheduler != "strict"  # which compares param groups by names
+    if not all(gather(ready, live.world)):
         return True
-    if live.topology.exp != 1:
-        return False
-    faults = [fault for fault in listing.faults if fault.where.startswith(f"{listing.folder}/optimizer")]
-    agree(faults, live.world, subject=f"loading {listing.folder}")
     own = together(lambda: _own(live, listing), live.world, subject=f"loading {listing.folder}")
     return any(gather(not _fits(live, own, policy), live.world))
 
@@ -97,14 +102,14 @@ def _takes_over(live: Live, listing: NanotronListing, metadata: Metadata | None,
 def _own(live: Live, listing: NanotronListing) -> OptimizerFile:
     """This rank's own file, of the same save as the first of its stage, the schedulers and the weights.
 
-    With context parallelism, of which no file's name tells the rank, it is taken as it is.
+    Each byte of its tensors is checked: torch.load, which nanotron reads it with, compares no checksum.
     """
-    if live.cp > 1:
-        return read_optimizer(listing.path(listing.optimizer[live.rank]))
     checkpoint = open_checkpoint(listing)
     shards, shard = NanotronShards(checkpoint=checkpoint), live.topology.shard(live.rank)
-    shards.buffers(OPTIM, shard)
+    extents = shards.buffers(OPTIM, shard)
     raise_faults([*shards.compare(), *other_cuts(live, checkpoint)], subject=f"checkpoint {listing.folder}")
+    records = dict.fromkeys(extent.record for extent in extents.values() if extent.record.crc32 is not None)
+    raise_faults(read_again(records), subject=f"checkpoint {listing.folder}")
     return shards.opened[shard]
 
 
@@ -125,6 +130,19 @@ def _fits(live: Live, own: OptimizerFile, policy: ResumePolicy) -> bool:
         if any(unlike(live, held, {kind: tensor.dtype for kind, tensor in kinds.items()}, policy)):
             return False
     return True
+
+
+def _experts(live: Live) -> list[Fault]:
+    if live.topology.exp == 1:
+        return []
+    return [
+        Fault(
+            error="UnsupportedLayout", where="this run", what="has expert parallelism: ranks of other experts hold "
+            "parameters of one name, which nanotron's files tell apart by that rank alone",
+            expected="expert_parallel_size 1", found=str(live.topology.exp),
+            mend="resume it with nanotron alone, at the topology that saved it; or --no-load-optim",
+        )
+    ]  # fmt: skip
 
 
 def _begin_anew(live: Live, *, masters: bool) -> None:

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from ds_reshard.formats.nanotron.metadata import Metadata
 from ds_reshard.formats.nanotron.names import NanotronListing, Topology
-from ds_reshard.hosts.nanotron.current import Group, Load, config_of, recall
+from ds_reshard.hosts.nanotron.batch import BATCH, batch_of_run, unknown_batch
+from ds_reshard.hosts.nanotron.current import Group, Load, recall
 from ds_reshard.hosts.nanotron.live import Live
 from ds_reshard.hosts.nanotron.saved_schedule import SavedRates
 from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish
@@ -30,9 +31,10 @@ def optimizer(
 ) -> None:
     """What became of the optimizer; published at once in a loop of the user's own."""
     load.rows += [*_layout(load, live, listing, metadata), *_states(load), *_groups(load, live, saved)]
-    now = _batch(load, live)
+    now = batch_of_run(load, live.dp)
     if metadata is not None and now is not None:
-        load.warnings += batch_size_warning(metadata.global_batch_size, now)
+        load.warnings += batch_size_warning(metadata.global_batch_size, now.size)
+    load.warnings += unknown_batch(load, live.dp, metadata)
     _own(load)
 
 
@@ -110,20 +112,15 @@ def _layout(load: Load, live: Live, listing: NanotronListing, metadata: Metadata
     stage = _stage(live.topology)
     yield Row(name="zero stage", checkpoint=_stage(saved) if saved is not None else None, this_run=stage, used=stage,
               because="host")  # fmt: skip
-    batch = _batch(load, live)
+    batch = batch_of_run(load, live.dp)
     if batch is not None:
         then = metadata.global_batch_size if metadata is not None else None
-        yield Row(name="global batch size", checkpoint=then, this_run=batch, used=batch, because="host")
+        why = because(load.policy, "schedule", BATCH)
+        yield Row(name="global batch size", checkpoint=then, this_run=batch.size, used=batch.size, because=why)
 
 
 def _stage(topology: Topology) -> int:
     return int(topology.dp is not None)
-
-
-def _batch(load: Load, live: Live) -> int | None:
-    sizes = [config_of(load, f"tokens.{name}") for name in ("micro_batch_size", "batch_accumulation_per_replica")]
-    micro, accumulation = (size if isinstance(size, int) else None for size in sizes)
-    return micro * accumulation * live.dp if micro is not None and accumulation is not None else None
 
 
 def _states(load: Load) -> Iterator[Row]:

@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, cast
 
 from ds_reshard.errors import Fault, raise_faults
-from ds_reshard.formats.nanotron.names import state_name
+from ds_reshard.formats.nanotron.metadata import read_metadata
+from ds_reshard.formats.nanotron.names import read_listing, state_name
 from ds_reshard.hosts.nanotron import report
 from ds_reshard.hosts.nanotron.agree import same_policy, together
+from ds_reshard.hosts.nanotron.batch import other_batch
 from ds_reshard.hosts.nanotron.current import Group, Memory, current, recall, refuse_contradiction, remember
 from ds_reshard.hosts.nanotron.is_zero import check_is_zero, missing
 from ds_reshard.hosts.nanotron.live import Optimizer, ParallelContext, is_zero, live_of, place_of
@@ -77,7 +79,10 @@ def load_lr_scheduler(arguments: Mapping[str, object]) -> None:
     same_policy(policy, world, subject=f"loading {folder}")
 
     def look() -> SavedRates | None:
-        raise_faults(check_is_zero(arguments.get("is_zero"), derived), subject="load_lr_scheduler")
+        metadata, _ = read_metadata(read_listing(folder))
+        found = [*check_is_zero(arguments.get("is_zero"), derived),
+                 *other_batch(load, context.dp_pg.size(), metadata)]  # fmt: skip
+        raise_faults(found, subject="load_lr_scheduler")
         if not hasattr(scheduler, "lr_lambdas"):
             raise_faults([_no_lambdas(scheduler)], subject="load_lr_scheduler")
         if policy.schedule_is_this_runs:

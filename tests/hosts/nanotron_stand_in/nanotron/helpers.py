@@ -17,7 +17,8 @@ def lr_scheduler_builder(optimizer: Any, lr_scheduler_args: Any, total_training_
         if step <= warmup:
             return step / max(warmup, 1)
         share = min(1.0, (step - warmup) / decay)
-        return (least + (initial_lr - least) * (1 + math.cos(math.pi * share)) / 2) / initial_lr
+        left = 1 - share if lr_scheduler_args.lr_decay_style == "linear" else (1 + math.cos(math.pi * share)) / 2
+        return (least + (initial_lr - least) * left) / initial_lr
 
     base = optimizer.get_base_optimizer()
     return LambdaLR(base, [partial(factor, initial_lr=group["lr"]) for group in base.param_groups])

@@ -35,15 +35,16 @@ class NanotronParameter(torch.nn.Parameter):
 class ParallelContext:
     """The groups of one rank; all ranks make all groups, in one order."""
 
-    expert_parallel_size = 1
-
-    def __init__(self, *, pp: int, dp: int, tp: int) -> None:
-        ranks = torch.arange(dist.get_world_size()).reshape(pp, dp, tp)
+    def __init__(self, *, pp: int, dp: int, tp: int, cp: int = 1, exp: int = 1) -> None:
+        self.expert_parallel_size = exp
+        ranks = torch.arange(dist.get_world_size()).reshape(pp, dp, cp, tp)
         self.world_pg = self._mine([ranks.flatten()])
-        self.pp_pg = self._mine(ranks.permute(1, 2, 0).reshape(-1, pp))
-        self.dp_pg = self.dp_cp_pg = self._mine(ranks.permute(0, 2, 1).reshape(-1, dp))
+        self.pp_pg = self._mine(ranks.permute(1, 2, 3, 0).reshape(-1, pp))
+        self.dp_pg = self._mine(ranks.permute(0, 2, 3, 1).reshape(-1, dp))
+        self.dp_cp_pg = self._mine(ranks.permute(0, 3, 1, 2).reshape(-1, dp * cp)) if cp > 1 else self.dp_pg
         self.tp_pg = self._mine(ranks.reshape(-1, tp))
-        self.cp_pg = self.ep_pg = self._mine(ranks.reshape(-1, 1))
+        self.cp_pg = self._mine(ranks.permute(0, 1, 3, 2).reshape(-1, cp))
+        self.ep_pg = self._mine(ranks.reshape(-1, 1))
 
     @staticmethod
     def _mine(groups: Any) -> Any:

@@ -16,7 +16,7 @@ def _name(kind: str, context: Any, is_zero: Any) -> str:
     if is_zero is not True:
         del ranks["dp"]
     places = "_".join(f"{axis}-{dist.get_rank(group)}-of-{group.size()}" for axis, group in ranks.items())
-    return f"{kind}_{places}_exp-0-of-1.pt"
+    return f"{kind}_{places}_exp-0-of-{context.expert_parallel_size}.pt"
 
 
 def optimizer_filename(parallel_context: Any, is_zero: bool) -> str:

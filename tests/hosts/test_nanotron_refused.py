@@ -1,0 +1,189 @@
+"""nanotron with the hooks, and what they refuse on every rank before anything changes: the synthetic stand-in."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
+from nanotron_builder import MODEL, STEP, Run, write
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+META, CONFIG = "checkpoint_metadata.json", "optimizer/optimizer_config.json"
+SAME = {"dp": Run(dp=2), "tp": Run(tp=2), "pp": Run(pp=2)}
+EVERY_AXIS = Run(dp=2, tp=2, pp=2)
+Harm = Callable[[Path], object]
+
+
+def _json(place: Path, name: str, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads((place / name).read_text())
+    change(content)
+    (place / name).write_text(json.dumps(content))
+
+
+def _files(place: Path, axis: str, rank: int = 1) -> list[Path]:
+    return sorted((place / "optimizer").glob(f"*{axis}-{rank}-of-2*.pt"))
+
+
+def _missing(axis: str) -> Harm:
+    return lambda place: _files(place, axis)[-1].unlink()
+
+
+def _last(place: Path) -> Path:
+    return sorted((place / "optimizer").glob("*.pt"))[-1]
+
+
+def _flipped(place: Path) -> None:
+    """One bit of a moment that is cut over all ranks, in the file of the last."""
+    path = _last(place)
+    held = torch.load(path)["state"][0]["exp_avg"].contiguous().numpy().tobytes()
+    data = bytearray(path.read_bytes())
+    data[data.index(held)] ^= 1
+    path.write_bytes(data)
+
+
+def _cut_off(place: Path) -> None:
+    _last(place).write_bytes(_last(place).read_bytes()[:-200])
+
+
+def _older_stage(place: Path) -> None:
+    """Of a constant learning rate, and without a parameter that both stages train, the steps alone tell."""
+    for path in _files(place, "pp"):
+        state = torch.load(path)
+        for of_one in state["state"].values():
+            of_one["step"] -= 1
+        torch.save(state, path)
+
+
+def _one_stage(place: Path) -> None:
+    """As if it were of the other pipeline rank, or of another model."""
+    offsets = "param_name_to_dp_rank_offsets"
+    _json(place, CONFIG, lambda c: c["configs"].update({offsets: {"norm.pp_block.weight": {"0": ["0", "7"]}}}))
+
+
+# The axis without which there is no such case, the harm, the error and a part of its text.
+BAD: dict[str, tuple[str, Harm, str, str]] = {
+    "no file of a data-parallel rank": ("dp", _missing("dp"), "CheckpointDamaged", "_dp-1-of-2_tp-"),
+    "no file of a tensor-parallel rank": ("tp", _missing("tp"), "CheckpointDamaged", "_exp-0-of-1.pt: is missing"),
+    "no file of a pipeline rank": ("pp", _missing("pp"), "CheckpointDamaged", "optimizer_pp-1-of-2_"),
+    "a stage of an older step": ("pp", _older_stage, "CheckpointDamaged", "is of another step than"),
+    "no optimizer_config.json": (
+        "", lambda place: (place / CONFIG).unlink(), "CheckpointDamaged", "optimizer_config.json: is missing"),
+    "an optimizer_config.json of other parameters": (
+        "", _one_stage, "CheckpointDamaged", "lists other parameters than the files of pipeline rank 0"),
+    "a version of tomorrow": (
+        "", lambda place: _json(place, META, lambda c: c.update(version="1.6")), "UnsupportedLayout",
+        "is of a checkpoint version that is not known here (expected 1.2 | 1.3 | 1.4 | 1.5, found '1.6')"),
+    "a bit of a moment": ("", _flipped, "ChecksumMismatch", "are not what was written"),
+    "a file that is cut off": ("", _cut_off, "CheckpointDamaged", ".pt: "),
+    "context parallelism": (
+        "", lambda place: _json(place, META, lambda c: c.update(cp=2)), "UnsupportedLayout",
+        "wrote one file at the same time (expected cp 1, found 2)"),
+}  # fmt: skip
+UNTIED = tuple(param for param in MODEL if len(param.stages) == 1)
+
+
+@pytest.mark.parametrize("where", ["same", "another"])
+@pytest.mark.parametrize("axis", SAME)
+def test_bad_input_is_refused_on_every_rank(axis: str, where: str, tmp_path: Path, worlds: Any) -> None:
+    """A file that is missing on any axis, damaged, of another save or of a layout that is not read: nothing changes."""
+    live = replace(SAME[axis], model=UNTIED)
+    saved = live if where == "same" else replace(EVERY_AXIS, model=UNTIED)
+    source = write(saved, tmp_path / "saved")
+    cases = [case for case, (needed, *_) in BAD.items() if not needed or getattr(saved, needed) == 2]
+    folders = [str(source)]
+    for number, case in enumerate(cases):
+        folder = copytree(source, tmp_path / str(number))
+        BAD[case][1](folder / str(STEP))
+        folders.append(str(folder))
+    sound, *found = zip(*worlds[2].run("nanotron_jobs.load", run=live, folders=folders), strict=True)
+    assert sound == ([], [])
+    for case, (one, other) in zip(cases, found, strict=True):
+        _, _, error, said = BAD[case]
+        assert one == other, case
+        assert (one[0], one[-1]) == (error, "changed: False"), (case, one)
+        assert any(said in line for line in one), (case, one)
+
+
+@pytest.mark.parametrize("live", [Run(pp=2), Run(dp=2)], ids=["same", "another"])
+def test_a_configuration_of_the_first_stage_alone_is_nanotrons_own(live: Run, tmp_path: Path, worlds: Any) -> None:
+    """World rank 0 writes it, so under pipeline parallelism it lists that rank's parameters: offsets are computed."""
+    folder = write(Run(pp=2), tmp_path / "saved")
+    noted = json.loads((folder / str(STEP) / CONFIG).read_text())["configs"]["param_name_to_dp_rank_offsets"]
+    assert "norm.pp_block.weight" not in noted
+    assert worlds[2].run("nanotron_jobs.load", run=live, folders=[str(folder)]) == [[[]], [[]]]
+
+
+def test_context_parallelism_at_the_same_sizes_is_refused_with_the_reason(tmp_path: Path, worlds: Any) -> None:
+    """Two ranks wrote one file; a run of context parallelism loads what was saved without it."""
+    saved, sound = write(Run(cp=2), tmp_path / "saved"), write(Run(), tmp_path / "sound")
+    found = worlds[2].run("nanotron_jobs.load", run=Run(cp=2), folders=[str(saved), str(sound)])
+    assert found[0] == found[1]
+    refused, loaded = found[0]
+    assert (refused[0], refused[-1], loaded) == ("UnsupportedLayout", "changed: False", [])
+    assert "the ranks of one group wrote one file at the same time" in refused[1]
+
+
+@pytest.mark.parametrize("saved", [Run(exp=2), Run()], ids=["same", "another"])
+def test_expert_parallelism_is_refused_by_name(saved: Run, tmp_path: Path, worlds: Any) -> None:
+    folder = str(write(saved, tmp_path / "saved"))
+    ((found,),) = worlds[1].run("nanotron_jobs.load", run=Run(exp=2), folders=[folder])
+    assert (found[0], found[-1]) == ("UnsupportedLayout", "changed: False")
+    assert any("this run: has expert parallelism" in line for line in found)
+    assert any("was saved with expert parallelism" in line for line in found) == (saved.exp == 2)
+
+
+@pytest.mark.parametrize("live", [Run(dp=2), Run(tp=2)], ids=["same", "another"])
+@pytest.mark.parametrize(
+    "policy", [{}, {"scheduler": "strict"}, {"optimizer": "masters"}, {"optimizer": "skip", "scheduler": "checkpoint"}],
+    ids=str,
+)  # fmt: skip
+def test_another_global_batch_size_is_refused_before_anything_changes(
+    policy: dict[str, Any], live: Run, tmp_path: Path, worlds: Any
+) -> None:
+    """Of config.yaml, against micro batch x accumulation x dp of the run, with what keeps it."""
+    folder = str(write(Run(dp=2), tmp_path / "saved"))
+    found = worlds[2].run("nanotron_jobs.start_refused", run=live, folder=folder, policy=policy, accumulation=2)
+    assert found[0] == found[1]
+    kind, told, changed = found[0]
+    assert (kind, changed) == ("ScheduleMismatch", False)
+    now = f"{2 * live.dp}: micro batch 1 x accumulation 2 x dp {live.dp}"
+    assert f"expected 8 samples: micro batch 1 x accumulation 4 x dp 2, of config.yaml, found {now}" in told
+    assert f"tokens: micro_batch_size 1, batch_accumulation_per_replica {8 // live.dp}, or" in told
+    assert "--override-optim-hparams global_batch_size" in told
+
+
+def test_the_batch_is_told_with_every_other_finding(tmp_path: Path, worlds: Any) -> None:
+    """And on all ranks, where one alone has another."""
+    folder = str(write(Run(dp=2, masters=False), tmp_path / "saved"))
+    found = worlds[2].run("nanotron_jobs.start_refused", run=Run(dp=2), folder=folder, accumulation=[2, 4])
+    assert found[0] == found[1] and found[0][0] == "ModelMismatch" and not found[0][2]
+    assert "fp32 masters: are on one side only" in found[0][1]
+    assert "global batch size: is not the saving run's" in found[0][1]
+
+
+def test_the_batch_is_compared_where_the_schedule_alone_is_loaded(tmp_path: Path, worlds: Any) -> None:
+    folder = str(write(Run(dp=2), tmp_path / "saved"))
+    off = {"load_optimizer": False}
+    found = worlds[2].run(
+        "nanotron_jobs.start_refused", run=Run(dp=2), folder=folder, accumulation=2, checkpoints=off
+    )  # fmt: skip
+    assert found[0] == found[1] and found[0][0] == "ScheduleMismatch"
+    assert "global batch size: is not the saving run's" in found[0][1]
+
+
+def test_a_checkpoint_that_tells_no_batch_is_told(tmp_path: Path, worlds: Any) -> None:
+    folder = write(Run(), tmp_path / "saved")
+    (folder / str(STEP) / "config.yaml").unlink()
+    (found,) = worlds[1].run("nanotron_jobs.resume", run=Run(), folder=str(folder))
+    assert any("tells no global batch size: this run's 8 is not compared" in warning for warning in found["warnings"])
+    assert found["moments"]
