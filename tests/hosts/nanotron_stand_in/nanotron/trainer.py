@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nanotron.config import get_config_from_file
 from nanotron.helpers import lr_scheduler_builder
 from nanotron.random import RandomStates, get_current_random_state
 from nanotron.serialize import load_lr_scheduler, load_meta, save
@@ -13,7 +14,8 @@ from nanotron.serialize.optimizer import load_optimizer, state_dict_to_device
 
 class DistributedTrainer:
     def __init__(self, config_or_config_file: Any) -> None:
-        self.config = config = config_or_config_file
+        held = config_or_config_file
+        self.config = config = get_config_from_file(held) if isinstance(held, str) else held
         self.parallel_context = config.parallel_context
         self.init_checkpoint_path = config.checkpoints.resume_checkpoint_path
         self.random_states = RandomStates({"tp_synced": get_current_random_state()})
