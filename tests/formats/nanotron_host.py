@@ -28,7 +28,7 @@ STUBBED = ("datasets", "transformers", "flash_attn", "triton", "grouped_gemm")
 SHAPES = {"emb.weight": (16, 6), "ln.weight": (6,), "qkv.weight": (16, 6), "odd.weight": (5, 3), "tiny": (1,)}
 SPLIT, CHUNKS = ("emb.weight", "qkv.weight"), {"qkv.weight": (8, 4, 4)}
 STAGE = {"emb.weight": 0, "ln.weight": 0, "tiny": 0, "qkv.weight": 1, "odd.weight": 1}
-STEPS, TOTAL, LR = 3, 10, 3e-4
+STEPS, TOTAL, LR, BATCH = 3, 10, 3e-4, 8
 SCHEDULE = types.SimpleNamespace(
     lr_decay_steps=None, lr_warmup_steps=2, lr_decay_starting_step=None, lr_warmup_style="linear", learning_rate=LR,
     lr_decay_style="cosine", min_decay_lr=3e-5,
@@ -270,6 +270,9 @@ def save(context: Any, job: dict[str, Any]) -> list[str]:
     if dist.get_rank() == 0:
         place.mkdir(parents=True)
         torch.save(reference(job["masters"]), place.parent / "reference.pt")
+        sizes = "".join(f"  {key}: {job[key]}\n" for key in ("dp", "pp", "tp"))
+        batch = f"  batch_accumulation_per_replica: {BATCH // job['dp']}\n  micro_batch_size: 1\n"
+        (place / "config.yaml").write_text(f"parallelism:\n{sizes}tokens:\n{batch}")
     dist.barrier()
     save_weights(built.model, context, place)
     save_optimizer(built.optimizer, context, place)
@@ -313,11 +316,11 @@ def configuration(job: dict[str, Any]) -> Configuration:
     sizes = {key: job[key] for key in ("tp", "pp", "dp")}
     return Configuration(
         model=of(model_config=of(), init_method=of()), general=of(seed=1), logging=of(), data_stages=[],
-        parallelism=of(**sizes, expert_parallel_size=1, context_parallel_size=1),
+        parallelism=of(**sizes, expert_parallel_size=1, context_parallel_size=job.get("cp", 1)),
         optimizer=of(learning_rate_scheduler=SCHEDULE, zero_stage=job["zero"]),
         checkpoints=of(load_optimizer=True, load_lr_scheduler=True),
-        tokens=of(train_steps=TOTAL, micro_batch_size=1, batch_accumulation_per_replica=1, sequence_length=8,
-                  limit_val_batches=0),
+        tokens=of(train_steps=TOTAL, micro_batch_size=1, sequence_length=8, limit_val_batches=0,
+                  batch_accumulation_per_replica=job.get("accumulation", BATCH // job["dp"])),
     )  # fmt: skip
 
 
@@ -384,6 +387,20 @@ def resume(context: Any, job: dict[str, Any]) -> list[str]:
     return found
 
 
+def refused(context: Any, job: dict[str, Any]) -> list[str]:
+    """The error with which nanotron's trainer does not start with the hooks, and whether the optimizer had changed."""
+    import ds_reshard
+
+    with ds_reshard.install("nanotron"):
+        built = Built(context, job, "other")
+        try:
+            trainer_of(context, built, job)
+        except ds_reshard.ReshardError as error:
+            changed = bool(built.optimizer.get_base_optimizer().state)
+            return [type(error).__name__, f"changed: {changed}", str(error)]
+    return ["started"]
+
+
 def main() -> None:
     source, jobs_path = sys.argv[1:3]
     sys.path.insert(0, source)
@@ -402,10 +419,10 @@ def main() -> None:
         with OnCpu():
             context = ParallelContext(
                 tensor_parallel_size=job["tp"], pipeline_parallel_size=job["pp"], data_parallel_size=job["dp"],
-                context_parallel_size=1, expert_parallel_size=1,
+                context_parallel_size=job.get("cp", 1), expert_parallel_size=1,
             )  # fmt: skip
             try:
-                found = {"save": save, "load": load, "resume": resume}[job["do"]](context, job)
+                found = {"save": save, "load": load, "resume": resume, "refused": refused}[job["do"]](context, job)
             except Exception as error:
                 found = [f"{type(error).__name__}: {error}"[:300]]
         everyone: list[Any] = [None] * dist.get_world_size()

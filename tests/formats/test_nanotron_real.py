@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +52,9 @@ def label(topology: Topology) -> str:
 def run(jobs: list[dict[str, Any]], folder: Path) -> dict[str, list[list[str]]]:
     """Each job by all its ranks, those of one world size in one set of processes; what each rank found, by path."""
     found = {}
-    for world in sorted({job["dp"] * job["tp"] * job["pp"] for job in jobs}):
-        mine = [job for job in jobs if job["dp"] * job["tp"] * job["pp"] == world]
+    sizes = [job["dp"] * job["tp"] * job["pp"] * job.get("cp", 1) for job in jobs]
+    for world in sorted(set(sizes)):
+        mine = [job for job, size in zip(jobs, sizes, strict=True) if size == world]
         path = folder / f"{mine[0]['do']}-{world}.json"
         path.write_text(json.dumps(mine))
         workers = [
@@ -105,6 +108,45 @@ def test_a_run_resumes_at_another_topology_with_the_hooks(saved: Path, tmp_path:
     names = {job["path"]: f"{label(before)}-to-{label(after)}" for job, (before, after) in zip(jobs, ROWS, strict=True)}
     wrong = {names[path]: ranks for path, ranks in run(jobs, tmp_path).items() if any(ranks)}
     assert wrong == {}
+
+
+def _flipped(place: Path) -> None:
+    path = sorted((place / "optimizer").glob("*.pt"))[-1]
+    held = torch.load(path)["state"][0]["exp_avg"].contiguous().numpy().tobytes()
+    data = bytearray(path.read_bytes())
+    data[data.index(held)] ^= 1
+    path.write_bytes(data)
+
+
+def _meta(place: Path, **changed: object) -> None:
+    path = place / "checkpoint_metadata.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+
+
+# (saved, the coming run, what becomes of the files, the error and a part of its text)
+REFUSED: list[tuple[Topology, dict[str, Any], Callable[[Path], object], str, str]] = [
+    (of(dp=2), {**of(dp=2), "accumulation": 2}, _meta, "ScheduleMismatch", "is not the saving run's"),
+    (of(dp=2), {**of(dp=4), "accumulation": 4}, _meta, "ScheduleMismatch", "micro batch 1 x accumulation 4 x dp 4"),
+    (of(dp=2), of(dp=2), _flipped, "ChecksumMismatch", "are not what was written"),
+    (of(pp=2), of(pp=2), lambda place: (place / "optimizer/optimizer_config.json").unlink(), "CheckpointDamaged",
+     "optimizer_config.json: is missing"),
+    (of(), {**of(), "cp": 2}, lambda place: _meta(place, cp=2), "UnsupportedLayout", "wrote one file at the same time"),
+    (of(tp=2), of(tp=2), lambda place: _meta(place, version="1.6"), "UnsupportedLayout", "is not known here"),
+]  # fmt: skip
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_loaded(saved: Path, tmp_path: Path) -> None:
+    """At the same sizes, too, where nanotron's own loading has nothing against it: by its trainer, on every rank."""
+    jobs = []
+    for number, (before, after, harm, _, _) in enumerate(REFUSED):
+        place = Path(shutil.copytree(saved / label(before) / "3", tmp_path / str(number) / "3"))
+        harm(place)
+        jobs.append({"do": "refused", "path": str(place), **after})
+    found = run(jobs, tmp_path)
+    for job, (_, _, _, error, said) in zip(jobs, REFUSED, strict=True):
+        ranks = found[job["path"]]
+        assert [of_rank[:2] for of_rank in ranks] == [[error, "changed: False"]] * len(ranks), ranks
+        assert all(said in of_rank[2] for of_rank in ranks), ranks
 
 
 def test_stock_nanotron_loads_what_was_converted(saved: Path, tmp_path: Path) -> None:
