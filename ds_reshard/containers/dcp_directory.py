@@ -65,12 +65,13 @@ def read_directory(folder: str) -> Directory:
     than a directory of torch.distributed.checkpoint.
     """
     path = os.path.join(folder, METADATA)
+    named: set[GlobalName] = set()
     file = PositionedFile(path)
     try:
-        held = read_pickle(file.read(0, file.nbytes), where=path, persistent=_refuse)
+        held = read_pickle(file.read(0, file.nbytes), where=path, persistent=_refuse, named=named)
     finally:
         file.close()
-    raise_faults(list(find_hostile(held, path)), subject="reading a checkpoint")
+    raise_faults(list(find_hostile(held, path, named)), subject="reading a checkpoint")
     top = _state(held)
     said, storage = top.get("state_dict_metadata"), top.get("storage_data")
     if not isinstance(said, dict) or not isinstance(storage, dict):

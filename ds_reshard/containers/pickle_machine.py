@@ -44,17 +44,17 @@ class PickleMachine:
 
     `work` is what is left of the allowance for steps whose cost does not follow from the pickle's size:
     copies of memoized lists and hashes of memoized tuples. A pickle of n bytes that refers to the same
-    list n times would otherwise cost n * n.
+    list n times would otherwise cost n * n. `named` are the classes and functions that were named.
     """
 
     __slots__ = (
         "_alike",
-        "_names",
         "data",
         "end",
         "limits",
         "marked",
         "memo",
+        "named",
         "persistent",
         "protocol",
         "reduce",
@@ -78,7 +78,7 @@ class PickleMachine:
         self.result: object = None
         self.stopped_at = 0
         self._alike: dict[int, dict[int, int]] = {}
-        self._names: dict[tuple[str, str], GlobalName] = {}
+        self.named: dict[tuple[str, str], GlobalName] = {}
 
     def since_mark(self) -> list[object]:
         """Take everything above the last mark off the stack, and the mark; ValueError when there is none."""
@@ -104,9 +104,9 @@ class PickleMachine:
             raise ValueError("the pickle ends inside a line")
         return self.data[start:stop]
 
-    def named(self, module: str, name: str) -> GlobalName:
+    def name(self, module: str, name: str) -> GlobalName:
         """The name, one record each; names of Python 2 become today's, as pickle.py `find_class` does."""
-        found = self._names.get((module, name))
+        found = self.named.get((module, name))
         if found is None:
             if len(module) + len(name) > _NAME_LENGTH:
                 raise ValueError(f"names a class with {len(module) + len(name)} characters")
@@ -116,7 +116,7 @@ class PickleMachine:
                     today = _compat_pickle.NAME_MAPPING[today]
                 elif module in _compat_pickle.IMPORT_MAPPING:
                     today = _compat_pickle.IMPORT_MAPPING[module], name
-            found = self._names[module, name] = GlobalName(module=today[0], name=today[1])
+            found = self.named[module, name] = GlobalName(module=today[0], name=today[1])
         return found
 
     def charge(self, steps: int) -> None:

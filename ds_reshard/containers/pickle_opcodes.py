@@ -156,7 +156,7 @@ def _additems(m: PickleMachine, pos: int) -> int:
 def _global(m: PickleMachine, pos: int) -> int:
     module = m.line(pos)
     name = m.line(pos + len(module) + 1)
-    m.stack.append(m.named(module.decode("utf-8"), name.decode("utf-8")))
+    m.stack.append(m.name(module.decode("utf-8"), name.decode("utf-8")))
     return pos + len(module) + len(name) + 2
 
 
@@ -164,7 +164,7 @@ def _stack_global(m: PickleMachine, pos: int) -> int:
     name, module = m.stack.pop(), m.stack.pop()
     if not isinstance(name, str) or not isinstance(module, str):
         raise ValueError("the name of a class is not text")
-    m.stack.append(m.named(module, name))
+    m.stack.append(m.name(module, name))
     return pos
 
 

@@ -33,13 +33,15 @@ def read_pickle(
     persistent: Persistent,
     limits: PickleLimits = DEFAULT_LIMITS,
     reduce: Reduce = keep_as_record,
+    named: set[GlobalName] | None = None,
 ) -> object:
     """The value that `data` pickles, made of plain containers and records; nothing named in it is imported.
 
     A class or function becomes a GlobalName; calling one gives what `reduce` returns for it and its
     arguments, or an ObjectRecord when `reduce` returns NotImplemented. Plain values that pickle writes as
     calls (OrderedDict, set, bytes, complex, range, slice, torch.Size as a tuple) become themselves.
-    `persistent` turns a persistent id into a value. Linear in the size of the pickle, without recursion.
+    `persistent` turns a persistent id into a value; every name in the pickle is added to `named`. Linear in the size of
+    the pickle, without recursion.
 
     Raises UnsafePickle when the pickle asks for what no checkpoint needs, and CheckpointDamaged for
     everything else that is wrong, with `where` and the byte offset of the instruction.
@@ -61,6 +63,8 @@ def read_pickle(
         raise CheckpointDamaged(_complaint(where, data, pos, error)) from error
     except MemoryError:
         raise CheckpointDamaged(f"{where}: a pickle of {len(data)} bytes takes more memory than there is") from None
+    if named is not None:
+        named.update(machine.named.values())
     if data[machine.stopped_at :].strip(b"\0"):
         raise CheckpointDamaged(
             f"{where}: byte {machine.stopped_at}: {len(data) - machine.stopped_at} bytes follow the end of the pickle"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ds_reshard.containers.revive_parts import Parts
@@ -88,11 +88,8 @@ def target(record: ObjectRecord) -> tuple[GlobalName, tuple[object, ...], bool]:
 
 
 def find_faults(value: object, builders: Mapping[str, object], trusted: frozenset[str], where: str) -> Iterator[Fault]:
-    """One fault for each name in `value` that is not accepted, in no order; the walk visits each part once."""
-    seen = {id(value)}
-    left = [value]
-    while left:
-        part = left.pop()
+    """One fault for each name in `value` that is not accepted, in no order."""
+    for part in _walk(value):
         if isinstance(part, StorageRecord):
             yield Fault(
                 error="UnsupportedLayout",
@@ -103,6 +100,15 @@ def find_faults(value: object, builders: Mapping[str, object], trusted: frozense
         name = _needed(part)
         if name is not None and not _accepted(part, name, builders, trusted):
             yield _fault(name, where)
+
+
+def _walk(value: object) -> Iterator[object]:
+    """Each part of a value once."""
+    seen = {id(value)}
+    left = [value]
+    while left:
+        part = left.pop()
+        yield part
         for child in _parts(part):
             if id(child) not in seen:
                 seen.add(id(child))
@@ -113,21 +119,27 @@ def find_faults(value: object, builders: Mapping[str, object], trusted: frozense
 _INERT = frozenset({"_io.BytesIO", "_io.StringIO", "io.BytesIO", "io.StringIO", "operator.itemgetter"})
 
 
-def find_hostile(value: object, where: str) -> Iterator[Fault]:
+def find_hostile(value: object, where: str, named: Iterable[GlobalName] | None = None) -> Iterator[Fault]:
     """One fault for each name in `value` that acts on the machine when `torch.load` builds it.
 
-    For files that are handed to a framework which builds everything: classes that are merely unknown pass.
+    For files that are handed to a framework which builds everything: classes that are merely unknown pass. `named` are
+    all names in `value`, where they are known.
     """
-    for fault in find_faults(value, dict.fromkeys(_INERT), frozenset(), where):
-        if fault.error == "UnsafePickle" and "acts on the machine" in fault.what:
-            yield fault
+    if named is not None and not any(map(_acts, named)):
+        return
+    inert = dict.fromkeys(_INERT)
+    for part in _walk(value):
+        name = _needed(part)
+        if name is not None and _acts(name) and not _accepted(part, name, inert, frozenset()):
+            yield _fault(name, where)
 
 
 def _parts(part: object) -> Iterator[object]:
     """What is rebuilt inside `part`: not the class that a call of copyreg is about."""
     if isinstance(part, ObjectRecord):
         _, args, by_new = target(part)
-        part = replace(part, callable=part.callable, args=args, by_new=by_new)
+        if args is not part.args:
+            part = replace(part, args=args, by_new=by_new)
     return children(part)
 
 

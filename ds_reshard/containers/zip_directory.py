@@ -29,7 +29,7 @@ _EXTRA_NBYTES = 64
 class ArchiveMember:
     """A file inside an archive: its name below the root, and where its bytes lie.
 
-    `crc32` is what the directory records, None when the writer recorded none.
+    `crc32` is what the directory records, in the entry at `entry_offset`; None when the writer recorded none.
     """
 
     name: str
@@ -37,6 +37,7 @@ class ArchiveMember:
     byte_offset: int
     nbytes: int
     crc32: int | None
+    entry_offset: int
 
 
 def read_members(file: PositionedFile, max_directory_nbytes: int) -> tuple[str, dict[str, ArchiveMember]]:
@@ -70,6 +71,7 @@ class _Entry(NamedTuple):
     header_offset: int
     nbytes: int
     crc32: int
+    entry_offset: int
 
 
 def _entries(path: str, directory: bytes, place: DirectoryPlace) -> Iterator[_Entry]:
@@ -96,6 +98,7 @@ def _entries(path: str, directory: bytes, place: DirectoryPlace) -> Iterator[_En
             _,
             header,
         ) = _ENTRY.unpack_from(directory, at)
+        entry_offset = place.byte_offset + at
         name_at = at + _ENTRY.size
         extra_at = name_at + name_nbytes
         at = extra_at + extra_nbytes + comment_nbytes
@@ -108,7 +111,7 @@ def _entries(path: str, directory: bytes, place: DirectoryPlace) -> Iterator[_En
         )
         if packed != nbytes or disk:
             raise CheckpointDamaged(f"{path}: {name!r} takes {packed} bytes for {nbytes} of content, and is not stored")
-        yield _Entry(name, header, nbytes, crc)
+        yield _Entry(name, header, nbytes, crc, entry_offset)
     if at != len(directory):
         raise CheckpointDamaged(f"{path}: {len(directory) - at} bytes follow the last entry of the zip directory")
 
@@ -225,6 +228,6 @@ def _by_name(path: str, entries: Sequence[_Entry], offsets: Sequence[int]) -> tu
             raise CheckpointDamaged(f"{path}: {entry.name!r} is in the zip directory twice")
         found[name] = ArchiveMember(
             name=name, header_offset=entry.header_offset, byte_offset=byte_offset, nbytes=entry.nbytes,
-            crc32=None if bare else entry.crc32,
+            crc32=None if bare else entry.crc32, entry_offset=entry.entry_offset,
         )  # fmt: skip
     return root, found

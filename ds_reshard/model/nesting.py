@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from ds_reshard.model.records import GlobalName, ObjectRecord, StorageRecord, TensorRecord
+from ds_reshard.model.records import GlobalName, ObjectRecord, SizeRecord, StorageRecord, TensorRecord
 
 _LEAVES = frozenset(
     {
@@ -25,6 +25,7 @@ _LEAVES = frozenset(
     }
 )
 
+_NDIM = 64  # of a tensor, at most; counting more of them anew wherever they are shared would not be linear
 _UNITS = frozenset({float, bool, type(None), complex, slice, range})
 
 
@@ -39,6 +40,8 @@ def children(value: object) -> Iterator[object]:
     if isinstance(value, dict):
         return chain.from_iterable(value.items())
     if isinstance(value, ObjectRecord):
+        if not (value.kwargs or value.items or value.pairs):
+            return iter((*value.args, value.state) if value.has_state else value.args)
         inner = chain(value.args, value.kwargs.values(), value.items, chain.from_iterable(value.pairs))
         return chain(inner, (value.state,)) if value.has_state else inner
     return iter(())
@@ -67,6 +70,9 @@ def out_of_bounds(value: object, *, depth: int, parts: int) -> str | None:
             kind = type(child)
             if kind in _LEAVES:
                 size += 1 if kind in _UNITS else _weight(child)
+                continue
+            if kind is SizeRecord and isinstance(child, SizeRecord) and len(child) <= _NDIM and len(path) < depth:
+                height, size = max(height, 2), size + 1 + sum(map(_weight, child))
                 continue
             key = id(child)
             below = known.get(key)

@@ -67,14 +67,17 @@ class Run(NamedTuple):
 def overlap(first: Region, second: Region) -> Iterator[Run]:
     """Yield the runs of elements that both regions hold, in the order of `first`.
 
-    Regions of one box overlap in at most one run, found in constant time. Regions of different boxes
-    are cut into boxes (at most 2 * ndim - 1 each) whose rows are intersected, a row being all that lies together in
-    both: the cost is the number of runs. Runs that follow each other in both storages are joined.
+    Regions of one box overlap in at most one run, found in constant time, and so do those of boxes that differ along
+    the first axis alone. Regions of other boxes are cut into boxes (at most 2 * ndim - 1 each) whose rows are
+    intersected, a row being all that lies together in both: the cost is the number of runs. Runs that follow each other
+    in both storages are joined.
     """
-    if first.box == second.box:
-        start, stop = max(first.start, second.start), min(first.stop, second.stop)
+    if first.box.offset[1:] == second.box.offset[1:] and first.box.size[1:] == second.box.size[1:]:
+        row = prod(first.box.size[1:])
+        one, other = (sum(region.box.offset[:1]) * row + region.start for region in (first, second))
+        start, stop = max(one, other), min(one + first.numel, other + second.numel)
         if start < stop:
-            yield Run(first_offset=start - first.start, second_offset=start - second.start, numel=stop - start)
+            yield Run(first_offset=start - one, second_offset=start - other, numel=stop - start)
         return
     pending: Run | None = None
     for run in sorted(_different_boxes(first, second), key=lambda r: r.first_offset):

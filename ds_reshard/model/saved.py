@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,25 +39,25 @@ class SavedState(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedFile:
-    """A file of such a checkpoint; `role` as in `inspect`, `archives` the parts of it that are files of torch.save.
-
-    None is a file that is an archive, or none, as a whole.
-    """
+    """A file of such a checkpoint; `role` as in `inspect`."""
 
     nbytes: int
     role: str
-    archives: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedListing:
-    """The files of one such checkpoint, by their paths below its folder; `format` and `writer` are for people."""
+    """The files of one such checkpoint, by their paths below its folder; `format` and `writer` are for people.
+
+    `archives` reads which parts of them are files of torch.save; a file that is not there is one as a whole, or none.
+    """
 
     format: str
     writer: str
     folder: str
     tag: str
     files: Mapping[str, SavedFile]
+    archives: Callable[[], Mapping[str, tuple[tuple[int, int], ...]]] = dict
 
     @property
     def nbytes(self) -> Mapping[str, int]:

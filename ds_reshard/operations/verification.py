@@ -33,7 +33,7 @@ def verify_listing(listing: Found, *, deep: bool, reading: Reading, progress: Pr
     surveyed, further = _surveyed(listing)
     # A record whose checksum is wrong is found below, with all others.
     faults = [fault for fault in surveyed if fault.error != "ChecksumMismatch"] + further
-    inside = {name: file.archives for name, file in listing.files.items()} if isinstance(listing, SavedListing) else {}
+    inside = listing.archives() if isinstance(listing, SavedListing) else {}
     files = [open_file(listing.folder, name, inside.get(name)) for name in list_files(listing.folder)]
     manifest = _Manifest(listing.folder, files)
     check = _Check(files=files, ledger=Ledger(), reading=reading, progress=progress, manifest=manifest)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 
+from ds_reshard.containers.alike import AlikeArchives
 from ds_reshard.containers.dcp_directory import METADATA, Chunk, Directory, Place, SavedTensor, read_directory
-from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import Fault, ReshardError, raise_faults
 from ds_reshard.formats.dcp.facts import read_values
 from ds_reshard.formats.dcp.names import ACCELERATE, MODELS, Path, group_key, tensor_key
@@ -34,19 +35,20 @@ class DcpCheckpoint:
     facts: OptimizerFacts | None
     objects: Mapping[Path, object]
     beside: Mapping[str, Path]
+    chunks: Mapping[str, Sequence[Chunk]]
     ranks: int | None = None
     notes: tuple[str, ...] = ()
+    archives: AlikeArchives = field(default_factory=AlikeArchives)
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
         """The one buffer of a chunk, opened and checked against the directory."""
-        tensor = self.directory.tensors[family]
-        chunk = _chunks(tensor)[shard]
+        dtype = self.directory.tensors[family].dtype
+        chunk = self.chunks[family][shard]
         place = chunk.place
         assert place is not None, "a chunk without a place is refused when the folder is opened"
-        with open_archive(place.path, part=(place.byte_offset, place.nbytes)) as archive:
-            held = archive.load()
-        expected = f"{tensor.dtype} {list(chunk.size)}"
-        if not isinstance(held, TensorRecord) or (held.dtype.label, held.shape) != (tensor.dtype, chunk.size):
+        held = self.archives.load(place.path, (place.byte_offset, place.nbytes), (dtype, chunk.size))
+        if not isinstance(held, TensorRecord) or (held.dtype.label, held.shape) != (dtype, chunk.size):
+            expected = f"{dtype} {list(chunk.size)}"
             found = f"{held.dtype.label} {list(held.shape)}" if isinstance(held, TensorRecord) else type(held).__name__
             what = f"{family}: the chunk at {list(chunk.offset)} is not what the directory says"
             raise_faults([_damaged(place.path, what, expected, found)], subject=f"checkpoint {self.folder}")
@@ -62,25 +64,30 @@ def is_dcp(folder: str) -> bool:
 
 
 def list_dcp(folder: str) -> SavedListing:
-    """The files of such a folder, with the archives inside each as far as its directory can be read."""
-    archives: dict[str, list[tuple[int, int]]] = {}
-    try:
-        for place in _places(_read(folder)):
-            archives.setdefault(os.path.relpath(place.path, folder), []).append((place.byte_offset, place.nbytes))
-    except ReshardError:
-        archives.clear()  # opening it says what is wrong
+    """The files of such a folder."""
     files = {}
     for part in _parts(folder):
         for name in sorted(os.listdir(os.path.join(folder, part))):
             path, below = os.path.join(folder, part, name), os.path.join(part, name)
             if os.path.isfile(path):
-                inside = tuple(sorted(set(archives.get(below, ())))) or None
                 role = "shards" if name.endswith(".distcp") else "other"
-                files[below] = SavedFile(nbytes=os.path.getsize(path), role=role, archives=inside)
+                files[below] = SavedFile(nbytes=os.path.getsize(path), role=role)
     tag = os.path.basename(os.path.abspath(folder))
     return SavedListing(
-        format="torch.distributed.checkpoint", writer="torch", folder=folder, tag=tag, files=files
+        format="torch.distributed.checkpoint", writer="torch", folder=folder, tag=tag, files=files,
+        archives=partial(_archives, folder),
     )  # fmt: skip
+
+
+def _archives(folder: str) -> dict[str, tuple[tuple[int, int], ...]]:
+    """The archives inside each file, as far as the directory can be read; opening it says what is wrong."""
+    found: dict[str, set[tuple[int, int]]] = {}
+    try:
+        for place in _places(_read(folder)):
+            found.setdefault(os.path.relpath(place.path, folder), set()).add((place.byte_offset, place.nbytes))
+    except ReshardError:
+        return {}
+    return {name: tuple(sorted(parts)) for name, parts in found.items()}
 
 
 def open_dcp(folder: str) -> DcpCheckpoint:
@@ -92,13 +99,14 @@ def open_dcp(folder: str) -> DcpCheckpoint:
     faults = [fault for key, tensor in directory.tensors.items() for fault in _faults(directory, key, tensor)]
     raise_faults(faults, subject=f"checkpoint {folder}")
     single = dict(_single(directory))
+    chunks = {family: _chunks(tensor) for family, tensor in directory.tensors.items()}
     placements: dict[TensorKey, Placement] = {}
     shards: dict[str, int] = {}
     for family, tensor in directory.tensors.items():
         if family in single:
             continue
         key = tensor_key(directory.paths.get(family, (family,)))
-        boxes = tuple(Box(offset=chunk.offset, size=chunk.size) for chunk in _chunks(tensor))
+        boxes = tuple(Box(offset=chunk.offset, size=chunk.size) for chunk in chunks[family])
         shards[family] = len(boxes)
         if key in placements:
             faults.append(_damaged(directory.path, f"{family} and another key name {key}", "one", "two"))
@@ -114,7 +122,7 @@ def open_dcp(folder: str) -> DcpCheckpoint:
     return DcpCheckpoint(
         folder=folder, directory=directory, layout=Layout(placements, shards),
         facts=values.facts(list(dict.fromkeys([*trained, *values.scalars]))),
-        objects=values.objects, beside=dict(_beside(directory)),
+        objects=values.objects, beside=dict(_beside(directory)), chunks=chunks,
     )  # fmt: skip
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -35,6 +37,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SUBJECT = "torch.distributed.checkpoint"
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collections: what is read is none, and each would walk all objects of the framework."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +96,7 @@ class Reader(StorageReader):
         self.bytes_read = 0
         self._open(path)
 
+    @_uncollected()
     def _open(self, path: str | os.PathLike[str]) -> None:
         self.checkpoint_id = os.fspath(path)
         self._source = Source(find_listing(self.checkpoint_id, self._tag), states=False, whole=False)
@@ -116,6 +131,7 @@ class Reader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
+    @_uncollected()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what the plan asks for; every fault is raised, all of them at once, before the first byte is moved."""
         asked = self._asked(plan, planner)
