@@ -18,6 +18,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "offline": RESULTS,
     "verify": RESULTS,
     "fingerprint": RESULTS,
+    "dcp": RESULTS,
     "scale": RESULTS,
     "long": ("--long", "--runs", "1", *RESULTS),
     "whole": ("--whole", "48", *RESULTS),

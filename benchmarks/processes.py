@@ -26,8 +26,8 @@ class RunFailed(Exception):
     """A rank raised, or did not answer in time."""
 
 
-def start() -> None:
-    """Once, before the first `run`: set the environment that the forked processes inherit.
+def start(*also: str) -> None:
+    """Once, before the first `run`: set the environment that the forked processes inherit, modules `also` imported.
 
     Byte code is compiled here, as an installation does, not in the first load.
     """
@@ -35,7 +35,7 @@ def start() -> None:
     root = Path(__file__).resolve().parents[1]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     compileall.compile_dir(root / "ds_reshard", quiet=1)
-    multiprocessing.set_forkserver_preload(PRELOADED)
+    multiprocessing.set_forkserver_preload([*PRELOADED, *also])
 
 
 def run(work: Callable[..., Any], *, world: int, **arguments: Any) -> list[Any]:
