@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ds_reshard.errors import Fault, raise_faults
 
@@ -14,7 +17,8 @@ from ds_reshard.errors import Fault, raise_faults
 class LoadPlanner(DefaultLoadPlanner):
     """torch's `DefaultLoadPlanner`, of any storage, that raises ModelMismatch with all missing keys and other shapes.
 
-    With `allow_partial_load` missing keys are left as they are, and other shapes are still an error.
+    With `allow_partial_load` missing keys are left as they are, and other shapes are still an error; so is a DTensor of
+    which a rank holds another part than its mesh says.
     """
 
     def create_local_plan(self) -> LoadPlan:
@@ -37,3 +41,19 @@ class LoadPlanner(DefaultLoadPlanner):
                     error="ModelMismatch", where=key, what="has another shape in the checkpoint",
                     expected=str(list(size())), found=str(list(told.size)), mend="build the model that was saved",
                 )  # fmt: skip
+            if isinstance(value, DTensor):
+                yield from _off_mesh(key, value)
+
+
+def _off_mesh(key: str, value: DTensor) -> Iterator[Fault]:
+    """A part of another shape than torch cuts for this rank of the mesh, where it has elements."""
+    if value.device_mesh.get_coordinate() is None:
+        return
+    expected = tuple(compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)[0])
+    found = tuple(value.to_local().shape)
+    if found != expected and prod(found) + prod(expected):
+        yield Fault(
+            error="ModelMismatch", where=key, what="is held in another shape than its mesh says",
+            expected=str(list(expected)), found=str(list(found)),
+            mend="make it with fully_shard or distribute_tensor on the mesh of this run",
+        )  # fmt: skip

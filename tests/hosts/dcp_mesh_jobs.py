@@ -1,0 +1,51 @@
+"""`dcp.load` through `ds_reshard.dcp.Reader` into DTensors on meshes of every kind, and on one that is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+import ds_reshard.dcp
+
+
+def _loaded(folder: str, wanted: dict[str, Any], **planner: Any) -> None:
+    reader = ds_reshard.dcp.Reader(folder, model="", group=dist.group.WORLD)
+    dcp.load(wanted, storage_reader=reader, planner=ds_reshard.dcp.LoadPlanner(**planner))
+
+
+def filled(folder: str, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """The tensor, whole, as DTensors on four ranks hold it: in groups, cut both ways, and on two of the ranks."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    part = DeviceMesh("cpu", [1, 3])
+    cases: dict[str, tuple[DeviceMesh, list[Placement]]] = {
+        "replicated shards": (both, [Replicate(), Shard(0)]),
+        "cut both ways": (both, [Shard(0), Shard(1)]),
+        "cut twice": (both, [Shard(0), Shard(0)]),
+        "two of four ranks": (part, [Shard(0)]),
+    }
+    told = {}
+    for case, (mesh, placements) in cases.items():
+        tensor = distribute_tensor(torch.zeros(shape), mesh, placements)
+        _loaded(folder, {name: tensor})
+        told[case] = tensor.full_tensor() if mesh.get_coordinate() is not None else None
+    return told
+
+
+def contradicts(folder: str, name: str, shape: tuple[int, ...], rows: int) -> str:
+    """What a load says of a DTensor of which rank 1 holds other rows than its mesh says; whether it was touched."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tensor = distribute_tensor(torch.zeros(shape), mesh, [Shard(0)])
+    if dist.get_rank() == 1:
+        tensor._local_tensor = torch.zeros(rows, *shape[1:])
+    assert isinstance(tensor, DTensor)
+    try:
+        _loaded(folder, {name: tensor})
+    except CheckpointException as error:
+        return f"{error} touched {bool(tensor.to_local().any())}"
+    return "nothing"
