@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ds_reshard.hosts import install, installed, uninstall
     from ds_reshard.hosts.accelerate.explicit import prepare
     from ds_reshard.hosts.accelerate.rules import diagnose
+    from ds_reshard.hosts.fsdp.order import save_units
     from ds_reshard.hosts.fsdp.saved import verify_saved
     from ds_reshard.resume.policy import ResumePolicy
     from ds_reshard.resume.report import last_report
@@ -73,6 +74,7 @@ __all__ = [
     "installed",
     "last_report",
     "prepare",
+    "save_units",
     "uninstall",
     "verify_saved",
 ]
@@ -85,6 +87,7 @@ _HOME = {
     "installed": "ds_reshard.hosts",
     "last_report": "ds_reshard.resume.report",
     "prepare": "ds_reshard.hosts.accelerate.explicit",
+    "save_units": "ds_reshard.hosts.fsdp.order",
     "uninstall": "ds_reshard.hosts",
     "verify_saved": "ds_reshard.hosts.fsdp.saved",
 }

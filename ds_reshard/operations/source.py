@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ds_reshard.errors import Fault, ReadFailed, raise_faults
 from ds_reshard.formats.dcp.checkpoint import is_dcp, list_dcp, open_dcp
-from ds_reshard.formats.fsdp.checkpoint import is_fsdp, list_fsdp, open_fsdp
+from ds_reshard.formats.fsdp.checkpoint import open_fsdp
+from ds_reshard.formats.fsdp.files import is_fsdp, list_fsdp
 from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
 from ds_reshard.formats.nanotron.checkpoint import open_checkpoint as open_nanotron
 from ds_reshard.formats.nanotron.names import NanotronListing

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
 )
@@ -308,13 +307,3 @@ def easyr1(folder: str, bf16: bool) -> dict[tuple[str, str], torch.Tensor]:
     for name in {name for name, kind in held if kind == "exp_avg"}:
         assert held[name, "exp_avg"].any() and not torch.equal(held[name, "exp_avg"], held[name, "exp_avg_sq"])
     return held
-
-
-def verl(folder: str) -> None:
-    """verl's optimizer file: the torch optimizer's own state, by number (`FSDPCheckpointManager` of verl)."""
-    model, optimizer = build(True)
-    train(model, optimizer)
-    weights = get_model_state_dict(model)
-    size, rank = dist.get_world_size(), dist.get_rank()
-    torch.save(weights, f"{folder}/model_world_size_{size}_rank_{rank}.pt")
-    torch.save(optimizer.state_dict(), f"{folder}/optim_world_size_{size}_rank_{rank}.pt")

@@ -15,10 +15,18 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from fsdp_jobs import VLM, WORDS, Block, _hooks, build, cast, contents, touch, whole
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 OPTIONS = StateDictOptions(cpu_offload=True)
@@ -130,24 +138,103 @@ def verl_load(folder: str) -> dict[str, Any]:
     return {"held": held, "losses": train(model, optimizer, scheduler, range(2, 4)), "said": said}
 
 
-def hsdp(folder: str, fsdp2: bool) -> dict[str, Any]:
-    """Two groups of ranks that hold the same shards, as EasyR1 and verl make them of `fsdp_size`."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("ddp", "fsdp"))
+def _flat_save(folder: str, model: Any, optimizer: Any, scheduler: Any) -> None:
+    """verl's calls for FSDP1."""
+    settings = (ShardedStateDictConfig(offload_to_cpu=False), ShardedOptimStateDictConfig(offload_to_cpu=False))
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *settings):
+        torch.save(model.state_dict(), _file(folder, "model"))
+        torch.save(optimizer.state_dict(), _file(folder, "optim"))
+        torch.save({"lr_scheduler": scheduler.state_dict(), "rng": _rng()}, _file(folder, "extra_state"))
+
+
+def flat_save(folder: str, orig: bool, mixed: bool) -> dict[str, Any]:
+    """verl with FSDP1: states of flat parameters, by number; a frozen tower where the parameters are the original."""
+    import ds_reshard
+
+    model, optimizer = build(orig, frozen=orig, every=True)
+    scheduler = _schedule(optimizer)
+    train(model, optimizer, scheduler, range(2))
+    if mixed:
+        cast(model, optimizer, torch.bfloat16, ("exp_avg",), "lm_head")
+    _flat_save(folder, model, optimizer, scheduler)
+    before = _said(folder, model=model, optimizer=optimizer)
+    dist.barrier()
+    ds_reshard.save_units(folder, model, optimizer)
+    said = _said(folder, model=model, optimizer=optimizer)
+    with _hooks(True):
+        held = _states(model, optimizer)
+    if mixed:
+        cast(model, optimizer, torch.float32, ("exp_avg",), "lm_head")
+    return {"held": held, "losses": train(model, optimizer, scheduler, range(2, 4)), "before": before, "said": said}
+
+
+def flat_load(folder: str, orig: bool) -> dict[str, Any]:
+    """verl's load of them into a model of other weights."""
+    model, optimizer = build(orig, frozen=orig, every=True, seed=1)
+    scheduler = _schedule(optimizer)
+    settings = (ShardedStateDictConfig(offload_to_cpu=False), ShardedOptimStateDictConfig(offload_to_cpu=False))
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *settings):
+        model.load_state_dict(torch.load(_file(folder, "model"), weights_only=False))
+        optimizer.load_state_dict(torch.load(_file(folder, "optim"), weights_only=False))
+        scheduler.load_state_dict(torch.load(_file(folder, "extra_state"), weights_only=False)["lr_scheduler"])
+    with _hooks(True):
+        held = _states(model, optimizer)
+    return {"held": held, "losses": train(model, optimizer, scheduler, range(2, 4))}
+
+
+def _hsdp(fsdp2: bool, seed: int) -> tuple[Any, Any]:
+    """Groups of two ranks that hold the same shards, as EasyR1 and verl make them of `fsdp_size=2`."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("ddp", "fsdp"))
     if fsdp2:
-        model, optimizer = _fsdp2(0, mesh)
-    else:
-        torch.manual_seed(0)
-        model = FullyShardedDataParallel(
-            VLM(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu"),
-            device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        )  # fmt: skip
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return _fsdp2(seed, mesh)
+    torch.manual_seed(seed)
+    model = FullyShardedDataParallel(
+        VLM(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu"),
+        device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+    )  # fmt: skip
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def hsdp(folder: str, fsdp2: bool) -> dict[str, Any]:
+    """EasyR1's save of HSDP, and the losses of two steps more; of FSDP1 verl's save, too, into `folder`.flat."""
+    import ds_reshard
+
+    model, optimizer = _hsdp(fsdp2, 0)
     scheduler = _schedule(optimizer)
     train(model, optimizer, scheduler, range(2))
     _save(folder, model, optimizer, scheduler)
+    if not fsdp2:
+        ds_reshard.save_units(f"{folder}.flat", model, optimizer)
+        _flat_save(f"{folder}.flat", model, optimizer, scheduler)
     said = _said(folder, model=model, optimizer=optimizer)
     with _hooks(True):
-        return {"held": _states(model, optimizer), "said": said}
+        held = _states(model, optimizer)
+    return {"held": held, "said": said, "losses": train(model, optimizer, scheduler, range(2, 4))}
+
+
+def hsdp_load(folder: str, fsdp2: bool, dcp_folder: str) -> dict[str, Any]:
+    """EasyR1's load of it, and torch's of a folder of its own, into other weights; what is held after each."""
+    model, optimizer = _hsdp(fsdp2, 1)
+    scheduler = _schedule(optimizer)
+    with _hooks(True):
+        weights, states = get_state_dict(model, optimizer)
+        wanted = {"model": weights, "optimizer": states}
+        dcp.load(wanted, checkpoint_id=dcp_folder)
+        set_state_dict(model, optimizer, model_state_dict=wanted["model"], optim_state_dict=wanted["optimizer"])
+        first = _states(model, optimizer)
+    model, optimizer = _hsdp(fsdp2, 2)
+    scheduler = _schedule(optimizer)
+    with _hooks(True):
+        model_state_dict = torch.load(_file(folder, "model"), weights_only=False)
+        optim_state_dict = torch.load(_file(folder, "optim"), weights_only=False)
+        set_state_dict(
+            model=model, optimizers=optimizer, model_state_dict=model_state_dict, optim_state_dict=optim_state_dict,
+            options=OPTIONS,
+        )  # fmt: skip
+        scheduler.load_state_dict(torch.load(_file(folder, "extra_state"), weights_only=False)["lr_scheduler"])
+        held = _states(model, optimizer)
+    said = _said(folder, model=model, optimizer=optimizer)
+    return {"dcp": first, "held": held, "said": said, "losses": train(model, optimizer, scheduler, range(2, 4))}
 
 
 def _swapped(folder: str) -> None:

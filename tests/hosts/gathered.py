@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,6 +38,13 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         and one.shape == other.shape
         and torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
     )
+
+
+def assert_moments(held: Mapping[tuple[str, str], torch.Tensor]) -> None:
+    """First and second moments are there, not zero, and not each other's, so that a shared buffer cannot hide."""
+    names = [name for name, kind in held if kind == "exp_avg"]
+    assert names and all(held[name, "exp_avg"].any() for name in names)
+    assert all(not torch.equal(held[name, "exp_avg"], held[name, "exp_avg_sq"]) for name in names)
 
 
 def scalars(held: list[dict[str, Any]]) -> dict[tuple[str, str], Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Model, Run
-from gathered import same_bits
+from gathered import assert_moments, same_bits
 from kept_folders import KeptFolders
 
 import ds_reshard
@@ -33,9 +33,7 @@ def folders(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
             folder = tmp_path_factory.mktemp("dcp") / str(size)
             held = worlds[size].run("dcp_jobs.save", folder=str(folder), model=MODEL)[0]
             truth = {TensorKey(name=n, kind=kind): t for (n, kind), t in held.items() if kind != "step"}
-            moments = [name for name, kind in held if kind == "exp_avg"]
-            assert moments and all(held[n, "exp_avg"].any() for n in moments)
-            assert all(not torch.equal(held[n, "exp_avg"], held[n, "exp_avg_sq"]) for n in moments)
+            assert_moments(held)
             made[size] = folder, truth
         return made[size]
 

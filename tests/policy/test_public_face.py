@@ -43,6 +43,7 @@ EXPORTED = [
     "installed",
     "last_report",
     "prepare",
+    "save_units",
     "uninstall",
     "verify_saved",
 ]

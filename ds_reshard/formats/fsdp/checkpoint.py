@@ -6,31 +6,33 @@ EasyR1 saves what `get_state_dict` gives for FSDP1 and FSDP2, by names; verl `mo
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from ds_reshard.containers.revive_names import find_hostile
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed, raise_faults
+from ds_reshard.errors import CheckpointNotFound, Fault, raise_faults
+from ds_reshard.formats.fsdp.files import MODEL, OPTIM, files_of, missing, path_of
+from ds_reshard.formats.fsdp.flat import FlatStates, read_flat
 from ds_reshard.formats.fsdp.held import Held, Shape, damaged, held_of
+from ds_reshard.formats.fsdp.order import line_to_add, read_order
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, chunked
 from ds_reshard.model.region import Box
-from ds_reshard.model.saved import SavedFile, SavedListing
 
-MODEL, OPTIM = "model", "optim"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 UNNAMED = "the optimizer's files name no parameter (verl saves optimizer.state_dict()): left out"
-_NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,9})_rank_(\d{1,9})\.pt")
+"""How the note of such files begins; the line that mends it follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpCheckpoint:
-    """A folder; a family is "model" or "optim", a shard one rank's file. `first` is what rank 0's files hold."""
+    """A folder; a family is "model" or "optim", a shard one rank's file. `first` is what rank 0's files hold.
+
+    `flat` are the states of flat parameters, where the order of these is there.
+    """
 
     folder: str
     ranks: int
@@ -40,6 +42,12 @@ class FsdpCheckpoint:
     beside: Mapping[str, tuple[object, ...]]
     first: Mapping[str, Mapping[TensorKey, Held]]
     notes: tuple[str, ...]
+    flat: FlatStates | None = None
+
+    @property
+    def unnamed(self) -> bool:
+        """Whether there are states of which no file tells the names."""
+        return any(note.startswith(UNNAMED) for note in self.notes)
 
     @property
     def parameters(self) -> Mapping[str, Shape]:
@@ -47,7 +55,9 @@ class FsdpCheckpoint:
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
         """The tensors of one rank's file, by the text of their keys, each checked against rank 0's."""
-        path = _path(self.folder, family, self.ranks, shard)
+        if family == OPTIM and self.flat is not None:
+            return self.flat.buffers(shard)
+        path = path_of(self.folder, family, self.ranks, shard)
         expected = self.first[family]
         held = _read(path, family, self.parameters).tensors
         faults = [
@@ -65,7 +75,7 @@ class FsdpCheckpoint:
         shards = min((self.ranks // one.replicas for one in held.values()), default=self.ranks)
         if shard < shards:
             return
-        first = _read(_path(self.folder, family, self.ranks, shard % shards), family, self.parameters).tensors
+        first = _read(path_of(self.folder, family, self.ranks, shard % shards), family, self.parameters).tensors
         for key, one in held.items():
             if one.replicas > 1 and (key not in first or _checksum(one) != _checksum(first[key])):
                 yield damaged(path, f"{key} is another than rank {shard % shards}'s, which holds the same shard",
@@ -81,30 +91,13 @@ class _File:
     groups: tuple[GroupFacts, ...] = ()
 
 
-def is_fsdp(folder: str) -> bool:
-    return any(match["family"] == MODEL for match in _files(folder))
-
-
-def list_fsdp(folder: str) -> SavedListing:
-    """The files of such a folder."""
-    roles = {MODEL: "model", OPTIM: "optimizer"}
-    files = {}
-    for name in sorted(os.listdir(folder)):
-        path, match = os.path.join(folder, name), _NAME.fullmatch(name)
-        if os.path.isfile(path):
-            role = roles.get(match[1], "other") if match is not None else "other"
-            files[name] = SavedFile(nbytes=os.path.getsize(path), role=role)
-    tag = os.path.basename(os.path.abspath(folder))
-    return SavedListing(format="files of FSDP ranks", writer="EasyR1 or verl", folder=folder, tag=tag, files=files)
-
-
 def open_fsdp(folder: str) -> FsdpCheckpoint:
     """Read rank 0's files and the list of the others.
 
     Raises CheckpointNotFound, CheckpointDamaged for files of several world sizes or missing ones, UnsupportedLayout for
     tensors that are sharded over several dimensions of a mesh, and what reading a damaged file raises.
     """
-    files = [match for match in _files(folder) if match["family"] in (MODEL, OPTIM)]
+    files = [match for match in files_of(folder) if match["family"] in (MODEL, OPTIM)]
     sizes = sorted({int(match["size"]) for match in files})
     if not sizes:
         mend = "give the folder that holds them"
@@ -114,15 +107,18 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
         raise_faults([damaged(folder, "holds files of several world sizes", "one", ", ".join(map(str, sizes)))],
                      subject=f"checkpoint {folder}")  # fmt: skip
     size = sizes[0]
-    faults = list(_missing(folder, files, size))
+    faults = list(missing(folder, files, size))
     raise_faults(faults, subject=f"checkpoint {folder}")
     families = sorted({match["family"] for match in files})
-    read = {MODEL: _read(_path(folder, MODEL, size, 0), MODEL, {})}
+    read = {MODEL: _read(path_of(folder, MODEL, size, 0), MODEL, {})}
     if OPTIM in families:
-        read[OPTIM] = _read(_path(folder, OPTIM, size, 0), OPTIM, _parameters(read[MODEL].tensors, size))
+        read[OPTIM] = _read(path_of(folder, OPTIM, size, 0), OPTIM, _parameters(read[MODEL].tensors, size))
     shapes = {key.name: held.shape for key, held in read[MODEL].tensors.items()}
+    flat = _flat(folder, size, read[MODEL], shapes) if OPTIM in read and UNNAMED in read[OPTIM].notes else None
     states = read[OPTIM].tensors if OPTIM in read else {}
-    raise_faults(list(_of_another_model(_path(folder, OPTIM, size, 0), states, shapes)), subject=f"checkpoint {folder}")
+    raise_faults(
+        list(_of_another_model(path_of(folder, OPTIM, size, 0), states, shapes)), subject=f"checkpoint {folder}"
+    )
     single = {key: held for key, held in states.items() if _is_single(key, held, shapes)}
     placements = {
         key: _placement(key, held, family, size) for family, file in read.items() for key, held in file.tensors.items()
@@ -130,14 +126,28 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
     }  # fmt: skip
     facts = None
     if states:
-        scalars = _scalars(_path(folder, OPTIM, size, 0), single)
+        scalars = _scalars(path_of(folder, OPTIM, size, 0), single)
         facts = OptimizerFacts(groups=read[OPTIM].groups, scalars=scalars)
+    notes = [note for file in read.values() for note in file.notes]
+    if flat is not None:
+        placements |= {placement.key: placement for placement in flat.placements(flat.shards)}
+        facts, notes = flat.facts, []
     return FsdpCheckpoint(
         folder=folder, ranks=size, layout=Layout(placements, dict.fromkeys(families, size)), facts=facts, objects={},
         beside={},
-        first={family: file.tensors for family, file in read.items()},
-        notes=tuple(note for file in read.values() for note in file.notes),
+        first={family: file.tensors for family, file in read.items()}, flat=flat,
+        notes=tuple(f"{note}; {line_to_add(folder)}" for note in notes),
     )  # fmt: skip
+
+
+def _flat(folder: str, size: int, model: _File, shapes: Mapping[str, Shape]) -> FlatStates | None:
+    """The states of flat parameters, None where nothing tells their order."""
+    order = read_order(folder, shapes)
+    if order is None:
+        return None
+    paths = [path_of(folder, OPTIM, size, rank) for rank in range(size)]
+    replicas = max((held.replicas for held in model.tensors.values()), default=1)
+    return read_flat(paths, [_top(path) for path in paths], order, family=OPTIM, shards=size // replicas)
 
 
 def _of_another_model(path: str, states: Mapping[TensorKey, Held], shapes: Mapping[str, Shape]) -> Iterator[Fault]:
@@ -169,30 +179,6 @@ def _checksum(held: Held) -> tuple[object, ...]:
     return held.local.storage.crc32, held.local.element_offset, held.local.shape
 
 
-def _files(folder: str) -> list[dict[str, str]]:
-    try:
-        names = sorted(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise ReadFailed(f"{folder}: cannot be listed: {error}") from error
-    found = (_NAME.fullmatch(name) for name in names)
-    return [{"family": match[1], "size": match[2], "rank": match[3]} for match in found if match is not None]
-
-
-def _path(folder: str, family: str, size: int, rank: int) -> str:
-    return os.path.join(folder, f"{family}_world_size_{size}_rank_{rank}.pt")
-
-
-def _missing(folder: str, files: list[dict[str, str]], size: int) -> Iterator[Fault]:
-    for family in (MODEL, *(name for name in (OPTIM,) if any(one["family"] == name for one in files))):
-        there = {int(one["rank"]) for one in files if one["family"] == family}
-        if there != set(range(size)):
-            shown = ", ".join(map(str, sorted(set(range(size)) - there)[:16])) or "none"
-            yield damaged(folder, f"files {family}_world_size_{size}_rank_*.pt are not those of {size} ranks",
-                           f"ranks 0 to {size - 1}", f"{len(there)} files; missing {shown}")  # fmt: skip
-
-
 def _placement(key: TensorKey, held: Held, family: str, size: int) -> Placement:
     if held.dim is not None:
         boxes = [held.box(rank, size) for rank in range(size // held.replicas)]
@@ -208,14 +194,26 @@ def _parameters(tensors: Mapping[TensorKey, Held], size: int) -> Mapping[str, Sh
     return {key.name: held.shape for key, held in tensors.items() if size == 1 or held.rank is not None}
 
 
-def _read(path: str, family: str, parameters: Mapping[str, Shape]) -> _File:
+def _top(path: str) -> dict[object, object]:
+    """What torch.save was given, as records."""
     with open_archive(path) as archive:
         top = archive.load()
     raise_faults(list(find_hostile(top, path)), subject="reading a checkpoint")
-    tree = top.get("state") if isinstance(top, dict) and family == OPTIM else top
-    if not isinstance(top, dict) or not isinstance(tree, dict):
-        raise_faults([damaged(path, "is no state dict", "names and tensors", type(tree).__name__)],
-                     subject="reading a checkpoint")  # fmt: skip
+    if not isinstance(top, dict):
+        raise_faults([_no_state_dict(path, top)], subject="reading a checkpoint")
+        raise AssertionError
+    return top
+
+
+def _no_state_dict(path: str, found: object) -> Fault:
+    return damaged(path, "is no state dict", "names and tensors", type(found).__name__)
+
+
+def _read(path: str, family: str, parameters: Mapping[str, Shape]) -> _File:
+    top = _top(path)
+    tree = top.get("state") if family == OPTIM else top
+    if not isinstance(tree, dict):
+        raise_faults([_no_state_dict(path, tree)], subject="reading a checkpoint")
         raise AssertionError
     if family == MODEL:
         entries = [(str(name), "weight", value) for name, value in tree.items()]
@@ -272,7 +270,10 @@ def _differs(
     """What is wrong with a tensor of a rank's file beside rank 0's; replicas hold the `same` values."""
     expected = f"{first.local.dtype.label} {list(first.shape)}, axis {first.dim}, {first.replicas} times"
     found = f"{held.local.dtype.label} {list(held.shape)}, axis {held.dim}, {held.replicas} times"
-    if expected != found:
+    if held.ranks not in (None, size):
+        yield damaged(path, f"{key} lies on a mesh of another size than the file's name says", f"{size} ranks",
+                       f"{held.ranks} ranks")  # fmt: skip
+    elif expected != found:
         yield damaged(path, f"{key} is of another shape, type or placement than rank 0's", expected, found)
     elif held.local.shape != held.box(rank, size).size and (held.local.numel or held.box(rank, size).numel):
         yield damaged(path, f"{key}: its part is not rank {rank}'s of {size}",

@@ -19,8 +19,8 @@ Shape = tuple[int, ...]
 class Held:
     """A tensor of one rank's file: `local` of the whole `shape`, sharded by axis `dim`, or all of it (None).
 
-    `rank` is the one that saved it, by its place on the mesh; None of a plain tensor. Of HSDP, `replicas` groups of
-    ranks, one after another, hold the same shards each.
+    `rank` is the one that saved it, by its place on the mesh, and `ranks` how many are on that; None of a plain tensor.
+    Of HSDP, `replicas` groups of ranks, one after another, hold the same shards each.
     """
 
     shape: Shape
@@ -28,6 +28,7 @@ class Held:
     rank: int | None
     local: TensorRecord
     replicas: int = 1
+    ranks: int | None = None
 
     def box(self, rank: int, size: int) -> Box:
         """What a rank of `size` holds, as torch.chunk cuts: ceil(n / shards) rows each, the last ones fewer or none."""
@@ -66,25 +67,26 @@ def held_of(path: str, name: str, value: object) -> Held | None:
                      subject="reading a checkpoint")  # fmt: skip
     mesh = _state(spec.get("mesh"))
     sizes, at = _mesh_sizes(mesh), mesh.get("_coordinate_on_dim")
-    if len(kinds) == 2 and (len(sizes) != 2 or not isinstance(at, list | tuple) or len(at) != 2):
+    if len(kinds) == 2 and (sizes is None or len(sizes) != 2 or not isinstance(at, list | tuple) or len(at) != 2):
         raise_faults([_unsupported(path, f"{name} lies on a mesh of unknown sizes")], subject="reading a checkpoint")
     rank = 0
     for size, coordinate in zip(sizes or (1,), at if isinstance(at, list | tuple) else (), strict=False):
         rank = rank * size + (coordinate if isinstance(coordinate, int) else 0)
     return Held(
         shape=tuple(shape), dim=dim if isinstance(dim, int) else None, rank=rank,
-        local=_row_major(path, name, local), replicas=sizes[0] if kinds == ["Replicate", "Shard"] else 1,
+        local=_row_major(path, name, local), replicas=sizes[0] if sizes and kinds == ["Replicate", "Shard"] else 1,
+        ranks=prod(sizes) if sizes is not None else None,
     )  # fmt: skip
 
 
-def _mesh_sizes(mesh: Mapping[object, object]) -> tuple[int, ...]:
-    """The sizes of a mesh's dimensions: of its layout in torch 2.13, else of the tensor of its ranks; () if neither."""
+def _mesh_sizes(mesh: Mapping[object, object]) -> tuple[int, ...] | None:
+    """The sizes of a mesh's dimensions, by its layout (torch 2.13), else the tensor of its ranks; None if neither."""
     axes = _state(mesh.get("_layout")).get("axes")
     if isinstance(axes, tuple):
         shapes = [_state(axis).get("shape") for axis in axes]
         return tuple(prod(shape) for shape in shapes if isinstance(shape, tuple))
     ranks = mesh.get("mesh")
-    return ranks.shape if isinstance(ranks, TensorRecord) else ()
+    return ranks.shape if isinstance(ranks, TensorRecord) else None
 
 
 def _row_major(path: str, name: str, tensor: TensorRecord) -> TensorRecord:

@@ -1,7 +1,9 @@
-"""A DTensor of torch's pickles for another number of ranks, on a mesh of one dimension that holds all of them.
+"""A DTensor of torch's pickles for another number of ranks, on a mesh that holds all of them.
 
-What `DeviceMesh.__init__` and `DTensorSpec` keep (torch/distributed/device_mesh.py and tensor/_dtensor_spec.py): 2.13,
-and from their sources alone the older form with `mesh`, `_flatten_mesh_list` and `_dim_group_infos`.
+Its mesh has one dimension; or of HSDP two, groups of ranks that hold the same shards: their size stays, their number
+changes. What `DeviceMesh.__init__` and `DTensorSpec` keep (torch/distributed/device_mesh.py and
+tensor/_dtensor_spec.py): 2.13, and of one dimension, from their sources alone, the older form with `mesh`,
+`_flatten_mesh_list` and `_dim_group_infos`.
 """
 
 from __future__ import annotations
@@ -30,13 +32,21 @@ def ranks_data(size: int) -> Mapping[str, bytes]:
 
 
 class Meshes:
-    """The meshes of one new file, that of `rank` of `size`; DTensors that share one share it there too."""
+    """The meshes of one new file, that of `rank` of `size`; DTensors that share one share it there too.
 
-    def __init__(self, path: str, *, saved_size: int, rank: int, size: int) -> None:
+    `shards` is the size of a group of HSDP, None of a mesh of one dimension; `saved_rank` saved the DTensors, in the
+    first group.
+    """
+
+    def __init__(
+        self, path: str, *, saved_size: int, rank: int, size: int, shards: int | None = None, saved_rank: int = 0
+    ) -> None:
         self._path = path
         self._saved_size = saved_size
         self._rank = rank
         self._size = size
+        self._shards = shards
+        self._saved_rank = saved_rank
         self._made: dict[int, ObjectRecord] = {}
 
     def dtensor(self, saved: ObjectRecord, local: TensorRecord) -> ObjectRecord:
@@ -71,10 +81,12 @@ class Meshes:
                 self._refuse(f"a mesh of the ranks {value}")
             return tuple(range(self._size))
         if name == "_coordinate_on_dim" and isinstance(value, tuple | list):
-            return type(value)([self._rank])
+            return type(value)([self._rank] if self._shards is None else divmod(self._rank, self._shards))
         if name in ("_layout", "_layouts"):
-            return self._resized(value)
-        if name == "_dim_group_infos" and isinstance(value, list):
+            return self._resized(value) if self._shards is None else self._regrouped(value, self._shards)
+        if name == "_dim_group_names" and self._shards is not None:
+            return self._group_names(value, self._shards)
+        if name == "_dim_group_infos" and isinstance(value, list) and self._shards is None:
             return [(tag, list(range(self._size)), *rest) for tag, _, *rest in value]
         if name == "_rank":
             return self._rank
@@ -102,11 +114,38 @@ class Meshes:
             self._refuse(f"a mesh of the layout {layout.state}")
         return replace(layout, state=_axis(self._size, flat=flat))
 
+    def _regrouped(self, layout: object, shards: int) -> object:
+        """The layout of a mesh of HSDP, as torch 2.13 keeps it: groups of `shards` ranks, one after another."""
+        state = layout.state if isinstance(layout, ObjectRecord) and isinstance(layout.state, dict) else {}
+        axes = state.get("axes")
+        if not isinstance(layout, ObjectRecord) or not isinstance(axes, tuple):
+            self._refuse("a mesh of two dimensions")
+            raise AssertionError
+        found = [axis.state for axis in axes if isinstance(axis, ObjectRecord)]
+        expected = [_part(self._saved_size // shards, shards), _part(shards, 1)]
+        if found != expected or shards == 1:
+            self._refuse(f"a mesh of the layout {found}")
+        first = replace(axes[0], state=_part(self._size // shards, shards))
+        return replace(layout, state={**state, "axes": (first, *axes[1:])})
+
+    def _group_names(self, saved: object, shards: int) -> list[str]:
+        """The names of this rank's groups, of which `saved` are those of the rank that saved.
+
+        `init_device_mesh` makes the groups of one dimension after those of the other, and all ranks count them
+        (torch/distributed/device_mesh.py, 2.13): first one for each shard, of the ranks that hold it, then the rest.
+        """
+        numbers = [int(name) for name in saved if str(name).isdigit()] if isinstance(saved, list) else []
+        if len(numbers) != 2 or numbers[1] != numbers[0] - self._saved_rank + shards:
+            self._refuse(f"a mesh with groups named {saved}")
+        alike, together = numbers[0] - self._saved_rank, numbers[1]
+        group, number = divmod(self._rank, shards)
+        return [str(alike + number), str(together + group)]
+
     def _refuse(self, what: str) -> None:
         fault = Fault(
             error="UnsupportedLayout", where=self._path,
             what=f"{what} is not known here, and may depend on the number of ranks",
-            expected="a mesh of one dimension over all ranks, as torch 2.13 keeps it",
+            expected="a mesh of one dimension over all ranks, or of two for HSDP, as torch 2.13 keeps it",
             mend="load it with the number of ranks that saved it, and save it with torch 2.13",
         )  # fmt: skip
         raise_faults([fault], subject="converting")
@@ -115,6 +154,10 @@ class Meshes:
 def _axis(size: int, *, flat: bool) -> dict[object, object]:
     """The layout of one dimension; a `_FlatLayout` drops a size of 1 (torch/distributed/_mesh_layout.py, 2.13)."""
     return {"shape": (), "stride": ()} if flat and size == 1 else {"shape": (size,), "stride": (1,)}
+
+
+def _part(size: int, stride: int) -> dict[object, object]:
+    return {"shape": (size,), "stride": (stride,)}
 
 
 def _is_device(value: object) -> bool:

@@ -15,11 +15,16 @@ from functools import partial
 
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged, Fault, ReadFailed, raise_faults
-from ds_reshard.formats.fsdp.checkpoint import MODEL, UNNAMED, FsdpCheckpoint, groups_of, state_names
+from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint, groups_of, state_names
 from ds_reshard.formats.fsdp.extra_state import EXTRA, extra_trees
+from ds_reshard.formats.fsdp.files import MODEL, OPTIM, path_of
+from ds_reshard.formats.fsdp.flat import flat_tree
+from ds_reshard.formats.fsdp.held import Held, held_of
 from ds_reshard.formats.fsdp.mesh import Meshes, ranks_data
+from ds_reshard.formats.fsdp.order import ORDER, line_to_add
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
 from ds_reshard.model.records import ObjectRecord, new_tensor
+from ds_reshard.model.region import Box
 from ds_reshard.model.target import Target, TargetFile, Unit
 
 CONFIG = "fsdp_config.json"
@@ -36,8 +41,8 @@ def fsdp_target(source: FsdpCheckpoint, size: int) -> Target:
     raise_faults(list(_faults(source, size)), subject=f"converting {source.folder} to fsdp")
     writing = _Writing(
         source=source, size=size, config=_config(source.folder),
-        trees={family: _load(os.path.join(source.folder, _name(family, source.ranks, 0))) for family in source.first},
-        extra=tuple(extra_trees(source.folder, source.ranks, size)),
+        trees={family: _load(path_of(source.folder, family, source.ranks, 0)) for family in source.first},
+        extra=tuple(extra_trees(source.folder, source.ranks, size)), group_size=_group_size(source),
     )  # fmt: skip
     placements = {placement.key: placement for placement in writing.placements()}
     families = [*writing.trees, *([EXTRA] if writing.extra else [])]
@@ -54,16 +59,27 @@ def _faults(source: FsdpCheckpoint, size: int) -> Iterator[Fault]:
             source, "holds whole tensors: under one rank FSDP1 shards nothing, and no file tells of a mesh",
             "load it under one rank, or convert a folder that several ranks have saved",
         )  # fmt: skip
-    if any(one.replicas > 1 for one in held):
+    shards = _group_size(source)
+    if shards is not None and (size % shards or size <= shards):
         yield _unsupported(
-            source, "is of HSDP: a mesh of two dimensions depends on more than the number of ranks, and is not written",
-            "load it with the number of ranks that saved it, or through ds_reshard.dcp.Reader",
+            source, f"is of HSDP, groups of {shards} ranks: EasyR1 and verl make the same groups of other ranks, and "
+            f"{size} are no number of them", f"give a multiple of {shards} above it: --dp {2 * shards}; or --to dcp",
         )  # fmt: skip
-    if UNNAMED in source.notes:
+    if source.unnamed:
         yield _unsupported(
             source, "its optimizer's files tell of no parameter's name and shape (verl with FSDP1, or several groups)",
-            "load it with the number of ranks that saved it, and save it with FSDP2 or with get_state_dict",
+            f"of FSDP1 {line_to_add(source.folder)}; else save it with get_state_dict",
         )  # fmt: skip
+
+
+def _group_size(source: FsdpCheckpoint) -> int | None:
+    """The ranks of a group of HSDP, whose number is that of the groups; None where each rank holds a shard of its own.
+
+    Both make meshes of `fsdp_size` ranks, one after another (`create_device_mesh`, verl/workers/engine/fsdp/utils.py of
+    verl 0.9.1).
+    """
+    replicas = max((one.replicas for tensors in source.first.values() for one in tensors.values()), default=1)
+    return source.ranks // replicas if replicas > 1 else None
 
 
 def _unsupported(source: FsdpCheckpoint, what: str, mend: str) -> Fault:
@@ -77,6 +93,15 @@ class _Writing:
     config: Mapping[str, object] | None
     trees: Mapping[str, Mapping[object, object]]
     extra: tuple[object, ...]
+    group_size: int | None
+
+    @property
+    def _shards(self) -> int:
+        """How many ranks hold all of it together: further ones are given what these are."""
+        return self.group_size or self.size
+
+    def _box(self, held: Held, rank: int) -> Box:
+        return held.box(rank, self.size if self.group_size is None else self.source.ranks)
 
     @property
     def _whole(self) -> bool:
@@ -87,8 +112,10 @@ class _Writing:
         for family, tensors in self.source.first.items():
             for key, held in tensors.items():
                 if held.dim is not None:
-                    boxes = [held.box(rank, self.size) for rank in range(self.size)]
+                    boxes = [self._box(held, rank) for rank in range(self._shards)]
                     yield chunked(key, held.shape, held.local.dtype, boxes, family=family, buffer=str(key))
+        if self.source.flat is not None:
+            yield from self.source.flat.placements(self._shards)
 
     def units(self) -> Iterator[Unit]:
         texts = tuple(self._texts())
@@ -103,14 +130,24 @@ class _Writing:
             files = (TargetFile(name=_name(EXTRA, self.size, rank), tree=partial(_kept, kept)),)
             yield Unit(family=EXTRA, shard=rank, files=files)
 
+    def _saved(self, family: str, rank: int) -> Mapping[object, object]:
+        return _load(path_of(self.source.folder, family, self.source.ranks, rank))
+
     def _data(self, family: str) -> Mapping[str, bytes]:
         meshed = any(held.rank is not None for held in self.source.first[family].values())
         return ranks_data(self.size) if meshed and not self._whole else {}
 
     def _tree(self, family: str, rank: int) -> object:
-        """What torch.save is given for one rank's file."""
-        meshes = Meshes(self.source.folder, saved_size=self.source.ranks, rank=rank, size=self.size)
-        top = self.trees[family]
+        """What torch.save is given for one rank's file; of a rank beyond the first shards, what was saved of these."""
+        again = rank >= self._shards
+        saved_rank = rank % self._shards if again else 0
+        meshes = Meshes(
+            self.source.folder, saved_size=self.source.ranks, rank=rank, size=self.size, shards=self.group_size,
+            saved_rank=saved_rank,
+        )  # fmt: skip
+        top = self._saved(family, saved_rank) if again else self.trees[family]
+        if family == OPTIM and self.source.flat is not None:
+            return top if again else _like(top, flat_tree(self.source.flat, top, rank, self._shards))
         if family == MODEL:
             return _like(top, {name: self._value(family, name, "weight", value, rank, meshes)
                                for name, value in top.items()})  # fmt: skip
@@ -132,8 +169,12 @@ class _Writing:
         if held is None or not isinstance(value, ObjectRecord):
             return value
         local = held.local
-        if held.dim is not None:
-            local = new_tensor(str(key), held.box(rank, self.size).size, held.local.dtype)
+        if rank >= self._shards:
+            found = held_of(self.source.folder, str(key), value)
+            assert found is not None, "what is a DTensor in rank 0's file is one in each"
+            local = found.local
+        elif held.dim is not None:
+            local = new_tensor(str(key), self._box(held, rank).size, held.local.dtype)
         return local if self._whole else meshes.dtensor(value, local)
 
     def _texts(self) -> Iterator[TargetFile]:
@@ -141,6 +182,9 @@ class _Writing:
         if self.config is not None:
             text = json.dumps({**self.config, "world_size": self.size}, indent=4)
             yield TargetFile(name=CONFIG, tree=partial(text.encode, "utf-8"), container="plain")
+        if self.source.flat is not None:
+            text = self.source.flat.order.text()
+            yield TargetFile(name=ORDER, tree=partial(text.encode, "utf-8"), container="plain")
         for name in self._exported():
             if not name.endswith(_WEIGHTS):
                 text_of = partial(_read, os.path.join(self.source.folder, name))

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault, ReshardError, damaged, faults_of, raise_faults
-from ds_reshard.formats.fsdp.checkpoint import UNNAMED, FsdpCheckpoint, open_fsdp
+from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint, open_fsdp
 from ds_reshard.formats.fsdp.extra_state import missing_extra
+from ds_reshard.formats.fsdp.order import line_to_add
 from ds_reshard.hosts.fsdp.gather import everyone
 from ds_reshard.hosts.fsdp.live import parts_of, second_names, steps_of
 from ds_reshard.model.facts import ScalarTensor
@@ -73,8 +74,8 @@ def _seen(folder: str, rank: int, size: int | None, model: Module | None, optimi
     try:
         checkpoint = open_fsdp(folder)
         _check(checkpoint, rank, size)
-        if optimizer is not None and UNNAMED in checkpoint.notes:
-            mend = f"ds_reshard.verify_saved({folder!r}, model=model)"
+        if optimizer is not None and checkpoint.unnamed:
+            mend = f"{line_to_add(folder)}; or leave out optimizer="
             what = "its optimizer's files name no parameter: they cannot be compared with the optimizer"
             return _Seen(faults=(Fault(error="UnsupportedLayout", where=folder, what=what, mend=mend),))
         return _Seen() if model is None else _compared(checkpoint, rank, size or 1, model, optimizer)
