@@ -2,7 +2,8 @@
 
 Loads no framework. A host that does not look as its table says is left as it is, with one warning; where a resume
 policy was asked for, which could then not be applied, that is an error. `DS_RESHARD_DISABLE=1` in the environment
-makes this import do nothing, and a policy an error; `ds_reshard.uninstall` undoes it.
+makes this import do nothing, and a policy an error; `ds_reshard.uninstall` undoes it. `DS_RESHARD_SETTINGS` holds what
+is asked of hosts that have no JSON of their own: `{"fsdp": {"verify_after_save": true}}`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 from ds_reshard.errors import ConfigError, HookError
 from ds_reshard.hooks import install_on_import, refused
 from ds_reshard.hosts import tables
+from ds_reshard.hosts.fsdp.settings import ask_settings, asks_to_verify
 from ds_reshard.resume import asked
 from ds_reshard.resume.policy import ResumePolicy
 
@@ -36,12 +38,21 @@ def _refuse(policy: ResumePolicy) -> None:
         )
 
 
+_settings = os.environ.get("DS_RESHARD_SETTINGS", "")
 if os.environ.get("DS_RESHARD_DISABLE", "") in ("", "0"):
+    if _settings:
+        ask_settings(_settings, place="DS_RESHARD_SETTINGS")
     for _table in tables():
         if _table.resumes:
             install_on_import(_table, insist=_asked_for)
+        elif _table.host == "fsdp":
+            install_on_import(_table, insist=asks_to_verify)
         else:
             install_on_import(_table)
     asked.on_asked(_insist)
+elif _settings:
+    raise ConfigError(
+        "DS_RESHARD_DISABLE is set, and DS_RESHARD_SETTINGS as well: what it asks for cannot be done; unset one of them"
+    )
 else:
     asked.on_asked(_refuse)

@@ -28,18 +28,34 @@ def tables() -> tuple[HostHooks, ...]:
     return tuple(table(name) for name in HOSTS)
 
 
-def install(name: str) -> Installation:
+def install(name: str, *, verify_after_save: bool | None = None) -> Installation:
     """Patch one framework, importing it; `remove()` or the end of a `with` block takes the patches off.
 
     All of the host's patches or none: HookError lists every reason. Installed already, by this call or by
-    `import ds_reshard.auto`, the same installation is returned.
+    `import ds_reshard.auto`, the same installation is returned. `verify_after_save`, of "fsdp" alone, says whether what
+    is saved is verified from now on (docs/fsdp.md); None leaves it as it was asked before.
     """
-    return hooks.install(table(name))
+    found = table(name)
+    if verify_after_save is None:
+        return hooks.install(found)
+    if found.host != "fsdp":
+        raise ConfigError(f'verify_after_save: is of "fsdp", not of {name!r}; write ds_reshard.install("fsdp", ...)')
+    installation = hooks.install(found)
+    _ask_to_verify(verify_after_save)
+    return installation
 
 
 def uninstall(name: str) -> None:
-    """Take one framework's patches off, or stop `ds_reshard.auto` from waiting for its import."""
-    hooks.uninstall(table(name).host)
+    """Take one framework's patches off, or stop `ds_reshard.auto` from waiting for its import; forget what was asked of
+    its saves."""
+    found = table(name)
+    hooks.uninstall(found.host)
+    if found.host == "fsdp":
+        _ask_to_verify(False)
+
+
+def _ask_to_verify(wanted: bool) -> None:
+    import_module(f"{__name__}.fsdp.settings").ask_to_verify(wanted)
 
 
 def installed() -> tuple[HookStatus, ...]:

@@ -1,8 +1,10 @@
-"""FSDP1 of torch: optimizer state that is gathered for a checkpoint.
+"""FSDP of torch: optimizer state of FSDP1 that is gathered for a checkpoint, and saves that are verified.
 
-Importing this loads no torch; the seams are in `gather.py` and `flatten.py`. Rung 2: `_optim_state_dict_impl` is where
-`FSDP.optim_state_dict`, its two older forms, `get_optimizer_state_dict` and `get_state_dict` all pass, and there is no
-extension point before it.
+Importing this loads no torch; the seams are in `gather.py`, `flatten.py`, `dcp_saves.py` and `rank_saves.py`.
+Rung 2: `_optim_state_dict_impl` is where `FSDP.optim_state_dict`, its two older forms, `get_optimizer_state_dict` and
+`get_state_dict` all pass, and there is no extension point before it; managers call `torch.save` in one method. Rung 3:
+`save` and the thread of `async_save` look `_save_state_dict` up in their module, and a planner or a storage writer of
+ours would take the place of the script's.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import functools
 import inspect
 
 from ds_reshard.hooks import Function, HostHooks, Patch
+from ds_reshard.hosts.fsdp.settings import asks_to_verify
 
 
 def wrap_optim_state_dict(original: Function) -> Function:
@@ -20,14 +23,8 @@ def wrap_optim_state_dict(original: Function) -> Function:
     def _optim_state_dict_impl(*args: object, **kwargs: object) -> object:
         from ds_reshard.hosts.fsdp.gather import gather
 
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-
-        def by_torch(changed: dict[str, object]) -> object:
-            bound.arguments.update(changed)
-            return original(*bound.args, **bound.kwargs)
-
-        return gather(dict(bound.arguments), by_torch)
+        bound = _bound(signature, args, kwargs)
+        return gather(dict(bound.arguments), _changed(original, bound))
 
     return _optim_state_dict_impl
 
@@ -44,6 +41,66 @@ def wrap_flatten(original: Function) -> Function:
         return original(self, params, module, aligned_numel, use_orig_params)
 
     return _init_flat_param_and_metadata
+
+
+def wrap_save(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def _save_state_dict(*args: object, **kwargs: object) -> object:
+        if not asks_to_verify():
+            return original(*args, **kwargs)
+        from ds_reshard.hosts.fsdp.dcp_saves import save
+
+        bound = _bound(signature, args, kwargs)
+        return save(dict(bound.arguments), _changed(original, bound))
+
+    return _save_state_dict
+
+
+def wrap_async_save(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def async_save(*args: object, **kwargs: object) -> object:
+        if asks_to_verify():
+            from ds_reshard.hosts.fsdp.dcp_saves import refuse_process
+
+            refuse_process(_bound(signature, args, kwargs).arguments.get("async_checkpointer_type"))
+        return original(*args, **kwargs)
+
+    return async_save
+
+
+def wrap_save_checkpoint(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_checkpoint(*args: object, **kwargs: object) -> object:
+        saved = original(*args, **kwargs)
+        if asks_to_verify():
+            from ds_reshard.hosts.fsdp.rank_saves import verify_save
+
+            verify_save(dict(_bound(signature, args, kwargs).arguments))
+        return saved
+
+    return save_checkpoint
+
+
+def _bound(signature: inspect.Signature, args: tuple[object, ...], kwargs: dict[str, object]) -> inspect.BoundArguments:
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound
+
+
+def _changed(original: Function, bound: inspect.BoundArguments) -> Function:
+    """The original with the arguments of a call, less those that are given instead."""
+
+    def by_torch(changed: dict[str, object]) -> object:
+        bound.arguments.update(changed)
+        return original(*bound.args, **bound.kwargs)
+
+    return by_torch
 
 
 HOOKS = HostHooks(
@@ -67,6 +124,27 @@ HOOKS = HostHooks(
             wrapper=wrap_flatten,
             signature=("params", "module", "aligned_numel", "use_orig_params"),
             summary="names the parameters of an FSDP unit of which some are frozen, with use_orig_params=False",
+        ),
+        Patch(
+            target="torch.distributed.checkpoint.state_dict_saver:_save_state_dict",
+            wrapper=wrap_save,
+            signature=("state_dict", "storage_writer", "process_group", "coordinator_rank", "no_dist", "planner"),
+            summary="where verify_after_save is asked for, verifies what torch.distributed.checkpoint has saved",
+            optional=True,
+        ),
+        Patch(
+            target="torch.distributed.checkpoint.state_dict_saver:async_save",
+            wrapper=wrap_async_save,
+            signature=("state_dict",),
+            summary="where verify_after_save is asked for, refuses saves in a process that the hooks do not reach",
+            optional=True,
+        ),
+        Patch(
+            target="verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager.save_checkpoint",
+            wrapper=wrap_save_checkpoint,
+            signature=(),
+            summary="where verify_after_save is asked for, verifies what the managers of EasyR1 and verl have saved",
+            optional=True,
         ),
     ),
 )  # fmt: skip

@@ -1,0 +1,59 @@
+"""What is asked of the hooks of FSDP, of every save that follows: `{"fsdp": {"verify_after_save": true}}`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from ds_reshard.errors import Fault, raise_faults, wrong_value
+
+VERIFY_AFTER_SAVE = "verify_after_save"
+_ASKED: set[str] = set()
+
+
+def asks_to_verify() -> bool:
+    """Whether what is saved is verified before the save returns."""
+    return VERIFY_AFTER_SAVE in _ASKED
+
+
+def ask_to_verify(wanted: object) -> None:
+    """Verify what is saved from now on, or no longer; ConfigError for anything else than True and False."""
+    if not isinstance(wanted, bool):
+        raise_faults([wrong_value(VERIFY_AFTER_SAVE, "True, False", wanted)], subject='ds_reshard.install("fsdp")')
+    if wanted:
+        _ASKED.add(VERIFY_AFTER_SAVE)
+    else:
+        _ASKED.discard(VERIFY_AFTER_SAVE)
+
+
+def ask_settings(text: str, *, place: str) -> None:
+    """Ask for what a JSON object of settings says; ConfigError names every mistake, `place` says where it was read."""
+    try:
+        held: object = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        held = error
+    faults = list(_mistakes(held, place))
+    raise_faults(faults, subject=place)
+    if isinstance(held, dict) and VERIFY_AFTER_SAVE in held.get("fsdp", {}):
+        ask_to_verify(held["fsdp"][VERIFY_AFTER_SAVE])
+
+
+def _mistakes(held: object, place: str) -> Iterator[Fault]:
+    if not isinstance(held, dict):
+        yield wrong_value(place, '{"fsdp": {"verify_after_save": true}}', held)
+        return
+    yield from (_unknown(place, name, "fsdp") for name in held if name != "fsdp")
+    section = held.get("fsdp", {})
+    if not isinstance(section, dict):
+        yield wrong_value("fsdp", '{"verify_after_save": true}', section)
+        return
+    yield from (_unknown(place, f"fsdp.{name}", f"fsdp.{VERIFY_AFTER_SAVE}")
+                for name in section if name != VERIFY_AFTER_SAVE)  # fmt: skip
+    wanted = section.get(VERIFY_AFTER_SAVE, False)
+    if not isinstance(wanted, bool):
+        yield wrong_value(f"fsdp.{VERIFY_AFTER_SAVE}", "true, false", wanted)
+
+
+def _unknown(place: str, name: str, expected: str) -> Fault:
+    mend = f'remove "{name}" from {place}; settings of other hosts belong in the "ds_reshard" section of their JSON'
+    return Fault(error="ConfigError", where=name, what="is no setting of this place", expected=expected, mend=mend)

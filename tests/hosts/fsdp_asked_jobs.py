@@ -1,0 +1,205 @@
+"""Saves of scripts that ask for `verify_after_save`: by torch.distributed.checkpoint, accelerate and managers.
+
+A save is damaged where another process or a disk would damage it: after its last write, before it returns.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from cases import Model
+from dcp_jobs import accelerates
+from fsdp_jobs import Lines, build
+from fsdp_manager_jobs import OPTIONS, _cut, _file, _flat_save, _fsdp2, _schedule, _swapped, train
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import ds_reshard
+from ds_reshard.containers.dcp_directory import read_directory
+from ds_reshard.containers.torch_zip import open_archive
+
+Damage = Callable[[str], object]
+
+
+def _as_another_rank(folder: str) -> None:
+    """One rank's file as the other one's: of the same save, so that every checksum holds."""
+    shutil.copy(f"{folder}/__0_0.distcp", f"{folder}/__1_0.distcp")
+
+
+def _flip(folder: str) -> None:
+    """One bit of a tensor that rank 1 has written."""
+    chunks = [chunk for tensor in read_directory(folder).tensors.values() for chunk in tensor.chunks]
+    places = [chunk.place for chunk in chunks if 0 not in chunk.size]
+    place = next(one for one in places if one is not None and one.path.endswith("__1_0.distcp"))
+    with open_archive(place.path, part=(place.byte_offset, place.nbytes)) as archive:
+        held: Any = archive.load()
+    data = bytearray(Path(place.path).read_bytes())
+    data[held.byte_offset] ^= 1
+    Path(place.path).write_bytes(data)
+
+
+OTHER = "another model"
+
+
+DCP_DAMAGES: dict[str, Damage] = {
+    "none": lambda folder: None,
+    "truncated": lambda folder: os.truncate(f"{folder}/__1_0.distcp", 900),
+    "missing": lambda folder: os.remove(f"{folder}/__1_0.distcp"),
+    "no directory": lambda folder: os.remove(f"{folder}/.metadata"),
+    "another rank's": _as_another_rank,
+    "a bit": _flip,
+    "another save's directory": lambda folder: shutil.copy(f"{Path(folder).parent}/{OTHER}/.metadata", folder),
+}
+FILE_DAMAGES: dict[str, Damage] = {
+    "none": lambda folder: None,
+    "truncated": _cut,
+    "missing": lambda folder: os.remove(f"{folder}/optim_world_size_2_rank_1.pt"),
+    "foreign": lambda folder: shutil.copy(f"{folder}/optim_world_size_2_rank_1.pt",
+                                          f"{folder}/optim_world_size_3_rank_1.pt"),
+    "swapped": _swapped,
+}  # fmt: skip
+
+
+def _said(save: Callable[[], object]) -> str:
+    try:
+        save()
+    except ds_reshard.ReshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _damaging(damage: Damage) -> Any:
+    """torch's writer, whose last act on the coordinator is followed by damage."""
+    finish = dcp.FileSystemWriter.finish
+
+    def damaging(self: Any, metadata: Any, results: Any) -> None:
+        finish(self, metadata, results)
+        damage(str(self.path))
+
+    return mock.patch.object(dcp.FileSystemWriter, "finish", damaging)
+
+
+def _state() -> dict[str, Any]:
+    """What a trainer saves: FSDP2's, a tensor that lies by columns, a view, one without elements, and plain values."""
+    model, optimizer = _fsdp2(0)
+    train(model, optimizer, _schedule(optimizer), range(2))
+    weights, states = get_state_dict(model, optimizer)
+    grid = torch.arange(12.0).reshape(3, 4)
+    more = {"columns": grid.t(), "view": grid[1:, 1:], "empty": torch.empty(0, 3), "number": torch.tensor(7)}
+    return {"model": weights, "optimizer": states, "more": more, "epoch": 3, "complex": torch.ones(2) * 1j}
+
+
+def saves(folder: str) -> dict[str, Any]:
+    """What this rank is told of saves of each damage, in one folder's subfolders, and of other ways to save."""
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # which accelerate wants, and does not use
+    state, lines = _state(), Lines()
+    logging.getLogger("ds_reshard").addHandler(lines)
+    told: dict[str, Any] = {}
+    dcp.save({"other": torch.zeros(3)}, checkpoint_id=f"{folder}/{OTHER}")
+    with ds_reshard.install("fsdp", verify_after_save=True):
+        for name, damage in DCP_DAMAGES.items():
+            with _damaging(damage):
+                told[name] = _said(lambda name=name: dcp.save(state, checkpoint_id=f"{folder}/{name}"))  # type: ignore[misc]
+        group = dist.new_group(backend="gloo")
+        with _damaging(_flip):
+            at = f"{folder}/thread"
+            told["thread"] = _said(lambda: dcp.async_save(state, checkpoint_id=at, process_group=group).result())
+        kind = AsyncCheckpointerType.PROCESS
+        told["process"] = _said(lambda: dcp.async_save(state, checkpoint_id=at, async_checkpointer_type=kind))
+        told["accelerate"] = _said(lambda: accelerates("", Model(), out=f"{folder}/accelerate"))
+        with _damaging(_flip):
+            told["accelerate, a bit"] = _said(lambda: accelerates("", Model(), out=f"{folder}/accelerate.bit"))
+        told["lines before"] = list(lines.texts)
+        writer = dcp.FileSystemWriter(
+            f"{folder}/safetensors", serialization_format=dcp.filesystem.SerializationFormat.SAFETENSORS
+        )
+        told["safetensors"] = _said(lambda: dcp.save({"model": state["model"]}, storage_writer=writer))
+        told["lines"] = lines.texts[len(told["lines before"]) :]
+        ds_reshard.install("fsdp", verify_after_save=False)
+        with _damaging(_flip):
+            told["not asked"] = _said(lambda: dcp.save(state, checkpoint_id=f"{folder}/not asked"))
+    return told
+
+
+SYNTHETIC = """
+class FSDPCheckpointManager:
+    def __init__(self, model, optimizer, lr_scheduler, save, damage):
+        self.model, self.optimizer, self.lr_scheduler = model, optimizer, lr_scheduler
+        self._save, self._damage = save, damage
+
+    def save_checkpoint(self, {arguments}):
+        self._save({folder}, self.model, self.optimizer, self.lr_scheduler)
+        self._damage({folder})
+"""
+ARGUMENTS = {
+    "EasyR1": "path: str, save_model_only: bool = False",
+    "verl": "local_path: str, hdfs_path: str = None, global_step: int = 0, max_ckpt_to_keep=None",
+}
+
+
+def _manager(folder: str, kind: str) -> Any:
+    """A synthetic class where both packages have theirs, with the arguments of theirs."""
+    arguments = ARGUMENTS[kind]
+    at = Path(folder, f"rank{dist.get_rank()}", "verl", "utils", "checkpoint")
+    at.mkdir(parents=True)
+    text = SYNTHETIC.format(arguments=arguments, folder=arguments.partition(":")[0])
+    (at / "fsdp_checkpoint_manager.py").write_text(text)
+    sys.path.insert(0, str(at.parents[2]))
+    return importlib.import_module("verl.utils.checkpoint.fsdp_checkpoint_manager").FSDPCheckpointManager
+
+
+def _easyr1s(folder: str, model: Any, optimizer: Any, scheduler: Any) -> None:
+    """EasyR1's calls: states by names, gathered."""
+    weights, states = get_state_dict(model, optimizer, options=OPTIONS)
+    torch.save(weights, _file(folder, "model"))
+    torch.save(states, _file(folder, "optim"))
+    torch.save({"lr_scheduler": scheduler.state_dict()}, _file(folder, "extra_state"))
+
+
+def _verls(folder: str, model: Any, optimizer: Any, scheduler: Any) -> None:
+    """verl's calls: the optimizer's own state dict."""
+    torch.save(model.state_dict(), _file(folder, "model"))
+    torch.save(optimizer.state_dict(), _file(folder, "optim"))
+    torch.save({"lr_scheduler": scheduler.state_dict()}, _file(folder, "extra_state"))
+
+
+KINDS: dict[str, tuple[str, Callable[..., None], tuple[str, ...]]] = {
+    "EasyR1": ("EasyR1", _easyr1s, tuple(FILE_DAMAGES)),
+    "verl": ("verl", _verls, ("none", "truncated", "missing", "foreign")),
+    "verl with FSDP1": ("verl", _flat_save, ("none", "missing")),
+}
+
+
+def managed(folder: str, kind: str) -> dict[str, Any]:
+    """What this rank is told by the manager's `save_checkpoint` of each damage."""
+    framework, save, damages = KINDS[kind]
+    with ds_reshard.install("fsdp", verify_after_save=True):
+        found = _manager(folder, framework)  # after the hooks: they wait for its import
+        model, optimizer = _fsdp2(0) if kind == "verl" else build(kind == "EasyR1", frozen=kind == "EasyR1", every=True)
+        scheduler = _schedule(optimizer)
+        train(model, optimizer, scheduler, range(2))
+        told = {}
+        for name in damages:
+            at = f"{folder}/{name}"
+
+            def damage(path: str, name: str = name) -> None:
+                dist.barrier()
+                if dist.get_rank() == 0:
+                    FILE_DAMAGES[name](path)
+                dist.barrier()
+
+            os.makedirs(at, exist_ok=True)
+            manager = found(model, optimizer, scheduler, save, damage)
+            told[name] = _said(lambda at=at, manager=manager: manager.save_checkpoint(at))  # type: ignore[misc]
+        return told

@@ -1,0 +1,112 @@
+"""`verify_after_save`: what was saved is read again before the save returns, and all ranks are told the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fresh
+import pytest
+
+import ds_reshard
+from ds_reshard.hosts.fsdp.settings import ask_settings, ask_to_verify, asks_to_verify
+
+DCP = {
+    "truncated": ("CheckpointDamaged", "__1_0.distcp"),
+    "missing": ("CheckpointNotFound", "__1_0.distcp"),
+    "no directory": ("CheckpointNotFound", ".metadata"),
+    "another rank's": ("", "__1_0.distcp"),
+    "a bit": ("FingerprintMismatch", "is not what was saved"),
+    "another save's directory": ("CheckpointDamaged", "is not what was saved"),
+    "thread": ("FingerprintMismatch", "is not what was saved"),
+    "accelerate, a bit": ("FingerprintMismatch", "is not what was saved"),
+    "process": ("ConfigError", "AsyncCheckpointerType.THREAD"),
+}
+FILES = {
+    "truncated": ("CheckpointDamaged", "optim_world_size_2_rank_0.pt"),
+    "missing": ("CheckpointDamaged", "optim_world_size_2_rank_*.pt are not those of 2 ranks"),
+    "foreign": ("CheckpointDamaged", "several world sizes (expected one, found 2, 3)"),
+    "swapped": ("FingerprintMismatch", "lm_head.weight[exp_avg] is not what the ranks hold"),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_saves_of_torch_and_accelerate(tmp_path: Path) -> None:
+    """Good ones pass without a word; what is wrong is one error on every rank, also where one rank's file is."""
+    told = fresh.run("fsdp_asked_jobs.saves", 2, folder=str(tmp_path))
+    assert all(isinstance(one, dict) for one in told), told
+    assert told[0]["lines"][0].endswith("is not verified: it is no folder of files of torch.save")
+    for one in told:
+        assert {name: one[name] for name in ("none", "accelerate", "safetensors", "not asked")} == dict.fromkeys(
+            ("none", "accelerate", "safetensors", "not asked"), ""
+        )
+        assert one["lines before"] == []
+        for name, (kind, text) in DCP.items():
+            assert one[name].startswith(kind) and text in one[name], (name, one[name])
+            assert one[name] == told[0][name] != ""
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["EasyR1", "verl", "verl with FSDP1"])
+def test_saves_of_checkpoint_managers(tmp_path: Path, kind: str) -> None:
+    """The hooks wait for the managers' module. Synthetic class, the calls of EasyR1 and of verl."""
+    told = fresh.run("fsdp_asked_jobs.managed", 2, folder=str(tmp_path), kind=kind)
+    assert all(isinstance(one, dict) for one in told), told
+    assert told[0] == told[1] and told[0].pop("none") == ""
+    assert "missing" in told[0]
+    assert (tmp_path / "none" / "fsdp_units.json").exists() == (kind == "verl with FSDP1")
+    for name, said in told[0].items():
+        assert said.startswith(FILES[name][0]) and FILES[name][1] in said, said
+
+
+def test_only_fsdp_takes_it() -> None:
+    with pytest.raises(ds_reshard.ConfigError, match='verify_after_save: is of "fsdp"'):
+        ds_reshard.install("deepspeed", verify_after_save=True)
+    with pytest.raises(ds_reshard.ConfigError, match="True, False"):
+        ask_to_verify("yes")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("verify", "DS_RESHARD_SETTINGS"),
+        ("[]", "DS_RESHARD_SETTINGS"),
+        ('{"fsdp": {"verify": true}}', "fsdp.verify: is no setting"),
+        ('{"reshard": {"threads": 2}}', "reshard: is no setting"),
+        ('{"fsdp": {"verify_after_save": 1}}', "fsdp.verify_after_save: has a value that is not allowed"),
+        ('{"fsdp": true}', "fsdp: has a value that is not allowed"),
+    ],
+)
+def test_mistakes_are_named(text: str, said: str) -> None:
+    with pytest.raises(ds_reshard.ConfigError) as raised:
+        ask_settings(text, place="DS_RESHARD_SETTINGS")
+    assert said in str(raised.value) and not asks_to_verify()
+
+
+SCRIPT = """
+import ds_reshard.auto
+from ds_reshard.hosts.fsdp.settings import asks_to_verify
+print(asks_to_verify())
+ds_reshard.uninstall("fsdp")
+print(asks_to_verify())
+"""
+
+
+def _auto(**environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_environment_asks() -> None:
+    """By the same keys, read by `ds_reshard.auto`; disabled hooks cannot do it."""
+    settings = json.dumps({"fsdp": {"verify_after_save": True}})
+    assert _auto(DS_RESHARD_SETTINGS=settings).stdout.split() == ["True", "False"]
+    assert _auto().stdout.split() == ["False", "False"]
+    refused = _auto(DS_RESHARD_SETTINGS=settings, DS_RESHARD_DISABLE="1")
+    assert refused.returncode and "unset one of them" in refused.stderr
