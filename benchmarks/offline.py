@@ -89,27 +89,30 @@ def contest(folder: Path, out: Path, runs: int) -> dict[str, Any]:
     return {"seconds": {name: spread(of) for name, of in taken.items()}, "ratios": ratios, "spent": counted}
 
 
-def cost(work: Callable[[], object]) -> tuple[float, int]:
-    """Seconds of processor time, and by how many bytes the process grew at most."""
+def cost(work: Callable[[], object], runs: int) -> tuple[float, int]:
+    """Seconds of processor time, the median of some runs, and by how many bytes the process grew at most."""
     work()
     forget_peak()
-    before, started = resident(), time.process_time()
-    work()
-    return time.process_time() - started, resident()["peak"] - before["anonymous"] - before["file"]
+    before, taken = resident(), []
+    for _ in range(runs):
+        started = time.process_time()
+        work()
+        taken.append(time.process_time() - started)
+    return median(taken), resident()["peak"] - before["anonymous"] - before["file"]
 
 
-def growing(folder: Path) -> Iterator[dict[str, Any]]:
+def growing(folder: Path, runs: int) -> Iterator[dict[str, Any]]:
     """`verify` by bytes, `inspect` by tensors and by shards."""
     cases = (
         *(("verify, bytes", verify, layers, 512, DP) for layers in (1, 4, 16)),
-        *(("inspect, tensors", inspect, layers, 16, DP) for layers in (16, 64, 128)),
+        *(("inspect, tensors", inspect, layers, 16, DP) for layers in (16, 64, 128, 256)),
         *(("inspect, shards", inspect, 16, 64, dp) for dp in (16, 64, 128)),
     )
     for name, work, layers, width, dp in cases:
         shutil.rmtree(folder, ignore_errors=True)
         nbytes = write_checkpoint(folder, gpt_shapes(layers, width, vocabulary=1024), dp)
         warm(folder)
-        cpu_s, grown = cost(lambda work=work: work(str(folder)))  # type: ignore[misc]
+        cpu_s, grown = cost(lambda work=work: work(str(folder)), runs)  # type: ignore[misc]
         size = {"bytes": nbytes, "tensors": len(gpt_shapes(layers, width, vocabulary=1024)), "shards": dp}
         yield {"name": name, "size": size[name.partition(", ")[2]], "cpu_s": cpu_s, "grown_nbytes": grown}
     shutil.rmtree(folder)
@@ -141,7 +144,7 @@ def main() -> None:
         made = {
             "commit": commit(), "machine": machine(), "runs": given.runs, "nbytes": nbytes,
             "versions": {name: version(name) for name in ("torch", "isal", "numpy")}, **measured,
-            "growth": growth(list(growing(Path(scratch) / "growing"))),
+            "growth": growth(list(growing(Path(scratch) / "growing", given.runs))),
         }  # fmt: skip
     text = json.dumps(made, indent=1)
     print(text)

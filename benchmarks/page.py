@@ -174,6 +174,7 @@ def parts() -> str:
             ("parts planned, of all", f"{made['planned_parts']} of {made['parts']}"),
             ("a part, s", of(made["part_seconds"], ".1f")),
             ("processor time of a part, s", f"{made['cpu_s'] / made['planned_parts']:.1f}"),
+            ("processor time of all parts, s", f"{made['cpu_s'] / made['planned_parts'] * made['parts']:.0f}"),
             (f"all parts, {made['processes']} processes, s", f"{made['all_seconds']:.0f}"),
             ("metadata read by a part", _size(made["metadata_nbytes"] / made["planned_parts"])),
             ("source files read for a target file, at most", made["files_read_by_a_unit"]),

@@ -50,13 +50,13 @@ class _Writer:
         self._memo: dict[int | str, int] = {}
         self._kept: list[object] = []  # an id stands for its object only while that lives
 
-    def put(self, *parts: bytes) -> None:
-        self.parts += parts
+    def put(self, part: bytes) -> None:
+        self.parts.append(part)
 
     def save(self, value: object) -> None:
-        scalar = _scalar(value)
+        scalar = _SCALARS.get(type(value))
         if scalar is not None:
-            self.put(scalar)
+            self.parts.append(scalar(value))
         elif isinstance(value, GlobalName):
             self._name(value.module, value.name)
         elif not self._again(id(value)):
@@ -111,7 +111,7 @@ class _Writer:
         if not self._again(key):
             if "\n" in module or "\n" in name:
                 raise UnsupportedLayout(f"a class named {name!r} cannot be written into a torch file")
-            self.put(b"c", key.encode("utf-8"))
+            self.put(b"c" + key.encode("utf-8"))
             self._remember(key)
 
     def _call(self, module: str, name: str, args: tuple[object, ...]) -> None:
@@ -194,20 +194,9 @@ class _Writer:
         self.put(b"Q")
 
 
-def _scalar(value: object) -> bytes | None:
-    """The opcode of an atom, None for everything else."""
-    if value is None:
-        return b"N"
-    if value is True or value is False:
-        return b"\x88" if value else b"\x89"
-    if type(value) is int:
-        return _integer(value)
-    if type(value) is float:
-        return b"G" + struct.pack(">d", value)
-    if type(value) is str:
-        data = value.encode("utf-8", "surrogatepass")
-        return b"X" + struct.pack("<I", len(data)) + data
-    return None
+def _text(value: str) -> bytes:
+    data = value.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(data)) + data
 
 
 def _integer(value: int) -> bytes:
@@ -217,6 +206,16 @@ def _integer(value: int) -> bytes:
         return b"J" + struct.pack("<i", value)
     data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     return b"\x8a" + bytes([len(data)]) + data if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data)) + data
+
+
+_SCALARS: dict[type, Callable[..., bytes]] = {
+    type(None): lambda _: b"N",
+    bool: lambda value: b"\x88" if value else b"\x89",
+    int: _integer,
+    float: lambda value: b"G" + struct.pack(">d", value),
+    str: _text,
+}
+"""The opcode of an atom, by its type."""
 
 
 def _plain_call(value: object) -> tuple[str, str, tuple[object, ...]] | None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ds_reshard.containers.revive_parts import Parts
 from ds_reshard.containers.revive_recipes import RECIPES, VALUES
 from ds_reshard.errors import ConfigError, Fault, raise_faults
-from ds_reshard.model.nesting import children
+from ds_reshard.model.nesting import LEAVES, children
 from ds_reshard.model.records import GlobalName, ObjectRecord, StorageRecord
 
 # Modules whose functions act on the machine; they are not offered for trust, nor accepted when trusted.
@@ -110,10 +110,12 @@ def _walk(value: object) -> Iterator[object]:
         part = left.pop()
         yield part
         for child in _parts(part):
-            if id(child) not in seen:
+            if type(child) not in _NAMELESS and id(child) not in seen:
                 seen.add(id(child))
                 left.append(child)
 
+
+_NAMELESS = LEAVES - {GlobalName, StorageRecord}
 
 # Of modules that act on the machine, the names that only hold data: torch models keep extra state in them.
 _INERT = frozenset({"_io.BytesIO", "_io.StringIO", "io.BytesIO", "io.StringIO", "operator.itemgetter"})

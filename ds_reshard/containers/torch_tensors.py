@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeGuard
 
 from ds_reshard.containers.zip_directory import ArchiveMember
 from ds_reshard.errors import CheckpointDamaged
@@ -30,6 +31,7 @@ _STORAGES = {
     "UntypedStorage": ElementType.UINT8,
 }
 _PLAIN_TYPES = frozenset({"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter"})
+_MAX_DIMENSION = (1 << 63) - 1
 _MAX_NDIM = 64  # of torch (c10/core/WrapDimMinimal, dim_list_to_bitset); also keeps checking a view cheap
 
 
@@ -124,9 +126,8 @@ class TensorCalls:
         if any(metadata):
             return NotImplemented
         sizes, strides = _dimensions(shape), _dimensions(stride)
-        if sizes is None or strides is None or len(sizes) != len(strides) or _dimensions((offset,)) is None:
+        if sizes is None or strides is None or len(sizes) != len(strides) or not _is_dimension(offset):
             raise CheckpointDamaged(f"{self._path}: a tensor of storage {storage.key!r} is malformed")
-        assert isinstance(offset, int)
         return TensorRecord(
             storage=storage,
             dtype=dtype,
@@ -156,5 +157,11 @@ def _dimensions(value: object) -> tuple[int, ...] | None:
     """The sizes, strides or offsets that `value` holds; None when they are not non-negative 64-bit integers."""
     if not isinstance(value, (tuple, list)) or len(value) > _MAX_NDIM:
         return None
-    found = tuple(size for size in value if type(size) is int and 0 <= size < 1 << 63)
-    return found if len(found) == len(value) else None
+    for size in value:
+        if not _is_dimension(size):
+            return None
+    return tuple(value)
+
+
+def _is_dimension(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value <= _MAX_DIMENSION

@@ -48,9 +48,10 @@ class TorchArchive:
         try:
             root, members = read_members(self._file, limits.directory_nbytes)
             self.root = root
-            placed = {name: replace(one, byte_offset=self._start + one.byte_offset) for name, one in members.items()}
-            self.members: Mapping[str, ArchiveMember] = MappingProxyType(placed)
-            self._calls = TensorCalls(path, placed)
+            if self._start:
+                members = {n: replace(one, byte_offset=self._start + one.byte_offset) for n, one in members.items()}
+            self.members: Mapping[str, ArchiveMember] = MappingProxyType(members)
+            self._calls = TensorCalls(path, members)
             self._check_kind()
         except BaseException:
             self._file.close()

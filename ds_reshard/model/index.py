@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from ds_reshard.errors import Fault, ReshardError, faults_of
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.layout import Layout, Piece, Placement, TensorKey
 from ds_reshard.model.records import TensorRecord
-from ds_reshard.model.region import Region, Run, overlap
+from ds_reshard.model.region import Region, overlap
 
 
 class Record(NamedTuple):
@@ -37,6 +37,10 @@ class Extent(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    def part(self, element_offset: int, numel: int) -> Extent:
+        """`numel` of the elements, from that one."""
+        return Extent(self.record, self.byte_offset + element_offset * self.dtype.itemsize, self.dtype, numel)
 
 
 def extent_of(tensor: TensorRecord) -> Extent:
@@ -97,8 +101,8 @@ class Index:
 
     def _extent(self, placement: Placement, shard: int) -> Extent | None:
         """The buffer of one shard; a shard that was opened well and lacks it is damaged."""
-        buffers = self.open(placement.family, shard)
-        if (placement.family, shard) not in self._failed and placement.buffer not in buffers:
+        extent = self.open(placement.family, shard).get(placement.buffer)
+        if extent is None and (placement.family, shard) not in self._failed:
             fault = Fault(
                 error="CheckpointDamaged",
                 where=f"{placement.family} shard {shard}",
@@ -109,7 +113,7 @@ class Index:
             )
             if fault not in self.faults:
                 self.faults.append(fault)
-        return buffers.get(placement.buffer)
+        return extent
 
     @property
     def opened(self) -> tuple[tuple[str, int], ...]:
@@ -126,14 +130,15 @@ class Index:
     def locate(self, key: TensorKey, wanted: Region) -> Iterator[tuple[int, Fragment]]:
         """The fragments that hold elements of `wanted`, each with its first element's offset in `wanted`."""
         placement = self.layout[key]
+        if not placement.tiles and placement.box == wanted.box:
+            for shard, start, stop, element_offset in placement.cut.pieces(wanted.start, wanted.stop):
+                extent = self._extent(placement, shard)
+                if extent is not None:
+                    yield start - wanted.start, Fragment(shard, extent.part(element_offset, stop - start))
+            return
         for part, piece in self.pieces(placement, wanted):
-            if part.box is wanted.box or part.box == wanted.box:
-                runs: Iterable[Run] = (Run(piece.start - wanted.start, 0, piece.stop - piece.start),)
-            else:
-                runs = list(overlap(wanted, part.region(piece)))
+            runs = list(overlap(wanted, part.region(piece)))
             extent = self._extent(placement, piece.shard) if runs else None
-            if extent is None:
-                continue
-            for at, inside, numel in runs:
-                byte_offset = extent.byte_offset + (piece.element_offset + inside) * extent.dtype.itemsize
-                yield at, Fragment(piece.shard, Extent(extent.record, byte_offset, extent.dtype, numel))
+            if extent is not None:
+                for at, inside, numel in runs:
+                    yield at, Fragment(piece.shard, extent.part(piece.element_offset + inside, numel))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -13,8 +12,7 @@ from ds_reshard.model.codec import ElementType
 from ds_reshard.model.region import Box, Region
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class TensorKey:
+class TensorKey(NamedTuple):
     """One logical tensor: a parameter (or buffer) name and a kind.
 
     The kind is `weight`, `fp32`, or the name of an optimizer state such as `exp_avg`. `copy` tells apart the equal
@@ -38,8 +36,7 @@ class Piece(NamedTuple):
     element_offset: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class Cut(NamedTuple):
     """How a box is cut over shards, all counted in elements.
 
     Element x lies in shard (x + phase) // chunk + first, at (x + phase) % chunk + origin of that shard's buffer.
@@ -61,7 +58,7 @@ class Cut:
         while at < stop:
             shard, inside, chunk = self._place(at + self.phase)
             end = min(stop, at + chunk - inside)
-            yield Piece(shard=shard + self.first, start=at, stop=end, element_offset=inside + self.origin)
+            yield Piece(shard + self.first, at, end, inside + self.origin)
             at = end
 
     def piece(self, shard: int, numel: int) -> Piece | None:
@@ -69,16 +66,12 @@ class Cut:
         number = shard - self.first
         if number < 0:
             return None
-        start = max(0, self._begin(number) - self.phase)
-        stop = min(numel, self._begin(number + 1) - self.phase)
-        if start >= stop:
-            return None
-        offset = start + self.phase - self._begin(number) + self.origin
-        return Piece(shard=shard, start=start, stop=stop, element_offset=offset)
-
-    def _begin(self, number: int) -> int:
-        """The first element, counted with the phase, of the shard of that number."""
-        return number * self.chunk - (max(0, number - self.wide) if self.wide is not None else 0)
+        begin = number * self.chunk - self.phase
+        end = begin + self.chunk
+        if self.wide is not None:
+            begin, end = begin - max(0, number - self.wide), end - max(0, number + 1 - self.wide)
+        start, stop = max(0, begin), min(numel, end)
+        return Piece(shard, start, stop, start - begin + self.origin) if start < stop else None
 
     def _place(self, element: int) -> tuple[int, int, int]:
         """The number of an element's shard, its place there, and how many that shard holds."""
@@ -88,8 +81,7 @@ class Cut:
         return number + self.wide, inside, self.chunk - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Placement(NamedTuple):
     """Where one logical tensor lies.
 
     `family` names a set of shards (the optimizer files, the model files, the ranks of a run), `buffer`
@@ -121,7 +113,7 @@ class Placement:
 
     def piece(self, shard: int) -> Piece | None:
         """What `shard` holds of this tensor's one box."""
-        return self.cut.piece(0 if self.replicated else shard, self.numel)
+        return self.cut.piece(0 if self.replicated else shard, self.box.numel)
 
     def regions(self, shard: int) -> Iterator[tuple[Region, int]]:
         """What `shard` holds of this tensor, box by box, with the element offset of each in its buffer."""
@@ -232,20 +224,20 @@ class Layout:
         return [buffer for of, buffer in self._by_buffer if of == family]
 
     def _check(self, family: str, buffer: str, members: list[Placement]) -> None:
-        cuts = [(p.cut, p.numel, str(p.key), p.replicated) for p in members if p.numel]
-        flat = all(cut.origin == 0 and cut.chunk == cuts[0][0].chunk for cut, _, _, _ in cuts)
-        if not flat and any(cut.phase for cut, _, _, _ in cuts):
+        filled = [member for member in members if member.numel]
+        flat = all(member.cut.origin == 0 and member.cut.chunk == filled[0].cut.chunk for member in filled)
+        if not flat and any(member.cut.phase for member in filled):
             raise ValueError(f"buffer {buffer}: flat and per-tensor cuts are mixed")
-        spans = sorted(
-            (cut.phase, cut.phase + numel, key) if flat else (cut.origin, cut.origin + min(cut.chunk, numel), key)
-            for cut, numel, key, _ in cuts
-        )
-        for before, after in pairwise(spans):
-            if before[1] > after[0]:
-                raise ValueError(f"buffer {buffer}: {before[2]} and {after[2]} overlap")
-        for cut, numel, key, replicated in cuts:
-            if cut.phase + numel > cut.chunk * (1 if replicated else self.shards[family] - cut.first):
-                raise ValueError(f"buffer {buffer}: {key} does not fit {self.shards[family]} shards")
+        for before, after in pairwise(sorted(filled, key=_begin if flat else _origin)):
+            cut = before.cut
+            if (_end(before) if flat else cut.origin + min(cut.chunk, before.numel)) > (
+                _begin(after) if flat else after.cut.origin
+            ):
+                raise ValueError(f"buffer {buffer}: {before.key} and {after.key} overlap")
+        for member in filled:
+            cut = member.cut
+            if cut.phase + member.numel > cut.chunk * (1 if member.replicated else self.shards[family] - cut.first):
+                raise ValueError(f"buffer {buffer}: {member.key} does not fit {self.shards[family]} shards")
 
 
 def _in_line(placement: Placement, first: Placement) -> bool:
@@ -261,3 +253,8 @@ def _begin(placement: Placement) -> int:
 
 def _end(placement: Placement) -> int:
     return _begin(placement) + placement.numel
+
+
+def _origin(placement: Placement) -> int:
+    """Where each shard's piece of a tensor begins in its buffer, of tensors that are cut one by one."""
+    return placement.cut.origin

@@ -7,7 +7,7 @@ from itertools import chain
 
 from ds_reshard.model.records import GlobalName, ObjectRecord, SizeRecord, StorageRecord, TensorRecord
 
-_LEAVES = frozenset(
+LEAVES = frozenset(
     {
         str,
         int,
@@ -24,6 +24,7 @@ _LEAVES = frozenset(
         TensorRecord,
     }
 )
+"""Types whose values have no values inside."""
 
 _NDIM = 64  # of a tensor, at most; counting more of them anew wherever they are shared would not be linear
 _UNITS = frozenset({float, bool, type(None), complex, slice, range})
@@ -54,7 +55,7 @@ def out_of_bounds(value: object, *, depth: int, parts: int) -> str | None:
     pairs are a million million. Long texts count by their length, and an object is one part of what holds it: it is
     told by its class. The sizes of the parts are kept, so the walk is linear. A cycle counts once around.
     """
-    if type(value) in _LEAVES:
+    if type(value) in LEAVES:
         return None
     known: dict[int, tuple[int, int]] = {id(value): (0, 0)}  # height and size; of a part being walked, none yet
     path: list[tuple[object, Iterator[object]]] = [(value, children(value))]
@@ -68,7 +69,7 @@ def out_of_bounds(value: object, *, depth: int, parts: int) -> str | None:
                 size += 1 + len(child) // 8
                 continue
             kind = type(child)
-            if kind in _LEAVES:
+            if kind in LEAVES:
                 size += 1 if kind in _UNITS else _weight(child)
                 continue
             if kind is SizeRecord and isinstance(child, SizeRecord) and len(child) <= _NDIM and len(path) < depth:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -14,14 +14,12 @@ class Box:
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
+    numel: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.offset) != len(self.size) or min((*self.offset, *self.size, 0)) < 0:
             raise ValueError(f"not a box: offset {self.offset}, size {self.size}")
-
-    @property
-    def numel(self) -> int:
-        return prod(self.size)
+        object.__setattr__(self, "numel", prod(self.size))
 
     def meets(self, other: Box) -> bool:
         """Whether they share an element."""

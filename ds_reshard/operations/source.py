@@ -58,10 +58,14 @@ def open_saved(folder: str) -> SavedState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """The shards of a source, opened when they are wanted; `compare` tells which of the opened are of other saves."""
+    """The shards of a source, opened when they are wanted; `compare` tells which of the opened are of other saves.
+
+    `zero` are those of a ZeRO checkpoint.
+    """
 
     index: Index
     compare: Callable[[], Sequence[Fault]]
+    zero: ZeroShards | None = None
 
 
 class Source:
@@ -118,7 +122,7 @@ class Source:
             mixed = compare_signatures(pieces.signatures, self.folder, states=self._states)
             return [*mixed, *compare_prints(pieces.prints, self.folder)]
 
-        return Shards(index=Index(self.layout, pieces), compare=compare)
+        return Shards(index=Index(self.layout, pieces), compare=compare, zero=pieces)
 
     def open_first(self) -> None:
         """Open the first shards of a ZeRO checkpoint, with which those that are opened later are compared."""
@@ -134,6 +138,11 @@ class Source:
     def refuse(self) -> None:
         """Raise what is wrong with the shards of `index` that were opened, or with them together."""
         raise_faults([*self.index.faults, *self._shards.compare()], subject=f"checkpoint {self.folder}")
+
+    @property
+    def zero_shards(self) -> ZeroShards | None:
+        """The files of a ZeRO checkpoint's ranks, as `index` opens them."""
+        return self._shards.zero
 
     @property
     def layout(self) -> Layout:

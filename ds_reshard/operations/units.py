@@ -20,6 +20,7 @@ from ds_reshard.formats.nanotron.arrangement import Wanted
 from ds_reshard.formats.nanotron.target import nanotron_target
 from ds_reshard.formats.zero.adopted import adopt, foreign_faults, foreign_key
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.target import FORMATS as ZERO_FORMATS
 from ds_reshard.formats.zero.target import zero_target
 from ds_reshard.formats.zero.universal_target import universal_target
@@ -63,16 +64,16 @@ def target_of(source: Source, asked: Asked) -> Target:
     if source.saved is not None:
         return _adopted(source, asked)
     assert source.zero is not None
-    return _deepspeed(source.zero, asked)
+    return _deepspeed(source.zero, asked, source.zero_shards)
 
 
-def _deepspeed(checkpoint: ZeroCheckpoint, asked: Asked) -> Target:
+def _deepspeed(checkpoint: ZeroCheckpoint, asked: Asked, shards: ZeroShards | None = None) -> Target:
     if asked.to in WEIGHTS:
         return (safetensors_target if asked.to == "safetensors" else torch_target)(checkpoint, asked.dtype)
     if asked.to == UNIVERSAL:
         return universal_target(checkpoint)
     dp = checkpoint.dp if asked.dp is None else asked.dp
-    return zero_target(checkpoint, asked.to, dp, sub_group_size=asked.sub_group_size)
+    return zero_target(checkpoint, asked.to, dp, sub_group_size=asked.sub_group_size, shards=shards)
 
 
 def _adopted(source: Source, asked: Asked) -> Target:

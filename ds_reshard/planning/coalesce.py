@@ -21,9 +21,9 @@ def coalesce(copies: Iterable[Copy]) -> tuple[Copy, ...]:
 
 def _continues(last: Copy, copy: Copy) -> bool:
     return (
-        last.record == copy.record
+        last.element_offset + last.numel == copy.element_offset
         and last.byte_offset + last.nbytes == copy.byte_offset
         and last.buffer == copy.buffer
-        and last.element_offset + last.numel == copy.element_offset
+        and last.record == copy.record
         and (last.dtype, last.target_dtype) == (copy.dtype, copy.target_dtype)
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from operator import itemgetter
 from typing import NamedTuple
 
 from ds_reshard.model.index import Extent, Index, Record
@@ -41,17 +41,8 @@ def plan_rank(
         for at, fragment in source.locate(source_key, placement.region(piece)):
             record, byte_offset, dtype, numel = fragment.extent
             touched.setdefault(record, set()).add((family, fragment.shard))
-            copies.append(
-                Copy(
-                    record=record,
-                    byte_offset=byte_offset,
-                    numel=numel,
-                    dtype=dtype,
-                    buffer=placement.buffer,
-                    element_offset=piece.element_offset + at,
-                    target_dtype=placement.dtype,
-                )
-            )
+            element_offset = piece.element_offset + at
+            copies.append(Copy(record, byte_offset, numel, dtype, placement.buffer, element_offset, placement.dtype))
     fills = [fill for buffer, numel in sizes.items() for fill in _uncovered(buffer, numel, covered[buffer])]
     checks = (gaps or Gaps(source, target, wants)).read_by(rank, touched)
     return Plan(copies=coalesce(copies), fills=tuple(fills), checks=tuple(checks))
@@ -78,8 +69,18 @@ def _uncovered(buffer: str, numel: int, spans: Iterable[tuple[int, int]]) -> Ite
 _Shard = tuple[str, int]
 """A shard of a family."""
 
-_Use = tuple[int, int, Placement, Piece]
-"""Bytes [begin, end) of a file that hold a wanted piece of a tensor of the source."""
+_Use = tuple[Placement, Piece]
+"""A wanted piece of a tensor of the source."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Uses:
+    """Bytes [begin, end) of a file that hold wanted pieces one after another, by the first and the last of them."""
+
+    begin: int
+    end: int
+    first: _Use
+    last: _Use
 
 
 class _Gap(NamedTuple):
@@ -106,39 +107,48 @@ class Gaps:
     def read_by(self, rank: int, touched: Mapping[Record, Iterable[_Shard]]) -> list[Check]:
         """The gaps that `rank` reads of the records it touches, each given with the shards that hold it."""
         holders = {(record, frozenset(shards)) for record, shards in touched.items()}
-        uses: dict[Record, list[_Use]] = {record: [] for record, shards in holders - self._found.keys()}
+        uses: dict[Record, list[_Uses]] = {record: [] for record, shards in holders - self._found.keys()}
         for family, shard in sorted({at for record, shards in holders if record in uses for at in shards}):
             self._add(family, shard, uses)
         for record, shards in holders:
             if record in uses:
-                self._found[record, shards] = list(self._gaps(record, sorted(uses[record], key=itemgetter(0, 1))))
+                ordered = sorted(uses[record], key=lambda together: (together.begin, together.end))
+                self._found[record, shards] = list(self._gaps(record, ordered))
         found = (gap for held in holders for gap in self._found[held])
         return sorted(
             (gap.check for gap in found if gap.reader in (None, rank)),
             key=lambda check: (check.record.path, check.byte_offset),
         )
 
-    def _add(self, family: str, shard: int, uses: Mapping[Record, list[_Use]]) -> None:
+    def _add(self, family: str, shard: int, uses: Mapping[Record, list[_Uses]]) -> None:
         """Add the wanted bytes of one shard to those of the records in `uses`."""
         for buffer, extent in self._source.open(family, shard).items():
             found, itemsize = uses.get(extent.record), extent.dtype.itemsize
             if found is None:
                 continue
-            for origin, piece in self._source.layout.pieces(family, buffer, shard):
-                if origin.key in self._wanted_by:
-                    begin = extent.byte_offset + piece.element_offset * itemsize
-                    found.append((begin, begin + (piece.stop - piece.start) * itemsize, origin, piece))
+            last: _Uses | None = None
+            for use in self._source.layout.pieces(family, buffer, shard):
+                origin, (_, start, stop, element_offset) = use
+                if origin.key not in self._wanted_by:
+                    continue
+                begin = extent.byte_offset + element_offset * itemsize
+                end = begin + (stop - start) * itemsize
+                if last is not None and last.end == begin:
+                    last.end, last.last = end, use
+                else:
+                    last = _Uses(begin=begin, end=end, first=use, last=use)
+                    found.append(last)
 
-    def _gaps(self, record: Record, uses: Sequence[_Use]) -> Iterator[_Gap]:
+    def _gaps(self, record: Record, uses: Sequence[_Uses]) -> Iterator[_Gap]:
         at, stop = record.byte_offset, record.byte_offset + record.nbytes
-        reader = self._reader(uses[0], first=True) if uses and uses[0][0] > at else None
-        for number, (begin, end, _, _) in enumerate(uses):
-            if begin > at:
-                yield _Gap(reader, Check(record=record, byte_offset=at, nbytes=begin - at))
-            if end > at:
-                at = end
-                follows = uses[number + 1][0] if number + 1 < len(uses) else stop
-                reader = self._reader(uses[number], first=False) if follows > at else None
+        reader = self._reader(uses[0].first, first=True) if uses and uses[0].begin > at else None
+        for number, together in enumerate(uses):
+            if together.begin > at:
+                yield _Gap(reader, Check(record=record, byte_offset=at, nbytes=together.begin - at))
+            if together.end > at:
+                at = together.end
+                follows = uses[number + 1].begin if number + 1 < len(uses) else stop
+                reader = self._reader(together.last, first=False) if follows > at else None
         if at < stop:
             yield _Gap(reader, Check(record=record, byte_offset=at, nbytes=stop - at))
 
@@ -148,7 +158,7 @@ class Gaps:
         Where the boxes differ, or there are several, ownership is not arithmetic: rank 0 stands in (it may then read
         a gap that another rank reads as well; the combined checksum notices, and the record is read again whole).
         """
-        _, _, origin, piece = use
+        origin, piece = use
         wanted = self._target[self._wanted_by[origin.key]]
         if wanted.replicated:
             return None

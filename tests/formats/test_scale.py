@@ -175,6 +175,16 @@ def test_the_parts_of_a_plan_are_the_whole(tmp_path: Path, stage: int) -> None:
     assert {part.shard for part in parts} == {(i, 5) for i in range(5)}
 
 
+def test_a_part_reads_each_file_once(tmp_path: Path, opened: list[str]) -> None:
+    """The first of the model and of the optimizer, and those of its own: no file twice."""
+    write_checkpoint(tmp_path, {f"{i}.weight": (8, 8) for i in range(20)}, 8, stage=3)
+    units = plan(str(tmp_path), to="zero3", dp=8, shard=(3, 4)).units
+    assert [unit.name for unit in units] == ["model 3", "model 7", "optim 3", "optim 7"]
+    assert sorted(opened) == sorted(
+        ["latest", *(model_file(rank) for rank in (0, 3, 7)), *(optim_file(rank) for rank in (0, 3, 7))]
+    )
+
+
 def test_a_part_refuses_the_files_that_it_reads(tmp_path: Path) -> None:
     """A shard under another's name, and one of another step: found by the parts that read it, and by no other."""
     write_checkpoint(tmp_path, {"weight": (64, 64)}, 8, stage=3, ranks={1, 2, 3, 4, 5, 6})

@@ -65,7 +65,7 @@ class Arrangement:
             else:
                 shards = 1 if self.rule == "replicated" else self.dp
                 flat = flat_group(group, self._gaps(names), shards, self.kinds, number=number, family="f")
-                placements += [replace(p, replicated=self.rule == "replicated") for p in flat]
+                placements += [p._replace(replicated=self.rule == "replicated") for p in flat]
         return Layout(by_key(placements), {"f": self.dp})
 
     def sizes(self, shapes):

@@ -160,6 +160,6 @@ def _layout(foreign: Foreign, trained: set[str]) -> Layout:
             family = f"masters/{place.family}"
             shards[family] = shards[place.family]
             key = TensorKey(name=name, kind=_MASTER)
-            tiles = tuple(replace(tile, key=key, family=family) for tile in place.tiles)
-            placements[key] = replace(place, key=key, family=family, tiles=tiles)
+            tiles = tuple(tile._replace(key=key, family=family) for tile in place.tiles)
+            placements[key] = place._replace(key=key, family=family, tiles=tiles)
     return Layout(placements, shards)

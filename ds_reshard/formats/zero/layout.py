@@ -49,11 +49,8 @@ def flat_group(
     """Placements of one flat group's tensors, for every kind (`fp32`, `exp_avg`, ...) and its type."""
     offsets, total = flat_offsets(shapes, gaps)
     chunk = max(1, partition_numel(total, dp))
-    for kind, dtype in kinds.items():
-        for name, shape in shapes.items():
-            yield _placement(
-                name, kind, shape, dtype, family, f"{kind}/{number}", Cut(chunk=chunk, phase=offsets[name])
-            )
+    cuts = {name: Cut(chunk=chunk, phase=offset) for name, offset in offsets.items()}
+    yield from _of_kinds(shapes, cuts, kinds, number=number, family=family)
 
 
 def chunk_numel(shape: Shape, dp: int) -> int:
@@ -65,13 +62,23 @@ def sub_group(
     shapes: Mapping[str, Shape], dp: int, kinds: Mapping[str, ElementType], *, number: int, family: str
 ) -> Iterator[Placement]:
     """Placements of one stage-3 sub-group's tensors."""
+    cuts, at = {}, 0
+    for name, shape in shapes.items():
+        chunk = chunk_numel(shape, dp)
+        cuts[name] = Cut(chunk=max(1, chunk), origin=at)
+        at += chunk
+    yield from _of_kinds(shapes, cuts, kinds, number=number, family=family)
+
+
+def _of_kinds(
+    shapes: Mapping[str, Shape], cuts: Mapping[str, Cut], kinds: Mapping[str, ElementType], *, number: int, family: str
+) -> Iterator[Placement]:
+    """A parameter's states of every kind are cut alike: their placements share what says how."""
+    boxes = {name: Box.whole(shape) for name, shape in shapes.items()}
     for kind, dtype in kinds.items():
-        at = 0
+        buffer = f"{kind}/{number}"
         for name, shape in shapes.items():
-            chunk = chunk_numel(shape, dp)
-            cut = Cut(chunk=max(1, chunk), origin=at)
-            yield _placement(name, kind, shape, dtype, family, f"{kind}/{number}", cut)
-            at += chunk
+            yield _placement(name, kind, shape, dtype, family, buffer, cuts[name], boxes[name])
 
 
 def sub_group_numel(shapes: Mapping[str, Shape], dp: int) -> int:
@@ -109,6 +116,7 @@ def _placement(
     family: str,
     buffer: str,
     cut: Cut,
+    box: Box | None = None,
     replicated: bool = False,
 ) -> Placement:
     return Placement(
@@ -118,6 +126,6 @@ def _placement(
         family=family,
         buffer=buffer,
         cut=cut,
-        box=Box.whole(shape),
+        box=box or Box.whole(shape),
         replicated=replicated,
     )

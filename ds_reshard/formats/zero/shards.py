@@ -24,10 +24,12 @@ from ds_reshard.planning.match import extents_overlap
 class ZeroShards:
     """Opens the shards of a checkpoint for an index, each checked against the layout when it is opened.
 
-    `signatures` collects what each opened shard says of the run, abridged; the ranks compare theirs.
+    `signatures` collects what each opened shard says of the run, abridged; the ranks compare theirs. `latest` is the
+    model file that was read last.
     """
 
     checkpoint: ZeroCheckpoint
+    latest: ModelStates | None = None
     stage0: Mapping[str, Extent] = field(default_factory=dict)
     signatures: dict[str, dict[str, str]] = field(default_factory=dict)
     prints: dict[str, tuple[tuple[int, int | None], ...]] = field(default_factory=dict)
@@ -47,12 +49,19 @@ class ZeroShards:
         file = read_state(path, placement.key.kind)
         return {BUFFER: extent_of(check_tensor(file, placement))}
 
+    def model_states(self, shard: int) -> ModelStates:
+        """What the model file of a shard says; read once where it is asked for again before another."""
+        if shard == 0:
+            return self.checkpoint.model
+        name = self.checkpoint.listing.model[shard]
+        path, latest = self.checkpoint.listing.path(name), self.latest
+        if latest is None or latest.path != path:
+            latest = self.latest = read_model_states(path, name.removesuffix(".pt"))
+        return latest
+
     def _model(self, shard: int) -> Mapping[str, Extent]:
         checkpoint = self.checkpoint
-        name = checkpoint.listing.model[shard]
-        model = checkpoint.model
-        if shard != 0:
-            model = read_model_states(checkpoint.listing.path(name), name.removesuffix(".pt"))
+        name, model = checkpoint.listing.model[shard], self.model_states(shard)
         self.signatures[name] = abridged(model_signature(model))
         _refuse_hostile(model.entries, model.path)
         extents = {f"module/{key}": extent_of(tensor) for key, tensor in model.module.items() if tensor.contiguous}

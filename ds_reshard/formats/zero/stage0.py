@@ -143,7 +143,7 @@ def _flat(
         for name, shape in shapes.items():
             if prod(shape):
                 placed = whole(name, kind, shape, tensor.dtype, family=MODEL, buffer=f"{kind}/{number}")
-                found.placements.append(replace(placed, cut=Cut(chunk=total, phase=offsets[name])))
+                found.placements.append(placed._replace(cut=Cut(chunk=total, phase=offsets[name])))
 
 
 def _order_fault(name: str, kind: str, expected: Shape, found: Shape) -> Fault:

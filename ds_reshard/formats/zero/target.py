@@ -8,9 +8,9 @@ from functools import partial
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.layout import by_key
-from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.model_target import ModelTarget
 from ds_reshard.formats.zero.optimizer_target import OptimizerTarget, make_flats
+from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.universal import UniversalStates
 from ds_reshard.model.layout import Layout
 from ds_reshard.model.target import Target, TargetFile, Unit
@@ -22,8 +22,13 @@ UNIVERSAL_INFO = {"universal_checkpoint_version": 0.4}
 _SUB_GROUP_NUMEL = 10**9  # SUB_GROUP_SIZE of deepspeed/runtime/zero/config.py, 0.19.8
 
 
-def zero_target(checkpoint: ZeroCheckpoint, kind: str, dp: int, *, sub_group_size: int | None = None) -> Target:
+def zero_target(
+    checkpoint: ZeroCheckpoint, kind: str, dp: int, *, sub_group_size: int | None = None,
+    shards: ZeroShards | None = None,
+) -> Target:  # fmt: skip
     """The files that DeepSpeed's `kind` of FORMATS at data-parallel size `dp` would have saved of the same state.
+
+    `shards` are the checkpoint's where they are opened for something else too.
 
     Raises UnsupportedLayout, with every reason, where the source does not hold what they need.
     """
@@ -41,18 +46,17 @@ def zero_target(checkpoint: ZeroCheckpoint, kind: str, dp: int, *, sub_group_siz
     layout = Layout(by_key([*optim.placements(), *model.placements()]), {OPTIM: dp, MODEL: model.files})
     wants = {**{placement.key: placement.key for placement in optim.placements()}, **dict(model.sources())}
     tag = checkpoint.listing.tag
-    return Target(
-        layout=layout, wants=wants, units=tuple(_units(checkpoint, optim, model)), folder=tag, pointers={"latest": tag}
-    )
+    units = tuple(_units(shards or ZeroShards(checkpoint=checkpoint), optim, model))
+    return Target(layout=layout, wants=wants, units=units, folder=tag, pointers={"latest": tag})
 
 
-def _units(checkpoint: ZeroCheckpoint, optim: OptimizerTarget, model: ModelTarget) -> Iterator[Unit]:
+def _units(shards: ZeroShards, optim: OptimizerTarget, model: ModelTarget) -> Iterator[Unit]:
     for rank in range(model.files):
         name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if model.stage == 3 else "mp_rank_00_model_states.pt"
-        file = TargetFile(name=name, tree=partial(_model_tree, model, rank))
+        file = TargetFile(name=name, tree=partial(_model_tree, model, shards, rank))
         yield Unit(family=MODEL, shard=rank, files=(file,))
     for rank in range(optim.dp):
-        name = f"{_prefix(checkpoint, optim)}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        name = f"{_prefix(model.checkpoint, optim)}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         file = TargetFile(name=name, tree=partial(optim.tree, rank), data=optim.data())
         yield Unit(family=OPTIM, shard=rank, files=(file,))
 
@@ -72,20 +76,17 @@ def _in_bf16(checkpoint: ZeroCheckpoint) -> bool:
     return isinstance(section, dict) and section.get("enabled") is True
 
 
-def _model_tree(model: ModelTarget, rank: int) -> Mapping[str, object]:
-    """One model file, without the mark that a conversion to universal alone has set in it."""
-    tree = model.tree(rank, _saved(model.checkpoint, rank))
+def _model_tree(model: ModelTarget, shards: ZeroShards, rank: int) -> Mapping[str, object]:
+    """One model file, without the mark that a conversion to universal alone has set in it.
+
+    The saving run's own file of that rank may hold its buffers and its entries; where it has none, the first's.
+    """
+    checkpoint = model.checkpoint
+    own = rank < checkpoint.dp and rank in checkpoint.listing.model
+    tree = model.tree(rank, shards.model_states(rank) if own else checkpoint.model)
     if tree.get("universal_checkpoint_info") == UNIVERSAL_INFO:
         del tree["universal_checkpoint_info"]
     return tree
-
-
-def _saved(checkpoint: ZeroCheckpoint, rank: int) -> ModelStates:
-    """The saving run's own model file of that rank, which may hold its buffers and its entries; else the first."""
-    name = checkpoint.listing.model.get(rank) if rank < checkpoint.dp else None
-    if name is None or not rank:
-        return checkpoint.model
-    return read_model_states(checkpoint.listing.path(name), name.removesuffix(".pt"))
 
 
 def _prefix(checkpoint: ZeroCheckpoint, optim: OptimizerTarget) -> str:

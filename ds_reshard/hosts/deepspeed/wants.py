@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -269,4 +269,4 @@ def _flat_placements(
     if live.kind == "zero3":
         return sub_group(buffer.shapes, live.dp, kinds, number=number, family=RUN)
     placements = flat_group(buffer.shapes, buffer.gaps, live.dp, kinds, number=number, family=RUN)
-    return (replace(placement, replicated=live.replicated) for placement in placements)
+    return (placement._replace(replicated=live.replicated) for placement in placements)
