@@ -26,6 +26,8 @@ that mends it. All of them pickle, and keep their faults as fields.
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -149,6 +151,22 @@ def faults_of(error: ReshardError) -> list[Fault]:
     where, _, what = str(error).partition(": ")
     mend = _MEND.get(type(error).__name__, "restore the file from a copy, or load another tag")
     return [Fault(error=type(error).__name__, where=where, what=what or where, mend=mend)]
+
+
+def as_faults(error: Exception, *, where: str) -> list[Fault]:
+    """Any exception as faults, so that other ranks can be told; one that nobody foresaw is an InternalError."""
+    if isinstance(error, ReshardError):
+        return faults_of(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{os.path.basename(last.filename)}:{last.lineno}"
+    return [
+        Fault(
+            error="InternalError",
+            where=where,
+            what=f"{type(error).__name__}: {error} ({place})",
+            mend="report this with the checkpoint's `ds-reshard inspect` output",
+        )
+    ]
 
 
 # When faults of several classes meet, the first of this list names the exception: the cause before

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,9 +16,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import ds_reshard.dcp
 
 
-def _loaded(folder: str, wanted: dict[str, Any], **planner: Any) -> None:
+def _loaded(folder: str, wanted: dict[str, Any], planner: dcp.LoadPlanner | None = None) -> None:
     reader = ds_reshard.dcp.Reader(folder, model="", group=dist.group.WORLD)
-    dcp.load(wanted, storage_reader=reader, planner=ds_reshard.dcp.LoadPlanner(**planner))
+    dcp.load(wanted, storage_reader=reader, planner=planner or ds_reshard.dcp.LoadPlanner())
 
 
 def filled(folder: str, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -37,15 +39,30 @@ def filled(folder: str, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
     return told
 
 
-def contradicts(folder: str, name: str, shape: tuple[int, ...], rows: int) -> str:
+def contradicts(folder: str, name: str, shape: tuple[int, ...], rows: int, torchs_planner: bool = False) -> str:
     """What a load says of a DTensor of which rank 1 holds other rows than its mesh says; whether it was touched."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     tensor = distribute_tensor(torch.zeros(shape), mesh, [Shard(0)])
     if dist.get_rank() == 1:
         tensor._local_tensor = torch.zeros(rows, *shape[1:])
     assert isinstance(tensor, DTensor)
+    planner = dcp.DefaultLoadPlanner() if torchs_planner else None
     try:
-        _loaded(folder, {name: tensor})
+        _loaded(folder, {name: tensor}, planner)
     except CheckpointException as error:
         return f"{error} touched {bool(tensor.to_local().any())}"
+    return "nothing"
+
+
+def breaks(folder: str, name: str, shape: tuple[int, ...], broken: str) -> str:
+    """What a load says of which one step raises on rank 1."""
+    from ds_reshard.hosts.dcp.filling import Filling
+
+    tensor = distribute_tensor(torch.zeros(shape), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+    step = mock.patch.object(Filling, broken, side_effect=KeyError("surprise"))
+    try:
+        with step if dist.get_rank() == 1 else nullcontext():
+            _loaded(folder, {name: tensor})
+    except CheckpointException as error:
+        return str(error)
     return "nothing"

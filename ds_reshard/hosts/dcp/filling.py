@@ -58,13 +58,13 @@ class Filling:
                 )
             )  # fmt: skip
 
-    def execute(self, *, threads: int, memory_nbytes: int) -> Outcome:
-        """Read every byte once."""
+    def execute(self, *, threads: int, memory_nbytes: int) -> int:
+        """Read every byte once; how many they were."""
         executor = choose("auto", self._targets, threads=threads, memory_nbytes=memory_nbytes, checksum=True)
         self._outcome = executor.execute(Plan(copies=coalesce(self._copies)), self._targets)
         for tensor, target in self._scattered:
             tensor.copy_(target)
-        return self._outcome
+        return self._outcome.bytes_read
 
     def checked(self) -> tuple[list[Fault], list[PartialSum]]:
         """The faults of reading, and of records that were read whole; the sums of those that were read in part."""

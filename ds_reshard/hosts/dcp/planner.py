@@ -41,13 +41,12 @@ class LoadPlanner(DefaultLoadPlanner):
                     error="ModelMismatch", where=key, what="has another shape in the checkpoint",
                     expected=str(list(size())), found=str(list(told.size)), mend="build the model that was saved",
                 )  # fmt: skip
-            if isinstance(value, DTensor):
-                yield from _off_mesh(key, value)
+            yield from off_mesh(key, value)
 
 
-def _off_mesh(key: str, value: DTensor) -> Iterator[Fault]:
-    """A part of another shape than torch cuts for this rank of the mesh, where it has elements."""
-    if value.device_mesh.get_coordinate() is None:
+def off_mesh(key: str, value: object) -> Iterator[Fault]:
+    """A DTensor's part of another shape than torch cuts for this rank of the mesh, where it has elements."""
+    if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is None:
         return
     expected = tuple(compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)[0])
     found = tuple(value.to_local().shape)

@@ -23,12 +23,13 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
+from ds_reshard.errors import Fault, as_faults, raise_faults
 from ds_reshard.execution.buffers import torch_dtype
-from ds_reshard.execution.checksums import combine, read_again
+from ds_reshard.execution.checksums import PartialSum, combine, read_again
 from ds_reshard.hosts.dcp.filling import Filling, single
 from ds_reshard.hosts.dcp.groups import Groups
 from ds_reshard.hosts.dcp.names import Entry, GroupValue, Own, Stored, entries
+from ds_reshard.hosts.dcp.planner import off_mesh
 from ds_reshard.operations.finding import find_listing
 from ds_reshard.operations.source import Source
 
@@ -134,10 +135,18 @@ class Reader(StorageReader):
     @_uncollected()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what the plan asks for; every fault is raised, all of them at once, before the first byte is moved."""
-        asked = self._asked(plan, planner)
-        outcome = asked.filling.execute(threads=self._threads, memory_nbytes=self._memory_nbytes)
-        self.bytes_read += outcome.bytes_read
-        self._verify(asked.filling)
+        try:
+            asked, faults = self._asked(plan, planner)
+        except Exception as error:
+            asked, faults = None, as_faults(error, where=self.checkpoint_id)
+        self._agree(faults)
+        assert asked is not None
+        try:
+            self.bytes_read += asked.filling.execute(threads=self._threads, memory_nbytes=self._memory_nbytes)
+            faults, pending = asked.filling.checked()
+        except Exception as error:
+            faults, pending = as_faults(error, where=self.checkpoint_id), []
+        self._verify(faults, pending)
         for _, tensor, value in asked.singles:
             tensor.copy_(value)
         for item, tensor in (*asked.filling.filled, *((item, tensor) for item, tensor, _ in asked.singles)):
@@ -148,11 +157,13 @@ class Reader(StorageReader):
         done.set_result(None)
         return done
 
-    def _asked(self, plan: LoadPlan, planner: LoadPlanner) -> _Asked:
+    def _asked(self, plan: LoadPlan, planner: LoadPlanner) -> tuple[_Asked, list[Fault]]:
+        """What this rank is to fill, and everything that is wrong with it: other ranks wait to hear it."""
         shards = self._source.shards()
         asked = _Asked(filling=Filling(shards.index, cast=self._cast))
-        faults: list[Fault] = []
-        for item in plan.items:
+        wanted = getattr(planner, "state_dict", {})
+        faults = [fault for key, value in wanted.items() for fault in off_mesh(key, value)]
+        for item in plan.items if not faults else ():
             entry = self._entries[item.storage_index.fqn]
             try:
                 if isinstance(entry, GroupValue):
@@ -166,14 +177,12 @@ class Reader(StorageReader):
                     asked.filling.add(item, entry, tensor)
                 else:
                     asked.singles.append((item, tensor, single(entry, tensor.dtype)))
-            except ReshardError as error:
-                faults += faults_of(error)
-        self._agree([*faults, *shards.index.faults, *shards.compare()])
-        return asked
+            except Exception as error:
+                faults += as_faults(error, where=item.storage_index.fqn)
+        return asked, [*faults, *shards.index.faults, *shards.compare()]
 
-    def _verify(self, filling: Filling) -> None:
-        """Compare checksums: of what this rank has read whole, and with a group of what all have read together."""
-        faults, pending = filling.checked()
+    def _verify(self, faults: Sequence[Fault], pending: Sequence[PartialSum]) -> None:
+        """Raise for the `faults` of reading; with a group, for those of what all ranks have read together, too."""
         if self._group is None:
             raise_faults(faults, subject=_SUBJECT)
             return

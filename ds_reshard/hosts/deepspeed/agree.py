@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
+from ds_reshard.errors import Fault, ReshardError, as_faults, raise_faults
 
 T = TypeVar("T")
 
@@ -45,28 +44,12 @@ def gather(value: T) -> list[T]:
     return values  # type: ignore[return-value]
 
 
-def told(error: Exception) -> list[Fault]:
-    """An exception as faults, so that it can be told to the other ranks."""
-    if isinstance(error, ReshardError):
-        return faults_of(error)
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    place = f"{last.filename.rsplit('/', 1)[-1]}:{last.lineno}"
-    return [
-        Fault(
-            error="InternalError",
-            where=f"rank {rank()}",
-            what=f"{type(error).__name__}: {error} ({place})",
-            mend="report this with the checkpoint's `ds-reshard inspect` output",
-        )
-    ]
-
-
 def attempt(work: Callable[[], T]) -> tuple[T | None, list[Fault], Exception | None]:
     """Run one rank's share of the work; what it raises comes back as faults, never past a collective."""
     try:
         return work(), [], None
     except Exception as error:
-        return None, told(error), error
+        return None, as_faults(error, where=f"rank {rank()}"), error
 
 
 def agree(faults: Iterable[Fault], *, subject: str, cause: Exception | None = None) -> None:

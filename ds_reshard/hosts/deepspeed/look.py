@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_reshard.errors import Fault, ReshardError
+from ds_reshard.errors import Fault, ReshardError, as_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint, saved_sizes
 from ds_reshard.formats.zero.model_states import read_entries
 from ds_reshard.formats.zero.names import Listing, read_listing
-from ds_reshard.hosts.deepspeed.agree import told
+from ds_reshard.hosts.deepspeed.agree import rank
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 
@@ -58,7 +58,7 @@ def look_aside(load_dir: str, tag: object, *, universal: bool) -> Aside:
             return Aside(faults=(_no_facts(str(folder / name), "says neither schedule nor iteration"),))
         return Aside(folder=str(folder), entries={key: entries[key] for key in _ASIDE if key in entries})
     except Exception as error:
-        return Aside(faults=tuple(told(error)))
+        return Aside(faults=tuple(as_faults(error, where=f"rank {rank()}")))
 
 
 def _listed(folder: Path) -> Listing:
@@ -104,7 +104,7 @@ def look(load_dir: str, tag: object, *, optimizer: bool, universal: bool) -> Fou
         checkpoint = open_checkpoint(listing, optimizer=optimizer)
         return Found(tag=str(tag), checkpoint=checkpoint, universal=listing.universal)
     except Exception as error:
-        faults, seen = tuple(told(error)), listing is not None and listing.universal
+        faults, seen = tuple(as_faults(error, where=f"rank {rank()}")), listing is not None and listing.universal
         return Found(tag=str(tag), faults=faults, sizes=_sizes(listing), universal=seen)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from ds_reshard.containers.dcp_directory import Chunk, Directory, SavedTensor, read_directory
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import ConfigError, Fault, ReshardError, faults_of, raise_faults
+from ds_reshard.errors import ConfigError, Fault, ReshardError, as_faults, faults_of, raise_faults
 from ds_reshard.hosts.fsdp.gather import everyone
 from ds_reshard.model.layout import check_cover
 from ds_reshard.model.records import TensorRecord
@@ -89,12 +89,8 @@ def _faults(folder: str, plan: SavePlan, planner: SavePlanner, rank: int, size: 
         shares = list(directory.tensors.items())[rank::size]
         faults = [fault for key, tensor in shares for fault in _gaps(directory, key, tensor)]
         return faults + list(_unlike(directory, plan, planner))
-    except ReshardError as error:
-        return faults_of(error)
     except Exception as error:
-        mend = "report this with the text of the error"
-        what = f"rank {rank} could not verify it: {type(error).__name__}: {error}"
-        return [Fault(error="InternalError", where=folder, what=what, mend=mend)]
+        return as_faults(error, where=f"{folder}, verified by rank {rank}")
 
 
 def _gaps(directory: Directory, key: str, tensor: SavedTensor) -> Iterator[Fault]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault, ReshardError, damaged, faults_of, raise_faults
+from ds_reshard.errors import Fault, ReshardError, as_faults, damaged, faults_of, raise_faults
 from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint, open_fsdp
 from ds_reshard.formats.fsdp.extra_state import missing_extra
 from ds_reshard.formats.fsdp.order import line_to_add
@@ -79,12 +79,8 @@ def _seen(folder: str, rank: int, size: int | None, model: Module | None, optimi
             what = "its optimizer's files name no parameter: they cannot be compared with the optimizer"
             return _Seen(faults=(Fault(error="UnsupportedLayout", where=folder, what=what, mend=mend),))
         return _Seen() if model is None else _compared(checkpoint, rank, size or 1, model, optimizer)
-    except ReshardError as error:
-        return _Seen(faults=tuple(faults_of(error)))
     except Exception as error:
-        mend = "report this with the text of the error"
-        what = f"rank {rank} could not verify it: {type(error).__name__}: {error}"
-        return _Seen(faults=(Fault(error="InternalError", where=folder, what=what, mend=mend),))
+        return _Seen(faults=tuple(as_faults(error, where=f"{folder}, verified by rank {rank}")))
 
 
 def _check(checkpoint: FsdpCheckpoint, rank: int, size: int | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
-from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
+from ds_reshard.errors import Fault, ReshardError, as_faults, raise_faults
 from ds_reshard.resume.policy import ResumePolicy, policy_differences
 
 if TYPE_CHECKING:
@@ -29,12 +29,8 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, list[Fault], Exception | N
     """One rank's share of the work; what it raises comes back as faults, never past a collective."""
     try:
         return work(), [], None
-    except ReshardError as error:
-        return None, faults_of(error), error
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        mend = "report this with the checkpoint's `ds-reshard inspect` output"
-        return None, [Fault(error="InternalError", where="nanotron", what=what, mend=mend)], error
+        return None, as_faults(error, where="nanotron"), error
 
 
 def agree(faults: Iterable[Fault], world: ProcessGroup, *, subject: str, cause: Exception | None = None) -> None:
