@@ -10,8 +10,11 @@ from pathlib import Path
 
 import fresh
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import ds_reshard
+from ds_reshard.hosts.fsdp import dcp_saves
 from ds_reshard.hosts.fsdp.settings import ask_settings, ask_to_verify, asks_to_verify
 
 DCP = {
@@ -48,6 +51,33 @@ def test_saves_of_torch_and_accelerate(tmp_path: Path) -> None:
         for name, (kind, text) in DCP.items():
             assert one[name].startswith(kind) and text in one[name], (name, one[name])
             assert one[name] == told[0][name] != ""
+
+
+class _Own(torch.Tensor):
+    """As the states of torchao's 8-bit optimizers are: a class of its own, which torch.save writes as such."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(3).as_subclass(_Own),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.ones(3)),
+    ],
+    ids=["a subclass", "conjugated", "negated"],
+)
+def test_what_is_no_plain_tensor_is_told_and_not_refused(
+    tmp_path: Path, value: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save is a good one, and what lies beside it is compared."""
+    told: list[str] = []
+    monkeypatch.setattr(dcp_saves.logger, "warning", lambda text, *given: told.append(text % given))
+    try:
+        with ds_reshard.install("fsdp", verify_after_save=True):
+            dcp.save({"odd": value, "plain": torch.ones(2)}, checkpoint_id=str(tmp_path), no_dist=True)
+    finally:
+        ask_to_verify(False)
+    assert told == ["verify_after_save: odd is no plain tensor: its file opens, and its values are not compared"]
 
 
 @pytest.mark.distributed
