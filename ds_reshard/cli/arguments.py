@@ -60,7 +60,16 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """--device."""
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto",
+        help="where the values are computed; auto is the cpu (default: %(default)s)",
+    )  # fmt: skip
+
+
 def reading(arguments: argparse.Namespace) -> Reading:
-    """What add_reading's arguments say; raises ConfigError for memory that is too little for the threads."""
+    """What add_reading's and add_device's arguments say; raises ConfigError for memory too little for the threads."""
     refuse_memory(arguments.threads, arguments.memory << 20)
-    return Reading(threads=arguments.threads, memory_nbytes=arguments.memory << 20)
+    device = getattr(arguments, "device", "auto")
+    return Reading(threads=arguments.threads, memory_nbytes=arguments.memory << 20, device=device)

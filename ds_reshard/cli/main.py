@@ -19,7 +19,7 @@ from rich.console import Console
 
 from ds_reshard import __version__
 from ds_reshard.cli import doctor, rates, render
-from ds_reshard.cli.arguments import add_reading, reading
+from ds_reshard.cli.arguments import add_device, add_reading, reading
 from ds_reshard.cli.bar import bar
 from ds_reshard.cli.comparison import add_diff
 from ds_reshard.cli.conversion import add_convert
@@ -59,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     prints.add_argument("checkpoint", metavar="CKPT", help="the folder that was given to save_checkpoint")
     prints.add_argument("--tag", help="the tag to look at (default: the one that 'latest' names)")
     add_reading(prints)
+    add_device(prints)
     prints.add_argument("--json", action="store_true", help="print JSON")
     prints.set_defaults(run=_fingerprint)
 

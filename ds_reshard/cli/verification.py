@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_reshard.cli.arguments import add_reading, reading
+from ds_reshard.cli.arguments import add_device, add_reading, reading
 from ds_reshard.cli.bar import bar
 from ds_reshard.cli.comparison import render_difference
 from ds_reshard.cli.render import printable, size
@@ -26,6 +26,7 @@ def add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--deep", action="store_true", help="look at the values of the tensors, too")
     parser.add_argument("--against", metavar="OTHER", help="a checkpoint that it shall be equal to, of any layout")
     add_reading(parser)
+    add_device(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.execution.buffers import TensorTarget
+from ds_reshard.execution.chunks import Named
 from ds_reshard.execution.cuda import CudaExecutor, SawThere
 from ds_reshard.execution.device import CudaDevice, Device
 from ds_reshard.execution.ports import Executor, Saw
@@ -23,6 +24,7 @@ def choose(
     checksum: bool,
     saw: Saw | None = None,
     saw_there: SawThere | None = None,
+    named: Named | None = None,
 ) -> Executor:
     """An executor for these targets; with "auto" and "cuda" that of a GPU, if some of them lie on one.
 
@@ -32,8 +34,9 @@ def choose(
     if gpu is None:
         return ThreadExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=checksum, saw=saw)
     return CudaExecutor(
-        threads=threads, memory_nbytes=memory_nbytes, checksum=checksum, saw=saw, saw_there=saw_there, device=gpu
-    )
+        threads=threads, memory_nbytes=memory_nbytes, checksum=checksum, saw=saw, saw_there=saw_there, device=gpu,
+        named=named,
+    )  # fmt: skip
 
 
 def gpu_of(targets: Mapping[str, TensorTarget]) -> Device | None:
@@ -42,6 +45,15 @@ def gpu_of(targets: Mapping[str, TensorTarget]) -> Device | None:
         if target.tensor.device.type == "cuda":
             return CudaDevice(target.tensor.device.index)
     return None
+
+
+def offline_device(device: str) -> torch.device | None:
+    """The GPU that a tool without an engine computes on: that of "cuda" alone; None is the host.
+
+    Raises ConfigError for "cuda" where there is none. Bytes of a file are summed on the host whatever is asked for.
+    """
+    raise_faults(device_faults("--device", device), subject=f"--device {device}")
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
 
 
 def device_faults(where: str, device: str) -> Iterator[Fault]:

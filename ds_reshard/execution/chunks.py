@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ds_reshard.model.index import Record
@@ -11,6 +11,10 @@ from ds_reshard.planning.plan import Copy
 _ALIGNMENT = 16  # of the widest element type, complex128
 ROW_NBYTES = 24
 """Room that a chunk keeps behind its bytes for each copy: three int64 that say where its elements come from and go."""
+
+
+Named = Callable[[Copy], str]
+"""Says of which tensors the elements of a copy are, for whoever reads of a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,24 +41,27 @@ class Chunk:
 
     runs: tuple[Run, ...]
     nbytes: int
+    named: Named | None = None
 
     def described(self) -> str:
-        """Which elements of which buffers it fills; the first of many."""
+        """Which elements of which buffers, and of which tensors, it fills; the first of many."""
         copies = [copy for run in self.runs for copy in run.copies]
         named = [
-            f"{copy.buffer} elements [{copy.element_offset}, {copy.element_offset + copy.numel})" for copy in copies[:4]
+            f"{copy.buffer} elements [{copy.element_offset}, {copy.element_offset + copy.numel})"
+            + (f" ({self.named(copy)})" if self.named is not None else "")
+            for copy in copies[:4]
         ]
         return ", ".join(named) + (f" and {len(copies) - 4} more" if len(copies) > 4 else "")
 
 
-def chunks(copies: Iterable[Copy], capacity_nbytes: int) -> Iterator[Chunk]:
+def chunks(copies: Iterable[Copy], capacity_nbytes: int, named: Named | None = None) -> Iterator[Chunk]:
     """The same copies, in order, cut so that each chunk with the rows of its copies stays within the capacity.
 
     ValueError for a capacity that one element and its row do not fit in.
     """
     if capacity_nbytes < 2 * _ALIGNMENT + ROW_NBYTES:
         raise ValueError(f"no element fits in {capacity_nbytes} bytes beside its row")
-    filling = _Filling(capacity_nbytes)
+    filling = _Filling(capacity_nbytes, named)
     for copy in copies:
         at = 0
         while at < copy.numel:
@@ -85,6 +92,7 @@ def _aligned(position: int) -> int:
 @dataclass(slots=True)
 class _Filling:
     capacity_nbytes: int
+    named: Named | None
     runs: list[Run] = field(default_factory=list)
     open_run: list[Copy] = field(default_factory=list)
     start: int = 0
@@ -107,7 +115,7 @@ class _Filling:
     def take(self) -> Chunk:
         """All that was added, as a chunk; nothing is left."""
         self._close_run()
-        made = Chunk(runs=tuple(self.runs), nbytes=self.stop)
+        made = Chunk(runs=tuple(self.runs), nbytes=self.stop, named=self.named)
         self.runs, self.start, self.stop, self.rows = [], 0, 0, 0
         return made
 

@@ -22,7 +22,7 @@ import torch
 from ds_reshard.containers.crc import crc32
 from ds_reshard.errors import Fault
 from ds_reshard.execution.buffers import TensorTarget
-from ds_reshard.execution.chunks import ROW_NBYTES, Chunk, Run, chunks
+from ds_reshard.execution.chunks import ROW_NBYTES, Chunk, Named, Run, chunks
 from ds_reshard.execution.device import CudaDevice, Device
 from ds_reshard.execution.ports import Outcome, Saw, Slice, Target
 from ds_reshard.execution.reading import OpenFiles, ended_early, read_failed
@@ -47,7 +47,8 @@ class CudaExecutor:
 
     Rows without a pattern need up to 32 MiB more of the device, for their index. Where the device has not so much
     memory left, smaller chunks are used. `saw` is called as that of the ThreadExecutor; with `saw_there`, copies to the
-    device that are large, or cast, are shown to that one instead: as bytes there, on a stream of the executor.
+    device that are large, or cast, are shown to that one instead: as bytes there, on a stream of the executor. `named`
+    says in the fault of a device of which tensors the elements were.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class CudaExecutor:
         saw: Saw | None = None,
         saw_there: SawThere | None = None,
         device: Device | None = None,
+        named: Named | None = None,
     ) -> None:
         self.threads = threads
+        self.named = named
         self.checksum = checksum
         self.saw = saw
         self.saw_there = saw_there
@@ -110,7 +113,7 @@ class _Load:
             stream.wait(executor.device.given())  # fills, and whatever the caller does with the buffers
         for slot in slots:
             self._free.put(slot)
-        work = list(chunks(copies, len(slots[0].memory)))
+        work = list(chunks(copies, len(slots[0].memory), executor.named))
         paths = [run.record.path for chunk in work for run in chunk.runs]
         left = iter(work)  # next() of a list's iterator is atomic: each thread takes the next chunk
         with OpenFiles(paths, self._outcome) as self._files:

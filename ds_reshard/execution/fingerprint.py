@@ -144,17 +144,23 @@ class Fingerprints:
 
 
 class FingerprintTarget:
-    """A tensor that is read for its fingerprint alone, and kept nowhere."""
+    """A tensor that is read for its fingerprint alone, and kept nowhere; it is summed on `device`, or on the host."""
 
-    def __init__(self, sums: Fingerprints, key: TensorKey) -> None:
+    def __init__(self, sums: Fingerprints, key: TensorKey, device: torch.device | None = None) -> None:
         self._sums = sums
         self._key = key
+        self._device = device
 
     def view(self, element_offset: int, numel: int, dtype: ElementType) -> memoryview | None:
         return None
 
     def store(self, element_offset: int, data: memoryview, dtype: ElementType) -> None:
-        self._sums.add(self._key, element_offset * dtype.itemsize, data)
+        position = element_offset * dtype.itemsize
+        if self._device is None:
+            self._sums.add(self._key, position, data)
+        else:
+            there = torch.frombuffer(data, dtype=torch.uint8).to(self._device)
+            self._sums.add_elsewhere(self._key, position, there)
 
     def zero(self, element_offset: int, numel: int) -> None:
         """Nothing: zeros add nothing."""

@@ -72,12 +72,13 @@ def _planned(source: Source, shard: tuple[int, int]) -> _Planned:
 
 def _read(source: Source, planned: _Planned, reading: Reading, progress: Progress | None) -> Fingerprinted:
     from ds_reshard.execution.checksums import verify
+    from ds_reshard.execution.choice import offline_device
     from ds_reshard.execution.fingerprint import Fingerprints, FingerprintTarget, fingerprint_of
     from ds_reshard.execution.threads import ThreadExecutor
     from ds_reshard.execution.whole import read_tensor
 
-    layout, sums = source.layout, Fingerprints()
-    targets = {str(key): FingerprintTarget(sums, key) for key in planned.keys if key not in planned.same}
+    layout, sums, device = source.layout, Fingerprints(), offline_device(reading.device)
+    targets = {str(key): FingerprintTarget(sums, key, device) for key in planned.keys if key not in planned.same}
     told = _told_of(progress, planned.plan.nbytes) if progress is not None else None
     executor = ThreadExecutor(threads=reading.threads, memory_nbytes=reading.memory_nbytes, checksum=True, saw=told)
     outcome = executor.execute(planned.plan, targets)

@@ -86,10 +86,14 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How a tool reads that writes nothing: `memory_nbytes` bounds its buffers."""
+    """How a tool reads that writes nothing: `memory_nbytes` bounds its buffers.
+
+    `device` is where values are computed, "auto", "cpu" or "cuda"; "auto" is the host.
+    """
 
     threads: int = THREADS
     memory_nbytes: int = 256 << 20
+    device: str = "auto"
 
 
 def refuse_memory(threads: int, memory_nbytes: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -81,6 +81,10 @@ class Span:
     start: int
     stop: int
     values: tuple[torch.Tensor, ...]
+
+    def on(self, device: torch.device | None) -> Span:
+        """The same with its values on a device; as it is for None."""
+        return self if device is None else replace(self, values=tuple(values.to(device) for values in self.values))
 
 
 class SpanReader:

@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ds_reshard.errors import Fault, ReshardError, faults_of
+from ds_reshard.errors import ConfigError, Fault, ReshardError, faults_of
 from ds_reshard.execution.checksums import altered
+from ds_reshard.execution.choice import offline_device
 from ds_reshard.execution.ledger import Ledger
 from ds_reshard.formats.nanotron.checkpoint import try_open
 from ds_reshard.formats.nanotron.names import NanotronListing
@@ -30,6 +31,9 @@ _MEND = "restore the file from a copy, or load another tag"
 def verify_listing(listing: Found, *, deep: bool, reading: Reading, progress: Progress | None) -> Verification:
     """Everything that is wrong with the checkpoint of `listing`; reads each byte of its folder once."""
     started = time.monotonic()
+    if not deep and reading.device == "cuda":
+        raise ConfigError("--device cuda: without --deep nothing is computed there; add --deep, or leave it out")
+    offline_device(reading.device)
     surveyed, further = _surveyed(listing)
     # A record whose checksum is wrong is found below, with all others.
     faults = [fault for fault in surveyed if fault.error != "ChecksumMismatch"] + further
@@ -135,7 +139,7 @@ class _Check:
 
     def look(self, source: Source, faults: list[Fault], notes: list[str]) -> int:
         """Look at the values of all tensors, as far as they can be read; how many they are."""
-        rows = rows_of(source)
+        rows, device = rows_of(source), offline_device(self.reading.device)
         values = Values(rows)
         reader = SpanReader(
             self.ledger, threads=self.reading.threads, memory_nbytes=self.reading.memory_nbytes,
@@ -143,7 +147,7 @@ class _Check:
         )  # fmt: skip
         try:
             for span in reader.read([row.columns for row in rows]):
-                values.look(span)
+                values.look(span.on(device))
         except ReshardError as error:
             faults += faults_of(error)
         wrong, told = values.faults()

@@ -16,14 +16,19 @@ HELD: dict[str, Callable[[torch.Tensor], bool]] = {
 }
 
 
-def load_there(run: Run, model: Model, folder: str, held: str, without_memory: bool = False) -> dict[str, Any]:
-    """`load_proved`, with the buffers of a kind on the device; on the last rank, that device may have no memory."""
-    from ds_reshard.execution import choice
+def load_there(run: Run, model: Model, folder: str, held: str, harm: str = "") -> dict[str, Any]:
+    """`load_proved`, with the buffers of a kind on the device; that of the last rank may have no memory, or fail."""
+    from ds_reshard.execution import choice, cuda
     from ds_reshard.testing.late_device import LateDevice
 
     last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
-    memory = {"memory_nbytes": 1000} if without_memory and last else {}
+    memory = {"memory_nbytes": 1000} if harm == "no memory" and last else {}
     device = LateDevice(holds=HELD[held], **memory)
-    with mock.patch.object(choice, "gpu_of", lambda targets: device):
+
+    def failing(*args: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    deal = failing if harm == "kernel" and last else cuda.deal
+    with mock.patch.object(choice, "gpu_of", lambda targets: device), mock.patch.object(cuda, "deal", deal):
         told = load_proved(run, model, folder)
     return {**told, "scratch_nbytes": device.scratch_nbytes}

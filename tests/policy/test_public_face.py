@@ -71,7 +71,7 @@ COMMANDS = {
     ],
     "diff": ["--json", "--memory", "--tag-a", "--tag-b", "--tensors", "--threads", "A", "B"],
     "doctor": ["--config", "--json"],
-    "fingerprint": ["--json", "--memory", "--tag", "--threads", "CKPT"],
+    "fingerprint": ["--device", "--json", "--memory", "--tag", "--threads", "CKPT"],
     "hooks": ["--json"],
     "inspect": ["--all", "--json", "--tag", "CKPT"],
     "lr": ["--config", "--json", "--png", "--steps", "--tag", "CKPT"],
@@ -94,7 +94,7 @@ COMMANDS = {
         "--zero-stage",
         "SRC",
     ],
-    "verify": ["--against", "--deep", "--json", "--memory", "--tag", "--threads", "CKPT"],
+    "verify": ["--against", "--deep", "--device", "--json", "--memory", "--tag", "--threads", "CKPT"],
 }
 
 

@@ -19,7 +19,7 @@ from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer
 from ds_reshard.hosts.deepspeed.masters import masters_against_weights, masters_read
 from ds_reshard.hosts.deepspeed.prepare import Prepared
-from ds_reshard.hosts.deepspeed.prove import Proof, prove, seen_by
+from ds_reshard.hosts.deepspeed.prove import Proof, place, prove, seen_by
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.hosts.deepspeed.wants import EXTRA_STATE
 
@@ -106,7 +106,7 @@ def _read(engine: DeepSpeedEngine, prepared: Prepared, settings: Settings, witne
     executor = choose(
         settings.device, targets, threads=settings.threads, memory_nbytes=settings.memory_nbytes,
         checksum=settings.checksum, saw=witness.saw if witness is not None else None,
-        saw_there=witness.saw_there if witness is not None else None,
+        saw_there=witness.saw_there if witness is not None else None, named=prepared.wants.named(*place(prepared.live)),
     )  # fmt: skip
     return executor.execute(prepared.plan, targets)
 

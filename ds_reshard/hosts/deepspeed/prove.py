@@ -40,7 +40,7 @@ class Proof:
 
 def seen_by(prepared: Prepared) -> Witness:
     """Who sums up what this rank is going to read."""
-    position, size = _place(prepared.live)
+    position, size = place(prepared.live)
     return Witness(prepared.index, prepared.wants.layout(size), position, prepared.wants.sources)
 
 
@@ -51,7 +51,7 @@ def prove(engine: DeepSpeedEngine, prepared: Prepared, witness: Witness, *, unpr
     the ranks that share the optimizer, of two numbers a tensor. Raises FingerprintMismatch on every rank.
     """
     subject = f"loading {prepared.checkpoint.listing.folder}"
-    position, size = _place(prepared.live)
+    position, size = place(prepared.live)
     layout = prepared.wants.layout(size)
     proved = sorted(key for key in layout.placements if key.kind not in unproved)
     now, faults, cause = attempt(lambda: held(layout, position, _buffers(engine, prepared)))
@@ -68,7 +68,8 @@ def prove(engine: DeepSpeedEngine, prepared: Prepared, witness: Witness, *, unpr
     return Proof(tensors=whole, unproved=left)
 
 
-def _place(live: LiveOptimizer | None) -> tuple[int, int]:
+def place(live: LiveOptimizer | None) -> tuple[int, int]:
+    """This rank among those that divide the optimizer, and how many they are."""
     return (live.rank, live.dp) if live is not None else (0, 1)
 
 

@@ -16,6 +16,7 @@ from ds_reshard.hosts.deepspeed.live import FlatBuffer, LiveOptimizer
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import TensorRecord
+from ds_reshard.planning.plan import Copy
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +77,20 @@ class Wants:
 
     def layout(self, world: int) -> Layout:
         return Layout(self.placements, {RUN: world})
+
+    def named(self, rank: int, world: int) -> Callable[[Copy], str]:
+        """Which tensors the elements of a copy into a buffer of `rank` are of."""
+
+        def tensors(copy: Copy) -> str:
+            first, last = copy.element_offset, copy.element_offset + copy.numel
+            held = self.layout(world).pieces(RUN, copy.buffer, rank)
+            return ", ".join(
+                str(placement.key)
+                for placement, piece in held
+                if piece.element_offset < last and first < piece.element_offset + piece.stop - piece.start
+            )
+
+        return tensors
 
     def targets(self) -> dict[str, TensorTarget]:
         """Make every buffer; memory is allocated here and not before."""
