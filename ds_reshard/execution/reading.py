@@ -43,6 +43,18 @@ class OpenFiles:
                 os.close(self._open.pop(path))
 
 
+def read_at(fd: int, view: memoryview, byte_offset: int) -> tuple[int, int]:
+    """Fill the view from the file, or as much as it has; the bytes and the calls. Raises OSError."""
+    done = calls = 0
+    while done < len(view):
+        got = os.preadv(fd, [view[done:]], byte_offset + done)
+        calls += 1
+        if not got:
+            break
+        done += got
+    return done, calls
+
+
 def read_failed(path: str, error: OSError) -> Fault:
     """What the operating system said when it could not read."""
     return Fault(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault, ModelMismatch
+from ds_reshard.execution.buffers import TensorTarget
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.choice import choose
-from ds_reshard.execution.ports import Outcome
+from ds_reshard.execution.ports import Executor, Outcome
 from ds_reshard.execution.whole import read_tensor
 from ds_reshard.execution.witness import Witness
 from ds_reshard.hosts.deepspeed.adopt import adopt
@@ -21,6 +22,7 @@ from ds_reshard.hosts.deepspeed.masters import masters_against_weights, masters_
 from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.hosts.deepspeed.prove import Proof, place, prove, seen_by
 from ds_reshard.hosts.deepspeed.settings import Settings
+from ds_reshard.hosts.deepspeed.share import sharing, told_of
 from ds_reshard.hosts.deepspeed.wants import EXTRA_STATE
 
 if TYPE_CHECKING:
@@ -32,20 +34,28 @@ logger = logging.getLogger("ds_reshard")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """What one rank's load read: bytes, system calls, files; and the proof of it where one was asked for."""
+    """What one rank's load read: bytes, system calls, files; the proof of it where one was asked for.
+
+    `shared` says what ranks passed on to each other, None where nobody asked for it.
+    """
 
     bytes_read: int
     read_calls: int
     files: tuple[str, ...]
     proof: Proof | None
+    shared: str | None
 
 
 def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings: Settings) -> Moved:
     """Fill the engine. Collective; a fault on any rank raises on every rank, and the engine is then unusable."""
     subject = f"loading {prepared.checkpoint.listing.folder}"
-    witness, faults, cause = attempt(lambda: seen_by(prepared)) if settings.prove else (None, [], None)
+    begun, faults, cause = attempt(lambda: _begin(engine, prepared, settings))
     agree(faults, subject=subject, cause=cause)
-    outcome, faults, cause = attempt(lambda: _read(engine, prepared, settings, witness))
+    assert begun is not None
+    witness, targets, executor = begun
+    saw = witness.saw if witness is not None else None
+    with sharing(executor, prepared, settings, saw=saw, subject=subject) as reading:
+        outcome, faults, cause = attempt(lambda: reading.execute(prepared.plan, targets))
     outcome = outcome or Outcome()
     bare = sum(record.crc32 is None for record in outcome.slices)
     if bare:
@@ -60,12 +70,13 @@ def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings
     if sums is not None:
         pending, mismatched = sums
         faults += mismatched
-    told = gather((faults, pending, _replica(engine, prepared)))
-    everyone = [fault for of_rank, _, _ in told for fault in of_rank]
+    told = gather((faults, pending, _replica(engine, prepared), outcome.spared))
+    everyone = [fault for of_rank, _, _, _ in told for fault in of_rank]
     mine = _replica(engine, prepared)
-    combined, again = combine([sums if replica == mine else [] for _, sums, replica in told])
-    reread = read_again([record for record, reader in again.items() if reader == rank()]) if not everyone else []
-    agree([*faults, *(combined if not everyone else []), *reread], subject=subject, cause=cause or failed)
+    combined, again = combine([sums if replica == mine else [] for _, sums, replica, _ in told])
+    if not everyone:
+        combined += [*read_again([record for record, at in again.items() if at == rank()]), *_unread(outcome, subject)]
+    agree([*faults, *(combined if not everyone else [])], subject=subject, cause=cause or failed)
     late, faults, cause = attempt(lambda: _settle_model(engine, prepared, request, settings))
     agree([*faults, *(late or [])], subject=subject, cause=cause)
     _, faults, cause = attempt(lambda: _adopt(engine, prepared, request))
@@ -73,8 +84,20 @@ def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings
     _, faults, cause = attempt(lambda: _settle_masters(engine, prepared, request))
     agree(faults, subject=subject, cause=cause)
     proof = prove(engine, prepared, witness, unproved=_unproved(engine, prepared, request)) if witness else None
+    shared = told_of(settings, [spared for _, _, _, spared in told])
     files = prepared.plan.files
-    return Moved(bytes_read=outcome.bytes_read, read_calls=outcome.read_calls, files=files, proof=proof)
+    return Moved(bytes_read=outcome.bytes_read, read_calls=outcome.read_calls, files=files, proof=proof, shared=shared)
+
+
+def _unread(outcome: Outcome, subject: str) -> Iterator[Fault]:
+    """What another rank could not pass on, though none has said why: nothing may be left out in silence."""
+    if outcome.missing_nbytes:
+        yield Fault(
+            error="InternalError",
+            where=subject,
+            what=f"{outcome.missing_nbytes} bytes were not passed on to rank {rank()}",
+            mend='load again with "reshard": {"share_reads": "off"}',
+        )
 
 
 def _unproved(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> frozenset[str]:
@@ -99,7 +122,11 @@ def _replica(engine: DeepSpeedEngine, prepared: Prepared) -> int:
     return min(dist.get_process_group_ranks(engine.optimizer.dp_process_group))
 
 
-def _read(engine: DeepSpeedEngine, prepared: Prepared, settings: Settings, witness: Witness | None) -> Outcome:
+def _begin(
+    engine: DeepSpeedEngine, prepared: Prepared, settings: Settings
+) -> tuple[Witness | None, Mapping[str, TensorTarget], Executor]:
+    """Who sums up what is read, the buffers, and who fills them: what can fail on one rank before any reads."""
+    witness = seen_by(prepared) if settings.prove else None
     if prepared.wants.absent and prepared.live is not None:
         _masters_from_weights(engine.optimizer, prepared.live)  # what is absent keeps its weights
     targets = prepared.wants.targets()
@@ -108,7 +135,7 @@ def _read(engine: DeepSpeedEngine, prepared: Prepared, settings: Settings, witne
         checksum=settings.checksum, saw=witness.saw if witness is not None else None,
         saw_there=witness.saw_there if witness is not None else None, named=prepared.wants.named(*place(prepared.live)),
     )  # fmt: skip
-    return executor.execute(prepared.plan, targets)
+    return witness, targets, executor
 
 
 def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings: Settings) -> list[Fault]:

@@ -40,8 +40,8 @@ class Beside:
 class Last:
     """The last load of an engine: its policy, what the checkpoint said, what was asked for, the iteration that it left.
 
-    `proof` says how many tensors were proved, None where nobody asked for it. `placed` are the schedulers beside the
-    engine that have taken a state since. Nothing here holds the engine.
+    `proof` says how many tensors were proved, and `shared` what ranks passed on to each other, None where nobody asked
+    for it. `placed` are the schedulers beside the engine that have taken a state since. Nothing here holds the engine.
     """
 
     policy: ResumePolicy
@@ -49,6 +49,7 @@ class Last:
     request: Request
     iteration: int
     proof: str | None = None
+    shared: str | None = None
     placed: weakref.WeakSet[object] = field(default_factory=weakref.WeakSet)
 
 

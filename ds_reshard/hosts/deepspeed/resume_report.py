@@ -76,7 +76,8 @@ def report(engine: DeepSpeedEngine, own: Own, beside: Beside | None) -> ResumeRe
             name="global batch size", checkpoint=saved.train_batch_size, this_run=batch, used=batch,
             because="this run",
         ),
-        *_proof(own.last.proof),
+        *_found("fingerprints", own.last.proof, '"verify": "fingerprint"'),
+        *_found("shared reads", own.last.shared, '"share_reads"'),
     ]  # fmt: skip
     warnings = batch_size_warning(saved.train_batch_size, batch)
     if not policy.keeps_iteration and not policy.finetune:
@@ -91,9 +92,9 @@ def report(engine: DeepSpeedEngine, own: Own, beside: Beside | None) -> ResumeRe
     return ResumeReport(host="deepspeed", checkpoint=saved.where, rows=tuple(rows), warnings=warnings)
 
 
-def _proof(proof: str | None) -> Iterator[Row]:
-    if proof is not None:
-        yield Row(name="fingerprints", checkpoint=None, this_run=None, used=proof, because='"verify": "fingerprint"')
+def _found(name: str, used: str | None, why: str) -> Iterator[Row]:
+    if used is not None:
+        yield Row(name=name, checkpoint=None, this_run=None, used=used, because=why)
 
 
 def _counted(engine: DeepSpeedEngine, saved: Saved, beside: Beside | None) -> tuple[str, ...]:

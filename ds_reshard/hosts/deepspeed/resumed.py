@@ -62,6 +62,7 @@ class Resume:
         self.asked = request
         self.request = resume.narrowed(request, policy)
         self.proof: str | None = None
+        self.shared: str | None = None
         self._engine = engine
         self._saved: Saved | None = None
         self._beside: resume.Beside | None = None
@@ -154,7 +155,9 @@ class Resume:
 
     def _last(self, saved: Saved) -> resume.Last:
         request, iteration = replace(self.request, custom_load_fn=None), self._engine.global_steps
-        return resume.Last(policy=self.policy, saved=saved, request=request, iteration=iteration, proof=self.proof)
+        return resume.Last(
+            policy=self.policy, saved=saved, request=request, iteration=iteration, proof=self.proof, shared=self.shared
+        )
 
     def _report(self) -> None:
         made = report(self._engine, resume.own_values(self._engine), self._beside)
