@@ -11,7 +11,7 @@ from pathlib import Path
 import fresh
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import ds_reshard
 from ds_reshard.hosts.fsdp import dcp_saves
@@ -74,7 +74,7 @@ def test_what_is_no_plain_tensor_is_told_and_not_refused(
     monkeypatch.setattr(dcp_saves.logger, "warning", lambda text, *given: told.append(text % given))
     try:
         with ds_reshard.install("fsdp", verify_after_save=True):
-            dcp.save({"odd": value, "plain": torch.ones(2)}, checkpoint_id=str(tmp_path), no_dist=True)
+            save({"odd": value, "plain": torch.ones(2)}, checkpoint_id=str(tmp_path), no_dist=True)
     finally:
         ask_to_verify(False)
     assert told == ["verify_after_save: odd is no plain tensor: its file opens, and its values are not compared"]
