@@ -160,6 +160,13 @@ def _of_another_model(folder: Path) -> None:
         torch.save(saved, path)
 
 
+def _of_another_rate(folder: Path) -> None:
+    path = folder / "optim_world_size_2_rank_1.pt"
+    saved = torch.load(path, weights_only=False)
+    saved["param_groups"][0]["lr"] *= 2
+    torch.save(saved, path)
+
+
 def _of_another_step(folder: Path) -> None:
     path = folder / "extra_state_world_size_2_rank_1.pt"
     saved = torch.load(path, weights_only=False)
@@ -170,6 +177,7 @@ def _of_another_step(folder: Path) -> None:
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "half-size moments": (_halved, "lm_head.weight[exp_avg]: its part is not rank 1's of 2"),
     "an optimizer of another model": (_of_another_model, "other.weight[exp_avg] is of no parameter of the model's"),
+    "rates of several runs": (_of_another_rate, "its param groups have other members or values than rank 0's"),
     "schedules of several steps": (_of_another_step, "lr_scheduler is another than rank 0's"),
     "a rank without extra state": (lambda f: os.remove(f / "extra_state_world_size_2_rank_1.pt"), "is missing"),
     "two world sizes": (lambda f: shutil.copy(f / "optim_world_size_2_rank_0.pt", f / "optim_world_size_3_rank_0.pt"),

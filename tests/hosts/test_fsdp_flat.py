@@ -142,6 +142,7 @@ def _other_shape(held: Any) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "half-size moments": (lambda f: _optim(f, _halve), "is not rank 1's part of 2"),
+    "another rate": (lambda f: _optim(f, lambda saved: saved["param_groups"][0].update(lr=1.0)), "of another run"),
     "another step": (lambda f: _optim(f, lambda saved: _first(saved)["step"].add_(1)), "of another step or run"),
     "a missing state": (lambda f: _optim(f, lambda saved: _first(saved).pop("exp_avg_sq")), "found nothing"),
     "another optimizer": (lambda f: _optim(f, lambda saved: saved["param_groups"][0]["params"].pop()),

@@ -15,7 +15,7 @@ from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointNotFound, Fault, raise_faults
 from ds_reshard.formats.fsdp.files import MODEL, OPTIM, files_of, missing, path_of
 from ds_reshard.formats.fsdp.flat import FlatStates, read_flat
-from ds_reshard.formats.fsdp.held import Held, Shape, damaged, held_of
+from ds_reshard.formats.fsdp.held import Held, Shape, damaged, held_of, other_groups
 from ds_reshard.formats.fsdp.order import line_to_add, read_order
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
 from ds_reshard.model.index import Extent, extent_of
@@ -59,11 +59,14 @@ class FsdpCheckpoint:
             return self.flat.buffers(shard)
         path = path_of(self.folder, family, self.ranks, shard)
         expected = self.first[family]
-        held = _read(path, family, self.parameters).tensors
+        file = _read(path, family, self.parameters)
+        held = file.tensors
         faults = [
             damaged(path, f"{key} is in one of its file and rank 0's alone", "the same tensors", "others")
             for key in sorted(held.keys() ^ expected.keys())
         ]
+        if family == OPTIM and self.facts is not None and file.groups != self.facts.groups:
+            faults.append(other_groups(path))
         for key in held.keys() & expected.keys():
             faults += _differs(path, key, held[key], expected[key], shard, self.ranks, same=family == OPTIM)
         raise_faults(faults, subject=f"checkpoint {self.folder}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import Fault, raise_faults
-from ds_reshard.formats.fsdp.held import damaged
+from ds_reshard.formats.fsdp.held import damaged, other_groups
 from ds_reshard.formats.fsdp.order import FlatOrder
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
@@ -73,6 +73,10 @@ def read_flat(paths: Sequence[str], tops: Sequence[Tree], order: FlatOrder, *, f
                 faults.append(damaged(path, f"parameter {number} has other values of {', '.join(kinds)} than another "
                                       "rank's: of another step or run", "the same", "others"))  # fmt: skip
     raise_faults(faults, subject="reading a checkpoint")
+    groups = tuple(_groups(tops[0], order))
+    faults += [
+        other_groups(path) for path, top in zip(paths, tops, strict=True) if tuple(_groups(top, order)) != groups
+    ]
     types: dict[int, dict[str, ElementType]] = {}
     for states in files:
         for number, held in sorted(states.items()):
@@ -85,7 +89,7 @@ def read_flat(paths: Sequence[str], tops: Sequence[Tree], order: FlatOrder, *, f
         order=order, family=family, shards=shards, files=tuple(files), values=values,
         kinds={number: types[number] for number in sorted(types)},
         facts=OptimizerFacts(
-            groups=tuple(_groups(tops[0], order)),
+            groups=groups,
             scalars={name: kinds for number, kinds in scalars.items() for name in order.names(number)},
         ),
     )  # fmt: skip

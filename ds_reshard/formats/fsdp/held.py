@@ -105,5 +105,11 @@ def damaged(where: str, what: str, expected: str, found: str) -> Fault:
     )  # fmt: skip
 
 
+def other_groups(path: str) -> Fault:
+    """A rank's file whose param groups are not rank 0's."""
+    what = "its param groups have other members or values than rank 0's: of another run"
+    return damaged(path, what, "the same on all ranks", "others")
+
+
 def _unsupported(where: str, what: str) -> Fault:
     return Fault(error="UnsupportedLayout", where=where, what=what, mend=_SAVE)
