@@ -125,7 +125,7 @@ def test_an_interruption_ends_every_thread_at_its_next_read(
     monkeypatch.setattr("ds_reshard.execution.threads._CHUNK_NBYTES", 4096)
     assert main(words) == 130
     assert capsys.readouterr().err == "ds-reshard: interrupted\n"
-    assert len(seen) < 3 + 2 * 4 and not (places / "out").exists()
+    assert len(seen) < 3 * 256 // 4 and not (places / "out").exists()  # of 256 for each kind of state
     monkeypatch.undo()
     assert main([*words, "--resume"]) == 0
     assert main(["convert", str(source), str(places / "whole"), "--to", "zero2", "--dp", "4"]) == 0

@@ -128,7 +128,7 @@ def models(draw: st.DrawFn) -> tuple[Param, ...]:
     """Parameters of one to three dimensions; some cut along any of them, in one chunk or several."""
     made = []
     for number in range(draw(st.integers(1, 4))):
-        shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+        shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))  # each row is a part for each chunk and rank
         split = draw(st.sampled_from((None, *range(len(shape)))))
         chunks = None
         if split is not None:
