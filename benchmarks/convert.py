@@ -10,7 +10,6 @@ Prints a table; `--output FOLDER` writes JSON there too.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import shutil
@@ -79,11 +78,7 @@ def main() -> None:
         "runs": runs,
     }  # fmt: skip
     console.print(table(made))
-    if given.output is not None:
-        given.output.mkdir(parents=True, exist_ok=True)
-        path = given.output / f"convert-{report.slug(made['machine'])}.json"
-        path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-        console.print(f"wrote {path}", highlight=False)
+    report.keep(made, "convert", given.output)
 
 
 def _case(case: Case, repeats: int, contestants: list[str]) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,6 @@ Run: python -m benchmarks.dcp [--repeats N] [--output FOLDER]
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import shutil
@@ -87,11 +86,7 @@ def main() -> None:
         "runs": runs,
     }  # fmt: skip
     console.print(table(made))
-    if given.output is not None:
-        given.output.mkdir(parents=True, exist_ok=True)
-        path = given.output / f"dcp-{report.slug(made['machine'])}.json"
-        path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-        console.print(f"wrote {path}", highlight=False)
+    report.keep(made, "dcp", given.output)
 
 
 def _case(case: Case, repeats: int) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import commit, machine, slug, spread
+from benchmarks.report import commit, keep, machine, spread
 from ds_reshard.execution.fingerprint import fingerprint_of
 
 
@@ -56,11 +56,8 @@ def main() -> None:
         "commit": commit(), "machine": machine(), "torch": torch.__version__, "mib": given.mib,
         "gigabytes_per_cpu_second": measured(given.mib, given.runs),
     }  # fmt: skip
-    text = json.dumps(made, indent=1)
-    print(text)
-    if given.output is not None:
-        given.output.mkdir(parents=True, exist_ok=True)
-        (given.output / f"fingerprint-{slug(made['machine'])}.json").write_text(f"{text}\n", encoding="utf-8")
+    print(json.dumps(made, indent=1))
+    keep(made, "fingerprint", given.output)
 
 
 if __name__ == "__main__":

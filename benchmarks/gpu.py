@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import Spread, commit, machine, spread
+from benchmarks.report import Spread, commit, keep, machine, spread
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import raise_faults
 from ds_reshard.execution.buffers import TensorTarget, torch_dtype
@@ -290,12 +289,8 @@ def main() -> None:
         "commit": given.commit or commit(), "double": given.double, "device": place.described(), "machine": machine(),
         "versions": versions(), "mib": given.mib, "memory_mib": given.memory_mib, **measured(given, place),
     }  # fmt: skip
-    text = json.dumps(made, indent=1)
-    print(text)
-    if given.output is not None:
-        given.output.mkdir(parents=True, exist_ok=True)
-        name = re.sub(r"[^a-z0-9]+", "-", made["device"]["name"].lower()).strip("-")
-        (given.output / f"gpu-{name}.json").write_text(f"{text}\n", encoding="utf-8")
+    print(json.dumps(made, indent=1))
+    keep(made, "gpu", given.output, device=made["device"]["name"])
 
 
 if __name__ == "__main__":

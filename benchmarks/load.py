@@ -68,8 +68,7 @@ def main() -> None:
     for table in report.tables(results):
         console.print(table)
     if options.output is not None:
-        for path in report.write(results, options.output):
-            console.print(f"wrote {path}", highlight=False)
+        report.write(results, options.output)
 
 
 def _stage(stage: int, shape: Shape, options: Options, console: Any) -> Iterator[dict[str, Any]]:

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.load import SCRATCH, warm
 from benchmarks.memory import Counters, forget_peak, resident
-from benchmarks.report import commit, exponent, machine, slug, spread
+from benchmarks.report import commit, exponent, keep, machine, spread
 from benchmarks.verify import fill, gpt_shapes, write_checkpoint
 from ds_reshard.operations import convert, inspect, verify
 
@@ -146,11 +146,8 @@ def main() -> None:
             "versions": {name: version(name) for name in ("torch", "isal", "numpy")}, **measured,
             "growth": growth(list(growing(Path(scratch) / "growing", given.runs))),
         }  # fmt: skip
-    text = json.dumps(made, indent=1)
-    print(text)
-    if given.output is not None:
-        given.output.mkdir(parents=True, exist_ok=True)
-        (given.output / f"offline-{slug(made['machine'])}.json").write_text(f"{text}\n", encoding="utf-8")
+    print(json.dumps(made, indent=1))
+    keep(made, "offline", given.output)
 
 
 if __name__ == "__main__":

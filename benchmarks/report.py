@@ -9,6 +9,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from math import log
@@ -96,9 +97,22 @@ def machine() -> dict[str, Any]:
     }
 
 
-def slug(described: dict[str, Any]) -> str:
-    """A machine's processor as part of a file name."""
-    return re.sub(r"[^a-z0-9]+", "-", described["cpu"].lower()).strip("-")
+def keep(made: Results, part: str, folder: Path | None, *, device: str | None = None) -> None:
+    """Write what a part of the benchmarks has measured into a folder, where one is given: PART-DEVICE.json.
+
+    `device` is what was measured, the processor unless it is named.
+    """
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{part}-{slug(device or made['machine']['cpu'])}.json"
+    path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def slug(device: str) -> str:
+    """A device as part of a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def spread(values: list[float]) -> Spread:
@@ -251,13 +265,10 @@ def _aims(summary: dict[str, Any]) -> Iterator[tuple[str, float, bool, str, Spre
         yield f"{name}: bytes written", 0, False, ".0f", spread([account["written_nbytes"]])
 
 
-def write(made: Results, folder: Path) -> tuple[Path, Path]:
-    """Write the figures and the picture; their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    figures, picture = folder / f"load-{slug(made['machine'])}.json", folder / "load.png"
-    figures.write_text(json.dumps(made, indent=1) + "\n")
-    _draw(made, picture)
-    return figures, picture
+def write(made: Results, folder: Path) -> None:
+    """Write the figures and the picture."""
+    keep(made, "load", folder)
+    _draw(made, folder / "load.png")
 
 
 def _draw(made: Results, path: Path) -> None:

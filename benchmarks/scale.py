@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.load import ROOT, SCRATCH
-from benchmarks.report import commit, exponent, machine, slug, spread
+from benchmarks.report import commit, exponent, keep, machine, spread
 
 sys.path.insert(0, str(ROOT / "tests" / "formats"))
 
@@ -167,12 +167,8 @@ def main() -> None:
             cases = [measured(case, given.runs, Path(name)) for case in (LONG if given.long else CASES)]
             made |= {"runs": given.runs, "cases": cases, "growth": {} if given.long else growth(cases)}
     made["machine"] = machine()
-    text = json.dumps(made, indent=1)
-    print(text)
-    if given.output is not None:
-        given.output.mkdir(parents=True, exist_ok=True)
-        name = "scale-whole" if given.whole else "scale-long" if given.long else "scale"
-        (given.output / f"{name}-{slug(made['machine'])}.json").write_text(f"{text}\n", encoding="utf-8")
+    print(json.dumps(made, indent=1))
+    keep(made, "scale-whole" if given.whole else "scale-long" if given.long else "scale", given.output)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks import processes
-from benchmarks.report import commit, machine, slug, spread
+from benchmarks.report import commit, keep, machine, spread
 
 CONTESTANTS = ("off", "node")
 BUFFERS = 16
@@ -114,10 +114,7 @@ def main() -> None:
                 print(json.dumps(cases[-1]), flush=True)
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     made = {"made": now, "commit": commit(), "machine": machine(), "mib": given.mib, "cases": cases}
-    if given.output is not None:
-        place = given.output / f"share-{slug(made['machine'])}.json"
-        place.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-        print(f"wrote {place}")
+    keep(made, "share", given.output)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import commit, machine, slug, spread
+from benchmarks.report import commit, keep, machine, spread
 from ds_reshard.operations import Reading, diff, verify
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "formats"))
@@ -106,11 +106,8 @@ def main() -> None:
         "commit": commit(), "machine": machine(), "torch": torch.__version__, "nbytes": nbytes,
         "gigabytes_per_cpu_second": rates,
     }  # fmt: skip
-    text = json.dumps(made, indent=1)
-    print(text)
-    if given.output is not None:
-        given.output.mkdir(parents=True, exist_ok=True)
-        (given.output / f"verify-{slug(made['machine'])}.json").write_text(f"{text}\n", encoding="utf-8")
+    print(json.dumps(made, indent=1))
+    keep(made, "verify", given.output)
 
 
 if __name__ == "__main__":

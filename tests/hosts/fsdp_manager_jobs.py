@@ -81,19 +81,25 @@ def easyr1_save(folder: str, dtype: str, mixed: bool) -> dict[str, Any]:
     return {"held": held, "losses": train(model, optimizer, scheduler, range(2, 4)), "drawn": drawn}
 
 
+def _easyr1_load(folder: str, model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """The calls of EasyR1's manager; its extra state."""
+    model_state_dict = torch.load(_file(folder, "model"), weights_only=False)
+    optim_state_dict = torch.load(_file(folder, "optim"), weights_only=False)
+    extra_state_dict: dict[str, Any] = torch.load(_file(folder, "extra_state"), weights_only=False)
+    set_state_dict(
+        model=model, optimizers=optimizer, model_state_dict=model_state_dict, optim_state_dict=optim_state_dict,
+        options=OPTIONS,
+    )  # fmt: skip
+    scheduler.load_state_dict(extra_state_dict["lr_scheduler"])
+    return extra_state_dict
+
+
 def easyr1_load(folder: str, dtype: str) -> dict[str, Any]:
     """A load into a model of other weights; what is held then, and the losses of two steps."""
     model, optimizer = build(True, frozen=True, every=True, dtype=getattr(torch, dtype), seed=1)
     scheduler = _schedule(optimizer)
     with _hooks(True):
-        model_state_dict = torch.load(_file(folder, "model"), weights_only=False)
-        optim_state_dict = torch.load(_file(folder, "optim"), weights_only=False)
-        extra_state_dict = torch.load(_file(folder, "extra_state"), weights_only=False)
-        set_state_dict(
-            model=model, optimizers=optimizer, model_state_dict=model_state_dict, optim_state_dict=optim_state_dict,
-            options=OPTIONS,
-        )  # fmt: skip
-        scheduler.load_state_dict(extra_state_dict["lr_scheduler"])
+        extra_state_dict = _easyr1_load(folder, model, optimizer, scheduler)
         if "rng" in extra_state_dict:
             _set_rng(extra_state_dict["rng"])
         drawn = torch.rand(2).tolist()
@@ -225,13 +231,7 @@ def hsdp_load(folder: str, fsdp2: bool, dcp_folder: str) -> dict[str, Any]:
     model, optimizer = _hsdp(fsdp2, 2)
     scheduler = _schedule(optimizer)
     with _hooks(True):
-        model_state_dict = torch.load(_file(folder, "model"), weights_only=False)
-        optim_state_dict = torch.load(_file(folder, "optim"), weights_only=False)
-        set_state_dict(
-            model=model, optimizers=optimizer, model_state_dict=model_state_dict, optim_state_dict=optim_state_dict,
-            options=OPTIONS,
-        )  # fmt: skip
-        scheduler.load_state_dict(torch.load(_file(folder, "extra_state"), weights_only=False)["lr_scheduler"])
+        _easyr1_load(folder, model, optimizer, scheduler)
         held = _states(model, optimizer)
     said = _said(folder, model=model, optimizer=optimizer)
     return {"dcp": first, "held": held, "said": said, "losses": train(model, optimizer, scheduler, range(2, 4))}
