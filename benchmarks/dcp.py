@@ -11,6 +11,7 @@ Run: python -m benchmarks.dcp [--repeats N] [--output FOLDER]
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import platform
 import shutil
@@ -186,6 +187,7 @@ def load(rank: int, world: int, *, rendezvous: str, case: Case, reader: str, fol
     wanted, threads = targets(case, world), _threads(world)
     group = distributed.group.WORLD if world > 1 else None
     executions = watch_executor()
+    gc.collect()  # else whether all objects of torch are walked within a load is by chance
     _wait(world)
     before, started = Counters.now(), time.perf_counter()
     if reader == TORCH:

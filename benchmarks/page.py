@@ -11,8 +11,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from benchmarks import dcp
 from benchmarks.convert import CONTESTANTS, COPY, OTHER, SYNCED, UNIVERSAL, UPSTREAM, Case
 from benchmarks.report import MEMORY, ROOT, Spread, of, spread
+from benchmarks.scale import points
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("docs/benchmarks.md", "docs/performance.md", "docs/scale.md")
@@ -93,18 +95,11 @@ def growth() -> str:
             )
     for _, made in results("scale"):
         for name, power in made.get("growth", {}).items():
-            here = [case for case in made["cases"] if _counts(case, name)]
-            by = "dp" if name.startswith("source") else "tensors"
+            by, here = points(made["cases"])[name]
             most = max(case["own"]["peak_nbytes"] for case in here) / 2**20
             size = f"{here[0][by]} to {here[-1][by]}"
             rows.append(("one rank's planning", name, size, f"{power:.2f}", f"{most:.0f}"))
     return rows_of_table(("what", "by", "from, to", "power", "memory at most, MiB"), rows)
-
-
-def _counts(case: Any, name: str) -> bool:
-    if name.startswith("source"):
-        return bool(case["name"] == "1T parameters")
-    return bool(case["name"].endswith(" tensors") and name.endswith(f"ZeRO-{case['stage']}"))
 
 
 def spent() -> str:
@@ -132,6 +127,16 @@ def shared() -> str:
                 " / ".join(_size(part["read_nbytes"]) for part in parts),
             ))  # fmt: skip
     return rows_of_table(heads, rows)
+
+
+def readers() -> str:
+    """Loads of `torch.distributed.checkpoint`, by its own reader and by ours."""
+    rows: list[Row] = []
+    for _, made in results("dcp"):
+        for row in dcp.ratios(made):
+            times = ("", "") if row["reader"] == dcp.TORCH else (of(row["torch"], ".2g"), of(row["floor"], ".2g"))
+            rows.append((row["case"], row["world"], row["reader"], of(row["seconds"], ".2g"), *times))
+    return rows_of_table(("state dict", "ranks", "reader", "seconds", "times as fast", "over `preadv`"), rows)
 
 
 def machines() -> str:
@@ -204,7 +209,7 @@ def _size(nbytes: float) -> str:
 
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15, "EB": 1e18}
 TABLES: dict[str, Callable[[], str]] = {
-    made.__name__: made for made in (ratios, growth, spent, shared, machines, ranks, resume, parts)
+    made.__name__: made for made in (ratios, growth, spent, readers, shared, machines, ranks, resume, parts)
 }
 
 

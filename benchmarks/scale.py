@@ -56,9 +56,12 @@ def small(tensors: int) -> dict[str, Shape]:
 
 
 SHARDS = (512, 1024, 2048, 4096)
+RANKS = (384, 768, 1536)
 TENSORS = (1_000, 3_000, 10_000)
+FEWER = "1T parameters, fewer ranks"
 CASES = (
     *(Case(name="1T parameters", shapes=LLAMA, stage=3, dp=dp, to_dp=3 * dp // 4, rank=dp // 2 + 17) for dp in SHARDS),
+    *(Case(name=FEWER, shapes=LLAMA, stage=3, dp=4096, to_dp=to_dp, rank=to_dp // 2 + 17) for to_dp in RANKS),
     Case(name="1T parameters, uneven", shapes=UNEVEN, stage=3, dp=4096, to_dp=3072, rank=2065),
     *(Case(name=f"{n} tensors", shapes=small(n), stage=s, dp=8, to_dp=6, rank=4) for s in (1, 3) for n in TENSORS),
     *(
@@ -137,17 +140,27 @@ def whole_plan(shards: int, every: int, scratch: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def points(cases: list[dict[str, Any]]) -> dict[str, tuple[str, list[dict[str, Any]]]]:
+    """What a rank's cost may grow by: the key of that size, and the cases that differ in it alone."""
+    trillion = [case for case in cases if case["name"] == "1T parameters"]
+    return {
+        "source shards, ZeRO-3": ("dp", trillion),
+        "target ranks, ZeRO-3": ("to_dp", [*(case for case in cases if case["name"] == FEWER), *trillion[-1:]]),
+        **{
+            f"tensors, ZeRO-{stage}": ("tensors", [
+                case for case in cases if case["stage"] == stage and case["name"].endswith(" tensors")
+            ])
+            for stage in (1, 3)
+        },
+    }  # fmt: skip
+
+
 def growth(cases: list[dict[str, Any]]) -> dict[str, float]:
-    """By which power of the shards, or of the tensors, a rank's processor time grows."""
-
-    def fitted(by: str, points: list[dict[str, Any]]) -> float:
-        return exponent([case[by] for case in points], [case["own_cpu_s"]["median"] for case in points])
-
-    made = {"source shards, ZeRO-3": fitted("dp", [case for case in cases if case["name"] == "1T parameters"])}
-    for stage in (1, 3):
-        points = [case for case in cases if case["stage"] == stage and case["name"].endswith(" tensors")]
-        made[f"tensors, ZeRO-{stage}"] = fitted("tensors", points)
-    return made
+    """By which power of each of those sizes a rank's processor time grows."""
+    return {
+        name: exponent([case[by] for case in here], [case["own_cpu_s"]["median"] for case in here])
+        for name, (by, here) in points(cases).items()
+    }
 
 
 def main() -> None:
