@@ -5,6 +5,8 @@ slot's pinned memory and sums them there, and gives the device two pieces of wor
 on one stream, and the dealing out into the buffers on another, which waits for the copy. An event of that second stream
 says when the slot is free again. So one chunk is read while another is copied and a third is dealt out.
 
+Where nobody sums bytes on the host, chunks may also go straight from the file to the scratch memory (`direct`).
+
 Buffers in host memory, and bytes that are read for their checksum alone, are left to the executor of the host.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,6 +27,7 @@ from ds_reshard.errors import Fault
 from ds_reshard.execution.buffers import TensorTarget
 from ds_reshard.execution.chunks import ROW_NBYTES, Chunk, Named, Run, chunks
 from ds_reshard.execution.device import CudaDevice, Device
+from ds_reshard.execution.direct import Ways
 from ds_reshard.execution.ports import Outcome, Saw, Slice, Target
 from ds_reshard.execution.reading import OpenFiles, ended_early, read_failed
 from ds_reshard.execution.ring import SMALLEST_NBYTES, Slot, device_failed, ring
@@ -115,6 +119,8 @@ class _Load:
             self._free.put(slot)
         work = list(chunks(copies, len(slots[0].memory), executor.named))
         paths = [run.record.path for chunk in work for run in chunk.runs]
+        direct = None if executor.checksum or executor.saw is not None else executor.device.direct()
+        self._direct, self._ways = direct, Ways(direct is not None)
         left = iter(work)  # next() of a list's iterator is atomic: each thread takes the next chunk
         with OpenFiles(paths, self._outcome) as self._files:
             try:
@@ -123,6 +129,8 @@ class _Load:
                         done.result()
             finally:
                 self._finish(slots, work[-1])
+                if direct is not None:
+                    direct.close()
 
     def _finish(self, slots: list[Slot], last: Chunk) -> None:
         """Wait for all that the device was given, also for a chunk that it was given in part, as memory ran out."""
@@ -156,7 +164,9 @@ class _Load:
 
     def _carry(self, chunk: Chunk, slot: Slot) -> Fault | None:
         """Read a chunk and give the device its work; a fault of the device ends the load."""
-        runs = [run for run in chunk.runs if self._read(run, slot.memory)]
+        began, direct = time.perf_counter(), self._ways.next() and self._read_there(chunk, slot.scratch)
+        runs = [run for run in chunk.runs if direct or self._read(run, slot.memory)]
+        self._ways.took(direct, chunk.nbytes, time.perf_counter() - began)
         shown = self._show(runs, slot)
         how = scattering(runs, chunk.nbytes, self._tensors, INDEX_NUMEL)
         rows = len(how.table[0])
@@ -167,7 +177,7 @@ class _Load:
         table = slot.scratch[behind : behind + ROW_NBYTES * rows].view(torch.int64).view(3, rows)
         with self._giving:
             try:
-                self._copying.run(lambda: _copy(slot, nbytes))
+                self._copying.run(lambda: _copy(slot, behind if direct else 0, nbytes))
                 self._dealing.wait(self._copying.record())
                 try:
                     self._dealing.run(lambda: deal(slot.scratch, how, table, self._tensors))
@@ -199,6 +209,25 @@ class _Load:
                 there([copy for copy, _ in others], [slot.scratch[at : at + copy.nbytes] for copy, at in others])
 
         return tell
+
+    def _read_there(self, chunk: Chunk, scratch: torch.Tensor) -> bool:
+        """Have the device read a chunk itself; where it cannot, the host reads this one and all others."""
+        assert self._direct is not None, "the first way is asked for only where there is one"
+        try:
+            for run in chunk.runs:
+                into = scratch[run.position : run.position + run.nbytes]
+                if self._direct.read(run.record.path, into, run.byte_offset) != run.nbytes:
+                    self._ways.give_up()
+                    return False
+        except (OSError, RuntimeError, TypeError, ValueError):
+            self._ways.give_up()
+            return False
+        for run in chunk.runs:
+            self._files.release(run.record.path)
+        with self._noting:
+            self._outcome.bytes_read += sum(run.nbytes for run in chunk.runs)
+            self._outcome.read_calls += len(chunk.runs)
+        return True
 
     def _read(self, run: Run, memory: memoryview) -> bool:
         """Fill the run's place in `memory`, summing what is still in the processor's cache."""
@@ -239,5 +268,5 @@ def _shown_there(copy: Copy) -> bool:
     return copy.nbytes >= _SHOWN_THERE_NBYTES or copy.dtype is not copy.target_dtype
 
 
-def _copy(slot: Slot, nbytes: int) -> None:
-    slot.scratch[:nbytes].copy_(slot.pinned[:nbytes], non_blocking=True)
+def _copy(slot: Slot, begin: int, end: int) -> None:
+    slot.scratch[begin:end].copy_(slot.pinned[begin:end], non_blocking=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ds_reshard.errors import Fault, ReshardError, faults_of
 from ds_reshard.model.codec import ElementType
-from ds_reshard.model.layout import Layout, Piece, Placement, TensorKey
+from ds_reshard.model.layout import Layout, Piece, Placement, TensorKey, Tiles
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Region, overlap
 
@@ -82,6 +82,7 @@ class Index:
         self._source = source
         self._opened: dict[tuple[str, int], Mapping[str, Extent]] = {}
         self._failed: set[tuple[str, int]] = set()
+        self._tiles: dict[TensorKey, Tiles] = {}
         self._opening = threading.Lock()
 
     def open(self, family: str, shard: int) -> Mapping[str, Extent]:
@@ -121,8 +122,13 @@ class Index:
         return tuple(self._opened)
 
     def pieces(self, placement: Placement, wanted: Region) -> Iterator[tuple[Placement, Piece]]:
-        """The pieces that together cover `wanted`, each with the part of the placement that it is of."""
-        for part in placement.parts:
+        """The pieces that together cover `wanted`, each with the part of the layout's placement that it is of."""
+        parts: Sequence[Placement] = placement.parts
+        if len(parts) > 1:
+            if placement.key not in self._tiles:
+                self._tiles[placement.key] = Tiles(placement.tiles)
+            parts = self._tiles[placement.key].near(wanted)
+        for part in parts:
             start, stop = (wanted.start, wanted.stop) if part.box == wanted.box else (0, part.numel)
             for piece in part.cut.pieces(start, stop):
                 yield part, piece

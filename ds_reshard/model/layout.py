@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -146,6 +146,26 @@ def chunked(
         key=key, shape=shape, dtype=dtype, family=family, buffer=buffer, cut=Cut(chunk=max(1, whole.numel)), box=whole,
         tiles=tiles,
     )  # fmt: skip
+
+
+class Tiles:
+    """The tiles of a tensor, two or more, in the order of the axis along which it is cut into most of them.
+
+    Those that a region meets are then found without a look at all others; of tiles that are cut along that axis alone
+    the cost is their number, and the logarithm of that of all.
+    """
+
+    def __init__(self, tiles: Sequence[Placement]) -> None:
+        self._axis = max(range(len(tiles[0].shape)), key=lambda axis: len({tile.box.offset[axis] for tile in tiles}))
+        self._tiles = sorted(tiles, key=lambda tile: tile.box.offset[self._axis])
+        offsets = [tile.box.offset[self._axis] for tile in self._tiles]
+        sizes = [tile.box.size[self._axis] for tile in self._tiles]
+        self._begins, self._ends = offsets, list(accumulate(map(sum, zip(offsets, sizes, strict=True)), max))
+
+    def near(self, wanted: Region) -> Sequence[Placement]:
+        """The tiles that may have elements of a region."""
+        begin, end = wanted.extent(self._axis)
+        return self._tiles[bisect_right(self._ends, begin) : bisect_left(self._begins, end)]
 
 
 def check_cover(boxes: Sequence[Box], shape: tuple[int, ...]) -> None:

@@ -53,6 +53,17 @@ class Region:
     def numel(self) -> int:
         return self.stop - self.start
 
+    def extent(self, axis: int) -> tuple[int, int]:
+        """The least half-open interval of indices along an axis of the tensor that has all of the elements."""
+        offset, size = self.box.offset[axis], self.box.size[axis]
+        if self.start == self.stop:
+            return offset, offset
+        inner = prod(self.box.size[axis + 1 :])
+        first, last = self.start // inner, (self.stop - 1) // inner
+        if first // size != last // size:
+            return offset, offset + size
+        return offset + first % size, offset + last % size + 1
+
 
 class Run(NamedTuple):
     """`numel` elements that lie together in two regions, counted from the first element of each."""

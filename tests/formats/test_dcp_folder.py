@@ -50,6 +50,14 @@ def _state(flat: bool) -> dict[str, Any]:
     return {"model": weights, "optimizer": states, "train": own}
 
 
+def _moments(states: dict[str, Any], name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both moments of a parameter, by its own name or by that of which it is another."""
+    name = {"head.weight": "embed.weight"}.get(name, name)
+    kinds = ("exp_avg", "exp_avg_sq")
+    held = states["state"][name] if "state" in states else {kind: states[f"state.{name}.{kind}"] for kind in kinds}
+    return held[kinds[0]], held[kinds[1]]
+
+
 def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
@@ -69,6 +77,8 @@ def _emptied(state: Any) -> Any:
 @pytest.fixture(scope="module", params=[False, True], ids=["nested", "flattened"])
 def saved(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder, state = str(tmp_path_factory.mktemp("dcp") / "step-2"), _state(request.param)
+    moments = [_moments(state["optimizer"], name) for name in state["model"] if name.endswith(("weight", "bias"))]
+    assert all(first.any() and second.any() and not torch.equal(first, second) for first, second in moments)
     dcp.save(copy.deepcopy(state), checkpoint_id=folder, no_dist=True)
     return folder, state
 

@@ -21,8 +21,8 @@ from ds_reshard.formats.zero.layout import (
     whole,
 )
 from ds_reshard.model.codec import ElementType
-from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, chunked
-from ds_reshard.model.region import Box, Region
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, Tiles, chunked
+from ds_reshard.model.region import Box, Region, overlap
 
 QUICK = settings(deadline=None, max_examples=40)
 FP32, BF16 = ElementType.FLOAT32, ElementType.BFLOAT16
@@ -258,6 +258,34 @@ def test_chunks_that_tile_a_tensor_are_found_by_their_regions(grid):
             == [(found.region(piece), 0)]
             == [(Region(box=box, start=0, stop=box.numel), 0)]
         )
+
+
+@QUICK
+@given(grids(), st.data())
+def test_near_tiles_are_all_that_a_region_meets(grid, data):
+    """Whatever region of whatever box; and no tile is told twice."""
+    shape, boxes = grid
+    if len(boxes) == 1:
+        return
+    axes = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
+    box = Box(offset=tuple(a for a, _ in axes), size=tuple(b - a for a, b in axes))
+    start, stop = sorted(data.draw(st.tuples(st.integers(0, box.numel), st.integers(0, box.numel))))
+    wanted = Region(box=box, start=start, stop=stop)
+    tiles = in_chunks(shape, boxes).tiles
+    near = [tile.box for tile in Tiles(tiles).near(wanted)]
+    met = [tile.box for tile in tiles if list(overlap(wanted, Region(box=tile.box, start=0, stop=tile.numel)))]
+    assert len(near) == len({box.offset for box in near}) and {box.offset for box in met} <= {b.offset for b in near}
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_of_many_tiles_only_the_near_ones_are_looked_at(axis):
+    """Cut along either axis; a span of a row meets those of its columns alone."""
+    boxes = [Box(offset=(0, 2 * i) if axis else (2 * i, 0), size=(512, 2) if axis else (2, 512)) for i in range(256)]
+    tiles = Tiles(in_chunks((512, 512), boxes).tiles)
+    box = Box(offset=(101, 0), size=(4, 512)) if axis == 0 else Box(offset=(0, 101), size=(512, 4))
+    assert len(tiles.near(Region(box=box, start=0, stop=box.numel))) == 3
+    row = Region(box=Box.whole((512, 512)), start=512 * 7 + 9, stop=512 * 7 + 14)
+    assert len(tiles.near(row)) == (3 if axis else 1)
 
 
 @QUICK

@@ -48,6 +48,15 @@ def test_boxes_hold_the_elements_of_the_region_in_storage_order(region):
     assert [index for box in boxes(region) for index in indices(box)] == elements(region)
 
 
+@QUICK
+@given(regions())
+def test_an_extent_is_that_of_the_elements_along_each_axis(region):
+    for axis in range(len(region.box.size)):
+        begin, end = region.extent(axis)
+        at = [index[axis] for index in elements(region)]
+        assert (begin, end) == (min(at), max(at) + 1) if at else begin == end
+
+
 @st.composite
 def boxes_of_shapes(draw):
     """The shape of a tensor and a box inside it; half of the axes are taken whole."""
