@@ -25,6 +25,7 @@ from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, Placement
+from ds_reshard.model.uncollected import uncollected
 from ds_reshard.operations.finding import find_listing
 from ds_reshard.planning.match import plan_rank
 from ds_reshard.planning.plan import Plan
@@ -44,6 +45,7 @@ def placements(checkpoint: ZeroCheckpoint, dp: int) -> Iterator[Placement]:
         yield whole(name, "weight", shape, ElementType.BFLOAT16, family=RUN, buffer=f"module/{name}")
 
 
+@uncollected()  # as `prepare` of the host is
 def rank_plan(checkpoint: ZeroCheckpoint, dp: int, rank: int) -> tuple[Plan, Index, ZeroShards]:
     shards = ZeroShards(checkpoint=checkpoint)
     index = Index(checkpoint.layout, shards)

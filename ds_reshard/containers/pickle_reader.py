@@ -10,6 +10,7 @@ from ds_reshard.containers.pickle_opcodes import HANDLERS
 from ds_reshard.errors import CheckpointDamaged, UnsafePickle
 from ds_reshard.model.nesting import out_of_bounds
 from ds_reshard.model.records import GlobalName
+from ds_reshard.model.uncollected import uncollected
 
 __all__ = ["DEFAULT_LIMITS", "PickleLimits", "read_pickle"]
 
@@ -26,6 +27,7 @@ def keep_as_record(function: GlobalName, args: tuple[object, ...]) -> object:
     return NotImplemented
 
 
+@uncollected()
 def read_pickle(
     data: bytes,
     *,

@@ -9,6 +9,7 @@ from ds_reshard.formats.zero.checkpoint import MODEL
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.model.conversion_plan import ConversionPlan, UnitPlan
 from ds_reshard.model.target import Unit
+from ds_reshard.model.uncollected import uncollected
 from ds_reshard.operations.options import Asked, Reading, refuse_memory
 from ds_reshard.operations.source import Found, Source
 from ds_reshard.operations.units import Units, archive_of, target_of
@@ -16,6 +17,7 @@ from ds_reshard.planning.budget import window_nbytes
 from ds_reshard.planning.plan import Check, Copy
 
 
+@uncollected()
 def plan_listing(
     listing: Found, *, asked: Asked, reading: Reading, bandwidth: float, shard: tuple[int, int]
 ) -> ConversionPlan:

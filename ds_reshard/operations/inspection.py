@@ -18,9 +18,11 @@ from ds_reshard.model.inspection import (
     Steps,
 )
 from ds_reshard.model.saved import SavedListing, SavedState
+from ds_reshard.model.uncollected import uncollected
 from ds_reshard.operations.source import Source, open_saved
 
 
+@uncollected()
 def describe_saved(listing: SavedListing, *, bytes_read: Callable[[], int | None]) -> Inspection:
     """What the files tell, and every fault: where the checkpoint cannot be opened, its files alone."""
     state, faults = _opened(listing)

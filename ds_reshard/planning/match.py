@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 from ds_reshard.model.index import Extent, Index, Record
 from ds_reshard.model.layout import Layout, Piece, Placement, TensorKey
+from ds_reshard.model.uncollected import uncollected
 from ds_reshard.planning.coalesce import coalesce
 from ds_reshard.planning.plan import Check, Copy, Fill, Plan
 
 
+@uncollected()
 def plan_rank(
     source: Index,
     target: Layout,

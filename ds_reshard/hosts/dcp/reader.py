@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -30,6 +28,7 @@ from ds_reshard.hosts.dcp.filling import Filling, single
 from ds_reshard.hosts.dcp.groups import Groups
 from ds_reshard.hosts.dcp.names import Entry, GroupValue, Own, Stored, entries
 from ds_reshard.hosts.dcp.planner import off_mesh
+from ds_reshard.model.uncollected import uncollected
 from ds_reshard.operations.finding import find_listing
 from ds_reshard.operations.source import Source
 
@@ -38,18 +37,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SUBJECT = "torch.distributed.checkpoint"
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without garbage collections: what is read is none, and each would walk all objects of the framework."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +84,7 @@ class Reader(StorageReader):
         self.bytes_read = 0
         self._open(path)
 
-    @_uncollected()
+    @uncollected()
     def _open(self, path: str | os.PathLike[str]) -> None:
         self.checkpoint_id = os.fspath(path)
         self._source = Source(find_listing(self.checkpoint_id, self._tag), states=False, whole=False)
@@ -132,7 +119,7 @@ class Reader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
-    @_uncollected()
+    @uncollected()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what the plan asks for; every fault is raised, all of them at once, before the first byte is moved."""
         try:

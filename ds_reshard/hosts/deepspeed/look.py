@@ -12,6 +12,7 @@ from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint, 
 from ds_reshard.formats.zero.model_states import read_entries
 from ds_reshard.formats.zero.names import Listing, read_listing
 from ds_reshard.hosts.deepspeed.agree import rank
+from ds_reshard.model.uncollected import uncollected
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 
@@ -90,6 +91,7 @@ def tag_files(*, universal: bool) -> tuple[str, ...]:
     return (LATEST_UNIVERSAL,) if universal else (LATEST, LATEST_UNIVERSAL)
 
 
+@uncollected()
 def look(load_dir: str, tag: object, *, optimizer: bool, universal: bool) -> Found:
     """Rank 0: resolve the tag, list the folder, read what all shards share. Never raises."""
     listing = None

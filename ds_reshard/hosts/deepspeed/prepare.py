@@ -23,6 +23,7 @@ from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.hosts.deepspeed.universal import state_faults
 from ds_reshard.hosts.deepspeed.wants import Wants, want_model, want_optimizer
 from ds_reshard.model.index import Index
+from ds_reshard.model.uncollected import uncollected
 from ds_reshard.planning.match import plan_rank
 from ds_reshard.planning.plan import Plan
 
@@ -55,6 +56,7 @@ class Prepared:
     shards: ZeroShards
 
 
+@uncollected()
 def prepare(
     engine: DeepSpeedEngine,
     live: LiveOptimizer | None,
