@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ds_reshard
-from ds_reshard.hosts.fsdp import dcp_saves
+from ds_reshard.hosts.fsdp import dcp_saves, rank_saves
 from ds_reshard.hosts.fsdp.settings import ask_settings, ask_to_verify, asks_to_verify
 
 DCP = {
@@ -78,6 +78,18 @@ def test_what_is_no_plain_tensor_is_told_and_not_refused(
     finally:
         ask_to_verify(False)
     assert told == ["verify_after_save: odd is no plain tensor: its file opens, and its values are not compared"]
+
+
+def test_units_that_cannot_be_written_for_a_reason_nobody_foresaw_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error on the rank that writes them is no reason for the others to wait."""
+
+    def torch_has_changed(*given: object) -> None:
+        raise AttributeError("'FlatParamHandle' object has no attribute '_get_flat_param_offsets'")
+
+    monkeypatch.setattr(rank_saves, "save_units", torch_has_changed)
+    net = torch.nn.Linear(1, 1)
+    reason = rank_saves._without_units("folder", net, torch.optim.AdamW(net.parameters()))
+    assert reason == "'FlatParamHandle' object has no attribute '_get_flat_param_offsets'"
 
 
 @pytest.mark.distributed

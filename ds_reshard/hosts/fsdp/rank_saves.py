@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
-from ds_reshard.errors import ReshardError, UnsupportedLayout
+from ds_reshard.errors import UnsupportedLayout
 from ds_reshard.hosts.fsdp.gather import everyone
 from ds_reshard.hosts.fsdp.order import save_units
 from ds_reshard.hosts.fsdp.saved import verify_saved
@@ -44,21 +44,22 @@ def verify_save(arguments: Mapping[str, object]) -> None:
     except UnsupportedLayout:
         if optimizer is None:
             raise
-        if _has_units(path, model, cast("Optimizer", optimizer)):
-            verify_saved(path, model=model, optimizer=cast("Optimizer", optimizer))
+        if reason := _without_units(path, model, cast("Optimizer", optimizer)):
+            verify_saved(path, model=model)
+            told = "verify_after_save: the optimizer's files in %s name no parameter, and are not compared: %s"
+            logger.warning(told, path, reason)
             return
-        verify_saved(path, model=model)
-        logger.warning("verify_after_save: the optimizer's files in %s name no parameter, and are not compared", path)
+        verify_saved(path, model=model, optimizer=cast("Optimizer", optimizer))
 
 
-def _has_units(path: str, model: Module, optimizer: Optimizer) -> bool:
-    """Note what flat parameters are made of, where the model has some. Collective."""
+def _without_units(path: str, model: Module, optimizer: Optimizer) -> str:
+    """Note what flat parameters are made of, where the model has some; else why not. Collective."""
     import torch.distributed as dist
 
-    mend = ""
+    reason = ""
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             save_units(path, model, optimizer)
-        except ReshardError as error:
-            mend = str(error)
-    return not any(everyone(mend, None)) if dist.is_initialized() else not mend
+        except Exception as error:  # whatever it is, the other ranks wait to hear of it
+            reason = str(error) or type(error).__name__
+    return max(everyone(reason, None)) if dist.is_initialized() else reason
