@@ -146,7 +146,9 @@ def machines() -> str:
         made = json.loads(path.read_text(encoding="utf-8"))
         machine = made["machine"]
         where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, Linux {machine['kernel']}"
-        rows.append((f"[{path.name}](../benchmarks/results/{path.name})", where, made["commit"][:7]))
+        commit, _, changes = made["commit"].partition(" ")
+        named = f"[{path.name}](../benchmarks/results/{path.name})"
+        rows.append((named, where, f"{commit[:7]} {changes}".strip()))
     return rows_of_table(("results", "machine", "commit"), rows)
 
 

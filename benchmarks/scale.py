@@ -141,11 +141,12 @@ def whole_plan(shards: int, every: int, scratch: Path) -> dict[str, Any]:
 
 
 def points(cases: list[dict[str, Any]]) -> dict[str, tuple[str, list[dict[str, Any]]]]:
-    """What a rank's cost may grow by: the key of that size, and the cases that differ in it alone."""
+    """What a rank's cost may grow by: the key of that size, and the cases that differ in it, not in the model."""
     trillion = [case for case in cases if case["name"] == "1T parameters"]
+    most = [case for case in trillion if case["dp"] == max(SHARDS)]
     return {
         "source shards, ZeRO-3": ("dp", trillion),
-        "target ranks, ZeRO-3": ("to_dp", [*(case for case in cases if case["name"] == FEWER), *trillion[-1:]]),
+        "target ranks, ZeRO-3": ("to_dp", [*(case for case in cases if case["name"] == FEWER), *most]),
         **{
             f"tensors, ZeRO-{stage}": ("tensors", [
                 case for case in cases if case["stage"] == stage and case["name"].endswith(" tensors")

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from queue import SimpleQueue
 
@@ -26,8 +26,8 @@ from ds_reshard.containers.crc import crc32
 from ds_reshard.errors import Fault
 from ds_reshard.execution.buffers import TensorTarget
 from ds_reshard.execution.chunks import ROW_NBYTES, Chunk, Named, Run, chunks
-from ds_reshard.execution.device import CudaDevice, Device
-from ds_reshard.execution.direct import Ways
+from ds_reshard.execution.device import CudaDevice, Device, Event
+from ds_reshard.execution.direct import DirectFiles, is_better, read_chunk
 from ds_reshard.execution.ports import Outcome, Saw, Slice, Target
 from ds_reshard.execution.reading import OpenFiles, ended_early, read_failed
 from ds_reshard.execution.ring import SMALLEST_NBYTES, Slot, device_failed, ring
@@ -104,6 +104,7 @@ class _Load:
         self._free: SimpleQueue[Slot] = SimpleQueue()
         self._noting, self._giving = threading.Lock(), threading.Lock()
         self._stopped = threading.Event()
+        self._direct: DirectFiles | None = None
 
     def run(self, copies: list[Copy]) -> None:
         """Move the copies; faults are in the outcome."""
@@ -113,24 +114,39 @@ class _Load:
             self._note(slots)
             return
         self._copying, self._dealing = executor.device.stream(), executor.device.stream()
+        given = executor.device.given()  # fills, and whatever the caller does with the buffers
         for stream in (self._copying, self._dealing):
-            stream.wait(executor.device.given())  # fills, and whatever the caller does with the buffers
+            stream.wait(given)
         for slot in slots:
             self._free.put(slot)
         work = list(chunks(copies, len(slots[0].memory), executor.named))
         paths = [run.record.path for chunk in work for run in chunk.runs]
-        direct = None if executor.checksum or executor.saw is not None else executor.device.direct()
-        self._direct, self._ways = direct, Ways(direct is not None)
-        left = iter(work)  # next() of a list's iterator is atomic: each thread takes the next chunk
-        with OpenFiles(paths, self._outcome) as self._files:
+        with self._straight(work, slots[0], given), OpenFiles(paths, self._outcome) as self._files:
+            left = iter(work)  # next() of a list's iterator is atomic: each thread takes the next chunk
             try:
                 with ThreadPoolExecutor(executor.threads, thread_name_prefix="ds-reshard") as pool:
                     for done in [pool.submit(self._carry_all, left) for _ in range(min(executor.threads, len(work)))]:
                         done.result()
             finally:
                 self._finish(slots, work[-1])
-                if direct is not None:
-                    direct.close()
+
+    @contextmanager
+    def _straight(self, work: Sequence[Chunk], slot: Slot, given: Event) -> Iterator[None]:
+        """With what reads straight to the device, where nobody sums on the host, and it is there and better."""
+        executor = self._executor
+        files = None if executor.checksum or executor.saw is not None else executor.device.direct()
+        if files is None:
+            yield
+            return
+        try:
+            with suppress(RuntimeError):  # of the device: the load meets it again, and says where
+                given.synchronize()  # what is read there waits for no stream
+                self._direct = files if is_better(files, work, slot.pinned, slot.scratch) else None
+            yield
+        finally:
+            self._outcome.files_opened += files.files_opened
+            with suppress(Exception):
+                files.close()
 
     def _finish(self, slots: list[Slot], last: Chunk) -> None:
         """Wait for all that the device was given, also for a chunk that it was given in part, as memory ran out."""
@@ -164,9 +180,8 @@ class _Load:
 
     def _carry(self, chunk: Chunk, slot: Slot) -> Fault | None:
         """Read a chunk and give the device its work; a fault of the device ends the load."""
-        began, direct = time.perf_counter(), self._ways.next() and self._read_there(chunk, slot.scratch)
+        direct = self._read_there(chunk, slot.scratch)
         runs = [run for run in chunk.runs if direct or self._read(run, slot.memory)]
-        self._ways.took(direct, chunk.nbytes, time.perf_counter() - began)
         shown = self._show(runs, slot)
         how = scattering(runs, chunk.nbytes, self._tensors, INDEX_NUMEL)
         rows = len(how.table[0])
@@ -211,16 +226,10 @@ class _Load:
         return tell
 
     def _read_there(self, chunk: Chunk, scratch: torch.Tensor) -> bool:
-        """Have the device read a chunk itself; where it cannot, the host reads this one and all others."""
-        assert self._direct is not None, "the first way is asked for only where there is one"
-        try:
-            for run in chunk.runs:
-                into = scratch[run.position : run.position + run.nbytes]
-                if self._direct.read(run.record.path, into, run.byte_offset) != run.nbytes:
-                    self._ways.give_up()
-                    return False
-        except (OSError, RuntimeError, TypeError, ValueError):
-            self._ways.give_up()
+        """Have the device read a chunk itself, if it does; where it cannot, the host reads this one and all others."""
+        files = self._direct
+        if files is None or not read_chunk(files, chunk, scratch):
+            self._direct = None
             return False
         for run in chunk.runs:
             self._files.release(run.record.path)

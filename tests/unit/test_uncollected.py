@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
+import threading
 
 import pytest
 
@@ -48,3 +51,61 @@ def test_an_error_leaves_the_collector_on_and_one_that_was_off_stays_off():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_threads_that_come_and_go_leave_it_on():
+    """The last that leaves turns it on, whatever the order."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with uncollected():
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait(60)
+    with uncollected():
+        pass
+    assert not gc.isenabled(), "another thread is inside"
+    with uncollected():
+        leave.set()
+        thread.join(60)
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_many_threads_at_once():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=lambda: [uncollected()(int)() for _ in range(2000)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert gc.isenabled()
+
+
+def test_a_process_that_is_made_while_another_thread_is_inside_collects():
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with uncollected():
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait(60)
+    child = os.fork()
+    if not child:
+        with uncollected():
+            pass
+        os._exit(0 if gc.isenabled() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    leave.set()
+    thread.join(60)
+    assert gc.isenabled()

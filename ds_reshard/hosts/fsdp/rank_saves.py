@@ -46,8 +46,7 @@ def verify_save(arguments: Mapping[str, object]) -> None:
             raise
         if reason := _without_units(path, model, cast("Optimizer", optimizer)):
             verify_saved(path, model=model)
-            told = "verify_after_save: the optimizer's files in %s name no parameter, and are not compared: %s"
-            logger.warning(told, path, reason)
+            logger.warning("verify_after_save: the optimizer's files in %s are not compared: %s", path, reason)
             return
         verify_saved(path, model=model, optimizer=cast("Optimizer", optimizer))
 
