@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ds_reshard.containers.pickle_reader import read_pickle
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.revive_names import find_hostile
-from ds_reshard.errors import CheckpointDamaged, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, raise_faults
 from ds_reshard.model.records import GlobalName, ObjectRecord
 
 METADATA = ".metadata"
@@ -79,13 +79,41 @@ def read_directory(folder: str) -> Directory:
     places = dict(_places(folder, path, storage))
     tensors = {str(key): _tensor(path, str(key), _state(told), places) for key, told in said.items() if _state(told)}
     objects = {key: place for (key, offset), place in places.items() if offset is None and not place.transformed}
-    planned = top.get("planner_data")
-    paths = {
-        str(key): names
-        for key, names in (planned.items() if isinstance(planned, dict) else ())
-        if isinstance(names, tuple)
-    }
+    paths = dict(_paths(path, top.get("planner_data")))
+    raise_faults(
+        list(_contradictions(path, set(map(str, said)), tensors, places, paths)), subject="reading a checkpoint"
+    )
     return Directory(path=path, tensors=tensors, objects=objects, paths=paths)
+
+
+def _paths(path: str, planned: object) -> Iterator[tuple[str, tuple[object, ...]]]:
+    """The paths of all keys; none where the planner saved a state dict as it was, without flattening it."""
+    for key, names in planned.items() if isinstance(planned, dict) else ():
+        if not isinstance(names, tuple) or not names:
+            raise CheckpointDamaged(f"{path}: {key}: {names!r} is no path of a state dict")
+        yield str(key), names
+
+
+def _contradictions(
+    path: str,
+    said: set[str],
+    tensors: Mapping[str, SavedTensor],
+    places: Mapping[tuple[str, Shape | None], Place],
+    paths: Mapping[str, tuple[object, ...]],
+) -> Iterator[Fault]:
+    """Keys that one part of the directory has and another lacks; torch writes each to all of them."""
+    placed = {key for key, offset in places if offset is None or key in tensors}
+    lacking = {"nothing says where it lies": {key for key in said if key not in placed and key not in tensors}}
+    lacking["it lies somewhere, and nothing says what it is"] = {key for key, _ in places} - said
+    if paths:
+        lacking["it has no path in the state dict"] = said - paths.keys()
+        lacking["it has a path in the state dict, and nothing says what it is"] = paths.keys() - said
+    for what, keys in lacking.items():
+        if keys:
+            some = ", ".join(sorted(keys)[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
+            yield Fault(error="CheckpointDamaged", where=path, what=f"contradicts itself: {some}: {what}",
+                        expected="each key in all parts of the directory", found=f"{len(keys)} that are not",
+                        mend="restore the folder from a copy, or save it again")  # fmt: skip
 
 
 def _places(

@@ -68,7 +68,7 @@ def settle(sums: Iterable[PartialSum]) -> tuple[list[PartialSum], list[Fault]]:
         if not _whole(item.record, item.spans):
             open_sums.append(item)
         elif item.crc32 != item.record.crc32:
-            faults.append(_mismatch(item.record, item.crc32))
+            faults.append(mismatch(item.record, item.crc32))
     return open_sums, faults
 
 
@@ -88,7 +88,7 @@ def combine(by_rank: Iterable[Iterable[PartialSum]]) -> tuple[list[Fault], dict[
         if not _whole(record, spans):
             again[record] = rank
         elif crc != record.crc32:
-            faults.append(_mismatch(record, crc))
+            faults.append(mismatch(record, crc))
     return faults, again
 
 
@@ -109,7 +109,7 @@ def read_again(records: Iterable[Record]) -> list[Fault]:
             faults.append(read_failed(record.path, error))
             continue
         if crc != record.crc32 or left:
-            faults.append(_mismatch(record, crc))
+            faults.append(mismatch(record, crc))
     return faults
 
 
@@ -130,7 +130,8 @@ def altered(record: Record) -> str:
     return f"bytes [{record.byte_offset}, {record.byte_offset + record.nbytes}) are not what was written"
 
 
-def _mismatch(record: Record, crc: int) -> Fault:
+def mismatch(record: Record, crc: int) -> Fault:
+    """A record's bytes have the checksum `crc`, which is not the one that was written."""
     return Fault(
         error="ChecksumMismatch",
         where=record.path,

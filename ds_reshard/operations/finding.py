@@ -113,6 +113,11 @@ def _list(folder: str) -> Listing:
 
 
 def _no_checkpoint(path: str, what: str) -> CheckpointNotFound:
+    if any(name.endswith(".distcp") for name in os.listdir(path)):
+        what = (
+            "has files of torch.distributed.checkpoint, and no .metadata, which is written last: the save did not end"
+        )
+        return _not_found(path, what, "take an older checkpoint, or restore .metadata from a copy")
     folders = [entry for entry in os.scandir(path) if entry.is_dir()]
     listings = {entry.name: _list(entry.path) for entry in folders}
     tags = sorted(e.name for e in folders if listings[e.name].model or listings[e.name].optim or is_nanotron(e.path)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from nanotron_builder import RUNS, values, write
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import ds_reshard.dcp
@@ -143,6 +148,118 @@ def test_it_goes_to_deepspeed_and_back(saved: Any, tmp_path: Path, to: str) -> N
     wanted = _emptied(state)
     dcp.load(wanted, checkpoint_id=str(tmp_path / "back"), no_dist=True)
     assert _alike(wanted["model"], state["model"]) and _alike(wanted["optimizer"], state["optimizer"])
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_hyper_parameters_that_are_tensors_come_back(tmp_path: Path, flat: bool) -> None:
+    """In a tuple, each an archive inside a file, as everything is there; also of a folder that was written anew."""
+    net = Net()
+    optimizer = torch.optim.AdamW(
+        net.parameters(), lr=torch.tensor(3e-3), betas=(torch.tensor(0.8), torch.tensor(0.97))
+    )
+    net(torch.arange(8)).sum().backward()
+    optimizer.step()
+    weights, states = get_state_dict(net, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+    saved, anew = str(tmp_path / "saved"), str(tmp_path / "anew")
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=saved, no_dist=True)
+    convert(saved, anew, to="dcp", dp=2)
+    assert verify(saved, deep=True).clean and diff(saved, anew).equal
+    for folder in (saved, anew):
+        wanted = {"optimizer": _emptied(states)}
+        dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(folder), no_dist=True)
+        assert _alike(wanted["optimizer"], states)
+
+
+def _part(name: str) -> Any:
+    return lambda held: getattr(held, name).pop(next(key for key in getattr(held, name) if "exp_avg" in str(key)))
+
+
+SAID: dict[str, Any] = {
+    "nothing says what it is": _part("state_dict_metadata"),
+    "it has no path in the state dict": _part("planner_data"),
+    "nothing says where it lies": lambda held: held.storage_data.pop(
+        next(key for key in held.storage_data if key.fqn.endswith("weight_decay"))
+    ),
+    "is no path of a state dict": lambda held: held.planner_data.update({next(iter(held.planner_data)): ()}),
+}
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_a_directory_that_contradicts_itself_is_refused(saved: Any, tmp_path: Path, what: str) -> None:
+    """By whatever reads it: one part of `.metadata` has a key that another lacks."""
+    folder = tmp_path / "step-2"
+    shutil.copytree(saved[0], folder)
+    held = pickle.loads((folder / ".metadata").read_bytes())
+    SAID[what](held)
+    (folder / ".metadata").write_bytes(pickle.dumps(held))
+    with pytest.raises(ds_reshard.CheckpointDamaged, match=what):
+        ds_reshard.dcp.Reader(folder)
+    with pytest.raises(ds_reshard.CheckpointDamaged, match=what):
+        convert(str(folder), str(tmp_path / "out"), to="zero2", dp=2)
+    assert not verify(str(folder)).clean
+
+
+def test_a_step_that_the_type_cannot_hold_is_refused_unless_it_may_be_cast(tmp_path: Path) -> None:
+    """One that is no number is what it was."""
+    steps = {"a": torch.tensor(2.5), "b": torch.tensor(float("nan"))}
+    states = {name: {"step": step, "exp_avg": torch.ones(3)} for name, step in steps.items()}
+    weights = {name: torch.zeros(3) for name in steps}
+    dcp.save({"model": weights, "optimizer": {"state": states}}, checkpoint_id=str(tmp_path), no_dist=True)
+    wanted = {"optimizer": {"state": {"a": {"step": torch.tensor(0)}}}}
+    with pytest.raises(CheckpointException, match="cast=True"):
+        dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(tmp_path), no_dist=True)
+    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(tmp_path, cast=True), no_dist=True)
+    assert wanted["optimizer"]["state"]["a"]["step"] == 2
+    wanted = {"optimizer": {"state": {"b": {"step": torch.tensor(0.0)}}}}
+    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(tmp_path), no_dist=True)
+    assert wanted["optimizer"]["state"]["b"]["step"].isnan()
+
+
+class Evil:
+    """Unpickled by pickle, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def _read_by(folder: str, out: Path) -> list[Any]:
+    return [
+        lambda: ds_reshard.dcp.Reader(folder), lambda: convert(folder, str(out), to="zero2", dp=2),
+        lambda: convert(folder, str(out), to="dcp", dp=2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["an object", "the directory"])
+def test_nothing_in_a_folder_is_executed(saved: Any, tmp_path: Path, where: str) -> None:
+    """Neither in `.metadata` nor in a .distcp file; torch's own pickle would."""
+    folder, ran = tmp_path / "step-2", tmp_path / "ran"
+    if where == "an object":
+        dcp.save({**copy.deepcopy(saved[1]), "own": Evil(ran)}, checkpoint_id=str(folder), no_dist=True)
+    else:
+        shutil.copytree(saved[0], folder)
+        held = pickle.loads((folder / ".metadata").read_bytes())
+        held.planner_data["more"] = ("model", Evil(ran))
+        (folder / ".metadata").write_bytes(pickle.dumps(held))
+    for read in _read_by(str(folder), tmp_path / "out"):
+        with pytest.raises(ds_reshard.UnsafePickle, match="system"):
+            read()
+    found = inspect(str(folder))
+    assert {fault.error for fault in found.faults} == {"UnsafePickle"} and not verify(str(folder)).clean
+    assert not ran.exists() and not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_paths_says_that_it_is_all_weights(tmp_path: Path) -> None:
+    """A planner that does not flatten tells of no paths: keys may be anything."""
+    kept = {"model.w": torch.ones(2), "optimizer.state.w.exp_avg": torch.zeros(2)}
+    dcp.save(kept, checkpoint_id=str(tmp_path), planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
+    with pytest.raises(ds_reshard.UnsupportedLayout, match="all of its tensors are taken for weights"):
+        convert(str(tmp_path), str(tmp_path / "out"), to="dcp", dp=1)
+    wanted = _emptied(kept)
+    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(tmp_path, model="", optimizer=""), no_dist=True)
+    assert _alike(wanted, kept)
 
 
 def test_the_plan_is_of_the_files_that_are_written(saved: Any, tmp_path: Path) -> None:

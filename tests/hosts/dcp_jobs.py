@@ -49,7 +49,9 @@ def load(
     weights, states = get_state_dict(net, optimizer, options=choice)
     ours = None if torchs else ds_reshard.dcp.Reader(folder, group=dist.group.WORLD, **options)
     wanted = {"model": weights, "optimizer": states}
+    own = [tuple(group["params"]) for group in states.get("param_groups", [])]
     dcp.load(wanted, storage_reader=ours or dcp.FileSystemReader(folder))
+    asked = _group_values(wanted["optimizer"])
     set_state_dict(
         net, optimizer, model_state_dict=wanted["model"], optim_state_dict=wanted["optimizer"], options=choice
     )
@@ -66,7 +68,52 @@ def load(
         for group in optimizer.param_groups
     ]
     found = {name: _whole(value) for name, value in net.state_dict().items()}
-    return {"weights": found, "states": held, "groups": groups, "bytes": ours.bytes_read if ours else 0}
+    return {
+        "weights": found, "states": held, "groups": groups, "bytes": ours.bytes_read if ours else 0,
+        "own": own, "asked": asked,
+    }  # fmt: skip
+
+
+def _group_values(states: dict[str, Any]) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
+    """What a nested state dict holds of each param group, in order: its members, and its values."""
+    return [
+        (tuple(group["params"]), {name: value for name, value in group.items() if name != "params"})
+        for group in states.get("param_groups", [])
+    ]
+
+
+def missing(folder: str, model: Model, ours: bool, partial: bool) -> tuple[str, bool, dict[str, torch.Tensor]]:
+    """A load that asks for keys that no checkpoint has, others on each rank: its error, if nothing changed, and all.
+
+    With `ours` by the LoadPlanner of ds_reshard; `partial` loads what there is.
+    """
+    import ds_reshard.dcp
+
+    net, _ = fsdp2(model, False)
+    rank = dist.get_rank()
+    weights = {**net.state_dict(), **{f"{name}{rank}": torch.full((3,), 7.0) for name in ("more", "most")[: rank + 1]}}
+    before = {name: _whole(value) for name, value in net.state_dict().items()}
+    planner = (ds_reshard.dcp.LoadPlanner if ours else dcp.DefaultLoadPlanner)(allow_partial_load=partial)
+    told = ""
+    try:
+        reader = ds_reshard.dcp.Reader(folder, group=dist.group.WORLD)
+        dcp.load({"model": weights}, storage_reader=reader, planner=planner)
+    except CheckpointException as error:
+        told = str(error)
+    after = {name: _whole(value) for name, value in net.state_dict().items()}
+    held = after | {name: value for name, value in weights.items() if name not in after}
+    return told, all(torch.equal(before[name], after[name]) for name in before), held
+
+
+def lacking(folder: str) -> str:
+    """The text with which a Reader is refused, whose folder is there on rank 0 alone."""
+    import ds_reshard.dcp
+
+    try:
+        ds_reshard.dcp.Reader(folder if dist.get_rank() == 0 else folder + "-else", group=dist.group.WORLD)
+    except ds_reshard.ReshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def resume(folder: str, model: Model, first: int, steps: int, out: str) -> list[float]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import Model, Run
+from gathered import assert_moments, gathered
 from worlds import Worlds
 
 
@@ -26,6 +27,9 @@ class Saves:
         if key not in self._saved:
             folder = self._folder / f"save{len(self._saved)}"
             held = self._worlds[run.dp].run("save", run=run, model=model, folder=str(folder), more=2)
+            moments = gathered(held)
+            if any(kind == "exp_avg" for _, kind in moments):
+                assert_moments(moments)
             self._saved[key] = (folder, held)
         folder, held = self._saved[key]
         return folder, copy.deepcopy(held)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from cases import Model, Run
-from gathered import gathered, same_bits, scalars
+from gathered import assert_moments, gathered, same_bits, scalars
 from saves import Saves, Universals
 from test_bad_input import flip
 from torch.distributed.checkpoint.api import CheckpointException
@@ -35,8 +35,7 @@ def assert_loaded(saved: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> 
     """Weights are the masters where there are some; states, steps and param groups are the saved ones."""
     truth, numbers = gathered(saved), scalars(saved)
     moments = {name for name, kind in truth if kind == "exp_avg"}
-    assert moments and all(not torch.equal(truth[n, "exp_avg"], truth[n, "exp_avg_sq"]) for n in moments)
-    assert any(truth[name, "exp_avg"].any() for name in moments)
+    assert_moments(truth)
     for rank in loaded:
         for name, tensor in rank["weights"].items():
             expected = truth.get((name, "fp32"), truth.get(("embed.weight" if name == "head.weight" else "", "fp32")))
@@ -109,18 +108,41 @@ def test_each_rank_reads_its_own_bytes(worlds: Any, saves: Saves) -> None:
 
 
 def test_groups_are_matched_by_name(worlds: Any, saves: Saves) -> None:
-    """The second group first: torch gives it the first one's learning rate."""
+    """The second group first: each position has the members that it had, with their values."""
     folder, saved = saves(Run(1, 2, "fp32"), Model(groups=2))
+    said = dict(saved[0]["groups"])
+    assert len({values["lr"] for values in said.values()}) == 2
     for flat in (False, True):
         turned = worlds[2].run("dcp_jobs.load", folder=str(folder), model=Model(groups=2), flat=flat, turned=True)
         assert_loaded(saved, turned)
+        for rank in turned:
+            assert [members for members, _ in rank["asked"]] == rank["own"]
+            for members, values in rank["asked"]:
+                assert values == {name: said[tuple(sorted(members))][name] for name in values}
+        assert flat or all(len(rank["asked"]) == 2 for rank in turned)
 
 
-def test_one_group_of_two_is_refused(worlds: Any, saves: Saves) -> None:
+@pytest.mark.parametrize("flat", [False, True])
+def test_one_group_of_two_is_refused(worlds: Any, saves: Saves, flat: bool) -> None:
+    """torch would give a group of a flattened state dict the values of its first parameter."""
     folder, _ = saves(Run(1, 2, "fp32"), Model(groups=2))
-    for told in worlds[2].run("dcp_jobs.raised", folder=str(folder), model=Model()):
-        assert "ParamGroupMismatch" in told and "optimizer.param_groups.0.lr: the parameters of this group" in told
-        assert "optimizer.param_groups.0.weight_decay" in told
+    what = "parameters that this run does not tell apart were" if flat else "the parameters of this group were"
+    for told in worlds[2].run("dcp_jobs.raised", folder=str(folder), model=Model(), flat=flat):
+        assert "ParamGroupMismatch" in told
+        assert f".lr: {what} saved in groups that differ in it" in told and f".weight_decay: {what}" in told
+
+
+@pytest.mark.parametrize("params", [{"params": [0, 1]}, {}], ids=["numbers", "none"])
+def test_groups_that_name_no_parameters_are_refused(saves: Saves, params: dict[str, Any]) -> None:
+    """Of several saved groups nothing says which is meant: the first one's rate would be taken."""
+    folder, _ = saves(Run(1, 2, "fp32"), Model(groups=2))
+    wanted = {"optimizer": {"param_groups": [{"lr": 7.0, **params}]}}
+    with pytest.raises(CheckpointException, match="does not name the parameters of its own"):
+        dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(folder), no_dist=True)
+    assert wanted["optimizer"]["param_groups"] == [{"lr": 7.0, **params}]
+    folder, _ = saves(Run(1, 2, "fp32"), Model())
+    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(folder), no_dist=True)
+    assert wanted["optimizer"]["param_groups"][0]["lr"] != 7.0
 
 
 def test_another_type_is_refused_unless_it_is_asked_for(worlds: Any, saves: Saves) -> None:
@@ -151,6 +173,22 @@ def test_everything_that_is_missing_is_told_at_once(saves: Saves) -> None:
     assert wanted["more"].eq(7).all() and same_bits(wanted["tiny"], saved[0]["weights"]["tiny"])
 
 
+@pytest.mark.parametrize("ours", [False, True])
+def test_what_each_rank_misses_is_told_to_all(worlds: Any, saves: Saves, ours: bool) -> None:
+    """Another key on each; of torch's planner the first of each rank. A partial load fills all that is there."""
+    folder, saved = saves(Run(2, 2), Model())
+    told = worlds[2].run("dcp_jobs.missing", folder=str(folder), model=Model(), ours=ours, partial=False)
+    for text, _, _ in told:
+        assert "model.more0" in text and "model.more1" in text and ("model.most1" in text) == ours
+    assert all(kept for _, kept, _ in told), "nothing changes"
+    loaded = worlds[2].run("dcp_jobs.missing", folder=str(folder), model=Model(), ours=ours, partial=True)
+    truth = gathered(saved)
+    for text, _, weights in loaded:
+        assert not text and weights.pop("more0", weights.pop("more1", None)).eq(7).all()
+        weights.pop("most1", None)
+        assert all(same_bits(tensor.view(-1), truth[name, "fp32"]) for name, tensor in weights.items())
+
+
 def test_a_damaged_shard_is_seen(worlds: Any, saves: Saves, tmp_path: Path) -> None:
     """A flipped byte that two ranks share with others of its record: by the sum of what both have read."""
     folder, _ = saves(Run(3, 3, "fp32"), Model(groups=2))
@@ -160,6 +198,12 @@ def test_a_damaged_shard_is_seen(worlds: Any, saves: Saves, tmp_path: Path) -> N
     flip(path.name, "data/")(path.parent)
     for told in worlds[2].run("dcp_jobs.raised", folder=str(made), model=Model(groups=2)):
         assert "ChecksumMismatch" in told and path.name in told
+
+
+def test_a_folder_that_one_rank_lacks_is_told_to_all(worlds: Any, saves: Saves) -> None:
+    folder, _ = saves(Run(1, 2, "fp32"), Model())
+    first, second = worlds[2].run("dcp_jobs.lacking", folder=str(folder))
+    assert first == second and first.startswith("CheckpointNotFound") and f"{folder}-else" in first
 
 
 def test_what_is_no_checkpoint_is_an_error_before_any_rank_waits(tmp_path: Path) -> None:

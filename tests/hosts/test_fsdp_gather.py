@@ -68,6 +68,9 @@ def test_with_the_hooks_it_gathers(name: str) -> None:
         assert told["told"] == dict.fromkeys(WAYS, "") and told["live"]
         warned = [line for line in told["lines"] if "rank 0 float32, rank 1 bfloat16" in line]
         assert bool(warned) == ("rank" in case and rank == 0)
+        assert set(told["dtypes"]) <= {"torch.float32", "torch.bfloat16"}, "the type that holds both, and no wider one"
+        if warned:
+            assert any(".weight exp_avg_sq (rank 0 float32, rank 1 bfloat16)" in line for line in warned), warned
 
 
 def test_a_type_that_sorts_early_is_kept() -> None:

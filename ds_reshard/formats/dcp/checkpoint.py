@@ -122,8 +122,16 @@ def open_dcp(folder: str) -> DcpCheckpoint:
     return DcpCheckpoint(
         folder=folder, directory=directory, layout=Layout(placements, shards),
         facts=values.facts(list(dict.fromkeys([*trained, *values.scalars]))),
-        objects=values.objects, beside=dict(_beside(directory)), chunks=chunks,
+        objects=values.objects, beside=dict(_beside(directory)), chunks=chunks, notes=tuple(_notes(directory)),
     )  # fmt: skip
+
+
+def _notes(directory: Directory) -> Iterator[str]:
+    if not directory.paths and any(".state." in key for key in directory.tensors):
+        yield (
+            "was saved without the paths of its keys (flatten_state_dict=False): "
+            "all of its tensors are taken for weights, of the names that they have there"
+        )
 
 
 def _parts(folder: str) -> list[str]:

@@ -72,12 +72,12 @@ class Filling:
         return [*self._outcome.faults, *faults], pending
 
 
-def single(entry: Single, dtype: torch.dtype) -> torch.Tensor:
-    """The value in that type; ModelMismatch where the type cannot hold it."""
+def single(entry: Single, dtype: torch.dtype, *, cast: bool) -> torch.Tensor:
+    """The value in that type; ModelMismatch where the type cannot hold it, unless it may be `cast`."""
     value = entry.value
     saved = tensor_from_bytes(value.data, value.dtype, ()) if isinstance(value, ScalarTensor) else torch.tensor(value)
     found = saved.to(dtype)
-    if not torch.equal(found.to(saved.dtype), saved):
+    if not cast and not torch.allclose(found.to(saved.dtype), saved, rtol=0, atol=0, equal_nan=True):
         raise ModelMismatch("", [_other_type(entry, str(dtype))])
     return found
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
 
 from ds_reshard.containers.revive import revive
 from ds_reshard.errors import Fault, ParamGroupMismatch
@@ -33,6 +35,9 @@ class Groups:
             return self._revived(self._of[asked.member], asked.name)
         assert asked.position is not None, "a value of a group is asked for by position or by member"
         if members is None:
+            if len(self._groups) > 1:
+                what = f"{len(self._groups)} groups were saved, and the target does not name the parameters of its own"
+                raise ParamGroupMismatch("", [self._fault(asked, what, 'names in "params", of get_state_dict', "none")])
             group = self._groups[asked.position]
             return list(group.members) if asked.name == "params" else self._revived(group, asked.name)
         if asked.name == "params":
@@ -48,6 +53,28 @@ class Groups:
             what = "the parameters of this group were saved in groups that differ in it"
             raise ParamGroupMismatch("", [self._fault(asked, what, "one value", " and ".join(told))])
         return self._revived(saved[0], asked.name)
+
+    def joined(self, current: Mapping[str, Mapping[str, object]]) -> Iterator[Fault]:
+        """Faults of parameters with equal values in this run, `current` by name, that were saved with other ones.
+
+        Flattened state dicts do not tell groups apart. torch gives each group of the run the values of its first member
+        (`_unflatten_optim_state_dict`, torch/distributed/checkpoint/state_dict.py, 2.13): two groups could become one.
+        """
+        alike: dict[str, list[str]] = {}
+        for member, values in current.items():
+            alike.setdefault(_plain(values), []).append(member)
+        for members in alike.values():
+            for name in current[members[0]]:
+                saved = {canonical(self._recorded(self._of[member], name)): member for member in members}
+                if len(saved) > 1:
+                    told = [f"{describe(self._recorded(self._of[one], name))} ({one}, ...)" for one in saved.values()]
+                    yield Fault(
+                        error="ParamGroupMismatch", where=f"param_groups.{members[0]}.{name}",
+                        what="parameters that this run does not tell apart were saved in groups that differ in it",
+                        expected="groups of this run that differ, as those that were saved", found=" and ".join(told),
+                        mend="build the optimizer with the param groups of the saved run; where it has them, and they "
+                        "begin with equal values, load without flatten_optimizer_state_dict, which names them",
+                    )  # fmt: skip
 
     def _saved(self, members: Sequence[str]) -> list[GroupFacts]:
         names = (self._tied.get(name, name) for name in members)
@@ -69,3 +96,9 @@ class Groups:
             found=found, mend="build the optimizer with the param groups of the saved run, or load without its "
             "param groups",
         )  # fmt: skip
+
+
+def _plain(values: Mapping[str, object]) -> str:
+    """A text that is equal for equal hyper-parameters."""
+    plain = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+    return repr(sorted(plain.items()))

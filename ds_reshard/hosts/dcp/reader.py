@@ -56,9 +56,10 @@ class Reader(StorageReader):
     at the top of the state dict that is loaded, "" for none. Weights come in the type of the target: the fp32 masters,
     or the 16-bit weights. Any other type is refused, unless `cast` allows torch's rounding.
 
-    With `group`, the process group that is given to `load`, checksums of what several ranks read in parts are compared
-    across them; without it, of what one rank reads whole. Reads with `threads` threads, in at most `memory_nbytes` of
-    memory beside the targets.
+    With `group`, the process group that is given to `load`, each of its ranks makes a Reader, faults are the same on
+    all of them, and checksums of what several ranks read in parts are compared; without it, of what one rank reads
+    whole. Where a checksum is wrong, or a rank fails, tensors have been written to, and are not to be used. Reads with
+    `threads` threads, in at most `memory_nbytes` of memory beside the targets.
 
     Opens the files that all shards share at once: raises what a load raises for one that is missing or damaged.
     """
@@ -84,8 +85,19 @@ class Reader(StorageReader):
         self.bytes_read = 0
         self._open(path)
 
-    @uncollected()
     def _open(self, path: str | os.PathLike[str]) -> None:
+        """Open it; with a group on every rank, or on none: others would wait for this one in `load`."""
+        try:
+            self._open_here(path)
+        except Exception as error:
+            if self._group is None:
+                raise
+            self._agree(as_faults(error, where=os.fspath(path)))
+        else:
+            self._agree([])
+
+    @uncollected()
+    def _open_here(self, path: str | os.PathLike[str]) -> None:
         self.checkpoint_id = os.fspath(path)
         self._source = Source(find_listing(self.checkpoint_id, self._tag), states=False, whole=False)
         self._entries: Mapping[str, Entry] = entries(self._source, **self._names)
@@ -121,7 +133,7 @@ class Reader(StorageReader):
 
     @uncollected()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plan asks for; every fault is raised, all of them at once, before the first byte is moved."""
+        """Fill what the plan asks for; all faults of the plan are raised at once, before the first byte is moved."""
         try:
             asked, faults = self._asked(plan, planner)
         except Exception as error:
@@ -150,10 +162,14 @@ class Reader(StorageReader):
         asked = _Asked(filling=Filling(shards.index, cast=self._cast))
         wanted = getattr(planner, "state_dict", {})
         faults = [fault for key, value in wanted.items() for fault in off_mesh(key, value)]
+        flattened: dict[str, dict[str, object]] = {}
         for item in plan.items if not faults else ():
             entry = self._entries[item.storage_index.fqn]
             try:
                 if isinstance(entry, GroupValue):
+                    if entry.member is not None:
+                        current = wanted.get(item.storage_index.fqn)
+                        flattened.setdefault(entry.member, {})[entry.name] = current
                     asked.values.append((item, self._groups.value(entry, _members(planner, entry))))
                     continue
                 if isinstance(entry, Own):
@@ -163,9 +179,10 @@ class Reader(StorageReader):
                 if isinstance(entry, Stored):
                     asked.filling.add(item, entry, tensor)
                 else:
-                    asked.singles.append((item, tensor, single(entry, tensor.dtype)))
+                    asked.singles.append((item, tensor, single(entry, tensor.dtype, cast=self._cast)))
             except Exception as error:
                 faults += as_faults(error, where=item.storage_index.fqn)
+        faults += self._groups.joined(flattened)
         return asked, [*faults, *shards.index.faults, *shards.compare()]
 
     def _verify(self, faults: Sequence[Fault], pending: Sequence[PartialSum]) -> None:
