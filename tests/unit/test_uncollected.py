@@ -53,24 +53,35 @@ def test_an_error_leaves_the_collector_on_and_one_that_was_off_stays_off():
         gc.enable()
 
 
-def test_threads_that_come_and_go_leave_it_on():
-    """The last that leaves turns it on, whatever the order."""
+@pytest.fixture
+def other():
+    """Another thread that is inside; called, it leaves."""
     inside, leave = threading.Event(), threading.Event()
 
-    def other():
+    def stay():
         with uncollected():
             inside.set()
             leave.wait(60)
 
-    thread = threading.Thread(target=other)
+    thread = threading.Thread(target=stay)
     thread.start()
     inside.wait(60)
+
+    def left():
+        leave.set()
+        thread.join(60)
+
+    yield left
+    left()
+
+
+def test_threads_that_come_and_go_leave_it_on(other):
+    """The last that leaves turns it on, whatever the order."""
     with uncollected():
         pass
     assert not gc.isenabled(), "another thread is inside"
     with uncollected():
-        leave.set()
-        thread.join(60)
+        other()
         assert not gc.isenabled()
     assert gc.isenabled()
 
@@ -89,23 +100,12 @@ def test_many_threads_at_once():
     assert gc.isenabled()
 
 
-def test_a_process_that_is_made_while_another_thread_is_inside_collects():
-    inside, leave = threading.Event(), threading.Event()
-
-    def other():
-        with uncollected():
-            inside.set()
-            leave.wait(60)
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    inside.wait(60)
+def test_a_process_that_is_made_while_another_thread_is_inside_collects(other):
     child = os.fork()
     if not child:
         with uncollected():
             pass
         os._exit(0 if gc.isenabled() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    leave.set()
-    thread.join(60)
+    other()
     assert gc.isenabled()
