@@ -206,6 +206,12 @@ def test_a_folder_that_one_rank_lacks_is_told_to_all(worlds: Any, saves: Saves) 
     assert first == second and first.startswith("CheckpointNotFound") and f"{folder}-else" in first
 
 
+@pytest.mark.parametrize("limit", [{"threads": 0}, {"threads": -3}, {"memory_nbytes": 0}], ids=str)
+def test_a_limit_that_is_none_is_refused(tmp_path: Path, limit: dict[str, int]) -> None:
+    with pytest.raises(ds_reshard.ConfigError, match="1 or more"):
+        ds_reshard.dcp.Reader(tmp_path, **limit)
+
+
 def test_what_is_no_checkpoint_is_an_error_before_any_rank_waits(tmp_path: Path) -> None:
     with pytest.raises(ds_reshard.CheckpointNotFound):
         ds_reshard.dcp.Reader(tmp_path)

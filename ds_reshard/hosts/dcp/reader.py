@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ds_reshard.errors import Fault, as_faults, raise_faults
+from ds_reshard.errors import Fault, as_faults, raise_faults, wrong_value
 from ds_reshard.execution.buffers import torch_dtype
 from ds_reshard.execution.checksums import PartialSum, combine, read_again
 from ds_reshard.hosts.dcp.filling import Filling, single
@@ -76,6 +76,8 @@ class Reader(StorageReader):
         threads: int | None = None,
         memory_nbytes: int = 64 << 20,
     ) -> None:
+        limits = {"threads": threads if threads is not None else 1, "memory_nbytes": memory_nbytes}
+        raise_faults([wrong_value(name, "1 or more", one) for name, one in limits.items() if one < 1], subject=_SUBJECT)
         self._tag = tag
         self._names = {"model": model, "optimizer": optimizer}
         self._cast = cast
