@@ -7,7 +7,7 @@ as inert values. Each box, and each object, is an archive of torch.save of its o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
 from ds_reshard.containers.pickle_reader import read_pickle
@@ -50,12 +50,16 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directory:
-    """All of it by key; `paths` are the keys of the nested state dict that was saved, where they are told."""
+    """All of it by key; `paths` are the keys of the nested state dict that was saved, where they are told.
+
+    `contradictions` are faults of what torch itself has written; other writers may leave parts out.
+    """
 
     path: str
     tensors: Mapping[str, SavedTensor]
     objects: Mapping[str, Place]
     paths: Mapping[str, tuple[object, ...]]
+    contradictions: tuple[Fault, ...] = ()
 
 
 def read_directory(folder: str) -> Directory:
@@ -79,19 +83,15 @@ def read_directory(folder: str) -> Directory:
     places = dict(_places(folder, path, storage))
     tensors = {str(key): _tensor(path, str(key), _state(told), places) for key, told in said.items() if _state(told)}
     objects = {key: place for (key, offset), place in places.items() if offset is None and not place.transformed}
-    paths = dict(_paths(path, top.get("planner_data")))
-    raise_faults(
-        list(_contradictions(path, set(map(str, said)), tensors, places, paths)), subject="reading a checkpoint"
-    )
-    return Directory(path=path, tensors=tensors, objects=objects, paths=paths)
-
-
-def _paths(path: str, planned: object) -> Iterator[tuple[str, tuple[object, ...]]]:
-    """The paths of all keys; none where the planner saved a state dict as it was, without flattening it."""
-    for key, names in planned.items() if isinstance(planned, dict) else ():
-        if not isinstance(names, tuple) or not names:
-            raise CheckpointDamaged(f"{path}: {key}: {names!r} is no path of a state dict")
-        yield str(key), names
+    planned = top.get("planner_data")
+    paths = {
+        str(key): names
+        for key, names in (planned.items() if isinstance(planned, dict) else ())
+        if isinstance(names, tuple) and names
+    }
+    said_of = None if not planned else paths.keys()
+    wrong = tuple(_contradictions(path, set(map(str, said)), tensors, places, said_of))
+    return Directory(path=path, tensors=tensors, objects=objects, paths=paths, contradictions=wrong)
 
 
 def _contradictions(
@@ -99,15 +99,15 @@ def _contradictions(
     said: set[str],
     tensors: Mapping[str, SavedTensor],
     places: Mapping[tuple[str, Shape | None], Place],
-    paths: Mapping[str, tuple[object, ...]],
+    paths: Set[str] | None,
 ) -> Iterator[Fault]:
-    """Keys that one part of the directory has and another lacks; torch writes each to all of them."""
+    """Keys that one part of the directory has and another lacks; torch writes each to all of them, but for paths."""
     placed = {key for key, offset in places if offset is None or key in tensors}
     lacking = {"nothing says where it lies": {key for key in said if key not in placed and key not in tensors}}
     lacking["it lies somewhere, and nothing says what it is"] = {key for key, _ in places} - said
-    if paths:
-        lacking["it has no path in the state dict"] = said - paths.keys()
-        lacking["it has a path in the state dict, and nothing says what it is"] = paths.keys() - said
+    if paths is not None:
+        lacking["it has no path in the state dict"] = said - paths
+        lacking["it has a path in the state dict, and nothing says what it is"] = {*paths} - said
     for what, keys in lacking.items():
         if keys:
             some = ", ".join(sorted(keys)[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")

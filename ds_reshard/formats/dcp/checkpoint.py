@@ -96,7 +96,8 @@ def open_dcp(folder: str) -> DcpCheckpoint:
     And what `read_directory` raises; UnsupportedLayout for chunks that were compressed and for unknown types.
     """
     directory = _read(folder)
-    faults = [fault for key, tensor in directory.tensors.items() for fault in _faults(directory, key, tensor)]
+    faults = list(directory.contradictions)
+    faults += [fault for key, tensor in directory.tensors.items() for fault in _faults(directory, key, tensor)]
     raise_faults(faults, subject=f"checkpoint {folder}")
     single = dict(_single(directory))
     chunks = {family: _chunks(tensor) for family, tensor in directory.tensors.items()}
@@ -148,7 +149,7 @@ def _read(folder: str) -> Directory:
                      subject=f"checkpoint {folder}")  # fmt: skip
         first = replace(
             first, tensors={**first.tensors, **other.tensors}, objects={**first.objects, **other.objects},
-            paths={**first.paths, **other.paths},
+            paths={**first.paths, **other.paths}, contradictions=first.contradictions + other.contradictions,
         )  # fmt: skip
     return first
 
