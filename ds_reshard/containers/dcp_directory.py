@@ -7,7 +7,7 @@ as inert values. Each box, and each object, is an archive of torch.save of its o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ds_reshard.containers.pickle_reader import read_pickle
@@ -89,8 +89,7 @@ def read_directory(folder: str) -> Directory:
         for key, names in (planned.items() if isinstance(planned, dict) else ())
         if isinstance(names, tuple) and names
     }
-    said_of = None if not planned else paths.keys()
-    wrong = tuple(_contradictions(path, set(map(str, said)), tensors, places, said_of))
+    wrong = tuple(_contradictions(path, set(map(str, said)), tensors, places, paths if planned else None))
     return Directory(path=path, tensors=tensors, objects=objects, paths=paths, contradictions=wrong)
 
 
@@ -99,21 +98,29 @@ def _contradictions(
     said: set[str],
     tensors: Mapping[str, SavedTensor],
     places: Mapping[tuple[str, Shape | None], Place],
-    paths: Set[str] | None,
+    paths: Mapping[str, tuple[object, ...]] | None,
 ) -> Iterator[Fault]:
-    """Keys that one part of the directory has and another lacks; torch writes each to all of them, but for paths."""
+    """Keys that one part of the directory has and another lacks, or that are not their path with points between.
+
+    torch writes each to all parts, but for paths (`flatten_state_dict`, torch/distributed/checkpoint/_nested_dict.py).
+    """
     placed = {key for key, offset in places if offset is None or key in tensors}
     lacking = {"nothing says where it lies": {key for key in said if key not in placed and key not in tensors}}
     lacking["it lies somewhere, and nothing says what it is"] = {key for key, _ in places} - said
     if paths is not None:
-        lacking["it has no path in the state dict"] = said - paths
-        lacking["it has a path in the state dict, and nothing says what it is"] = {*paths} - said
+        lacking["it has no path in the state dict"] = said - paths.keys()
+        lacking["it has a path in the state dict, and nothing says what it is"] = paths.keys() - said
+        lacking["its path in the state dict is another"] = {key for key, names in paths.items() if not _is(key, names)}
     for what, keys in lacking.items():
         if keys:
             some = ", ".join(sorted(keys)[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
             yield Fault(error="CheckpointDamaged", where=path, what=f"contradicts itself: {some}: {what}",
                         expected="each key in all parts of the directory", found=f"{len(keys)} that are not",
                         mend="restore the folder from a copy, or save it again")  # fmt: skip
+
+
+def _is(key: str, names: tuple[object, ...]) -> bool:
+    return all(isinstance(name, str | int) for name in names) and key == ".".join(map(str, names))
 
 
 def _places(

@@ -183,11 +183,23 @@ SAID: dict[str, Any] = {
 }
 
 
+def _other_path(held: Any) -> None:
+    key = next(key for key, names in held.planner_data.items() if len(names) > 1)
+    held.planner_data[key] = (*held.planner_data[key][:-1], "else")
+
+
 def _empty_path(held: Any) -> None:
     held.planner_data[next(iter(held.planner_data))] = ()
 
 
-@pytest.mark.parametrize(("what", "change"), [*SAID.items(), ("it has no path in the state dict", _empty_path)])
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        *SAID.items(),
+        ("it has no path in the state dict", _empty_path),
+        ("path in the state dict is another", _other_path),
+    ],
+)
 def test_a_directory_that_contradicts_itself_is_refused(saved: Any, tmp_path: Path, what: str, change: Any) -> None:
     """By whatever reads it: one part of `.metadata` has a key that another lacks."""
     folder = tmp_path / "step-2"
