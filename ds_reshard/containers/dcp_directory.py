@@ -104,9 +104,10 @@ def _contradictions(
 
     torch writes each to all parts, but for paths (`flatten_state_dict`, torch/distributed/checkpoint/_nested_dict.py).
     """
-    placed = {key for key, offset in places if offset is None or key in tensors}
-    lacking = {"nothing says where it lies": {key for key in said if key not in placed and key not in tensors}}
-    lacking["it lies somewhere, and nothing says what it is"] = {key for key, _ in places} - said
+    lacking = {
+        "nothing says where it lies": {key for key in said - tensors.keys() if (key, None) not in places},
+        "it lies somewhere, and nothing says what it is": {key for key, _ in places} - said,
+    }
     if paths is not None:
         lacking["it has no path in the state dict"] = said - paths.keys()
         lacking["it has a path in the state dict, and nothing says what it is"] = paths.keys() - said

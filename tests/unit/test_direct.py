@@ -104,7 +104,7 @@ def slow_host(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kvikio_brings_the_same_bits_to_a_gpu(tmp_path, monkeypatch, slow_host):
     """With GPUDirect Storage, or with what kvikio does without it; most of the reads are its own."""
-    pytest.importorskip("kvikio")
+    pytest.importorskip("kvikio", reason="kvikio is not installed")
     plan, wanted = model(tmp_path)
     target = TensorTarget(torch.zeros(NUMEL, dtype=torch.bfloat16, device="cuda"))
     reading, done = KvikioFiles.read, []
