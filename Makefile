@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 INSTALLED := .venv/.installed
 FAST_TESTS := tests/policy tests/docs tests/unit tests/hostile tests/versions
 
-.PHONY: help venv gpu-packages check style types contracts fast-tests test deepspeed-tests other-tests fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu gpu-wheels test-versions test-nanotron format clean
+.PHONY: help venv gpu-packages check style types contracts fast-tests test deepspeed-tests other-tests fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu gpu-wheels test-versions test-nanotron test-corpora format clean
 
 help:
 	@echo "make demo           train, change stage and ranks, resume; prints the bit-equality table"
@@ -21,6 +21,7 @@ help:
 	@echo "make gpu-wheels     what make gpu needs beside torch, as wheels to carry along"
 	@echo "make test-versions  a part of the tests against older DeepSpeed, accelerate and Megatron-LM releases"
 	@echo "make test-nanotron  a real checkout of nanotron (SRC=path) saves, loads what was converted, resumes"
+	@echo "make test-corpora   the payloads of picklescan and fickling (SRC=path): each that acts is named"
 	@echo "make format         rewrite the sources in the house's format"
 	@echo "make clean          remove .venv and everything that was built"
 
@@ -134,6 +135,12 @@ test-nanotron: venv
 	@test -d "$(SRC)/src/nanotron" || { echo "name a checkout of nanotron: make test-nanotron SRC=path" >&2; exit 1; }
 	@$(PIP) install dacite
 	NANOTRON_SRC="$(abspath $(SRC))/src" $(BIN)/python -m pytest tests/formats/test_nanotron_real.py
+
+# SRC is a folder with checkouts of mmaitre314/picklescan and trailofbits/fickling, called picklescan and fickling.
+test-corpora: venv
+	@test -d "$(SRC)/picklescan" -a -d "$(SRC)/fickling" || { \
+		echo "name a folder with checkouts of picklescan and fickling: make test-corpora SRC=path" >&2; exit 1; }
+	PICKLE_CORPORA="$(abspath $(SRC))" $(BIN)/python -m pytest -s tests/hostile/test_corpora.py
 
 format: venv
 	$(BIN)/ruff format .

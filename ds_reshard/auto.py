@@ -3,7 +3,7 @@
 Loads no framework. A host that does not look as its table says is left as it is, with one warning; where a resume
 policy was asked for, which could then not be applied, that is an error. `DS_RESHARD_DISABLE=1` in the environment
 makes this import do nothing, and a policy an error; `ds_reshard.uninstall` undoes it. `DS_RESHARD_SETTINGS` holds what
-is asked of hosts that have no JSON of their own: `{"fsdp": {"verify_after_save": true}}`.
+is asked of hosts that have no JSON of their own: `{"trust": ["my_project.RunState"]}`.
 """
 
 from __future__ import annotations

@@ -60,6 +60,17 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """--trust."""
+    parser.add_argument(
+        "--trust",
+        action="append",
+        default=[],
+        metavar="CLASS",
+        help="a class that its pickles may name, as module.Class; may be given again",
+    )
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
     """--device."""
     parser.add_argument(

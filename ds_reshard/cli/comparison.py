@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_reshard.cli.arguments import add_reading, reading
+from ds_reshard.cli.arguments import add_reading, add_trust, reading
 from ds_reshard.cli.bar import bar
 from ds_reshard.cli.render import printable, size
 from ds_reshard.model.difference import DIFFERS, EQUAL, Difference, TensorDifference, ValueDifference
@@ -29,6 +29,7 @@ def add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--tensors", action="store_true", help="list every tensor, the equal ones too")
     add_reading(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_trust(parser)
     parser.set_defaults(run=run)
 
 

@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import asdict
 
-from ds_reshard.cli.arguments import add_reading, add_target, shard, target
+from ds_reshard.cli.arguments import add_reading, add_target, add_trust, shard, target
 from ds_reshard.cli.bar import bar
 from ds_reshard.operations import Options, convert
 
@@ -26,6 +26,7 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--resume", action="store_true", help="go on with a conversion that was interrupted")
     parser.add_argument("--force", action="store_true", help="replace OUT when all of the new one is written")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_trust(parser)
     parser.set_defaults(run=run)
 
 

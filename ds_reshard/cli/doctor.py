@@ -21,7 +21,7 @@ TESTED, IN_RANGE, OUTSIDE, ABSENT = "tested", "in range, not tested", "outside t
 _STYLE = {TESTED: "green", IN_RANGE: "yellow", OUTSIDE: "bold red", ABSENT: "dim"}
 _OUTCOME = {"refused": "bold red", "mended": "yellow", "told": "dim"}
 # Frameworks that are not patched: the range that setup.cfg asks for, and what the tests run against.
-_BESIDE = {"torch": (">=2.1", ("2.13.0",)), "transformers": (">=4.30", ("5.23.0",))}
+_BESIDE = {"torch": (">=2.1", ("2.13.0",))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_reshard.cli.arguments import add_reading, add_target, reading, shard, target
+from ds_reshard.cli.arguments import add_reading, add_target, add_trust, reading, shard, target
 from ds_reshard.cli.plan_page import page
 from ds_reshard.cli.render import printable, size
 from ds_reshard.errors import WriteFailed
@@ -36,6 +36,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )  # fmt: skip
     parser.add_argument("--html", metavar="FILE", help="draw which source file feeds which target rank")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_trust(parser)
     parser.set_defaults(run=run)
 
 

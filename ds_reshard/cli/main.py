@@ -19,14 +19,15 @@ from rich.console import Console
 
 from ds_reshard import __version__
 from ds_reshard.cli import doctor, rates, render
-from ds_reshard.cli.arguments import add_device, add_reading, reading
+from ds_reshard.cli.arguments import add_device, add_reading, add_trust, reading
 from ds_reshard.cli.bar import bar
 from ds_reshard.cli.comparison import add_diff
 from ds_reshard.cli.conversion import add_convert
 from ds_reshard.cli.foresight import add_plan
 from ds_reshard.cli.picture import draw
 from ds_reshard.cli.verification import add_verify
-from ds_reshard.errors import ReshardError
+from ds_reshard.containers.pickle_rules import PickleRules, in_force, trust_faults
+from ds_reshard.errors import ReshardError, raise_faults
 from ds_reshard.hosts import installed
 from ds_reshard.hosts.accelerate.rules import diagnose
 from ds_reshard.operations import coming_run, fingerprint, inspect, read_config
@@ -53,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     look.add_argument("--tag", help="the tag to look at (default: the one that 'latest' names)")
     look.add_argument("--json", action="store_true", help="print JSON")
     look.add_argument("--all", action="store_true", help="list every parameter and file")
+    add_trust(look)
     look.set_defaults(run=_inspect)
 
     prints = commands.add_parser("fingerprint", help="64 bits of every tensor, the same under every layout")
@@ -61,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_reading(prints)
     add_device(prints)
     prints.add_argument("--json", action="store_true", help="print JSON")
+    add_trust(prints)
     prints.set_defaults(run=_fingerprint)
 
     lr = commands.add_parser(
@@ -74,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     lr.add_argument("--steps", type=_steps, metavar="N", help="how many steps (default: to the schedule's end)")
     lr.add_argument("--png", metavar="FILE", help="write a picture")
     lr.add_argument("--json", action="store_true", help="print JSON")
+    add_trust(lr)
     lr.set_defaults(run=_lr)
 
     add_convert(commands)
@@ -111,7 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(sys.argv[1:] if argv is None else argv)
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
-        return run(arguments)
+        trust = getattr(arguments, "trust", [])
+        raise_faults(trust_faults("--trust", trust), subject="the command line")
+        with in_force(PickleRules(trust)):
+            return run(arguments)
     except ReshardError as error:
         print(f"ds-reshard: {error}", file=sys.stderr)
         return UNUSABLE

@@ -13,6 +13,7 @@ from ds_reshard.errors import Fault
 from ds_reshard.hooks import HookStatus
 from ds_reshard.model.fingerprints import Fingerprinted
 from ds_reshard.model.inspection import FileEntry, GroupEntry, Inspection, ParameterEntry
+from ds_reshard.model.verification import pickle_line
 
 _ROWS = 20
 
@@ -58,6 +59,7 @@ def render_inspection(inspection: Inspection, console: Console, *, every_row: bo
     if every_row or inspection.faults:
         console.print(_file_table(inspection.files))
     _render_faults(inspection.faults, console)
+    console.print(Text(pickle_line(inspection.pickles, inspection.pickles_unread, inspection.faults)), soft_wrap=True)
 
 
 def render_fingerprints(found: Fingerprinted, console: Console) -> None:

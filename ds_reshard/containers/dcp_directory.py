@@ -7,16 +7,18 @@ as inert values. Each box, and each object, is an archive of torch.save of its o
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ds_reshard.containers.pickle_reader import read_pickle
 from ds_reshard.containers.positioned import PositionedFile
-from ds_reshard.containers.revive_names import find_hostile
+from ds_reshard.containers.torch_zip import TorchArchive, open_archive
 from ds_reshard.errors import CheckpointDamaged, Fault, raise_faults
 from ds_reshard.model.records import GlobalName, ObjectRecord
 
 METADATA = ".metadata"
+_OF_RANK = re.compile(r"__[0-9]+\.metadata")
 Shape = tuple[int, ...]
 
 
@@ -28,6 +30,15 @@ class Place:
     byte_offset: int
     nbytes: int
     transformed: bool
+
+    def open(self) -> TorchArchive:
+        """As `open_archive`; UnsupportedLayout where it was transformed."""
+        if self.transformed:
+            what = f"the {self.nbytes} bytes at {self.byte_offset} were compressed or otherwise changed when written"
+            mend = "load it with torch, and save it with torch.distributed.checkpoint.save as it is by default"
+            fault = Fault(error="UnsupportedLayout", where=self.path, what=what, mend=mend)
+            raise_faults([fault], subject="reading a checkpoint")
+        return open_archive(self.path, part=(self.byte_offset, self.nbytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,27 +73,30 @@ class Directory:
     contradictions: tuple[Fault, ...] = ()
 
 
-def read_directory(folder: str) -> Directory:
+def directories(folder: str) -> list[str]:
+    """The names of a folder's directories: `.metadata`, or one of each rank (state_dict_loader.py, torch 2.13)."""
+    return sorted(name for name in os.listdir(folder) if name == METADATA or _OF_RANK.fullmatch(name))
+
+
+def read_directory(folder: str, name: str = METADATA) -> Directory:
     """Read a folder's `.metadata`; no tensor's bytes are read.
 
     Raises CheckpointNotFound, ReadFailed, UnsafePickle where it names code, and CheckpointDamaged for anything else
     than a directory of torch.distributed.checkpoint.
     """
-    path = os.path.join(folder, METADATA)
-    named: set[GlobalName] = set()
+    path = os.path.join(folder, name)
     file = PositionedFile(path)
     try:
-        held = read_pickle(file.read(0, file.nbytes), where=path, persistent=_refuse, named=named)
+        held = read_pickle(file.read(0, file.nbytes), where=path, persistent=_refuse)
     finally:
         file.close()
-    raise_faults(list(find_hostile(held, path, named)), subject="reading a checkpoint")
     top = _state(held)
     said, storage = top.get("state_dict_metadata"), top.get("storage_data")
     if not isinstance(said, dict) or not isinstance(storage, dict):
         raise CheckpointDamaged(f"{path}: is not a directory of torch.distributed.checkpoint")
     places = dict(_places(folder, path, storage))
     tensors = {str(key): _tensor(path, str(key), _state(told), places) for key, told in said.items() if _state(told)}
-    objects = {key: place for (key, offset), place in places.items() if offset is None and not place.transformed}
+    objects = {key: place for (key, offset), place in places.items() if offset is None}
     planned = top.get("planner_data")
     paths = {
         str(key): names

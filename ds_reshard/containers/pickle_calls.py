@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ds_reshard.containers.pickle_machine import Forbidden, PickleMachine
+from ds_reshard.containers.pickle_machine import UNKNOWN, PickleMachine
+from ds_reshard.containers.pickle_rules import Callee, CalleeArguments, shown
 from ds_reshard.model.records import GlobalName, ObjectRecord, SizeRecord
 
-Call = Callable[[PickleMachine, tuple[object, ...]], object]
+_Call = Callable[[PickleMachine, tuple[object, ...]], object]
 
 
-def call(machine: PickleMachine, function: object, args: object, kwargs: dict[str, object], *, by_new: bool) -> object:
+def call(
+    machine: PickleMachine, function: object, args: object, kwargs: dict[str, object], byte: int, *, by_new: bool
+) -> object:
     """What `function(*args, **kwargs)` gives in a pickle: a plain value, the hook's record, or an ObjectRecord."""
-    if not isinstance(function, GlobalName):
-        raise Forbidden(f"calls a value of type {type(function).__name__}, which no pickle needs")
     if not isinstance(args, tuple):
-        raise ValueError(f"the arguments of {function} are a {type(args).__name__}, not a tuple")
+        machine.refuse(byte, f"calls {shown(function)} with a {type(args).__name__} for a tuple of arguments")
+        args = ()
+    if type(function) is Callee:
+        function = function.name
+    if not isinstance(function, GlobalName):
+        machine.keep((args,), byte)
+        machine.refuse(byte, f"calls {shown(function)}{shown(args)}, which is no name")
+        return ObjectRecord(callable=UNKNOWN, args=args, kwargs=kwargs, by_new=by_new)
+    if type(args) is CalleeArguments:
+        args = machine.arguments(function, args, byte)
+    machine.use(function, args, kwargs, byte, by_new=by_new)
     if not kwargs:
         harmless = _HARMLESS.get((function.module, function.name))
         made = harmless(machine, args) if harmless is not None else NotImplemented
@@ -63,7 +74,7 @@ def _set(machine: PickleMachine, args: tuple[object, ...]) -> object:
     return NotImplemented if members is None else set(members)
 
 
-def _frozenset(machine: PickleMachine, args: tuple[object, ...]) -> object:
+def _frozen(machine: PickleMachine, args: tuple[object, ...]) -> object:
     members = _keys(machine, args)
     return NotImplemented if members is None else frozenset(members)
 
@@ -113,11 +124,11 @@ def _range(_: PickleMachine, args: tuple[object, ...]) -> object:
     return range(*bounds) if 1 <= len(bounds) == len(args) <= 3 else NotImplemented
 
 
-_HARMLESS: dict[tuple[str, str], Call] = {
+_HARMLESS: dict[tuple[str, str], _Call] = {
     ("collections", "OrderedDict"): _ordered_dict,
     ("torch", "Size"): _size,
     ("builtins", "set"): _set,
-    ("builtins", "frozenset"): _frozenset,
+    ("builtins", "frozenset"): _frozen,
     ("builtins", "bytes"): _bytes,
     ("builtins", "bytearray"): _bytearray,
     ("builtins", "complex"): _complex,

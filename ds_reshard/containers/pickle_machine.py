@@ -1,4 +1,4 @@
-"""The state of a pickle being read: stack, memo, and the allowance of work that keeps reading linear."""
+"""The state of a pickle being read: stack, memo, findings, and the allowance of work that keeps reading linear."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ import _compat_pickle
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NoReturn
 
-from ds_reshard.model.records import GlobalName
+from ds_reshard.containers.pickle_rules import (
+    CALLEES,
+    Callee,
+    CalleeArguments,
+    Finding,
+    PickleRules,
+    shown,
+    shown_call,
+)
+from ds_reshard.containers.pickle_table import Allowed, plain_state, reconstructed
+from ds_reshard.model.records import GlobalName, ObjectRecord
 
 Persistent = Callable[[object], object]
 Reduce = Callable[[GlobalName, tuple[object, ...]], object]
@@ -16,13 +27,29 @@ Handler = Callable[["PickleMachine", int], int]
 # A set takes four times the memory of any other value that one byte asks for: nobody writes a pickle of nothing else.
 SET_COST = 40
 _NAME_LENGTH = 4096
+_MOST_FINDINGS = 1000
+_MOST_CONTAINERS = 1 << 24
+_NAMED = -1
 
 # Hashing these is one step, however they were made, and next to none have the same hash.
 _CHEAP_KEYS = frozenset({str, float, bool, type(None), bytes})
 
 
-class Forbidden(Exception):
-    """The pickle asks for what is never done; the reader adds where, and raises UnsafePickle."""
+class CutShort(ValueError):
+    """An instruction's argument that ends beyond the bytes: where it begins, and of how many bytes it is."""
+
+    def __init__(self, what: str, start: int, nbytes: int) -> None:
+        super().__init__(what)
+        self.start = start
+        self.nbytes = nbytes
+
+
+class OverLimit(ValueError):
+    """What is not read because it costs too much: Python might read it, and go on."""
+
+
+UNKNOWN = GlobalName(module="", name="unknown")
+"""Stands for what is called where no name is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,41 +71,72 @@ class PickleMachine:
 
     `work` is what is left of the allowance for steps whose cost does not follow from the pickle's size:
     copies of memoized lists and hashes of memoized tuples. A pickle of n bytes that refers to the same
-    list n times would otherwise cost n * n. `named` are the classes and functions that were named.
+    list n times would otherwise cost n * n. `findings` are the uses of names that the rules do not allow: each call,
+    and each name that is never called, once; `refused` says whether one of them is of an instruction that no pickle
+    needs. `nested` are bytes that a known loader would open as a pickle of their own, with the offset of the
+    instruction that hands them over, and whether it surely would. `outside` stands for every object that is not in the
+    pickle. `stopped_at` is where the pickle ended, or the instruction that could not be carried out; then `lacks` is
+    what it declared beyond the end of the bytes, `cut_short` says that only bytes behind them were missing, and
+    `over_limit` that it cost too much. `astray` says that more may be behind than was found: Python's own reader may
+    have gone on, or elsewhere.
     """
 
     __slots__ = (
         "_alike",
+        "astray",
+        "cut_short",
         "data",
         "end",
+        "findings",
+        "frame_end",
+        "lacks",
         "limits",
         "marked",
         "memo",
         "named",
+        "nested",
+        "outside",
+        "over_limit",
         "persistent",
         "protocol",
         "reduce",
+        "refused",
         "result",
+        "room",
+        "rules",
         "stack",
         "stopped_at",
+        "uses",
         "work",
     )
 
-    def __init__(self, data: bytes, persistent: Persistent, reduce: Reduce, limits: PickleLimits) -> None:
+    def __init__(
+        self, data: bytes, persistent: Persistent, reduce: Reduce, limits: PickleLimits, rules: PickleRules
+    ) -> None:
         self.data = data
         self.end = len(data)
         self.limits = limits
         self.persistent = persistent
         self.reduce = reduce
+        self.rules = rules
         self.stack: list[object] = []
         self.marked: list[list[object]] = []
         self.memo: dict[int, object] = {}
         self.protocol = 0
         self.work = 16 * len(data) + (1 << 16)
+        self.room = _MOST_CONTAINERS
         self.result: object = None
         self.stopped_at = 0
+        self.frame_end = 0
         self._alike: dict[int, dict[int, int]] = {}
-        self.named: dict[tuple[str, str], GlobalName] = {}
+        self.named: dict[tuple[str, str, bool], GlobalName | Callee] = {}
+        self.uses: dict[int, Allowed | None] = {id(UNKNOWN): None}
+        self.findings: dict[tuple[str, int], Finding] = {}
+        self.cut_short = self.over_limit = self.astray = False
+        self.lacks: CutShort | None = None
+        self.refused = False
+        self.outside = ObjectRecord(callable=UNKNOWN)
+        self.nested: dict[bytes, tuple[int, bool]] = {}
 
     def since_mark(self) -> list[object]:
         """Take everything above the last mark off the stack, and the mark; ValueError when there is none."""
@@ -92,38 +150,137 @@ class PickleMachine:
         return self.take(start, nbytes).decode("utf-8", "surrogatepass")
 
     def take(self, start: int, nbytes: int) -> bytes:
-        """The bytes [start, start + nbytes); ValueError when they leave the pickle, before any copy."""
+        """The bytes [start, start + nbytes); CutShort when they leave the pickle, before any copy."""
         if start + nbytes > self.end:
-            raise ValueError(f"declares {nbytes} bytes where {max(0, self.end - start)} are left")
+            what = f"declares {nbytes} bytes where {max(0, self.end - start)} are left"
+            raise CutShort(what, start, nbytes)
         return self.data[start : start + nbytes]
 
     def line(self, start: int) -> bytes:
         """The bytes up to the next newline, for the text instructions of protocol 0."""
         stop = self.data.find(b"\n", start)
         if stop < 0:
-            raise ValueError("the pickle ends inside a line")
+            raise CutShort("the pickle ends inside a line", start, 0)
         return self.data[start:stop]
 
-    def name(self, module: str, name: str) -> GlobalName:
+    def name(self, module: str, name: str, byte: int) -> GlobalName | Callee:
         """The name, one record each; names of Python 2 become today's, as pickle.py `find_class` does."""
-        found = self.named.get((module, name))
-        if found is None:
+        old = self.protocol < 3
+        kept = self.named.get((module, name, old))
+        if kept is None:
             if len(module) + len(name) > _NAME_LENGTH:
-                raise ValueError(f"names a class with {len(module) + len(name)} characters")
+                self.refuse(byte, f"names a class with {len(module) + len(name)} characters")
             today = module, name
-            if self.protocol < 3:
-                if today in _compat_pickle.NAME_MAPPING:
-                    today = _compat_pickle.NAME_MAPPING[today]
-                elif module in _compat_pickle.IMPORT_MAPPING:
-                    today = _compat_pickle.IMPORT_MAPPING[module], name
-            found = self.named[module, name] = GlobalName(module=today[0], name=today[1])
-        return found
+            if old and today in _compat_pickle.NAME_MAPPING:
+                today = _compat_pickle.NAME_MAPPING[today]
+            elif old and module in _compat_pickle.IMPORT_MAPPING:
+                today = _compat_pickle.IMPORT_MAPPING[module], name
+            found = GlobalName(module=today[0], name=today[1])
+            allowed = self.uses[id(found)] = self.rules.of(*today)
+            if allowed is None:
+                self.find(byte, found, f"names {shown(found)}")
+            only_called = allowed is not None and not allowed.value and not self.rules.everything
+            kept = self.named[module, name, old] = Callee(found) if only_called else found
+        return kept
+
+    def keep(self, values: Iterable[object], byte: int) -> None:
+        """See that nothing is kept in a value that is only there to be called."""
+        if not CALLEES.isdisjoint(map(type, values)):
+            for value in values:
+                for part in value if isinstance(value, CalleeArguments) else (value,):
+                    if isinstance(part, Callee):
+                        self.find(byte, part.name, f"keeps {shown(part)}, which is only called", called=True)
+
+    def together(self, items: tuple[object, ...], byte: int) -> tuple[object, ...]:
+        """A tuple with a Callee in it, which may be the arguments of a call, and no part of another tuple."""
+        self.keep([item for item in items if isinstance(item, CalleeArguments)], byte)
+        return CalleeArguments(items)
+
+    def arguments(self, function: GlobalName, args: tuple[object, ...], byte: int) -> tuple[object, ...]:
+        """The arguments of a call with names for Callees, where this function may be given them."""
+        allowed = self.uses.get(id(function))
+        at = allowed.callee_at if allowed is not None else -1
+        self.keep([arg for place, arg in enumerate(args) if place != at or isinstance(arg, tuple)], byte)
+        return tuple(arg.name if isinstance(arg, Callee) else arg for arg in args)
+
+    def use(self, function: GlobalName, args: tuple[object, ...], kwargs: dict[str, object], byte: int, *,
+            by_new: bool) -> None:  # fmt: skip
+        """See that a name is allowed to be called so, by `__new__` or as it is."""
+        allowed = self.uses.get(id(function))
+        if allowed is not None and not allowed.callee_at and function.module == "copyreg":
+            made = reconstructed(function, args)
+            if made is not None:
+                function, args, by_new = made, (), True
+                allowed = self.uses.get(id(made))
+        if allowed is None:
+            self.findings.pop((str(function), _NAMED), None)
+            self.find(byte, function, f"calls {shown_call(function, args, kwargs)}", called=True)
+            return
+        if (kwargs and not allowed.keywords) or not (allowed.new if by_new else allowed.call) or (
+            allowed.fits is not None and not allowed.fits(args, self.rules)
+        ):  # fmt: skip
+            what = f"calls {shown_call(function, args, kwargs)}, which is not how it is saved"
+            self.find(byte, function, what, called=True)
+        elif allowed.nested:
+            self._hand_over(args, byte, surely=function.module == "torch.storage")
+
+    def give_state(self, target: ObjectRecord, state: object, byte: int) -> None:
+        """See that an object may be given this state: BUILD calls `__setstate__`, and sets attributes of any name."""
+        function = target.callable
+        made = reconstructed(function, target.args) if function.module == "copyreg" else None
+        allowed = self.uses.get(id(made or function))
+        if function is UNKNOWN:
+            self.find(byte, None, f"gives the state {shown(state)} to what is not known", called=True)
+        if allowed is None:
+            return  # its making was found
+        fits = allowed.fits_state is None or allowed.fits_state(state)
+        if not (allowed.state and fits and (allowed.keywords or plain_state(state))):
+            self.find(byte, function, f"gives {shown(function)} the state {shown(state)}", called=True)
+        elif allowed.nested:
+            content = state[:1] if isinstance(state, tuple) else ()
+            if content and isinstance(content[0], bytes):
+                self._hand_over(content, byte, surely=False)
+            else:
+                self.find(byte, function, f"gives {shown(function)} the state {shown(state)}", called=True)
+
+    def _hand_over(self, values: tuple[object, ...], byte: int, *, surely: bool) -> None:
+        for value in values:
+            assert isinstance(value, bytes | bytearray)  # the table allows nothing else
+            self.charge(len(value) >> 3)
+            data = bytes(value)
+            self.nested[data] = byte, surely or (data in self.nested and self.nested[data][1])
+
+    def give_items(self, target: ObjectRecord, byte: int, *, kind: str) -> None:
+        """See that an object may be given items, a "list" or "pairs" of them: both call methods of any class."""
+        if target.callable is UNKNOWN:
+            self.find(byte, None, "puts items into what is not known", called=True)
+        allowed = self.uses.get(id(target.callable))
+        if allowed is not None and allowed.items not in (kind, "both"):
+            self.find(byte, target.callable, f"puts items into {shown(target.callable)}", called=True)
+
+    def find(self, byte: int, name: GlobalName | None, what: str, *, called: bool = False) -> None:
+        """Note a use that is not allowed; a name that is `called` or otherwise used is worse than one that stands."""
+        if len(self.findings) >= _MOST_FINDINGS:
+            self.astray = True
+        else:
+            dotted = str(name) if name is not None else ""
+            finding = Finding(byte=byte, name=dotted, what=what, called=called)
+            self.findings.setdefault((dotted or what, byte if called else _NAMED), finding)
+
+    def refuse(self, byte: int, what: str) -> None:
+        """Note an instruction that no checkpoint's pickle has; the rest is read all the same, to name what it does."""
+        self.refused = True
+        self.find(byte, None, what)
 
     def charge(self, steps: int) -> None:
         """Pay for work out of proportion with an instruction's size; ValueError when nothing is left."""
         self.work -= steps
         if self.work < 0:
-            raise ValueError("the same values are copied or hashed over and over: not a pickle that pickle writes")
+            raise OverLimit("the same values are copied or hashed over and over: not a pickle that pickle writes")
+
+    def refuse_more(self) -> NoReturn:
+        """For one byte of the pickle an empty container, or what is memoized, takes a hundred."""
+        raise OverLimit(f"more than {_MOST_CONTAINERS} containers and memo entries")
 
     def check_keys(self, keys: Iterable[object], holder: object = None) -> None:
         """Pay for hashing the keys, and for comparing each with those of the same hash in the `holder` they go into.
@@ -157,4 +314,4 @@ class PickleMachine:
             if not inner:
                 return cost
             level = inner
-        raise ValueError(f"a key is nested deeper than {self.limits.depth}")
+        raise OverLimit(f"a key is nested deeper than {self.limits.depth}")

@@ -1,18 +1,26 @@
-"""Reads a pickle as inert values: an interpreter of its instructions that imports and calls nothing named."""
+"""Reads a pickle as inert values, and sees every name and call in it; nothing named is imported or called."""
 
 from __future__ import annotations
 
 import pickletools
 import struct
 
-from ds_reshard.containers.pickle_machine import Forbidden, Persistent, PickleLimits, PickleMachine, Reduce
-from ds_reshard.containers.pickle_opcodes import HANDLERS
-from ds_reshard.errors import CheckpointDamaged, UnsafePickle
+from ds_reshard.containers.pickle_instructions import HANDLERS, IN_FRAME, STOPPED
+from ds_reshard.containers.pickle_machine import (
+    CutShort,
+    OverLimit,
+    Persistent,
+    PickleLimits,
+    PickleMachine,
+    Reduce,
+)
+from ds_reshard.containers.pickle_rules import PickleRules, fault_of, rules_in_force
+from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, faults_of, raise_faults
 from ds_reshard.model.nesting import out_of_bounds
 from ds_reshard.model.records import GlobalName
 from ds_reshard.model.uncollected import uncollected
 
-__all__ = ["DEFAULT_LIMITS", "PickleLimits", "read_pickle"]
+__all__ = ["DEFAULT_LIMITS", "PickleLimits", "read_pickle", "run_pickle"]
 
 DEFAULT_LIMITS = PickleLimits()
 
@@ -27,61 +35,115 @@ def keep_as_record(function: GlobalName, args: tuple[object, ...]) -> object:
     return NotImplemented
 
 
-@uncollected()
 def read_pickle(
     data: bytes,
     *,
     where: str,
     persistent: Persistent,
+    member: str = "",
     limits: PickleLimits = DEFAULT_LIMITS,
     reduce: Reduce = keep_as_record,
-    named: set[GlobalName] | None = None,
+    rules: PickleRules | None = None,
 ) -> object:
     """The value that `data` pickles, made of plain containers and records; nothing named in it is imported.
 
     A class or function becomes a GlobalName; calling one gives what `reduce` returns for it and its
     arguments, or an ObjectRecord when `reduce` returns NotImplemented. Plain values that pickle writes as
     calls (OrderedDict, set, bytes, complex, range, slice, torch.Size as a tuple) become themselves.
-    `persistent` turns a persistent id into a value; every name in the pickle is added to `named`. Linear in the size of
-    the pickle, without recursion.
+    `persistent` turns a persistent id into a value. Linear in the size of the pickle, without recursion.
 
-    Raises UnsafePickle when the pickle asks for what no checkpoint needs, and CheckpointDamaged for
-    everything else that is wrong, with `where` and the byte offset of the instruction.
+    Raises UnsafePickle with a fault for each name that `rules` (by default those in force) do not allow as it is used,
+    whether or not its result is kept; TrustRequired where all of them may be trusted. CheckpointDamaged for everything
+    else that is wrong, with `where`, the `member` of the file, and the byte offset of the instruction.
     """
+    rules = rules_in_force() if rules is None else rules
+    place = f"{where}: {member}" if member else where
     if len(data) > limits.nbytes:
-        raise CheckpointDamaged(f"{where}: a pickle of {len(data)} bytes; at most {limits.nbytes} are read")
-    machine = PickleMachine(data, persistent, reduce, limits)
-    handlers = HANDLERS
-    pos = 0
-    try:
-        while pos >= 0:
-            pos = handlers[data[pos]](machine, pos + 1)
-    except Forbidden as error:
-        raise UnsafePickle(
-            f"{where}: byte {pos}: the pickle {error}; it was not run. Load only checkpoints that you trust, "
-            "and save this one again with a current torch.save"
-        ) from None
-    except _MALFORMED as error:
-        raise CheckpointDamaged(_complaint(where, data, pos, error)) from error
-    except MemoryError:
-        raise CheckpointDamaged(f"{where}: a pickle of {len(data)} bytes takes more memory than there is") from None
-    if named is not None:
-        named.update(machine.named.values())
-    if data[machine.stopped_at :].strip(b"\0"):
-        raise CheckpointDamaged(
-            f"{where}: byte {machine.stopped_at}: {len(data) - machine.stopped_at} bytes follow the end of the pickle"
+        raise CheckpointDamaged(f"{place}: a pickle of {len(data)} bytes; at most {limits.nbytes} are read")
+    machine = PickleMachine(data, persistent, reduce, limits, rules)
+    error = run_pickle(machine, place)
+    if error is None and data[machine.stopped_at :].strip(b"\0"):
+        error = CheckpointDamaged(
+            f"{place}: byte {machine.stopped_at}: {len(data) - machine.stopped_at} bytes follow the end of the pickle"
         )
-    excess = out_of_bounds(machine.result, depth=limits.depth, parts=limits.parts + limits.expansion * len(data))
-    if excess is not None:
-        raise CheckpointDamaged(f"{where}: the pickle's value {excess}")
+    if error is None:
+        excess = out_of_bounds(machine.result, depth=limits.depth, parts=limits.parts + limits.expansion * len(data))
+        if excess is not None:
+            error = CheckpointDamaged(f"{place}: the pickle's value {excess}")
+    faults = found_in(machine, where, member)
+    if faults:
+        raise_faults([*faults, *(faults_of(error) if error is not None else ())], subject="reading a checkpoint")
+    if error is not None:
+        raise error
+    if not member:
+        rules.note(where)
     return machine.result
+
+
+@uncollected()
+def run_pickle(machine: PickleMachine, place: str) -> ReshardError | None:
+    """Carry out the instructions up to STOP; what is wrong with them, where they end before.
+
+    A frame must end where an instruction does: where one reaches beyond, Python's own unpickler goes on elsewhere, and
+    may run what stands inside a text (CPython's issue 154848).
+    """
+    data, handlers, pos = machine.data, HANDLERS, 0
+    try:
+        while pos != STOPPED:
+            while pos >= 0:
+                pos = handlers[data[pos]](machine, pos + 1)
+            while pos <= IN_FRAME:
+                pos, end = IN_FRAME - pos, machine.frame_end
+                start = pos
+                while 0 <= pos < end:
+                    start = pos
+                    pos = handlers[data[pos]](machine, pos + 1)
+                if pos > end or pos <= IN_FRAME:
+                    machine.astray = True
+                    machine.refuse(start, "reads across the end of a frame, behind which Python's own reader may go on")
+    except ReshardError as error:  # of what makes values of persistent ids and calls
+        return error
+    except _MALFORMED as error:
+        machine.stopped_at = pos
+        machine.astray |= pos < machine.frame_end or isinstance(error, TypeError | OverflowError | RecursionError)
+        machine.lacks = error if isinstance(error, CutShort) else None
+        machine.cut_short = isinstance(error, CutShort | struct.error) or _beyond(data, pos, error)
+        machine.over_limit = isinstance(error, OverLimit)
+        damage = CheckpointDamaged(_complaint(place, data, pos, error))
+        damage.__cause__ = error
+        return damage
+    except MemoryError:
+        machine.over_limit = True
+        for held in (machine.stack, machine.marked, machine.memo):
+            held.clear()
+        return CheckpointDamaged(f"{place}: a pickle of {len(data)} bytes takes more memory than there is")
+    return None
+
+
+def found_in(machine: PickleMachine, where: str, member: str) -> list[Fault]:
+    """The faults of all findings of a machine, and of the pickles in bytes that it hands to a loader of pickles."""
+    faults: list[Fault] = []
+    if machine.findings and not (machine.rules.everything and not machine.refused):
+        faults += [fault_of(finding, where, member) for finding in machine.findings.values()]
+    if machine.nested and not machine.rules.everything:
+        from ds_reshard.containers.pickle_scan import scan_bytes  # which reads pickles
+
+        for nested, (byte, surely) in machine.nested.items():
+            inner = f"{member}, byte {byte}: bytes" if member else f"byte {byte}: bytes"
+            faults += scan_bytes(nested, where, inner, machine.rules, strict=surely)
+    return faults
+
+
+def _beyond(data: bytes, pos: int, error: Exception) -> bool:
+    """Whether an instruction, or its only byte, stands behind the last byte."""
+    return pos >= len(data) or (isinstance(error, IndexError) and pos + 1 >= len(data))
 
 
 def _complaint(where: str, data: bytes, pos: int, error: Exception) -> str:
     if pos >= len(data):
         return f"{where}: byte {pos}: the pickle ends before its STOP instruction: the file was cut short"
     name = _NAMES.get(data[pos], f"opcode 0x{data[pos]:02x}")
-    if isinstance(error, struct.error) or (isinstance(error, IndexError) and pos + 1 >= len(data)):
+    if isinstance(error, struct.error) or _beyond(data, pos, error):
         what = "the pickle ends inside this instruction: the file was cut short"
     elif isinstance(error, IndexError):
         what = "the instruction needs more values than the stack holds"

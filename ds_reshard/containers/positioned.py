@@ -11,13 +11,15 @@ from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReadFailed
 class PositionedFile:
     """An open file of `nbytes` bytes, or a `part` of one; `bytes_read` counts what was read of it. Close it.
 
-    `part` is the offset and the number of the bytes that are meant; positions then count from its beginning.
+    `part` is the offset and the number of the bytes that are meant; positions then count from its beginning. `whole`
+    says that no part is.
     Raises CheckpointNotFound, ReadFailed or, when the path is not a regular file or ends before the part does,
     CheckpointDamaged.
     """
 
     def __init__(self, path: str, part: tuple[int, int] | None = None) -> None:
         self.path = path
+        self.whole = part is None
         self.bytes_read = 0
         self._descriptor = -1
         try:
@@ -64,3 +66,40 @@ class PositionedFile:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+class PositionedBytes(PositionedFile):
+    """Bytes in memory, read as a file is; `path` names the file that they were taken from."""
+
+    def __init__(self, path: str, data: bytes) -> None:
+        self.path = path
+        self.whole = False
+        self.bytes_read = 0
+        self.nbytes = len(data)
+        self._descriptor = -1
+        self._data = data
+
+    def read(self, byte_offset: int, nbytes: int) -> bytes:
+        if byte_offset < 0 or byte_offset + nbytes > self.nbytes:
+            raise CheckpointDamaged(
+                f"{self.path}: {nbytes} bytes at {byte_offset} are meant to be there; it ends at {self.nbytes}"
+            )
+        self.bytes_read += nbytes
+        return self._data[byte_offset : byte_offset + nbytes]
+
+
+class PositionedView(PositionedFile):
+    """A part of an open file, read through it."""
+
+    def __init__(self, file: PositionedFile, byte_offset: int, nbytes: int) -> None:
+        self.path = file.path
+        self.whole = False
+        self.bytes_read = 0
+        self.nbytes = nbytes
+        self._descriptor = -1
+        self._file = file
+        self._at = byte_offset
+
+    def read(self, byte_offset: int, nbytes: int) -> bytes:
+        self.bytes_read += nbytes
+        return self._file.read(self._at + byte_offset, nbytes)

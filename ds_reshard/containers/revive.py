@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
 
+from ds_reshard.containers.pickle_table import is_enum
 from ds_reshard.containers.revive_names import (
+    enum_class,
     enum_member,
     fill_trusted,
     find_faults,
     import_trusted,
-    loaded_enum,
     make_trusted,
     target,
 )
@@ -43,7 +43,7 @@ def revive(
 
     `builders` are by dotted name, are asked first, and get the record and a function that revives a part of
     it; a builder of a name also stands for the bare name. `trusted` are dotted names that may be imported
-    and called. Enums are taken from modules that are already loaded. Plain containers are copied.
+    and called. Enums are those of the table of names. Plain containers are copied.
 
     Raises TrustRequired (UnsafePickle for names that act on the machine) with one fault for each class that
     is not accepted, before anything is built; CheckpointDamaged when a class cannot be built from its parts;
@@ -140,8 +140,7 @@ class _Revival:
             return self._builders[dotted](name, self.run)
         if dotted in VALUES:
             return VALUES[dotted]()
-        kind = loaded_enum(name)
-        return import_trusted(name, self._trusted, self._where) if kind is None else kind
+        return enum_class(name) if is_enum(name) else import_trusted(name, self._trusted, self._where)
 
     def _object(self, record: ObjectRecord) -> _Steps:
         name, given, by_new = target(record)
@@ -162,8 +161,8 @@ class _Revival:
             return self._guarded(dotted, lambda: recipe.make(parts))
         if recipe is not None:
             made = self._guarded(dotted, lambda: recipe.make(parts))
-        elif (kind := loaded_enum(name)) is not None:
-            return self._guarded(dotted, lambda: _member(kind, parts))
+        elif is_enum(name):
+            return self._guarded(dotted, lambda: enum_member(name, parts.args))
         else:
             accepted = import_trusted(name, self._trusted, self._where)
             made = self._guarded(dotted, lambda: make_trusted(accepted, parts, by_new))
@@ -193,7 +192,3 @@ class _Revival:
             raise
         except Exception as error:
             raise CheckpointDamaged(f"{self._where}: {dotted} cannot be rebuilt: {str(error)[:200]}") from error
-
-
-def _member(kind: type[enum.Enum], parts: Parts) -> enum.Enum:
-    return enum_member(kind, parts.args)

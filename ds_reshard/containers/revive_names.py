@@ -1,75 +1,19 @@
-"""Which names in a checkpoint may become live: the allow-list, enums already loaded, and what the user trusts."""
+"""Which names in a checkpoint may become live: what has a recipe, enums of the table of names, what the user trusts."""
 
 from __future__ import annotations
 
 import enum
 import importlib
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from ds_reshard.containers.pickle_rules import acts, trusting
+from ds_reshard.containers.pickle_table import is_enum, reconstructed
 from ds_reshard.containers.revive_parts import Parts
 from ds_reshard.containers.revive_recipes import RECIPES, VALUES
 from ds_reshard.errors import ConfigError, Fault, raise_faults
 from ds_reshard.model.nesting import LEAVES, children
 from ds_reshard.model.records import GlobalName, ObjectRecord, StorageRecord
-
-# Modules whose functions act on the machine; they are not offered for trust, nor accepted when trusted.
-_NEVER = frozenset(
-    {
-        "os",
-        "posix",
-        "nt",
-        "subprocess",
-        "sys",
-        "builtins",
-        "importlib",
-        "imp",
-        "runpy",
-        "pickle",
-        "_pickle",
-        "cPickle",
-        "marshal",
-        "socket",
-        "shutil",
-        "ctypes",
-        "_ctypes",
-        "code",
-        "codeop",
-        "pty",
-        "pdb",
-        "bdb",
-        "timeit",
-        "cProfile",
-        "profile",
-        "trace",
-        "operator",
-        "_operator",
-        "multiprocessing",
-        "asyncio",
-        "threading",
-        "_thread",
-        "signal",
-        "webbrowser",
-        "http",
-        "urllib",
-        "ftplib",
-        "smtplib",
-        "tempfile",
-        "pip",
-        "ensurepip",
-        "venv",
-        "pydoc",
-        "inspect",
-        "gc",
-        "atexit",
-        "site",
-        "zipimport",
-        "pkgutil",
-        "io",
-        "_io",
-    }
-)
 
 
 def target(record: ObjectRecord) -> tuple[GlobalName, tuple[object, ...], bool]:
@@ -77,14 +21,10 @@ def target(record: ObjectRecord) -> tuple[GlobalName, tuple[object, ...], bool]:
 
     Protocols 0 and 1 write objects as calls of copyreg's `_reconstructor` and `__newobj__`.
     """
-    args = record.args
-    if record.callable.module == "copyreg" and args and isinstance(args[0], GlobalName):
-        base = args[1] if record.callable.name == "_reconstructor" and len(args) == 3 and args[2] is None else None
-        if isinstance(base, GlobalName) and str(base) == "builtins.object":
-            return args[0], (), True
-        if record.callable.name == "__newobj__":
-            return args[0], args[1:], True
-    return record.callable, args, record.by_new
+    made = reconstructed(record.callable, record.args) if record.callable.module == "copyreg" else None
+    if made is None:
+        return record.callable, record.args, record.by_new
+    return made, record.args[1:] if record.callable.name == "__newobj__" else (), True
 
 
 def find_faults(value: object, builders: Mapping[str, object], trusted: frozenset[str], where: str) -> Iterator[Fault]:
@@ -117,24 +57,6 @@ def _walk(value: object) -> Iterator[object]:
 
 _NAMELESS = LEAVES - {GlobalName, StorageRecord}
 
-# Of modules that act on the machine, the names that only hold data: torch models keep extra state in them.
-_INERT = frozenset({"_io.BytesIO", "_io.StringIO", "io.BytesIO", "io.StringIO", "operator.itemgetter"})
-
-
-def find_hostile(value: object, where: str, named: Iterable[GlobalName] | None = None) -> Iterator[Fault]:
-    """One fault for each name in `value` that acts on the machine when `torch.load` builds it.
-
-    For files that are handed to a framework which builds everything: classes that are merely unknown pass. `named` are
-    all names in `value`, where they are known.
-    """
-    if named is not None and not any(map(_acts, named)):
-        return
-    inert = dict.fromkeys(_INERT)
-    for part in _walk(value):
-        name = _needed(part)
-        if name is not None and _acts(name) and not _accepted(part, name, inert, frozenset()):
-            yield _fault(name, where)
-
 
 def _parts(part: object) -> Iterator[object]:
     """What is rebuilt inside `part`: not the class that a call of copyreg is about."""
@@ -153,25 +75,16 @@ def _needed(part: object) -> GlobalName | None:
 
 def _accepted(part: object, name: GlobalName, builders: Mapping[str, object], trusted: frozenset[str]) -> bool:
     dotted = str(name)
-    if dotted in builders or loaded_enum(name) is not None:
+    if dotted in builders or is_enum(name) or dotted in (RECIPES if isinstance(part, ObjectRecord) else VALUES):
         return True
-    if dotted in (RECIPES if isinstance(part, ObjectRecord) else VALUES):
-        return True
-    return dotted in trusted and not _acts(name) and name.module != "copyreg"
+    return dotted in trusted and not _never(name)
 
 
-def _acts(name: GlobalName) -> bool:
-    return name.module.partition(".")[0] in _NEVER
+def _never(name: GlobalName) -> bool:
+    return acts(str(name)) or name.module == "copyreg"
 
 
 def _fault(name: GlobalName, where: str) -> Fault:
-    if _acts(name):
-        return Fault(
-            error="UnsafePickle",
-            where=where,
-            what=f"it names {str(name)[:200]!r}, which acts on the machine; nothing was run",
-            mend="do not load this file elsewhere either: ask whoever wrote it",
-        )
     if name.module == "copyreg":
         return Fault(
             error="UnsafePickle",
@@ -179,39 +92,44 @@ def _fault(name: GlobalName, where: str) -> Fault:
             what="it holds an object that pickle protocol 0 or 1 wrote by way of a built-in type",
             mend="save it again with pickle protocol 2 or later, as torch.save does",
         )
+    if _never(name):
+        return Fault(
+            error="UnsafePickle",
+            where=where,
+            what=f"it names {str(name)[:200]!r}, which acts on the machine; nothing was run",
+            mend="do not load this file elsewhere either: ask whoever wrote it",
+        )
     return Fault(
         error="TrustRequired",
         where=where,
         what=f"it holds a value of {str(name)[:200]}, which is not rebuilt unasked",
-        mend=f'accept the class by adding "trust": ["{str(name)[:200]}"] to the "ds_reshard" section of the '
-        "DeepSpeed JSON",
+        mend=trusting(str(name)),
     )
 
 
-def loaded_enum(name: GlobalName) -> type[enum.Enum] | None:
-    """The enum that `name` names in a module that is already imported; None for anything else."""
-    found: object = sys.modules.get(name.module)
-    for part in name.name.split("."):
-        if found is None or not hasattr(type(found), "__dict__"):
-            return None
-        # Not getattr: a module's __getattr__ may import, and a class attribute may be computed.
-        found = getattr(found, "__dict__", {}).get(part)
-    return found if isinstance(found, type) and issubclass(found, enum.Enum) else None
-
-
-def enum_member(kind: type[enum.Enum], args: tuple[object, ...]) -> enum.Enum:
-    """The member of that value, looked up and never computed; ValueError when there is none."""
+def enum_member(name: GlobalName, args: tuple[object, ...]) -> enum.Enum:
+    """The member of that value of an enum of the table, looked up and never computed; ValueError when there is none."""
+    kind = enum_class(name)
     for member in kind.__members__.values():
         if len(args) == 1 and type(member.value) is type(args[0]) and member.value == args[0]:
             return member
     raise ValueError(f"{kind.__name__} has no such member")
 
 
+def enum_class(name: GlobalName) -> type[enum.Enum]:
+    """An enum of the table of names, by name; ValueError where what is installed here has none of that name."""
+    try:
+        found: object = getattr(importlib.import_module(name.module), name.name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name} is not installed here: {error}") from error
+    if not isinstance(found, type) or not issubclass(found, enum.Enum):
+        raise ValueError(f"{name} is no enum here")
+    return found
+
+
 def import_trusted(name: GlobalName, trusted: frozenset[str], where: str) -> object:
     """Import what the user has accepted by name; raises ConfigError when it is not there."""
-    if (
-        str(name) not in trusted or _acts(name) or name.module == "copyreg"
-    ):  # found before by find_faults; never import on its word alone
+    if str(name) not in trusted or _never(name):  # found before by find_faults; never import on its word alone
         raise_faults([_fault(name, where)], subject=where)
     try:
         found: object = importlib.import_module(name.module)

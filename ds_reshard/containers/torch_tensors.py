@@ -36,12 +36,16 @@ _MAX_NDIM = 64  # of torch (c10/core/WrapDimMinimal, dim_list_to_bitset); also k
 
 
 class TensorCalls:
-    """Gives meaning to the persistent ids and the calls by which torch pickles tensors of one archive."""
+    """Gives meaning to the persistent ids and the calls by which torch pickles tensors of one archive.
+
+    `of_bytes` are the tensors that were rebuilt whose elements are bytes.
+    """
 
     def __init__(self, path: str, members: Mapping[str, ArchiveMember]) -> None:
         self._path = path
         self._members = members
         self._storages: dict[tuple[str, str, int], StorageRecord] = {}
+        self.of_bytes: list[TensorRecord] = []
 
     def storage(self, identity: object) -> object:
         """The StorageRecord of a persistent id ("storage", class, key, location, numel).
@@ -128,7 +132,7 @@ class TensorCalls:
         sizes, strides = _dimensions(shape), _dimensions(stride)
         if sizes is None or strides is None or len(sizes) != len(strides) or not _is_dimension(offset):
             raise CheckpointDamaged(f"{self._path}: a tensor of storage {storage.key!r} is malformed")
-        return TensorRecord(
+        made = TensorRecord(
             storage=storage,
             dtype=dtype,
             element_offset=self._inside(storage, dtype, offset, sizes, strides),
@@ -136,6 +140,9 @@ class TensorCalls:
             stride=strides,
             requires_grad=requires_grad is True,
         )
+        if dtype.itemsize == 1 and made.nbytes:
+            self.of_bytes.append(made)
+        return made
 
     def _inside(
         self, storage: StorageRecord, dtype: ElementType, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]

@@ -9,10 +9,20 @@ from types import MappingProxyType, TracebackType
 
 from ds_reshard.containers.crc import crc32
 from ds_reshard.containers.pickle_reader import DEFAULT_LIMITS, PickleLimits, read_pickle
-from ds_reshard.containers.positioned import PositionedFile
+from ds_reshard.containers.pickle_rules import PickleRules, rules_in_force
+from ds_reshard.containers.positioned import PositionedFile, PositionedView
 from ds_reshard.containers.torch_tensors import TensorCalls
 from ds_reshard.containers.zip_directory import ArchiveMember, read_members
-from ds_reshard.errors import CheckpointDamaged, ChecksumMismatch, Fault, UnsupportedLayout, raise_faults
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    ChecksumMismatch,
+    Fault,
+    TrustRequired,
+    UnsafePickle,
+    UnsupportedLayout,
+    faults_of,
+    raise_faults,
+)
 from ds_reshard.model.records import StorageRecord, TensorRecord
 
 __all__ = ["ArchiveLimits", "ArchiveMember", "TorchArchive", "check_root", "open_archive"]
@@ -40,11 +50,11 @@ class TorchArchive:
     beginning of the file.
     """
 
-    def __init__(self, path: str, limits: ArchiveLimits, part: tuple[int, int] | None = None) -> None:
-        self.path = path
+    def __init__(self, file: PositionedFile, limits: ArchiveLimits, start: int = 0) -> None:
+        self.path = path = file.path
         self._limits = limits
-        self._file = PositionedFile(path, part)
-        self._start = part[0] if part is not None else 0
+        self._file = file
+        self._start = start
         try:
             root, members = read_members(self._file, limits.directory_nbytes)
             self.root = root
@@ -65,22 +75,74 @@ class TorchArchive:
     def bytes_read(self) -> int:
         return self._file.bytes_read
 
-    def load(self, name: str = "data.pkl") -> object:
+    def load(self, name: str = "data.pkl", *, rules: PickleRules | None = None) -> object:
         """The value that member `name` pickles: TensorRecords for tensors, StorageRecords for bare storages.
 
-        No tensor's bytes are read. Raises UnsafePickle, CheckpointDamaged, ChecksumMismatch, ReadFailed.
+        No tensor's bytes are read, but those of flat tensors of bytes, in which models keep pickles of their own.
+        Raises UnsafePickle for what `rules` (by default those in force) do not allow, CheckpointDamaged,
+        ChecksumMismatch, ReadFailed.
         """
+        member = self._member(name)
         limit = self._limits.pickle.nbytes
-        nbytes = self._member(name).nbytes
-        if nbytes > limit:
-            raise CheckpointDamaged(f"{self.path}: {name!r} is a pickle of {nbytes} bytes; at most {limit} are read")
-        return read_pickle(
-            self.read(name),
-            where=f"{self.path}: {name}",
-            persistent=self._calls.storage,
-            limits=self._limits.pickle,
-            reduce=self._calls.call,
-        )
+        if member.nbytes > limit:
+            raise CheckpointDamaged(
+                f"{self.path}: {name!r} is a pickle of {member.nbytes} bytes; at most {limit} are read"
+            )
+        rules = rules_in_force() if rules is None else rules
+        data = self._file.read(member.byte_offset - self._start, member.nbytes)
+        mismatch = self._mismatch(f"member {name!r}", data, member.crc32)
+        try:
+            value = read_pickle(
+                data,
+                where=self.path,
+                member=self._told(name),
+                persistent=self._calls.storage,
+                limits=self._limits.pickle,
+                reduce=self._calls.call,
+                rules=rules,
+            )
+        except (UnsafePickle, CheckpointDamaged) as error:
+            if mismatch is None:
+                raise
+            if isinstance(error, UnsafePickle) and not isinstance(error, TrustRequired):
+                # A changed byte makes names that nobody knows, and none that acts.
+                raise_faults([*error.faults, *faults_of(mismatch)], subject="reading a checkpoint")
+        if mismatch is not None:
+            raise mismatch
+        if self._calls.of_bytes and not rules.everything:
+            raise_faults(self._inside(rules), subject="reading a checkpoint")
+        if self.pickles == [name] and self._file.whole:
+            rules.note(self.path)
+        return value
+
+    @property
+    def pickles(self) -> list[str]:
+        """The members that are pickles, by their names."""
+        return [name for name in self.members if name.endswith((".pkl", ".pickle"))]
+
+    def _inside(self, rules: PickleRules) -> list[Fault]:
+        """What acts in pickles that lie in tensors of bytes: Transformer Engine's extra state is one.
+
+        Where the elements do not follow each other, only how they begin is looked at.
+        """
+        from ds_reshard.containers.pickle_scan import begins_marked, scan_source  # which opens archives
+
+        faults: list[Fault] = []
+        for tensor in dict.fromkeys(self._calls.of_bytes):
+            at, member = tensor.byte_offset - self._start, self._told(f"storage {tensor.storage.key!r}")
+            if tensor.contiguous:
+                view = PositionedView(self._file, at, tensor.nbytes)
+                faults += scan_source(view, member, rules, strict=False).faults
+            elif begins_marked(b"".join(self._file.read(at + offset, 1) for offset in tensor.first_offsets(4))):
+                what = f"{member}: a tensor of bytes with stride {tensor.stride} begins as a pickle does; not looked at"
+                faults.append(
+                    Fault(error="CheckpointDamaged", where=self.path, what=what, mend="save it with .contiguous()")
+                )
+        return faults
+
+    def _told(self, member: str) -> str:
+        """A member as faults name it: with the place of the archive, where that is a part of a file."""
+        return f"at {self._start}: {member}" if self._start else member
 
     def read(self, name: str) -> bytes:
         """All bytes of member `name`, checked; raises ChecksumMismatch, CheckpointDamaged or ReadFailed."""
@@ -130,11 +192,17 @@ class TorchArchive:
         return member
 
     def _check(self, what: str, data: bytes, recorded: int | None) -> None:
-        if recorded is not None and (found := crc32(data)) != recorded:
-            raise ChecksumMismatch(
-                f"{self.path}: {what}: expected crc32 {recorded:08x}, found {found:08x}: the bytes are not those that "
-                "were written; take another copy of the file"
-            )
+        mismatch = self._mismatch(what, data, recorded)
+        if mismatch is not None:
+            raise mismatch
+
+    def _mismatch(self, what: str, data: bytes, recorded: int | None) -> ChecksumMismatch | None:
+        if recorded is None or (found := crc32(data)) == recorded:
+            return None
+        return ChecksumMismatch(
+            f"{self.path}: {what}: expected crc32 {recorded:08x}, found {found:08x}: the bytes are not those that "
+            "were written; take another copy of the file"
+        )
 
     def _check_kind(self) -> None:
         if "constants.pkl" in self.members:
@@ -169,7 +237,7 @@ def open_archive(
     UnsupportedLayout (TorchScript, big-endian, a version of tomorrow) or CheckpointDamaged when the file is
     anything else than torch.save's zip format with every declared range in place.
     """
-    return TorchArchive(os.fspath(path), limits, part)
+    return TorchArchive(PositionedFile(os.fspath(path), part), limits, part[0] if part is not None else 0)
 
 
 def check_root(path: str, stem: str, root: str) -> None:

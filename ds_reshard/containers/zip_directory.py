@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.zip_end import DirectoryPlace, find_directory
-from ds_reshard.errors import CheckpointDamaged
+from ds_reshard.errors import CheckpointDamaged, UnsafePickle
 
 _ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
@@ -225,7 +225,10 @@ def _by_name(path: str, entries: Sequence[_Entry], offsets: Sequence[int]) -> tu
         if folder != root or not slash:
             raise CheckpointDamaged(f"{path}: {entry.name!r} lies outside the archive's one folder {root!r}")
         if name in found:
-            raise CheckpointDamaged(f"{path}: {entry.name!r} is in the zip directory twice")
+            what = f"{path}: {entry.name!r} is in the zip directory twice"
+            if name.endswith(".pkl"):
+                raise UnsafePickle(f"{what}: readers may take either; nothing was run")
+            raise CheckpointDamaged(what)
         found[name] = ArchiveMember(
             name=name, header_offset=entry.header_offset, byte_offset=byte_offset, nbytes=entry.nbytes,
             crc32=None if bare else entry.crc32, entry_offset=entry.entry_offset,

@@ -11,7 +11,7 @@ from ds_reshard import hooks
 from ds_reshard.errors import ConfigError
 from ds_reshard.hooks import HookStatus, HostHooks, Installation
 
-HOSTS: tuple[str, ...] = ("deepspeed", "megatron", "accelerate", "fsdp", "nanotron")
+HOSTS: tuple[str, ...] = ("deepspeed", "megatron", "accelerate", "fsdp", "nanotron", "transformers")
 
 
 def table(name: str) -> HostHooks:

@@ -90,7 +90,8 @@ class Inspection:
     """What the files of one checkpoint tell, without their tensors' bytes, and every fault found in them.
 
     What could not be read is None or empty; `version` is that of `writer`. `bytes_read` is what this process asked of
-    the system meanwhile, None where the system does not count it.
+    the system meanwhile, None where the system does not count it. `pickles` counts those that were read,
+    `pickles_unread` the files that could not be read to their end.
     """
 
     format: str
@@ -112,6 +113,8 @@ class Inspection:
     writer: str = "DeepSpeed"
     tp: int | None = None
     pp: int | None = None
+    pickles: int = 0
+    pickles_unread: int = 0
 
     @property
     def total_nbytes(self) -> int:

@@ -65,10 +65,10 @@ def out_of_bounds(value: object, *, depth: int, parts: int) -> str | None:
             return f"nests deeper than {depth} levels"
         height, size = reached[-1]
         for child in path[-1][1]:
-            if isinstance(child, str):
-                size += 1 + len(child) // 8
-                continue
             kind = type(child)
+            if kind is str:
+                size += 1 + len(child) // 8  # type: ignore[arg-type]
+                continue
             if kind in LEAVES:
                 size += 1 if kind in _UNITS else _weight(child)
                 continue

@@ -99,6 +99,16 @@ class TensorRecord:
             expected *= size
         return True
 
+    def first_offsets(self, most: int) -> list[int]:
+        """How many elements behind the first the first ones lie, row-major."""
+        offsets = [0] * min(most, self.numel)
+        for number in range(len(offsets)):
+            left = number
+            for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+                left, index = divmod(left, size)
+                offsets[number] += index * stride
+        return offsets
+
 
 def new_tensor(buffer: str, shape: tuple[int, ...], dtype: ElementType, *, requires_grad: bool = False) -> TensorRecord:
     """A row-major tensor whose bytes will come: its storage has the buffer's name, and no path."""

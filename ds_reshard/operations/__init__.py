@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force
 from ds_reshard.errors import ConfigError, Fault, ReshardError
 from ds_reshard.formats.megatron.files import is_megatron
 from ds_reshard.formats.megatron.past import read_past as megatron_past
@@ -27,6 +28,7 @@ from ds_reshard.operations.fingerprints import fingerprint
 from ds_reshard.operations.foresight import plan_listing
 from ds_reshard.operations.inspection import describe_saved
 from ds_reshard.operations.options import FORMATS, Asked, Conversion, Options, Progress, Reading
+from ds_reshard.operations.pickles import scan_files, scan_pickles, siblings, untold
 from ds_reshard.resume import coming, megatron_coming
 from ds_reshard.resume.coming import ComingRun
 from ds_reshard.resume.megatron_run import read_run
@@ -34,7 +36,7 @@ from ds_reshard.resume.megatron_run import read_run
 __all__ = [
     "FORMATS", "ComingRun", "Conversion", "ConversionPlan", "Difference", "Fingerprinted", "Inspection", "Options",
     "Progress", "Reading", "Verification", "coming_run", "convert", "diff", "fingerprint", "inspect", "plan",
-    "read_config", "verify",
+    "read_config", "scan_pickles", "verify",
 ]  # fmt: skip
 
 
@@ -45,18 +47,24 @@ def inspect(path: str, *, tag: str | None = None) -> Inspection:
     which of its checkpoints), or the folder of one tag. Opens every shard and reads its directory and
     pickle, no tensor's bytes but scalars; neither imports torch nor executes anything from the files.
 
+    Files beside those of the checkpoint, in its folder and in `path`, are searched for what acts in their pickles.
+
     Raises CheckpointNotFound when the path does not exist or holds no checkpoint, ReadFailed when the
     folder cannot be listed. Everything else that is wrong is in the `faults` of what is returned.
     """
     before = _bytes_asked_for()
-    listing = find_listing(os.fspath(path), tag)
-    if isinstance(listing, NanotronListing):
-        opening = survey_nanotron(listing)
-        return describe_nanotron(listing, opening, tag=listing.tag, bytes_read=_since(before))
-    if isinstance(listing, SavedListing):
-        return describe_saved(listing, bytes_read=lambda: _since(before))
-    found = survey(listing)
-    return describe_survey(found, tag=listing.tag, bytes_read=_since(before))
+    with in_force(PickleRules(rules_in_force().trusted)):
+        listing = find_listing(os.fspath(path), tag)
+        if isinstance(listing, NanotronListing):
+            opening = survey_nanotron(listing)
+            made = describe_nanotron(listing, opening, tag=listing.tag, bytes_read=_since(before))
+        elif isinstance(listing, SavedListing):
+            made = describe_saved(listing, bytes_read=lambda: _since(before))
+        else:
+            made = describe_survey(survey(listing), tag=listing.tag, bytes_read=_since(before))
+        scanned = scan_files(siblings(os.fspath(path), listing.folder))
+    faults = (*made.faults, *untold(scanned.faults, made.faults))
+    return replace(made, faults=faults, pickles=scanned.pickles, pickles_unread=scanned.unread)
 
 
 def convert(
@@ -101,15 +109,16 @@ def verify(
     """Everything that is wrong with the checkpoint in `path` (and `tag`, as for `inspect`).
 
     Compares every record of every file in the tag's folder with the checksum that its archive has, and the folder with
-    its manifest where there is one; `deep` also looks at the values of all tensors. `against` is another checkpoint
-    that it shall be equal to, as `diff` says. Each byte is read once, and again for `against`. Needs torch.
+    its manifest where there is one, and searches all pickles for what acts, those of files in `path` too; `deep` also
+    looks at the values of all tensors. `against` is another checkpoint that it shall be equal to, as `diff` says. Each
+    byte is read once, pickles twice, and all again for `against`. Needs torch.
 
     Raises CheckpointNotFound and ReadFailed, as `inspect`; what a load raises for files of `against`.
     """
     from ds_reshard.operations.verification import verify_listing
 
     found = verify_listing(
-        find_listing(os.fspath(path), tag), deep=deep, reading=reading or Reading(), progress=progress
+        find_listing(os.fspath(path), tag), os.fspath(path), deep=deep, reading=reading or Reading(), progress=progress
     )
     if against is None:
         return found

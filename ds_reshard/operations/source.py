@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ds_reshard.containers.pickle_rules import UNSAFE
 from ds_reshard.errors import Fault, ReadFailed, raise_faults
 from ds_reshard.formats.dcp.checkpoint import is_dcp, list_dcp, open_dcp
 from ds_reshard.formats.fsdp.checkpoint import open_fsdp
@@ -23,6 +24,7 @@ from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.saved import SavedListing, SavedState
+from ds_reshard.operations.pickles import scan_files, walk
 
 Found = Listing | NanotronListing | SavedListing
 """The files of one checkpoint, of the format that their names are of."""
@@ -97,6 +99,7 @@ class Source:
             for rank in self.zero.listing.model if self.zero is not None else ():
                 self.open_model(rank)
             self.refuse()
+            self._refuse_unsafe()
 
     @property
     def _opened(self) -> ZeroCheckpoint | NanotronCheckpoint | SavedState:
@@ -138,6 +141,11 @@ class Source:
     def refuse(self) -> None:
         """Raise what is wrong with the shards of `index` that were opened, or with them together."""
         raise_faults([*self.index.faults, *self._shards.compare()], subject=f"checkpoint {self.folder}")
+
+    def _refuse_unsafe(self) -> None:
+        """Raise UnsafePickle where a file of the folder acts that is not read here: another loader may read it."""
+        others = scan_files(walk(self.folder, []))
+        raise_faults([fault for fault in others.faults if fault.error in UNSAFE], subject=f"checkpoint {self.folder}")
 
     @property
     def zero_shards(self) -> ZeroShards | None:

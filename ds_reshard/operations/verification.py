@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from ds_reshard.containers.pickle_rules import UNSAFE
 from ds_reshard.errors import ConfigError, Fault, ReshardError, faults_of
 from ds_reshard.execution.checksums import altered
 from ds_reshard.execution.choice import offline_device
@@ -21,6 +22,7 @@ from ds_reshard.model.verification import Verification
 from ds_reshard.operations.archives import CheckedFile, list_files, open_file, read_records
 from ds_reshard.operations.manifest import MANIFEST, read_manifest
 from ds_reshard.operations.options import Progress, Reading
+from ds_reshard.operations.pickles import scan_files, siblings, untold
 from ds_reshard.operations.source import Found, Source
 from ds_reshard.operations.spans import SpanReader
 from ds_reshard.operations.values import Values, rows_of
@@ -28,15 +30,20 @@ from ds_reshard.operations.values import Values, rows_of
 _MEND = "restore the file from a copy, or load another tag"
 
 
-def verify_listing(listing: Found, *, deep: bool, reading: Reading, progress: Progress | None) -> Verification:
-    """Everything that is wrong with the checkpoint of `listing`; reads each byte of its folder once."""
+def verify_listing(
+    listing: Found, path: str, *, deep: bool, reading: Reading, progress: Progress | None
+) -> Verification:
+    """Everything that is wrong with the checkpoint of `listing`; reads each byte of its folder once, pickles again.
+
+    `path` is the folder that was given: the pickles of the files beside the checkpoint's folder are searched as well.
+    """
     started = time.monotonic()
     if not deep and reading.device == "cuda":
         raise ConfigError("--device cuda: without --deep nothing is computed there; add --deep, or leave it out")
     offline_device(reading.device)
     surveyed, further = _surveyed(listing)
-    # A record whose checksum is wrong is found below, with all others.
-    faults = [fault for fault in surveyed if fault.error != "ChecksumMismatch"] + further
+    # A record whose checksum is wrong is found below, with all others, and so is what acts in a pickle.
+    faults = [fault for fault in surveyed if fault.error not in ("ChecksumMismatch", *UNSAFE)] + further
     inside = listing.archives() if isinstance(listing, SavedListing) else {}
     files = [open_file(listing.folder, name, inside.get(name)) for name in list_files(listing.folder)]
     manifest = _Manifest(listing.folder, files)
@@ -52,15 +59,18 @@ def verify_listing(listing: Found, *, deep: bool, reading: Reading, progress: Pr
     elif deep:
         notes.append("the values of the tensors were not looked at: first mend the faults of the files")
     check.read()
+    scanned = scan_files(siblings(path, listing.folder))
+    faults = [fault for fault in faults if fault.error not in UNSAFE]
     faults += [*check.mismatches(holders), *manifest.faults(check.ledger)]
     for file in files:
         faults += file.faults
+    faults += untold(scanned.faults, faults)
     unchecked = sum(record.crc32 is None for file in files for record in file.members)
     return Verification(
         folder=listing.folder, files=len(files), unchecked=unchecked, tensors=tensors,
         records=sum(len(file.members) for file in files) - unchecked, bytes_read=check.ledger.bytes_read,
         seconds=time.monotonic() - started, faults=tuple(_distinct(faults)),
-        notes=(*notes, *_notes(files, unchecked, manifest)),
+        notes=(*notes, *_notes(files, unchecked, manifest)), pickles=scanned.pickles, pickles_unread=scanned.unread,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ds_reshard.cli.main import main
+from ds_reshard.errors import UnsafePickle
 from ds_reshard.operations import coming_run
 
 STATE = {
@@ -140,4 +141,5 @@ class _Bomb:
 
 def test_nothing_in_the_file_is_executed(save: Any) -> None:
     folder = save(args={"lr_warmup_init": _Bomb(), "bomb": _Bomb()}, rng_state=[_Bomb()])
-    assert coming_run(folder, flags=DRAW).position == 20
+    with pytest.raises(UnsafePickle, match=r"calls builtins\.exec"):
+        coming_run(folder, flags=DRAW)

@@ -7,10 +7,14 @@ import io
 import pickle
 import pickletools
 import struct
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy
 import torch
+import torch.distributed.checkpoint as dcp
 from archives import member_of
 from hypothesis import strategies as st
 from torch.utils.serialization import config
@@ -93,18 +97,29 @@ def changed(content: bytes, made: list[Change]) -> bytes:
 
 
 def _pickles() -> Iterator[bytes]:
-    """Of plain values and of objects, in every protocol, and those inside files of torch.save."""
+    """Of plain values and of objects, in every protocol, those inside files of torch.save, and a directory of torch."""
     shared: list[object] = [1, (2.5, "é")]
     tree = {
         "ints": [0, -1, 300, 70000, 2**70], "texts": ("", "a" * 300, "\ud800"), "shared": [shared, shared],
         "bytes": [b"", b"x" * 300, bytearray(b"y")], "sets": [{1, "a"}, frozenset({(1, 2)})], 3: None, 1j: True,
-        "objects": [collections.OrderedDict(a=1), collections.Counter("aab"), slice(1, None), range(3),
-                    ValueError("x")],
+        "objects": [collections.OrderedDict(a=1), collections.Counter("aab"), slice(1, None), range(3)],
     }  # fmt: skip
     for protocol in range(6):
         yield pickle.dumps(tree, protocol)
-    for content in torch_files():
+    for content in [*torch_files(), _saved(_optimizer())]:
         yield member_of(content, "data.pkl")
+    with tempfile.TemporaryDirectory() as folder:
+        dcp.save({"a": torch.ones(3), "epoch": 3}, checkpoint_id=folder, no_dist=True)
+        yield Path(folder, ".metadata").read_bytes()
+
+
+def _optimizer() -> list[object]:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    weight.sum().backward()
+    optimizer.step()
+    return [optimizer.state_dict(), scheduler.state_dict(), torch.get_rng_state(), numpy.random.get_state()]
 
 
 _ARGUMENTS: dict[str, Callable[[st.DrawFn], bytes]] = {
@@ -200,5 +215,6 @@ def _saved(value: object) -> bytes:
     return stream.getvalue()
 
 
-PICKLES = list(_pickles())
+HARMLESS = list(_pickles())
+PICKLES = [*HARMLESS, *(pickle.dumps([ValueError("x"), len], protocol) for protocol in range(6))]
 FILES = torch_files()

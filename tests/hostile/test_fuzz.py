@@ -5,26 +5,38 @@
 
 from __future__ import annotations
 
+import _compat_pickle
+import io
 import itertools
 import os
+import pickle
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from archives import member_of, rebuilt
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from listener import heard
-from mutations import ENDINGS, FILES, PICKLES, Change, changed, changes, opcodes
+from mutations import ENDINGS, FILES, HARMLESS, PICKLES, Change, changed, changes, opcodes
+from payloads import ACTING, NAMED, Payload, at, places
 
-from ds_reshard.containers.pickle_reader import read_pickle
+from ds_reshard.containers.pickle_machine import UNKNOWN, PickleMachine
+from ds_reshard.containers.pickle_reader import DEFAULT_LIMITS, keep_as_record, read_pickle, run_pickle
+from ds_reshard.containers.pickle_rules import ALLOW_ALL, PickleRules
+from ds_reshard.containers.pickle_scan import scan_bytes
+from ds_reshard.containers.pickle_table import ALLOWED
 from ds_reshard.containers.revive import revive
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.containers.zip_frame import frame_faults
-from ds_reshard.errors import ReshardError
+from ds_reshard.errors import ReshardError, UnsafePickle
 from ds_reshard.formats.zero.plain import plain
 from ds_reshard.model.facts import canonical, describe
 from ds_reshard.model.nesting import children
@@ -72,7 +84,7 @@ def bounded(*works: Callable[[], object]) -> list[str]:
 
 def all_of(data: bytes) -> None:
     """Everything that is done with a pickle's value without the framework."""
-    value = read_pickle(data, where="file", persistent=lambda identity: ("persistent", identity))
+    value = read_pickle(data, where="file", persistent=lambda identity: ("persistent", identity), rules=ALLOW_ALL)
     for told in (canonical(value), describe(value), plain(value, {})):
         assert told is not ...
     revive(value, builders={}, tensor=lambda record: record, where="file")
@@ -89,6 +101,141 @@ def test_changed_pickles(made: list[Change]) -> None:
 @given(opcodes())
 def test_pickles_of_any_opcodes(data: bytes) -> None:
     assert bounded(*(partial(all_of, data + ending) for ending in ENDINGS)) == []
+
+
+HARMS: list[tuple[Payload, str]] = [
+    *ACTING.values(),
+    *((lambda _, data=data: data, name) for data, name in NAMED.values()),
+]
+harms = st.tuples(
+    st.sampled_from(HARMLESS), st.floats(0, 1, exclude_max=True), st.sampled_from(HARMS),
+    st.sampled_from(("touch x", "", "\\'\"", "y" * 300)),
+)  # fmt: skip
+
+
+@share(10)
+@given(harms)
+def test_a_harmful_call_anywhere_is_named(drawn: tuple[bytes, float, tuple[Payload, str], str]) -> None:
+    """Among the instructions of any pickle, at any place, with any argument; nothing runs."""
+    data, where, (payload, expected), command = drawn
+    found = places(data)
+    changed = at(data, found[int(where * len(found))], payload(command))
+    with pytest.raises(UnsafePickle) as caught:
+        read_pickle(changed, where="file", persistent=lambda identity: ("persistent", identity))
+    names = (expected, expected.replace("builtins.", "__builtin__."))  # protocol 3 and later names no Python 2
+    assert any(name in fault.what for name in names for fault in caught.value.faults)
+    assert bounded(partial(read_pickle, changed, where="file", persistent=lambda identity: identity)) == []
+
+
+# -- what Python's own reader asks for ---------------------------------------------------------------------------------
+
+HARMLESS_MODULES = ("builtins", "collections", "_codecs", "copyreg", "datetime")
+
+
+def today(module: str, name: str) -> tuple[str, str]:
+    """What a name of Python 2 is called now, as pickles before protocol 3 are read."""
+    return _compat_pickle.NAME_MAPPING.get((module, name), (_compat_pickle.IMPORT_MAPPING.get(module, module), name))
+
+
+class _Meta(type):
+    def __call__(cls, *args: object, **kwargs: object) -> object:
+        return cls.__new__(cls, *args, **kwargs)
+
+
+class _Inert(metaclass=_Meta):
+    """Stands for whatever is named, takes whatever it is given, and notes that it was called."""
+
+    name, called = ("", ""), set[tuple[str, str]]()
+
+    def __new__(cls, *_: object, **__: object) -> Any:
+        cls.called.add(cls.name)
+        return super().__new__(cls)
+
+    def __setstate__(self, state: object) -> None: ...
+    def __setitem__(self, key: object, value: object) -> None: ...
+    def __call__(self, *_: object) -> object:
+        return self
+
+    def append(self, value: object) -> None: ...
+    def extend(self, values: object) -> None: ...
+    def add(self, value: object) -> None: ...
+
+
+class _Asking(pickle.Unpickler):
+    """Python's own reader, of which every name is noted, and replaced where it is none that only holds values."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self.named: set[tuple[str, str]] = set()
+        self.called: set[tuple[str, str]] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        self.named.add((module, name))
+        known = today(module, name)
+        if known in ALLOWED and known[0] in HARMLESS_MODULES:
+            return super().find_class(*known)
+        return type("Inert", (_Inert,), {"name": (module, name), "called": self.called})
+
+    def persistent_load(self, identity: object) -> object:
+        return _Inert()
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """Python's reader makes room for whatever memo a pickle names."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (resident("VmSize") + (1 << 30), limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def asked_of_python(data: bytes) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
+    """The names that Python's own reader asks for, and those of them that it calls, as far as it comes."""
+    reader = _Asking(data)
+    with little_memory(), suppress(Exception):
+        reader.load()
+    named, called = (
+        {one for one in names if not {one, today(*one)} & ALLOWED.keys()} for names in (reader.named, reader.called)
+    )
+    return named, called
+
+
+def finds_what_python_asks(data: bytes) -> None:
+    named, called = asked_of_python(data)
+    if named:
+        with pytest.raises(ReshardError):
+            read_pickle(data, where="file", persistent=lambda identity: ("persistent", identity))
+    machine = PickleMachine(
+        data, lambda _: ObjectRecord(callable=UNKNOWN), keep_as_record, DEFAULT_LIMITS, PickleRules()
+    )
+    run_pickle(machine, "file")
+    found = {finding.name for finding in machine.findings.values()}
+    assert (
+        machine.astray
+        or machine.over_limit
+        or all(f"{module}.{name}" in found or ".".join(today(module, name)) in found for module, name in named)
+    )
+    if called and all(name.isidentifier() for pair in called for part in pair for name in part.split(".")):
+        assert scan_bytes(data, "file", "", PickleRules())
+
+
+@share(25)
+@given(harms, changes)
+def test_python_asks_for_nothing_in_changed_pickles_that_is_not_found(
+    drawn: tuple[bytes, float, tuple[Payload, str], str], made: list[Change]
+) -> None:
+    data, where, (payload, _), command = drawn
+    found = places(data)
+    finds_what_python_asks(changed(at(data, found[int(where * len(found))], payload(command)), made))
+
+
+@share(25, each=len(ENDINGS))
+@given(opcodes())
+def test_python_asks_for_nothing_in_any_opcodes_that_is_not_found(data: bytes) -> None:
+    for ending in ENDINGS:
+        finds_what_python_asks(data + ending)
 
 
 def read_whole(path: str) -> object:
@@ -166,8 +313,10 @@ def test_whole_files_hold_what_torch_reads(place: Path, tree: object) -> None:
 
 def test_the_pickles_and_files_are_whole_before_they_are_changed(place: Path) -> None:
     """What is changed was accepted: otherwise nothing but the first check would be tried."""
-    for data in PICKLES:
+    for data in HARMLESS:
         read_pickle(data, where="file", persistent=lambda identity: identity)
+    for data in PICKLES:
+        read_pickle(data, where="file", persistent=lambda identity: identity, rules=ALLOW_ALL)
     for content in FILES:
         place.write_bytes(content)
         read_whole(str(place))

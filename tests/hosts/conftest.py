@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from resume_jobs import Setup
 from resumed import STEPS
 from saves import Saves, Universals
+
+from ds_reshard.containers.pickle_rules import UNSAFE
+from ds_reshard.operations import scan_pickles
+
+_SHARED = ("saves", "universals", "resume", "trainer", "stages", "releases")
+
+
+def _assert_nothing_acts(folder: Path) -> None:
+    assert [fault for fault in scan_pickles(str(folder)).faults if fault.error in UNSAFE] == []
+
+
+@pytest.fixture(autouse=True)
+def _what_a_test_saves_passes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What real frameworks save in a test holds nothing that acts, and nothing that needs `trust`."""
+    yield
+    folder = getattr(request.node, "funcargs", {}).get("tmp_path")
+    if folder is not None and request.node.get_closest_marker("acts") is None:
+        _assert_nothing_acts(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _what_tests_share_passes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    yield
+    for folder in tmp_path_factory.getbasetemp().iterdir():
+        if folder.name.rstrip("0123456789") in _SHARED:
+            _assert_nothing_acts(folder)
 
 
 @pytest.fixture(scope="session")

@@ -141,6 +141,9 @@ class FSDPCheckpointManager:
     def save_checkpoint(self, {arguments}):
         self._save({folder}, self.model, self.optimizer, self.lr_scheduler)
         self._damage({folder})
+
+    def load_checkpoint(self, {folder}=None):
+        pass
 """
 ARGUMENTS = {
     "EasyR1": "path: str, save_model_only: bool = False",

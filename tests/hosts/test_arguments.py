@@ -151,6 +151,7 @@ def test_client_state_of_plain_classes_comes_back_equal(worlds: Any, tmp_path: P
     assert "shape" in loaded[0]
 
 
+@pytest.mark.acts
 def test_an_unknown_class_is_named_and_can_be_trusted(worlds: Any, tmp_path: Path) -> None:
     """A class outside the allow-list is refused with the line that accepts it; with that line it loads."""
     worlds[2].run("save_client", run=Run(2, 2), folder=str(tmp_path), stranger=True)

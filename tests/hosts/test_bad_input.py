@@ -174,6 +174,7 @@ def _paths() -> list[tuple[str, bool]]:
     return [(case, same) for case in STRUCTURAL for same in (False, True) if not (same and case in own)]
 
 
+@pytest.mark.acts
 @pytest.mark.parametrize(("case", "same_layout"), _paths(), ids=lambda v: {True: "same", False: "other"}.get(v, v))
 def test_structural_faults_leave_the_engine_unchanged(
     worlds: Any, saves: Saves, tmp_path: Path, case: str, same_layout: bool

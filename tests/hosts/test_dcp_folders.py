@@ -134,6 +134,7 @@ def test_a_flipped_byte_has_no_fingerprint(folders: Any, tmp_path: Path) -> None
     assert {one.kind for one in told.tensors if one.name == "first.weight" and one.fingerprint is None} >= {"exp_avg"}
 
 
+@pytest.mark.acts
 def test_a_directory_that_names_code_is_not_run(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     with pytest.raises(ds_reshard.UnsafePickle, match="os"):

@@ -57,6 +57,7 @@ class _Own(torch.Tensor):
     """As the states of torchao's 8-bit optimizers are: a class of its own, which torch.save writes as such."""
 
 
+@pytest.mark.acts
 @pytest.mark.parametrize(
     "value",
     [

@@ -334,6 +334,7 @@ class Hostile:
         return os.mkdir, (str(self.mark),)
 
 
+@pytest.mark.acts
 def test_random_states_that_would_run_something_are_refused(
     saved: Callable[..., str], tmp_path: Path, worlds: Any
 ) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cases import Model, Run
 from gathered import gathered, same_bits
 from saves import Saves
@@ -131,7 +132,7 @@ def test_files_of_another_kind_are_deepspeeds_at_the_sizes_that_were_saved(
 
     folder, _ = saves(Run(2, 2), Model())
     shutil.copytree(folder, tmp_path / "copy")
-    (tmp_path / "copy" / "global_step3" / "layer_0_expert_1_mp_rank_00_model_states.pt").write_bytes(b"x")
+    torch.save({}, tmp_path / "copy" / "global_step3" / "layer_0_expert_1_mp_rank_00_model_states.pt")
     for target, expected in ((Run(2, 2), "original"), (Run(2, 3), "UnsupportedLayout")):
         told = worlds[target.dp].run(
             "refused_jobs.load_with_feature",

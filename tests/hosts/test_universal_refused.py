@@ -130,6 +130,7 @@ def refused(worlds: Any, target: Run, folder: Path, model: Model = MODEL, **more
     return first
 
 
+@pytest.mark.acts
 @pytest.mark.parametrize("case", STRUCTURAL)
 def test_structural_faults_leave_the_engine_unchanged(
     worlds: Any, universals: Universals, tmp_path: Path, case: str

@@ -174,7 +174,7 @@ def test_a_failure_of_the_device_names_buffer_and_elements_and_ends_the_load(tmp
     (fault,) = outcome.faults
     assert fault.error == "DeviceFailed" and fault.where == plan.copies[0].path
     assert "CUDA error: an illegal memory access was encountered" in fault.what and "Compile" not in fault.what
-    assert "a elements [0, " in fault.what
+    assert re.search(r"a elements \[\d+, \d+\)", fault.what), fault.what  # whichever chunk was waited for first
     assert outcome.bytes_read < plan.nbytes // 4 and open_files() == before
 
 

@@ -11,6 +11,7 @@ import fractions
 import io
 import pathlib
 import pickle
+import signal
 import sys
 import types
 import uuid
@@ -23,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_reshard.containers.pickle_reader import read_pickle
+from ds_reshard.containers.pickle_rules import ALLOW_ALL
 from ds_reshard.containers.revive import revive
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged, ConfigError, TrustRequired, UnsafePickle, UnsupportedLayout
@@ -32,9 +34,12 @@ def refuse(identity: object) -> object:
     raise AssertionError(identity)
 
 
+ENUMS = frozenset({f"{__name__}.Color", f"{__name__}.Level"})
+
+
 def again(data: bytes, **options: object) -> object:
-    value = read_pickle(data, where="file", persistent=refuse)
-    return revive(value, **{"builders": {}, "tensor": refuse, "where": "file", **options})
+    value = read_pickle(data, where="file", persistent=refuse, rules=ALLOW_ALL)
+    return revive(value, **{"builders": {}, "tensor": refuse, "where": "file", "trusted": ENUMS, **options})
 
 
 def equal(found: object, expected: object) -> bool:
@@ -271,7 +276,8 @@ def test_trusted_classes_are_built_as_pickle_builds_them(protocol):
     with pytest.raises(TrustRequired) as caught:
         again(data)
     assert {fault.mend for fault in caught.value.faults} == {
-        f'accept the class by adding "trust": ["{__name__}.{kind}"] to the "ds_reshard" section of the DeepSpeed JSON'
+        f'if the class is your own, accept it by "trust": ["{__name__}.{kind}"] in the "ds_reshard" section of the '
+        f"DeepSpeed JSON, without DeepSpeed in DS_RESHARD_SETTINGS, or by --trust {__name__}.{kind}"
         for kind in ["Point", "Custom", "Names", "Table", "Slotted"]
     }
 
@@ -289,15 +295,30 @@ def test_a_trusted_class_that_is_not_installed_says_so():
 
 
 def test_enums_are_not_imported():
-    data = b"\x80\x02cthis\nColor\nK\x01\x85R."
-    with pytest.raises(TrustRequired, match=r"this\.Color"):
+    """Whether or not their module is loaded already: this one is."""
+    for module, name in (("wsgiref_like", "Color"), (__name__, "Color")):
+        data = f"\x80\x02c{module}\n{name}\nX\x03\0\0\0red\x85R.".encode("latin-1")
+        with pytest.raises(TrustRequired, match=rf"{module}\.{name}"):
+            again(data, trusted=frozenset())
+    assert "wsgiref_like" not in sys.modules
+
+
+def test_an_enum_of_the_table_is_looked_up():
+    assert again(pickle.dumps(signal.SIGTERM, 2)) is signal.SIGTERM
+    assert again(pickle.dumps(signal.Signals, 2)) is signal.Signals
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (b"\x80\x02csignal\nSignals\nM\xe7\x03\x85R.", "no such member"),
+        (b"\x80\x02cnanotron.random\nNothing\n.", "not rebuilt unasked"),
+        (b"\x80\x02cmegatron.core.enums\nModelType\nK\x01\x85R.", "is not installed here"),
+    ],
+)
+def test_an_enum_that_cannot_be_looked_up_is_refused(data, complaint):
+    with pytest.raises((CheckpointDamaged, TrustRequired), match=complaint):
         again(data)
-    assert "this" not in sys.modules
-
-
-def test_an_enum_without_that_member_is_damage():
-    with pytest.raises(CheckpointDamaged, match="no such member"):
-        again(pickle.dumps(Color.RED, 2).replace(b"red", b"bad"))
 
 
 @pytest.mark.parametrize("name", ["os.system", "builtins.eval", "builtins.getattr", "subprocess.Popen", "io.open"])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ds_reshard.containers.dcp_directory import Directory, Place
-from ds_reshard.containers.revive_names import find_hostile
-from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, UnsafePickle, raise_faults
 from ds_reshard.formats.dcp.names import GroupKey, Path, group_key, is_state, tensor_key
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical
 from ds_reshard.model.records import TensorRecord
@@ -63,11 +61,14 @@ def read_values(directory: Directory, single: Mapping[str, Place]) -> Values:
     faults: list[Fault] = []
     for family, place in {**directory.objects, **single}.items():
         path = directory.paths.get(family, (family,))
-        with open_archive(place.path, part=(place.byte_offset, place.nbytes)) as archive:
-            value = archive.load()
+        with place.open() as archive:
+            try:
+                value = archive.load()
+            except UnsafePickle as error:
+                faults += [replace(fault, what=f"{family}: {fault.what}") for fault in error.faults]
+                continue
             if isinstance(value, TensorRecord) and value.numel == 1:
                 value = ScalarTensor(dtype=value.dtype, shape=value.shape, data=archive.tensor_bytes(value))
-        faults += find_hostile(value, f"{place.path}: {family}")
         group = group_key(path)
         if group is not None:
             values.grouped[group] = value

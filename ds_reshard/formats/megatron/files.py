@@ -16,7 +16,7 @@ from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, Read
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _COMMON, _BACKEND = "common.pt", "metadata.json"
-_MODEL = "model_optim_rng.pt"
+MODEL = "model_optim_rng.pt"
 _NUMBER = 20
 
 
@@ -65,13 +65,13 @@ def read_common(folder: str) -> tuple[Mapping[object, object], Mapping[str, Plac
     ranks = sorted(name for name in names if name.startswith("mp_rank_"))
     if not ranks:
         raise _not_found(folder, "holds no checkpoint of Megatron-LM", "give the folder of --save")
-    path = os.path.join(folder, ranks[0], _MODEL)
+    path = os.path.join(folder, ranks[0], MODEL)
     return _mapping(path, _load(path)), {}
 
 
 def read_object(place: Place) -> object:
     """An object that was saved among the tensors (`ShardedObject`): its pickle as inert values."""
-    with open_archive(place.path, part=(place.byte_offset, place.nbytes)) as archive:
+    with place.open() as archive:
         held = archive.load()
     return held[0] if isinstance(held, list) and len(held) == 1 else held
 

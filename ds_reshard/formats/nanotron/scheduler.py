@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import basename
 
-from ds_reshard.containers.revive_names import find_hostile
 from ds_reshard.containers.torch_zip import check_root, open_archive
-from ds_reshard.errors import Fault, damaged, fail, raise_faults
+from ds_reshard.errors import Fault, damaged, fail
 from ds_reshard.formats.nanotron.names import NanotronListing, Rank
 from ds_reshard.formats.nanotron.optimizer_file import SavedGroup
 from ds_reshard.model.content import BASE, LAMBDAS, LAST, PER_GROUP
@@ -44,7 +43,6 @@ def read_scheduler(path: str, groups: int | None) -> SavedScheduler:
     with open_archive(path) as archive:
         check_root(path, basename(path).removesuffix(".pt"), archive.root)
         top = archive.load()
-    raise_faults(list(find_hostile(top, path)), subject="reading a checkpoint")
     if not isinstance(top, dict) or not all(isinstance(top.get(key), list) for key in PER_GROUP):
         found = ", ".join(sorted(map(str, top))[:8]) if isinstance(top, dict) else type(top).__name__
         raise fail(path, "is no state of a LambdaLR", ", ".join(PER_GROUP), found)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from ds_reshard.containers.revive_names import find_hostile
 from ds_reshard.errors import Fault, damaged, fail, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, kinds_of
 from ds_reshard.formats.zero.crosscheck import abridged
@@ -63,7 +62,6 @@ class ZeroShards:
         checkpoint = self.checkpoint
         name, model = checkpoint.listing.model[shard], self.model_states(shard)
         self.signatures[name] = abridged(model_signature(model))
-        _refuse_hostile(model.entries, model.path)
         extents = {f"module/{key}": extent_of(tensor) for key, tensor in model.module.items() if tensor.contiguous}
         for key, shape in checkpoint.model.frozen_shapes.items() if checkpoint.listing.partitioned_model else ():
             fragment = model.frozen_fragments.get(key)
@@ -82,7 +80,6 @@ class ZeroShards:
         name = checkpoint.listing.optim[shard]
         optim = first if shard == 0 else read_optim_states(checkpoint.listing.path(name), name.removesuffix(".pt"))
         self.signatures[name] = abridged(optim.signature())
-        _refuse_hostile(optim.entries, optim.path)
         faults: list[Fault] = []
         if optim.partition_count != checkpoint.dp:
             faults.append(
@@ -154,11 +151,6 @@ class ZeroShards:
                 yield damaged(
                     optim.path, f"{kind} partition {number} has the wrong size", f"{padded} elements", f"{state.numel}"
                 )
-
-
-def _refuse_hostile(entries: Mapping[str, object], path: str) -> None:
-    """Refuse a file that would act on the machine if a framework loaded it, whoever loads it then."""
-    raise_faults(list(find_hostile(dict(entries), path)), subject="reading a checkpoint")
 
 
 def model_signature(model: ModelStates) -> dict[str, str]:

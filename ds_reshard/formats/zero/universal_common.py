@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_reshard.containers.revive_names import find_hostile
 from ds_reshard.containers.torch_zip import TorchArchive, check_root, open_archive
-from ds_reshard.errors import fail, raise_faults
+from ds_reshard.errors import fail
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.optim_states import Partition, read_stage, sub_groups, torch_state
 from ds_reshard.model.facts import Scalar
@@ -45,7 +44,6 @@ def read_common(path: str, model: ModelStates) -> CommonState:
         entries = archive.load()
         if not isinstance(entries, dict) or not isinstance(entries.get("param_groups"), list):
             raise fail(path, "is no common state of a universal checkpoint", "'param_groups'", _kind(entries))
-        raise_faults(list(find_hostile(entries, path)), subject="reading a checkpoint")
         own, numbered = _numbered(path, entries["param_groups"], model)
         _, groups, buffers = torch_state(path, "param_groups", {"state": {}, "param_groups": numbered})
         if sorted(i for of_group in buffers for i in of_group) != list(range(count)):

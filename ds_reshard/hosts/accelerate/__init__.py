@@ -47,7 +47,9 @@ def wrap_load_state(original: Function) -> Function:
     @functools.wraps(original)
     def load_state(self: object, input_dir: object = None, *args: object, **kwargs: object) -> object:
         from ds_reshard.hosts.accelerate.state import load_state as seam
+        from ds_reshard.hosts.accelerate.state import refuse_unsafe_state
 
+        refuse_unsafe_state(self, input_dir)  # type: ignore[arg-type]
         by_accelerate = functools.partial(original, self, input_dir, *args, **kwargs)
         return seam(self, by_accelerate, input_dir, **kwargs) if _deepspeed(self) else by_accelerate()  # type: ignore[arg-type]
 

@@ -20,6 +20,7 @@ from ds_reshard import hosts
 from ds_reshard.errors import Fault, HookError, raise_faults
 from ds_reshard.hosts.accelerate.ranks import everyone
 from ds_reshard.hosts.accelerate.tracked import Tracked, began, tracked
+from ds_reshard.operations.pickles import refuse_unsafe_folder
 from ds_reshard.resume import asked, schedulers
 from ds_reshard.resume.clock import ACCELERATE, CLOCKS, ENGINE
 from ds_reshard.resume.policy import ResumePolicy, from_json
@@ -97,6 +98,20 @@ def load_state(
         began(accelerator, saved.since if policy.keeps_position else _updates(accelerator))
     _agree_on_step(accelerator, where)
     return result
+
+
+def refuse_unsafe_state(accelerator: Accelerator, folder: str | os.PathLike[str] | None) -> None:
+    """Raise UnsafePickle on every rank where anything in the folder acts when it is unpickled. Collective.
+
+    What lies deeper is DeepSpeed's, torch's or Megatron's, and is searched as well.
+    """
+    where = os.path.expanduser(os.fspath(folder)) if folder is not None else _latest(accelerator)
+    if where is None:
+        return
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    section = (getattr(plugin, "deepspeed_config", None) or {}).get("ds_reshard")
+    names = section.get("trust", []) if isinstance(section, Mapping) else []
+    refuse_unsafe_folder(where, trust=names)
 
 
 def _translated(

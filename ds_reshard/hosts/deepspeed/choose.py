@@ -16,6 +16,7 @@ from ds_reshard.hosts.deepspeed.live import LiveOptimizer
 from ds_reshard.hosts.deepspeed.look import Found
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.index import Index
+from ds_reshard.operations.pickles import scan_files
 from ds_reshard.resume.policy import ResumePolicy
 
 if TYPE_CHECKING:
@@ -99,13 +100,19 @@ def _keeps_own_masters(mine: Considered) -> bool:
 
 
 def _check_own(live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, shards: ZeroShards) -> list[Fault]:
-    """Open the shards that DeepSpeed will load on this rank, and say what is wrong with them."""
+    """Open the shards that DeepSpeed will load on this rank, and say what is wrong with them.
+
+    The model file was read by rank 0, maybe on another node: its pickle is searched as it lies here.
+    """
     index = Index(checkpoint.layout, shards)
+    listing = checkpoint.listing
+    name = listing.model.get(live.rank if live is not None and listing.partitioned_model else 0)
+    model = [listing.path(name)] if name is not None else []
     if live is not None and live.stage != 0:
         if checkpoint.optim is not None:
             index.open(OPTIM, live.rank)
         index.open(MODEL, live.rank if checkpoint.listing.partitioned_model else 0)
-    return index.faults
+    return [*index.faults, *scan_files(model).faults]
 
 
 def _unsupported_fault(engine: DeepSpeedEngine, features: tuple[str, ...], checkpoint: ZeroCheckpoint) -> Fault:

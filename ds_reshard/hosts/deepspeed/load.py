@@ -9,12 +9,14 @@ can be reached; it has had one signature from 0.14 to 0.19.8.
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import raise_faults
+from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force, trusted
+from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.execution.choice import device_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
@@ -23,7 +25,7 @@ from ds_reshard.hosts.deepspeed.choose import Considered, as_saved, disagreement
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries
 from ds_reshard.hosts.deepspeed.events import event
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_kind, live_optimizer, unsupported
-from ds_reshard.hosts.deepspeed.look import Found, look, look_aside
+from ds_reshard.hosts.deepspeed.look import Found, latest_tag, look, look_aside, tag_files
 from ds_reshard.hosts.deepspeed.move import Moved, move
 from ds_reshard.hosts.deepspeed.own_saves import is_resume
 from ds_reshard.hosts.deepspeed.prepare import Prepared, prepare
@@ -31,6 +33,7 @@ from ds_reshard.hosts.deepspeed.resumed import LEFT_TO_DEEPSPEED, Resume, policy
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.hosts.deepspeed.unowned import as_it_is
 from ds_reshard.hosts.deepspeed.usable import refuse_use, restore_use
+from ds_reshard.operations.pickles import refuse_unsafe, walk
 from ds_reshard.resume.policy import ResumePolicy, policy_differences
 
 if TYPE_CHECKING:
@@ -71,12 +74,15 @@ def load_checkpoint(
         custom_load_fn=custom_load_fn,
     )
     with as_it_is():
-        return _load(engine, original, request, tag)
+        mine = _considered(engine, request)
+        with in_force(PickleRules(mine.settings.trust)):
+            return _load(engine, mine, original, request, tag)
 
 
-def _load(engine: DeepSpeedEngine, original: Original, asked: Request, tag: object) -> Result:
-    load_dir = asked.load_dir
-    mine, faults, cause = attempt(lambda: _consider(engine, module_only=asked.module_only))
+def _considered(engine: DeepSpeedEngine, request: Request) -> Considered:
+    """What this rank has, where all ranks have the same. Collective."""
+    load_dir = request.load_dir
+    mine, faults, cause = attempt(lambda: _consider(engine, module_only=request.module_only))
     considered = gather(((mine.direct, mine.policy) if mine else None, faults))
     faults = [fault for _, of_rank in considered for fault in of_rank]
     if not faults:
@@ -85,19 +91,27 @@ def _load(engine: DeepSpeedEngine, original: Original, asked: Request, tag: obje
         faults.append(disagreement(load_dir))
     raise_caused(faults, subject=f"loading {load_dir}", cause=cause)
     assert mine is not None
+    return mine
+
+
+def _load(engine: DeepSpeedEngine, mine: Considered, original: Original, request: Request, tag: object) -> Result:
+    load_dir = request.load_dir
     policy = mine.policy if is_resume(engine, mine.policy, load_dir, tag) else ResumePolicy(report=mine.policy.report)
-    resume = Resume(engine, policy, asked)
+    resume = Resume(engine, policy, request)
     resume.proof = LEFT_TO_DEEPSPEED if mine.settings.prove else None
     resume.refuse()
     universal = engine.load_universal_checkpoint()
     if not mine.direct:
         resume.without_files(lambda: look_aside(load_dir, tag, universal=universal))
+        if mine.settings.enabled:
+            _refuse_unsafe(load_dir, tag, universal=universal)
         return resume.finish(_by_deepspeed(engine, original, resume.request, tag))
     wanted = resume.request.load_optimizer
     found = broadcast(look(load_dir, tag, optimizer=wanted, universal=universal) if rank() == 0 else Found())
     if found.checkpoint is None and (not found.faults or as_saved(engine, found, mine.features)):
         if found.tag:  # else there is nothing to load, and nothing to apply a policy to
             resume.without_files(lambda: look_aside(load_dir, found.tag, universal=universal))
+            _refuse_unsafe(load_dir, found.tag, universal=universal)
         return resume.finish(_by_deepspeed(engine, original, resume.request, found.tag or tag))
     raise_faults(found.faults, subject=f"loading {load_dir}")
     assert found.checkpoint is not None
@@ -106,6 +120,16 @@ def _load(engine: DeepSpeedEngine, original: Original, asked: Request, tag: obje
     if leave_to_deepspeed(engine, mine, found.checkpoint, request):
         return resume.finish(_by_deepspeed(engine, original, request, found.tag))
     return resume.finish(_load_directly(engine, mine.live, found.checkpoint, request, mine.settings, resume))
+
+
+def _refuse_unsafe(load_dir: str, tag: object, *, universal: bool) -> None:
+    """Raise on every rank where DeepSpeed would run what is in a pickle of this checkpoint. Collective."""
+
+    def files(faults: list[Fault]) -> Iterator[str]:
+        found = tag if tag is not None else latest_tag(load_dir, *tag_files(universal=universal))
+        return walk(os.path.join(load_dir, str(found)), faults) if found is not None else iter(())
+
+    refuse_unsafe(files, trust=rules_in_force().trusted, subject=f"loading {load_dir}")
 
 
 def _by_deepspeed(engine: DeepSpeedEngine, original: Original, request: Request, tag: object) -> Result:
@@ -124,6 +148,7 @@ def _by_deepspeed(engine: DeepSpeedEngine, original: Original, request: Request,
 def _consider(engine: DeepSpeedEngine, *, module_only: bool) -> Considered:
     """This rank's settings, policy and engine; a pending save is finished first."""
     settings = parse_settings(engine._config._param_dict)
+    settings = replace(settings, trust=trusted(settings.trust))
     policy = policy_of(engine, settings, module_only=module_only)
     if settings.enabled:
         raise_faults(device_faults("ds_reshard.reshard.device", settings.device), subject="DeepSpeed config")

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ds_reshard.containers.pickle_rules import trust_faults
 from ds_reshard.errors import Fault, raise_faults, wrong_value
 from ds_reshard.resume.clock import clock_faults, clock_in
 from ds_reshard.resume.policy import Given, from_json
@@ -88,8 +89,7 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
             faults.append(
                 wrong_value(f"{SECTION}.reshard.{key}", "one of " + ", ".join(f'"{v}"' for v in allowed), value)
             )
-    if not isinstance(trust, list) or not all(isinstance(name, str) and "." in name for name in trust):
-        faults.append(wrong_value(f"{SECTION}.trust", 'a list of "module.Class" names', trust))
+    faults += trust_faults(f"{SECTION}.trust", trust)
     faults += clock_faults(section.get("accelerate", {}))
     raise_faults(faults, subject="DeepSpeed config")
     return Settings(

@@ -1,6 +1,6 @@
-"""FSDP of torch: optimizer state of FSDP1 that is gathered for a checkpoint, and saves that are verified.
+"""FSDP of torch: optimizer state of FSDP1 that is gathered, saves that are verified, loads that run no code.
 
-Importing this loads no torch; the seams are in `gather.py`, `flatten.py`, `dcp_saves.py` and `rank_saves.py`.
+Importing this loads no torch; the seams are in the modules beside.
 Rung 2: `_optim_state_dict_impl` is where `FSDP.optim_state_dict`, its two older forms, `get_optimizer_state_dict` and
 `get_state_dict` all pass, and there is no extension point before it; managers call `torch.save` in one method. Rung 3:
 `save` and the thread of `async_save` look `_save_state_dict` up in their module, and a planner or a storage writer of
@@ -87,6 +87,32 @@ def wrap_save_checkpoint(original: Function) -> Function:
     return save_checkpoint
 
 
+def wrap_load(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load(*args: object, **kwargs: object) -> object:
+        from ds_reshard.hosts.fsdp.pickles import refuse_directory
+
+        refuse_directory(_bound(signature, args, kwargs).arguments)
+        return original(*args, **kwargs)
+
+    return load
+
+
+def wrap_load_checkpoint(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_checkpoint(*args: object, **kwargs: object) -> object:
+        from ds_reshard.hosts.fsdp.pickles import refuse_manager
+
+        refuse_manager(_bound(signature, args, kwargs).arguments)
+        return original(*args, **kwargs)
+
+    return load_checkpoint
+
+
 def _bound(signature: inspect.Signature, args: tuple[object, ...], kwargs: dict[str, object]) -> inspect.BoundArguments:
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -137,6 +163,27 @@ HOOKS = HostHooks(
             wrapper=wrap_async_save,
             signature=("state_dict",),
             summary="where verify_after_save is asked for, refuses saves in a process that the hooks do not reach",
+            optional=True,
+        ),
+        Patch(
+            target="torch.distributed.checkpoint.state_dict_loader:_load_state_dict",
+            wrapper=wrap_load,
+            signature=("state_dict", "storage_reader", "process_group", "coordinator_rank", "no_dist", "planner"),
+            summary="refuses what would run code when it is unpickled, before it is",
+            optional=True,
+        ),
+        Patch(
+            target="torch.distributed.checkpoint.optimizer:load_sharded_optimizer_state_dict",
+            wrapper=wrap_load,
+            signature=("model_state_dict", "optimizer_key", "storage_reader", "planner"),
+            summary="refuses what would run code when it is unpickled, before it reads the directory",
+            optional=True,
+        ),
+        Patch(
+            target="verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager.load_checkpoint",
+            wrapper=wrap_load_checkpoint,
+            signature=(),
+            summary="refuses what would run code when it is unpickled, before it is",
             optional=True,
         ),
         Patch(

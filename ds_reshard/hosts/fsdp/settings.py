@@ -1,10 +1,11 @@
-"""What is asked of the hooks of FSDP, of every save that follows: `{"fsdp": {"verify_after_save": true}}`."""
+"""What is asked of the hooks of FSDP, of every save that follows; and of all hosts that have no JSON of their own."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 
+from ds_reshard.containers.pickle_rules import trust, trust_faults
 from ds_reshard.errors import Fault, raise_faults, wrong_value
 
 VERIFY_AFTER_SAVE = "verify_after_save"
@@ -34,15 +35,19 @@ def ask_settings(text: str, *, place: str) -> None:
         held = error
     faults = list(_mistakes(held, place))
     raise_faults(faults, subject=place)
-    if isinstance(held, dict) and VERIFY_AFTER_SAVE in held.get("fsdp", {}):
-        ask_to_verify(held["fsdp"][VERIFY_AFTER_SAVE])
+    if isinstance(held, dict):
+        trust(held.get("trust", ()))
+        if VERIFY_AFTER_SAVE in held.get("fsdp", {}):
+            ask_to_verify(held["fsdp"][VERIFY_AFTER_SAVE])
 
 
 def _mistakes(held: object, place: str) -> Iterator[Fault]:
     if not isinstance(held, dict):
         yield wrong_value(place, '{"fsdp": {"verify_after_save": true}}', held)
         return
-    yield from (_unknown(place, name, "fsdp") for name in held if name != "fsdp")
+    yield from (_unknown(place, name, "fsdp, trust") for name in held if name not in ("fsdp", "trust"))
+    names = held.get("trust", [])
+    yield from trust_faults("trust", names)
     section = held.get("fsdp", {})
     if not isinstance(section, dict):
         yield wrong_value("fsdp", '{"verify_after_save": true}', section)

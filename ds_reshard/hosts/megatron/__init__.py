@@ -94,10 +94,49 @@ def wrap_load_base_checkpoint(original: Function) -> Function:
     def load_base_checkpoint(*args: object, **kwargs: object) -> object:
         from ds_reshard.hosts.megatron.look import load_base_checkpoint as seam
 
-        arguments = signature.bind(*args, **kwargs).arguments["args"]
-        return seam(functools.partial(original, *args, **kwargs), arguments)  # type: ignore[arg-type]
+        bound = signature.bind(*args, **kwargs).arguments
+        return seam(functools.partial(original, *args, **kwargs), bound["load_dir"], bound["args"])  # type: ignore[arg-type]
 
     return load_base_checkpoint
+
+
+def wrap_load(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load(*args: object, **kwargs: object) -> object:
+        from ds_reshard.hosts.megatron.pickles import refuse_sharded
+
+        bound = signature.bind(*args, **kwargs).arguments
+        with refuse_sharded(bound["checkpoint_dir"], bound.get("process_group")):
+            return original(*args, **kwargs)
+
+    return load
+
+
+def wrap_read(original: Function) -> Function:
+    """A function that one rank may call alone."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def read(*args: object, **kwargs: object) -> object:
+        from ds_reshard.hosts.megatron.pickles import refuse_common
+
+        refuse_common(signature.bind(*args, **kwargs).arguments["checkpoint_dir"])
+        return original(*args, **kwargs)
+
+    return read
+
+
+def wrap_load_file(original: Function) -> Function:
+    @functools.wraps(original)
+    def load_parameter_state(self: object, filename: str, *args: object, **kwargs: object) -> object:
+        from ds_reshard.hosts.megatron.pickles import refuse_file
+
+        refuse_file(filename, getattr(self, "data_parallel_group", None))
+        return original(self, filename, *args, **kwargs)
+
+    return load_parameter_state
 
 
 def wrap_build_data_loaders(original: Function) -> Function:
@@ -117,6 +156,8 @@ def _arguments() -> object:
 
 
 _CORE = "megatron.core.optimizer"
+_DIST = "megatron.core.dist_checkpointing.serialization"
+_SAFE = "refuses what would run code when it is unpickled, before it is"
 _OPTIMIZER = "states by Megatron, param groups matched by what they are, learning rates and hyper-parameters as asked"
 
 
@@ -159,6 +200,13 @@ HOOKS = HostHooks(
             f"{_CORE}.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_zero",
             wrap_load_parameter_state, ("state_dict",), "moments stay fresh where only masters were asked for",
         ),
+        _patch(f"{_CORE}.distrib_optimizer:DistributedOptimizer.load_parameter_state", wrap_load_file, ("filename",),
+               _SAFE),
+        _patch(f"{_CORE}.optimizer:ChainedOptimizer.load_parameter_state", wrap_load_file, ("filename",), _SAFE),
+        _patch(f"{_DIST}:load", wrap_load, ("sharded_state_dict", "checkpoint_dir"), _SAFE),
+        _patch(f"{_DIST}:load_common_state_dict", wrap_read, ("checkpoint_dir",), _SAFE),
+        _patch(f"{_DIST}:load_tensors_metadata", wrap_read, ("checkpoint_dir",), _SAFE),
+        _patch(f"{_DIST}:load_sharded_metadata", wrap_read, ("checkpoint_dir",), _SAFE),
         _patch(
             "megatron.training.arguments:parse_args", wrap_parse_args, ("extra_args_provider", "ignore_unknown_args"),
             "the resume flags, beside those that Megatron has", optional=True,

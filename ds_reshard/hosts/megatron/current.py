@@ -34,7 +34,7 @@ class Load:
     what the load goes into, `where` how messages name the checkpoint. `read_in_place` says that states go by the
     name of their parameter, as in `torch_dist` checkpoints, and are read into the live ones. `another_model` says
     that it reads the weights of `--pretrained-checkpoint`, to which the policy was not meant to apply: it is then
-    `finetune` alone.
+    `finetune` alone. `scanned` is the folder whose pickles have passed.
     """
 
     policy: ResumePolicy
@@ -45,6 +45,7 @@ class Load:
     read_in_place: bool = False
     found: Found | None = None
     another_model: bool = False
+    scanned: str = ""
     warnings: list[str] = field(default_factory=list)
 
 

@@ -16,6 +16,7 @@ from ds_reshard.formats.megatron.groups import saved_groups
 from ds_reshard.hosts.megatron.current import Found, Load, current
 from ds_reshard.hosts.megatron.live import Scheduler, with_saved
 from ds_reshard.hosts.megatron.optimizers import LATE, compares_bounds, matched_groups
+from ds_reshard.hosts.megatron.pickles import refuse_iteration
 from ds_reshard.hosts.megatron.refusals import format_faults, release_faults, step_faults
 from ds_reshard.hosts.megatron.scheduler import schedule_faults
 from ds_reshard.hosts.megatron.settle import group_differences, run_groups
@@ -31,14 +32,16 @@ Base = tuple[object, str, bool, object]
 """What `_load_base_checkpoint` returns: state, name, whether it is a release, and `CheckpointType`."""
 
 
-def load_base_checkpoint(original: Callable[[], Base], arguments: object) -> Base:
+def load_base_checkpoint(original: Callable[[], Base], load_dir: str, arguments: object) -> Base:
     """Read as Megatron does, and refuse here what the policy in force cannot make of it.
 
     Every rank calls it; `arguments` are Megatron's, which it changes where it falls back to a pretrained
-    checkpoint. Raises ScheduleMismatch, ParamGroupMismatch, ConfigError or UnsupportedLayout.
+    checkpoint. Raises UnsafePickle before anything is read, ScheduleMismatch, ParamGroupMismatch, ConfigError or
+    UnsupportedLayout.
     """
-    result = original()
     load = current()
+    with refuse_iteration(load_dir, getattr(arguments, "ckpt_step", None), load):
+        result = original()
     state, name, release, kind = result
     if load is None or not isinstance(state, Mapping):
         return result

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import cast
 
-from ds_reshard.containers.dcp_directory import Place
-from ds_reshard.errors import ReshardError
+from ds_reshard.containers.dcp_directory import Place, read_directory
+from ds_reshard.errors import CheckpointNotFound, ReshardError, UnsafePickle
 from ds_reshard.formats.megatron.files import read_object
 from ds_reshard.formats.megatron.groups import saved_groups
 from ds_reshard.hosts.megatron.live import Group
@@ -54,20 +54,11 @@ def _filled(optimizer: object, state: object, read: Read, prefix: str) -> object
 
 
 def _places(folder: str) -> dict[str, Place]:
-    """The file, offset and length of every object of a checkpoint, from the directory that torch reads for its load."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
+    """Where every object of a checkpoint lies, by its name."""
     try:
-        held = FileSystemReader(folder).read_metadata().storage_data
-    except OSError:  # on a store that is no file system, which Megatron reads through a library of its own
+        return dict(read_directory(folder).objects)
+    except CheckpointNotFound:  # on a store that is no file system, which Megatron reads through a library of its own
         return {}
-    return {
-        index.fqn: Place(
-            path=f"{folder}/{place.relative_path}", byte_offset=place.offset, nbytes=place.length, transformed=False
-        )
-        for index, place in held.items()
-        if index.offset is None and getattr(place, "transform_descriptors", None) is None
-    }
 
 
 def _read(place: Place) -> list[Group] | None:
@@ -77,6 +68,8 @@ def _read(place: Place) -> list[Group] | None:
     """
     try:
         groups = saved_groups(read_object(place))
+    except UnsafePickle:
+        raise
     except ReshardError:
         return None
     if groups is None:

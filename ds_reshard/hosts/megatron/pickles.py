@@ -1,0 +1,79 @@
+"""What Megatron unpickles of a checkpoint, searched for what acts before it does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
+
+from ds_reshard.containers.dcp_directory import METADATA
+from ds_reshard.errors import Fault, ReshardError
+from ds_reshard.formats.megatron.files import MODEL, find_iteration
+from ds_reshard.hosts.megatron.current import Load
+from ds_reshard.operations.pickles import already_scanned, refuse_unsafe, refuse_unsafe_folder, walk
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@contextmanager
+def refuse_iteration(load_dir: str, step: object, load: Load | None) -> Iterator[None]:
+    """Raise UnsafePickle on every rank for anything of an iteration that the load in the block would run. Collective.
+
+    Before the ranks have joined each reads the arguments alone: from the first model-parallel rank's file, or from the
+    common state, which `refuse_common` looks at. One load of Megatron's training asks twice for the same iteration.
+    """
+    import torch.distributed as dist
+
+    try:
+        folder = find_iteration(load_dir, str(step) if step else None)
+    except ReshardError:
+        yield  # what is not there Megatron tells
+        return
+    whole = os.path.isfile(os.path.join(folder, METADATA))
+
+    def files(faults: list[Fault]) -> list[str]:
+        paths = [path for path in walk(folder, faults) if whole or _rank_of(path)]
+        if dist.is_initialized():
+            return paths
+        return [path for path in paths if _rank_of(path) and path.endswith(MODEL)][:1]
+
+    if load is None or load.scanned != folder:
+        refuse_unsafe(files, subject=f"loading {folder}", alone=not dist.is_initialized())
+    if not dist.is_initialized():
+        yield
+        return
+    if load is not None:
+        load.scanned = folder
+    with already_scanned(folder):
+        yield
+
+
+def _rank_of(path: str) -> bool:
+    return os.path.basename(os.path.dirname(path)).startswith("mp_rank_")
+
+
+@contextmanager
+def refuse_sharded(folder: object, group: object) -> Iterator[None]:
+    """Raise UnsafePickle on every rank for anything that the load in the block would run. Collective in the group."""
+    where = os.fspath(folder)  # type: ignore[call-overload]
+    refuse_unsafe_folder(where, group=cast("ProcessGroup | None", group))
+    with already_scanned(where):
+        yield
+
+
+def refuse_common(folder: object) -> None:
+    """The same on this rank alone, of what every rank reads: the directory, and the common state."""
+    where = os.fspath(folder)  # type: ignore[call-overload]
+    refuse_unsafe_folder(where, alone=True, objects="common_state")
+
+
+def refuse_file(path: str, group: object) -> None:
+    """The same of one file, where it is: of the ranks of the group, who all call it, the first reads it."""
+    refuse_unsafe(
+        lambda faults: [path] if os.path.isfile(path) else [],
+        subject=f"loading {path}",
+        group=cast("ProcessGroup | None", group),
+        alone=group is None,
+    )

@@ -1,0 +1,70 @@
+"""Hugging Face's Trainer: nothing in a checkpoint that it resumes from runs code.
+
+Importing this loads neither transformers nor torch. Rung 2 of the ladder (a method on a class): `Trainer.train` is the
+one place before weights, optimizer, scheduler and random states are unpickled (trainer.py, 5.23.0). What is loaded
+under another layout, and the resume policy, are the affair of the hooks of DeepSpeed and accelerate below it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
+
+from ds_reshard.hooks import Function, HostHooks, Patch
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+ARGUMENTS = "training_args.bin"
+"""The Trainer writes it and never reads it (trainer.py, 4.30 to 5.23): a class of the script's own harms nothing."""
+
+
+def wrap_train(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def train(*args: object, **kwargs: object) -> object:
+        given = signature.bind(*args, **kwargs).arguments
+        older = given.get("kwargs", {}).get("model_path")  # the argument's name before it was renamed; 4.x takes it
+        refuse_unsafe_checkpoint(given["self"], given.get("resume_from_checkpoint") or older)
+        return original(*args, **kwargs)
+
+    return train
+
+
+def refuse_unsafe_checkpoint(trainer: Trainer, wanted: object) -> None:
+    """Raise UnsafePickle on every rank where anything below the checkpoint's folder acts. Collective."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from ds_reshard.operations.pickles import refuse_unsafe_folder
+
+    if wanted is True:
+        wanted = get_last_checkpoint(cast(str, trainer.args.output_dir))
+    if wanted is None or wanted is False:
+        return
+    folder = os.fspath(wanted)  # type: ignore[call-overload]
+    config = getattr(getattr(trainer.args, "hf_deepspeed_config", None), "config", None)
+    section = config.get("ds_reshard") if isinstance(config, Mapping) else None
+    names = section.get("trust", []) if isinstance(section, Mapping) else []
+    refuse_unsafe_folder(folder, trust=names, unread=ARGUMENTS)
+
+
+HOOKS = HostHooks(
+    host="transformers",
+    distribution="transformers",
+    versions=">=4.30,<6",
+    tested=("5.23.0",),
+    resumes=False,
+    patches=(
+        Patch(
+            target="transformers.trainer:Trainer.train",
+            wrapper=wrap_train,
+            signature=("resume_from_checkpoint",),
+            summary="refuses a checkpoint that would run code when it is unpickled, before it is",
+        ),
+    ),
+)

@@ -1,0 +1,252 @@
+"""Every pickle below a folder, whatever the folder is: what would act if a framework loaded it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ds_reshard.containers.dcp_directory import Place, directories, read_directory
+from ds_reshard.containers.pickle_rules import ALLOW_ALL, UNSAFE, PickleRules, in_force, rules_in_force, trusted
+from ds_reshard.containers.pickle_scan import Scanned, scan_file
+from ds_reshard.errors import CheckpointNotFound, Fault, ReshardError, faults_of, raise_faults
+from ds_reshard.model.verification import PickleScan
+from ds_reshard.operations.ranks import agree, attempt, broadcast, gather, rank, world_size
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+EXTRA_STATE = "_extra_state"
+"""How the keys of tensors end in which Transformer Engine keeps a pickle."""
+
+
+def scan_pickles(path: str) -> PickleScan:
+    """All pickles of a file, or of every file below a folder, none of them run; CheckpointNotFound for neither."""
+    if not os.path.exists(path):
+        raise CheckpointNotFound(f"{path}: does not exist; check the path")
+    faults: list[Fault] = []
+    paths = list(walk(path, faults)) if os.path.isdir(path) else [path]
+    found = scan_files(paths)
+    return PickleScan(
+        folder=path, files=len(paths), pickles=found.pickles, unread=found.unread + len(faults),
+        faults=tuple(_sorted([*faults, *found.faults])),
+    )  # fmt: skip
+
+
+def walk(folder: str, faults: list[Fault]) -> Iterator[str]:
+    """Every regular file below a folder, sorted, links followed once; what cannot be listed is a fault."""
+
+    def unlisted(error: OSError) -> None:
+        what = f"cannot be listed: {error.strerror or error}"
+        mend = "check the file system and its permissions"
+        faults.append(Fault(error="ReadFailed", where=str(error.filename), what=what, mend=mend))
+
+    seen: set[tuple[int, int]] = set()
+    for at, folders, _ in os.walk(folder, onerror=unlisted, followlinks=True):
+        try:
+            status = os.stat(at)
+            if (status.st_dev, status.st_ino) in seen:
+                folders.clear()
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            folders.sort()
+            with os.scandir(at) as entries:
+                yield from sorted(entry.path for entry in entries if entry.is_file())
+        except OSError as error:
+            unlisted(error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanTarget:
+    """A file that may hold pickles: all of it, or the parts that are unpickled alone."""
+
+    path: str
+    parts: tuple[tuple[int, int], ...] = ()
+    whole: bool = True
+
+
+def scan_files(paths: Iterable[str]) -> Scanned:
+    """What the pickles of these files hold, under the rules in force; those that were read under them are counted."""
+    rules, found = rules_in_force(), Scanned()
+    paths = list(paths)
+    parts: dict[str, set[tuple[int, int]]] = {}
+    for folder in dict.fromkeys(os.path.dirname(path) for path in paths):
+        if directories(folder or "."):
+            try:
+                parts.update(_parts(folder))
+            except ReshardError as error:
+                found.faults += faults_of(error)
+    for path in paths:
+        if os.path.abspath(path) in rules.passed:
+            found.pickles += 1
+        else:
+            found.add(scan_file(path, rules, sorted(parts.get(path, ()))))
+    found.faults = list(dict.fromkeys(found.faults))
+    return found
+
+
+def _parts(folder: str, *, objects: str | None = None) -> Mapping[str, set[tuple[int, int]]]:
+    """The parts of each file of a folder of torch.distributed.checkpoint, as its directory says.
+
+    With `objects` those alone that are unpickled: objects whose names begin so, and tensors in which a pickle lies.
+    The directory is read whatever it names: what acts in it is found where it is scanned itself.
+    """
+    with in_force(ALLOW_ALL):
+        found_there = [read_directory(folder, name) for name in directories(folder or ".")]
+    places: list[Place] = []
+    for directory in found_there:
+        places += [place for key, place in directory.objects.items() if key.startswith(objects or "")]
+        for key, tensor in directory.tensors.items():
+            if objects is None or (key.startswith(objects) and key.endswith(EXTRA_STATE)):
+                of_tensor = [chunk.place for chunk in tensor.chunks if chunk.place is not None]
+                places += [place for place in of_tensor if objects is not None or not place.transformed]
+    found: dict[str, set[tuple[int, int]]] = {}
+    for place in places:
+        if place.transformed:
+            place.open()  # raises why its pickle cannot be looked at
+        found.setdefault(place.path, set()).add((place.byte_offset, place.nbytes))
+    return found
+
+
+def untold(scanned: Sequence[Fault], told: Sequence[Fault]) -> list[Fault]:
+    """Of the faults of a scan those that are not told yet: of a file that is damaged, how, is told once."""
+    files, known = {fault.where for fault in told}, {(fault.where, fault.what) for fault in told}
+    return [
+        fault
+        for fault in scanned
+        if (fault.where, fault.what) not in known and (fault.error in UNSAFE or fault.where not in files)
+    ]
+
+
+def siblings(path: str, folder: str) -> list[str]:
+    """The files of a checkpoint: all below its own folder, and those that lie in the folder that was given."""
+    faults: list[Fault] = []  # of folders that cannot be listed, which opening the checkpoint tells
+    given = [os.path.join(path, name) for name in sorted(os.listdir(path))] if os.path.isdir(path) else []
+    return list(dict.fromkeys([*walk(folder, faults), *(one for one in given if os.path.isfile(one))]))
+
+
+def _sorted(faults: Iterable[Fault]) -> list[Fault]:
+    return sorted(set(faults), key=lambda fault: (fault.where, fault.what))
+
+
+# -- before a framework loads ------------------------------------------------------------------------------------------
+
+_SCANNED: ContextVar[tuple[str, ...]] = ContextVar("folders whose pickles were scanned", default=())
+
+
+@contextmanager
+def already_scanned(folder: str) -> Iterator[None]:
+    """Within the block the pickles below a folder are not scanned again."""
+    token = _SCANNED.set((*_SCANNED.get(), os.path.join(os.path.abspath(folder), "")))
+    try:
+        yield
+    finally:
+        _SCANNED.reset(token)
+
+
+Files = Callable[[list[Fault]], Iterable[str]]
+"""Lists files, and appends what is wrong with the list."""
+
+
+def refuse_unsafe_folder(
+    folder: str,
+    *,
+    trust: Iterable[str] = (),
+    group: ProcessGroup | None = None,
+    alone: bool = False,
+    objects: str = "",
+    unread: str = "",
+) -> None:
+    """`refuse_unsafe` of every file below a folder. Collective, unless `alone`."""
+    refuse_unsafe(
+        lambda faults: walk(folder, faults), trust=trust, subject=f"loading {folder}", group=group, alone=alone,
+        objects=objects, unread=unread,
+    )  # fmt: skip
+
+
+def refuse_unsafe(
+    files: Files,
+    *,
+    trust: Iterable[str] = (),
+    subject: str,
+    group: ProcessGroup | None = None,
+    alone: bool = False,
+    objects: str = "",
+    unread: str = "",
+) -> None:
+    """Raise UnsafePickle on every rank where pickles of these files act when a framework loads them.
+
+    Collective, unless a rank loads `alone`. `trust` are classes that may be named, beside those of
+    DS_RESHARD_SETTINGS; `objects` is how the names begin of those objects of torch.distributed.checkpoint that are
+    meant; of files called `unread`, which no framework loads, only what acts is refused. Where all ranks see the same
+    files each scans its share of them, and else all that it sees; nothing in them is run. What cannot be read as a
+    pickle where one must be is refused too: the framework might read it.
+    """
+    faults: list[Fault] = []
+    if alone:
+        faults += _scan(_unpickled(_unscanned(files(faults)), objects, faults), trust, unread)
+        raise_faults(faults, subject=subject)
+        return
+    listed, more, cause = attempt(lambda: list(_unscanned(files(faults))))
+    faults += more
+    digest, _, _ = attempt(lambda: _digest(listed or []))
+    alike = len(set(gather(digest or b"", group))) == 1
+    targets: tuple[list[ScanTarget] | None, list[Fault]] = ([], [])
+    if rank(group) == 0 or not alike:
+        misread: list[Fault] = []
+        made, more, failed = attempt(lambda: list(_unpickled(listed or [], objects, misread)))
+        targets, cause = (made, [*misread, *more]), cause or failed
+    mine, more = broadcast(targets, group) if alike else targets
+    faults += more
+    chosen = (mine or [])[rank(group) :: world_size(group)] if alike else mine or []
+    found, more, failed = attempt(lambda: _scan(chosen, trust, unread))
+    agree([*faults, *(found or []), *more], subject=subject, cause=cause or failed, group=group)
+
+
+def _unscanned(paths: Iterable[str]) -> Iterator[str]:
+    return (path for path in paths if not os.path.abspath(path).startswith(_SCANNED.get()))
+
+
+def _scan(targets: Iterable[ScanTarget], trust: Iterable[str], unread: str) -> list[Fault]:
+    rules = PickleRules(trusted(trust))
+    faults = [fault for one in targets for fault in scan_file(one.path, rules, one.parts, whole=one.whole).faults]
+    return [one for one in faults if one.error == "UnsafePickle" or os.path.basename(one.where) != unread]
+
+
+def _unpickled(paths: Iterable[str], objects: str, faults: list[Fault]) -> Iterator[ScanTarget]:
+    """What frameworks unpickle of these files: of torch.distributed.checkpoint its objects, and no plain tensor.
+
+    torch reads tensors with `weights_only=True` (torch/distributed/checkpoint/filesystem.py, 2.13). What is wrong with
+    a directory is a fault: torch might read what is not understood here.
+    """
+    of_folder: dict[str, Mapping[str, set[tuple[int, int]]]] = {}
+    described: dict[str, bool] = {}
+    for path in paths:
+        folder, name = os.path.split(path)
+        if folder not in of_folder:
+            described[folder] = bool(directories(folder or "."))
+            of_folder[folder] = {}
+            try:
+                if described[folder]:
+                    of_folder[folder] = _parts(folder, objects=objects)
+            except ReshardError as error:
+                faults += faults_of(error)
+        parts = of_folder[folder].get(path)
+        if parts is not None:
+            yield ScanTarget(path=path, parts=tuple(sorted(parts)), whole=False)
+        elif not (name.endswith(".distcp") and described[folder]):
+            yield ScanTarget(path=path)
+
+
+def _digest(paths: Iterable[str]) -> bytes:
+    """What tells a rank whether another sees the same files: by name, and by what stays the same over a network."""
+    made = hashlib.sha256()
+    for path in paths:
+        status = os.stat(path)
+        told = os.fsencode(path), status.st_ino, status.st_size, status.st_mtime_ns
+        made.update(repr(told).encode())
+    return made.digest()

@@ -1,0 +1,66 @@
+"""What the ranks tell each other, so that all of them act and fail alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeVar
+
+from ds_reshard.errors import Fault, ReshardError, as_faults, raise_faults
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+
+def rank(group: ProcessGroup | None = None) -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
+def world_size(group: ProcessGroup | None = None) -> int:
+    import torch.distributed as dist
+
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def gather(value: T, group: ProcessGroup | None = None) -> list[T]:
+    """Every rank's value, in rank order, on every rank. Collective."""
+    import torch.distributed as dist
+
+    size = world_size(group)
+    if size == 1:
+        return [value]
+    values: list[object] = [None] * size
+    dist.all_gather_object(values, value, group=group)
+    return values  # type: ignore[return-value]
+
+
+def broadcast(value: T, group: ProcessGroup | None = None) -> T:
+    """The value of the first rank of the group, on every rank. Collective."""
+    import torch.distributed as dist
+
+    if world_size(group) == 1:
+        return value
+    box: list[object] = [value]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+    return box[0]  # type: ignore[return-value]
+
+
+def attempt(work: Callable[[], T]) -> tuple[T | None, list[Fault], Exception | None]:
+    """Run one rank's share of the work; what it raises comes back as faults, never past a collective."""
+    try:
+        return work(), [], None
+    except Exception as error:
+        return None, as_faults(error, where=f"rank {rank()}"), error
+
+
+def agree(
+    faults: Iterable[Fault], *, subject: str, cause: Exception | None = None, group: ProcessGroup | None = None
+) -> None:
+    """Raise the same error on every rank when any rank has a fault. Collective."""
+    try:
+        raise_faults([fault for of_rank in gather(list(faults), group) for fault in of_rank], subject=subject)
+    except ReshardError as error:
+        raise error from cause

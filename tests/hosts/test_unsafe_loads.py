@@ -1,0 +1,352 @@
+"""What acts in a checkpoint is refused by every load, also where the framework itself would read the file.
+
+On every rank the same error, before anything is unpickled: the mark that the payload would leave is not there.
+Checkpoints are real; the manager of EasyR1 and verl is a synthetic class with their calls.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import Model, Run
+from late_jobs import Late
+from saves import UNIVERSAL, Saves, Universals
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "hostile"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
+import nanotron_builder
+from payloads import ACTING, before, put_before, twice
+
+pytestmark = [pytest.mark.distributed, pytest.mark.acts]
+
+MODEL = Model(groups=2)
+TAG = "global_step3"
+ALWAYS = {"ds_reshard": {"reshard": {"always": True}}}
+Harm = Callable[[Path, Path], None]
+
+
+class Attack:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        import posix
+
+        return posix.system, (f"touch {self.mark}",)
+
+
+def prefix(payload: str = "thrown away") -> Harm:
+    """Instructions before the file's own; what they give is thrown away."""
+    return lambda path, mark: put_before(path, ACTING[payload][0](f"touch {mark}"))
+
+
+def two(path: Path, mark: Path) -> None:
+    path.write_bytes(twice(path.read_bytes(), ACTING["thrown away"][0](f"touch {mark}")))
+
+
+def key(path: Path, mark: Path) -> None:
+    """An entry of the file beside those that DeepSpeed reads."""
+    content = torch.load(path, weights_only=False)
+    content["extra"] = Attack(mark)
+    torch.save(content, path)
+
+
+def config(path: Path, mark: Path) -> None:
+    content = torch.load(path, weights_only=False)
+    content["ds_config"] = {**(content.get("ds_config") or {}), "extra": Attack(mark)}
+    torch.save(content, path)
+
+
+def optim(rank: int) -> str:
+    return f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+WAYS: dict[str, tuple[Run, Run]] = {
+    "unchanged": (Run(2, 2), Run(2, 2)),
+    "unchanged, stage 3": (Run(3, 2), Run(3, 2)),
+    "unchanged, stage 0": (Run(0, 2), Run(0, 2)),
+    "unchanged, always": (Run(2, 2), Run(2, 2, config=ALWAYS)),
+    "another size": (Run(2, 2), Run(2, 3)),
+    "another stage": (Run(2, 2), Run(3, 3)),
+}
+HARMS: dict[str, Harm] = {
+    "a key": key,
+    "ds_config": config,
+    "thrown away": prefix(),
+    "from the stack": prefix("by name from the stack"),
+    "a swapped memo": prefix("a memo whose harmless name is exchanged"),
+    "__setstate__": prefix("BUILD with __setstate__"),
+    "in bytes": prefix("a pickle in bytes"),
+    "two data.pkl": two,
+}
+
+
+def _files(run: Run) -> list[str]:
+    models = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(run.dp)]
+    model = models[-1] if run.stage == 3 else "mp_rank_00_model_states.pt"
+    return [model] if run.stage == 0 else [model, optim(run.dp - 1)]
+
+
+def _cases() -> list[tuple[str, str, str]]:
+    """Each way with two harms, and each harm with three ways of stage 2; in the model's and an optimizer's file."""
+    ways = [(way, harm) for way in WAYS for harm in ("a key", "thrown away")]
+    harms = [(way, harm) for way in ("unchanged", "unchanged, always", "another size") for harm in HARMS]
+    chosen = dict.fromkeys([*ways, *harms])
+    return [(way, harm, file) for way, harm in chosen for file in _files(WAYS[way][0])]
+
+
+@pytest.mark.parametrize(("way", "harm", "file"), _cases())
+def test_deepspeed_loads_nothing_that_acts(
+    worlds: Any, saves: Saves, tmp_path: Path, way: str, harm: str, file: str
+) -> None:
+    saved, target = WAYS[way]
+    folder = tmp_path / "saved"
+    shutil.copytree(saves(saved, MODEL)[0], folder)
+    HARMS[harm](folder / TAG / file, tmp_path / "ran")
+    told = worlds[target.dp].run("load_refused", run=target, model=MODEL, folder=str(folder))
+    _assert_refused([(one["error"], one["text"]) for one in told], tmp_path / "ran", file)
+    assert all(one["unchanged"] and one["step"] != "EngineUnusable" for one in told)
+
+
+def _assert_refused(told: list[tuple[str, str]], mark: Path, file: str) -> None:
+    assert {error for error, _ in told} == {"UnsafePickle"}, told
+    assert len({text for _, text in told}) == 1, told
+    assert file in told[0][1] and "nothing was run" in told[0][1]
+    assert any(what in told[0][1] for what in ("posix.system", "builtins.eval", "is in the zip directory twice"))
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["by DeepSpeed's hand", "by ours"])
+@pytest.mark.parametrize(
+    "place", ["mp_rank_00_model_states.pt", "zero/optimizer_state.pt", "zero/first.weight/fp32.pt"]
+)
+def test_a_universal_checkpoint_that_acts(
+    worlds: Any, universals: Universals, tmp_path: Path, direct: bool, place: str
+) -> None:
+    """As DeepSpeed would load it, with a feature of the engine that we leave to it, and as we do."""
+    folder = tmp_path / "saved"
+    shutil.copytree(universals(Run(2, 2), MODEL)[0], folder)
+    prefix()(next(path for path in folder.rglob("*") if str(path).endswith(place)), tmp_path / "ran")
+    if direct:
+        run = Run(2, 3, config=UNIVERSAL)
+        told = worlds[3].run("load_refused", run=run, model=MODEL, folder=str(folder))
+        _assert_refused([(one["error"], one["text"]) for one in told], tmp_path / "ran", place)
+    else:
+        run = Run(3, 2, config=UNIVERSAL)
+        found = worlds[2].run(
+            "refused_jobs.load_with_feature", run=run, model=MODEL, folder=str(folder), switch="zenflow"
+        )
+        _assert_refused(found, tmp_path / "ran", place)
+
+
+@pytest.mark.parametrize("file", ["layer_03-model_00-model_states.pt", "mp_rank_00_model_states.pt"])
+def test_a_checkpoint_that_is_left_to_deepspeed_whole(worlds: Any, saves: Saves, tmp_path: Path, file: str) -> None:
+    """Files of a pipeline, for an engine that is one (switched on by hand): nothing of them is read here."""
+    folder = tmp_path / "saved"
+    shutil.copytree(saves(Run(2, 2), MODEL)[0], folder)
+    torch.save({"a": 1}, folder / TAG / "layer_03-model_00-model_states.pt")
+    prefix()(folder / TAG / file, tmp_path / "ran")
+    told = worlds[2].run(
+        "refused_jobs.load_with_feature", run=Run(2, 2), model=MODEL, folder=str(folder), switch="pipeline"
+    )
+    _assert_refused(told, tmp_path / "ran", file)
+
+
+def test_what_the_settings_trust_is_loaded(worlds: Any, tmp_path: Path) -> None:
+    """A class of the script's own in client_state, on both paths; and not without it."""
+    worlds[2].run("save_client", run=Run(2, 2), folder=str(tmp_path), stranger=True)
+    trust = {"ds_reshard": {"trust": ["strangers.Stranger"]}}
+    for dp in (2, 3):
+        told = worlds[dp].run("load_refused", run=Run(2, dp), model=Model(), folder=str(tmp_path))
+        assert {one["error"] for one in told} == {"TrustRequired"}
+        assert '"trust": ["strangers.Stranger"]' in told[0]["text"]
+        told = worlds[dp].run("load_refused", run=Run(2, dp, config=trust), model=Model(), folder=str(tmp_path))
+        assert {one["error"] for one in told} == {None}
+
+
+# -- accelerate and the Trainer ----------------------------------------------------------------------------------------
+
+SIDE = ("random_states_1.pkl", "optimizer.bin", "scheduler.bin", "custom_checkpoint_0.pkl", "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("file", SIDE)
+def test_accelerate_loads_nothing_that_acts(worlds: Any, tmp_path: Path, file: str) -> None:
+    """Without DeepSpeed; one rank's random states are every rank's affair."""
+    folder = tmp_path / "saved"
+    worlds[2].run("unsafe_jobs.accelerate_save", folder=str(folder), safe=False)
+    told = worlds[2].run("unsafe_jobs.accelerate_load", folder=str(folder))
+    assert [error for error, _, _ in told] == ["", ""], told
+    prefix()(folder / file, tmp_path / "ran")
+    told = worlds[2].run("unsafe_jobs.accelerate_load", folder=str(folder))
+    _assert_refused([(error, text) for error, text, _ in told], tmp_path / "ran", file)
+    assert all(same for _, _, same in told)
+
+
+@pytest.mark.parametrize("file", ["random_states_0.pkl", "pytorch_model/mp_rank_00_model_states.pt", "scheduler.bin"])
+def test_accelerate_with_deepspeed(worlds: Any, tmp_path: Path, file: str) -> None:
+    late = Late(clock="accelerate")
+    worlds[2].run("late_jobs.save_only", late=late, folder=str(tmp_path / "saved"))
+    prefix()(tmp_path / "saved" / file, tmp_path / "ran")
+    told = worlds[2].run("unsafe_jobs.accelerate_deepspeed", late=late, folder=str(tmp_path / "saved"))
+    _assert_refused([(one["raised"], one["text"]) for one in told], tmp_path / "ran", file)
+
+
+ZERO1 = {
+    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False, "zero_optimization": {"stage": 1},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
+    """What the Trainer saved, with DeepSpeed and without."""
+    made: dict[bool, Path] = {}
+
+    def make(deepspeed: bool) -> Path:
+        if deepspeed not in made:
+            made[deepspeed] = tmp_path_factory.mktemp("trainer")
+            worlds[1].run(
+                "unsafe_jobs.trainer_save", folder=str(made[deepspeed]), deepspeed=ZERO1 if deepspeed else None
+            )
+        return made[deepspeed]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "file"),
+    [
+        *((False, name) for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin")),
+        *((True, name) for name in ("rng_state.pth", "training_args.bin", "global_step4/mp_rank_00_model_states.pt")),
+    ],
+)
+@pytest.mark.parametrize("wanted", ["by name", "the last"])
+def test_the_trainer_resumes_from_nothing_that_acts(
+    worlds: Any, trained: Callable[[bool], Path], tmp_path: Path, deepspeed: bool, file: str, wanted: str
+) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(trained(deepspeed), folder)
+    prefix()(folder / "checkpoint-4" / file, tmp_path / "ran")
+    told = worlds[1].run(
+        "unsafe_jobs.trainer_resume", folder=str(folder), deepspeed=ZERO1 if deepspeed else None,
+        wanted=True if wanted == "the last" else str(folder / "checkpoint-4"),
+    )  # fmt: skip
+    _assert_refused(told, tmp_path / "ran", file)
+
+
+@pytest.mark.parametrize("deepspeed", [False, True])
+def test_the_trainers_own_checkpoint_is_loaded(
+    worlds: Any, trained: Callable[[bool], Path], tmp_path: Path, deepspeed: bool
+) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(trained(deepspeed), folder)
+    told = worlds[1].run(
+        "unsafe_jobs.trainer_resume", folder=str(folder), wanted=True, deepspeed=ZERO1 if deepspeed else None
+    )
+    assert told == [("", "")]
+
+
+class Mine:
+    pass
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_arguments_of_ones_own_do_not_stop_a_resume(
+    worlds: Any, trained: Callable[[bool], Path], tmp_path: Path, older: bool
+) -> None:
+    """`training_args.bin` is written, and never read; releases of old call the folder `model_path`."""
+    folder = tmp_path / "out"
+    shutil.copytree(trained(False), folder)
+    torch.save(Mine(), folder / "checkpoint-4" / "training_args.bin")
+    given = {"folder": str(folder), "wanted": str(folder / "checkpoint-4")}
+    assert worlds[1].run("unsafe_jobs.trainer_resume", **given) == [("", "")]
+    if older:
+        prefix()(folder / "checkpoint-4" / "optimizer.pt", tmp_path / "ran")
+        told = worlds[1].run("unsafe_jobs.trainer_resume_of_old", wanted=given["wanted"])
+        _assert_refused(told, tmp_path / "ran", "optimizer.pt")
+
+
+# -- torch, EasyR1 and verl --------------------------------------------------------------------------------------------
+
+
+def _into_object(folder: Path, mark: Path) -> str:
+    """Exchange the archive of an object in a file of DCP; sizes and places are told anew."""
+    import pickle
+
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    index = next(index for index in metadata.storage_data if index.fqn == "run.name")
+    place = metadata.storage_data[index]
+    path = folder / place.relative_path
+    torch.save("x", folder / "one.pt")
+    prefix()(folder / "one.pt", mark)
+    data = (folder / "one.pt").read_bytes()
+    (folder / "one.pt").unlink()
+    whole = path.read_bytes()
+    path.write_bytes(whole + data)
+    metadata.storage_data[index] = type(place)(place.relative_path, len(whole), len(data), None)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    return place.relative_path
+
+
+def _into_directory(folder: Path, mark: Path) -> str:
+    path = folder / ".metadata"
+    path.write_bytes(before(path.read_bytes(), ACTING["thrown away"][0](f"touch {mark}")))
+    return ".metadata"
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["together", "one process"])
+@pytest.mark.parametrize("harm", [_into_directory, _into_object])
+def test_torch_loads_nothing_that_acts(worlds: Any, tmp_path: Path, harm: Any, alone: bool) -> None:
+    folder = tmp_path / "saved"
+    worlds[2].run("unsafe_jobs.dcp_save", folder=str(folder))
+    assert [error for error, _, _ in worlds[2].run("unsafe_jobs.dcp_load", folder=str(folder), alone=alone)] == ["", ""]
+    file = harm(folder, tmp_path / "ran")
+    told = worlds[2].run("unsafe_jobs.dcp_load", folder=str(folder), alone=alone)
+    _assert_refused([(error, text) for error, text, _ in told], tmp_path / "ran", file)
+    assert all(same for _, _, same in told)
+
+
+def test_torch_reads_no_directory_that_acts_for_an_optimizer(worlds: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    worlds[2].run("unsafe_jobs.dcp_save", folder=str(folder))
+    (folder / ".metadata").write_bytes(before(b"\x80\x02N.", ACTING["thrown away"][0](f"touch {tmp_path / 'ran'}")))
+    told = worlds[2].run("unsafe_jobs.dcp_load", folder=str(folder), sharded=True)
+    _assert_refused([(error, text) for error, text, _ in told], tmp_path / "ran", ".metadata")
+
+
+@pytest.mark.parametrize("argument", ["path", "local_path"])
+def test_the_managers_load_nothing_that_acts(worlds: Any, tmp_path: Path, argument: str) -> None:
+    """EasyR1 calls it `path`, verl `local_path`."""
+    for rank in range(2):
+        torch.save({"w": torch.ones(2)}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+    told = worlds[2].run("unsafe_jobs.managed", folder=str(tmp_path), argument=argument)
+    assert told == [("", "")] * 2
+    for rank in range(2):
+        shutil.rmtree(tmp_path / f"package{rank}")
+    prefix()(tmp_path / "model_world_size_2_rank_1.pt", tmp_path / "ran")
+    told = worlds[2].run("unsafe_jobs.managed", folder=str(tmp_path), argument=argument)
+    _assert_refused(told, tmp_path / "ran", "model_world_size_2_rank_1.pt")
+
+
+# -- nanotron (the synthetic stand-in) ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("same", [True, False], ids=["unchanged", "another topology"])
+@pytest.mark.parametrize("part", ["optimizer", "lr_scheduler"])
+def test_nanotron_loads_nothing_that_acts(worlds: Any, tmp_path: Path, part: str, same: bool) -> None:
+    saved = nanotron_builder.Run(dp=2)
+    folder = nanotron_builder.write(saved, tmp_path / "saved")
+    path = sorted(folder.rglob(f"{part}/*.pt"))[-1]
+    prefix()(path, tmp_path / "ran")
+    run = saved if same else nanotron_builder.Run(tp=2)
+    told = worlds[2].run("nanotron_jobs.start_refused", run=run, folder=str(folder))
+    assert {error for error, _, _ in told} == {"UnsafePickle"}, told
+    assert len({text for _, text, _ in told}) == 1 and path.name in told[0][1]
+    assert not (tmp_path / "ran").exists()
