@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from ds_reshard.errors import Fault, ReshardError, faults_of
 from ds_reshard.model.codec import ElementType
-from ds_reshard.model.layout import Layout, Piece, Placement, TensorKey, Tiles
+from ds_reshard.model.layout import Layout, Piece, Placement, TensorKey, Tiles, check_cover
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Region, overlap
 
@@ -73,7 +73,8 @@ class Index:
     """A layout and the shards of it that have been opened so far.
 
     Opening is lazy and happens once per shard, whatever thread asks. A shard that cannot be opened, or lacks a
-    buffer, adds its faults to `faults` and yields no fragments; the caller raises them all before it moves a byte.
+    buffer, adds its faults to `faults` and yields no fragments; so do elements that lie in no file, or in several. The
+    caller raises them all before it moves a byte.
     """
 
     def __init__(self, layout: Layout, source: ShardSource) -> None:
@@ -127,6 +128,10 @@ class Index:
         if len(parts) > 1:
             if placement.key not in self._tiles:
                 self._tiles[placement.key] = Tiles(placement.tiles)
+                try:
+                    check_cover([tile.box for tile in placement.tiles], placement.shape)
+                except ValueError as error:
+                    self._uncovered(placement, str(error))
             parts = self._tiles[placement.key].near(wanted)
         for part in parts:
             start, stop = (wanted.start, wanted.stop) if part.box == wanted.box else (0, part.numel)
@@ -135,16 +140,32 @@ class Index:
 
     def locate(self, key: TensorKey, wanted: Region) -> Iterator[tuple[int, Fragment]]:
         """The fragments that hold elements of `wanted`, each with its first element's offset in `wanted`."""
-        placement = self.layout[key]
+        placement, located = self.layout[key], 0
         if not placement.tiles and placement.box == wanted.box:
             for shard, start, stop, element_offset in placement.cut.pieces(wanted.start, wanted.stop):
+                located += stop - start
                 extent = self._extent(placement, shard)
                 if extent is not None:
                     yield start - wanted.start, Fragment(shard, extent.part(element_offset, stop - start))
-            return
-        for part, piece in self.pieces(placement, wanted):
-            runs = list(overlap(wanted, part.region(piece)))
-            extent = self._extent(placement, piece.shard) if runs else None
-            if extent is not None:
-                for at, inside, numel in runs:
-                    yield at, Fragment(piece.shard, extent.part(piece.element_offset + inside, numel))
+        else:
+            for part, piece in self.pieces(placement, wanted):
+                runs = list(overlap(wanted, part.region(piece)))
+                located += sum(numel for _, _, numel in runs)
+                extent = self._extent(placement, piece.shard) if runs else None
+                if extent is not None:
+                    for at, inside, numel in runs:
+                        yield at, Fragment(piece.shard, extent.part(piece.element_offset + inside, numel))
+        if located != wanted.numel:
+            self._uncovered(placement, f"{located} of {wanted.numel} wanted elements")
+
+    def _uncovered(self, placement: Placement, found: str) -> None:
+        fault = Fault(
+            error="CheckpointDamaged",
+            where=placement.family,
+            what=f"{placement.key}: some of its elements lie in no file, or in two",
+            expected="each element in one",
+            found=found,
+            mend="restore the checkpoint from a copy; where it is whole, report this with its `ds-reshard inspect`",
+        )
+        if fault not in self.faults:
+            self.faults.append(fault)

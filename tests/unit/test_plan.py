@@ -518,6 +518,46 @@ def test_a_shard_without_a_wanted_buffer_is_a_fault():
     assert index.faults != []
 
 
+class Whole:
+    """A shard source of one buffer of 32 elements in each shard."""
+
+    def buffers(self, family, shard):
+        record = Record(path=f"{shard}.pt", byte_offset=0, nbytes=128, crc32=None)
+        return {"b": Extent(record=record, byte_offset=0, dtype=FP32, numel=32)}
+
+
+@pytest.mark.parametrize(
+    ("boxes", "whole"),
+    [
+        ([((0, 0), (2, 8)), ((2, 0), (2, 8))], True),
+        ([((0, 0), (2, 8)), ((2, 0), (1, 8))], False),
+        ([((0, 0), (3, 8)), ((2, 0), (2, 8))], False),
+        ([((0, 0), (2, 8)), ((2, 0), (1, 8)), ((0, 0), (1, 8))], False),
+    ],
+    ids=["each once", "a hole", "twice", "a hole as large as what lies twice"],
+)
+@pytest.mark.parametrize("part", [False, True])
+def test_elements_in_no_file_or_in_two_are_a_fault_before_a_byte_moves(boxes, whole, part):
+    """Where a hole is, the buffer would keep what its memory held; no format's own check is needed for it."""
+    key = TensorKey(name="w", kind="fp32")
+    tiles = tuple(
+        Placement(key=key, shape=(4, 8), dtype=FP32, family="f", buffer="b", cut=Cut(chunk=32, first=shard),
+                  box=Box(offset=offset, size=size))
+        for shard, (offset, size) in enumerate(boxes)
+    )  # fmt: skip
+    all_of_it = Placement(key=key, shape=(4, 8), dtype=FP32, family="f", buffer="b", cut=Cut(chunk=32),
+                          box=Box.whole((4, 8)))  # fmt: skip
+    index = Index(Layout({key: all_of_it._replace(tiles=tiles)}, {"f": len(boxes)}), Whole())
+    wanted = all_of_it._replace(box=Box(offset=(0, 2), size=(4, 3)), cut=Cut(chunk=12)) if part else all_of_it
+    plan = plan_rank(index, Layout({key: wanted}, {"f": 1}), 0, {key: key}, sizes={})
+    if whole:
+        assert (index.faults, sum(copy.numel for copy in plan.copies)) == ([], wanted.numel)
+    else:
+        assert [(fault.error, "fp32" in fault.what or "w" in fault.what) for fault in index.faults][:1] == [
+            ("CheckpointDamaged", True)
+        ]
+
+
 def test_a_plan_counts_its_bytes_and_names_its_files():
     source, target = GOLDEN_PLANS["sub_group_dp3_to_a_part_replicated_dp2"]
     case = Case(shapes=MODEL, source=source, target=target, seed=0, pairs=False)
