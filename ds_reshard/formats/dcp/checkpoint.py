@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -79,6 +80,21 @@ def list_dcp(folder: str) -> SavedListing:
     )  # fmt: skip
 
 
+def _refuse_megatron(folder: str) -> None:
+    """Megatron-LM says beside the directory which of its formats it wrote (core/dist_checkpointing/core.py, 0.19.2)."""
+    path = os.path.join(folder, "metadata.json")
+    try:
+        with open(path, "rb") as file:
+            told = json.loads(file.read(1 << 20))
+    except (OSError, ValueError, RecursionError):
+        return
+    if isinstance(told, dict) and "sharded_backend" in told:
+        what = f"a checkpoint of Megatron-LM, format {str(told['sharded_backend'])[:40]}, which is not opened here"
+        mend = "load it with Megatron-LM; `ds-reshard verify --pickles FOLDER` and `lr FOLDER` take it as it is"
+        fault = Fault(error="UnsupportedLayout", where=path, what=what, mend=mend)
+        raise_faults([fault], subject=f"checkpoint {folder}")
+
+
 def _archives(folder: str) -> dict[str, tuple[tuple[int, int], ...]]:
     """The archives inside each file, as far as the directory can be read; opening it says what is wrong."""
     found: dict[str, set[tuple[int, int]]] = {}
@@ -93,8 +109,10 @@ def _archives(folder: str) -> dict[str, tuple[tuple[int, int], ...]]:
 def open_dcp(folder: str) -> DcpCheckpoint:
     """Read the directory; raises every structural fault: chunks that overlap, leave a hole or have no file.
 
-    And what `read_directory` raises; UnsupportedLayout for chunks that were compressed and for unknown types.
+    And what `read_directory` raises; UnsupportedLayout for chunks that were compressed, for unknown types, and for
+    folders of Megatron-LM, whose keys are none of a state dict.
     """
+    _refuse_megatron(folder)
     directory = _read(folder)
     faults = list(directory.contradictions)
     faults += [fault for key, tensor in directory.tensors.items() for fault in _faults(directory, key, tensor)]

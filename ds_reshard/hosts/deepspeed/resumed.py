@@ -35,7 +35,7 @@ Result = tuple[object, object]
 def policy_of(engine: DeepSpeedEngine, settings: Settings, *, module_only: bool) -> ResumePolicy:
     """The policy of this process and of this engine's JSON.
 
-    None for what is no resume: `load_module_only`, and engines without an optimizer (a reference model).
+    Of what is no resume, `load_module_only` and engines without an optimizer (a reference model), it is the default one.
     """
     policy = asked.asked_policy(settings.resume)
     if module_only or live_kind(engine) == "none":

@@ -8,6 +8,7 @@ import pytest
 from releases import TRAINED
 from stages import CHECKPOINT, FIRST, FORMATS, OVERRIDE, POSITION, SECOND, curve, used
 
+from ds_reshard.cli.main import main
 from ds_reshard.operations import coming_run
 from ds_reshard.resume.megatron_past import rates_of, weight_decay_of
 from ds_reshard.resume.megatron_run import read_run
@@ -81,3 +82,17 @@ def test_without_a_flag_the_refusal_is_told(stages: Any, release: str) -> None:
     same = coming_run(folder, flags=_flags(lr="3e-4", min_lr="3e-5", train_iters="5"), steps=3)
     assert [curve.rates for curve in same.curves] == [same.curves[0].rates] * 3
     assert [one.name for one in coming_run(folder, flags=[*_flags(), CHECKPOINT]).curves] == ["checkpoint", "override"]
+
+
+@pytest.mark.parametrize("kind", ["dist-sharded", "dist-reshardable"])
+def test_other_tools_say_whose_checkpoint_it_is(
+    stages: Any, release: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its `.metadata` is one of torch.distributed.checkpoint, and its keys are no parameters of a state dict."""
+    (folder,) = stages.first(release, FORMATS[kind]).folder.glob("iter_*")
+    for words in (["inspect"], ["verify"], ["fingerprint"], ["plan", "--to", "zero2"]):
+        assert main([words[0], str(folder), *words[1:]]) in (1, 2)
+        told = "".join(capsys.readouterr())
+        what = "".join(told.replace("│", " ").split())
+        assert "acheckpointofMegatron-LM,formattorch_dist" in what and "verify --pickles" in told, told
+    assert main(["verify", "--pickles", str(folder)]) == 0
