@@ -102,7 +102,7 @@ bench: venv
 	$(BIN)/python -m benchmarks
 
 # GPU_PYTHON is an interpreter that has torch >= 2.11 with CUDA; what it lacks is unpacked from the wheels of WHEELS.
-GPU_TESTS := tests/unit/test_cuda_executor.py tests/unit/test_direct.py tests/unit/test_executor_choice.py tests/unit/test_fingerprint.py tests/unit/test_word_kernel.py \
+GPU_TESTS := tests/unit/test_cuda_executor.py tests/unit/test_executor_choice.py tests/unit/test_fingerprint.py tests/unit/test_word_kernel.py \
 	tests/hosts/test_one_rank.py
 GPU_WHEELS := numpy isal safetensors hypothesis attrs sortedcontainers pytest pytest-timeout iniconfig pluggy packaging pygments
 GPU_TAGS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64

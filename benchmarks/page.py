@@ -114,21 +114,6 @@ def spent() -> str:
     return rows_of_table(("tool", "seconds", "user", "system", "read", "written", "page faults"), rows)
 
 
-def shared() -> str:
-    """What several ranks want whole: read by each, or once and passed on."""
-    heads = ("files", "ranks", "each reads", "read once, passed on", "read from the file, off / node")
-    rows: list[Row] = []
-    for _, made in results("share"):
-        for case in made["cases"]:
-            rate, parts = case["rate_mb_s"], [case[name] for name in ("off", "node")]
-            rows.append((
-                f"held to {rate:.0f} MB/s a rank" if rate else "in the page cache", case["ranks"],
-                *(f"{of(part['seconds'], '.2g')} s" for part in parts),
-                " / ".join(_size(part["read_nbytes"]) for part in parts),
-            ))  # fmt: skip
-    return rows_of_table(heads, rows)
-
-
 def readers() -> str:
     """Loads of `torch.distributed.checkpoint`, by its own reader and by ours."""
     rows: list[Row] = []
@@ -211,7 +196,7 @@ def _size(nbytes: float) -> str:
 
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15, "EB": 1e18}
 TABLES: dict[str, Callable[[], str]] = {
-    made.__name__: made for made in (ratios, growth, spent, readers, shared, machines, ranks, resume, parts)
+    made.__name__: made for made in (ratios, growth, spent, readers, machines, ranks, resume, parts)
 }
 
 

@@ -5,8 +5,6 @@ slot's pinned memory and sums them there, and gives the device two pieces of wor
 on one stream, and the dealing out into the buffers on another, which waits for the copy. An event of that second stream
 says when the slot is free again. So one chunk is read while another is copied and a third is dealt out.
 
-Where nobody sums bytes on the host, chunks may also go straight from the file to the scratch memory (`direct`).
-
 Buffers in host memory, and bytes that are read for their checksum alone, are left to the executor of the host.
 """
 
@@ -16,7 +14,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from queue import SimpleQueue
 
@@ -26,8 +23,7 @@ from ds_reshard.containers.crc import crc32
 from ds_reshard.errors import Fault
 from ds_reshard.execution.buffers import TensorTarget
 from ds_reshard.execution.chunks import ROW_NBYTES, Chunk, Named, Run, chunks
-from ds_reshard.execution.device import CudaDevice, Device, Event
-from ds_reshard.execution.direct import DirectFiles, is_better, read_chunk
+from ds_reshard.execution.device import CudaDevice, Device
 from ds_reshard.execution.ports import Outcome, Saw, Slice, Target
 from ds_reshard.execution.reading import OpenFiles, ended_early, read_failed
 from ds_reshard.execution.ring import SMALLEST_NBYTES, Slot, device_failed, ring
@@ -104,7 +100,6 @@ class _Load:
         self._free: SimpleQueue[Slot] = SimpleQueue()
         self._noting, self._giving = threading.Lock(), threading.Lock()
         self._stopped = threading.Event()
-        self._direct: DirectFiles | None = None
 
     def run(self, copies: list[Copy]) -> None:
         """Move the copies; faults are in the outcome."""
@@ -121,7 +116,7 @@ class _Load:
             self._free.put(slot)
         work = list(chunks(copies, len(slots[0].memory), executor.named))
         paths = [run.record.path for chunk in work for run in chunk.runs]
-        with self._straight(work, slots[0], given), OpenFiles(paths, self._outcome) as self._files:
+        with OpenFiles(paths, self._outcome) as self._files:
             left = iter(work)  # next() of a list's iterator is atomic: each thread takes the next chunk
             try:
                 with ThreadPoolExecutor(executor.threads, thread_name_prefix="ds-reshard") as pool:
@@ -129,24 +124,6 @@ class _Load:
                         done.result()
             finally:
                 self._finish(slots, work[-1])
-
-    @contextmanager
-    def _straight(self, work: Sequence[Chunk], slot: Slot, given: Event) -> Iterator[None]:
-        """With what reads straight to the device, where nobody sums on the host, and it is there and better."""
-        executor = self._executor
-        files = None if executor.checksum or executor.saw is not None else executor.device.direct()
-        if files is None:
-            yield
-            return
-        try:
-            with suppress(RuntimeError):  # of the device: the load meets it again, and says where
-                given.synchronize()  # what is read there waits for no stream
-                self._direct = files if is_better(files, work, slot.pinned, slot.scratch) else None
-            yield
-        finally:
-            self._outcome.files_opened += files.files_opened
-            with suppress(Exception):
-                files.close()
 
     def _finish(self, slots: list[Slot], last: Chunk) -> None:
         """Wait for all that the device was given, also for a chunk that it was given in part, as memory ran out."""
@@ -180,8 +157,7 @@ class _Load:
 
     def _carry(self, chunk: Chunk, slot: Slot) -> Fault | None:
         """Read a chunk and give the device its work; a fault of the device ends the load."""
-        direct = self._read_there(chunk, slot.scratch)
-        runs = [run for run in chunk.runs if direct or self._read(run, slot.memory)]
+        runs = [run for run in chunk.runs if self._read(run, slot.memory)]
         shown = self._show(runs, slot)
         how = scattering(runs, chunk.nbytes, self._tensors, INDEX_NUMEL)
         rows = len(how.table[0])
@@ -192,7 +168,7 @@ class _Load:
         table = slot.scratch[behind : behind + ROW_NBYTES * rows].view(torch.int64).view(3, rows)
         with self._giving:
             try:
-                self._copying.run(lambda: _copy(slot, behind if direct else 0, nbytes))
+                self._copying.run(lambda: _copy(slot, nbytes))
                 self._dealing.wait(self._copying.record())
                 try:
                     self._dealing.run(lambda: deal(slot.scratch, how, table, self._tensors))
@@ -224,19 +200,6 @@ class _Load:
                 there([copy for copy, _ in others], [slot.scratch[at : at + copy.nbytes] for copy, at in others])
 
         return tell
-
-    def _read_there(self, chunk: Chunk, scratch: torch.Tensor) -> bool:
-        """Have the device read a chunk itself, if it does; where it cannot, the host reads this one and all others."""
-        files = self._direct
-        if files is None or not read_chunk(files, chunk, scratch):
-            self._direct = None
-            return False
-        for run in chunk.runs:
-            self._files.release(run.record.path)
-        with self._noting:
-            self._outcome.bytes_read += sum(run.nbytes for run in chunk.runs)
-            self._outcome.read_calls += len(chunk.runs)
-        return True
 
     def _read(self, run: Run, memory: memoryview) -> bool:
         """Fill the run's place in `memory`, summing what is still in the processor's cache."""
@@ -277,5 +240,5 @@ def _shown_there(copy: Copy) -> bool:
     return copy.nbytes >= _SHOWN_THERE_NBYTES or copy.dtype is not copy.target_dtype
 
 
-def _copy(slot: Slot, begin: int, end: int) -> None:
-    slot.scratch[begin:end].copy_(slot.pinned[begin:end], non_blocking=True)
+def _copy(slot: Slot, nbytes: int) -> None:
+    slot.scratch[:nbytes].copy_(slot.pinned[:nbytes], non_blocking=True)

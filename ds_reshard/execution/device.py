@@ -7,8 +7,6 @@ from typing import Protocol
 
 import torch
 
-from ds_reshard.execution.direct import DirectFiles, kvikio_files
-
 
 class Event(Protocol):
     """The work that a stream had been given at some moment."""
@@ -51,9 +49,6 @@ class Device(Protocol):
 
     def free_nbytes(self) -> int:
         """Memory of the device that is free."""
-
-    def direct(self) -> DirectFiles | None:
-        """What reads files straight into the device's memory, where there is such a thing."""
 
 
 class CudaStream:
@@ -104,6 +99,3 @@ class CudaDevice:
 
     def free_nbytes(self) -> int:
         return int(torch.cuda.mem_get_info(self._device)[0])
-
-    def direct(self) -> DirectFiles | None:
-        return kvikio_files()

@@ -38,36 +38,15 @@ class Slice:
     crc32: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spared:
-    """What a rank did not read itself, as another rank passed it on."""
-
-    nbytes: int = 0
-    read_calls: int = 0
-    files_opened: int = 0
-
-    def __add__(self, other: Spared) -> Spared:
-        return Spared(
-            nbytes=self.nbytes + other.nbytes,
-            read_calls=self.read_calls + other.read_calls,
-            files_opened=self.files_opened + other.files_opened,
-        )
-
-
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What one rank read. `faults` are I/O errors: the targets are then not to be trusted.
-
-    `missing_nbytes` are bytes that another rank was to pass on and could not read: the faults are in its own outcome.
-    """
+    """What one rank read. `faults` are I/O errors: the targets are then not to be trusted."""
 
     slices: dict[Record, list[Slice]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     bytes_read: int = 0
     read_calls: int = 0
     files_opened: int = 0
-    spared: Spared = field(default_factory=Spared)
-    missing_nbytes: int = 0
 
     def add(self, other: Outcome) -> None:
         """Count what another execution has read as well."""
@@ -77,8 +56,6 @@ class Outcome:
         self.bytes_read += other.bytes_read
         self.read_calls += other.read_calls
         self.files_opened += other.files_opened
-        self.spared += other.spared
-        self.missing_nbytes += other.missing_nbytes
 
 
 class Executor(Protocol):

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 
 from ds_reshard.execution.device import Event
-from ds_reshard.execution.direct import DirectFiles
 
 _POISON = 0xA5
 
@@ -72,9 +71,8 @@ class LateStream:
 class LateDevice:
     """Holds every tensor of the host, unless told otherwise, and counts what it is asked for.
 
-    `memory_nbytes` bounds the scratch memory that it has at a time; `direct_files` reads straight into it, if anything
-    does. `left` is how much work was given and not done; `pinned_nbytes` and `scratch_nbytes` are the most memory that
-    there was at a time.
+    `memory_nbytes` bounds the scratch memory that it has at a time. `left` is how much work was given and not done;
+    `pinned_nbytes` and `scratch_nbytes` are the most memory that there was at a time.
     """
 
     def __init__(
@@ -82,7 +80,6 @@ class LateDevice:
         *,
         memory_nbytes: int = 1 << 62,
         holds: Callable[[torch.Tensor], bool] = lambda tensor: True,
-        direct_files: DirectFiles | None = None,
     ) -> None:
         self.lock = threading.RLock()
         self.left = 0
@@ -90,7 +87,6 @@ class LateDevice:
         self.pinned_nbytes = self.scratch_nbytes = 0
         self._memory_nbytes = memory_nbytes
         self._holds = holds
-        self._direct_files = direct_files
         self._in_use = {"pinned": 0, "scratch": 0}
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -119,9 +115,6 @@ class LateDevice:
 
     def free_nbytes(self) -> int:
         return self._memory_nbytes - self._in_use["scratch"]
-
-    def direct(self) -> DirectFiles | None:
-        return self._direct_files
 
     def _made(self, kind: str, nbytes: int) -> torch.Tensor:
         made = torch.full((nbytes,), _POISON, dtype=torch.uint8)

@@ -16,7 +16,7 @@ HELD: dict[str, Callable[[torch.Tensor], bool]] = {
 }
 
 
-def load_there(run: Run, model: Model, folder: str, held: str, harm: str = "", share: str = "off") -> dict[str, Any]:
+def load_there(run: Run, model: Model, folder: str, held: str, harm: str = "") -> dict[str, Any]:
     """`load_proved`, with the buffers of a kind on the device; that of the last rank may have no memory, or fail."""
     from ds_reshard.execution import choice, cuda
     from ds_reshard.testing.late_device import LateDevice
@@ -30,5 +30,5 @@ def load_there(run: Run, model: Model, folder: str, held: str, harm: str = "", s
 
     deal = failing if harm == "kernel" and last else cuda.deal
     with mock.patch.object(choice, "gpu_of", lambda targets: device), mock.patch.object(cuda, "deal", deal):
-        told = load_proved(run, model, folder, share=share)
+        told = load_proved(run, model, folder)
     return {**told, "scratch_nbytes": device.scratch_nbytes}

@@ -25,13 +25,13 @@ def save_as(run: Run, model: Model, folder: str, to: str) -> dict[str, Any]:
 
 
 def load_proved(
-    run: Run, model: Model, folder: str, harm: str = "", custom: bool = False, share: str = "off", **arguments: Any
+    run: Run, model: Model, folder: str, harm: str = "", custom: bool = False, **arguments: Any
 ) -> dict[str, Any]:
     """Load with `"verify": "fingerprint"`, after `harm` was arranged on the last rank: what was proved, or raised."""
     import ds_reshard
     from ds_reshard.hosts.deepspeed import load as host
 
-    section = {"ds_reshard": {"reshard": {"verify": "fingerprint", "share_reads": share}}}
+    section = {"ds_reshard": {"reshard": {"verify": "fingerprint"}}}
     run = Run(run.stage, run.dp, run.dtype, run.options, {**run.config, **section})
     engine = jobs.build(run, model, seed=99)
     if custom:
@@ -54,7 +54,6 @@ def load_proved(
         told["unproved"] = proof.unproved
     report = ds_reshard.last_report()
     told["row"] = report["fingerprints"].used if report is not None and torch.distributed.get_rank() == 0 else None
-    told["shared"] = [row.used for row in report.rows if row.name == "shared reads"] if report is not None else []
     told["contents"] = jobs.contents(engine)
     return told
 

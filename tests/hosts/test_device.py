@@ -22,23 +22,18 @@ MODEL = Model(groups=2, frozen=True, batchnorm=True, tied=True)
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "held", "share"),
+    ("source", "target", "held"),
     [
-        (Run(1, 2), Run(3, 3), "all", "off"),
-        (Run(3, 2), Run(1, 2), "all", "off"),
-        (Run(1, 2), Run(2, 3), "weights", "off"),
-        (Run(1, 2), Run(2, 3), "all", "node"),
+        (Run(1, 2), Run(3, 3), "all"),
+        (Run(3, 2), Run(1, 2), "all"),
+        (Run(1, 2), Run(2, 3), "weights"),
     ],
     ids=str,
 )
-def test_buffers_on_a_device_hold_the_same_bits(
-    worlds: Any, saves: Saves, source: Run, target: Run, held: str, share: str
-) -> None:
+def test_buffers_on_a_device_hold_the_same_bits(worlds: Any, saves: Saves, source: Run, target: Run, held: str) -> None:
     """Masters, states and weights, all there or the weights alone (CPU offload), proved and compared."""
     folder, saved = saves(source, MODEL)
-    there = worlds[target.dp].run(
-        "device_jobs.load_there", run=target, model=MODEL, folder=str(folder), held=held, share=share
-    )
+    there = worlds[target.dp].run("device_jobs.load_there", run=target, model=MODEL, folder=str(folder), held=held)
     here = worlds[target.dp].run("fingerprint_jobs.load_proved", run=target, model=MODEL, folder=str(folder))
     assert all(rank["error"] is None and rank["scratch_nbytes"] for rank in there)
     assert [rank["proved"] for rank in there] == [rank["proved"] for rank in here]

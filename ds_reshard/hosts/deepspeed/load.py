@@ -193,7 +193,6 @@ def _load_directly(
     agree(faults, subject=f"loading {folder}", cause=cause)
     restore_use(engine)
     resume.proof = str(moved.proof) if moved.proof is not None else None
-    resume.shared = moved.shared
     _log(prepared, moved, time.perf_counter() - started)
     return prepared.model.path, client
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,6 @@ from ds_reshard.hosts.deepspeed.masters import masters_against_weights, masters_
 from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.hosts.deepspeed.prove import Proof, place, prove, seen_by
 from ds_reshard.hosts.deepspeed.settings import Settings
-from ds_reshard.hosts.deepspeed.share import sharing, told_of
 from ds_reshard.hosts.deepspeed.wants import EXTRA_STATE
 
 if TYPE_CHECKING:
@@ -34,16 +33,12 @@ logger = logging.getLogger("ds_reshard")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """What one rank's load read: bytes, system calls, files; the proof of it where one was asked for.
-
-    `shared` says what ranks passed on to each other, None where nobody asked for it.
-    """
+    """What one rank's load read: bytes, system calls, files; the proof of it where one was asked for."""
 
     bytes_read: int
     read_calls: int
     files: tuple[str, ...]
     proof: Proof | None
-    shared: str | None
 
 
 def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings: Settings) -> Moved:
@@ -53,9 +48,7 @@ def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings
     agree(faults, subject=subject, cause=cause)
     assert begun is not None
     witness, targets, executor = begun
-    saw = witness.saw if witness is not None else None
-    with sharing(executor, prepared, settings, saw=saw, subject=subject) as reading:
-        outcome, faults, cause = attempt(lambda: reading.execute(prepared.plan, targets))
+    outcome, faults, cause = attempt(lambda: executor.execute(prepared.plan, targets))
     outcome = outcome or Outcome()
     bare = sum(record.crc32 is None for record in outcome.slices)
     if bare:
@@ -70,12 +63,12 @@ def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings
     if sums is not None:
         pending, mismatched = sums
         faults += mismatched
-    told = gather((faults, pending, _replica(engine, prepared), outcome.spared))
-    everyone = [fault for of_rank, _, _, _ in told for fault in of_rank]
     mine = _replica(engine, prepared)
-    combined, again = combine([sums if replica == mine else [] for _, sums, replica, _ in told])
+    told = gather((faults, pending, mine))
+    everyone = [fault for of_rank, _, _ in told for fault in of_rank]
+    combined, again = combine([sums if replica == mine else [] for _, sums, replica in told])
     if not everyone:
-        combined += [*read_again([record for record, at in again.items() if at == rank()]), *_unread(outcome, subject)]
+        combined += read_again([record for record, at in again.items() if at == rank()])
     agree([*faults, *(combined if not everyone else [])], subject=subject, cause=cause or failed)
     late, faults, cause = attempt(lambda: _settle_model(engine, prepared, request, settings))
     agree([*faults, *(late or [])], subject=subject, cause=cause)
@@ -84,20 +77,8 @@ def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings
     _, faults, cause = attempt(lambda: _settle_masters(engine, prepared, request))
     agree(faults, subject=subject, cause=cause)
     proof = prove(engine, prepared, witness, unproved=_unproved(engine, prepared, request)) if witness else None
-    shared = told_of(settings, [spared for _, _, _, spared in told])
     files = prepared.plan.files
-    return Moved(bytes_read=outcome.bytes_read, read_calls=outcome.read_calls, files=files, proof=proof, shared=shared)
-
-
-def _unread(outcome: Outcome, subject: str) -> Iterator[Fault]:
-    """What another rank could not pass on, though none has said why: nothing may be left out in silence."""
-    if outcome.missing_nbytes:
-        yield Fault(
-            error="InternalError",
-            where=subject,
-            what=f"{outcome.missing_nbytes} bytes were not passed on to rank {rank()}",
-            mend='load again with "reshard": {"share_reads": "off"}',
-        )
+    return Moved(bytes_read=outcome.bytes_read, read_calls=outcome.read_calls, files=files, proof=proof)
 
 
 def _unproved(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> frozenset[str]:

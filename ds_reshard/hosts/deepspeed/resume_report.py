@@ -77,7 +77,6 @@ def report(engine: DeepSpeedEngine, own: Own, beside: Beside | None) -> ResumeRe
             because="this run",
         ),
         *_found("fingerprints", own.last.proof, '"verify": "fingerprint"'),
-        *_found("shared reads", own.last.shared, '"share_reads"'),
     ]  # fmt: skip
     warnings = batch_size_warning(saved.train_batch_size, batch)
     if not policy.keeps_iteration and not policy.finetune:

@@ -35,7 +35,7 @@ Result = tuple[object, object]
 def policy_of(engine: DeepSpeedEngine, settings: Settings, *, module_only: bool) -> ResumePolicy:
     """The policy of this process and of this engine's JSON.
 
-    Of what is no resume, `load_module_only` and engines without an optimizer (a reference model), it is the default one.
+    The default one for what is no resume: `load_module_only`, and engines without an optimizer (a reference model).
     """
     policy = asked.asked_policy(settings.resume)
     if module_only or live_kind(engine) == "none":
@@ -62,7 +62,6 @@ class Resume:
         self.asked = request
         self.request = resume.narrowed(request, policy)
         self.proof: str | None = None
-        self.shared: str | None = None
         self._engine = engine
         self._saved: Saved | None = None
         self._beside: resume.Beside | None = None
@@ -155,9 +154,7 @@ class Resume:
 
     def _last(self, saved: Saved) -> resume.Last:
         request, iteration = replace(self.request, custom_load_fn=None), self._engine.global_steps
-        return resume.Last(
-            policy=self.policy, saved=saved, request=request, iteration=iteration, proof=self.proof, shared=self.shared
-        )
+        return resume.Last(policy=self.policy, saved=saved, request=request, iteration=iteration, proof=self.proof)
 
     def _report(self) -> None:
         made = report(self._engine, resume.own_values(self._engine), self._beside)

@@ -13,10 +13,10 @@ from ds_reshard.resume.policy import Given, from_json
 
 SECTION = "ds_reshard"
 _TOP = ("enabled", "reshard", "resume", "trust", "accelerate")
-_RESHARD = ("always", "threads", "memory_mib", "device", "verify", "share_reads")
+_RESHARD = ("always", "threads", "memory_mib", "device", "verify")
+_DROPPED = {"share_reads": "0.1.0"}
 _DEVICES = ("auto", "cpu", "cuda")
 _VERIFY = ("crc32", "fingerprint", "off")
-_SHARE_READS = ("off", "node", "all")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +25,9 @@ class Settings:
 
     `always` takes the direct path on an unchanged layout too; `threads` and `memory_mib` bound the
     reading; `device` is where bytes for a GPU are cut and cast, "auto", "cpu" or "cuda"; `verify` is "crc32",
-    "fingerprint" or "off"; `share_reads` says which ranks pass on to each other what all of them want, "off", "node" or
-    "all"; `trust` names classes ("module.Class") that may be built when they occur in `client_state`; `resume` is what
-    the section says of the resume policy; `clock` is who steps a scheduler that accelerate prepares, None where the
-    section does not say.
+    "fingerprint" or "off"; `trust` names classes ("module.Class") that may be built when they occur in `client_state`;
+    `resume` is what the section says of the resume policy; `clock` is who steps a scheduler that accelerate prepares,
+    None where the section does not say.
     """
 
     enabled: bool = True
@@ -37,7 +36,6 @@ class Settings:
     memory_mib: int = 64
     device: str = "auto"
     verify: str = "crc32"
-    share_reads: str = "off"
     trust: frozenset[str] = frozenset()
     resume: Given = field(default_factory=lambda: from_json({}))
     clock: str | None = None
@@ -75,7 +73,6 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
     memory_mib = reshard.get("memory_mib", 64)
     device = reshard.get("device", "auto")
     verify = reshard.get("verify", "crc32")
-    share_reads = reshard.get("share_reads", "off")
     trust = section.get("trust", [])
     for key, value in (("enabled", enabled), ("reshard.always", always)):
         if not isinstance(value, bool):
@@ -83,8 +80,7 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
     for key, value, low, high in (("threads", threads, 1, 256), ("memory_mib", memory_mib, 1, 1 << 20)):
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             faults.append(wrong_value(f"{SECTION}.reshard.{key}", f"a whole number from {low} to {high}", value))
-    chosen = (("device", device, _DEVICES), ("verify", verify, _VERIFY), ("share_reads", share_reads, _SHARE_READS))
-    for key, value, allowed in chosen:
+    for key, value, allowed in (("device", device, _DEVICES), ("verify", verify, _VERIFY)):
         if value not in allowed:
             faults.append(
                 wrong_value(f"{SECTION}.reshard.{key}", "one of " + ", ".join(f'"{v}"' for v in allowed), value)
@@ -94,16 +90,16 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
     raise_faults(faults, subject="DeepSpeed config")
     return Settings(
         enabled=enabled, always=always, threads=threads, memory_mib=memory_mib, device=device, verify=verify,
-        share_reads=share_reads, trust=frozenset(trust), resume=from_json(section.get("resume", {})),
+        trust=frozenset(trust), resume=from_json(section.get("resume", {})),
         clock=clock_in(config),
     )  # fmt: skip
 
 
-def _unknown(section: str, key: object, allowed: tuple[str, ...]) -> Fault:
+def _unknown(section: str, key: str, allowed: tuple[str, ...]) -> Fault:
     return Fault(
         error="ConfigError",
         where=f"{section}.{key}",
-        what="is not a setting",
+        what=f"was dropped in {_DROPPED[key]}" if key in _DROPPED else "is not a setting",
         expected=f"one of {', '.join(allowed)}",
         found=repr(key),
         mend=f'remove or correct "{key}" in the "{SECTION}" section of the DeepSpeed JSON',
