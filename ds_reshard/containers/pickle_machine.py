@@ -222,7 +222,7 @@ class PickleMachine:
             what = f"calls {shown_call(function, args, kwargs)}, which is not how it is saved"
             self.find(byte, function, what, called=True)
         elif allowed.nested:
-            self._hand_over(args, byte, surely=function.module == "torch.storage")
+            self._hand_over(args, byte, surely=allowed.nested == "opened")
 
     def give_state(self, target: ObjectRecord, state: object, byte: int) -> None:
         """See that an object may be given this state: BUILD calls `__setstate__`, and sets attributes of any name."""

@@ -28,6 +28,7 @@ __all__ = [
     "rules_in_force",
     "trust",
     "trust_faults",
+    "trust_in",
     "trusted",
     "trusting",
 ]
@@ -104,6 +105,13 @@ def trust(names: Iterable[str]) -> None:
 def trusted(*more: Iterable[str]) -> frozenset[str]:
     """What this process trusts, together with `more` (a host's own configuration)."""
     return frozenset(_TRUSTED_ALWAYS).union(*more)
+
+
+def trust_in(config: object) -> list[str]:
+    """What the "ds_reshard" section of a DeepSpeed JSON trusts; its mistakes are told where the section is parsed."""
+    section = config.get("ds_reshard") if isinstance(config, Mapping) else None
+    names = section.get("trust") if isinstance(section, Mapping) else None
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def trust_faults(where: str, names: object) -> list[Fault]:

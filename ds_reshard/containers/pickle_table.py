@@ -23,6 +23,7 @@ __all__ = ["ALLOWED", "TRUSTED", "Allowed", "Args", "is_enum", "plain_state", "r
 
 Args = tuple[object, ...]
 Items = Literal["", "list", "pairs", "both"]
+Nested = Literal["", "opened", "held"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +34,8 @@ class Allowed:
     with what; `items` is APPENDS or SETITEMS. `value` is to stand in a list, a state or any other value: what is only
     called must not, because Python would call it where an object has an attribute of the right name. `callee_at` is the
     place of the one argument that is itself called. Bytes that are handed to a `nested` name are read as a pickle of
-    their own. `keywords` allows keywords, and attributes of any name. `enum` is the class of an enum. `reason` says why
-    it is harmless, or who saves it.
+    their own: it opens them as one, or holds them for what may. `keywords` allows keywords, and attributes of any name.
+    `enum` is the class of an enum. `reason` says why it is harmless, or who saves it.
     """
 
     reason: str
@@ -44,7 +45,7 @@ class Allowed:
     items: Items = ""
     value: bool = False
     callee_at: int = -1
-    nested: bool = False
+    nested: Nested = ""
     keywords: bool = False
     enum: bool = False
     fits: Callable[[Args, PickleRules], bool] | None = None
@@ -289,7 +290,7 @@ def _allow(
     items: Items = "",
     value: bool = False,
     callee_at: int = -1,
-    nested: bool = False,
+    nested: Nested = "",
     fits: Callable[[Args, PickleRules], bool] | None = None,
     fits_state: Callable[[object], bool] | None = None,
 ) -> None:
@@ -345,7 +346,7 @@ for _module in ("pathlib", "pathlib._local"):  # where Python 3.13 has them
         value=True,
     )
 for _module in ("io", "_io"):
-    _allow(_module, "BytesIO", "holds bytes; a pickle in it is read as well", new=True, state=True, nested=True,
+    _allow(_module, "BytesIO", "holds bytes; a pickle in it is read as well", new=True, state=True, nested="held",
            fits=_literal)  # fmt: skip
     _allow(_module, "StringIO", "holds text", call=True, new=True, state=True)
 _allow("operator", "itemgetter", "an index or a key", fits=_words)
@@ -396,7 +397,7 @@ _allow("torch._utils", "_rebuild_parameter_with_state", _TENSOR, fits=_with_stat
 _allow("torch._utils", "_rebuild_wrapper_subclass", _TENSOR, fits=_wrapper)
 for _module in ("torch._tensor", "torch.tensor"):  # torch.load reads the second as the first
     _allow(_module, "_rebuild_from_type_v2", "a tensor of a class that torch has", fits=_retyped, callee_at=0)
-_allow("torch.storage", "_load_from_bytes", "a file of torch.save, which is read as well", nested=True,
+_allow("torch.storage", "_load_from_bytes", "a file of torch.save, which is read as well", nested="opened",
        fits=_one_literal)  # fmt: skip
 
 # torch.distributed: DTensors, and the directory of torch.distributed.checkpoint.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 from ds_reshard.hooks import Function, HostHooks, Patch
@@ -40,6 +39,7 @@ def refuse_unsafe_checkpoint(trainer: Trainer, wanted: object) -> None:
     """Raise UnsafePickle on every rank where anything below the checkpoint's folder acts. Collective."""
     from transformers.trainer_utils import get_last_checkpoint
 
+    from ds_reshard.containers.pickle_rules import trust_in
     from ds_reshard.operations.pickles import refuse_unsafe_folder
 
     if wanted is True:
@@ -48,9 +48,7 @@ def refuse_unsafe_checkpoint(trainer: Trainer, wanted: object) -> None:
         return
     folder = os.fspath(wanted)  # type: ignore[call-overload]
     config = getattr(getattr(trainer.args, "hf_deepspeed_config", None), "config", None)
-    section = config.get("ds_reshard") if isinstance(config, Mapping) else None
-    names = section.get("trust", []) if isinstance(section, Mapping) else []
-    refuse_unsafe_folder(folder, trust=names, unread=ARGUMENTS)
+    refuse_unsafe_folder(folder, trust=trust_in(config), unread=ARGUMENTS)
 
 
 HOOKS = HostHooks(

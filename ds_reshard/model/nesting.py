@@ -28,6 +28,7 @@ LEAVES = frozenset(
 
 _NDIM = 64  # of a tensor, at most; counting more of them anew wherever they are shared would not be linear
 _UNITS = frozenset({float, bool, type(None), complex, slice, range})
+_LIGHT = _UNITS | {str, list, tuple, dict, ObjectRecord}
 
 
 def children(value: object) -> Iterator[object]:
@@ -55,7 +56,7 @@ def out_of_bounds(value: object, *, depth: int, parts: int) -> str | None:
     pairs are a million million. Long texts count by their length, and an object is one part of what holds it: it is
     told by its class. The sizes of the parts are kept, so the walk is linear. A cycle counts once around.
     """
-    if type(value) in LEAVES:
+    if type(value) in LEAVES or _surely_within(value, depth, parts >> 4):
         return None
     known: dict[int, tuple[int, int]] = {id(value): (0, 0)}  # height and size; of a part being walked, none yet
     path: list[tuple[object, Iterator[object]]] = [(value, children(value))]
@@ -97,6 +98,30 @@ def out_of_bounds(value: object, *, depth: int, parts: int) -> str | None:
                 above = reached[-1]
                 reached[-1] = max(above[0], height + 1), above[1] + told
     return None
+
+
+def _surely_within(value: object, depth: int, parts: int) -> bool:
+    """Whether the value is within the bounds however often its parts are shared: looked at level by level, each part
+    as often as it is reached. What nobody shares much is done with that in half the time.
+    """
+    level = [value]
+    for _ in range(depth):
+        inner: list[object] = []
+        for part in level:
+            if type(part) is dict:
+                inner += part
+                inner += part.values()
+            else:
+                inner += part if type(part) is tuple or type(part) is list else children(part)
+            if len(inner) > parts:
+                return False
+        parts -= len(inner) + sum([len(child) >> 3 for child in inner if type(child) is str])
+        if not _LIGHT.issuperset(map(type, inner)):
+            parts -= sum([_weight(child) for child in inner if type(child) not in _LIGHT])
+        level = [child for child in inner if type(child) not in LEAVES]
+        if not level:
+            return parts >= 0
+    return False
 
 
 def _weight(value: object) -> int:

@@ -57,10 +57,20 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, list[Fault], Exception | N
 
 
 def agree(
-    faults: Iterable[Fault], *, subject: str, cause: Exception | None = None, group: ProcessGroup | None = None
+    faults: Iterable[Fault], group: ProcessGroup | None = None, *, subject: str, cause: Exception | None = None
 ) -> None:
     """Raise the same error on every rank when any rank has a fault. Collective."""
+    raise_caused(of_all(faults, group), subject=subject, cause=cause)
+
+
+def of_all(faults: Iterable[Fault], group: ProcessGroup | None = None) -> list[Fault]:
+    """What any rank has found, on every rank. Collective."""
+    return [fault for of_rank in gather(list(faults), group) for fault in of_rank]
+
+
+def raise_caused(faults: Iterable[Fault], *, subject: str, cause: Exception | None) -> None:
+    """Raise what all ranks know already, from this rank's own exception where it has one."""
     try:
-        raise_faults([fault for of_rank in gather(list(faults), group) for fault in of_rank], subject=subject)
+        raise_faults(faults, subject=subject)
     except ReshardError as error:
         raise error from cause

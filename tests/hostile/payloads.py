@@ -37,7 +37,9 @@ def _statement(command: str) -> bytes:
     return text(f"__import__('posix').system({command!r})")
 
 
-class _Attack:
+class Attack:
+    """A value that pickle writes as a call of the shell."""
+
     def __init__(self, command: str) -> None:
         self.command = command
 
@@ -50,7 +52,7 @@ class _Attack:
 def _saved(command: str) -> bytes:
     """A file of torch.save that acts."""
     stream = io.BytesIO()
-    torch.save([1, _Attack(command)], stream)
+    torch.save([1, Attack(command)], stream)
     return stream.getvalue()
 
 
@@ -114,7 +116,7 @@ ACTING: dict[str, tuple[Payload, str]] = {
         "posix.system",
     ),
     "pickle.loads": (
-        lambda c: call("_pickle", "loads", _bytes(pickle.dumps(_Attack(c), 2))) + b"0",
+        lambda c: call("_pickle", "loads", _bytes(pickle.dumps(Attack(c), 2))) + b"0",
         "_pickle.loads",
     ),
     "functools.partial": (

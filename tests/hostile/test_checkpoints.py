@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from payloads import Attack
 
 from ds_reshard.cli.main import main
 from ds_reshard.containers.pickle_rules import ALLOW_ALL
@@ -289,13 +290,9 @@ def test_a_parameter_of_any_name_stays_in_the_output(tmp_path: Path, name: str, 
 def test_what_torch_would_run_is_refused_by_each_command(damaged: Callable[..., Path], tmp_path: Path) -> None:
     """One call of os.system deep inside the user's own state."""
 
-    class Attack:
-        def __reduce__(self) -> tuple[object, ...]:
-            return os.system, (f"touch {tmp_path}/pwned",)
-
     folder = damaged("torch", "latest", TAG.encode())
     content = torch.load(folder / TAG / MODEL, weights_only=False)
-    content["user"] = [{"deep": (Attack(),)}]
+    content["user"] = [{"deep": (Attack(f"touch {tmp_path}/pwned"),)}]
     torch.save(content, folder / TAG / MODEL)
     for found in (verify(str(folder)), inspect(str(folder))):
         assert {fault.error for fault in found.faults} == {"UnsafePickle"}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from archives import rebuilt
-from payloads import ACTING, before, put_before, twice
+from payloads import ACTING, Attack, before, put_before, twice
 
 from ds_reshard.cli.main import main
 from ds_reshard.operations import Options, convert
@@ -28,16 +28,6 @@ from zero_builder import TAG, Built, write
 BUILT = Built(groups=((("first", (5, 3)), ("second", (4,))), (("third", (3,)),)), config={"bf16": {"enabled": True}})
 MODEL = "mp_rank_00_model_states.pt"
 OPTIM = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-
-
-class Attack:
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[object, ...]:
-        import posix
-
-        return posix.system, (f"touch {self.mark}",)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +47,7 @@ def _value(name: str, change: Callable[[dict[str, Any], Any], object]) -> Callab
     def run(folder: Path, mark: Path) -> None:
         path = folder / TAG / name
         content = torch.load(path, weights_only=False)
-        change(content, Attack(mark))
+        change(content, Attack(f"touch {mark}"))
         torch.save(content, path)
 
     return run
@@ -198,13 +188,13 @@ def test_files_beside_are_searched(copied: Path, tmp_path: Path, capsys: pytest.
     """In the tag's folder, and in the folder above it, where a trainer keeps its own; not in other tags."""
     mark = tmp_path / "ran"
     for place in (copied / "rng_state_0.pth", copied / TAG / "notes.bin"):
-        torch.save({"states": Attack(mark)}, place)
+        torch.save({"states": Attack(f"touch {mark}")}, place)
         for words in (("inspect",), ("verify",)):
             status, told = run(capsys, *words, copied, "--json")
             assert status == 1 and [fault["where"] for fault in json.loads(told)["faults"]] == [str(place)]
         place.unlink()
     (copied / "other_tag").mkdir()
-    torch.save(Attack(mark), copied / "other_tag" / "x.pt")
+    torch.save(Attack(f"touch {mark}"), copied / "other_tag" / "x.pt")
     assert run(capsys, "inspect", copied)[0] == 0
     assert run(capsys, "verify", "--pickles", copied)[0] == 1
     assert not mark.exists()

@@ -21,7 +21,7 @@ from saves import UNIVERSAL, Saves, Universals
 sys.path.insert(0, str(Path(__file__).parents[1] / "hostile"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
 import nanotron_builder
-from payloads import ACTING, before, put_before, twice
+from payloads import ACTING, Attack, before, put_before, twice
 
 pytestmark = [pytest.mark.distributed, pytest.mark.acts]
 
@@ -29,16 +29,6 @@ MODEL = Model(groups=2)
 TAG = "global_step3"
 ALWAYS = {"ds_reshard": {"reshard": {"always": True}}}
 Harm = Callable[[Path, Path], None]
-
-
-class Attack:
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[object, ...]:
-        import posix
-
-        return posix.system, (f"touch {self.mark}",)
 
 
 def prefix(payload: str = "thrown away") -> Harm:
@@ -53,13 +43,13 @@ def two(path: Path, mark: Path) -> None:
 def key(path: Path, mark: Path) -> None:
     """An entry of the file beside those that DeepSpeed reads."""
     content = torch.load(path, weights_only=False)
-    content["extra"] = Attack(mark)
+    content["extra"] = Attack(f"touch {mark}")
     torch.save(content, path)
 
 
 def config(path: Path, mark: Path) -> None:
     content = torch.load(path, weights_only=False)
-    content["ds_config"] = {**(content.get("ds_config") or {}), "extra": Attack(mark)}
+    content["ds_config"] = {**(content.get("ds_config") or {}), "extra": Attack(f"touch {mark}")}
     torch.save(content, path)
 
 

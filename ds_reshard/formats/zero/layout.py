@@ -37,6 +37,11 @@ def flat_offsets(shapes: Mapping[str, Shape], gaps: Sequence[int] | None) -> tup
     return offsets, at
 
 
+def flat_numel(shapes: Mapping[str, Shape], gaps: Sequence[int] | None) -> int:
+    """Elements of a flat group, its gaps with them and the final padding without."""
+    return sum(map(prod, shapes.values())) + sum(gaps or ())
+
+
 def flat_group(
     shapes: Mapping[str, Shape],
     gaps: Sequence[int] | None,

@@ -18,6 +18,7 @@ from ds_reshard.formats.zero.checkpoint import OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.layout import (
     chunk_numel,
     flat_group,
+    flat_numel,
     flat_offsets,
     partition_numel,
     sub_group,
@@ -54,7 +55,7 @@ class Flat:
     @cached_property
     def numel(self) -> int:
         """Elements of all of it, without padding."""
-        return flat_offsets(self.shapes, None)[1]
+        return flat_numel(self.shapes, None)
 
     def padded(self, dp: int, *, zero3: bool) -> int:
         """Elements of each rank's share."""

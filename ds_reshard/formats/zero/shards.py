@@ -9,7 +9,7 @@ from math import prod
 from ds_reshard.errors import Fault, damaged, fail, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, kinds_of
 from ds_reshard.formats.zero.crosscheck import abridged
-from ds_reshard.formats.zero.layout import flat_offsets, partition_numel, sub_group_numel
+from ds_reshard.formats.zero.layout import flat_numel, partition_numel, sub_group_numel
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
 from ds_reshard.formats.zero.universal import BUFFER, check_tensor
@@ -135,7 +135,7 @@ class ZeroShards:
         if optim.kind == "zero3":
             padded = used = sub_group_numel(shapes, checkpoint.dp)
         else:
-            total = flat_offsets(shapes, partition.alignment)[1]
+            total = flat_numel(shapes, partition.alignment)
             padded = partition_numel(total, checkpoint.dp)
             used = min(padded, max(0, total - shard * padded))
         allowed = {"zero": {used}, "bf16": {padded}, "zero3": {padded}}[optim.kind]

@@ -31,11 +31,11 @@ from ds_reshard.hosts.accelerate.given import (
 )
 from ds_reshard.hosts.accelerate.metric import SchedulerOfAMetric
 from ds_reshard.hosts.accelerate.placeholder import LateOptimizer
-from ds_reshard.hosts.accelerate.ranks import everyone
 from ds_reshard.hosts.accelerate.rules import examine
 from ds_reshard.hosts.accelerate.running import is_the_scripts
 from ds_reshard.hosts.accelerate.several import trains_alone
 from ds_reshard.hosts.accelerate.tracked import track
+from ds_reshard.operations.ranks import of_all
 from ds_reshard.resume.clock import ACCELERATE, ENGINE, clock_in
 
 if TYPE_CHECKING:
@@ -175,4 +175,4 @@ def _track_own(accelerator: Accelerator, engine: DeepSpeedEngine) -> None:
 
 def _raise_together(faults: Iterable[Fault]) -> None:
     """Raise the same error on every rank when any rank has a fault. Collective."""
-    raise_faults([fault for of_rank in everyone(list(faults)) for fault in of_rank], subject="accelerator.prepare")
+    raise_faults(of_all(faults), subject="accelerator.prepare")

@@ -17,10 +17,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard import hosts
+from ds_reshard.containers.pickle_rules import trust_in
 from ds_reshard.errors import Fault, HookError, raise_faults
-from ds_reshard.hosts.accelerate.ranks import everyone
 from ds_reshard.hosts.accelerate.tracked import Tracked, began, tracked
 from ds_reshard.operations.pickles import refuse_unsafe_folder
+from ds_reshard.operations.ranks import gather
 from ds_reshard.resume import asked, schedulers
 from ds_reshard.resume.clock import ACCELERATE, CLOCKS, ENGINE
 from ds_reshard.resume.policy import ResumePolicy, from_json
@@ -61,7 +62,7 @@ def save_state(accelerator: Accelerator, original: Callable[[], object]) -> obje
         with open(f"{path}.part", "w", encoding="utf-8") as file:
             json.dump(record, file)
         os.replace(f"{path}.part", path)
-    everyone(None)
+    gather(None)
     return location
 
 
@@ -88,7 +89,7 @@ def load_state(
     where = folder if folder is not None else _latest(accelerator)
     mine, policy = tracked(accelerator), _policy(accelerator)
     _insist(policy)
-    saved = everyone(_saved_clock(where))[0] if mine is not None and where is not None else Saved()
+    saved = gather(_saved_clock(where))[0] if mine is not None and where is not None else Saved()
     if mine is None or saved.clock in (None, mine.clock):
         result = original()
     else:
@@ -109,9 +110,7 @@ def refuse_unsafe_state(accelerator: Accelerator, folder: str | os.PathLike[str]
     if where is None:
         return
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    section = (getattr(plugin, "deepspeed_config", None) or {}).get("ds_reshard")
-    names = section.get("trust", []) if isinstance(section, Mapping) else []
-    refuse_unsafe_folder(where, trust=names)
+    refuse_unsafe_folder(where, trust=trust_in(getattr(plugin, "deepspeed_config", None)))
 
 
 def _translated(
@@ -261,7 +260,7 @@ def _agree_on_step(accelerator: Accelerator, where: str | None) -> None:
     if where is None:
         return
     own = os.path.exists(os.path.join(where, f"random_states_{accelerator.process_index}.pkl"))
-    told = everyone((own, accelerator.step))
+    told = gather((own, accelerator.step))
     loaded = [step for there, step in told if there]
     if not own and loaded:
         accelerator.step = loaded[0]

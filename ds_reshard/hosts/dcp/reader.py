@@ -6,7 +6,7 @@ import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -30,12 +30,12 @@ from ds_reshard.hosts.dcp.names import Entry, GroupValue, Own, Stored, entries
 from ds_reshard.hosts.dcp.planner import off_mesh
 from ds_reshard.model.uncollected import uncollected
 from ds_reshard.operations.finding import find_listing
+from ds_reshard.operations.ranks import gather, of_all
 from ds_reshard.operations.source import Source
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-T = TypeVar("T")
 _SUBJECT = "torch.distributed.checkpoint"
 
 
@@ -192,7 +192,7 @@ class Reader(StorageReader):
         if self._group is None:
             raise_faults(faults, subject=_SUBJECT)
             return
-        everyone = self._gathered((faults, pending))
+        everyone = gather((faults, pending), self._group)
         combined, again = combine([sums for _, sums in everyone])
         rank = torch.distributed.get_rank(self._group)
         found = [fault for of_rank, _ in everyone for fault in of_rank] + combined
@@ -200,15 +200,7 @@ class Reader(StorageReader):
 
     def _agree(self, faults: Sequence[Fault]) -> None:
         """Raise where a rank has faults: on every rank of the group, else on this one, for torch to tell the others."""
-        found = list(faults)
-        if self._group is not None:
-            found = [fault for of_rank in self._gathered(found) for fault in of_rank]
-        raise_faults(found, subject=_SUBJECT)
-
-    def _gathered(self, value: T) -> list[T]:
-        values: list[T] = [value] * torch.distributed.get_world_size(self._group)
-        torch.distributed.all_gather_object(values, value, group=self._group)
-        return values
+        raise_faults(faults if self._group is None else of_all(faults, self._group), subject=_SUBJECT)
 
 
 def _told(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:

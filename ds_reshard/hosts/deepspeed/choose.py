@@ -9,7 +9,6 @@ from ds_reshard.errors import Fault
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
 from ds_reshard.formats.zero.shards import ZeroShards
-from ds_reshard.hosts.deepspeed.agree import attempt, gather, raise_caused
 from ds_reshard.hosts.deepspeed.compare import same_layout
 from ds_reshard.hosts.deepspeed.entries import Request, scheduler_faults
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer
@@ -17,6 +16,7 @@ from ds_reshard.hosts.deepspeed.look import Found
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.index import Index
 from ds_reshard.operations.pickles import scan_files
+from ds_reshard.operations.ranks import attempt, gather, raise_caused
 from ds_reshard.resume.policy import ResumePolicy
 
 if TYPE_CHECKING:

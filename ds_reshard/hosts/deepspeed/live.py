@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault
-from ds_reshard.formats.zero.layout import flat_offsets, partition_numel, sub_group_numel
+from ds_reshard.formats.zero.layout import flat_numel, partition_numel, sub_group_numel
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ class LiveOptimizer:
             elif self.replicated:
                 expected = sum(prod(shape) for shape in buffer.shapes.values())
             else:
-                expected = partition_numel(flat_offsets(buffer.shapes, buffer.gaps)[1], self.dp)
+                expected = partition_numel(flat_numel(buffer.shapes, buffer.gaps), self.dp)
             if buffer.fp32.numel() != expected:
                 found.append(
                     Fault(

@@ -20,7 +20,6 @@ from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.execution.choice import device_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
-from ds_reshard.hosts.deepspeed.agree import agree, attempt, broadcast, gather, raise_caused, rank
 from ds_reshard.hosts.deepspeed.choose import Considered, as_saved, disagreement, leave_to_deepspeed
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries
 from ds_reshard.hosts.deepspeed.events import event
@@ -34,6 +33,7 @@ from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.hosts.deepspeed.unowned import as_it_is
 from ds_reshard.hosts.deepspeed.usable import refuse_use, restore_use
 from ds_reshard.operations.pickles import refuse_unsafe, walk
+from ds_reshard.operations.ranks import agree, attempt, broadcast, gather, raise_caused, rank
 from ds_reshard.resume.policy import ResumePolicy, policy_differences
 
 if TYPE_CHECKING:

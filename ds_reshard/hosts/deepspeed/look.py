@@ -12,8 +12,8 @@ from ds_reshard.errors import Fault, ReshardError, as_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint, saved_sizes
 from ds_reshard.formats.zero.model_states import read_entries
 from ds_reshard.formats.zero.names import Listing, read_listing
-from ds_reshard.hosts.deepspeed.agree import rank
 from ds_reshard.model.uncollected import uncollected
+from ds_reshard.operations.ranks import rank
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 

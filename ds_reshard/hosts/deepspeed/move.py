@@ -15,7 +15,6 @@ from ds_reshard.execution.ports import Executor, Outcome
 from ds_reshard.execution.whole import read_tensor
 from ds_reshard.execution.witness import Witness
 from ds_reshard.hosts.deepspeed.adopt import adopt
-from ds_reshard.hosts.deepspeed.agree import agree, attempt, gather, rank
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer
 from ds_reshard.hosts.deepspeed.masters import masters_against_weights, masters_read
@@ -23,6 +22,7 @@ from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.hosts.deepspeed.prove import Proof, place, prove, seen_by
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.hosts.deepspeed.wants import EXTRA_STATE
+from ds_reshard.operations.ranks import agree, attempt, gather, rank
 
 if TYPE_CHECKING:
     import torch

@@ -12,10 +12,10 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_reshard.hosts.deepspeed.agree import agree, attempt, broadcast, rank
 from ds_reshard.hosts.deepspeed.look import latest_tag, tag_files
 from ds_reshard.hosts.deepspeed.resumed import policy_of
 from ds_reshard.hosts.deepspeed.settings import parse_settings
+from ds_reshard.operations.ranks import agree, attempt, broadcast, rank
 from ds_reshard.resume.policy import ResumePolicy
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.stage0 import with_order
 from ds_reshard.hosts.deepspeed.adopt import OptimizerValues
-from ds_reshard.hosts.deepspeed.agree import rank
 from ds_reshard.hosts.deepspeed.compare import live_model, match_groups, match_scalars, model_faults
 from ds_reshard.hosts.deepspeed.entries import Request, extra_state, live_entries, loss_scaling
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer
@@ -24,6 +23,7 @@ from ds_reshard.hosts.deepspeed.universal import state_faults
 from ds_reshard.hosts.deepspeed.wants import Wants, want_model, want_optimizer
 from ds_reshard.model.index import Index
 from ds_reshard.model.uncollected import uncollected
+from ds_reshard.operations.ranks import rank
 from ds_reshard.planning.match import plan_rank
 from ds_reshard.planning.plan import Plan
 

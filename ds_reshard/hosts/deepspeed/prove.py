@@ -11,10 +11,10 @@ from ds_reshard.containers.crc import crc32
 from ds_reshard.errors import Fault
 from ds_reshard.execution.fingerprint import Fingerprint, Fingerprints
 from ds_reshard.execution.witness import Witness, held
-from ds_reshard.hosts.deepspeed.agree import agree, attempt, gather, rank
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_optimizer
 from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.model.layout import Layout, Placement, TensorKey
+from ds_reshard.operations.ranks import agree, attempt, gather, rank
 
 if TYPE_CHECKING:
     import torch

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ds_reshard.hooks.registry import REGISTRY
-from ds_reshard.hosts.deepspeed.agree import attempt, rank
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.resume import SCHEDULED, Beside, Own, live_groups
 from ds_reshard.hosts.deepspeed.saved import Saved
+from ds_reshard.operations.ranks import attempt, rank
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish
 from ds_reshard.resume.schedulers import position_of

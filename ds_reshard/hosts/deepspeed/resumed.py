@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.hosts.deepspeed import refuse, resume
-from ds_reshard.hosts.deepspeed.agree import agree, attempt, broadcast, rank
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_kind
 from ds_reshard.hosts.deepspeed.look import Aside
@@ -19,6 +18,7 @@ from ds_reshard.hosts.deepspeed.saved import Saved, read_saved, saved_of
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.hosts.deepspeed.unowned import take_given
 from ds_reshard.hosts.deepspeed.usable import refuse_use, restore_use
+from ds_reshard.operations.ranks import agree, attempt, broadcast, rank
 from ds_reshard.resume import asked
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import publish

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault
 from ds_reshard.hosts.deepspeed import resume
-from ds_reshard.hosts.deepspeed.agree import attempt, raise_caused
 from ds_reshard.hosts.deepspeed.beginnings import beginning_of, given, owns
 from ds_reshard.hosts.deepspeed.resume_report import amend
 from ds_reshard.hosts.deepspeed.states import late_fault, shared_fault, state_faults
+from ds_reshard.operations.ranks import attempt, raise_caused
 from ds_reshard.resume import schedulers
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.schedulers import TORCH

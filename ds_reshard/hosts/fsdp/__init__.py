@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 
 from ds_reshard.hooks import Function, HostHooks, Patch
 from ds_reshard.hosts.fsdp.settings import asks_to_verify
@@ -87,30 +88,26 @@ def wrap_save_checkpoint(original: Function) -> Function:
     return save_checkpoint
 
 
-def wrap_load(original: Function) -> Function:
-    signature = inspect.signature(original)
+def _refusing(check: str) -> Callable[[Function], Function]:
+    """A wrapper that has a function of `pickles.py` look at the arguments before the original is called."""
 
-    @functools.wraps(original)
-    def load(*args: object, **kwargs: object) -> object:
-        from ds_reshard.hosts.fsdp.pickles import refuse_directory
+    def wrap(original: Function) -> Function:
+        signature = inspect.signature(original)
 
-        refuse_directory(_bound(signature, args, kwargs).arguments)
-        return original(*args, **kwargs)
+        @functools.wraps(original)
+        def load(*args: object, **kwargs: object) -> object:
+            from ds_reshard.hosts.fsdp import pickles
 
-    return load
+            getattr(pickles, check)(_bound(signature, args, kwargs).arguments)
+            return original(*args, **kwargs)
+
+        return load
+
+    return wrap
 
 
-def wrap_load_checkpoint(original: Function) -> Function:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def load_checkpoint(*args: object, **kwargs: object) -> object:
-        from ds_reshard.hosts.fsdp.pickles import refuse_manager
-
-        refuse_manager(_bound(signature, args, kwargs).arguments)
-        return original(*args, **kwargs)
-
-    return load_checkpoint
+wrap_load = _refusing("refuse_directory")
+wrap_load_checkpoint = _refusing("refuse_manager")
 
 
 def _bound(signature: inspect.Signature, args: tuple[object, ...], kwargs: dict[str, object]) -> inspect.BoundArguments:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, cast
 from ds_reshard.containers.dcp_directory import Chunk, Directory, SavedTensor, read_directory
 from ds_reshard.containers.pickle_rules import ALLOW_ALL
 from ds_reshard.errors import ConfigError, Fault, ReshardError, as_faults, faults_of, raise_faults
-from ds_reshard.hosts.fsdp.gather import everyone
 from ds_reshard.model.layout import check_cover
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Box
+from ds_reshard.operations.ranks import gather
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,7 @@ def save(arguments: Mapping[str, object], by_torch: Callable[[dict[str, object]]
     plan = getattr(planner, "plan", None)
     unable = _unable(folder, plan, arguments.get("use_collectives", True))
     mine = (unable, [] if unable else _faults(folder, cast("SavePlan", plan), planner, rank, size))
-    seen = everyone(mine, group) if together else [mine]
+    seen = gather(mine, group) if together else [mine]
     if rank == 0:
         for reason in sorted({reason for reason, _ in seen if reason}):
             logger.warning("verify_after_save: what was saved in %s is not verified: %s", folder or "storage", reason)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 from ds_reshard.errors import raise_faults
 from ds_reshard.hosts.fsdp.agreement import Agreement, agree
 from ds_reshard.hosts.fsdp.units import Key, States, Unit, on_cpu, parameters_of, tensors, units_of
+from ds_reshard.operations import ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.nn import Module
     from torch.optim import Optimizer
 
-T = TypeVar("T")
 logger = logging.getLogger("ds_reshard")
 
 
@@ -35,7 +35,7 @@ def gather(arguments: Mapping[str, object], by_torch: Callable[[dict[str, object
     parameters = parameters_of(cast("Optimizer", arguments["optim"]), model, state_dict)
     units = units_of(model, parameters, state, use_orig_params=use_orig_params)
     group = cast("ProcessGroup | None", arguments["group"])
-    agreed = agree(everyone({unit.name: unit.shards for unit in units}, group), use_orig_params=use_orig_params)
+    agreed = agree(ranks.gather({unit.name: unit.shards for unit in units}, group), use_orig_params=use_orig_params)
     raise_faults(agreed.faults, subject="gathering the optimizer state of FSDP")
     _warn(agreed, group)
     ready = _promoted(_without_empty(state, units, use_orig_params=use_orig_params), units, agreed)
@@ -51,15 +51,6 @@ def _use_orig_params(model: Module) -> bool:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     return bool(FullyShardedDataParallel.fsdp_modules(model)[0]._use_orig_params)
-
-
-def everyone(value: T, group: ProcessGroup | None) -> list[T]:
-    """Every rank's value, in rank order, on every rank of the group. Collective."""
-    import torch.distributed as dist
-
-    values: list[object] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return cast("list[T]", values)
 
 
 def _warn(agreed: Agreement, group: ProcessGroup | None) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 from ds_reshard.errors import UnsupportedLayout
-from ds_reshard.hosts.fsdp.gather import everyone
 from ds_reshard.hosts.fsdp.order import save_units
 from ds_reshard.hosts.fsdp.saved import verify_saved
+from ds_reshard.operations.ranks import gather
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -61,4 +61,4 @@ def _without_units(path: str, model: Module, optimizer: Optimizer) -> str:
             save_units(path, model, optimizer)
         except Exception as error:  # whatever it is, the other ranks wait to hear of it
             reason = str(error) or type(error).__name__
-    return max(everyone(reason, None)) if dist.is_initialized() else reason
+    return max(gather(reason, None)) if dist.is_initialized() else reason

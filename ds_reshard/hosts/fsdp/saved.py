@@ -11,11 +11,11 @@ from ds_reshard.errors import Fault, ReshardError, as_faults, damaged, faults_of
 from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint, open_fsdp
 from ds_reshard.formats.fsdp.extra_state import missing_extra
 from ds_reshard.formats.fsdp.order import line_to_add
-from ds_reshard.hosts.fsdp.gather import everyone
 from ds_reshard.hosts.fsdp.live import parts_of, second_names, steps_of
 from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.operations import Reading, fingerprint
+from ds_reshard.operations.ranks import gather
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,10 +60,10 @@ def verify_saved(
     folder = os.fspath(path)
     together = dist.is_available() and dist.is_initialized()
     if together:
-        everyone(None, group)  # nobody reads before all have saved
+        gather(None, group)  # nobody reads before all have saved
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if together else (0, None)
     mine = _seen(folder, rank, size, model, optimizer)
-    seen = everyone(mine, group) if together else [mine]
+    seen = gather(mine, group) if together else [mine]
     raise_faults([fault for one in seen for fault in one.faults], subject=f"verifying {folder}")
     if model is not None:
         raise_faults(list(_differences(folder, seen, states=optimizer is not None)), subject=f"verifying {folder}")

@@ -21,6 +21,7 @@ from ds_reshard.hosts.megatron.refusals import format_faults, release_faults, st
 from ds_reshard.hosts.megatron.scheduler import schedule_faults
 from ds_reshard.hosts.megatron.settle import group_differences, run_groups
 from ds_reshard.hosts.megatron.sharded_groups import with_sharded_groups
+from ds_reshard.operations.ranks import of_all
 from ds_reshard.resume.megatron_schedule import absent_schedule, extra_values, read_schedule
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import because
@@ -56,7 +57,7 @@ def load_base_checkpoint(original: Callable[[], Base], load_dir: str, arguments:
     except ReshardError as error:
         faults = faults_of(error)
     subject = LATE if read and load.read_in_place else f"resuming from {load.where}"
-    raise_faults(_of_all_ranks(faults), subject=subject)
+    raise_faults(of_all(faults), subject=subject)
     return result
 
 
@@ -67,17 +68,6 @@ def _look(load: Load, state: Mapping[str, object], release: bool, kind: object, 
         saved = with_sharded_groups(load.optimizer, saved, load.where)
     load.found = _found(load, state, saved, release)
     return [*_refusals(load, kind, release, arguments), *_faults(load, load.found, saved)]
-
-
-def _of_all_ranks(faults: list[Fault]) -> list[Fault]:
-    """What any rank has found, on every rank: each looks at the groups of its own part of the model. Collective."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return faults
-    found: list[list[Fault] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, faults)
-    return [fault for of_rank in found for fault in of_rank or ()]
 
 
 def _folder(name: str) -> str:

@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from ds_reshard.errors import Fault, ReshardError, as_faults, raise_faults
+from ds_reshard.errors import raise_faults
+from ds_reshard.operations.ranks import agree, attempt, gather
 from ds_reshard.resume.policy import ResumePolicy, policy_differences
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
-
-
-def gather(value: T, world: ProcessGroup) -> list[T]:
-    """Every rank's value, in rank order, on every rank. Collective."""
-    import torch.distributed as dist
-
-    if world.size() == 1:
-        return [value]
-    values: list[T] = [value] * world.size()
-    dist.all_gather_object(values, value, group=world)
-    return values
-
-
-def attempt(work: Callable[[], T]) -> tuple[T | None, list[Fault], Exception | None]:
-    """One rank's share of the work; what it raises comes back as faults, never past a collective."""
-    try:
-        return work(), [], None
-    except Exception as error:
-        return None, as_faults(error, where="nanotron"), error
-
-
-def agree(faults: Iterable[Fault], world: ProcessGroup, *, subject: str, cause: Exception | None = None) -> None:
-    """Raise the same error on every rank when any rank has a fault. Collective."""
-    try:
-        raise_faults([fault for of_rank in gather(list(faults), world) for fault in of_rank], subject=subject)
-    except ReshardError as error:
-        raise error from cause
 
 
 def same_policy(policy: ResumePolicy, world: ProcessGroup, *, subject: str) -> None:

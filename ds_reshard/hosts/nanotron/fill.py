@@ -17,7 +17,6 @@ from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint, open_chec
 from ds_reshard.formats.nanotron.names import NanotronListing
 from ds_reshard.formats.nanotron.optimizer_file import MASTER
 from ds_reshard.formats.nanotron.shards import NanotronShards
-from ds_reshard.hosts.nanotron.agree import agree, attempt, gather
 from ds_reshard.hosts.nanotron.compare import findings, left_over, saved_group, states_of
 from ds_reshard.hosts.nanotron.current import Group, values_of
 from ds_reshard.hosts.nanotron.live import Held, Live, Shape
@@ -25,6 +24,7 @@ from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import TensorRecord
+from ds_reshard.operations.ranks import agree, attempt, gather
 from ds_reshard.planning.coalesce import coalesce
 from ds_reshard.planning.plan import Copy, Plan
 from ds_reshard.resume.policy import ResumePolicy

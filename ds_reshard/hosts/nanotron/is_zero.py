@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 from ds_reshard.errors import Fault, raise_faults
-from ds_reshard.hosts.nanotron.agree import agree, gather
 from ds_reshard.hosts.nanotron.current import recall, remember
 from ds_reshard.hosts.nanotron.live import Optimizer, ParallelContext, is_zero
+from ds_reshard.operations.ranks import agree, gather
 
 _NEEDED = ("lr_scheduler", "parallel_context", "root_folder")
 

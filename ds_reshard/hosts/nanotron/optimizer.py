@@ -17,12 +17,13 @@ from ds_reshard.formats.nanotron.names import NanotronListing, read_listing
 from ds_reshard.formats.nanotron.optimizer_file import OptimizerFile
 from ds_reshard.formats.nanotron.shards import NanotronShards
 from ds_reshard.hosts.nanotron import report
-from ds_reshard.hosts.nanotron.agree import agree, gather, same_policy, together
+from ds_reshard.hosts.nanotron.agree import same_policy, together
 from ds_reshard.hosts.nanotron.batch import BATCH, other_batch
 from ds_reshard.hosts.nanotron.compare import other_cuts, unlike
 from ds_reshard.hosts.nanotron.current import Group, Memory, current, refuse_contradiction, remember, values_of
 from ds_reshard.hosts.nanotron.fill import prepare, read, saved_groups, state_dict
 from ds_reshard.hosts.nanotron.live import Live, Optimizer, ParallelContext, live_of
+from ds_reshard.operations.ranks import agree, gather
 from ds_reshard.resume.policy import ResumePolicy
 
 # Values of a run that are in no param group of nanotron, and always this run's.

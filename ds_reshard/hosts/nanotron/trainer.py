@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from ds_reshard.hosts.nanotron import report
-from ds_reshard.hosts.nanotron.agree import gather, same_policy, together
+from ds_reshard.hosts.nanotron.agree import same_policy, together
 from ds_reshard.hosts.nanotron.current import Load, config_of, in_force
 from ds_reshard.hosts.nanotron.live import ParallelContext
 from ds_reshard.hosts.nanotron.random_states import file_of, read_random_states, restore
+from ds_reshard.operations.ranks import gather
 from ds_reshard.resume.asked import asked_policy
 
 
