@@ -53,13 +53,22 @@ with tempfile.TemporaryDirectory() as place:
 def timed(tree: Path, script: str, *arguments: str) -> tuple[float, float]:
     """Seconds by the clock and of the processor that a script tells, run with the package of a tree."""
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)]), "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "LOCAL_RANK": "0", "PYTHONSAFEPATH": "1",
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "LOCAL_RANK": "0",
+        "PYTHONSAFEPATH": "1",
+    }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, *arguments], env=environment, capture_output=True, text=True,
-        check=False, cwd=tree,
-    )  # fmt: skip
+        [sys.executable, "-W", "ignore", "-c", script, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tree,
+    )
     if done.returncode:
         raise SystemExit(f"{tree}: {done.stderr[-2000:]}")
     wall, cpu = done.stdout.split()[-2:]

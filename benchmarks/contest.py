@@ -93,9 +93,11 @@ def load(
         measured["execute_s"] = executions[0].seconds
         measured["planned_nbytes"] = executions[0].plan.nbytes
         measured |= compare(
-            executions[0], touched=condition != "fresh", executor_first=round_number % 2 == 0,
+            executions[0],
+            touched=condition != "fresh",
+            executor_first=round_number % 2 == 0,
             barrier=torch.distributed.barrier,
-        )  # fmt: skip
+        )
     torch.distributed.barrier()
     return measured
 
@@ -130,9 +132,14 @@ def convert(rank: int, world: int, *, rendezvous: str, folder: str, output: str,
 
     tag = Path(folder, "latest").read_text().strip()
     arguments = Namespace(
-        input_folder=str(Path(folder, tag)), output_folder=str(Path(output, tag)), num_extract_workers=workers,
-        num_merge_workers=workers, keep_temp_folder=False, strict=True, inject_missing_state=stage < 3,
-    )  # fmt: skip
+        input_folder=str(Path(folder, tag)),
+        output_folder=str(Path(output, tag)),
+        num_extract_workers=workers,
+        num_merge_workers=workers,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=stage < 3,
+    )
     started = time.perf_counter()
     main(arguments)
     seconds = time.perf_counter() - started

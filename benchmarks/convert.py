@@ -72,11 +72,13 @@ def main() -> None:
                 runs.append(run)
                 console.print(f"{case.name}: {run['contestant']:<16} {run['seconds']:8.3f} s", highlight=False)
     made = {
-        "commit": report.commit(), "machine": report.machine(), "repeats": given.repeats,
+        "commit": report.commit(),
+        "machine": report.machine(),
+        "repeats": given.repeats,
         "versions": {name: version(name) for name in ("torch", "deepspeed", "isal", "numpy")}
         | {"python": platform.python_version()},
         "runs": runs,
-    }  # fmt: skip
+    }
     console.print(table(made))
     report.keep(made, "convert", given.output)
 
@@ -163,10 +165,14 @@ def table(made: dict[str, Any]) -> Table:
             ratios = [_ratios(taken[name], taken[other]) for other in (COPY, SYNCED)]
             grown = median(run["grown_nbytes"] for run in mine) / 2**20 if name in (UNIVERSAL, OTHER) else None
             rows.add_row(
-                Case(**dict(case)).name, name, report.of(report.spread(taken[name])), *ratios,
-                _ratios(taken[UPSTREAM], taken[name]), f"{median(run['written_nbytes'] for run in mine) / 1e6:.0f}",
+                Case(**dict(case)).name,
+                name,
+                report.of(report.spread(taken[name])),
+                *ratios,
+                _ratios(taken[UPSTREAM], taken[name]),
+                f"{median(run['written_nbytes'] for run in mine) / 1e6:.0f}",
                 "" if grown is None else f"{grown:.0f}",
-            )  # fmt: skip
+            )
         rows.add_section()
     return rows
 

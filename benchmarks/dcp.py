@@ -81,11 +81,13 @@ def main() -> None:
             runs.append(run)
             console.print(f"{case.name}, {run['world']}: {run['reader']:<16} {run['seconds']:8.3f} s", highlight=False)
     made = {
-        "commit": report.commit(), "machine": report.machine(), "repeats": given.repeats,
+        "commit": report.commit(),
+        "machine": report.machine(),
+        "repeats": given.repeats,
         "versions": {name: version(name) for name in ("torch", "deepspeed", "isal")}
         | {"python": platform.python_version()},
         "runs": runs,
-    }  # fmt: skip
+    }
     console.print(table(made))
     report.keep(made, "dcp", given.output)
 
@@ -110,11 +112,15 @@ def _case(case: Case, repeats: int) -> Iterator[dict[str, Any]]:
                     sums = [rank.pop("crc32") for rank in ranks]
                     assert sums == held.setdefault(world, sums), f"{reader} loaded other values"
                     yield {
-                        "case": asdict(case), "reader": reader, "world": world, "round": number,
+                        "case": asdict(case),
+                        "reader": reader,
+                        "world": world,
+                        "round": number,
                         "seconds": max(rank["seconds"] for rank in ranks),
                         "preadv_s": max((rank["preadv_s"] for rank in ranks if "preadv_s" in rank), default=None),
-                        "nbytes": sum(rank["nbytes"] for rank in ranks), "ranks": ranks,
-                    }  # fmt: skip
+                        "nbytes": sum(rank["nbytes"] for rank in ranks),
+                        "ranks": ranks,
+                    }
     finally:
         for folder in folders.values():
             shutil.rmtree(folder, ignore_errors=True)
@@ -243,12 +249,14 @@ def ratios(made: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 mine = [run for run in here if run["reader"] == reader]
                 ours = reader != TORCH
                 yield {
-                    "case": Case(**dict(case)).name, "world": world, "reader": reader,
+                    "case": Case(**dict(case)).name,
+                    "world": world,
+                    "reader": reader,
                     "seconds": report.spread([run["seconds"] for run in mine]),
                     "rate": report.spread([run["nbytes"] / run["seconds"] / 1e9 for run in mine]),
                     "torch": report.spread([torchs[run["round"]] / run["seconds"] for run in mine]) if ours else None,
                     "floor": report.spread([run["seconds"] / run["preadv_s"] for run in mine]) if ours else None,
-                }  # fmt: skip
+                }
 
 
 def table(made: dict[str, Any]) -> Table:
@@ -257,9 +265,14 @@ def table(made: dict[str, Any]) -> Table:
     )
     for row in ratios(made):
         rows.add_row(
-            row["case"], str(row["world"]), row["reader"], report.of(row["seconds"], ".3f"), report.of(row["rate"]),
-            report.of(row["torch"]), report.of(row["floor"]),
-        )  # fmt: skip
+            row["case"],
+            str(row["world"]),
+            row["reader"],
+            report.of(row["seconds"], ".3f"),
+            report.of(row["rate"]),
+            report.of(row["torch"]),
+            report.of(row["floor"]),
+        )
     return rows
 
 

@@ -53,9 +53,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     made = {
-        "commit": commit(), "machine": machine(), "torch": torch.__version__, "mib": given.mib,
+        "commit": commit(),
+        "machine": machine(),
+        "torch": torch.__version__,
+        "mib": given.mib,
         "gigabytes_per_cpu_second": measured(given.mib, given.runs),
-    }  # fmt: skip
+    }
     print(json.dumps(made, indent=1))
     keep(made, "fingerprint", given.output)
 

@@ -39,11 +39,7 @@ from ds_reshard.testing.late_device import LateDevice
 Work = Callable[[], object]
 TENSORS = 32
 ROW_NUMEL = 1024
-GOALS = {
-    "load, of pinned copy": 0.8,
-    "fingerprint, of device copy": 0.5,
-    "3-D strided scatter, of device copy": 0.5,
-}
+GOALS = {"load, of pinned copy": 0.8, "fingerprint, of device copy": 0.5, "3-D strided scatter, of device copy": 0.5}
 PACKAGES = ("torch", "numpy", "isal", "safetensors", "fastsafetensors")
 
 
@@ -115,9 +111,14 @@ def _copy(name: str, tensor: TensorRecord) -> Copy:
     storage = tensor.storage
     record = Record(path=storage.path, byte_offset=storage.byte_offset, nbytes=storage.nbytes, crc32=storage.crc32)
     return Copy(
-        record=record, byte_offset=tensor.byte_offset, numel=tensor.numel, dtype=tensor.dtype, buffer=name,
-        element_offset=0, target_dtype=tensor.dtype,
-    )  # fmt: skip
+        record=record,
+        byte_offset=tensor.byte_offset,
+        numel=tensor.numel,
+        dtype=tensor.dtype,
+        buffer=name,
+        element_offset=0,
+        target_dtype=tensor.dtype,
+    )
 
 
 def loaders(
@@ -184,9 +185,12 @@ def strided(source: torch.Tensor, place: Place) -> Work:
     rows, inner = source.numel() // 2 // ROW_NUMEL, 16
     outer = rows // inner
     block = Block(
-        source=0, target=ROW_NUMEL, sizes=(outer, inner, ROW_NUMEL), source_steps=(inner * ROW_NUMEL, ROW_NUMEL, 1),
+        source=0,
+        target=ROW_NUMEL,
+        sizes=(outer, inner, ROW_NUMEL),
+        source_steps=(inner * ROW_NUMEL, ROW_NUMEL, 1),
         target_steps=(4 * inner * ROW_NUMEL + 64, 4 * ROW_NUMEL, 1),
-    )  # fmt: skip
+    )
     numel = outer * (4 * inner * ROW_NUMEL + 64)
     target = torch.empty(numel, dtype=torch.bfloat16, device=place.name)
     scatter = Scatter(buffer="a", dtype=ElementType.BFLOAT16, blocks=(block,), portions=(), unit_nbytes=2)
@@ -286,9 +290,15 @@ def main() -> None:
         parser.error(f"torch {torch.__version__} sees no CUDA device; --double runs on the CPU, for no figures")
     place = Place(double=given.double)
     made = {
-        "commit": given.commit or commit(), "double": given.double, "device": place.described(), "machine": machine(),
-        "versions": versions(), "mib": given.mib, "memory_mib": given.memory_mib, **measured(given, place),
-    }  # fmt: skip
+        "commit": given.commit or commit(),
+        "double": given.double,
+        "device": place.described(),
+        "machine": machine(),
+        "versions": versions(),
+        "mib": given.mib,
+        "memory_mib": given.memory_mib,
+        **measured(given, place),
+    }
     print(json.dumps(made, indent=1))
     keep(made, "gpu", given.output, device=made["device"]["name"])
 

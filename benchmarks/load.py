@@ -101,9 +101,15 @@ def _load(
     while True:
         warm(folder)
         ranks = processes.run(
-            contest.load, world=LOADED_DP, contestant=contestant, shape=shape, stage=stage, folder=str(folder),
-            condition=condition, round_number=number,
-        )  # fmt: skip
+            contest.load,
+            world=LOADED_DP,
+            contestant=contestant,
+            shape=shape,
+            stage=stage,
+            folder=str(folder),
+            condition=condition,
+            round_number=number,
+        )
         if dropped == 2 or all(rank["disk_read_nbytes"] <= rank["read_nbytes"] // 100 for rank in ranks):
             break
         dropped += 1

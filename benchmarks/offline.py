@@ -142,10 +142,14 @@ def main() -> None:
         nbytes = fill(folder)
         measured = contest(folder, Path(scratch) / "out", given.runs)
         made = {
-            "commit": commit(), "machine": machine(), "runs": given.runs, "nbytes": nbytes,
-            "versions": {name: version(name) for name in ("torch", "isal", "numpy")}, **measured,
+            "commit": commit(),
+            "machine": machine(),
+            "runs": given.runs,
+            "nbytes": nbytes,
+            "versions": {name: version(name) for name in ("torch", "isal", "numpy")},
+            **measured,
             "growth": growth(list(growing(Path(scratch) / "growing", given.runs))),
-        }  # fmt: skip
+        }
     print(json.dumps(made, indent=1))
     keep(made, "offline", given.output)
 

@@ -107,10 +107,17 @@ def spent() -> str:
     rows: list[Row] = []
     for _, made in results("offline"):
         for name, counted in made["spent"].items():
-            rows.append((
-                name, of(made["seconds"][name], ".2g"), f"{counted['user_s']:.2g}", f"{counted['system_s']:.2g}",
-                _size(counted["read_nbytes"]), _size(counted["written_nbytes"]), f"{counted['minor_faults']:,.0f}",
-            ))  # fmt: skip
+            rows.append(
+                (
+                    name,
+                    of(made["seconds"][name], ".2g"),
+                    f"{counted['user_s']:.2g}",
+                    f"{counted['system_s']:.2g}",
+                    _size(counted["read_nbytes"]),
+                    _size(counted["written_nbytes"]),
+                    f"{counted['minor_faults']:,.0f}",
+                )
+            )
     return rows_of_table(("tool", "seconds", "user", "system", "read", "written", "page faults"), rows)
 
 
@@ -144,11 +151,19 @@ def ranks() -> str:
     for _, made in results("scale"):
         for case in made.get("cases", ()):
             own = case["own"]
-            rows.append((
-                f"{case['name']}, ZeRO-{case['stage']}", f"{case['dp']} to {case['to_dp']}",
-                of(case["own_seconds"], ".2g"), f"{own['peak_nbytes'] / 2**20:.0f}", own["opens"], own["reads"],
-                _size(own["read_nbytes"]), f"{case['plan']['copies']:,}", _size(case["plan"]["nbytes"]),
-            ))  # fmt: skip
+            rows.append(
+                (
+                    f"{case['name']}, ZeRO-{case['stage']}",
+                    f"{case['dp']} to {case['to_dp']}",
+                    of(case["own_seconds"], ".2g"),
+                    f"{own['peak_nbytes'] / 2**20:.0f}",
+                    own["opens"],
+                    own["reads"],
+                    _size(own["read_nbytes"]),
+                    f"{case['plan']['copies']:,}",
+                    _size(case["plan"]["nbytes"]),
+                )
+            )
     return rows_of_table(heads, rows)
 
 
@@ -161,15 +176,23 @@ def resume() -> str:
             states, shards = 3 * case["tensors"], case["dp"]
             pieces, total = states * shards, 12 * case["numel"]
             rows += [
-                ("files opened", f"{to * (own['opens'] + plan['files']) + look['opens']:,}", f"{pieces * 2 + shards:,}",
-                 f"{to * (states + 2):,}"),
+                (
+                    "files opened",
+                    f"{to * (own['opens'] + plan['files']) + look['opens']:,}",
+                    f"{pieces * 2 + shards:,}",
+                    f"{to * (states + 2):,}",
+                ),
                 ("files created, and removed again", "0", f"{pieces:,}", "0"),
                 ("files stated or listed", f"{to * plan['files'] + look['listed']:,}", f"{pieces:,}", f"{to:,}"),
                 ("read calls", f"{to * (own['reads'] + plan['reads']) + look['reads']:,}", "", ""),
-                ("bytes read", _size(to * (own["read_nbytes"] + plan["nbytes"]) + look["read_nbytes"]),
-                 _size(2 * total), _size(to * total)),
+                (
+                    "bytes read",
+                    _size(to * (own["read_nbytes"] + plan["nbytes"]) + look["read_nbytes"]),
+                    _size(2 * total),
+                    _size(to * total),
+                ),
                 ("bytes written", "0", _size(2 * total), "0"),
-            ]  # fmt: skip
+            ]
     return rows_of_table(("", "ds_reshard", "`ds_to_universal`", "load of what it made"), rows)
 
 

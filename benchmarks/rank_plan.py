@@ -110,15 +110,28 @@ def main() -> None:
     own = {**timed(started), **vars(calls), "peak_nbytes": resident()["peak"]}
     batches = list(ThreadExecutor(threads=4, memory_nbytes=256 << 20, checksum=True)._batches(plan, {}))
     planned = {
-        "copies": len(plan.copies), "checks": len(plan.checks), "nbytes": plan.nbytes, "files": len(plan.files),
-        "reads": len(batches), "largest_byte_offset": max(copy.byte_offset for copy in plan.copies),
+        "copies": len(plan.copies),
+        "checks": len(plan.checks),
+        "nbytes": plan.nbytes,
+        "files": len(plan.files),
+        "reads": len(batches),
+        "largest_byte_offset": max(copy.byte_offset for copy in plan.copies),
         "largest_element_offset": max(copy.element_offset for copy in plan.copies),
-    }  # fmt: skip
+    }
     said_nbytes = len(pickle.dumps((shards.signatures, shards.prints)))
-    print(json.dumps({
-        "rank": rank, "look": look, "told_nbytes": len(told), "said_nbytes": said_nbytes, "own": own,
-        "shards": len(index.opened), "plan": planned,
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "rank": rank,
+                "look": look,
+                "told_nbytes": len(told),
+                "said_nbytes": said_nbytes,
+                "own": own,
+                "shards": len(index.opened),
+                "plan": planned,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -214,8 +214,14 @@ def _times(stage: str, summary: dict[str, Any], made: Results) -> Table:
     params, repeats = made["model"]["params"] / 1e6, made["repeats"]
     table = empty_table(
         f"ZeRO-{stage}, {params:.0f}M parameters: load_checkpoint, median of {repeats} (min to max)",
-        "memory", "", "seconds", "of DeepSpeed's", "CPU seconds", "of DeepSpeed's", "page faults",
-    )  # fmt: skip
+        "memory",
+        "",
+        "seconds",
+        "of DeepSpeed's",
+        "CPU seconds",
+        "of DeepSpeed's",
+        "page faults",
+    )
     for condition in MEMORY:
         for name, value in summary["seconds"][condition].items():
             ratio, cpu, cpu_ratio = (summary[key][condition].get(name) for key in ("ratio", "cpu_s", "cpu_ratio"))
@@ -231,9 +237,13 @@ def _accounts(stage: str, summary: dict[str, Any]) -> Table:
     )
     for name, account in summary["account"].items():
         table.add_row(
-            TITLES[name], f"{account['read_nbytes'] / 2**20:.0f}", f"{account['read_over_owned']:.3f}",
-            f"{account['memory_above_mib']:.1f}", f"{account['files_opened']}", f"{account['written_nbytes']}",
-        )  # fmt: skip
+            TITLES[name],
+            f"{account['read_nbytes'] / 2**20:.0f}",
+            f"{account['read_over_owned']:.3f}",
+            f"{account['memory_above_mib']:.1f}",
+            f"{account['files_opened']}",
+            f"{account['written_nbytes']}",
+        )
     return table
 
 

@@ -101,11 +101,17 @@ def measured(case: Case, runs: int, scratch: Path) -> dict[str, Any]:
         shutil.rmtree(folder)
     numel = sum(map(prod, case.shapes.values()))
     return {
-        "name": case.name, "stage": case.stage, "tensors": len(case.shapes), "numel": numel, "nbytes": nbytes,
-        "dp": case.dp, "to_dp": case.to_dp, **seen[0],
+        "name": case.name,
+        "stage": case.stage,
+        "tensors": len(case.shapes),
+        "numel": numel,
+        "nbytes": nbytes,
+        "dp": case.dp,
+        "to_dp": case.to_dp,
+        **seen[0],
         "own_seconds": spread([run["own"]["seconds"] for run in seen]),
         "own_cpu_s": spread([run["own"]["cpu_s"] for run in seen]),
-    }  # fmt: skip
+    }
 
 
 def whole_plan(shards: int, every: int, scratch: Path) -> dict[str, Any]:
@@ -127,8 +133,13 @@ def whole_plan(shards: int, every: int, scratch: Path) -> dict[str, Any]:
     shutil.rmtree(folder)
     units = [unit for _, told in parts for unit in told["units"]]
     return {
-        "dp": case.dp, "to_dp": case.to_dp, "parts": shards, "planned_parts": len(parts), "processes": os.cpu_count(),
-        "seconds": seconds, "all_seconds": seconds * shards / len(parts),
+        "dp": case.dp,
+        "to_dp": case.to_dp,
+        "parts": shards,
+        "planned_parts": len(parts),
+        "processes": os.cpu_count(),
+        "seconds": seconds,
+        "all_seconds": seconds * shards / len(parts),
         "part_seconds": spread([taken for taken, _ in parts]),
         "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         "units": len(units),
@@ -137,7 +148,7 @@ def whole_plan(shards: int, every: int, scratch: Path) -> dict[str, Any]:
         "bytes_written": sum(told["bytes_written"] for _, told in parts),
         "files_read_by_a_unit": max(unit["files_opened"] for unit in units),
         "metadata_nbytes": sum(told["metadata_nbytes"] for _, told in parts),
-    }  # fmt: skip
+    }
 
 
 def points(cases: list[dict[str, Any]]) -> dict[str, tuple[str, list[dict[str, Any]]]]:
@@ -148,12 +159,13 @@ def points(cases: list[dict[str, Any]]) -> dict[str, tuple[str, list[dict[str, A
         "source shards, ZeRO-3": ("dp", trillion),
         "target ranks, ZeRO-3": ("to_dp", [*(case for case in cases if case["name"] == FEWER), *most]),
         **{
-            f"tensors, ZeRO-{stage}": ("tensors", [
-                case for case in cases if case["stage"] == stage and case["name"].endswith(" tensors")
-            ])
+            f"tensors, ZeRO-{stage}": (
+                "tensors",
+                [case for case in cases if case["stage"] == stage and case["name"].endswith(" tensors")],
+            )
             for stage in (1, 3)
         },
-    }  # fmt: skip
+    }
 
 
 def growth(cases: list[dict[str, Any]]) -> dict[str, float]:

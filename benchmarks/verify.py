@@ -103,9 +103,12 @@ def main() -> None:
         nbytes = fill(folder)
         rates = measured(folder, nbytes, given.runs)
     made = {
-        "commit": commit(), "machine": machine(), "torch": torch.__version__, "nbytes": nbytes,
+        "commit": commit(),
+        "machine": machine(),
+        "torch": torch.__version__,
+        "nbytes": nbytes,
         "gigabytes_per_cpu_second": rates,
-    }  # fmt: skip
+    }
     print(json.dumps(made, indent=1))
     keep(made, "verify", given.output)
 

@@ -42,6 +42,11 @@ class ReshardError(Exception):
     def __reduce__(self) -> tuple[type[ReshardError], tuple[str, tuple[Fault, ...]]]:
         return type(self), (str(self), self.faults)
 
+    @classmethod
+    def fault(cls, where: str, what: str, expected: str = "", found: str = "", *, mend: str = "") -> Fault:
+        """A finding that calls for this error."""
+        return Fault(error=cls.__name__, where=where, what=what, expected=expected, found=found, mend=mend)
+
 
 class CheckpointNotFound(ReshardError):
     """The folder, tag or file that was named does not exist."""
@@ -160,10 +165,9 @@ def as_faults(error: Exception, *, where: str) -> list[Fault]:
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{os.path.basename(last.filename)}:{last.lineno}"
     return [
-        Fault(
-            error="InternalError",
-            where=where,
-            what=f"{type(error).__name__}: {error} ({place})",
+        InternalError.fault(
+            where,
+            f"{type(error).__name__}: {error} ({place})",
             mend="report this with the checkpoint's `ds-reshard inspect` output",
         )
     ]
@@ -202,14 +206,7 @@ def _order(fault: Fault) -> tuple[int, str, str, str, str, str]:
 
 
 def damaged(path: str, what: str, expected: str, found: str) -> Fault:
-    return Fault(
-        error="CheckpointDamaged",
-        where=path,
-        what=what,
-        expected=expected,
-        found=found,
-        mend="restore the file, or load another tag",
-    )
+    return CheckpointDamaged.fault(path, what, expected, found, mend="restore the file, or load another tag")
 
 
 def fail(path: str, what: str, expected: str, found: str) -> CheckpointDamaged:
@@ -219,13 +216,8 @@ def fail(path: str, what: str, expected: str, found: str) -> CheckpointDamaged:
 
 def wrong_value(where: str, expected: str, value: object) -> Fault:
     """A setting, named by `where`, whose value is of the wrong type or out of its range."""
-    return Fault(
-        error="ConfigError",
-        where=where,
-        what="has a value that is not allowed",
-        expected=expected,
-        found=repr(value),
-        mend=f"correct it: {where} takes {expected}",
+    return ConfigError.fault(
+        where, "has a value that is not allowed", expected, repr(value), mend=f"correct it: {where} takes {expected}"
     )
 
 

@@ -16,8 +16,12 @@ import torch
 import ds_reshard.auto  # noqa: F401  (this line is all that changes)
 
 BATCH = 12  # of all ranks together; DeepSpeed divides it
-CONFIG = {"train_batch_size": BATCH, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2},
-          "zero_allow_untested_optimizer": True}  # fmt: skip
+CONFIG = {
+    "train_batch_size": BATCH,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+    "zero_allow_untested_optimizer": True,
+}
 
 
 def main(folder: str) -> None:

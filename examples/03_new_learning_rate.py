@@ -18,8 +18,14 @@ import ds_reshard.auto  # noqa: F401
 def config(lr, **resume) -> dict:
     schedule = {"warmup_max_lr": lr, "warmup_num_steps": 10, "total_num_steps": 100}
     adam = {"type": "AdamW", "params": {"lr": lr, "torch_adam": True}}
-    return {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "optimizer": adam,
-            "scheduler": {"type": "WarmupDecayLR", "params": schedule}, "ds_reshard": {"resume": resume}}  # fmt: skip
+    return {
+        "train_batch_size": 8,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "optimizer": adam,
+        "scheduler": {"type": "WarmupDecayLR", "params": schedule},
+        "ds_reshard": {"resume": resume},
+    }
 
 
 def run(config: dict, folder: str, steps: int) -> tuple[list[float], list[bytes], list[bytes]]:
@@ -54,6 +60,9 @@ if __name__ == "__main__":
         told = json.loads(subprocess.check_output([*command, *(f"--png={path}" for path in sys.argv[1:])]))["curves"]
         for curve, asked in {"no flag": {}, "override": {"scheduler": "override"}}.items():
             used, loaded, _ = run(config(0.001, **asked), folder, steps=5)
-            print(f"{curve}: {', '.join(f'{lr:.6f}' for lr in used[:3])},",
-                  "as foretold," if used == told[curve]["rates"][0][:5] else "NOT AS FORETOLD,",
-                  "moments bit-identical" if loaded == saved else "MOMENTS CHANGED", flush=True)  # fmt: skip
+            print(
+                f"{curve}: {', '.join(f'{lr:.6f}' for lr in used[:3])},",
+                "as foretold," if used == told[curve]["rates"][0][:5] else "NOT AS FORETOLD,",
+                "moments bit-identical" if loaded == saved else "MOMENTS CHANGED",
+                flush=True,
+            )

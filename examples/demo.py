@@ -30,8 +30,9 @@ def main() -> int:
     def run(job: str, layout: Layout, title: str, first: int) -> tuple[Outcome, Joined]:
         folder = FOLDER / f"{job}-{layout.ranks}-ranks-zero-{layout.stage}"
         with progress(console, title, (first, schedule.steps)) as tell:
-            outcome = run_ranks(job, layout.ranks, folder, tell, layout=layout, schedule=schedule,
-                                checkpoints=checkpoints)  # fmt: skip
+            outcome = run_ranks(
+                job, layout.ranks, folder, tell, layout=layout, schedule=schedule, checkpoints=checkpoints
+            )
         return outcome, Joined([folder / f"contents-{rank}.pt" for rank in range(layout.ranks)])
 
     console.print(

@@ -74,9 +74,11 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 def add_device(parser: argparse.ArgumentParser) -> None:
     """--device."""
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto",
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
         help="where the values are computed; auto is the cpu (default: %(default)s)",
-    )  # fmt: skip
+    )
 
 
 def reading(arguments: argparse.Namespace) -> Reading:

@@ -36,9 +36,13 @@ def add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def run(arguments: argparse.Namespace) -> int:
     with bar("read") as progress:
         found = diff(
-            arguments.a, arguments.b, tag_a=arguments.tag_a, tag_b=arguments.tag_b, reading=reading(arguments),
+            arguments.a,
+            arguments.b,
+            tag_a=arguments.tag_a,
+            tag_b=arguments.tag_b,
+            reading=reading(arguments),
             progress=progress,
-        )  # fmt: skip
+        )
     if arguments.json:
         print(json.dumps(found.to_json(every_tensor=arguments.tensors), indent=2))
     else:

@@ -32,13 +32,14 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(arguments: argparse.Namespace) -> int:
     options = Options(
-        threads=arguments.threads, memory_nbytes=arguments.memory << 20, shard=arguments.shard or _launched(),
-        resume=arguments.resume, force=arguments.force,
-    )  # fmt: skip
+        threads=arguments.threads,
+        memory_nbytes=arguments.memory << 20,
+        shard=arguments.shard or _launched(),
+        resume=arguments.resume,
+        force=arguments.force,
+    )
     with bar("written") as progress:
-        done = convert(
-            arguments.checkpoint, arguments.out, options=options, progress=progress, **target(arguments)
-        )  # fmt: skip
+        done = convert(arguments.checkpoint, arguments.out, options=options, progress=progress, **target(arguments))
     if arguments.json:
         print(json.dumps(asdict(done), indent=2))
     else:

@@ -26,14 +26,20 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("checkpoint", metavar="SRC", help="the folder that was given to save_checkpoint")
     add_target(parser)
     parser.add_argument(
-        "--bandwidth", type=_bandwidth, metavar="GBPS", default=1.0,
+        "--bandwidth",
+        type=_bandwidth,
+        metavar="GBPS",
+        default=1.0,
         help="gigabytes a second that the disk reads or writes (default: %(default)s)",
-    )  # fmt: skip
+    )
     add_reading(parser)
     parser.add_argument(
-        "--shard", type=shard, metavar="I/N", default=(0, 1),
+        "--shard",
+        type=shard,
+        metavar="I/N",
+        default=(0, 1),
         help="plan part I of N, counted from 0, as convert would write it; opens that part's files alone",
-    )  # fmt: skip
+    )
     parser.add_argument("--html", metavar="FILE", help="draw which source file feeds which target rank")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_trust(parser)
@@ -52,9 +58,12 @@ def _bandwidth(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     made = plan(
-        arguments.checkpoint, bandwidth=arguments.bandwidth * 1e9, reading=reading(arguments), shard=arguments.shard,
+        arguments.checkpoint,
+        bandwidth=arguments.bandwidth * 1e9,
+        reading=reading(arguments),
+        shard=arguments.shard,
         **target(arguments),
-    )  # fmt: skip
+    )
     if arguments.html is not None:
         _write(arguments.html, page(made))
     if arguments.json:

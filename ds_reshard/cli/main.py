@@ -67,10 +67,11 @@ def build_parser() -> argparse.ArgumentParser:
     prints.set_defaults(run=_fingerprint)
 
     lr = commands.add_parser(
-        "lr", help="draw the learning rate of the coming run before it is started",
+        "lr",
+        help="draw the learning rate of the coming run before it is started",
         usage="%(prog)s CKPT (--config FILE | [OPTION ...] -- MEGATRON-FLAG ...) [OPTION ...]",
         epilog="for a checkpoint of Megatron-LM, everything after -- is the coming run's own command line",
-    )  # fmt: skip
+    )
     lr.add_argument("checkpoint", metavar="CKPT", help="the folder that was given to save_checkpoint, or to --save")
     lr.add_argument("--config", metavar="FILE", help="the DeepSpeed JSON of the coming run")
     lr.add_argument("--tag", help="the tag that will be loaded (default: the one that 'latest' names)")
@@ -162,9 +163,13 @@ def _fingerprint(arguments: argparse.Namespace) -> int:
 def _lr(arguments: argparse.Namespace) -> int:
     """Status 1 where a curve cannot be drawn: what it would be is not in the files."""
     coming = coming_run(
-        arguments.checkpoint, arguments.config, flags=arguments.flags, tag=arguments.tag, steps=arguments.steps,
+        arguments.checkpoint,
+        arguments.config,
+        flags=arguments.flags,
+        tag=arguments.tag,
+        steps=arguments.steps,
         version=_deepspeed_version(),
-    )  # fmt: skip
+    )
     if arguments.png is not None:
         draw(coming, arguments.png)
     if arguments.json:

@@ -6,7 +6,7 @@ import os
 import tempfile
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import ConfigError, Fault
+from ds_reshard.errors import ConfigError
 from ds_reshard.resume.coming import CHECKPOINT, HOST, OVERRIDE, ComingRun
 
 if TYPE_CHECKING:
@@ -37,8 +37,12 @@ def draw(coming: ComingRun, path: str) -> None:
         _panel(axes, coming, part)
     figure.suptitle(
         f"Learning rate of the coming run, from position {coming.position}",
-        x=0.01, ha="left", color=_INK, fontsize=12, fontweight="bold",
-    )  # fmt: skip
+        x=0.01,
+        ha="left",
+        color=_INK,
+        fontsize=12,
+        fontweight="bold",
+    )
     beside = None
     try:
         handle, beside = tempfile.mkstemp(dir=os.path.dirname(path) or ".", suffix=".part")
@@ -75,5 +79,5 @@ def _panel(axes: Axes, coming: ComingRun, part: int) -> None:
 
 
 def _error(where: str, what: str, mend: str) -> ConfigError:
-    fault = Fault(error="ConfigError", where=where, what=what, mend=mend)
+    fault = ConfigError.fault(where, what, mend=mend)
     return ConfigError(f"{fault.line()}; {mend}", [fault])

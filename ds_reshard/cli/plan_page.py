@@ -37,20 +37,26 @@ def _drawing(plan: ConversionPlan) -> str:
     for number, name in enumerate(names):
         y = _TOP + number * _CELL
         parts.append(f'<line x1="{_MARGIN}" x2="{_MARGIN + width}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{_MARGIN - 6}" y="{y + 10}" text-anchor="end">{_escaped(_short(name))}'
-                     f"<title>{_escaped(name)}: {size(plan.sources[name])}</title></text>")  # fmt: skip
+        parts.append(
+            f'<text x="{_MARGIN - 6}" y="{y + 10}" text-anchor="end">{_escaped(_short(name))}'
+            f"<title>{_escaped(name)}: {size(plan.sources[name])}</title></text>"
+        )
     for number, unit in enumerate(units):
         x = _MARGIN + number * _CELL
         parts.append(f'<line x1="{x}" x2="{x}" y1="{_TOP}" y2="{_TOP + height}"/>')
         files = _escaped(", ".join(unit.files[:4]))
-        parts.append(f'<text transform="translate({x + 10} {_TOP - 6}) rotate(-90)">{_escaped(unit.name)}'
-                     f"<title>{files}: {size(unit.bytes_written)}</title></text>")  # fmt: skip
+        parts.append(
+            f'<text transform="translate({x + 10} {_TOP - 6}) rotate(-90)">{_escaped(unit.name)}'
+            f"<title>{files}: {size(unit.bytes_written)}</title></text>"
+        )
         for name, nbytes in unit.reads.items():
             y = _TOP + rows[name] * _CELL
             opacity = 0.15 + 0.85 * nbytes / max(1, most)
             said = f"{name} to {unit.name}: {size(nbytes)}"
-            parts.append(f'<rect class="cell" x="{x + 1}" y="{y + 1}" width="{_CELL - 2}" height="{_CELL - 2}" '
-                         f'opacity="{opacity:.2f}"><title>{_escaped(said)}</title></rect>')  # fmt: skip
+            parts.append(
+                f'<rect class="cell" x="{x + 1}" y="{y + 1}" width="{_CELL - 2}" height="{_CELL - 2}" '
+                f'opacity="{opacity:.2f}"><title>{_escaped(said)}</title></rect>'
+            )
     box = f'width="{_MARGIN + width + 20}" height="{_TOP + height + 20}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>\n' + "\n".join(parts) + "\n</svg>"
 

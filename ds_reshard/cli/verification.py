@@ -43,9 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_pickles(arguments)
     with bar("read") as progress:
         found = verify(
-            arguments.checkpoint, tag=arguments.tag, deep=arguments.deep, against=arguments.against,
-            reading=reading(arguments), progress=progress,
-        )  # fmt: skip
+            arguments.checkpoint,
+            tag=arguments.tag,
+            deep=arguments.deep,
+            against=arguments.against,
+            reading=reading(arguments),
+            progress=progress,
+        )
     if arguments.json:
         print(json.dumps(found.to_json(), indent=2))
     else:

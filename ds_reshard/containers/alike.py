@@ -68,13 +68,22 @@ class _Frame:
                 return None
         held, storage = self.held, self.held.storage
         placed = StorageRecord(
-            path=path, key=storage.key, dtype=storage.dtype, numel=storage.numel, nbytes=storage.nbytes,
-            byte_offset=part[0] + self.start, crc32=told[0][1],
-        )  # fmt: skip
+            path=path,
+            key=storage.key,
+            dtype=storage.dtype,
+            numel=storage.numel,
+            nbytes=storage.nbytes,
+            byte_offset=part[0] + self.start,
+            crc32=told[0][1],
+        )
         return TensorRecord(
-            storage=placed, dtype=held.dtype, element_offset=held.element_offset, shape=held.shape,
-            stride=held.stride, requires_grad=held.requires_grad,
-        )  # fmt: skip
+            storage=placed,
+            dtype=held.dtype,
+            element_offset=held.element_offset,
+            shape=held.shape,
+            stride=held.stride,
+            requires_grad=held.requires_grad,
+        )
 
 
 def _outside(path: str, part: Span, start: int, stop: int) -> bytes:
@@ -110,6 +119,10 @@ def _frame(archive: TorchArchive, held: object, path: str, part: Span) -> _Frame
     outside = _outside(path, part, start, stop)
     edges = [0, *(edge for span in sorted(spans) for edge in span), len(outside)]
     return _Frame(
-        held=held, start=start, stop=stop, outside=outside, checksums=checksums,
+        held=held,
+        start=start,
+        stop=stop,
+        outside=outside,
+        checksums=checksums,
         same=tuple(zip(edges[::2], edges[1::2], strict=True)),
-    )  # fmt: skip
+    )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ds_reshard.containers.pickle_reader import read_pickle
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
-from ds_reshard.errors import CheckpointDamaged, Fault, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.model.records import GlobalName, ObjectRecord
 
 METADATA = ".metadata"
@@ -36,7 +36,7 @@ class Place:
         if self.transformed:
             what = f"the {self.nbytes} bytes at {self.byte_offset} were compressed or otherwise changed when written"
             mend = "load it with torch, and save it with torch.distributed.checkpoint.save as it is by default"
-            fault = Fault(error="UnsupportedLayout", where=self.path, what=what, mend=mend)
+            fault = UnsupportedLayout.fault(self.path, what, mend=mend)
             raise_faults([fault], subject="reading a checkpoint")
         return open_archive(self.path, part=(self.byte_offset, self.nbytes))
 
@@ -129,9 +129,13 @@ def _contradictions(
     for what, keys in lacking.items():
         if keys:
             some = ", ".join(sorted(keys)[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
-            yield Fault(error="CheckpointDamaged", where=path, what=f"contradicts itself: {some}: {what}",
-                        expected="each key in all parts of the directory", found=f"{len(keys)} that are not",
-                        mend="restore the folder from a copy, or save it again")  # fmt: skip
+            yield CheckpointDamaged.fault(
+                path,
+                f"contradicts itself: {some}: {what}",
+                "each key in all parts of the directory",
+                f"{len(keys)} that are not",
+                mend="restore the folder from a copy, or save it again",
+            )
 
 
 def _is(key: str, names: tuple[object, ...]) -> bool:
@@ -151,9 +155,11 @@ def _places(
             raise CheckpointDamaged(f"{path}: {name}: offset {start!r} and length {nbytes!r} are no numbers of bytes")
         offset = one.get("offset")
         place = Place(
-            path=os.path.join(folder, file_name), byte_offset=start, nbytes=nbytes,
+            path=os.path.join(folder, file_name),
+            byte_offset=start,
+            nbytes=nbytes,
             transformed=bool(other.get("transform_descriptors")),
-        )  # fmt: skip
+        )
         yield (name, None if offset is None else _sizes(path, name, offset)), place
 
 
@@ -171,9 +177,10 @@ def _tensor(
         for chunk in chunks
     ]
     return SavedTensor(
-        shape=_sizes(path, key, told.get("size")), dtype=dtype.name,
+        shape=_sizes(path, key, told.get("size")),
+        dtype=dtype.name,
         chunks=tuple(Chunk(offset=offset, size=size, place=places.get((key, offset))) for offset, size in boxes),
-    )  # fmt: skip
+    )
 
 
 def _sizes(path: str, key: str, value: object) -> Shape:

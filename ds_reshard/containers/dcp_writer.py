@@ -42,8 +42,9 @@ class ArchivesPlan:
     def storages(self) -> dict[str, StorageRecord]:
         return {
             f"{number}/{key}": storage
-            for number, archive in enumerate(self.archives) for key, storage in archive.storages.items()
-        }  # fmt: skip
+            for number, archive in enumerate(self.archives)
+            for key, storage in archive.storages.items()
+        }
 
     @property
     def places(self) -> dict[str, Member]:
@@ -109,9 +110,11 @@ def write_directory(entries: Sequence[Entry]) -> bytes:
             )
     top = {
         "state_dict_metadata": {entry.key: _told(entry) for entry in entries},
-        "planner_data": {entry.key: entry.path for entry in entries}, "storage_data": storage, "storage_meta": None,
+        "planner_data": {entry.key: entry.path for entry in entries},
+        "storage_data": storage,
+        "storage_meta": None,
         "version": _FORMAT,
-    }  # fmt: skip
+    }
     return write_pickle(_made("Metadata", top), _no_storage)
 
 

@@ -8,15 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from ds_reshard.containers.pickle_rules import (
-    CALLEES,
-    Callee,
-    CalleeArguments,
-    Finding,
-    PickleRules,
-    shown,
-    shown_call,
-)
+from ds_reshard.containers.pickle_rules import CALLEES, Callee, CalleeArguments, Finding, PickleRules, shown, shown_call
 from ds_reshard.containers.pickle_table import Allowed, plain_state, reconstructed
 from ds_reshard.model.records import GlobalName, ObjectRecord
 
@@ -203,8 +195,9 @@ class PickleMachine:
         self.keep([arg for place, arg in enumerate(args) if place != at or isinstance(arg, tuple)], byte)
         return tuple(arg.name if isinstance(arg, Callee) else arg for arg in args)
 
-    def use(self, function: GlobalName, args: tuple[object, ...], kwargs: dict[str, object], byte: int, *,
-            by_new: bool) -> None:  # fmt: skip
+    def use(
+        self, function: GlobalName, args: tuple[object, ...], kwargs: dict[str, object], byte: int, *, by_new: bool
+    ) -> None:
         """See that a name is allowed to be called so, by `__new__` or as it is."""
         allowed = self.uses.get(id(function))
         if allowed is not None and not allowed.callee_at and function.module == "copyreg":
@@ -216,9 +209,11 @@ class PickleMachine:
             self.findings.pop((str(function), _NAMED), None)
             self.find(byte, function, f"calls {shown_call(function, args, kwargs)}", called=True)
             return
-        if (kwargs and not allowed.keywords) or not (allowed.new if by_new else allowed.call) or (
-            allowed.fits is not None and not allowed.fits(args, self.rules)
-        ):  # fmt: skip
+        if (
+            (kwargs and not allowed.keywords)
+            or not (allowed.new if by_new else allowed.call)
+            or (allowed.fits is not None and not allowed.fits(args, self.rules))
+        ):
             what = f"calls {shown_call(function, args, kwargs)}, which is not how it is saved"
             self.find(byte, function, what, called=True)
         elif allowed.nested:

@@ -6,14 +6,7 @@ import pickletools
 import struct
 
 from ds_reshard.containers.pickle_instructions import HANDLERS, IN_FRAME, STOPPED
-from ds_reshard.containers.pickle_machine import (
-    CutShort,
-    OverLimit,
-    Persistent,
-    PickleLimits,
-    PickleMachine,
-    Reduce,
-)
+from ds_reshard.containers.pickle_machine import CutShort, OverLimit, Persistent, PickleLimits, PickleMachine, Reduce
 from ds_reshard.containers.pickle_rules import PickleRules, fault_of, rules_in_force
 from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, faults_of, raise_faults
 from ds_reshard.model.nesting import out_of_bounds

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from ds_reshard.containers.pickle_table import ALLOWED, TRUSTED, Allowed, Args
-from ds_reshard.errors import Fault, wrong_value
+from ds_reshard.errors import Fault, TrustRequired, UnsafePickle, wrong_value
 from ds_reshard.model.records import GlobalName, ObjectRecord
 
 __all__ = [
@@ -158,16 +158,62 @@ ALLOW_ALL = PickleRules(everything=True)
 # Functions of torch and numpy that open files, run code or call what they are given; a name ending with a point is all
 # of a module.
 _ACTING = (
-    "torch.load", "torch.save", "torch.jit.", "torch.hub.", "torch.package.", "torch.serialization.", "torch.ops.",
-    "torch.utils.", "torch._dynamo.", "torch._inductor.", "torch._C.", "torch.fx.", "torch.export.", "torch.compile",
-    "torch.distributed.rpc.", "torch.distributed.elastic.", "torch.distributed.run.", "torch.multiprocessing.",
-    "numpy.load", "numpy.save", "numpy.loadtxt", "numpy.savetxt", "numpy.fromfile", "numpy.memmap", "numpy.lib.",
-    "numpy.f2py.", "numpy.testing.", "numpy.distutils.", "numpy.ctypeslib.", "numpy.vectorize", "numpy.frompyfunc",
-)  # fmt: skip
+    "torch.load",
+    "torch.save",
+    "torch.jit.",
+    "torch.hub.",
+    "torch.package.",
+    "torch.serialization.",
+    "torch.ops.",
+    "torch.utils.",
+    "torch._dynamo.",
+    "torch._inductor.",
+    "torch._C.",
+    "torch.fx.",
+    "torch.export.",
+    "torch.compile",
+    "torch.distributed.rpc.",
+    "torch.distributed.elastic.",
+    "torch.distributed.run.",
+    "torch.multiprocessing.",
+    "numpy.load",
+    "numpy.save",
+    "numpy.loadtxt",
+    "numpy.savetxt",
+    "numpy.fromfile",
+    "numpy.memmap",
+    "numpy.lib.",
+    "numpy.f2py.",
+    "numpy.testing.",
+    "numpy.distutils.",
+    "numpy.ctypeslib.",
+    "numpy.vectorize",
+    "numpy.frompyfunc",
+)
 # Modules of the standard library whose classes hold data alone; what a user derives from them may be trusted.
-_HOLDING = frozenset({"argparse", "array", "collections", "dataclasses", "datetime", "decimal", "enum", "fractions",
-                      "ipaddress", "numbers", "pathlib", "random", "re", "statistics", "string", "time", "typing",
-                      "uuid", "zoneinfo"})  # fmt: skip
+_HOLDING = frozenset(
+    {
+        "argparse",
+        "array",
+        "collections",
+        "dataclasses",
+        "datetime",
+        "decimal",
+        "enum",
+        "fractions",
+        "ipaddress",
+        "numbers",
+        "pathlib",
+        "random",
+        "re",
+        "statistics",
+        "string",
+        "time",
+        "typing",
+        "uuid",
+        "zoneinfo",
+    }
+)
 _PYTHON_2 = frozenset(
     {"__builtin__", "commands", "copy_reg", "cPickle", "cStringIO", "exceptions", "popen2", "urllib2"}
 )
@@ -195,14 +241,10 @@ def fault_of(finding: Finding, path: str, member: str) -> Fault:
     what = f"{member}, byte {finding.byte}: {finding.what}" if member else f"byte {finding.byte}: {finding.what}"
     known = tuple(finding.name.rpartition(".")[::2]) in ALLOWED
     if not finding.name or known or acts(finding.name):
-        return Fault(
-            error="UnsafePickle", where=path, what=f"{what}; nothing was run",
-            mend="do not load this file elsewhere either: ask whoever wrote it",
-        )  # fmt: skip
-    return Fault(
-        error="TrustRequired", where=path, what=f"{what}, for which nobody vouches; nothing was run",
-        mend=trusting(finding.name),
-    )  # fmt: skip
+        return UnsafePickle.fault(
+            path, f"{what}; nothing was run", mend="do not load this file elsewhere either: ask whoever wrote it"
+        )
+    return TrustRequired.fault(path, f"{what}, for which nobody vouches; nothing was run", mend=trusting(finding.name))
 
 
 def trusting(name: str) -> str:

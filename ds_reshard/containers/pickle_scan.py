@@ -22,7 +22,7 @@ from ds_reshard.containers.pickle_rules import UNSAFE, PickleRules, acts
 from ds_reshard.containers.positioned import PositionedBytes, PositionedFile, PositionedView
 from ds_reshard.containers.torch_zip import ArchiveLimits, TorchArchive
 from ds_reshard.containers.zip_end import find_directory
-from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, faults_of
+from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, UnsafePickle, faults_of
 from ds_reshard.model.records import ObjectRecord
 
 __all__ = ["Scanned", "scan_bytes", "scan_file", "scan_source"]
@@ -217,7 +217,7 @@ def _zip(file: PositionedFile, member: str, rules: PickleRules) -> Scanned:
     if archives and archives[-1][0] and not (file.whole and file.path.endswith(".distcp")):
         what = f"{len(archives)} zip files lie in it, the last at {archives[-1][0]}: readers may find different members"
         mend = "do not load this file elsewhere either: ask whoever wrote it"
-        found.faults.append(Fault(error="UnsafePickle", where=file.path, what=_prefix(member, what), mend=mend))
+        found.faults.append(UnsafePickle.fault(file.path, _prefix(member, what), mend=mend))
     for offset, nbytes in archives or [(0, file.nbytes)]:
         found.add(_archive(PositionedView(file, offset, nbytes), offset, member, rules))
     return found
@@ -388,6 +388,4 @@ def _at(fault: Fault, member: str) -> Fault:
 
 
 def _fault(path: str, what: str) -> Fault:
-    return Fault(
-        error="CheckpointDamaged", where=path, what=what, mend="restore the file from a copy, or leave it unloaded"
-    )  # fmt: skip
+    return CheckpointDamaged.fault(path, what, mend="restore the file from a copy, or leave it unloaded")

@@ -174,10 +174,17 @@ def _is_tensor_type(kind: object, rules: PickleRules) -> bool:
     return str(kind) in _TENSOR_TYPES or allowed is TRUSTED or allowed is None
 
 
-_TENSOR_TYPES = frozenset({
-    "torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer",
-    "torch.distributed.tensor.DTensor", "torch.distributed._tensor.api.DTensor", "torch.distributed._tensor.DTensor",
-})  # fmt: skip
+_TENSOR_TYPES = frozenset(
+    {
+        "torch.Tensor",
+        "torch._tensor.Tensor",
+        "torch.nn.parameter.Parameter",
+        "torch.nn.parameter.Buffer",
+        "torch.distributed.tensor.DTensor",
+        "torch.distributed._tensor.api.DTensor",
+        "torch.distributed._tensor.DTensor",
+    }
+)
 
 
 def _wrapper(args: Args, rules: PickleRules) -> bool:
@@ -206,8 +213,9 @@ def _holds_objects(dtype: object, depth: int = 5) -> bool:
     parts = [of_one, *(of_many.values() if isinstance(of_many, dict) else (of_many,))]
     return any(
         not isinstance(part, tuple) or not part or _holds_objects(part[0], depth - 1)
-        for part in parts if part is not None
-    )  # fmt: skip
+        for part in parts
+        if part is not None
+    )
 
 
 def _array_state(state: object) -> bool:
@@ -297,9 +305,17 @@ def _allow(
     """Allow names; one that is neither called nor made may stand as a value, in any case."""
     called = call or fits is not None
     one = Allowed(
-        reason=reason, call=called, new=new, state=state, items=items, value=value or not (called or new),
-        callee_at=callee_at, nested=nested, fits=fits, fits_state=fits_state,
-    )  # fmt: skip
+        reason=reason,
+        call=called,
+        new=new,
+        state=state,
+        items=items,
+        value=value or not (called or new),
+        callee_at=callee_at,
+        nested=nested,
+        fits=fits,
+        fits_state=fits_state,
+    )
     for name in names.split() if isinstance(names, str) else names:
         _TABLE.setdefault((module, name), one)
 
@@ -323,8 +339,7 @@ _allow("builtins", "bytes bytearray", _PLAIN, value=True, fits=_literal_or_latin
 _allow("builtins", "type", "type(None) and its like", fits=_single)
 _allow("builtins", "getattr", "the member of an enum, as Python 3.11.0 to 3.11.3 pickle it", fits=_member)
 _allow("_codecs", "encode", "bytes, as protocols 0 to 2 write them", fits=_latin)
-_allow("copyreg", "_reconstructor __newobj__", "objects, as protocols 0 and 1 write them", fits=_never,
-       callee_at=0)  # fmt: skip
+_allow("copyreg", "_reconstructor __newobj__", "objects, as protocols 0 and 1 write them", fits=_never, callee_at=0)
 _allow("collections", "OrderedDict", _PLAIN, fits=_pairs, state=True, items="pairs", value=True)
 _allow("collections", "defaultdict", "a dict whose default is a plain type", fits=_factory, items="pairs", value=True)
 _allow("collections", "Counter", _PLAIN, fits=_elements, items="pairs")
@@ -346,8 +361,15 @@ for _module in ("pathlib", "pathlib._local"):  # where Python 3.13 has them
         value=True,
     )
 for _module in ("io", "_io"):
-    _allow(_module, "BytesIO", "holds bytes; a pickle in it is read as well", new=True, state=True, nested="held",
-           fits=_literal)  # fmt: skip
+    _allow(
+        _module,
+        "BytesIO",
+        "holds bytes; a pickle in it is read as well",
+        new=True,
+        state=True,
+        nested="held",
+        fits=_literal,
+    )
     _allow(_module, "StringIO", "holds text", call=True, new=True, state=True)
 _allow("operator", "itemgetter", "an index or a key", fits=_words)
 
@@ -362,43 +384,77 @@ for _module in ("numpy.core", "numpy._core"):
     _allow(f"{_module}.multiarray", "_reconstruct", "an array", fits=_array, state=True, fits_state=_array_state)
     _allow(f"{_module}.multiarray", "scalar", "a number", fits=_of_numbers)
     _allow(f"{_module}.numeric", "_frombuffer", "an array", fits=_of_numbers)
-for _module, _names in (("_mt19937", "MT19937"), ("_pcg64", "PCG64 PCG64DXSM"), ("_philox", "Philox"),
-                        ("_sfc64", "SFC64"), ("bit_generator", "SeedSequence")):  # fmt: skip
+for _module, _names in (
+    ("_mt19937", "MT19937"),
+    ("_pcg64", "PCG64 PCG64DXSM"),
+    ("_philox", "Philox"),
+    ("_sfc64", "SFC64"),
+    ("bit_generator", "SeedSequence"),
+):
     _allow(f"numpy.random.{_module}", _names, "a kind of random generator")
-_allow("numpy.random._pickle", "__bit_generator_ctor __generator_ctor __randomstate_ctor", "a random state",
-       fits=_generator, state=True, callee_at=1)  # fmt: skip
+_allow(
+    "numpy.random._pickle",
+    "__bit_generator_ctor __generator_ctor __randomstate_ctor",
+    "a random state",
+    fits=_generator,
+    state=True,
+    callee_at=1,
+)
 _allow("numpy.random.bit_generator", "__pyx_unpickle_SeedSequence", "a random state's seed", fits=_seed, state=True)
 
 # torch's tensors, and what they are made of.
 _allow("torch", [kind.label for kind in ElementType], "an element type")
-_allow("torch", "half float double int long short chalf cfloat cdouble complex32 quint8 qint8 qint32 quint4x2 quint2x4 "
-       "bits8 bits16 bits1x8 bits2x4 bits4x2 uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 "
-       "int7 float4_e2m1fn_x2 float8_e8m0fnu", "an element type")  # fmt: skip
-_STORAGES = ("DoubleStorage FloatStorage HalfStorage BFloat16Storage LongStorage IntStorage ShortStorage CharStorage "
-             "ByteStorage BoolStorage ComplexDoubleStorage ComplexFloatStorage")  # fmt: skip
+_allow(
+    "torch",
+    "half float double int long short chalf cfloat cdouble complex32 quint8 qint8 qint32 quint4x2 quint2x4 "
+    "bits8 bits16 bits1x8 bits2x4 bits4x2 uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 "
+    "int7 float4_e2m1fn_x2 float8_e8m0fnu",
+    "an element type",
+)
+_STORAGES = (
+    "DoubleStorage FloatStorage HalfStorage BFloat16Storage LongStorage IntStorage ShortStorage CharStorage "
+    "ByteStorage BoolStorage ComplexDoubleStorage ComplexFloatStorage"
+)
 _allow("torch", f"{_STORAGES} QUInt8Storage QInt8Storage QInt32Storage QUInt4x2Storage QUInt2x4Storage", _STORAGE)
 _allow("torch.cuda", _STORAGES, _STORAGE)
 for _module in ("torch", "torch.storage"):
     _allow(_module, "UntypedStorage TypedStorage", _STORAGE)
-_allow("torch", "strided sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc jagged per_tensor_affine "
-       "per_channel_affine preserve_format contiguous_format channels_last channels_last_3d", "a layout")  # fmt: skip
+_allow(
+    "torch",
+    "strided sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc jagged per_tensor_affine "
+    "per_channel_affine preserve_format contiguous_format channels_last channels_last_3d",
+    "a layout",
+)
 _allow("torch.serialization", "_get_layout", "a layout by its name", fits=_words)
 _allow("torch", "Size", "a shape", fits=_elements, value=True)
 _allow("torch", "device", "a device by its name", fits=_words, value=True)
 _allow("torch", "Tensor", _KIND)
 _allow("torch._tensor", "Tensor", _KIND)
 _allow("torch.nn.parameter", "Parameter Buffer", _KIND)
-_allow("torch._utils", "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter _rebuild_qtensor",
-       _TENSOR, fits=_no_hooks)  # fmt: skip
-_allow("torch._utils", "_rebuild_sparse_tensor _rebuild_sparse_csr_tensor _rebuild_nested_tensor "
-       "_rebuild_meta_tensor_no_storage _rebuild_device_tensor_from_cpu_tensor _rebuild_device_tensor_from_numpy",
-       _TENSOR, call=True)  # fmt: skip
+_allow(
+    "torch._utils",
+    "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter _rebuild_qtensor",
+    _TENSOR,
+    fits=_no_hooks,
+)
+_allow(
+    "torch._utils",
+    "_rebuild_sparse_tensor _rebuild_sparse_csr_tensor _rebuild_nested_tensor "
+    "_rebuild_meta_tensor_no_storage _rebuild_device_tensor_from_cpu_tensor _rebuild_device_tensor_from_numpy",
+    _TENSOR,
+    call=True,
+)
 _allow("torch._utils", "_rebuild_parameter_with_state", _TENSOR, fits=_with_state)
 _allow("torch._utils", "_rebuild_wrapper_subclass", _TENSOR, fits=_wrapper)
 for _module in ("torch._tensor", "torch.tensor"):  # torch.load reads the second as the first
     _allow(_module, "_rebuild_from_type_v2", "a tensor of a class that torch has", fits=_retyped, callee_at=0)
-_allow("torch.storage", "_load_from_bytes", "a file of torch.save, which is read as well", nested="opened",
-       fits=_one_literal)  # fmt: skip
+_allow(
+    "torch.storage",
+    "_load_from_bytes",
+    "a file of torch.save, which is read as well",
+    nested="opened",
+    fits=_one_literal,
+)
 
 # torch.distributed: DTensors, and the directory of torch.distributed.checkpoint.
 _allow("torch.distributed.tensor", "DTensor", _KIND)
@@ -408,12 +464,19 @@ for _module in ("torch.distributed.device_mesh", "torch.distributed._tensor.devi
     _objects(_module, "DeviceMesh", "the mesh of a DTensor")
 _objects("torch.distributed._mesh_layout", "_FlatLayout _MeshLayout", "the mesh of a DTensor")
 for _module in ("torch.distributed.tensor", "torch.distributed._tensor"):
-    _objects(f"{_module}.placement_types", "Shard Replicate Partial _StridedShard DTensorSpec TensorMeta",
-             "how a DTensor lies")  # fmt: skip
+    _objects(
+        f"{_module}.placement_types",
+        "Shard Replicate Partial _StridedShard DTensorSpec TensorMeta",
+        "how a DTensor lies",
+    )
     _objects(f"{_module}._dtensor_spec", "DTensorSpec TensorMeta ShardOrderEntry", "how a DTensor lies")
 _DIRECTORY = "the directory of torch.distributed.checkpoint"
-_objects("torch.distributed.checkpoint.metadata", "Metadata TensorStorageMetadata BytesStorageMetadata MetadataIndex "
-         "ChunkStorageMetadata TensorProperties StorageMeta", _DIRECTORY)  # fmt: skip
+_objects(
+    "torch.distributed.checkpoint.metadata",
+    "Metadata TensorStorageMetadata BytesStorageMetadata MetadataIndex "
+    "ChunkStorageMetadata TensorProperties StorageMeta",
+    _DIRECTORY,
+)
 _enums("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING", "torch.distributed.checkpoint")
 _objects("torch.distributed.checkpoint.filesystem", "_StorageInfo _StoragePrefix", _DIRECTORY)
 _objects("torch.distributed.checkpoint.planner", "SavePlan WriteItem TensorWriteData BytesIOWriteData", _DIRECTORY)
@@ -427,22 +490,37 @@ _enums("deepspeed.runtime.zero.offload_config", "OffloadDeviceEnum", "DeepSpeed"
 
 # Megatron-LM: its enums, in the arguments that it saves.
 _enums("megatron.core.enums", "ModelType Fp8Recipe Fp4Recipe", "Megatron-LM")
-_enums("megatron.core.transformer.enums", "ModelType LayerType AttnType AttnMaskType AttnBackend CudaGraphScope "
-       "CudaGraphModule InferenceCudaGraphScope", "Megatron-LM")  # fmt: skip
+_enums(
+    "megatron.core.transformer.enums",
+    "ModelType LayerType AttnType AttnMaskType AttnBackend CudaGraphScope CudaGraphModule InferenceCudaGraphScope",
+    "Megatron-LM",
+)
 _enums("megatron.core.rerun_state_machine", "RerunMode RerunState RerunDiagnostic RerunValidationStatus", "Megatron-LM")
-_enums("megatron.core.inference.config", "KVCacheManagementMode PrefixCachingEvictionPolicy "
-       "PrefixCachingCoordinatorPolicy CudaGraphSizingDistribution AsyncScheduleMode", "Megatron-LM")  # fmt: skip
+_enums(
+    "megatron.core.inference.config",
+    "KVCacheManagementMode PrefixCachingEvictionPolicy "
+    "PrefixCachingCoordinatorPolicy CudaGraphSizingDistribution AsyncScheduleMode",
+    "Megatron-LM",
+)
 _enums("megatron.core.inference.moe", "InferenceGroupedGemmBackend", "Megatron-LM")
 _enums("megatron.core.datasets.utils", "Split", "Megatron-LM")
 
 # nanotron, accelerate and Hugging Face's Trainer.
 _objects("nanotron.random", "RandomState RandomStates", "nanotron's random states")
 _objects("accelerate.state", "PartialState AcceleratorState GradientState", "accelerate's state, in training_args.bin")
-_objects("accelerate.utils.dataclasses", "DeepSpeedPlugin FullyShardedDataParallelPlugin TorchDynamoPlugin "
-         "GradientAccumulationPlugin DataLoaderConfiguration ProjectConfiguration", "in training_args.bin")  # fmt: skip
+_objects(
+    "accelerate.utils.dataclasses",
+    "DeepSpeedPlugin FullyShardedDataParallelPlugin TorchDynamoPlugin "
+    "GradientAccumulationPlugin DataLoaderConfiguration ProjectConfiguration",
+    "in training_args.bin",
+)
 _objects("accelerate.parallelism_config", "ParallelismConfig", "in training_args.bin")
-_enums("accelerate.utils.dataclasses", "DistributedType DynamoBackend PrecisionType RNGType ComputeEnvironment "
-       "LoggerType FP8BackendType DDPCommunicationHookType", "accelerate")  # fmt: skip
+_enums(
+    "accelerate.utils.dataclasses",
+    "DistributedType DynamoBackend PrecisionType RNGType ComputeEnvironment "
+    "LoggerType FP8BackendType DDPCommunicationHookType",
+    "accelerate",
+)
 for _module in ("transformers.integrations.deepspeed", "transformers.deepspeed"):
     _objects(_module, "HfTrainerDeepSpeedConfig HfDeepSpeedConfig", "in training_args.bin")
 _objects("transformers.training_args", "TrainingArguments", "training_args.bin")
@@ -450,8 +528,11 @@ _objects("transformers.training_args_seq2seq", "Seq2SeqTrainingArguments", "trai
 _objects("transformers.generation.configuration_utils", "GenerationConfig", "in training_args.bin")
 _objects("transformers.trainer_pt_utils", "AcceleratorConfig", "in training_args.bin")
 _enums("transformers.training_args", "OptimizerNames ParallelMode", "transformers")
-_enums("transformers.trainer_utils", "IntervalStrategy SaveStrategy EvaluationStrategy HubStrategy SchedulerType "
-       "FSDPOption HPSearchBackend", "transformers")  # fmt: skip
+_enums(
+    "transformers.trainer_utils",
+    "IntervalStrategy SaveStrategy EvaluationStrategy HubStrategy SchedulerType FSDPOption HPSearchBackend",
+    "transformers",
+)
 _enums("transformers.debug_utils", "DebugOption", "transformers")
 
 ALLOWED: Mapping[tuple[str, str], Allowed] = MappingProxyType(_TABLE)

@@ -11,7 +11,7 @@ from ds_reshard.containers.pickle_rules import acts, trusting
 from ds_reshard.containers.pickle_table import is_enum, reconstructed
 from ds_reshard.containers.revive_parts import Parts
 from ds_reshard.containers.revive_recipes import RECIPES, VALUES
-from ds_reshard.errors import ConfigError, Fault, raise_faults
+from ds_reshard.errors import ConfigError, Fault, TrustRequired, UnsafePickle, UnsupportedLayout, raise_faults
 from ds_reshard.model.nesting import LEAVES, children
 from ds_reshard.model.records import GlobalName, ObjectRecord, StorageRecord
 
@@ -31,11 +31,8 @@ def find_faults(value: object, builders: Mapping[str, object], trusted: frozense
     """One fault for each name in `value` that is not accepted, in no order."""
     for part in _walk(value):
         if isinstance(part, StorageRecord):
-            yield Fault(
-                error="UnsupportedLayout",
-                where=where,
-                what=f"storage {part.key!r} is held without a tensor",
-                mend="save a tensor instead of its storage",
+            yield UnsupportedLayout.fault(
+                where, f"storage {part.key!r} is held without a tensor", mend="save a tensor instead of its storage"
             )
         name = _needed(part)
         if name is not None and not _accepted(part, name, builders, trusted):
@@ -86,24 +83,19 @@ def _never(name: GlobalName) -> bool:
 
 def _fault(name: GlobalName, where: str) -> Fault:
     if name.module == "copyreg":
-        return Fault(
-            error="UnsafePickle",
-            where=where,
-            what="it holds an object that pickle protocol 0 or 1 wrote by way of a built-in type",
+        return UnsafePickle.fault(
+            where,
+            "it holds an object that pickle protocol 0 or 1 wrote by way of a built-in type",
             mend="save it again with pickle protocol 2 or later, as torch.save does",
         )
     if _never(name):
-        return Fault(
-            error="UnsafePickle",
-            where=where,
-            what=f"it names {str(name)[:200]!r}, which acts on the machine; nothing was run",
+        return UnsafePickle.fault(
+            where,
+            f"it names {str(name)[:200]!r}, which acts on the machine; nothing was run",
             mend="do not load this file elsewhere either: ask whoever wrote it",
         )
-    return Fault(
-        error="TrustRequired",
-        where=where,
-        what=f"it holds a value of {str(name)[:200]}, which is not rebuilt unasked",
-        mend=trusting(str(name)),
+    return TrustRequired.fault(
+        where, f"it holds a value of {str(name)[:200]}, which is not rebuilt unasked", mend=trusting(str(name))
     )
 
 

@@ -80,9 +80,7 @@ def _tensor(path: str, name: str, entry: object, start: int) -> TensorRecord:
         path=path, key=name, dtype=dtype, numel=numel, byte_offset=start + offsets[0], nbytes=nbytes, crc32=None
     )
     stride = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return TensorRecord(
-        storage=storage, dtype=dtype, element_offset=0, shape=shape, stride=stride, requires_grad=False
-    )  # fmt: skip
+    return TensorRecord(storage=storage, dtype=dtype, element_offset=0, shape=shape, stride=stride, requires_grad=False)
 
 
 def _numbers(value: object) -> tuple[int, ...] | None:

@@ -135,9 +135,7 @@ class TorchArchive:
                 faults += scan_source(view, member, rules, strict=False).faults
             elif begins_marked(b"".join(self._file.read(at + offset, 1) for offset in tensor.first_offsets(4))):
                 what = f"{member}: a tensor of bytes with stride {tensor.stride} begins as a pickle does; not looked at"
-                faults.append(
-                    Fault(error="CheckpointDamaged", where=self.path, what=what, mend="save it with .contiguous()")
-                )
+                faults.append(CheckpointDamaged.fault(self.path, what, mend="save it with .contiguous()"))
         return faults
 
     def _told(self, member: str) -> str:
@@ -250,12 +248,11 @@ def check_root(path: str, stem: str, root: str) -> None:
         return
     raise_faults(
         [
-            Fault(
-                error="CheckpointDamaged",
-                where=path,
-                what="was written under another name: a shard was copied or swapped",
-                expected=f"root {stem!r} inside the file",
-                found=repr(root),
+            CheckpointDamaged.fault(
+                path,
+                "was written under another name: a shard was copied or swapped",
+                f"root {stem!r} inside the file",
+                repr(root),
                 mend="restore each shard under the name that it was saved with",
             )
         ],

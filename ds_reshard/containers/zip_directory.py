@@ -230,7 +230,11 @@ def _by_name(path: str, entries: Sequence[_Entry], offsets: Sequence[int]) -> tu
                 raise UnsafePickle(f"{what}: readers may take either; nothing was run")
             raise CheckpointDamaged(what)
         found[name] = ArchiveMember(
-            name=name, header_offset=entry.header_offset, byte_offset=byte_offset, nbytes=entry.nbytes,
-            crc32=None if bare else entry.crc32, entry_offset=entry.entry_offset,
-        )  # fmt: skip
+            name=name,
+            header_offset=entry.header_offset,
+            byte_offset=byte_offset,
+            nbytes=entry.nbytes,
+            crc32=None if bare else entry.crc32,
+            entry_offset=entry.entry_offset,
+        )
     return root, found

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.zip_directory import wide_fields
 from ds_reshard.containers.zip_end import find_directory
-from ds_reshard.errors import Fault
+from ds_reshard.errors import CheckpointDamaged, Fault
 
 _ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
@@ -52,15 +52,18 @@ def frame_faults(path: str, part: tuple[int, int] | None = None) -> Iterator[Fau
         for entry, after in zip(entries, [*entries[1:], None], strict=True):
             stop = after.header_offset if after is not None else place.byte_offset
             for what in _member(file, entry, entries[0], stop):
-                yield Fault(
-                    error="CheckpointDamaged", where=path, what=f"{entry.name.decode('utf-8', 'replace')!r} {what}",
+                yield CheckpointDamaged.fault(
+                    path,
+                    f"{entry.name.decode('utf-8', 'replace')!r} {what}",
                     mend="the members' own bytes may be whole: restore the file from a copy, or save it anew",
-                )  # fmt: skip
+                )
         narrow = (min(place.entries, 0xFFFF), min(place.nbytes, _WIDE), min(place.byte_offset, _WIDE))
-        if not _end_fits(file.read(place.byte_offset + place.nbytes, file.nbytes - place.byte_offset - place.nbytes),
-                         narrow):  # fmt: skip
-            yield Fault(error="CheckpointDamaged", where=path, what="has an end record that no writer makes",
-                        mend="restore the file from a copy, or save it anew")  # fmt: skip
+        if not _end_fits(
+            file.read(place.byte_offset + place.nbytes, file.nbytes - place.byte_offset - place.nbytes), narrow
+        ):
+            yield CheckpointDamaged.fault(
+                path, "has an end record that no writer makes", mend="restore the file from a copy, or save it anew"
+            )
     finally:
         file.close()
 
@@ -68,17 +71,39 @@ def frame_faults(path: str, part: tuple[int, int] | None = None) -> Iterator[Fau
 def _entries(path: str, directory: bytes, count: int) -> Iterator[_Entry]:
     at = 0
     for _ in range(count):
-        (_, made_by, needs, flags, method, time, date, crc, packed, nbytes, name_nbytes, extra_nbytes, comment_nbytes,
-         disk, internal, external, header) = _ENTRY.unpack_from(directory, at)  # fmt: skip
+        (
+            _,
+            made_by,
+            needs,
+            flags,
+            method,
+            time,
+            date,
+            crc,
+            packed,
+            nbytes,
+            name_nbytes,
+            extra_nbytes,
+            comment_nbytes,
+            disk,
+            internal,
+            external,
+            header,
+        ) = _ENTRY.unpack_from(directory, at)
         start = at + _ENTRY.size
         fields = directory[start + name_nbytes : start + name_nbytes + extra_nbytes]
         name = directory[start : start + name_nbytes]
         sizes = wide_fields(path, name.decode("utf-8"), fields, [nbytes, packed, header])
         yield _Entry(
-            name=name, alike=(made_by, disk, internal, external),
-            repeated=(needs, flags, method, time, date), crc32=crc, nbytes=sizes[0], header_offset=sizes[2],
-            kinds=frozenset(kind for kind, _ in _fields(fields)), comment_nbytes=comment_nbytes,
-        )  # fmt: skip
+            name=name,
+            alike=(made_by, disk, internal, external),
+            repeated=(needs, flags, method, time, date),
+            crc32=crc,
+            nbytes=sizes[0],
+            header_offset=sizes[2],
+            kinds=frozenset(kind for kind, _ in _fields(fields)),
+            comment_nbytes=comment_nbytes,
+        )
         at = start + name_nbytes + extra_nbytes + comment_nbytes
 
 
@@ -116,8 +141,10 @@ def _member(file: PositionedFile, entry: _Entry, first: _Entry, stop: int) -> It
             yield "has a field in its header that its directory entry does not have"
     data_stop = extra_at + extra_nbytes + entry.nbytes
     after = file.read(data_stop, min(stop - data_stop, 64))
-    narrow, wide = (struct.pack(f"<4sI{code * 2}", b"PK\x07\x08", entry.crc32, *[entry.nbytes & limit] * 2)
-                    for code, limit in (("I", _WIDE), ("Q", 2**64 - 1)))  # fmt: skip
+    narrow, wide = (
+        struct.pack(f"<4sI{code * 2}", b"PK\x07\x08", entry.crc32, *[entry.nbytes & limit] * 2)
+        for code, limit in (("I", _WIDE), ("Q", 2**64 - 1))
+    )
     if stop - data_stop != len(after) or after not in ((narrow, wide) if described else (b"",)):
         yield "is followed by bytes that do not belong there, or by a size or checksum other than the directory's"
     if not entry.nbytes and entry.crc32:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ds_reshard.containers.crc import crc32, shift
-from ds_reshard.errors import Fault
+from ds_reshard.errors import ChecksumMismatch, Fault
 from ds_reshard.execution.ports import Outcome
 from ds_reshard.execution.reading import read_failed
 from ds_reshard.model.index import Record
@@ -132,11 +132,10 @@ def altered(record: Record) -> str:
 
 def mismatch(record: Record, crc: int) -> Fault:
     """A record's bytes have the checksum `crc`, which is not the one that was written."""
-    return Fault(
-        error="ChecksumMismatch",
-        where=record.path,
-        what=altered(record),
-        expected=f"crc32 {record.crc32:08x}",
-        found=f"{crc:08x}",
+    return ChecksumMismatch.fault(
+        record.path,
+        altered(record),
+        f"crc32 {record.crc32:08x}",
+        f"{crc:08x}",
         mend="restore the file from a copy, or load an older tag; the file on disk is damaged",
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import ConfigError, Fault, raise_faults
 from ds_reshard.execution.buffers import TensorTarget
 from ds_reshard.execution.chunks import Named
 from ds_reshard.execution.cuda import CudaExecutor, SawThere
@@ -34,9 +34,14 @@ def choose(
     if gpu is None:
         return ThreadExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=checksum, saw=saw)
     return CudaExecutor(
-        threads=threads, memory_nbytes=memory_nbytes, checksum=checksum, saw=saw, saw_there=saw_there, device=gpu,
+        threads=threads,
+        memory_nbytes=memory_nbytes,
+        checksum=checksum,
+        saw=saw,
+        saw_there=saw_there,
+        device=gpu,
         named=named,
-    )  # fmt: skip
+    )
 
 
 def gpu_of(targets: Mapping[str, TensorTarget]) -> Device | None:
@@ -60,11 +65,10 @@ def device_faults(where: str, device: str) -> Iterator[Fault]:
     """What is wrong with a `device` that was asked for by name: "cuda" where there is none."""
     if device == "cuda" and not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-        yield Fault(
-            error="ConfigError",
-            where=where,
-            what="asks for a CUDA device, and this process has none",
-            expected="torch.cuda.is_available()",
-            found=f"torch {torch.__version__}, {built}",
+        yield ConfigError.fault(
+            where,
+            "asks for a CUDA device, and this process has none",
+            "torch.cuda.is_available()",
+            f"torch {torch.__version__}, {built}",
             mend=f'set {where} to "auto", which uses a GPU where there is one, or run where torch sees one',
         )

@@ -79,9 +79,7 @@ def _part(copy: Copy, at: int, numel: int) -> Copy:
     if numel == copy.numel:
         return copy
     return copy._replace(
-        byte_offset=copy.byte_offset + at * copy.dtype.itemsize,
-        element_offset=copy.element_offset + at,
-        numel=numel,
+        byte_offset=copy.byte_offset + at * copy.dtype.itemsize, element_offset=copy.element_offset + at, numel=numel
     )
 
 

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 
-from ds_reshard.errors import Fault, WriteFailed
+from ds_reshard.errors import WriteFailed
 
 _VECTORS = 256  # of at least 1024 that Linux takes (IOV_MAX)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -24,7 +24,7 @@ def _named(path: str, what: str) -> Iterator[None]:
     except OSError as error:
         first = "free space there" if error.errno in _FULL else "check the file system and its permissions"
         mend = f"{first}, then run again with --resume"
-        fault = Fault(error="WriteFailed", where=path, what=f"{what}: {error.strerror or error}", mend=mend)
+        fault = WriteFailed.fault(path, f"{what}: {error.strerror or error}", mend=mend)
         raise WriteFailed(f"{fault.line()}; {mend}", [fault]) from error
 
 

@@ -106,9 +106,10 @@ def _by_kernel(kernel: Kernel, first: int, words: torch.Tensor) -> torch.Tensor:
         sums = torch.empty(groups * BLOCK_THREADS, dtype=torch.int64, device=words.device)
         with torch.cuda.device_of(words):  # type: ignore[no-untyped-call]
             kernel(
-                grid=(groups, 1, 1), block=(BLOCK_THREADS, 1, 1),
+                grid=(groups, 1, 1),
+                block=(BLOCK_THREADS, 1, 1),
                 args=[part, len(part), block, inside, _table_on(words.device), sums],
-            )  # fmt: skip
+            )
         total += sums.sum()
     return total
 

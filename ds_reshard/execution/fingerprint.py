@@ -21,14 +21,7 @@ import numpy
 import torch
 
 from ds_reshard.execution.buffers import memory_of
-from ds_reshard.execution.factors import (
-    BLOCK_NBYTES,
-    BLOCK_WORDS,
-    Wide,
-    block_factor,
-    sum_on_device,
-    word_factors,
-)
+from ds_reshard.execution.factors import BLOCK_NBYTES, BLOCK_WORDS, Wide, block_factor, sum_on_device, word_factors
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.region import Box, Region, overlap

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterable
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import CheckpointDamaged, Fault, ReadFailed
 from ds_reshard.execution.ports import Outcome
 
 
@@ -57,21 +57,17 @@ def read_at(fd: int, view: memoryview, byte_offset: int) -> tuple[int, int]:
 
 def read_failed(path: str, error: OSError) -> Fault:
     """What the operating system said when it could not read."""
-    return Fault(
-        error="ReadFailed",
-        where=path,
-        what=f"cannot read: {error.strerror or error}",
-        mend="check the file system, then load again",
+    return ReadFailed.fault(
+        path, f"cannot read: {error.strerror or error}", mend="check the file system, then load again"
     )
 
 
 def ended_early(path: str, byte_offset: int, nbytes: int, end: int) -> Fault:
     """A file that ends at `end`, before the `nbytes` bytes at `byte_offset` that it had when it was opened."""
-    return Fault(
-        error="CheckpointDamaged",
-        where=path,
-        what="the file ended while it was read: it was truncated after it was opened",
-        expected=f"{nbytes} bytes at {byte_offset}",
-        found=f"end of file at {end}",
+    return CheckpointDamaged.fault(
+        path,
+        "the file ended while it was read: it was truncated after it was opened",
+        f"{nbytes} bytes at {byte_offset}",
+        f"end of file at {end}",
         mend="restore the file, then load again",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import DeviceFailed, Fault
 from ds_reshard.execution.buffers import memory_of
 from ds_reshard.execution.chunks import Chunk
 from ds_reshard.execution.device import Device, Event
@@ -47,22 +47,20 @@ def ring(device: Device, slots: int, nbytes: int) -> list[Slot] | Fault:
 
 
 def _no_memory(device: Device, nbytes: int, error: RuntimeError) -> Fault:
-    return Fault(
-        error="DeviceFailed",
-        where="scratch memory of the load",
-        what=f"the device or the host has no memory left for it: {_first_line(error)}",
-        expected=f"{nbytes} bytes of each, in small pieces",
-        found=f"{device.free_nbytes()} bytes free on the device",
+    return DeviceFailed.fault(
+        "scratch memory of the load",
+        f"the device or the host has no memory left for it: {_first_line(error)}",
+        f"{nbytes} bytes of each, in small pieces",
+        f"{device.free_nbytes()} bytes free on the device",
         mend='free memory of the device before the load, or load with "reshard": {"device": "cpu"}',
     )
 
 
 def device_failed(chunk: Chunk, error: RuntimeError) -> Fault:
     """A device failed at a chunk, or at work before it."""
-    return Fault(
-        error="DeviceFailed",
-        where=chunk.runs[0].record.path,
-        what=f"the device failed at {chunk.described()}: {_first_line(error)}",
+    return DeviceFailed.fault(
+        chunk.runs[0].record.path,
+        f"the device failed at {chunk.described()}: {_first_line(error)}",
         mend='load again in a new process, with "reshard": {"device": "cpu"} if it comes back',
     )
 

@@ -193,9 +193,10 @@ def _by_steps(chunk: torch.Tensor, block: Block, target: torch.Tensor, dtype: El
     into, out_of = (
         tensor.as_strided(sizes, (*(step // wide for step in steps[:-1]), 1), tensor.storage_offset() + first // wide)
         for tensor, steps, first in (
-            (place, block.target_steps, block.target), (source, block.source_steps, block.source),
+            (place, block.target_steps, block.target),
+            (source, block.source_steps, block.source),
         )
-    )  # fmt: skip
+    )
     into.copy_(out_of)
 
 

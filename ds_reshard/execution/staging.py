@@ -63,8 +63,9 @@ def _windows(copies: Iterable[Copy], nbytes: int) -> Iterator[list[Copy]]:
                 window.append(copy._replace(numel=fits))
                 copy = copy._replace(
                     byte_offset=copy.byte_offset + fits * copy.dtype.itemsize,
-                    element_offset=copy.element_offset + fits, numel=copy.numel - fits,
-                )  # fmt: skip
+                    element_offset=copy.element_offset + fits,
+                    numel=copy.numel - fits,
+                )
             yield window
             window, left = [], nbytes
         window.append(copy)

@@ -37,14 +37,7 @@ class ThreadExecutor:
     `saw` is called with copies and the bytes of each as they were read, from the thread that read them.
     """
 
-    def __init__(
-        self,
-        *,
-        threads: int,
-        memory_nbytes: int,
-        checksum: bool,
-        saw: Saw | None = None,
-    ) -> None:
+    def __init__(self, *, threads: int, memory_nbytes: int, checksum: bool, saw: Saw | None = None) -> None:
         self.threads = threads
         self.checksum = checksum
         self.saw = saw

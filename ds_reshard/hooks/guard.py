@@ -13,7 +13,7 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, HookError
 from ds_reshard.hooks.declare import Function, HostHooks, Patch
 from ds_reshard.hooks.site import locate
 
@@ -30,7 +30,7 @@ def load(hooks: HostHooks) -> list[Fault]:
             importlib.import_module(module)
         except Exception as error:  # a framework's import may fail in any way; the fault carries how
             what = f"cannot be imported: {type(error).__name__}: {error}"
-            found.append(Fault(error="HookError", where=module, what=what, mend=_tested_install(hooks)))
+            found.append(HookError.fault(module, what, mend=_tested_install(hooks)))
     return found
 
 
@@ -70,12 +70,11 @@ def version_faults(hooks: HostHooks) -> list[Fault]:
     except InvalidVersion:
         pass  # not a PEP 440 version, so in no range: the fault below shows it
     return [
-        Fault(
-            error="HookError",
-            where=hooks.distribution,
-            what="version outside the range that the patches were written for",
-            expected=hooks.versions,
-            found=version or "not installed",
+        HookError.fault(
+            hooks.distribution,
+            "version outside the range that the patches were written for",
+            hooks.versions,
+            version or "not installed",
             mend=_tested_install(hooks),
         )
     ]
@@ -86,20 +85,19 @@ def patch_faults(hooks: HostHooks, patch: Patch) -> list[Fault]:
     if vendored(patch):
         what = f"vendored: {patch.module} carries the source patch ({patch.vendored_marker} is set)"
         mend = "leave out the install, as the source patch does its work, or revert the source patch"
-        return [Fault(error="HookError", where=patch.target, what=what, mend=mend)]
+        return [HookError.fault(patch.target, what, mend=mend)]
     site = locate(patch)
     if site is None:
         what = "no such attribute"
-        return [Fault(error="HookError", where=patch.target, what=what, mend=_tested_install(hooks))]
+        return [HookError.fault(patch.target, what, mend=_tested_install(hooks))]
     function = site.function()
     if function is None:
         return [
-            Fault(
-                error="HookError",
-                where=patch.target,
-                what="cannot be wrapped",
-                expected="function, method, staticmethod, classmethod or property",
-                found=type(site.stored).__name__,
+            HookError.fault(
+                patch.target,
+                "cannot be wrapped",
+                "function, method, staticmethod, classmethod or property",
+                type(site.stored).__name__,
                 mend=_tested_install(hooks),
             )
         ]
@@ -147,13 +145,8 @@ def _signature_faults(hooks: HostHooks, patch: Patch, function: Function) -> lis
         place = getattr(function, "__module__", "another library")
         mend = f"install ds_reshard before {place} wraps {patch.target}, or have that wrapper use functools.wraps"
     return [
-        Fault(
-            error="HookError",
-            where=patch.target,
-            what="another signature",
-            expected=f"({', '.join(expected)}, ...)",
-            found=f"({', '.join(found)})",
-            mend=mend,
+        HookError.fault(
+            patch.target, "another signature", f"({', '.join(expected)}, ...)", f"({', '.join(found)})", mend=mend
         )
     ]
 

@@ -150,9 +150,7 @@ def _half_imported(hooks: HostHooks) -> list[Fault]:
     unseen = [m for m in hooks.optional_modules if m in sys.modules and m not in _waited_for(hooks.host)]
     what = "is being imported at this moment, and cannot be patched before that has ended"
     mend = f"install before or after {hooks.distribution} is imported, not in between"
-    return [
-        Fault(error="HookError", where=module, what=what, mend=mend) for module in unseen if not guard.is_loaded(module)
-    ]
+    return [HookError.fault(module, what, mend=mend) for module in unseen if not guard.is_loaded(module)]
 
 
 def _await_optional(hooks: HostHooks) -> None:

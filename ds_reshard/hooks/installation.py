@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from threading import RLock
 from types import ModuleType, TracebackType
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import HookError, raise_faults
 from ds_reshard.hooks.declare import Function, HostHooks, Patch
 from ds_reshard.hooks.site import Site, holders, locate
 
@@ -107,7 +107,7 @@ class Installation:
             except (AttributeError, TypeError) as error:
                 self.remove()
                 what = f"cannot be replaced: {error}"
-                fault = Fault(error="HookError", where=replacement.patch.target, what=what)
+                fault = HookError.fault(replacement.patch.target, what)
                 raise_faults([fault], subject=f"hooks of {self.hooks.host}")
         self._switch.on = True
 

@@ -66,9 +66,17 @@ class ConversionPlan:
             {**asdict(unit), "bytes_read": unit.bytes_read, "files_opened": len(unit.reads)} for unit in self.units
         ]
         return {
-            "folder": self.folder, "to": self.to, "dp": self.dp, "shard": list(self.shard),
-            "bytes_read": self.bytes_read, "bytes_written": self.bytes_written,
-            "files_written": sum(len(unit.files) for unit in self.units), "buffer_nbytes": self.buffer_nbytes,
-            "bandwidth": self.bandwidth, "seconds": self.seconds,
-            "metadata_nbytes": self.metadata_nbytes, "sources": dict(self.sources), "units": units,
-        }  # fmt: skip
+            "folder": self.folder,
+            "to": self.to,
+            "dp": self.dp,
+            "shard": list(self.shard),
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "files_written": sum(len(unit.files) for unit in self.units),
+            "buffer_nbytes": self.buffer_nbytes,
+            "bandwidth": self.bandwidth,
+            "seconds": self.seconds,
+            "metadata_nbytes": self.metadata_nbytes,
+            "sources": dict(self.sources),
+            "units": units,
+        }

@@ -72,11 +72,17 @@ class Difference:
         """The same as JSON values; NaN and infinities as text."""
         tensors = self.tensors if every_tensor else self.differing
         return {
-            "equal": self.equal, "a": self.a, "b": self.b, "tensors_compared": len(self.tensors),
+            "equal": self.equal,
+            "a": self.a,
+            "b": self.b,
+            "tensors_compared": len(self.tensors),
             "tensors": [{**asdict(tensor), "max_abs": _number(tensor.max_abs)} for tensor in tensors],
-            "values": [asdict(value) for value in self.values], "faults": [asdict(fault) for fault in self.faults],
-            "notes": list(self.notes), "bytes_read": self.bytes_read, "seconds": self.seconds,
-        }  # fmt: skip
+            "values": [asdict(value) for value in self.values],
+            "faults": [asdict(fault) for fault in self.faults],
+            "notes": list(self.notes),
+            "bytes_read": self.bytes_read,
+            "seconds": self.seconds,
+        }
 
 
 def _number(value: float) -> float | str:

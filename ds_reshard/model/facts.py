@@ -99,8 +99,15 @@ def _compound(value: object, done: Mapping[int, str]) -> str:
     if isinstance(value, ObjectRecord):
         given = ",".join(f"{name}={_text(arg, done)}" for name, arg in sorted(value.kwargs.items()))
         pairs = ",".join(f"{k}:{v}" for k, v in _rows(value.pairs, done))
-        parts = (_list(value.args, done), f"{{{given}}}", str(value.by_new), str(value.has_state),
-                 _text(value.state, done), _list(value.items, done), f"{{{pairs}}}")  # fmt: skip
+        parts = (
+            _list(value.args, done),
+            f"{{{given}}}",
+            str(value.by_new),
+            str(value.has_state),
+            _text(value.state, done),
+            _list(value.items, done),
+            f"{{{pairs}}}",
+        )
         return f"{value.callable}({','.join(parts)})"
     if isinstance(value, set | frozenset):
         return "set[" + ",".join(sorted(_text(item, done) for item in value)) + "]"

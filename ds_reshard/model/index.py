@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from ds_reshard.errors import Fault, ReshardError, faults_of
+from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, faults_of
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.layout import Layout, Piece, Placement, TensorKey, Tiles, check_cover
 from ds_reshard.model.records import TensorRecord
@@ -46,9 +46,7 @@ class Extent(NamedTuple):
 def extent_of(tensor: TensorRecord) -> Extent:
     """A row-major tensor's bytes, and the record of an archive that they are part of."""
     storage = tensor.storage
-    record = Record(
-        path=storage.path, byte_offset=storage.byte_offset, nbytes=storage.nbytes, crc32=storage.crc32
-    )  # fmt: skip
+    record = Record(path=storage.path, byte_offset=storage.byte_offset, nbytes=storage.nbytes, crc32=storage.crc32)
     return Extent(record=record, byte_offset=tensor.byte_offset, dtype=tensor.dtype, numel=tensor.numel)
 
 
@@ -105,12 +103,11 @@ class Index:
         """The buffer of one shard; a shard that was opened well and lacks it is damaged."""
         extent = self.open(placement.family, shard).get(placement.buffer)
         if extent is None and (placement.family, shard) not in self._failed:
-            fault = Fault(
-                error="CheckpointDamaged",
-                where=f"{placement.family} shard {shard}",
-                what=f"holds no buffer {placement.buffer!r}",
-                expected=f"{placement.key} in it",
-                found="nothing",
+            fault = CheckpointDamaged.fault(
+                f"{placement.family} shard {shard}",
+                f"holds no buffer {placement.buffer!r}",
+                f"{placement.key} in it",
+                "nothing",
                 mend="restore the file from a copy, or load another tag",
             )
             if fault not in self.faults:
@@ -159,12 +156,11 @@ class Index:
             self._uncovered(placement, f"{located} of {wanted.numel} wanted elements")
 
     def _uncovered(self, placement: Placement, found: str) -> None:
-        fault = Fault(
-            error="CheckpointDamaged",
-            where=placement.family,
-            what=f"{placement.key}: some of its elements lie in no file, or in two",
-            expected="each element in one",
-            found=found,
+        fault = CheckpointDamaged.fault(
+            placement.family,
+            f"{placement.key}: some of its elements lie in no file, or in two",
+            "each element in one",
+            found,
             mend="restore the checkpoint from a copy; where it is whole, report this with its `ds-reshard inspect`",
         )
         if fault not in self.faults:

@@ -136,16 +136,27 @@ def chunked(
     check_cover(boxes, shape)
     tiles = tuple(
         Placement(
-            key=key, shape=shape, dtype=dtype, family=family, buffer=buffer,
-            cut=Cut(chunk=max(1, box.numel), first=shard), box=box,
+            key=key,
+            shape=shape,
+            dtype=dtype,
+            family=family,
+            buffer=buffer,
+            cut=Cut(chunk=max(1, box.numel), first=shard),
+            box=box,
         )
         for shard, box in enumerate(boxes)
-    )  # fmt: skip
+    )
     whole = Box.whole(shape)
     return Placement(
-        key=key, shape=shape, dtype=dtype, family=family, buffer=buffer, cut=Cut(chunk=max(1, whole.numel)), box=whole,
+        key=key,
+        shape=shape,
+        dtype=dtype,
+        family=family,
+        buffer=buffer,
+        cut=Cut(chunk=max(1, whole.numel)),
+        box=whole,
         tiles=tiles,
-    )  # fmt: skip
+    )
 
 
 class Tiles:

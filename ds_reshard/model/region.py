@@ -96,9 +96,7 @@ def overlap(first: Region, second: Region) -> Iterator[Run]:
             and pending.second_offset + pending.numel == run.second_offset
         ):
             pending = Run(
-                first_offset=pending.first_offset,
-                second_offset=pending.second_offset,
-                numel=pending.numel + run.numel,
+                first_offset=pending.first_offset, second_offset=pending.second_offset, numel=pending.numel + run.numel
             )
             continue
         if pending is not None:

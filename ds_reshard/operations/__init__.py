@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force
-from ds_reshard.errors import ConfigError, Fault, ReshardError
+from ds_reshard.errors import ConfigError, ReshardError
 from ds_reshard.formats.megatron.files import is_megatron
 from ds_reshard.formats.megatron.past import read_past as megatron_past
 from ds_reshard.formats.nanotron.inspection import describe as describe_nanotron
@@ -34,10 +34,27 @@ from ds_reshard.resume.coming import ComingRun
 from ds_reshard.resume.megatron_run import read_run
 
 __all__ = [
-    "FORMATS", "ComingRun", "Conversion", "ConversionPlan", "Difference", "Fingerprinted", "Inspection", "Options",
-    "Progress", "Reading", "Verification", "coming_run", "convert", "diff", "fingerprint", "inspect", "plan",
-    "read_config", "scan_pickles", "verify",
-]  # fmt: skip
+    "FORMATS",
+    "ComingRun",
+    "Conversion",
+    "ConversionPlan",
+    "Difference",
+    "Fingerprinted",
+    "Inspection",
+    "Options",
+    "Progress",
+    "Reading",
+    "Verification",
+    "coming_run",
+    "convert",
+    "diff",
+    "fingerprint",
+    "inspect",
+    "plan",
+    "read_config",
+    "scan_pickles",
+    "verify",
+]
 
 
 def inspect(path: str, *, tag: str | None = None) -> Inspection:
@@ -68,11 +85,22 @@ def inspect(path: str, *, tag: str | None = None) -> Inspection:
 
 
 def convert(
-    path: str, out: str, *, to: str, dp: int | None = None, tag: str | None = None,
-    sub_group_size: int | None = None, dtype: str | None = None, tp: int | None = None, pp: int | None = None,
-    zero_stage: int | None = None, like: str | None = None, names: str | None = None, options: Options | None = None,
+    path: str,
+    out: str,
+    *,
+    to: str,
+    dp: int | None = None,
+    tag: str | None = None,
+    sub_group_size: int | None = None,
+    dtype: str | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    zero_stage: int | None = None,
+    like: str | None = None,
+    names: str | None = None,
+    options: Options | None = None,
     progress: Progress | None = None,
-) -> Conversion:  # fmt: skip
+) -> Conversion:
     """Write the checkpoint in `path` (and `tag`, as for `inspect`) anew into the folder `out`.
 
     `to` is "zero1", "zero2", "zero3" or "bf16" (`BF16_Optimizer`): files that DeepSpeed itself loads at data-parallel
@@ -94,18 +122,30 @@ def convert(
 
     listing = find_listing(os.fspath(path), tag)
     asked = Asked(
-        to=to, dp=dp, tp=tp, pp=pp, zero_stage=zero_stage, like=like, sub_group_size=sub_group_size, dtype=dtype,
+        to=to,
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        zero_stage=zero_stage,
+        like=like,
+        sub_group_size=sub_group_size,
+        dtype=dtype,
         names=names,
-    )  # fmt: skip
+    )
     return convert_listing(
         listing, os.fspath(path), os.fspath(out), asked=asked, options=options or Options(), progress=progress
     )
 
 
 def verify(
-    path: str, *, tag: str | None = None, deep: bool = False, against: str | None = None,
-    reading: Reading | None = None, progress: Progress | None = None,
-) -> Verification:  # fmt: skip
+    path: str,
+    *,
+    tag: str | None = None,
+    deep: bool = False,
+    against: str | None = None,
+    reading: Reading | None = None,
+    progress: Progress | None = None,
+) -> Verification:
     """Everything that is wrong with the checkpoint in `path` (and `tag`, as for `inspect`).
 
     Compares every record of every file in the tag's folder with the checksum that its archive has, and the folder with
@@ -132,9 +172,14 @@ def verify(
 
 
 def diff(
-    a: str, b: str, *, tag_a: str | None = None, tag_b: str | None = None, reading: Reading | None = None,
+    a: str,
+    b: str,
+    *,
+    tag_a: str | None = None,
+    tag_b: str | None = None,
+    reading: Reading | None = None,
     progress: Progress | None = None,
-) -> Difference:  # fmt: skip
+) -> Difference:
     """In what the checkpoints in `a` and `b` differ, each of any ZeRO stage and size: tensors and values.
 
     Equal means equal to the bit. Each byte of both is read once and checked, in memory of `reading.memory_nbytes`
@@ -151,11 +196,22 @@ def diff(
 
 
 def plan(
-    path: str, *, to: str, dp: int | None = None, tag: str | None = None, sub_group_size: int | None = None,
-    dtype: str | None = None, tp: int | None = None, pp: int | None = None, zero_stage: int | None = None,
-    like: str | None = None, names: str | None = None, bandwidth: float = 1e9, reading: Reading | None = None,
+    path: str,
+    *,
+    to: str,
+    dp: int | None = None,
+    tag: str | None = None,
+    sub_group_size: int | None = None,
+    dtype: str | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    zero_stage: int | None = None,
+    like: str | None = None,
+    names: str | None = None,
+    bandwidth: float = 1e9,
+    reading: Reading | None = None,
     shard: tuple[int, int] = (0, 1),
-) -> ConversionPlan:  # fmt: skip
+) -> ConversionPlan:
     """What `convert` with the same arguments would read and write: by whom, from which files, in what time.
 
     Reads directories and pickles, no tensor's bytes, and imports no torch. `bandwidth` is in bytes per second.
@@ -165,9 +221,16 @@ def plan(
     """
     before = _bytes_asked_for()
     asked = Asked(
-        to=to, dp=dp, tp=tp, pp=pp, zero_stage=zero_stage, like=like, sub_group_size=sub_group_size, dtype=dtype,
+        to=to,
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        zero_stage=zero_stage,
+        like=like,
+        sub_group_size=sub_group_size,
+        dtype=dtype,
         names=names,
-    )  # fmt: skip
+    )
     made = plan_listing(
         find_listing(os.fspath(path), tag), asked=asked, bandwidth=bandwidth, reading=reading or Reading(), shard=shard
     )
@@ -175,9 +238,14 @@ def plan(
 
 
 def coming_run(
-    path: str, config: str | None = None, *, flags: Sequence[str] | None = None, tag: str | None = None,
-    steps: int | None = None, version: str | None = None,
-) -> ComingRun:  # fmt: skip
+    path: str,
+    config: str | None = None,
+    *,
+    flags: Sequence[str] | None = None,
+    tag: str | None = None,
+    steps: int | None = None,
+    version: str | None = None,
+) -> ComingRun:
     """The learning rates of the run that will resume the checkpoint in `path`.
 
     The run is given as its DeepSpeed JSON `config`, or as the `flags` of its command line for a checkpoint of
@@ -233,7 +301,7 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _config_error(path: str, what: str, mend: str) -> ConfigError:
-    fault = Fault(error="ConfigError", where=path, what=what, mend=mend)
+    fault = ConfigError.fault(path, what, mend=mend)
     return ConfigError(f"{fault.line()}; {mend}", [fault])
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.containers.zip_frame import frame_faults
-from ds_reshard.errors import Fault, ReshardError, faults_of
+from ds_reshard.errors import Fault, ReadFailed, ReshardError, faults_of
 from ds_reshard.execution.ledger import Ledger
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.index import Record
@@ -64,7 +64,7 @@ def open_file(folder: str, name: str, archives: Sequence[tuple[int, int]] | None
         file.faults += faults_of(error)
     except OSError as error:
         mend = "check the file system and its permissions"
-        fault = Fault(error="ReadFailed", where=path, what=f"cannot be read: {error.strerror or error}", mend=mend)
+        fault = ReadFailed.fault(path, f"cannot be read: {error.strerror or error}", mend=mend)
         return CheckedFile(name=name, path=path, nbytes=0, faults=[fault])
     at = 0
     for record in file.members:

@@ -39,16 +39,24 @@ def compare_listings(a: Found, b: Found, *, reading: Reading, progress: Progress
         deviations[keys[span.row]].add(span.start, *span.values)
     # What lies between the tensors, for the checksum of the whole record.
     read_records(
-        sorted(ledger.records), ledger, threads=reading.threads, memory_nbytes=reading.memory_nbytes,
-        progress=None, total=total,
-    )  # fmt: skip
+        sorted(ledger.records),
+        ledger,
+        threads=reading.threads,
+        memory_nbytes=reading.memory_nbytes,
+        progress=None,
+        total=total,
+    )
     tensors = [*pairs.other, *(_told(pairs, key, deviations[key]) for key in keys)]
     return Difference(
-        a=a.folder, b=b.folder, tensors=tuple(sorted(tensors, key=lambda one: (one.name, one.kind))),
+        a=a.folder,
+        b=b.folder,
+        tensors=tuple(sorted(tensors, key=lambda one: (one.name, one.kind))),
         values=(*_values(*sides), *_strided(*sides)),
-        faults=tuple(ledger.faults + ledger.mismatches()), notes=tuple(_notes(*sides)),
-        bytes_read=ledger.bytes_read, seconds=time.monotonic() - started,
-    )  # fmt: skip
+        faults=tuple(ledger.faults + ledger.mismatches()),
+        notes=tuple(_notes(*sides)),
+        bytes_read=ledger.bytes_read,
+        seconds=time.monotonic() - started,
+    )
 
 
 class _Pairs:
@@ -99,9 +107,7 @@ class _Pairs:
         return a, b
 
     def _tell(self, key: TensorKey, state: str, a: Placement | None, b: Placement | None) -> None:
-        self.other.append(
-            TensorDifference(name=key.name, kind=key.kind, state=state, a=_described(a), b=_described(b))
-        )  # fmt: skip
+        self.other.append(TensorDifference(name=key.name, kind=key.kind, state=state, a=_described(a), b=_described(b)))
 
 
 def _key_in(source: Source, key: TensorKey) -> TensorKey | None:
@@ -120,8 +126,9 @@ def _values(a: Source, b: Source) -> Iterator[ValueDifference]:
         yield from compare_values(a.zero, b.zero)
         return
     if a.saved is not None and b.saved is not None:
-        named = [{".".join(map(str, path)): value for path, value in side.objects.items()}
-                 for side in (a.saved, b.saved)]  # fmt: skip
+        named = [
+            {".".join(map(str, path)): value for path, value in side.objects.items()} for side in (a.saved, b.saved)
+        ]
         yield from differences("", named[0], named[1])
     if a.facts is not None and b.facts is not None:
         if a.nanotron is not None and b.nanotron is not None:
@@ -132,8 +139,10 @@ def _values(a: Source, b: Source) -> Iterator[ValueDifference]:
 
 
 def _nanotron_values(a: NanotronCheckpoint, b: NanotronCheckpoint) -> Iterator[ValueDifference]:
-    kept = [{key: value for key, value in side.metadata.entries.items() if key not in ("tp", "dp", "version")}
-            for side in (a, b)]  # fmt: skip
+    kept = [
+        {key: value for key, value in side.metadata.entries.items() if key not in ("tp", "dp", "version")}
+        for side in (a, b)
+    ]
     yield from differences("", kept[0], kept[1])
     counters = [side.schedulers[0].counters if side.schedulers else {} for side in (a, b)]
     yield from differences("lr_scheduler", counters[0], counters[1])
@@ -151,12 +160,21 @@ def _told(pairs: _Pairs, key: TensorKey, found: Deviation) -> TensorDifference:
     if found.first is None:
         return TensorDifference(
             name=key.name, kind=key.kind, state=EQUAL, a=_described(a), b=_described(b), numel=a.numel
-        )  # fmt: skip
+        )
     return TensorDifference(
-        name=key.name, kind=key.kind, state=DIFFERS, a=_described(a), b=_described(b), numel=a.numel,
-        differing=found.differing, max_abs=found.max_abs, max_ulp=found.max_ulp,
-        first=index_of(found.first, a.shape), first_a=found.first_a, first_b=found.first_b,
-    )  # fmt: skip
+        name=key.name,
+        kind=key.kind,
+        state=DIFFERS,
+        a=_described(a),
+        b=_described(b),
+        numel=a.numel,
+        differing=found.differing,
+        max_abs=found.max_abs,
+        max_ulp=found.max_ulp,
+        first=index_of(found.first, a.shape),
+        first_a=found.first_a,
+        first_b=found.first_b,
+    )
 
 
 def _strided(a: Source, b: Source) -> Iterator[ValueDifference]:
@@ -188,8 +206,10 @@ def _zero_notes(name: str, source: Source, checkpoint: ZeroCheckpoint) -> Iterat
     if checkpoint.listing.partitioned_model and checkpoint.model.buffer_names and checkpoint.dp > 1:
         yield f"each rank of ZeRO 3 saves buffers of its own: those of the first rank of {name} are compared"
     if checkpoint.facts is None and checkpoint.stage == 0:
-        yield f"the optimizer in {name} (ZeRO 0) names no parameter: its states are compared by their checksums, "\
-            "and with those of another stage 0 alone"  # fmt: skip
+        yield (
+            f"the optimizer in {name} (ZeRO 0) names no parameter: its states are compared by their checksums, "
+            "and with those of another stage 0 alone"
+        )
     for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim is not None else ()):
         for kind, why in partition.unfollowed.items():
             yield f"state {kind!r} of flat buffer {number} in {name} is not compared: {why}"

@@ -30,8 +30,8 @@ _SYNCING = 8  # units at once: waiting for a disk costs no core, and a journal t
 
 
 def convert_listing(
-    listing: Found, path: str, out: str, *, asked: Asked, options: Options, progress: Progress | None,
-) -> Conversion:  # fmt: skip
+    listing: Found, path: str, out: str, *, asked: Asked, options: Options, progress: Progress | None
+) -> Conversion:
     """Write the checkpoint of `listing`, found in `path`, into the folder `out`, as `asked` says.
 
     One pass: what is read is written and checked against the checksums of its files, in buffers of
@@ -44,9 +44,13 @@ def convert_listing(
     needed = _nbytes(target)
     refuse_places(path, out, needed)
     what = {
-        "ds_reshard": VERSION, "source": _files_of(source), "tag": listing.tag,
-        **asdict(asked), "dp": source.dp if asked.dp is None else asked.dp, **target.basis,
-    }  # fmt: skip
+        "ds_reshard": VERSION,
+        "source": _files_of(source),
+        "tag": listing.tag,
+        **asdict(asked),
+        "dp": source.dp if asked.dp is None else asked.dp,
+        **target.basis,
+    }
     workspace = Workspace(out, what, force=options.force)
     number, shards = options.shard
     with workspace.open(resume=options.resume, shared=shards > 1) as finished:
@@ -56,9 +60,13 @@ def convert_listing(
         work.write(target.units[number::shards])
         complete = work.finish()
     return Conversion(
-        out=out, files=work.files, bytes_read=work.bytes_read, bytes_written=work.bytes_written, complete=complete,
+        out=out,
+        files=work.files,
+        bytes_read=work.bytes_read,
+        bytes_written=work.bytes_written,
+        complete=complete,
         notes=target.notes,
-    )  # fmt: skip
+    )
 
 
 def _nbytes(target: Target) -> int:
@@ -166,8 +174,11 @@ class _Work:
         pending, faults = settle(partial_sums(outcome))
         raise_faults(faults, subject=subject)
         files = {name: {"nbytes": file.nbytes, "crc32": f"{file.finish():08x}"} for name, file in made.items()}
-        prints = [[key.name, key.kind, key.copy, witness.sums[key].value, witness.sums[key].nbytes]
-                  for key in self._units.wants[unit.family] if witness.sums[key].nbytes]  # fmt: skip
+        prints = [
+            [key.name, key.kind, key.copy, witness.sums[key].value, witness.sums[key].nbytes]
+            for key in self._units.wants[unit.family]
+            if witness.sums[key].nbytes
+        ]
         sums = [asdict(item) for item in pending]
         known = {"files": files, "family": unit.family, "sums": sums, "tensors": prints}
         self._room.acquire()
@@ -218,10 +229,15 @@ class _Work:
                 raise InternalError(f"{key}: {found.nbytes} bytes were moved, of {placement.numel} elements")
             if key.copy:
                 continue
-            told.append({
-                "name": key.name, "kind": key.kind, "dtype": placement.dtype.label, "shape": list(placement.shape),
-                "fingerprint": str(found),
-            })  # fmt: skip
+            told.append(
+                {
+                    "name": key.name,
+                    "kind": key.kind,
+                    "dtype": placement.dtype.label,
+                    "shape": list(placement.shape),
+                    "fingerprint": str(found),
+                }
+            )
         return told
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.nanotron.adopted import adopt
 from ds_reshard.formats.nanotron.arrangement import Wanted
 from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
@@ -56,9 +56,12 @@ def to_nanotron(source: ZeroCheckpoint, like: NanotronCheckpoint, wanted: Wanted
     basis = {"like": digest_of(like), **({"names": found.digest} if found is not None else {})}
     tag = str(content.steps)
     return replace(
-        target, folder=tag, pointers=dict.fromkeys(target.pointers, tag), notes=(*adoption.notes, *target.notes),
+        target,
+        folder=tag,
+        pointers=dict.fromkeys(target.pointers, tag),
+        notes=(*adoption.notes, *target.notes),
         basis=basis,
-    )  # fmt: skip
+    )
 
 
 def _renamed(content: Content, names: str | None) -> tuple[Content, NameMap | None, list[Fault]]:
@@ -76,20 +79,23 @@ def _read_from(target: Target, origins: Mapping[TensorKey, TensorKey]) -> Target
 def _lacking(content: Content) -> Iterator[Fault]:
     """DeepSpeed's ZeRO trains fp32 masters; a run without them has trained its 16-bit weights."""
     if content.steps is None:
-        yield Fault(
-            error="UnsupportedLayout", where=content.folder, what="does not say its step",
-            expected="metas in checkpoint_metadata.json", found="none",
+        yield UnsupportedLayout.fault(
+            content.folder,
+            "does not say its step",
+            "metas in checkpoint_metadata.json",
+            "none",
             mend="--to safetensors or torch, for the weights",
-        )  # fmt: skip
+        )
     weights = content.weights
     lacking = [name for name, states in content.trained.items() if "fp32" not in states]
     if lacking:
-        yield Fault(
-            error="UnsupportedLayout", where=lacking[0],
-            what=f"and {len(lacking) - 1} other parameters were trained without fp32 masters",
-            expected=f"accumulate_grad_in_fp32, or {ElementType.FLOAT32.label} weights",
-            found=weights[lacking[0]].dtype.label, mend="--to safetensors or torch, for the weights",
-        )  # fmt: skip
+        yield UnsupportedLayout.fault(
+            lacking[0],
+            f"and {len(lacking) - 1} other parameters were trained without fp32 masters",
+            f"accumulate_grad_in_fp32, or {ElementType.FLOAT32.label} weights",
+            weights[lacking[0]].dtype.label,
+            mend="--to safetensors or torch, for the weights",
+        )
 
 
 def _said(source: NanotronCheckpoint, content: Content, *, groups: int) -> Iterator[str]:

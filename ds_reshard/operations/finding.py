@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ds_reshard.containers.positioned import PositionedFile
-from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed, ReshardError, UnsupportedLayout
+from ds_reshard.errors import CheckpointNotFound, ReadFailed, ReshardError, UnsupportedLayout
 from ds_reshard.formats.nanotron.names import NanotronListing, is_nanotron
 from ds_reshard.formats.nanotron.names import read_listing as read_nanotron
 from ds_reshard.formats.zero.names import Listing, read_listing
@@ -57,7 +57,7 @@ def find_zero(path: str, tag: str | None, *, tool: str) -> Listing:
     if isinstance(found, NanotronListing | SavedListing):
         mend = "give it a checkpoint of DeepSpeed or Megatron-LM"
         name = found.format if isinstance(found, SavedListing) else "nanotron"
-        fault = Fault(error="UnsupportedLayout", where=found.folder, what=f"{tool} does not read {name}", mend=mend)
+        fault = UnsupportedLayout.fault(found.folder, f"{tool} does not read {name}", mend=mend)
         raise UnsupportedLayout(f"{fault.line()}; {mend}", [fault])
     return found
 
@@ -120,13 +120,16 @@ def _no_checkpoint(path: str, what: str) -> CheckpointNotFound:
         return _not_found(path, what, "take an older checkpoint, or restore .metadata from a copy")
     folders = [entry for entry in os.scandir(path) if entry.is_dir()]
     listings = {entry.name: _list(entry.path) for entry in folders}
-    tags = sorted(e.name for e in folders if listings[e.name].model or listings[e.name].optim or is_nanotron(e.path)
-                  or list_saved(e.path) is not None)  # fmt: skip
+    tags = sorted(
+        e.name
+        for e in folders
+        if listings[e.name].model or listings[e.name].optim or is_nanotron(e.path) or list_saved(e.path) is not None
+    )
     if not tags:
         return _not_found(path, what, "give the folder that was given to save_checkpoint")
     return _not_found(path, what, f"name one of the tags that are there: --tag {' | '.join(tags[:12])}")
 
 
 def _not_found(path: str, what: str, mend: str) -> CheckpointNotFound:
-    fault = Fault(error="CheckpointNotFound", where=path, what=what, mend=mend)
+    fault = CheckpointNotFound.fault(path, what, mend=mend)
     return CheckpointNotFound(f"{fault.line()}; {mend}", [fault])

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
+from ds_reshard.errors import Fault, InternalError, ReshardError, faults_of, raise_faults
 from ds_reshard.execution.ports import Saw
 from ds_reshard.formats.zero.layout import whole
 from ds_reshard.model.fingerprints import Fingerprinted, TensorFingerprint
@@ -31,9 +31,13 @@ class _Planned:
 
 
 def fingerprint(
-    path: str, *, tag: str | None = None, reading: Reading | None = None, progress: Progress | None = None,
+    path: str,
+    *,
+    tag: str | None = None,
+    reading: Reading | None = None,
+    progress: Progress | None = None,
     shard: tuple[int, int] = (0, 1),
-) -> Fingerprinted:  # fmt: skip
+) -> Fingerprinted:
     """The fingerprint of every logical tensor of the checkpoint in `path`; docs/fingerprint.md defines it.
 
     `path` and `tag` as for `inspect`. Reads each byte once and checks it against the checksum in its file, in memory of
@@ -85,8 +89,13 @@ def _read(source: Source, planned: _Planned, reading: Reading, progress: Progres
     faults = [*outcome.faults, *verify(outcome)]
     damaged = {fault.where for fault in faults}
     unsure = {copy.buffer for copy in planned.plan.copies if copy.path in damaged}
-    unread = [key for key in planned.keys if key not in planned.same and str(key) not in unsure
-              and sums[key].nbytes != layout[key].numel * layout[key].dtype.itemsize]  # fmt: skip
+    unread = [
+        key
+        for key in planned.keys
+        if key not in planned.same
+        and str(key) not in unsure
+        and sums[key].nbytes != layout[key].numel * layout[key].dtype.itemsize
+    ]
     raise_faults(map(_incomplete, unread), subject=f"checkpoint {source.folder}")
     found: list[TensorFingerprint] = []
     for key in planned.keys:
@@ -104,9 +113,12 @@ def _read(source: Source, planned: _Planned, reading: Reading, progress: Progres
         found.append(_told(key, record.dtype.label, record.shape, shown))
     bare = sum(record.crc32 is None for record in outcome.slices)
     return Fingerprinted(
-        folder=source.folder, tensors=tuple(sorted(found, key=lambda one: (one.name, one.kind))),
-        notes=(*source.notes, *_unverified(bare)), faults=tuple(faults), bytes_read=outcome.bytes_read,
-    )  # fmt: skip
+        folder=source.folder,
+        tensors=tuple(sorted(found, key=lambda one: (one.name, one.kind))),
+        notes=(*source.notes, *_unverified(bare)),
+        faults=tuple(faults),
+        bytes_read=outcome.bytes_read,
+    )
 
 
 def _told_of(progress: Progress, total: int) -> Saw:
@@ -128,7 +140,7 @@ def _told(key: TensorKey, dtype: str, shape: tuple[int, ...], fingerprint: str |
 
 def _incomplete(key: TensorKey) -> Fault:
     mend = "report this with the checkpoint's `ds-reshard inspect` output"
-    return Fault(error="InternalError", where=str(key), what="not all of its bytes were read, or some twice", mend=mend)
+    return InternalError.fault(str(key), "not all of its bytes were read, or some twice", mend=mend)
 
 
 def _unverified(bare: int) -> Iterable[str]:

@@ -51,10 +51,15 @@ def plan_listing(
     files = source.files
     names = dict.fromkeys((*source.shard_names, *sorted({name for plan in plans for name in plan.reads})))
     return ConversionPlan(
-        folder=listing.folder, to=asked.to, dp=source.dp if asked.dp is None else asked.dp, units=tuple(plans),
-        bandwidth=bandwidth, sources={name: files[name] for name in names},
-        buffer_nbytes=round(at_once * window + reading.threads * executor.chunk_nbytes * (1 + widest)), shard=shard,
-    )  # fmt: skip
+        folder=listing.folder,
+        to=asked.to,
+        dp=source.dp if asked.dp is None else asked.dp,
+        units=tuple(plans),
+        bandwidth=bandwidth,
+        sources={name: files[name] for name in names},
+        buffer_nbytes=round(at_once * window + reading.threads * executor.chunk_nbytes * (1 + widest)),
+        shard=shard,
+    )
 
 
 def _unit(listing: Found, units: Units, unit: Unit) -> tuple[UnitPlan, float]:
@@ -66,10 +71,19 @@ def _unit(listing: Found, units: Units, unit: Unit) -> tuple[UnitPlan, float]:
     for part in parts:
         of_path[part.record.path] = of_path.get(part.record.path, 0) + part.nbytes
     reads = {os.path.relpath(path, listing.folder): nbytes for path, nbytes in of_path.items()}
-    cast = max((copy.target_dtype.itemsize / copy.dtype.itemsize for copy in plan.copies
-                if copy.dtype is not copy.target_dtype), default=0.0)  # fmt: skip
+    cast = max(
+        (
+            copy.target_dtype.itemsize / copy.dtype.itemsize
+            for copy in plan.copies
+            if copy.dtype is not copy.target_dtype
+        ),
+        default=0.0,
+    )
     made = UnitPlan(
-        family=unit.family, shard=unit.shard, files=tuple(file.name for file in unit.files), reads=reads,
+        family=unit.family,
+        shard=unit.shard,
+        files=tuple(file.name for file in unit.files),
+        reads=reads,
         bytes_written=sum(archive.nbytes for archive in archives),
-    )  # fmt: skip
+    )
     return made, cast

@@ -28,15 +28,24 @@ def describe_saved(listing: SavedListing, *, bytes_read: Callable[[], int | None
     state, faults = _opened(listing)
     groups = state.facts.groups if state is not None and state.facts is not None else ()
     return Inspection(
-        format=listing.format, writer=listing.writer, folder=listing.folder, tag=listing.tag, version=None, stage=None,
-        wrapper=None, dp=state.ranks if state is not None else None, optimizer=None,
+        format=listing.format,
+        writer=listing.writer,
+        folder=listing.folder,
+        tag=listing.tag,
+        version=None,
+        stage=None,
+        wrapper=None,
+        dp=state.ranks if state is not None else None,
+        optimizer=None,
         states=tuple(_states(state)) if state is not None else (),
-        groups=tuple(_groups(groups, _shapes(state))) if state is not None else (), steps=_steps(state),
+        groups=tuple(_groups(groups, _shapes(state))) if state is not None else (),
+        steps=_steps(state),
         arrangement=Arrangement(buffers=None, round_robin=None, alignment_gaps=None, elastic=None, offloaded_to=None),
         parameters=tuple(_parameters(state, groups)) if state is not None else (),
         files=tuple(FileEntry(name=name, nbytes=file.nbytes, role=file.role) for name, file in listing.files.items()),
-        faults=tuple(faults), bytes_read=bytes_read(),
-    )  # fmt: skip
+        faults=tuple(faults),
+        bytes_read=bytes_read(),
+    )
 
 
 def _opened(listing: SavedListing) -> tuple[SavedState | None, list[Fault]]:
@@ -72,10 +81,11 @@ def _groups(groups: tuple[GroupFacts, ...], shapes: Mapping[str, tuple[int, ...]
     for number, group in enumerate(groups):
         known = [shapes[name] for name in group.members if name in shapes]
         yield GroupEntry(
-            number=number, members=len(group.members),
+            number=number,
+            members=len(group.members),
             numel=sum(map(prod, known)) if len(known) == len(group.members) else None,
             hyperparameters={name: plain(value, {}) for name, value in (group.hyperparameters or {}).items()},
-        )  # fmt: skip
+        )
 
 
 def _steps(state: SavedState | None) -> Steps:
@@ -91,7 +101,10 @@ def _parameters(state: SavedState, groups: tuple[GroupFacts, ...]) -> Iterator[P
     for key, placement in sorted(state.layout.placements.items()):
         if key.kind == "weight":
             yield ParameterEntry(
-                name=key.name, shape=placement.shape, dtype=placement.dtype.label,
+                name=key.name,
+                shape=placement.shape,
+                dtype=placement.dtype.label,
                 role="trainable" if len(state.layout.kinds(key.name)) > 1 else "parameter",
-                group=group_of.get(key.name), tied_to=None,
-            )  # fmt: skip
+                group=group_of.get(key.name),
+                tied_to=None,
+            )

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import ConfigError, Fault, ModelMismatch, raise_faults
 from ds_reshard.model.content import Content
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts
 from ds_reshard.model.layout import TensorKey
@@ -46,9 +46,7 @@ class NameMap:
                 yield self._fault(other, "is the name of several parameters in the map", "one", ", ".join(names))
 
     def _fault(self, where: str, what: str, expected: str, found: str) -> Fault:
-        return Fault(
-            error="ModelMismatch", where=where, what=what, expected=expected, found=found, mend=f"correct {self.path}"
-        )
+        return ModelMismatch.fault(where, what, expected, found, mend=f"correct {self.path}")
 
     def applied(self, content: Content) -> Content:
         """The content under its new names, in the map's order; a name that is not in the map, or is taken, stays."""
@@ -126,4 +124,4 @@ def _are_names(value: object) -> bool:
 
 
 def _unreadable(path: str, what: str) -> Fault:
-    return Fault(error="ConfigError", where=path, what=what, mend=f"give {_FORM}")
+    return ConfigError.fault(path, what, mend=f"give {_FORM}")

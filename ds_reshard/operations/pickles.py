@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ds_reshard.containers.dcp_directory import Place, directories, read_directory
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, UNSAFE, PickleRules, in_force, rules_in_force, trusted
 from ds_reshard.containers.pickle_scan import Scanned, scan_file
-from ds_reshard.errors import CheckpointNotFound, Fault, ReshardError, faults_of, raise_faults
+from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed, ReshardError, faults_of, raise_faults
 from ds_reshard.model.verification import PickleScan
 from ds_reshard.operations.ranks import agree, attempt, broadcast, gather, rank, world_size
 
@@ -32,9 +32,12 @@ def scan_pickles(path: str) -> PickleScan:
     paths = list(walk(path, faults)) if os.path.isdir(path) else [path]
     found = scan_files(paths)
     return PickleScan(
-        folder=path, files=len(paths), pickles=found.pickles, unread=found.unread + len(faults),
+        folder=path,
+        files=len(paths),
+        pickles=found.pickles,
+        unread=found.unread + len(faults),
         faults=tuple(_sorted([*faults, *found.faults])),
-    )  # fmt: skip
+    )
 
 
 def walk(folder: str, faults: list[Fault]) -> Iterator[str]:
@@ -43,7 +46,7 @@ def walk(folder: str, faults: list[Fault]) -> Iterator[str]:
     def unlisted(error: OSError) -> None:
         what = f"cannot be listed: {error.strerror or error}"
         mend = "check the file system and its permissions"
-        faults.append(Fault(error="ReadFailed", where=str(error.filename), what=what, mend=mend))
+        faults.append(ReadFailed.fault(str(error.filename), what, mend=mend))
 
     seen: set[tuple[int, int]] = set()
     for at, folders, _ in os.walk(folder, onerror=unlisted, followlinks=True):
@@ -163,9 +166,14 @@ def refuse_unsafe_folder(
 ) -> None:
     """`refuse_unsafe` of every file below a folder. Collective, unless `alone`."""
     refuse_unsafe(
-        lambda faults: walk(folder, faults), trust=trust, subject=f"loading {folder}", group=group, alone=alone,
-        objects=objects, unread=unread,
-    )  # fmt: skip
+        lambda faults: walk(folder, faults),
+        trust=trust,
+        subject=f"loading {folder}",
+        group=group,
+        alone=alone,
+        objects=objects,
+        unread=unread,
+    )
 
 
 def refuse_unsafe(

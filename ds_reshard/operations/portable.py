@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 
 from ds_reshard.containers.crc import crc32
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.dcp.target import Contents
 from ds_reshard.formats.zero.adopted import Foreign
 from ds_reshard.formats.zero.compared import LAYOUT_ENTRIES
@@ -36,18 +36,22 @@ def contents_of(source: Source) -> Contents:
         kept = {name: value for name, value in entries.items() if name not in LAYOUT_ENTRIES and value is not None}
         objects = dict(_flattened((), kept))
     return Contents(
-        folder=source.folder, layout=source.layout, facts=source.facts, shared=source.shared, objects=objects,
+        folder=source.folder,
+        layout=source.layout,
+        facts=source.facts,
+        shared=source.shared,
+        objects=objects,
         beside=source.saved.beside if source.saved is not None else {},
-    )  # fmt: skip
+    )
 
 
 def _left_out(source: Source) -> Iterator[Fault]:
     mend = "load it in a run, and save contiguous tensors there"
     for name in source.strided():
-        yield Fault(error="UnsupportedLayout", where=name, what="does not lie row-major in the file", mend=mend)
+        yield UnsupportedLayout.fault(name, "does not lie row-major in the file", mend=mend)
     for note in source.saved.notes if source.saved is not None else ():
         mend = "--to safetensors for the weights"
-        yield Fault(error="UnsupportedLayout", where=source.folder, what=note, mend=mend)
+        yield UnsupportedLayout.fault(source.folder, note, mend=mend)
 
 
 def _flattened(path: Path, value: object) -> Iterator[tuple[Path, object]]:
@@ -71,9 +75,15 @@ def foreign_of(source: Source) -> Foreign:
         if name in records:
             _place(entries, tuple(map(str, keys)), records[name])
     return Foreign(
-        folder=source.folder, layout=state.layout, facts=state.facts, shared=dict(_tied(source)), entries=entries,
-        beside=state.beside.keys(), records=records, ranks=source.dp,
-    )  # fmt: skip
+        folder=source.folder,
+        layout=state.layout,
+        facts=state.facts,
+        shared=dict(_tied(source)),
+        entries=entries,
+        beside=state.beside.keys(),
+        records=records,
+        ranks=source.dp,
+    )
 
 
 def _whole(source: Source) -> Iterator[tuple[str, TensorRecord]]:
@@ -84,9 +94,7 @@ def _whole(source: Source) -> Iterator[tuple[str, TensorRecord]]:
             if len(extents) == 1 and extents[0].record.nbytes == placement.numel * placement.dtype.itemsize:
                 record = extents[0].record
                 made = new_tensor(str(record.byte_offset), placement.shape, placement.dtype)
-                place = replace(
-                    made.storage, path=record.path, byte_offset=record.byte_offset, crc32=record.crc32
-                )  # fmt: skip
+                place = replace(made.storage, path=record.path, byte_offset=record.byte_offset, crc32=record.crc32)
                 yield key.name, replace(made, storage=place)
 
 

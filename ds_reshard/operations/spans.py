@@ -156,6 +156,11 @@ def _aligned(nbytes: int) -> int:
 def _copies(column: Column, start: int, stop: int, buffer: str) -> Iterator[Copy]:
     for at, extent in column.locate(start, stop):
         yield Copy(
-            record=extent.record, byte_offset=extent.byte_offset, numel=extent.numel, dtype=extent.dtype,
-            buffer=buffer, element_offset=at, target_dtype=column.dtype,
-        )  # fmt: skip
+            record=extent.record,
+            byte_offset=extent.byte_offset,
+            numel=extent.numel,
+            dtype=extent.dtype,
+            buffer=buffer,
+            element_offset=at,
+            target_dtype=column.dtype,
+        )

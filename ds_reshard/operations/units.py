@@ -11,7 +11,7 @@ from ds_reshard.containers.dcp_writer import ArchivesPlan, plan_archives
 from ds_reshard.containers.plain_writer import PlainPlan
 from ds_reshard.containers.safetensors_writer import SafetensorsPlan, plan_safetensors
 from ds_reshard.containers.torch_zip_writer import ArchivePlan, plan_archive
-from ds_reshard.errors import ConfigError, Fault, raise_faults
+from ds_reshard.errors import ConfigError, UnsupportedLayout, raise_faults
 from ds_reshard.formats.dcp.names import ACCELERATE as FOLDERS
 from ds_reshard.formats.dcp.target import dcp_target
 from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint
@@ -53,11 +53,13 @@ def target_of(source: Source, asked: Asked) -> Target:
         make, optimizer = partial(_deepspeed, asked=asked), asked.to not in WEIGHTS
         return from_nanotron(source.nanotron, asked.names, make, optimizer=optimizer)
     if asked.to in (FSDP, DCP, ACCELERATE) or (source.saved is not None and asked.to == NANOTRON):
-        fault = Fault(
-            error="UnsupportedLayout", where=source.folder, what="is not converted to this: to fsdp folders of EasyR1 "
+        fault = UnsupportedLayout.fault(
+            source.folder,
+            "is not converted to this: to fsdp folders of EasyR1 "
             "and verl are, to nanotron checkpoints of DeepSpeed, and to dcp all but nanotron's",
-            found=f"--to {asked.to}", mend="convert it to zero1 first, or load it with ds_reshard.dcp.Reader",
-        )  # fmt: skip
+            found=f"--to {asked.to}",
+            mend="convert it to zero1 first, or load it with ds_reshard.dcp.Reader",
+        )
         raise_faults([fault], subject="converting")
     if asked.to == NANOTRON:
         return _nanotron(source, asked)
@@ -105,10 +107,9 @@ def _nanotron(source: Source, asked: Asked) -> Target:
     assert source.zero is not None
     if like is None:
         what = "does not tell how nanotron cuts parameters, in which order it trains them, and with which config.yaml"
-        fault = Fault(
-            error="UnsupportedLayout", where=source.folder, what=what,
-            mend="save a step of the coming run, and name that checkpoint: --like DIR",
-        )  # fmt: skip
+        fault = UnsupportedLayout.fault(
+            source.folder, what, mend="save a step of the coming run, and name that checkpoint: --like DIR"
+        )
         raise_faults([fault], subject="converting to nanotron")
     assert like is not None
     return to_nanotron(source.zero, like, wanted, asked.names)
@@ -148,8 +149,9 @@ class Units:
         filled = {buffer for file in unit.files for buffer in file.data}
         storages = [
             (buffer_of(storage, number, key), storage)
-            for number, archive in enumerate(archives) for key, storage in archive.storages.items()
-        ]  # fmt: skip
+            for number, archive in enumerate(archives)
+            for key, storage in archive.storages.items()
+        ]
         fresh = {buffer: s.numel for buffer, s in storages if not s.path and buffer not in filled}
         plan = plan_rank(
             self._source.index,
@@ -174,6 +176,11 @@ def buffer_of(storage: StorageRecord, number: int, key: str) -> str:
 def _copy(storage: StorageRecord, buffer: str) -> Copy:
     record = Record(path=storage.path, byte_offset=storage.byte_offset, nbytes=storage.nbytes, crc32=storage.crc32)
     return Copy(
-        record=record, byte_offset=storage.byte_offset, numel=storage.nbytes, dtype=ElementType.UINT8,
-        buffer=buffer, element_offset=0, target_dtype=ElementType.UINT8,
-    )  # fmt: skip
+        record=record,
+        byte_offset=storage.byte_offset,
+        numel=storage.nbytes,
+        dtype=ElementType.UINT8,
+        buffer=buffer,
+        element_offset=0,
+        target_dtype=ElementType.UINT8,
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import CheckpointDamaged, Fault
 from ds_reshard.execution.deviation import as_bits, same_bits, shown
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.stage0_states import masters as saved_masters
@@ -146,12 +146,14 @@ class Values:
         return [*faults, *uncast], notes
 
     def _uncast(self, row: Row, bad: _Bad) -> Fault:
-        return Fault(
-            error="CheckpointDamaged", where=f"{row.key.name}[weight]",
-            what=f"{bad.count} of {row.columns[1].numel} elements are not the cast of their fp32 masters, as those of "
-            "other weights are", expected="the cast of the master", found=_at(row.columns[1], bad),
+        return CheckpointDamaged.fault(
+            f"{row.key.name}[weight]",
+            f"{bad.count} of {row.columns[1].numel} elements are not the cast of their fp32 masters, as those of "
+            "other weights are",
+            "the cast of the master",
+            _at(row.columns[1], bad),
             mend="restore all files of one save, or load another tag",
-        )  # fmt: skip
+        )
 
 
 def _fault(where: str, column: Column, bad: _Bad, what: str, *, tied: bool) -> Fault:
@@ -161,11 +163,13 @@ def _fault(where: str, column: Column, bad: _Bad, what: str, *, tied: bool) -> F
         "differs": ("differ from those of the parameter that it is tied to", "the same bits"),
     }
     text, expected = said[what]
-    return Fault(
-        error="CheckpointDamaged", where=where, what=f"{bad.count} of {column.numel} elements {text}",
-        expected=expected, found=_at(column, bad),
+    return CheckpointDamaged.fault(
+        where,
+        f"{bad.count} of {column.numel} elements {text}",
+        expected,
+        _at(column, bad),
         mend="restore the model file from a copy: which of the two is right, no file says" if tied else _MEND,
-    )  # fmt: skip
+    )
 
 
 def _at(column: Column, bad: _Bad) -> str:

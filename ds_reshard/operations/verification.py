@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ds_reshard.containers.pickle_rules import UNSAFE
-from ds_reshard.errors import ConfigError, Fault, ReshardError, faults_of
+from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, ReshardError, faults_of
 from ds_reshard.execution.checksums import altered
 from ds_reshard.execution.choice import offline_device
 from ds_reshard.execution.ledger import Ledger
@@ -67,11 +67,18 @@ def verify_listing(
     faults += untold(scanned.faults, faults)
     unchecked = sum(record.crc32 is None for file in files for record in file.members)
     return Verification(
-        folder=listing.folder, files=len(files), unchecked=unchecked, tensors=tensors,
-        records=sum(len(file.members) for file in files) - unchecked, bytes_read=check.ledger.bytes_read,
-        seconds=time.monotonic() - started, faults=tuple(_distinct(faults)),
-        notes=(*notes, *_notes(files, unchecked, manifest)), pickles=scanned.pickles, pickles_unread=scanned.unread,
-    )  # fmt: skip
+        folder=listing.folder,
+        files=len(files),
+        unchecked=unchecked,
+        tensors=tensors,
+        records=sum(len(file.members) for file in files) - unchecked,
+        bytes_read=check.ledger.bytes_read,
+        seconds=time.monotonic() - started,
+        faults=tuple(_distinct(faults)),
+        notes=(*notes, *_notes(files, unchecked, manifest)),
+        pickles=scanned.pickles,
+        pickles_unread=scanned.unread,
+    )
 
 
 def _surveyed(listing: Found) -> tuple[list[Fault], list[Fault]]:
@@ -110,11 +117,13 @@ def _steps(found: Survey) -> Iterator[Fault]:
         first = next(iter(said), "")
         for name, step in said.items():
             if canonical(step) != canonical(said[first]):
-                yield Fault(
-                    error="CheckpointDamaged", where=found.optim.path,
-                    what=f"{name} is of another step than {first}: a run steps all of them together",
-                    expected=describe(said[first]), found=describe(step), mend=_MEND,
-                )  # fmt: skip
+                yield CheckpointDamaged.fault(
+                    found.optim.path,
+                    f"{name} is of another step than {first}: a run steps all of them together",
+                    describe(said[first]),
+                    describe(step),
+                    mend=_MEND,
+                )
 
 
 def _holders(source: Source) -> dict[Record, list[str]]:
@@ -152,9 +161,12 @@ class _Check:
         rows, device = rows_of(source), offline_device(self.reading.device)
         values = Values(rows)
         reader = SpanReader(
-            self.ledger, threads=self.reading.threads, memory_nbytes=self.reading.memory_nbytes,
-            progress=self.progress, total=self.total,
-        )  # fmt: skip
+            self.ledger,
+            threads=self.reading.threads,
+            memory_nbytes=self.reading.memory_nbytes,
+            progress=self.progress,
+            total=self.total,
+        )
         try:
             for span in reader.read([row.columns for row in rows]):
                 values.look(span.on(device))
@@ -167,9 +179,13 @@ class _Check:
 
     def read(self) -> None:
         read_records(
-            self.wanted, self.ledger, threads=self.reading.threads, memory_nbytes=self.reading.memory_nbytes,
-            progress=self.progress, total=self.total,
-        )  # fmt: skip
+            self.wanted,
+            self.ledger,
+            threads=self.reading.threads,
+            memory_nbytes=self.reading.memory_nbytes,
+            progress=self.progress,
+            total=self.total,
+        )
 
     def mismatches(self, holders: dict[Record, list[str]]) -> Iterator[Fault]:
         """Records that are not what was written, by the names of their members and what lies in them."""
@@ -216,8 +232,11 @@ class _Manifest:
     def faults(self, ledger: Ledger) -> Iterator[Fault]:
         """Files that are missing, additional or changed; of those of the right size, every byte was read."""
         if self._wrong:
-            yield Fault(error="CheckpointDamaged", where=self._path, what=f"is not what was written: {self._wrong}",
-                        mend="convert the checkpoint again, or restore the file from a copy")  # fmt: skip
+            yield CheckpointDamaged.fault(
+                self._path,
+                f"is not what was written: {self._wrong}",
+                mend="convert the checkpoint again, or restore the file from a copy",
+            )
         if not self.there:
             return
         for name, known in sorted(self.known.items()):
@@ -233,10 +252,13 @@ class _Manifest:
             yield self._fault(name, "is not in the manifest", "no such file", f"{self._files[name].nbytes} bytes")
 
     def _fault(self, name: str, what: str, expected: str, found: str) -> Fault:
-        return Fault(
-            error="CheckpointDamaged", where=f"{self._folder}/{name}", what=what, expected=expected, found=found,
+        return CheckpointDamaged.fault(
+            f"{self._folder}/{name}",
+            what,
+            expected,
+            found,
             mend="convert the checkpoint again, or restore the folder from a copy",
-        )  # fmt: skip
+        )
 
 
 def _notes(files: Sequence[CheckedFile], unchecked: int, manifest: _Manifest) -> Iterator[str]:

@@ -61,10 +61,11 @@ class Workspace:
 
     def _refuse_existing(self) -> None:
         if os.path.lexists(self.target) and not self._force:
-            fault = Fault(
-                error="ConfigError", where=self.target, what="is there already",
+            fault = ConfigError.fault(
+                self.target,
+                "is there already",
                 mend="name another folder, or add --force: it is then replaced when all of the new one is there",
-            )  # fmt: skip
+            )
             raise_faults([fault], subject="converting")
 
     @contextlib.contextmanager
@@ -97,10 +98,11 @@ class Workspace:
             with open(path, encoding="utf-8") as file:
                 found = file.read()
             if found != self._conversion:
-                fault = Fault(
-                    error="ConfigError", where=self.folder, what="was left by another conversion, or of files that "
-                    "have changed since", mend="run it without --resume and --shard: it is then cleared; or remove it",
-                )  # fmt: skip
+                fault = ConfigError.fault(
+                    self.folder,
+                    "was left by another conversion, or of files that have changed since",
+                    mend="run it without --resume and --shard: it is then cleared; or remove it",
+                )
                 raise_faults([fault], subject="converting")
         else:
             disk.write_whole(path, self._conversion.encode("utf-8"), beside=self.folder)
@@ -183,4 +185,4 @@ def refuse_places(source: str, out: str, needed_nbytes: int) -> None:
 
 
 def _place(where: str, what: str, mend: str) -> Fault:
-    return Fault(error="ConfigError", where=where, what=what, mend=mend)
+    return ConfigError.fault(where, what, mend=mend)

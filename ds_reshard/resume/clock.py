@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import ConfigError, Fault, raise_faults
 
 ENGINE, ACCELERATE = "engine", "accelerate"
 CLOCKS = (ENGINE, ACCELERATE)
@@ -39,4 +39,4 @@ def clock_in(config: Mapping[str, object]) -> str | None:
 
 
 def _fault(where: str, what: str, expected: str, found: object, mend: str) -> Fault:
-    return Fault(error="ConfigError", where=where, what=what, expected=expected, found=repr(found), mend=mend)
+    return ConfigError.fault(where, what, expected, repr(found), mend=mend)

@@ -61,10 +61,14 @@ class ComingRun:
             for curve in self.curves
         }
         return {
-            "checkpoint": self.checkpoint, "config": self.config, "position": self.position,
-            "positions": list(self.positions), "groups": [list(one) for one in self.groups], "curves": curves,
+            "checkpoint": self.checkpoint,
+            "config": self.config,
+            "position": self.position,
+            "positions": list(self.positions),
+            "groups": [list(one) for one in self.groups],
+            "curves": curves,
             "notes": list(self.notes),
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +111,14 @@ def coming_run(
     positions = sampled(past.position, length)
     groups, curves = curves_of(made, positions, count)
     return ComingRun(
-        checkpoint=past.where, config=where, position=past.position, positions=positions, groups=groups,
-        curves=curves, notes=(*_notes(config, where, version), *_doubts(made[CHECKPOINT])),
-    )  # fmt: skip
+        checkpoint=past.where,
+        config=where,
+        position=past.position,
+        positions=positions,
+        groups=groups,
+        curves=curves,
+        notes=(*_notes(config, where, version), *_doubts(made[CHECKPOINT])),
+    )
 
 
 def curves_of(

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import ConfigError, raise_faults
 from ds_reshard.resume import asked
 from ds_reshard.resume.policy import Given
 
@@ -33,45 +33,64 @@ class Flag:
 
 FLAGS = (
     Flag(
-        names=("--override-opt-param-scheduler", "--override-opt_param-scheduler"), key="scheduler", value="override",
+        names=("--override-opt-param-scheduler", "--override-opt_param-scheduler"),
+        key="scheduler",
+        value="override",
         help="learning rates, schedule and weight decay of this run at the checkpoint's position; moments are kept",
     ),
     Flag(
-        names=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"), key="scheduler",
-        value="checkpoint", help="learning rates, schedule, weight decay and position of the checkpoint",
+        names=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"),
+        key="scheduler",
+        value="checkpoint",
+        help="learning rates, schedule, weight decay and position of the checkpoint",
     ),
     Flag(
-        names=("--strict-opt-param-scheduler",), key="scheduler", value="strict",
+        names=("--strict-opt-param-scheduler",),
+        key="scheduler",
+        value="strict",
         help="refuse to load when learning rates, schedule or weight decay differ from the checkpoint's",
     ),
     Flag(
-        names=("--no-load-lr-state",), key="scheduler", value="reset",
+        names=("--no-load-lr-state",),
+        key="scheduler",
+        value="reset",
         help="this run's schedule from its beginning; moments are kept",
     ),
     Flag(
-        names=("--no-load-optim",), key="optimizer", value="skip",
+        names=("--no-load-optim",),
+        key="optimizer",
+        value="skip",
         help="weights only: moments and fp32 masters anew, the schedule from its beginning",
     ),
     Flag(
-        names=("--load-masters-only",), key="optimizer", value="masters",
+        names=("--load-masters-only",),
+        key="optimizer",
+        value="masters",
         help="weights and fp32 masters; moments and the optimizer's step anew",
     ),
     Flag(
-        names=("--override-optim-hparams",), key="hyperparameters", value=None, metavar="NAME,NAME",
+        names=("--override-optim-hparams",),
+        key="hyperparameters",
+        value=None,
+        metavar="NAME,NAME",
         help="hyper-parameters taken from this run: betas, eps, weight_decay, momentum, clip_grad, loss_scale, ...",
     ),
     Flag(names=("--no-load-rng",), key="rng", value=False, help="random states are not restored"),
     Flag(names=("--finetune",), key="finetune", value=True, help="weights only, iteration 0, no random states"),
     Flag(
-        names=("--reset-iteration",), key="iteration", value="reset",
+        names=("--reset-iteration",),
+        key="iteration",
+        value="reset",
         help="iteration, consumed samples and the schedule's position become 0; weights and moments are kept",
     ),
     Flag(
-        names=("--reset-dataloader",), key="dataloader", value="reset",
+        names=("--reset-dataloader",),
+        key="dataloader",
+        value="reset",
         help="the data starts anew; iteration and the schedule's position are kept",
     ),
     Flag(names=("--resume-report",), key="report", value=None, metavar="FILE", help="write the resume report here"),
-)  # fmt: skip
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, place: str = PLACE) -> argparse.ArgumentParser:
@@ -110,10 +129,9 @@ def given(
         meant = _value(flag, value)
         if flag.key in values and values[flag.key] != meant:
             faults.append(
-                Fault(
-                    error="ConfigError",
-                    where=f"{spelled[flag.key]} with {flag.names[0]}",
-                    what=f"contradict each other: both say what becomes of the {flag.key}",
+                ConfigError.fault(
+                    f"{spelled[flag.key]} with {flag.names[0]}",
+                    f"contradict each other: both say what becomes of the {flag.key}",
                     mend=f"leave out one of {spelled[flag.key]} and {flag.names[0]}",
                 )
             )
@@ -141,12 +159,11 @@ def define(parser: argparse.ArgumentParser) -> tuple[dict[str, Flag], frozenset[
                 group.add_argument(*flag.names, dest=dest, action="store_true", default=None, help=flag.help)
         elif not _alike(theirs, flag):
             faults.append(
-                Fault(
-                    error="ConfigError",
-                    where=flag.names[0],
-                    what="this parser has a flag of that name which is of another kind",
-                    expected="a switch that is off unless given" if flag.value is not None else "a flag with a value",
-                    found=type(theirs).__name__.strip("_"),
+                ConfigError.fault(
+                    flag.names[0],
+                    "this parser has a flag of that name which is of another kind",
+                    "a switch that is off unless given" if flag.value is not None else "a flag with a value",
+                    type(theirs).__name__.strip("_"),
                     mend="give the policy in the DeepSpeed JSON or through `python -m ds_reshard.run`",
                 )
             )
@@ -173,9 +190,12 @@ def _value(flag: Flag, value: object) -> object:
     clean = tuple(dict.fromkeys(str(name).strip() for name in names if str(name).strip()))
     wrong = [name for name in clean if not name.isidentifier()]
     if wrong or not clean:
-        fault = Fault(
-            error="ConfigError", where=flag.names[0], what="takes names separated by commas",
-            expected="names such as betas,eps", found=repr(value), mend=f"write {flag.names[0]} betas,eps",
-        )  # fmt: skip
+        fault = ConfigError.fault(
+            flag.names[0],
+            "takes names separated by commas",
+            "names such as betas,eps",
+            repr(value),
+            mend=f"write {flag.names[0]} betas,eps",
+        )
         raise_faults([fault], subject=PLACE)
     return clean

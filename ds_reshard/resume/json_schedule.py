@@ -10,44 +10,53 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_reshard.errors import Fault, raise_faults
-from ds_reshard.resume.schedule import (
-    Constant,
-    OneCycle,
-    RangeTest,
-    Schedule,
-    Warmup,
-    WarmupCosine,
-    WarmupDecay,
-)
+from ds_reshard.errors import ConfigError, Fault, raise_faults
+from ds_reshard.resume.schedule import Constant, OneCycle, RangeTest, Schedule, Warmup, WarmupCosine, WarmupDecay
 
 SOURCE = "0.19.8"
 """The release of DeepSpeed that the formulas were read from."""
 
 _REQUIRED = object()
-_WARMUP: dict[str, object] = {
-    "warmup_num_steps": 1000, "warmup_type": "log", "last_batch_iteration": -1,
-}  # fmt: skip
+_WARMUP: dict[str, object] = {"warmup_num_steps": 1000, "warmup_type": "log", "last_batch_iteration": -1}
 _DEFAULTS: dict[str, dict[str, object]] = {
     "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": None, **_WARMUP},
     "WarmupDecayLR": {"total_num_steps": _REQUIRED, "warmup_min_lr": 0.0, "warmup_max_lr": 0.001, **_WARMUP},
-    "WarmupCosineLR": {
-        "total_num_steps": _REQUIRED, "warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001, **_WARMUP,
-    },
+    "WarmupCosineLR": {"total_num_steps": _REQUIRED, "warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001, **_WARMUP},
     "OneCycle": {
-        "cycle_min_lr": _REQUIRED, "cycle_max_lr": _REQUIRED, "decay_lr_rate": 0.0, "cycle_first_step_size": 2000,
-        "cycle_second_step_size": None, "cycle_first_stair_count": 0, "cycle_second_stair_count": None,
-        "decay_step_size": 0, "cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9,
-        "decay_mom_rate": 0.0, "last_batch_iteration": -1,
+        "cycle_min_lr": _REQUIRED,
+        "cycle_max_lr": _REQUIRED,
+        "decay_lr_rate": 0.0,
+        "cycle_first_step_size": 2000,
+        "cycle_second_step_size": None,
+        "cycle_first_stair_count": 0,
+        "cycle_second_stair_count": None,
+        "decay_step_size": 0,
+        "cycle_momentum": True,
+        "cycle_min_mom": 0.8,
+        "cycle_max_mom": 0.9,
+        "decay_mom_rate": 0.0,
+        "last_batch_iteration": -1,
     },
     "LRRangeTest": {
-        "lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000, "lr_range_test_step_rate": 1.0,
-        "lr_range_test_staircase": False, "last_batch_iteration": -1,
+        "lr_range_test_min_lr": 1e-3,
+        "lr_range_test_step_size": 2000,
+        "lr_range_test_step_rate": 1.0,
+        "lr_range_test_staircase": False,
+        "last_batch_iteration": -1,
     },
-}  # fmt: skip
+}
 # Parameters that may be a list with one value for each param group.
-_LISTS = frozenset({"warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr",
-                    "cycle_min_mom", "cycle_max_mom"})  # fmt: skip
+_LISTS = frozenset(
+    {
+        "warmup_min_lr",
+        "warmup_max_lr",
+        "cycle_min_lr",
+        "cycle_max_lr",
+        "lr_range_test_min_lr",
+        "cycle_min_mom",
+        "cycle_max_mom",
+    }
+)
 _COUNTS = frozenset({"warmup_num_steps", "lr_range_test_step_size"})
 _OTHER = frozenset({"warmup_type", "cycle_momentum", "lr_range_test_staircase"})
 _LEAST = {"cycle_first_step_size": 1e-3, "cycle_second_step_size": 0.0, "decay_step_size": 0.0, "decay_lr_rate": 0.0}
@@ -86,13 +95,17 @@ def read_section(config: Mapping[str, object], *, where: str) -> Section | None:
         return None
     place = f"{where}: scheduler"
     if not isinstance(section, Mapping) or not isinstance(section.get("type"), str):
-        raise_faults([_fault(place, "is not a section with a type", 'an object with "type" and "params"', section)],
-                     subject="learning rate")  # fmt: skip
+        raise_faults(
+            [_fault(place, "is not a section with a type", 'an object with "type" and "params"', section)],
+            subject="learning rate",
+        )
         raise AssertionError
     params = section.get("params")
     if not isinstance(params, Mapping):
-        raise_faults([_fault(f"{place}.params", "is not there, and DeepSpeed needs it", "an object", params)],
-                     subject="learning rate")  # fmt: skip
+        raise_faults(
+            [_fault(f"{place}.params", "is not there, and DeepSpeed needs it", "an object", params)],
+            subject="learning rate",
+        )
         raise AssertionError
     found = Section(where=place, kind=str(section["type"]), params=dict(params))
     if found.kind in _DEFAULTS:
@@ -152,8 +165,9 @@ def given_rate(config: Mapping[str, object], *, where: str) -> float | Unknown:
     if lr is None:
         return Unknown(reason=f"{where}: optimizer.params has no lr: the optimizer's own default is used")
     if not _is_number(lr):
-        raise_faults([_fault(f"{where}: optimizer.params.lr", "has a wrong value", "a number", lr)],
-                     subject="learning rate")  # fmt: skip
+        raise_faults(
+            [_fault(f"{where}: optimizer.params.lr", "has a wrong value", "a number", lr)], subject="learning rate"
+        )
     return float(str(lr))
 
 
@@ -225,36 +239,49 @@ def _one_cycle(p: Mapping[str, object], base: float) -> Schedule:
     first, second = p["cycle_first_step_size"], p["cycle_second_step_size"]
     stairs, back = p["cycle_first_stair_count"], p["cycle_second_stair_count"]
     return OneCycle(
-        min_lr=_number(p["cycle_min_lr"]), max_lr=_number(p["cycle_max_lr"]), first=float(_number(first)),
-        second=float(_number(first if second is None else second)), first_stairs=_number(stairs),
-        second_stairs=_number(stairs if back is None else back), decay_size=_number(p["decay_step_size"]),
+        min_lr=_number(p["cycle_min_lr"]),
+        max_lr=_number(p["cycle_max_lr"]),
+        first=float(_number(first)),
+        second=float(_number(first if second is None else second)),
+        first_stairs=_number(stairs),
+        second_stairs=_number(stairs if back is None else back),
+        decay_size=_number(p["decay_step_size"]),
         decay_rate=_number(p["decay_lr_rate"]),
-    )  # fmt: skip
+    )
 
 
 _BUILD: dict[str, Callable[[Mapping[str, object], float], Schedule]] = {
     "WarmupLR": lambda p, base: Warmup(
-        min_lr=_number(p["warmup_min_lr"]), max_lr=base if p["warmup_max_lr"] is None else _number(p["warmup_max_lr"]),
-        warmup_steps=_count(p["warmup_num_steps"]), kind=str(p["warmup_type"]),
+        min_lr=_number(p["warmup_min_lr"]),
+        max_lr=base if p["warmup_max_lr"] is None else _number(p["warmup_max_lr"]),
+        warmup_steps=_count(p["warmup_num_steps"]),
+        kind=str(p["warmup_type"]),
     ),
     "WarmupDecayLR": lambda p, base: WarmupDecay(
-        min_lr=_number(p["warmup_min_lr"]), max_lr=_number(p["warmup_max_lr"]), kind=str(p["warmup_type"]),
-        warmup_steps=_count(p["warmup_num_steps"]), total_steps=_number(p["total_num_steps"]),
+        min_lr=_number(p["warmup_min_lr"]),
+        max_lr=_number(p["warmup_max_lr"]),
+        kind=str(p["warmup_type"]),
+        warmup_steps=_count(p["warmup_num_steps"]),
+        total_steps=_number(p["total_num_steps"]),
     ),
     "WarmupCosineLR": lambda p, base: WarmupCosine(
-        base_lr=base, warmup_steps=_count(p["warmup_num_steps"]), total_steps=_number(p["total_num_steps"]),
-        min_ratio=_number(p["warmup_min_ratio"]), end_ratio=_number(p["cos_min_ratio"]), kind=str(p["warmup_type"]),
+        base_lr=base,
+        warmup_steps=_count(p["warmup_num_steps"]),
+        total_steps=_number(p["total_num_steps"]),
+        min_ratio=_number(p["warmup_min_ratio"]),
+        end_ratio=_number(p["cos_min_ratio"]),
+        kind=str(p["warmup_type"]),
     ),
     "OneCycle": _one_cycle,
     "LRRangeTest": lambda p, base: RangeTest(
-        min_lr=_number(p["lr_range_test_min_lr"]), step_size=_count(p["lr_range_test_step_size"]),
-        step_rate=_number(p["lr_range_test_step_rate"]), staircase=bool(p["lr_range_test_staircase"]),
+        min_lr=_number(p["lr_range_test_min_lr"]),
+        step_size=_count(p["lr_range_test_step_size"]),
+        step_rate=_number(p["lr_range_test_step_rate"]),
+        staircase=bool(p["lr_range_test_staircase"]),
     ),
-}  # fmt: skip
+}
 
 
 def _fault(where: str, what: str, expected: str, found: object) -> Fault:
     shown = found if found == "nothing" else repr(found)[:60]
-    return Fault(
-        error="ConfigError", where=where, what=what, expected=expected, found=str(shown), mend=f"correct {where}"
-    )
+    return ConfigError.fault(where, what, expected, str(shown), mend=f"correct {where}")

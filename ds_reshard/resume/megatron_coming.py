@@ -37,9 +37,14 @@ def coming_run(past: MegatronPast, run: MegatronRun, *, steps: int | None = None
     positions = sampled(past.position, length, stride=run.batch)
     groups, curves = curves_of(made, positions, len(past.groups) if past.groups else 1)
     return ComingRun(
-        checkpoint=past.where, config=SUBJECT, position=past.position, positions=positions, groups=groups,
-        curves=curves, notes=tuple(_notes(past, run)),
-    )  # fmt: skip
+        checkpoint=past.where,
+        config=SUBJECT,
+        position=past.position,
+        positions=positions,
+        groups=groups,
+        curves=curves,
+        notes=tuple(_notes(past, run)),
+    )
 
 
 def _drawn(rates: object) -> Drawn | Unknown:

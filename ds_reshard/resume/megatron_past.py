@@ -68,10 +68,13 @@ def rates_of(schedule: Schedule, bounds: tuple[Bounds, ...]) -> tuple[MegatronRa
     """One rate for each pair of bounds; Unknown for a schedule that Megatron would refuse."""
     values = schedule.values
     made = {
-        "init_lr": values.get("init_lr", 0.0), "warmup": values["lr_warmup_steps"], "decay": values["lr_decay_steps"],
-        "style": values["lr_decay_style"], "wsd_decay": values.get("wsd_decay_steps"),
+        "init_lr": values.get("init_lr", 0.0),
+        "warmup": values["lr_warmup_steps"],
+        "decay": values["lr_decay_steps"],
+        "style": values["lr_decay_style"],
+        "wsd_decay": values.get("wsd_decay_steps"),
         "wsd_style": values.get("lr_wsd_decay_style") or "exponential",
-    }  # fmt: skip
+    }
     try:
         return tuple(MegatronRate(max_lr=high, min_lr=low, **made) for high, low in bounds)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:

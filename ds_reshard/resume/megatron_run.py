@@ -20,14 +20,28 @@ from ds_reshard.resume.policy import ResumePolicy, combine
 
 SUBJECT = "the flags after --"
 _FLOATS = {
-    "lr": None, "min_lr": 0.0, "lr_warmup_fraction": None, "lr_warmup_init": 0.0, "decoupled_lr": None,
-    "decoupled_min_lr": None, "weight_decay": 0.01, "start_weight_decay": None, "end_weight_decay": None,
-}  # fmt: skip
+    "lr": None,
+    "min_lr": 0.0,
+    "lr_warmup_fraction": None,
+    "lr_warmup_init": 0.0,
+    "decoupled_lr": None,
+    "decoupled_min_lr": None,
+    "weight_decay": 0.01,
+    "start_weight_decay": None,
+    "end_weight_decay": None,
+}
 _WHOLE = {
-    "train_iters": None, "train_samples": None, "global_batch_size": None, "lr_decay_iters": None,
-    "lr_decay_samples": None, "lr_warmup_iters": 0, "lr_warmup_samples": 0, "lr_wsd_decay_iters": None,
-    "lr_wsd_decay_samples": None, "ckpt_step": None,
-}  # fmt: skip
+    "train_iters": None,
+    "train_samples": None,
+    "global_batch_size": None,
+    "lr_decay_iters": None,
+    "lr_decay_samples": None,
+    "lr_warmup_iters": 0,
+    "lr_warmup_samples": 0,
+    "lr_wsd_decay_iters": None,
+    "lr_wsd_decay_samples": None,
+    "ckpt_step": None,
+}
 _WORDS = {
     "lr_decay_style": ("linear", ("constant", "linear", "cosine", "inverse-square-root", "WSD")),
     "lr_wsd_decay_style": ("exponential", ("exponential", "linear", "cosine", "minus_sqrt")),
@@ -84,7 +98,7 @@ def read_run(words: Sequence[str]) -> MegatronRun:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        fault = Fault(error="ConfigError", where=SUBJECT, what=message, mend="write them as for Megatron-LM")
+        fault = ConfigError.fault(SUBJECT, message, mend="write them as for Megatron-LM")
         raise ConfigError(f"{fault.line()}; {fault.mend}", [fault])
 
 
@@ -121,13 +135,19 @@ def _schedule(parsed: argparse.Namespace) -> Schedule:
         warmup = parsed.lr_warmup_fraction * decay
     constant = parsed.weight_decay_incr_style == "constant"
     values = {
-        "max_lr": parsed.lr, "min_lr": parsed.min_lr, "lr_warmup_steps": warmup, "lr_decay_steps": decay,
+        "max_lr": parsed.lr,
+        "min_lr": parsed.min_lr,
+        "lr_warmup_steps": warmup,
+        "lr_decay_steps": decay,
         "lr_decay_style": parsed.lr_decay_style,
         "start_wd": parsed.weight_decay if constant else parsed.start_weight_decay,
         "end_wd": parsed.weight_decay if constant else parsed.end_weight_decay,
-        "wd_incr_steps": length, "wd_incr_style": parsed.weight_decay_incr_style,
-        "init_lr": parsed.lr_warmup_init, "wsd_decay_steps": wsd, "lr_wsd_decay_style": parsed.lr_wsd_decay_style,
-    }  # fmt: skip
+        "wd_incr_steps": length,
+        "wd_incr_style": parsed.weight_decay_incr_style,
+        "init_lr": parsed.lr_warmup_init,
+        "wsd_decay_steps": wsd,
+        "lr_wsd_decay_style": parsed.lr_wsd_decay_style,
+    }
     return Schedule(values=values, position=0)
 
 
@@ -176,4 +196,4 @@ def _misspelled(parser: argparse.ArgumentParser, rest: Sequence[str]) -> list[Fa
 
 
 def _fault(where: str, what: str, mend: str) -> Fault:
-    return Fault(error="ConfigError", where=where, what=what, mend=mend)
+    return ConfigError.fault(where, what, mend=mend)

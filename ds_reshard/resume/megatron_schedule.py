@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, ScheduleMismatch, UnsupportedLayout, raise_faults
 
 OVERRIDE = "--override-opt-param-scheduler"
 CHECKPOINT = "--use-checkpoint-opt-param-scheduler"
@@ -110,12 +110,11 @@ def differences(saved: Schedule, run: Schedule, *, without: Iterable[str] = ()) 
 def mismatch(name: str, saved: object, now: object, *, of: str = "") -> Fault:
     """One value (`of` a param group) that differs, with the flags that would accept either side."""
     origin = f" (from {_FLAGS[name]})" if name in _FLAGS else ""
-    return Fault(
-        error="ScheduleMismatch",
-        where=f"{of}{name}{origin}",
-        what="differs from the checkpoint's",
-        expected=f"{_shown(saved)} as in the checkpoint",
-        found=f"{_shown(now)} in this run",
+    return ScheduleMismatch.fault(
+        f"{of}{name}{origin}",
+        "differs from the checkpoint's",
+        f"{_shown(saved)} as in the checkpoint",
+        f"{_shown(now)} in this run",
         mend=f"add {OVERRIDE} for this run's values, or {CHECKPOINT} for the checkpoint's",
     )
 
@@ -126,21 +125,19 @@ def _shown(value: object) -> str:
 
 def absent_schedule(where: str, asked: str) -> Fault:
     """The checkpoint has no scheduler state, and `asked` needs it."""
-    return Fault(
-        error="ScheduleMismatch",
-        where=where,
-        what=f"has no scheduler state, which {asked} takes the position from",
+    return ScheduleMismatch.fault(
+        where,
+        f"has no scheduler state, which {asked} takes the position from",
         mend=f"leave out {asked}, or add --no-load-lr-state for this run's schedule from its beginning",
     )
 
 
 def _foreign(where: str, state: object, absent: list[str]) -> Fault:
     held = ", ".join(sorted(str(key) for key in state)) if isinstance(state, Mapping) else type(state).__name__
-    return Fault(
-        error="UnsupportedLayout",
-        where=where,
-        what="the scheduler state is not one of OptimizerParamScheduler",
-        expected=", ".join([*absent, "num_steps"] if absent else ["num_steps"]),
-        found=held or "nothing",
+    return UnsupportedLayout.fault(
+        where,
+        "the scheduler state is not one of OptimizerParamScheduler",
+        ", ".join([*absent, "num_steps"] if absent else ["num_steps"]),
+        held or "nothing",
         mend="add --no-load-lr-state for this run's schedule from its beginning",
     )

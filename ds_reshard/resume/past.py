@@ -100,7 +100,14 @@ def shown(rates: Sequence[float]) -> str:
 
 # A name in the state of torch's schedulers (torch/optim/lr_scheduler.py, 2.13) that tells which one it is.
 _MARKS = {
-    "lr_lambdas": "LambdaLR", "_schedulers": "SequentialLR", "T_0": "CosineAnnealingWarmRestarts",
-    "T_max": "CosineAnnealingLR", "milestones": "MultiStepLR", "step_size": "StepLR", "total_steps": "OneCycleLR",
-    "num_bad_epochs": "ReduceLROnPlateau", "start_factor": "LinearLR", "num_steps": "OptimizerParamScheduler",
-}  # fmt: skip
+    "lr_lambdas": "LambdaLR",
+    "_schedulers": "SequentialLR",
+    "T_0": "CosineAnnealingWarmRestarts",
+    "T_max": "CosineAnnealingLR",
+    "milestones": "MultiStepLR",
+    "step_size": "StepLR",
+    "total_steps": "OneCycleLR",
+    "num_bad_epochs": "ReduceLROnPlateau",
+    "start_factor": "LinearLR",
+    "num_steps": "OptimizerParamScheduler",
+}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from ds_reshard.errors import Fault, raise_faults, wrong_value
+from ds_reshard.errors import ConfigError, Fault, raise_faults, wrong_value
 
 SCHEDULER = ("host", "override", "checkpoint", "strict", "reset")
 OPTIMIZER = ("load", "skip", "masters")
@@ -143,12 +143,11 @@ def combine(places: Iterable[Given]) -> ResumePolicy:
             first = chosen.setdefault(key, given)
             if not _same(key, first.values[key], value):
                 faults.append(
-                    Fault(
-                        error="ConfigError",
-                        where=key,
-                        what="is given in two places and differs",
-                        expected=first.say(key),
-                        found=given.say(key),
+                    ConfigError.fault(
+                        key,
+                        "is given in two places and differs",
+                        first.say(key),
+                        given.say(key),
                         mend=f"give {key} in one place, or the same in both",
                     )
                 )
@@ -167,13 +166,14 @@ def policy_differences(policies: Sequence[ResumePolicy]) -> list[Fault]:
         if len(ranks) > 1:
             (first, where), *others = ranks.items()
             faults.append(
-                Fault(
-                    error="ConfigError", where=f"resume policy: {key}", what="differs between ranks",
-                    expected=f"{first} everywhere, as on {_named(where)}",
-                    found=", ".join(f"{value} on {_named(numbers)}" for value, numbers in others),
+                ConfigError.fault(
+                    f"resume policy: {key}",
+                    "differs between ranks",
+                    f"{first} everywhere, as on {_named(where)}",
+                    ", ".join(f"{value} on {_named(numbers)}" for value, numbers in others),
                     mend=f"give every rank the same flags and the same configuration ({key})",
                 )
-            )  # fmt: skip
+            )
     return faults
 
 
@@ -194,11 +194,10 @@ def _check(key: str, value: object, place: str) -> list[Fault]:
         allowed = ", ".join(defaults())
         mend = f"remove or correct {key!r} in {place}"
         return [
-            Fault(
-                error="ConfigError", where=f"{place}: {key}", what="is not a key of the resume policy",
-                expected=f"one of {allowed}", found=repr(key), mend=mend,
+            ConfigError.fault(
+                f"{place}: {key}", "is not a key of the resume policy", f"one of {allowed}", repr(key), mend=mend
             )
-        ]  # fmt: skip
+        ]
     if key in _CHOICES:
         return [] if value in _CHOICES[key] else [wrong_value(f"{place}: {key}", _one_of(_CHOICES[key]), value)]
     if key in _SWITCHES:
@@ -237,4 +236,4 @@ def _contradictions(policy: ResumePolicy) -> list[Fault]:
 
 
 def _contradiction(where: str, what: str, mend: str) -> Fault:
-    return Fault(error="ConfigError", where=where, what=f"contradict each other: {what}", mend=mend)
+    return ConfigError.fault(where, f"contradict each other: {what}", mend=mend)

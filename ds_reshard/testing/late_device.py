@@ -76,10 +76,7 @@ class LateDevice:
     """
 
     def __init__(
-        self,
-        *,
-        memory_nbytes: int = 1 << 62,
-        holds: Callable[[torch.Tensor], bool] = lambda tensor: True,
+        self, *, memory_nbytes: int = 1 << 62, holds: Callable[[torch.Tensor], bool] = lambda tensor: True
     ) -> None:
         self.lock = threading.RLock()
         self.left = 0

@@ -22,15 +22,32 @@ DASHES = ((0, (4, 4)), (4, (4, 4)))
 
 def draw(path: Path, schedule: Schedule, whole: tuple[Layout, Outcome], resumed: Mapping[Layout, Outcome]) -> None:
     """The uninterrupted run as a broad line, the resumed ones as dashes on it; their differences in an inset."""
-    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "axes.labelcolor": INK,
-                         "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK})  # fmt: skip
+    plt.rcParams.update(
+        {
+            "font.family": "DejaVu Sans",
+            "font.size": 10,
+            "text.color": INK,
+            "axes.labelcolor": INK,
+            "axes.edgecolor": INK,
+            "xtick.color": INK,
+            "ytick.color": INK,
+        }
+    )
     figure, axes = plt.subplots(figsize=(8.4, 4.7), dpi=120, layout="constrained")
     layout, trunk = whole
-    axes.plot(_steps(trunk), trunk.losses, color=TRUNK, linewidth=5, alpha=0.55, solid_capstyle="round",
-              label=f"{layout}, uninterrupted")  # fmt: skip
+    axes.plot(
+        _steps(trunk),
+        trunk.losses,
+        color=TRUNK,
+        linewidth=5,
+        alpha=0.55,
+        solid_capstyle="round",
+        label=f"{layout}, uninterrupted",
+    )
     for (branch, outcome), color, dashes in zip(resumed.items(), BRANCHES, DASHES, strict=False):
-        axes.plot(_steps(outcome), outcome.losses, color=color, linewidth=1.7, linestyle=dashes,
-                  label=f"{branch}, resumed")  # fmt: skip
+        axes.plot(
+            _steps(outcome), outcome.losses, color=color, linewidth=1.7, linestyle=dashes, label=f"{branch}, resumed"
+        )
     _clean(axes)
     axes.axvline(schedule.checkpoint, color=INK, linewidth=0.8, linestyle=":")
     axes.text(schedule.checkpoint, 0.03, "checkpoint  ", transform=axes.get_xaxis_transform(), fontsize=9, ha="right")

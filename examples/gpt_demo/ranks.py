@@ -94,9 +94,15 @@ def _enter(job: str, rank: int, ranks: int, folder: Path, pipe: Connection, argu
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", GLOO_SOCKET_IFNAME="lo",
-    )  # fmt: skip
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        OMP_NUM_THREADS="1",
+        DS_ACCELERATOR="cpu",
+        GLOO_SOCKET_IFNAME="lo",
+    )
     try:
         from gpt_demo import runs
 

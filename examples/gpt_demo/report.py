@@ -43,8 +43,11 @@ def table(saved: Layout, columns: Mapping[Layout, tuple[Outcome, Comparison]], w
     """One column for each resumed run: tensors equal of all, the rest of the state, loss, seconds, DeepSpeed alone."""
     shown = Table(
         title=f"Saved by {saved}; each resumed run against it, right after the load",
-        title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_lines=False,
-    )  # fmt: skip
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_lines=False,
+    )
     shown.add_column("equal to the last bit", no_wrap=True)
     for layout in columns:
         shown.add_column(f"resumed as {layout}", justify="left", ratio=1)

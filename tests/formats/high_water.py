@@ -28,6 +28,6 @@ def memory_taken(code: str, *arguments: str, timeout_s: int = 250) -> int:
     """
     done = subprocess.run(
         [sys.executable, "-c", _CHILD, code, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return int(done.stdout.rpartition("took ")[2])

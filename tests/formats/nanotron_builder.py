@@ -64,8 +64,11 @@ class Run:
     def params(self, pp: int) -> list[Param]:
         """Those of one pipeline rank, in the order of its module."""
         own = [param for param in self.model if self.pp == 1 or pp in param.stages]
-        return own if self.pp == 1 or pp == 0 else [p for p in own if len(p.stages) == 1] + [
-            p for p in own if len(p.stages) > 1]  # fmt: skip
+        return (
+            own
+            if self.pp == 1 or pp == 0
+            else [p for p in own if len(p.stages) == 1] + [p for p in own if len(p.stages) > 1]
+        )
 
     def home(self, param: Param) -> int:
         return param.stages[0] if self.pp > 1 else 0

@@ -30,9 +30,14 @@ SPLIT, CHUNKS = ("emb.weight", "qkv.weight"), {"qkv.weight": (8, 4, 4)}
 STAGE = {"emb.weight": 0, "ln.weight": 0, "tiny": 0, "qkv.weight": 1, "odd.weight": 1}
 STEPS, TOTAL, LR, BATCH = 3, 10, 3e-4, 8
 SCHEDULE = types.SimpleNamespace(
-    lr_decay_steps=None, lr_warmup_steps=2, lr_decay_starting_step=None, lr_warmup_style="linear", learning_rate=LR,
-    lr_decay_style="cosine", min_decay_lr=3e-5,
-)  # fmt: skip
+    lr_decay_steps=None,
+    lr_warmup_steps=2,
+    lr_decay_starting_step=None,
+    lr_warmup_style="linear",
+    learning_rate=LR,
+    lr_decay_style="cosine",
+    min_decay_lr=3e-5,
+)
 
 
 class _Anything:
@@ -278,8 +283,13 @@ def save(context: Any, job: dict[str, Any]) -> list[str]:
     save_optimizer(built.optimizer, context, place)
     save_lr_scheduler(built.scheduler, job["zero"], context, place)
     stages = [DataStageMetadata("s", 1, 8 * STEPS, 8, {"d": 64 * STEPS})]
-    metas = TrainingMetadata(consumed_train_samples=8 * STEPS, last_train_step=STEPS, last_stage_idx=0,
-                             consumed_tokens_total=64 * STEPS, data_stages=stages)  # fmt: skip
+    metas = TrainingMetadata(
+        consumed_train_samples=8 * STEPS,
+        last_train_step=STEPS,
+        last_stage_idx=0,
+        consumed_tokens_total=64 * STEPS,
+        data_stages=stages,
+    )
     save_meta(context, place, metas)
     save_random_states(states_of(7), context, place)
     dist.barrier()
@@ -315,13 +325,21 @@ def configuration(job: dict[str, Any]) -> Configuration:
     of = types.SimpleNamespace
     sizes = {key: job[key] for key in ("tp", "pp", "dp")}
     return Configuration(
-        model=of(model_config=of(), init_method=of()), general=of(seed=1), logging=of(), data_stages=[],
+        model=of(model_config=of(), init_method=of()),
+        general=of(seed=1),
+        logging=of(),
+        data_stages=[],
         parallelism=of(**sizes, expert_parallel_size=1, context_parallel_size=job.get("cp", 1)),
         optimizer=of(learning_rate_scheduler=SCHEDULE, zero_stage=job["zero"]),
         checkpoints=of(load_optimizer=True, load_lr_scheduler=True),
-        tokens=of(train_steps=TOTAL, micro_batch_size=1, sequence_length=8, limit_val_batches=0,
-                  batch_accumulation_per_replica=job.get("accumulation", BATCH // job["dp"])),
-    )  # fmt: skip
+        tokens=of(
+            train_steps=TOTAL,
+            micro_batch_size=1,
+            sequence_length=8,
+            limit_val_batches=0,
+            batch_accumulation_per_replica=job.get("accumulation", BATCH // job["dp"]),
+        ),
+    )
 
 
 def trainer_of(context: Any, built: Built, job: dict[str, Any]) -> Any:
@@ -376,10 +394,16 @@ def resume(context: Any, job: dict[str, Any]) -> list[str]:
             found.append("random states")
         out = pathlib.Path(job["path"]).parent / "out"
         nanotrons.save(
-            config=trainer.config, model=built.model, optimizer=built.optimizer, lr_scheduler=built.scheduler,
-            parallel_context=context, training_metadata=trainer.metadata, root_folder=out, should_save_config=False,
+            config=trainer.config,
+            model=built.model,
+            optimizer=built.optimizer,
+            lr_scheduler=built.scheduler,
+            parallel_context=context,
+            training_metadata=trainer.metadata,
+            root_folder=out,
+            should_save_config=False,
             sanity_checks=False,
-        )  # fmt: skip
+        )
     files = len(list((out / "lr_scheduler").iterdir()))
     if files != job["pp"] * job["tp"]:
         found.append(f"scheduler: {files} files")
@@ -413,14 +437,19 @@ def main() -> None:
     results = []
     for number, job in enumerate(json.loads(pathlib.Path(jobs_path).read_text())):
         dist.init_process_group(
-            "gloo", init_method=f"file://{jobs_path}.{number}", rank=int(os.environ["RANK"]),
+            "gloo",
+            init_method=f"file://{jobs_path}.{number}",
+            rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
-        )  # fmt: skip
+        )
         with OnCpu():
             context = ParallelContext(
-                tensor_parallel_size=job["tp"], pipeline_parallel_size=job["pp"], data_parallel_size=job["dp"],
-                context_parallel_size=job.get("cp", 1), expert_parallel_size=1,
-            )  # fmt: skip
+                tensor_parallel_size=job["tp"],
+                pipeline_parallel_size=job["pp"],
+                data_parallel_size=job["dp"],
+                context_parallel_size=job.get("cp", 1),
+                expert_parallel_size=1,
+            )
             try:
                 found = {"save": save, "load": load, "resume": resume, "refused": refused}[job["do"]](context, job)
             except Exception as error:

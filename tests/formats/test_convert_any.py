@@ -35,9 +35,13 @@ def models(draw: st.DrawFn) -> Built:
     tied = (("alias", "g0.p0"),) if draw(st.booleans()) else ()
     states = draw(st.sampled_from((("exp_avg", "exp_avg_sq"), ("momentum_buffer",), ())))
     return Built(
-        groups=groups, frozen=frozen, tied=tied, states=states, dp=draw(st.integers(1, 5)),
+        groups=groups,
+        frozen=frozen,
+        tied=tied,
+        states=states,
+        dp=draw(st.integers(1, 5)),
         seed=draw(st.integers(0, 1 << 30)),
-    )  # fmt: skip
+    )
 
 
 def _converted(source: Path, out: Path, target: tuple[str, int], sub: int | None = None) -> Path:

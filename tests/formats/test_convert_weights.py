@@ -19,8 +19,10 @@ pytestmark = pytest.mark.slow
 
 BUILT = Built(
     groups=((("embed.weight", (13, 7)), ("first.weight", (5, 7))), (("bias", (5,)), ("scale", ()))),
-    frozen=(("tower", (3, 2)),), tied=(("head.weight", "embed.weight"),), dp=3,
-)  # fmt: skip
+    frozen=(("tower", (3, 2)),),
+    tied=(("head.weight", "embed.weight"),),
+    dp=3,
+)
 
 
 @pytest.fixture(params=["zero2", "zero3", "universal"])

@@ -43,8 +43,10 @@ def _state(flat: bool) -> dict[str, Any]:
     """A state dict after two steps, with a learning rate that is a tensor, and values of the script's own."""
     torch.manual_seed(0)
     net = Net()
-    groups = [{"params": [p for p in net.parameters() if p.dim() > 1], "lr": 1e-2},
-              {"params": [p for p in net.parameters() if p.dim() <= 1], "lr": torch.tensor(1e-3)}]  # fmt: skip
+    groups = [
+        {"params": [p for p in net.parameters() if p.dim() > 1], "lr": 1e-2},
+        {"params": [p for p in net.parameters() if p.dim() <= 1], "lr": torch.tensor(1e-3)},
+    ]
     optimizer = torch.optim.AdamW(groups)
     for step in range(2):
         net(torch.arange(step, 8 + step)).square().sum().backward()
@@ -93,8 +95,12 @@ def test_the_folder_tells_of_itself(saved: Any) -> None:
     assert not told.faults and told.steps.optimizer_steps == (2,) and [g.members for g in told.groups] == [2, 3]
     roles = {entry.name: entry.role for entry in told.parameters}
     assert {name for name, role in roles.items() if role == "trainable"} == {
-        "embed.weight", "none", "norm.bias", "norm.weight", "scale"
-    }  # fmt: skip
+        "embed.weight",
+        "none",
+        "norm.bias",
+        "norm.weight",
+        "scale",
+    }
     assert verify(saved[0], deep=True).clean
 
 
@@ -242,9 +248,10 @@ class Evil:
 
 def _read_by(folder: str, out: Path) -> list[Any]:
     return [
-        lambda: ds_reshard.dcp.Reader(folder), lambda: convert(folder, str(out), to="zero2", dp=2),
+        lambda: ds_reshard.dcp.Reader(folder),
+        lambda: convert(folder, str(out), to="zero2", dp=2),
         lambda: convert(folder, str(out), to="dcp", dp=2),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("where", ["an object", "the directory"])

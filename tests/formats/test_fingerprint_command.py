@@ -21,10 +21,14 @@ pytestmark = pytest.mark.distributed
 
 MODEL = Model(groups=2, frozen=True, batchnorm=True, tied=True)
 RUNS = (
-    Run(0, 2), Run(1, 2), Run(2, 3, options={"round_robin_gradients": True}),
-    Run(2, 2, options={"parameter_alignment": True}), Run(3, 3, options={"sub_group_size": 60}), Run("bf16", 2),
+    Run(0, 2),
+    Run(1, 2),
+    Run(2, 3, options={"round_robin_gradients": True}),
+    Run(2, 2, options={"parameter_alignment": True}),
+    Run(3, 3, options={"sub_group_size": 60}),
+    Run("bf16", 2),
     Run(3, 2, "fp32"),
-)  # fmt: skip
+)
 Saved = tuple[Path, list[dict[str, Any]]]
 
 

@@ -45,14 +45,19 @@ def test_a_universal_checkpoint_is_told(convert: Callable[..., Path], stage: int
     assert (found.format, found.tag, found.wrapper) == ("DeepSpeed universal", "universal", "universal")
     assert (found.stage, found.dp) == (1 if stage == "bf16" else stage, 2)
     assert {state.kind: state.scalar for state in found.states} == {
-        "fp32": False, "exp_avg": False, "exp_avg_sq": False, "step": True,
-    }  # fmt: skip
+        "fp32": False,
+        "exp_avg": False,
+        "exp_avg_sq": False,
+        "step": True,
+    }
     assert [(group.members, group.numel) for group in found.groups] == [(3, 245), (4, 22)]
     assert [group.hyperparameters["weight_decay"] for group in found.groups if group.hyperparameters] == [0.1, 0.0]
     assert (found.steps.global_steps, found.steps.optimizer_steps) == (3, (3,))
     assert {role: count["elements"] for role, count in found.counts.items()} == {
-        "trainable": 267, "frozen": 104, "buffer": 23,
-    }  # fmt: skip
+        "trainable": 267,
+        "frozen": 104,
+        "buffer": 23,
+    }
     assert {entry.name: entry.group for entry in found.parameters}["scale"] == 1
     assert {file.role for file in found.files} == {"model", "optimizer"}
     operations.convert(str(folder), str(tmp_path / "own"), to="universal")

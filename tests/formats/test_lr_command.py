@@ -31,10 +31,17 @@ def save(tmp_path: Path) -> Any:
         (folder.parent / "latest").write_text("global_step5", encoding="utf-8")
         group = {"lr": lr, "weight_decay": 0.0, "params": [0]}
         held = {
-            "module": {"w": torch.zeros(2)}, "dp_world_size": 1, "mp_world_size": 1, "global_steps": 5,
-            "skipped_steps": 0, "ds_version": "0.19.8", "lr_scheduler": scheduler, "ds_config": config,
-            "optimizer": {"state": {}, "param_groups": [group]}, **more,
-        }  # fmt: skip
+            "module": {"w": torch.zeros(2)},
+            "dp_world_size": 1,
+            "mp_world_size": 1,
+            "global_steps": 5,
+            "skipped_steps": 0,
+            "ds_version": "0.19.8",
+            "lr_scheduler": scheduler,
+            "ds_config": config,
+            "optimizer": {"state": {}, "param_groups": [group]},
+            **more,
+        }
         torch.save(held, folder / "mp_rank_00_model_states.pt")
         return str(folder.parent)
 

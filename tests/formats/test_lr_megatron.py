@@ -15,9 +15,17 @@ from ds_reshard.errors import UnsafePickle
 from ds_reshard.operations import coming_run
 
 STATE = {
-    "max_lr": 0.1, "min_lr": 0.01, "lr_warmup_steps": 0, "lr_decay_steps": 100, "lr_decay_style": "linear",
-    "num_steps": 20, "start_wd": 0.01, "end_wd": 0.01, "wd_incr_style": "constant", "wd_incr_steps": 100,
-}  # fmt: skip
+    "max_lr": 0.1,
+    "min_lr": 0.01,
+    "lr_warmup_steps": 0,
+    "lr_decay_steps": 100,
+    "lr_decay_style": "linear",
+    "num_steps": 20,
+    "start_wd": 0.01,
+    "end_wd": 0.01,
+    "wd_incr_style": "constant",
+    "wd_incr_steps": 100,
+}
 RATE = 0.01 + 0.8 * (0.1 - 0.01)
 GROUP = {"lr": RATE, "max_lr": 0.1, "min_lr": 0.01, "default_config": True, "wd_mult": 1.0, "params": [0]}
 FLAGS = ["--lr", "0.5", "--min-lr", "0.1", "--train-iters", "25", "--global-batch-size", "4"]
@@ -74,7 +82,7 @@ UNKNOWN = {
     "the script set them": {"groups": ({**GROUP, "lr": 0.5},)},
     "no param groups that can be read": {"optimizer": {}},
     "the warm-up goes on": {"state": {**STATE, "lr_warmup_steps": 50}, "args": {"world_size": 1}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("words", UNKNOWN)

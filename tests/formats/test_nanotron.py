@@ -75,8 +75,9 @@ def test_two_topologies_of_one_state_are_equal(tmp_path: Path) -> None:
     saved = torch.load(path)
     torch.save({**saved, "last_epoch": 8, "base_lrs": [1.0, *saved["base_lrs"][1:]]}, path)
     assert [one.where for one in diff(str(a), str(b)).values] == [
-        "lr_scheduler.last_epoch", "base_lrs of emb.pp_block.weight"
-    ]  # fmt: skip
+        "lr_scheduler.last_epoch",
+        "base_lrs of emb.pp_block.weight",
+    ]
     held["blocks.0.pp_block.mix.weight", "exp_avg"][1, 7] += 1
     c = write(again(run, zero=0), tmp_path / "c", held)
     (found,) = diff(str(a), str(c)).differing
@@ -157,118 +158,215 @@ FILE = "pp-{}-of-2_dp-{}-of-2_tp-{}-of-2_exp-0-of-1"
 QKV = "model/blocks/0/pp_block/qkv/model_weight_pp-rank-0-of-2_tp-rank-1-of-2.safetensors"
 BAD: dict[str, tuple[Callable[[Path], object], type[ReshardError], str]] = {
     "no file of a pipeline rank": (
-        lambda p: [path.unlink() for path in p.glob("optimizer/*_pp-1-*")], CheckpointDamaged,
-        r"optimizer_pp-1-of-2_dp-0-of-2_tp-0-of-2_exp-0-of-1.pt: is missing"),
+        lambda p: [path.unlink() for path in p.glob("optimizer/*_pp-1-*")],
+        CheckpointDamaged,
+        r"optimizer_pp-1-of-2_dp-0-of-2_tp-0-of-2_exp-0-of-1.pt: is missing",
+    ),
     "no file of a data-parallel rank": (
-        lambda p: (p / f"optimizer/optimizer_{FILE.format(0, 1, 0)}.pt").unlink(), CheckpointDamaged,
-        r"optimizer_pp-0-of-2_dp-1-of-2_tp-0.*is missing"),
+        lambda p: (p / f"optimizer/optimizer_{FILE.format(0, 1, 0)}.pt").unlink(),
+        CheckpointDamaged,
+        r"optimizer_pp-0-of-2_dp-1-of-2_tp-0.*is missing",
+    ),
     "no file of a tensor rank": (
-        lambda p: (p / f"optimizer/optimizer_{FILE.format(0, 0, 1)}.pt").unlink(), CheckpointDamaged,
-        r"_dp-0-of-2_tp-1-of-2_exp-0-of-1.pt: is missing"),
+        lambda p: (p / f"optimizer/optimizer_{FILE.format(0, 0, 1)}.pt").unlink(),
+        CheckpointDamaged,
+        r"_dp-0-of-2_tp-1-of-2_exp-0-of-1.pt: is missing",
+    ),
     "no weight of a tensor rank": (
-        lambda p: (p / QKV).unlink(), CheckpointDamaged, r"qkv.weight has not the files of all tensor-parallel ranks"),
+        lambda p: (p / QKV).unlink(),
+        CheckpointDamaged,
+        r"qkv.weight has not the files of all tensor-parallel ranks",
+    ),
     "no weight at all": (
-        lambda p: (p / "model/blocks/0/pp_block/ln/model_weight.safetensors").unlink(), CheckpointDamaged,
-        r"has the states of blocks.0.pp_block.ln.weight, which has no weight"),
+        lambda p: (p / "model/blocks/0/pp_block/ln/model_weight.safetensors").unlink(),
+        CheckpointDamaged,
+        r"has the states of blocks.0.pp_block.ln.weight, which has no weight",
+    ),
     "no optimizer_config.json": (
-        lambda p: (p / CONFIG).unlink(), CheckpointDamaged, r"optimizer_config.json: is missing"),
+        lambda p: (p / CONFIG).unlink(),
+        CheckpointDamaged,
+        r"optimizer_config.json: is missing",
+    ),
     "offsets of another stage": (
         lambda p: _json(p, CONFIG, lambda c: c["configs"]["param_name_to_dp_rank_offsets"].pop("emb.pp_block.weight")),
-        CheckpointDamaged, r"lists other parameters than the files of pipeline rank 0"),
+        CheckpointDamaged,
+        r"lists other parameters than the files of pipeline rank 0",
+    ),
     "other offsets": (
-        lambda p: _json(p, CONFIG, lambda c: c["configs"]["param_name_to_dp_rank_offsets"].update(
-            {"emb.pp_block.weight": {"0": ["0", "20"], "1": ["20", "48"]}})),
-        CheckpointDamaged, r"has other offsets for emb.pp_block.weight"),
+        lambda p: _json(
+            p,
+            CONFIG,
+            lambda c: c["configs"]["param_name_to_dp_rank_offsets"].update(
+                {"emb.pp_block.weight": {"0": ["0", "20"], "1": ["20", "48"]}}
+            ),
+        ),
+        CheckpointDamaged,
+        r"has other offsets for emb.pp_block.weight",
+    ),
     "another optimizer": (
-        lambda p: _json(p, CONFIG, lambda c: c.update(type="NamedOptimizer")), CheckpointDamaged,
-        r"names another optimizer than its files are of"),
-    "another size": (
-        lambda p: _json(p, META, lambda c: c.update(dp=4)), CheckpointDamaged, r"says another dp size"),
+        lambda p: _json(p, CONFIG, lambda c: c.update(type="NamedOptimizer")),
+        CheckpointDamaged,
+        r"names another optimizer than its files are of",
+    ),
+    "another size": (lambda p: _json(p, META, lambda c: c.update(dp=4)), CheckpointDamaged, r"says another dp size"),
     "context parallelism": (
-        lambda p: _json(p, META, lambda c: c.update(cp=2)), UnsupportedLayout,
-        r"context parallelism.*wrote one file at the same time"),
+        lambda p: _json(p, META, lambda c: c.update(cp=2)),
+        UnsupportedLayout,
+        r"context parallelism.*wrote one file at the same time",
+    ),
     "expert parallelism": (_experts, UnsupportedLayout, r"was saved with expert parallelism"),
     "a version of tomorrow": (
-        lambda p: _json(p, META, lambda c: c.update(version="1.6")), UnsupportedLayout, r"version.*'1.6'"),
+        lambda p: _json(p, META, lambda c: c.update(version="1.6")),
+        UnsupportedLayout,
+        r"version.*'1.6'",
+    ),
     "schedulers of two namings": (
-        lambda p: torch.save({}, p / "lr_scheduler/lr_scheduler.pt"), CheckpointDamaged,
-        r"holds the schedulers of several saves.*lr_scheduler.pt"),
+        lambda p: torch.save({}, p / "lr_scheduler/lr_scheduler.pt"),
+        CheckpointDamaged,
+        r"holds the schedulers of several saves.*lr_scheduler.pt",
+    ),
     "no scheduler of a rank": (
-        lambda p: (p / "lr_scheduler/lr_scheduler_pp-0-of-2_tp-1-of-2_exp-0-of-1.pt").unlink(), CheckpointDamaged,
-        r"lr_scheduler_pp-0-of-2_tp-1-of-2_exp-0-of-1.pt: is missing"),
+        lambda p: (p / "lr_scheduler/lr_scheduler_pp-0-of-2_tp-1-of-2_exp-0-of-1.pt").unlink(),
+        CheckpointDamaged,
+        r"lr_scheduler_pp-0-of-2_tp-1-of-2_exp-0-of-1.pt: is missing",
+    ),
     "a scheduler of other groups": (
-        lambda p: _scheduler(p, 1, 1, lambda s: s["base_lrs"].pop()), CheckpointDamaged,
-        r"is of another number of param groups than the optimizer"),
+        lambda p: _scheduler(p, 1, 1, lambda s: s["base_lrs"].pop()),
+        CheckpointDamaged,
+        r"is of another number of param groups than the optimizer",
+    ),
     "a scheduler of another step": (
-        lambda p: _scheduler(p, 1, 1, lambda s: s.update(last_epoch=8)), CheckpointDamaged,
-        r"the scheduler differs"),
+        lambda p: _scheduler(p, 1, 1, lambda s: s.update(last_epoch=8)),
+        CheckpointDamaged,
+        r"the scheduler differs",
+    ),
     "a stage's scheduler of another step": (
-        lambda p: [_scheduler(p, 1, tp, lambda s: s.update(last_epoch=8)) for tp in (0, 1)], CheckpointDamaged,
-        r"the scheduler's position differs"),
+        lambda p: [_scheduler(p, 1, tp, lambda s: s.update(last_epoch=8)) for tp in (0, 1)],
+        CheckpointDamaged,
+        r"the scheduler's position differs",
+    ),
     "a scheduler of an older step": (
-        lambda p: [_scheduler(p, pp, tp, lambda s: s.update(last_epoch=6, _last_lr=[2.7e-4] * len(s["_last_lr"])))
-                   for pp in (0, 1) for tp in (0, 1)],
-        CheckpointDamaged, r"is of another step than the optimizer's files"),
+        lambda p: [
+            _scheduler(p, pp, tp, lambda s: s.update(last_epoch=6, _last_lr=[2.7e-4] * len(s["_last_lr"])))
+            for pp in (0, 1)
+            for tp in (0, 1)
+        ],
+        CheckpointDamaged,
+        r"is of another step than the optimizer's files",
+    ),
     "masters of one stage alone": (
-        lambda p: [_state(p, FILE.format(1, dp, tp), lambda s: s.pop("gradient_accumulator"))
-                   for dp in (0, 1) for tp in (0, 1)],
-        CheckpointDamaged, r"is of another run than .*fp32 masters"),
+        lambda p: [
+            _state(p, FILE.format(1, dp, tp), lambda s: s.pop("gradient_accumulator")) for dp in (0, 1) for tp in (0, 1)
+        ],
+        CheckpointDamaged,
+        r"is of another run than .*fp32 masters",
+    ),
     "other states of a tied parameter": (
-        lambda p: [_state(p, FILE.format(1, dp, tp), lambda s: s["state"][3].pop("exp_avg_sq"))
-                   for dp in (0, 1) for tp in (0, 1)],
-        CheckpointDamaged, r"has other states of emb.pp_block.weight"),
+        lambda p: [
+            _state(p, FILE.format(1, dp, tp), lambda s: s["state"][3].pop("exp_avg_sq"))
+            for dp in (0, 1)
+            for tp in (0, 1)
+        ],
+        CheckpointDamaged,
+        r"has other states of emb.pp_block.weight",
+    ),
     "weights of two tensor ranks under each other's names": (
-        lambda p: _swap(p / QKV, p / QKV.replace("tp-rank-1", "tp-rank-0")), CheckpointDamaged,
-        r"shards of blocks.0.pp_block.qkv.weight are under each other's names"),
+        lambda p: _swap(p / QKV, p / QKV.replace("tp-rank-1", "tp-rank-0")),
+        CheckpointDamaged,
+        r"shards of blocks.0.pp_block.qkv.weight are under each other's names",
+    ),
     "config.yaml of another run": (
         lambda p: (p / "config.yaml").write_text((p / "config.yaml").read_text().replace("dp: 2", "dp: 4")),
-        CheckpointDamaged, r"config.yaml: says another dp size"),
+        CheckpointDamaged,
+        r"config.yaml: says another dp size",
+    ),
     "two topologies": (
-        lambda p: shutil.copy(p / f"optimizer/optimizer_{FILE.format(0, 0, 0)}.pt",
-                              p / "optimizer/optimizer_pp-0-of-1_dp-0-of-1_tp-0-of-1_exp-0-of-1.pt"),
-        CheckpointDamaged, r"holds the files of several topologies"),
+        lambda p: shutil.copy(
+            p / f"optimizer/optimizer_{FILE.format(0, 0, 0)}.pt",
+            p / "optimizer/optimizer_pp-0-of-1_dp-0-of-1_tp-0-of-1_exp-0-of-1.pt",
+        ),
+        CheckpointDamaged,
+        r"holds the files of several topologies",
+    ),
     "the doubled name of 2024": (
-        lambda p: (p / QKV).rename((p / QKV).with_name(
-            "model_model_weight.safetensors_pp-rank-0-of-2_tp-rank-1-of-2.safetensors")),
-        UnsupportedLayout, r"fix_checkpoint_bad_naming.py"),
+        lambda p: (p / QKV).rename(
+            (p / QKV).with_name("model_model_weight.safetensors_pp-rank-0-of-2_tp-rank-1-of-2.safetensors")
+        ),
+        UnsupportedLayout,
+        r"fix_checkpoint_bad_naming.py",
+    ),
     "a shard under another's name": (
-        lambda p: shutil.copy(p / f"optimizer/optimizer_{FILE.format(0, 0, 0)}.pt",
-                              p / f"optimizer/optimizer_{FILE.format(0, 1, 0)}.pt"),
-        CheckpointDamaged, r"was written under another name"),
+        lambda p: shutil.copy(
+            p / f"optimizer/optimizer_{FILE.format(0, 0, 0)}.pt", p / f"optimizer/optimizer_{FILE.format(0, 1, 0)}.pt"
+        ),
+        CheckpointDamaged,
+        r"was written under another name",
+    ),
     "another step in one file": (
-        lambda p: _state(p, FILE.format(1, 1, 1), lambda s: s["state"][0]["step"].add_(1)), CheckpointDamaged,
-        r"step of blocks.1.pp_block.qkv.weight differs"),
+        lambda p: _state(p, FILE.format(1, 1, 1), lambda s: s["state"][0]["step"].add_(1)),
+        CheckpointDamaged,
+        r"step of blocks.1.pp_block.qkv.weight differs",
+    ),
     "a stage of an older step": (
-        lambda p: [_state(p, FILE.format(1, dp, tp), lambda s: [one["step"].sub_(1) for one in s["state"].values()])
-                   for dp in (0, 1) for tp in (0, 1)],
-        CheckpointDamaged, r"pp-1-of-2_dp-0.*is of another step than .*_pp-0.*expected 7.0, found 6"),
+        lambda p: [
+            _state(p, FILE.format(1, dp, tp), lambda s: [one["step"].sub_(1) for one in s["state"].values()])
+            for dp in (0, 1)
+            for tp in (0, 1)
+        ],
+        CheckpointDamaged,
+        r"pp-1-of-2_dp-0.*is of another step than .*_pp-0.*expected 7.0, found 6",
+    ),
     "another rate in one file": (
-        lambda p: _state(p, FILE.format(1, 1, 1), lambda s: s["param_groups"][0].update(lr=1.0)), CheckpointDamaged,
-        r"param group of blocks.1.pp_block.qkv.weight differs"),
+        lambda p: _state(p, FILE.format(1, 1, 1), lambda s: s["param_groups"][0].update(lr=1.0)),
+        CheckpointDamaged,
+        r"param group of blocks.1.pp_block.qkv.weight differs",
+    ),
     "replicas that differ": (
-        lambda p: _state(p, FILE.format(0, 0, 1), lambda s: s["state"][5]["exp_avg"].add_(1)), CheckpointDamaged,
-        r"exp_avg of blocks.0.pp_block.ln.weight differs from that of another rank"),
+        lambda p: _state(p, FILE.format(0, 0, 1), lambda s: s["state"][5]["exp_avg"].add_(1)),
+        CheckpointDamaged,
+        r"exp_avg of blocks.0.pp_block.ln.weight differs from that of another rank",
+    ),
     "masters that differ": (
-        lambda p: _state(p, FILE.format(0, 0, 1),
-                         lambda s: s["gradient_accumulator"]["blocks.0.pp_block.ln.weight"].add_(1)),
-        CheckpointDamaged, r"fp32 of blocks.0.pp_block.ln.weight differs"),
+        lambda p: _state(
+            p, FILE.format(0, 0, 1), lambda s: s["gradient_accumulator"]["blocks.0.pp_block.ln.weight"].add_(1)
+        ),
+        CheckpointDamaged,
+        r"fp32 of blocks.0.pp_block.ln.weight differs",
+    ),
     "tied states that differ": (
-        lambda p: _state(p, FILE.format(1, 1, 0), lambda s: s["state"][3]["exp_avg"].add_(1)), CheckpointDamaged,
-        r"exp_avg of emb.pp_block.weight differs"),
+        lambda p: _state(p, FILE.format(1, 1, 0), lambda s: s["state"][3]["exp_avg"].add_(1)),
+        CheckpointDamaged,
+        r"exp_avg of emb.pp_block.weight differs",
+    ),
     "a state of another shape": (
         lambda p: _state(p, FILE.format(0, 1, 0), lambda s: s["state"][0].update(exp_avg=torch.zeros(3))),
-        CheckpointDamaged, r"exp_avg of emb.pp_block.weight has another shape"),
+        CheckpointDamaged,
+        r"exp_avg of emb.pp_block.weight has another shape",
+    ),
     "names that shift": (
         lambda p: _state(p, FILE.format(0, 1, 0), lambda s: s["names"].update({0: "blocks.0.pp_block.tiny"})),
-        CheckpointDamaged, r"masters and states are of other parameters"),
+        CheckpointDamaged,
+        r"masters and states are of other parameters",
+    ),
     "slices of another shape": (
-        lambda p: save_file({"data": torch.zeros(8, 6, dtype=torch.bfloat16)}, p / QKV, metadata={
-            "version": "1.5", "unsharded_shape": "(16, 6)", "local_global_slices_pairs":
-            "None,None,None|None,None,None#0,8,None|None,None,None"}),
-        CheckpointDamaged, r"shards of blocks.0.pp_block.qkv.weight do not make up the parameter"),
+        lambda p: save_file(
+            {"data": torch.zeros(8, 6, dtype=torch.bfloat16)},
+            p / QKV,
+            metadata={
+                "version": "1.5",
+                "unsharded_shape": "(16, 6)",
+                "local_global_slices_pairs": "None,None,None|None,None,None#0,8,None|None,None,None",
+            },
+        ),
+        CheckpointDamaged,
+        r"shards of blocks.0.pp_block.qkv.weight do not make up the parameter",
+    ),
     "a weight that is cut off": (
-        lambda p: (p / QKV).write_bytes((p / QKV).read_bytes()[:-5]), CheckpointDamaged, r"its tensors end at byte"),
-}  # fmt: skip
+        lambda p: (p / QKV).write_bytes((p / QKV).read_bytes()[:-5]),
+        CheckpointDamaged,
+        r"its tensors end at byte",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", BAD, ids=BAD)

@@ -108,8 +108,11 @@ def test_the_files_are_those_of_a_run_of_that_topology(row: str, masters: bool, 
     same(written(tmp_path / "out", saved, coming), written(expected, saved, coming))
 
 
-@pytest.mark.parametrize("stops", [(Run(zero=0), Run(dp=2)), (Run(tp=2, dp=2), Run(dp=4)), (Run(dp=3), Run(tp=2))],
-                         ids=["zero 1 to 0 to 1", "tp 2 dp 2", "dp 3"])  # fmt: skip
+@pytest.mark.parametrize(
+    "stops",
+    [(Run(zero=0), Run(dp=2)), (Run(tp=2, dp=2), Run(dp=4)), (Run(dp=3), Run(tp=2))],
+    ids=["zero 1 to 0 to 1", "tp 2 dp 2", "dp 3"],
+)
 def test_there_and_back(stops: tuple[Run, Run], tmp_path: Path) -> None:
     """What comes back is what went out, file by file."""
     first, other = stops[1], stops[0]
@@ -171,8 +174,14 @@ def test_several_processes_write_what_one_writes(tmp_path: Path) -> None:
         options = Options(threads=1, memory_nbytes=1 << 20, shard=(number, 2))
         done = convert(str(source), str(tmp_path / "two"), to="nanotron", dp=2, options=options)
     assert done.complete
-    files = [{path.relative_to(tmp_path / name): path.read_bytes() for path in (tmp_path / name).rglob("*.*")
-              if path.is_file()} for name in ("one", "two")]  # fmt: skip
+    files = [
+        {
+            path.relative_to(tmp_path / name): path.read_bytes()
+            for path in (tmp_path / name).rglob("*.*")
+            if path.is_file()
+        }
+        for name in ("one", "two")
+    ]
     assert files[0] == files[1]
 
 
@@ -248,15 +257,23 @@ def test_like_must_be_of_the_same_model(tmp_path: Path) -> None:
 
 
 LIKE: dict[str, tuple[Run, list[str]]] = {
-    "without masters": (Run(pp=2, masters=False), [
-        "emb.pp_block.weight: is bfloat16 here and float32 there",
-        "norm.pp_block.weight: has the states exp_avg float32, exp_avg_sq float32, fp32 float32 here and exp_avg "
-        "float32, exp_avg_sq float32 there",
-    ]),
+    "without masters": (
+        Run(pp=2, masters=False),
+        [
+            "emb.pp_block.weight: is bfloat16 here and float32 there",
+            "norm.pp_block.weight: has the states exp_avg float32, exp_avg_sq float32, fp32 float32 here and exp_avg "
+            "float32, exp_avg_sq float32 there",
+        ],
+    ),
     "weights in float32": (Run(pp=2), ["emb.pp_block.weight: is bfloat16 here and float32 there"]),
-    "states of 16 bits": (Run(pp=2), ["norm.pp_block.weight: has the states exp_avg float32, exp_avg_sq float32, fp32 "
-                                      "float32 here and exp_avg bfloat16, exp_avg_sq float32, fp32 float32 there"]),
-}  # fmt: skip
+    "states of 16 bits": (
+        Run(pp=2),
+        [
+            "norm.pp_block.weight: has the states exp_avg float32, exp_avg_sq float32, fp32 "
+            "float32 here and exp_avg bfloat16, exp_avg_sq float32, fp32 float32 there"
+        ],
+    ),
+}
 
 
 @pytest.mark.parametrize("case", LIKE, ids=LIKE)

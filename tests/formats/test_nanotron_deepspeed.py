@@ -92,8 +92,9 @@ def test_steps_rates_counters_and_the_data_are_carried_over(tmp_path: Path) -> N
     model = torch.load(tmp_path / "out" / TAG / "mp_rank_00_model_states.pt", weights_only=False)
     assert (model["global_steps"], model["global_samples"], model["skipped_steps"]) == (STEP, 8 * STEP, 0)
     schedule = torch.load(source / str(STEP) / "lr_scheduler/lr_scheduler_pp-0-of-1_tp-0-of-1_exp-0-of-1.pt")
-    assert model["lr_scheduler"] == {key: value[:1] if isinstance(value, list) else value
-                                     for key, value in schedule.items()}  # fmt: skip
+    assert model["lr_scheduler"] == {
+        key: value[:1] if isinstance(value, list) else value for key, value in schedule.items()
+    }
     metas = json.loads((source / str(STEP) / "checkpoint_metadata.json").read_text())["metas"]
     assert model["nanotron"] == metas
     state = optimizer_of(tmp_path / "out")["base_optimizer_state"]["state"]
@@ -126,8 +127,9 @@ def test_param_groups_of_equal_hyper_parameters_are_one(tmp_path: Path) -> None:
     assert [group["weight_decay"] for group in saved["base_optimizer_state"]["param_groups"]] == [0.01, 0.0]
     model = torch.load(tmp_path / "out" / TAG / "mp_rank_00_model_states.pt", weights_only=False)
     assert [list(group) for group in model["param_shapes"]] == [
-        [param.name for param in run.model if param.name not in PLAIN], list(PLAIN)
-    ]  # fmt: skip
+        [param.name for param in run.model if param.name not in PLAIN],
+        list(PLAIN),
+    ]
     assert "9 param groups are 2, each of equal hyper-parameters, as of torch's AdamW" in done.notes
     converted(tmp_path / "out", tmp_path / "back", "nanotron", like=str(source))
     same(contents(tmp_path / "back"), contents(source))
@@ -142,8 +144,9 @@ def test_the_order_of_the_map_is_that_of_groups_and_flat_buffers(tmp_path: Path)
     converted(source, tmp_path / "out", "zero1", dp=2, names=names)
     model = torch.load(tmp_path / "out" / TAG / "mp_rank_00_model_states.pt", weights_only=False)
     assert [list(group) for group in model["param_shapes"]] == [
-        [NAMES[name] for name in order[:2]], [NAMES[name] for name in order[2:]]
-    ]  # fmt: skip
+        [NAMES[name] for name in order[:2]],
+        [NAMES[name] for name in order[2:]],
+    ]
     groups = optimizer_of(tmp_path / "out")["base_optimizer_state"]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.0, 0.01]
     assert verify(str(tmp_path / "out"), deep=True).faults == ()
@@ -205,8 +208,13 @@ def test_every_fault_of_a_map_at_once(tmp_path: Path) -> None:
     names |= {first: second, second: first, fourth: third, "stranger": "other"}
     del names[last]
     with pytest.raises(ModelMismatch) as raised:
-        converted(tmp_path / "zero", tmp_path / "out", "nanotron", like=str(source),
-                  names=named(tmp_path / "map.json", {**names, "blocks.0.pp_block.tiny": "nobody"}))  # fmt: skip
+        converted(
+            tmp_path / "zero",
+            tmp_path / "out",
+            "nanotron",
+            like=str(source),
+            names=named(tmp_path / "map.json", {**names, "blocks.0.pp_block.tiny": "nobody"}),
+        )
     said = {(fault.where, fault.what) for fault in raised.value.faults}
     assert said >= {
         ("stranger", "is in the map, and the source has no such parameter"),
@@ -214,7 +222,7 @@ def test_every_fault_of_a_map_at_once(tmp_path: Path) -> None:
         (third, "is the name of several parameters in the map"),
         ("nobody", "is in the source and not in --like"),
         ("blocks.0.pp_block.tiny", "is in --like, and no parameter of the source has that name"),
-    }  # fmt: skip
+    }
     assert not any(where in (first, second) for where, _ in said)  # both 16 x 6: exchanged as the map says
     assert not (tmp_path / "out").exists()
 
@@ -282,8 +290,10 @@ def test_param_groups_that_adamw_of_nanotron_cannot_hold_are_refused(tmp_path: P
     joined = {**saved["param_groups"][0], "amsgrad": True, "params": list(range(9))}
     torch.save({**saved, "param_groups": [joined]}, path)
     scheduler = next((like / str(STEP) / "lr_scheduler").glob("*.pt"))
-    torch.save({key: value[:1] if isinstance(value, list) else value for key, value in torch.load(scheduler).items()},
-               scheduler)  # fmt: skip
+    torch.save(
+        {key: value[:1] if isinstance(value, list) else value for key, value in torch.load(scheduler).items()},
+        scheduler,
+    )
     with pytest.raises(ParamGroupMismatch, match=r"(?s)several param groups of the source.*another amsgrad") as raised:
         converted(tmp_path / "zero", tmp_path / "out", "nanotron", like=str(like))
     assert len(raised.value.faults) == 2

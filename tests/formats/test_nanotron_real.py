@@ -23,9 +23,11 @@ from ds_reshard.operations import convert, fingerprint, verify
 
 SRC = os.environ.get("NANOTRON_SRC", "")
 pytestmark = [
-    pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(1500),
+    pytest.mark.slow,
+    pytest.mark.distributed,
+    pytest.mark.timeout(1500),
     pytest.mark.skipif(not SRC, reason="NANOTRON_SRC names no checkout of nanotron: make test-nanotron SRC=path"),
-]  # fmt: skip
+]
 
 Topology = dict[str, int]
 
@@ -36,13 +38,25 @@ def of(dp: int = 1, tp: int = 1, pp: int = 1, zero: int = 1, masters: int = 1) -
 
 # (saved, loaded): every row of what stock nanotron does alone, and those that it refuses.
 ROWS = [
-    (of(dp=2), of(dp=2)), (of(dp=2), of()), (of(), of(dp=2)), (of(dp=2, zero=0), of(zero=0)),
-    (of(zero=0), of(dp=2, zero=0)), (of(zero=0), of(tp=2, zero=0)), (of(tp=2, zero=0), of(zero=0)),
-    (of(tp=2), of()), (of(tp=2), of(dp=2)), (of(zero=0), of(pp=2, zero=0)), (of(pp=2, zero=0), of(zero=0)),
-    (of(pp=2), of()), (of(zero=0), of(dp=2)), (of(dp=2), of(zero=0)), (of(dp=2, tp=2), of(dp=4)),
-    (of(pp=2, tp=2), of(dp=4)), (of(dp=2, masters=0), of(tp=2, zero=0, masters=0)),
+    (of(dp=2), of(dp=2)),
+    (of(dp=2), of()),
+    (of(), of(dp=2)),
+    (of(dp=2, zero=0), of(zero=0)),
+    (of(zero=0), of(dp=2, zero=0)),
+    (of(zero=0), of(tp=2, zero=0)),
+    (of(tp=2, zero=0), of(zero=0)),
+    (of(tp=2), of()),
+    (of(tp=2), of(dp=2)),
+    (of(zero=0), of(pp=2, zero=0)),
+    (of(pp=2, zero=0), of(zero=0)),
+    (of(pp=2), of()),
+    (of(zero=0), of(dp=2)),
+    (of(dp=2), of(zero=0)),
+    (of(dp=2, tp=2), of(dp=4)),
+    (of(pp=2, tp=2), of(dp=4)),
+    (of(dp=2, masters=0), of(tp=2, zero=0, masters=0)),
     (of(pp=2, masters=0), of(masters=0)),
-]  # fmt: skip
+]
 
 
 def label(topology: Topology) -> str:
@@ -61,9 +75,12 @@ def run(jobs: list[dict[str, Any]], folder: Path) -> dict[str, list[list[str]]]:
             subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("nanotron_host.py")), SRC, str(path)],
                 env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)},
-                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            ) for rank in range(world)
-        ]  # fmt: skip
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(world)
+        ]
         try:
             errors = [worker.communicate(timeout=600)[1] for worker in workers]
         finally:
@@ -89,9 +106,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_nanotron_saves_is_read_to_the_bit(saved: Path) -> None:
     """Every tensor of every topology, masters too, is that of one process; and every file is in order."""
     for place in sorted(path for path in saved.iterdir() if path.is_dir()):
-        expected = {(name, kind): str(fingerprint_of(tensor.contiguous()))
-                    for name, kinds in torch.load(place / "reference.pt").items()
-                    for kind, tensor in kinds.items()}  # fmt: skip
+        expected = {
+            (name, kind): str(fingerprint_of(tensor.contiguous()))
+            for name, kinds in torch.load(place / "reference.pt").items()
+            for kind, tensor in kinds.items()
+        }
         found = {(one.name, one.kind): one.fingerprint for one in fingerprint(str(place / "3")).tensors}
         assert found == expected, place.name
         assert verify(str(place / "3"), deep=True).faults == (), place.name
@@ -128,11 +147,16 @@ REFUSED: list[tuple[Topology, dict[str, Any], Callable[[Path], object], str, str
     (of(dp=2), {**of(dp=2), "accumulation": 2}, _meta, "ScheduleMismatch", "is not the saving run's"),
     (of(dp=2), {**of(dp=4), "accumulation": 4}, _meta, "ScheduleMismatch", "micro batch 1 x accumulation 4 x dp 4"),
     (of(dp=2), of(dp=2), _flipped, "ChecksumMismatch", "are not what was written"),
-    (of(pp=2), of(pp=2), lambda place: (place / "optimizer/optimizer_config.json").unlink(), "CheckpointDamaged",
-     "optimizer_config.json: is missing"),
+    (
+        of(pp=2),
+        of(pp=2),
+        lambda place: (place / "optimizer/optimizer_config.json").unlink(),
+        "CheckpointDamaged",
+        "optimizer_config.json: is missing",
+    ),
     (of(), {**of(), "cp": 2}, lambda place: _meta(place, cp=2), "UnsupportedLayout", "wrote one file at the same time"),
     (of(tp=2), of(tp=2), lambda place: _meta(place, version="1.6"), "UnsupportedLayout", "is not known here"),
-]  # fmt: skip
+]
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(saved: Path, tmp_path: Path) -> None:
@@ -164,9 +188,11 @@ def test_stock_nanotron_loads_what_was_converted(saved: Path, tmp_path: Path) ->
 
 # (saved by nanotron, converted to a format of DeepSpeed, and from there to this topology of nanotron)
 THROUGH = [
-    (of(dp=2, tp=2), "zero2", of(dp=4)), (of(pp=2, tp=2), "universal", of(dp=4)),
-    (of(zero=0), "zero3", of(pp=2, zero=0)), (of(dp=2, masters=0), "zero1", of(tp=2, zero=0, masters=0)),
-]  # fmt: skip
+    (of(dp=2, tp=2), "zero2", of(dp=4)),
+    (of(pp=2, tp=2), "universal", of(dp=4)),
+    (of(zero=0), "zero3", of(pp=2, zero=0)),
+    (of(dp=2, masters=0), "zero1", of(tp=2, zero=0, masters=0)),
+]
 
 
 def test_stock_nanotron_loads_what_went_through_the_files_of_deepspeed(saved: Path, tmp_path: Path) -> None:

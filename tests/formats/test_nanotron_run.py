@@ -82,8 +82,10 @@ def test_random_states_are_kept_where_the_ranks_are_the_same(zero: int, tmp_path
     """Byte by byte; another cut of the optimizer's files is no other set of ranks."""
     source = _with_random_states(Run(dp=2, tp=2, zero=1 - zero), tmp_path / "saved")
     done = convert(str(source), str(tmp_path / "out"), to="nanotron", zero_stage=zero)
-    held = [{path.name: path.read_bytes() for path in (place / str(STEP) / "random").iterdir()}
-            for place in (source, tmp_path / "out")]  # fmt: skip
+    held = [
+        {path.name: path.read_bytes() for path in (place / str(STEP) / "random").iterdir()}
+        for place in (source, tmp_path / "out")
+    ]
     assert len(held[0]) == 4
     assert held[0] == held[1]
     assert done.notes == ()

@@ -61,15 +61,24 @@ def _model(built: Built, held: dict[tuple[str, str], torch.Tensor]) -> dict[str,
     for alias, name in built.tied:
         module[alias] = module[name]
     return {
-        "module": module, "buffer_names": [], "optimizer": None,
+        "module": module,
+        "buffer_names": [],
+        "optimizer": None,
         "param_shapes": [OrderedDict((n, torch.Size(shape)) for n, shape in group) for group in built.groups],
         "frozen_param_shapes": OrderedDict((name, torch.Size(shape)) for name, shape in built.frozen),
         "shared_params": dict(built.tied),
         "frozen_param_fragments": OrderedDict((name, module[name]) for name, _ in built.frozen),
-        "lr_scheduler": None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0, "global_steps": 3,
-        "global_samples": 36, "dp_world_size": built.dp, "mp_world_size": 1, "ds_config": built.config,
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": 0,
+        "global_steps": 3,
+        "global_samples": 36,
+        "dp_world_size": built.dp,
+        "mp_world_size": 1,
+        "ds_config": built.config,
         "ds_version": "0.19.8",
-    }  # fmt: skip
+    }
 
 
 def _flat(parts: list[torch.Tensor], dp: int) -> tuple[torch.Tensor, int]:
@@ -105,10 +114,17 @@ def _optimizer(built: Built, held: dict[tuple[str, str], torch.Tensor], rank: in
         slices.append(addresses)
         groups.append({"lr": 0.1 / (1 + number), "weight_decay": 0.0, "params": [number]})
     entries = {
-        "loss_scaler": LossScaler(1.0), "dynamic_loss_scale": False, "overflow": False, "clip_grad": 1.0,
-        "base_optimizer_state": {"state": state, "param_groups": groups}, "single_partition_of_fp32_groups": masters,
-        "zero_stage": ZeroStageEnum(2), "group_paddings": paddings,
+        "loss_scaler": LossScaler(1.0),
+        "dynamic_loss_scale": False,
+        "overflow": False,
+        "clip_grad": 1.0,
+        "base_optimizer_state": {"state": state, "param_groups": groups},
+        "single_partition_of_fp32_groups": masters,
+        "zero_stage": ZeroStageEnum(2),
+        "group_paddings": paddings,
         "param_alignment_paddings": [[0] * len(group) for group in built.groups],
-        "partition_count": [built.dp] * len(built.groups), "ds_version": "0.19.8", "param_slice_mappings": slices,
-    }  # fmt: skip
+        "partition_count": [built.dp] * len(built.groups),
+        "ds_version": "0.19.8",
+        "param_slice_mappings": slices,
+    }
     return {"optimizer_state_dict": entries, "ds_config": built.config, "ds_version": "0.19.8"}

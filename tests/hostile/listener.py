@@ -8,9 +8,25 @@ from collections.abc import Callable
 from ds_reshard.errors import ReshardError
 
 ACTS = (
-    "import", "exec", "compile", "open", "os.", "subprocess.", "socket.", "pickle.", "ctypes.", "shutil.", "marshal.",
-    "code.", "function.", "object.", "mmap.", "tempfile.", "signal.", "sys.",
-)  # fmt: skip
+    "import",
+    "exec",
+    "compile",
+    "open",
+    "os.",
+    "subprocess.",
+    "socket.",
+    "pickle.",
+    "ctypes.",
+    "shutil.",
+    "marshal.",
+    "code.",
+    "function.",
+    "object.",
+    "mmap.",
+    "tempfile.",
+    "signal.",
+    "sys.",
+)
 _heard: list[str] = []
 _listening = False
 

@@ -80,11 +80,15 @@ class Change:
 KINDS = ("flip", "write", "insert", "cut", "remove", "repeat", "move", "edge2", "edge4", "edge8")
 changes = st.lists(
     st.builds(
-        Change, at=st.floats(0, 1, exclude_max=True), kind=st.sampled_from(KINDS), number=st.integers(0, 2**16),
+        Change,
+        at=st.floats(0, 1, exclude_max=True),
+        kind=st.sampled_from(KINDS),
+        number=st.integers(0, 2**16),
         data=st.binary(min_size=1, max_size=8),
     ),
-    min_size=1, max_size=4,
-)  # fmt: skip
+    min_size=1,
+    max_size=4,
+)
 
 
 def changed(content: bytes, made: list[Change]) -> bytes:
@@ -100,10 +104,15 @@ def _pickles() -> Iterator[bytes]:
     """Of plain values and of objects, in every protocol, those inside files of torch.save, and a directory of torch."""
     shared: list[object] = [1, (2.5, "é")]
     tree = {
-        "ints": [0, -1, 300, 70000, 2**70], "texts": ("", "a" * 300, "\ud800"), "shared": [shared, shared],
-        "bytes": [b"", b"x" * 300, bytearray(b"y")], "sets": [{1, "a"}, frozenset({(1, 2)})], 3: None, 1j: True,
+        "ints": [0, -1, 300, 70000, 2**70],
+        "texts": ("", "a" * 300, "\ud800"),
+        "shared": [shared, shared],
+        "bytes": [b"", b"x" * 300, bytearray(b"y")],
+        "sets": [{1, "a"}, frozenset({(1, 2)})],
+        3: None,
+        1j: True,
         "objects": [collections.OrderedDict(a=1), collections.Counter("aab"), slice(1, None), range(3)],
-    }  # fmt: skip
+    }
     for protocol in range(6):
         yield pickle.dumps(tree, protocol)
     for content in [*torch_files(), _saved(_optimizer())]:
@@ -138,16 +147,42 @@ _ARGUMENTS: dict[str, Callable[[st.DrawFn], bytes]] = {
     "stringnl_noescape_pair": lambda draw: draw(st.sampled_from(_NAMES)),
 }
 _NAMES = [
-    b"os\nsystem\n", b"builtins\neval\n", b"__builtin__\nset\n", b"collections\nOrderedDict\n", b"torch\nSize\n",
-    b"torch\nFloatStorage\n", b"torch._utils\n_rebuild_tensor_v2\n", b"torch._utils\n_rebuild_parameter\n",
-    b"_codecs\nencode\n", b"copyreg\n_reconstructor\n", b"builtins\nobject\n", b"builtins\nbytearray\n",
-    b"builtins\ncomplex\n", b"builtins\nrange\n", b"builtins\nslice\n", b"numpy.core.multiarray\n_reconstruct\n",
-    b"numpy\ndtype\n", b"numpy\nndarray\n", b"collections\ndefaultdict\n", b"datetime\ndatetime\n", b"a.b\nc.d\n",
+    b"os\nsystem\n",
+    b"builtins\neval\n",
+    b"__builtin__\nset\n",
+    b"collections\nOrderedDict\n",
+    b"torch\nSize\n",
+    b"torch\nFloatStorage\n",
+    b"torch._utils\n_rebuild_tensor_v2\n",
+    b"torch._utils\n_rebuild_parameter\n",
+    b"_codecs\nencode\n",
+    b"copyreg\n_reconstructor\n",
+    b"builtins\nobject\n",
+    b"builtins\nbytearray\n",
+    b"builtins\ncomplex\n",
+    b"builtins\nrange\n",
+    b"builtins\nslice\n",
+    b"numpy.core.multiarray\n_reconstruct\n",
+    b"numpy\ndtype\n",
+    b"numpy\nndarray\n",
+    b"collections\ndefaultdict\n",
+    b"datetime\ndatetime\n",
+    b"a.b\nc.d\n",
     b"\n\n",
-]  # fmt: skip
-_SIZED = {"string1": "<B", "string4": "<i", "bytes1": "<B", "bytes4": "<I", "bytes8": "<Q", "bytearray8": "<Q",
-          "unicodestring1": "<B", "unicodestring4": "<I", "unicodestring8": "<Q", "long1": "<B",
-          "long4": "<i"}  # fmt: skip
+]
+_SIZED = {
+    "string1": "<B",
+    "string4": "<i",
+    "bytes1": "<B",
+    "bytes4": "<I",
+    "bytes8": "<Q",
+    "bytearray8": "<Q",
+    "unicodestring1": "<B",
+    "unicodestring4": "<I",
+    "unicodestring8": "<Q",
+    "long1": "<B",
+    "long4": "<i",
+}
 
 
 def _argument(draw: st.DrawFn, opcode: pickletools.OpcodeInfo) -> bytes:
@@ -161,9 +196,27 @@ def _argument(draw: st.DrawFn, opcode: pickletools.OpcodeInfo) -> bytes:
 
 
 # A pickle of opcodes drawn alike ends at once: those that push, and those that take what is there, come oftener.
-_WEIGHTS = {"MARK": 6, "EMPTY_DICT": 4, "EMPTY_LIST": 4, "BININT1": 6, "TUPLE": 4, "TUPLE2": 3, "GLOBAL": 6,
-            "REDUCE": 6, "BUILD": 3, "NEWOBJ": 3, "MEMOIZE": 5, "BINGET": 5, "BINPERSID": 3, "SETITEM": 3,
-            "SETITEMS": 3, "APPENDS": 3, "EMPTY_TUPLE": 4, "SHORT_BINUNICODE": 5, "DUP": 3}  # fmt: skip
+_WEIGHTS = {
+    "MARK": 6,
+    "EMPTY_DICT": 4,
+    "EMPTY_LIST": 4,
+    "BININT1": 6,
+    "TUPLE": 4,
+    "TUPLE2": 3,
+    "GLOBAL": 6,
+    "REDUCE": 6,
+    "BUILD": 3,
+    "NEWOBJ": 3,
+    "MEMOIZE": 5,
+    "BINGET": 5,
+    "BINPERSID": 3,
+    "SETITEM": 3,
+    "SETITEMS": 3,
+    "APPENDS": 3,
+    "EMPTY_TUPLE": 4,
+    "SHORT_BINUNICODE": 5,
+    "DUP": 3,
+}
 _OPCODES = [opcode for opcode in pickletools.opcodes for _ in range(_WEIGHTS.get(opcode.name, 1))]
 
 

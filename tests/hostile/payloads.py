@@ -63,9 +63,14 @@ def _bytes(data: bytes) -> bytes:
 def _mesh(ranks: bytes) -> bytes:
     """A key of a dict: two of one hash are compared by what they hold."""
     return (
-        name("torch.distributed.device_mesh", "DeviceMesh") + b")\x81}(" + text("_hash") + b"K\x05"
-        + text("_flatten_rank_map") + ranks + b"ubN"
-    )  # fmt: skip
+        name("torch.distributed.device_mesh", "DeviceMesh")
+        + b")\x81}("
+        + text("_hash")
+        + b"K\x05"
+        + text("_flatten_rank_map")
+        + ranks
+        + b"ubN"
+    )
 
 
 SYSTEM = name("posix", "system")
@@ -77,73 +82,56 @@ ACTING: dict[str, tuple[Payload, str]] = {
         lambda c: text("builtins") + text("eval") + b"\x93(" + _statement(c) + b"tR0",
         "builtins.eval",
     ),
-    "by the name of Python 2": (
-        lambda c: call("__builtin__", "eval", _statement(c)) + b"0",
-        "builtins.eval",
-    ),
+    "by the name of Python 2": (lambda c: call("__builtin__", "eval", _statement(c)) + b"0", "builtins.eval"),
     "a memo whose harmless name is exchanged": (
-        lambda c: name("collections", "OrderedDict")
-        + b"p90001\n0"
-        + SYSTEM
-        + b"p90001\n0g90001\n("
-        + text(c)
-        + b"tR0",
+        lambda c: name("collections", "OrderedDict") + b"p90001\n0" + SYSTEM + b"p90001\n0g90001\n(" + text(c) + b"tR0",
         "posix.system",
     ),
     "INST": (lambda c: b"(" + text(c) + b"iposix\nsystem\n0", "posix.system"),
     "OBJ": (lambda c: b"(" + SYSTEM + text(c) + b"o0", "posix.system"),
     "NEWOBJ": (
-        lambda c: name("subprocess", "Popen")
-        + b"("
-        + text("true")
-        + b"t\x810"
-        + call("posix", "system", text(c))
-        + b"0",
+        lambda c: (
+            name("subprocess", "Popen") + b"(" + text("true") + b"t\x810" + call("posix", "system", text(c)) + b"0"
+        ),
         "subprocess.Popen",
     ),
     "BUILD with __setstate__": (
-        lambda c: name("argparse", "Namespace")
-        + b")R}"
-        + text("__setstate__")
-        + SYSTEM
-        + b"sb"
-        + text(c)
-        + b"b0",
+        lambda c: name("argparse", "Namespace") + b")R}" + text("__setstate__") + SYSTEM + b"sb" + text(c) + b"b0",
         "posix.system",
     ),
     "a pickle in bytes": (
         lambda c: call("torch.storage", "_load_from_bytes", _bytes(_saved(c))) + b"0",
         "posix.system",
     ),
-    "pickle.loads": (
-        lambda c: call("_pickle", "loads", _bytes(pickle.dumps(Attack(c), 2))) + b"0",
-        "_pickle.loads",
-    ),
-    "functools.partial": (
-        lambda c: call("functools", "partial", SYSTEM, text(c)) + b")R0",
-        "functools.partial",
-    ),
+    "pickle.loads": (lambda c: call("_pickle", "loads", _bytes(pickle.dumps(Attack(c), 2))) + b"0", "_pickle.loads"),
+    "functools.partial": (lambda c: call("functools", "partial", SYSTEM, text(c)) + b")R0", "functools.partial"),
     "operator.attrgetter": (
-        lambda c: call("operator", "attrgetter", text("system"))
-        + b"("
-        + call("importlib", "import_module", text("posix"))
-        + b"tR("
-        + text(c)
-        + b"tR0",
+        lambda c: (
+            call("operator", "attrgetter", text("system"))
+            + b"("
+            + call("importlib", "import_module", text("posix"))
+            + b"tR("
+            + text(c)
+            + b"tR0"
+        ),
         "operator.attrgetter",
     ),
     "operator.methodcaller": (
-        lambda c: call("operator", "methodcaller", text("system"), text(c))
-        + b"("
-        + call("importlib", "import_module", text("posix"))
-        + b"tR0",
+        lambda c: (
+            call("operator", "methodcaller", text("system"), text(c))
+            + b"("
+            + call("importlib", "import_module", text("posix"))
+            + b"tR0"
+        ),
         "operator.methodcaller",
     ),
     "getattr": (
-        lambda c: call("builtins", "getattr", call("importlib", "import_module", text("posix")), text("system"))
-        + b"("
-        + text(c)
-        + b"tR0",
+        lambda c: (
+            call("builtins", "getattr", call("importlib", "import_module", text("posix")), text("system"))
+            + b"("
+            + text(c)
+            + b"tR0"
+        ),
         "importlib.import_module",
     ),
     "map in a set": (
@@ -151,8 +139,9 @@ ACTING: dict[str, tuple[Payload, str]] = {
         "posix.system",
     ),
     "runpy": (
-        lambda c: call("runpy", "_run_code", call("builtins", "compile", _statement(c), text("x"), text("eval")), b"}")
-        + b"0",
+        lambda c: (
+            call("runpy", "_run_code", call("builtins", "compile", _statement(c), text("x"), text("eval")), b"}") + b"0"
+        ),
         "runpy._run_code",
     ),
     "a tuple of calls as a persistent id": (
@@ -160,36 +149,71 @@ ACTING: dict[str, tuple[Payload, str]] = {
         "posix.system",
     ),
     "a function that rebuilds tensors": (
-        lambda c: call(
-            "torch._tensor", "_rebuild_from_type_v2", name("builtins", "eval"), name("torch", "Tensor"),
-            b"(" + _statement(f"{c}; true") + b"t", b"}",
-        )
-        + b"0",
+        lambda c: (
+            call(
+                "torch._tensor",
+                "_rebuild_from_type_v2",
+                name("builtins", "eval"),
+                name("torch", "Tensor"),
+                b"(" + _statement(f"{c}; true") + b"t",
+                b"}",
+            )
+            + b"0"
+        ),
         "builtins.eval",
     ),
     "behind keywords in a dict of its own class": (
-        lambda c: name("argparse", "Namespace") + b")" + call("collections", "Counter") + b"\x920"
-        + call("posix", "system", text(c)) + b"0",
+        lambda c: (
+            name("argparse", "Namespace")
+            + b")"
+            + call("collections", "Counter")
+            + b"\x920"
+            + call("posix", "system", text(c))
+            + b"0"
+        ),
         "posix.system",
     ),
     "an attribute that append calls": (
-        lambda c: name("collections", "OrderedDict") + b"}\x85R}" + text("append")
-        + name("torch.storage", "_load_from_bytes") + b"sb" + _bytes(_saved(c)) + b"a0",
+        lambda c: (
+            name("collections", "OrderedDict")
+            + b"}\x85R}"
+            + text("append")
+            + name("torch.storage", "_load_from_bytes")
+            + b"sb"
+            + _bytes(_saved(c))
+            + b"a0"
+        ),
         "torch.storage._load_from_bytes",
     ),
     "an attribute that a comparison calls": (
-        lambda c: b"}(" + _mesh(name("torch.distributed.tensor._dtensor_spec", "DTensorSpec") + b")\x81}"
-                                + text("_check_equals") + name("torch.storage", "_load_from_bytes") + b"sb")
-        + _mesh(_bytes(_saved(c))) + b"u0",
+        lambda c: (
+            b"}("
+            + _mesh(
+                name("torch.distributed.tensor._dtensor_spec", "DTensorSpec")
+                + b")\x81}"
+                + text("_check_equals")
+                + name("torch.storage", "_load_from_bytes")
+                + b"sb"
+            )
+            + _mesh(_bytes(_saved(c)))
+            + b"u0"
+        ),
         "torch.storage._load_from_bytes",
     ),
     "the base of a reconstructed object": (
-        lambda c: call("copyreg", "_reconstructor", name("argparse", "Namespace"), name("builtins", "object"),
-                       call("posix", "system", text(c)))
-        + b"0",
+        lambda c: (
+            call(
+                "copyreg",
+                "_reconstructor",
+                name("argparse", "Namespace"),
+                name("builtins", "object"),
+                call("posix", "system", text(c)),
+            )
+            + b"0"
+        ),
         "posix.system",
     ),
-}  # fmt: skip
+}
 
 # What acts later, or where the means are there; with the name that a finding must tell.
 NAMED: dict[str, tuple[bytes, str]] = {
@@ -217,8 +241,13 @@ NAMED: dict[str, tuple[bytes, str]] = {
         "collections.defaultdict",
     ),
     "the backward hooks of a tensor": (
-        call("torch._utils", "_rebuild_parameter", b"N", b"\x88",
-             name("collections", "OrderedDict") + b")R" + b"K\0" + SYSTEM + b"s")
+        call(
+            "torch._utils",
+            "_rebuild_parameter",
+            b"N",
+            b"\x88",
+            name("collections", "OrderedDict") + b")R" + b"K\0" + SYSTEM + b"s",
+        )
         + b"0",
         "posix.system",
     ),
@@ -243,24 +272,28 @@ NAMED: dict[str, tuple[bytes, str]] = {
         "posix.system",
     ),
     "what is only called, kept in a list": (b"](" + name("builtins", "getattr") + b"e0", "builtins.getattr"),
-    "what is only called, two tuples deep": (
-        b"]" + name("builtins", "getattr") + b"\x85\x85a0", "builtins.getattr",
-    ),
+    "what is only called, two tuples deep": (b"]" + name("builtins", "getattr") + b"\x85\x85a0", "builtins.getattr"),
     "attributes as an argument": (
         call("types", "SimpleNamespace", text("__setstate__") + text("a") + b"\x86\x85") + b"0",
         "types.SimpleNamespace",
     ),
     "an array of objects, of bytes": (
         call("numpy._core.multiarray", "_reconstruct", name("numpy", "ndarray"), b"K\0\x85", _bytes(b"b"))
-        + b"(K\x01K\x01\x85" + call("numpy", "dtype", text("O8"), b"\x89", b"\x88")
-        + b"\x89" + _bytes(b"A" * 8) + b"tb0",
+        + b"(K\x01K\x01\x85"
+        + call("numpy", "dtype", text("O8"), b"\x89", b"\x88")
+        + b"\x89"
+        + _bytes(b"A" * 8)
+        + b"tb0",
         "numpy._core.multiarray._reconstruct",
     ),
     "a number of an object": (call("builtins", "complex", call("argparse", "Namespace")) + b"0", "builtins.complex"),
     "hooks that come after the tensor": (
-        name("collections", "OrderedDict") + b")Rp90001\n0"
+        name("collections", "OrderedDict")
+        + b")Rp90001\n0"
         + call("torch._utils", "_rebuild_parameter", b"N\x88g90001\n")
-        + b"0g90001\nK\1" + name("torch.storage", "_load_from_bytes") + b"s0",
+        + b"0g90001\nK\1"
+        + name("torch.storage", "_load_from_bytes")
+        + b"s0",
         "torch.storage._load_from_bytes",
     ),
     "attributes in a dict of another kind": (
@@ -273,10 +306,12 @@ NAMED: dict[str, tuple[bytes, str]] = {
         "numpy._core.multiarray.scalar",
     ),
     "elements that a call gives, of which there may be any number": (
-        call("collections", "deque", call("builtins", "range", b"M\xe8\x03")) + b"0", "collections.deque"
+        call("collections", "deque", call("builtins", "range", b"M\xe8\x03")) + b"0",
+        "collections.deque",
     ),
     "a method of an enum's class": (
-        call("builtins", "getattr", name("signal", "Signals"), text("mro")) + b"0", "builtins.getattr"
+        call("builtins", "getattr", name("signal", "Signals"), text("mro")) + b"0",
+        "builtins.getattr",
     ),
     "a class of nobody": (call("somebody.module", "Thing") + b"0", "somebody.module.Thing"),
     "a class by __new__ with keywords": (
@@ -288,7 +323,7 @@ NAMED: dict[str, tuple[bytes, str]] = {
     "a state for a dict": (b"}}b0", ""),
     "a persistent id of text": (b"Pname\n0", ""),
     "a buffer": (b"\x970", ""),
-}  # fmt: skip
+}
 
 
 def before(data: bytes, payload: bytes) -> bytes:

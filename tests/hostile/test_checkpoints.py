@@ -28,9 +28,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
 from zero_builder import TAG, Built, write
 
 BUILT = Built(
-    groups=((("first", (5, 3)), ("second", (4,))), (("third", (3,)),)), frozen=(("tower", (3,)),),
+    groups=((("first", (5, 3)), ("second", (4,))), (("third", (3,)),)),
+    frozen=(("tower", (3,)),),
     tied=(("alias", "first"),),
-)  # fmt: skip
+)
 MODEL = "mp_rank_00_model_states.pt"
 SHARDS = tuple(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
 FILES = (MODEL, *SHARDS)
@@ -63,8 +64,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     """All files but the manifest, which names the source's times."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "ds_reshard.json"
-    }  # fmt: skip
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "ds_reshard.json"
+    }
 
 
 def converted(folder: Path, out: Path, to: str = "zero3") -> dict[str, bytes] | None:
@@ -147,13 +149,21 @@ def lengths(content: bytes) -> dict[str, int]:
         entries, directory = archive.infolist(), archive.start_dir
     first, data = entries[0], max(entries, key=lambda entry: entry.file_size)
     return {
-        "nothing": 0, "within the magic": 2, "the magic": 4, "within the first header": 20, "the first header": 30,
-        "within the first name": 33, "within the first member": first.header_offset + 70,
-        "before the largest member": data.header_offset, "within the largest member": data.header_offset + 200,
-        "before the directory": directory, "within the directory": directory + 50,
-        "within an end record": len(content) - 9, "before the end record": len(content) - 22,
+        "nothing": 0,
+        "within the magic": 2,
+        "the magic": 4,
+        "within the first header": 20,
+        "the first header": 30,
+        "within the first name": 33,
+        "within the first member": first.header_offset + 70,
+        "before the largest member": data.header_offset,
+        "within the largest member": data.header_offset + 200,
+        "before the directory": directory,
+        "within the directory": directory + 50,
+        "within an end record": len(content) - 9,
+        "before the end record": len(content) - 22,
         "all but one byte": len(content) - 1,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -183,9 +193,21 @@ def test_a_flipped_byte_anywhere_in_the_manifest_is_found(
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"null", b'{"files": 3}', b'{"files": {"a": 1}}', b"\xff\xfe", b"[" * 100_000,
-                b'{"files": {}, "crc32": []}', b"9" * 5000, b'{"crc32": "00000000"}'],
-)  # fmt: skip
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"files": 3}',
+        b'{"files": {"a": 1}}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"files": {}, "crc32": []}',
+        b"9" * 5000,
+        b'{"crc32": "00000000"}',
+    ],
+)
 def test_a_manifest_that_is_none_is_a_finding(damaged: Callable[..., Path], content: bytes) -> None:
     folder = damaged("converted", "ds_reshard.json", content)
     assert [fault.where for fault in verify(str(folder)).faults] == [str(folder / "ds_reshard.json")]

@@ -53,9 +53,12 @@ _calls = itertools.count()
 def share(percent: int, each: int = 1) -> settings:
     """So many of all cases, `each` of them from one example; none is kept, and a failure is made small."""
     return settings(
-        max_examples=max(1, CASES * percent // (100 * each)), deadline=None, database=None,
-        phases=(Phase.explicit, Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+        max_examples=max(1, CASES * percent // (100 * each)),
+        deadline=None,
+        database=None,
+        phases=(Phase.explicit, Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 def resident(field: str) -> int:
@@ -108,9 +111,11 @@ HARMS: list[tuple[Payload, str]] = [
     *((lambda _, data=data: data, name) for data, name in NAMED.values()),
 ]
 harms = st.tuples(
-    st.sampled_from(HARMLESS), st.floats(0, 1, exclude_max=True), st.sampled_from(HARMS),
+    st.sampled_from(HARMLESS),
+    st.floats(0, 1, exclude_max=True),
+    st.sampled_from(HARMS),
     st.sampled_from(("touch x", "", "\\'\"", "y" * 300)),
-)  # fmt: skip
+)
 
 
 @share(10)

@@ -64,7 +64,7 @@ def run(cases: dict[str, bytes], path: Path) -> dict[str, object]:
     given = json.dumps({name: data.decode("latin-1") for name, data in cases.items()})
     done = subprocess.run(
         [sys.executable, "-c", _CHILD, str(path)], input=given, capture_output=True, text=True, timeout=250, check=False
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout)
     return found
@@ -84,9 +84,13 @@ def test_the_child_hears_what_is_run(tmp_path: Path) -> None:
     broken = _CHILD.replace("read_pickle(data, where", "__import__('pickle').loads(data) and read_pickle(data, where")
     case = json.dumps({"getpid": "cos\ngetpid\n)R."})
     done = subprocess.run(
-        [sys.executable, "-c", broken, str(tmp_path / "file.pt")], input=case, capture_output=True, text=True,
-        timeout=60, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", broken, str(tmp_path / "file.pt")],
+        input=case,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert "pickle.find_class" in done.stdout or "pickle.find_class" in done.stderr
 
 
@@ -121,14 +125,22 @@ def test_memory_is_bounded_by_the_size_of_a_pickle(tmp_path: Path) -> None:
     cases = {opcode.name: ("\x80\4", spelled(opcode).decode("latin-1")) for opcode in pickletools.opcodes}
     called = "\x80\4ca\nb\nq\1"
     cases |= {
-        "calls": (called, "h\1)R"), "objects": (called, "h\1)\x81"), "states": (called, "h\1)R}b"),
-        "dicts of one": ("\x80\4", "}NNs"), "sets of one": ("\x80\4", "\x8f(N\x90"), "frozensets": ("\x80\4", "(\x91"),
+        "calls": (called, "h\1)R"),
+        "objects": (called, "h\1)\x81"),
+        "states": (called, "h\1)R}b"),
+        "dicts of one": ("\x80\4", "}NNs"),
+        "sets of one": ("\x80\4", "\x8f(N\x90"),
+        "frozensets": ("\x80\4", "(\x91"),
         "memo": ("\x80\4N", "\x94"),
-    }  # fmt: skip
+    }
     done = subprocess.run(
-        [sys.executable, "-c", _TAKEN, str(nbytes)], input=json.dumps(cases), capture_output=True, text=True,
-        timeout=250, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", _TAKEN, str(nbytes)],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     taken = json.loads(done.stdout)
     assert {name: held // nbytes for name, held in taken.items() if held > 128 * nbytes} == {}

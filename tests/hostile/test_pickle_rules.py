@@ -30,8 +30,11 @@ assert scan_bytes(b"", "file", "", PickleRules()) == []  # imported before anyth
 
 def read(data: bytes, *trusted: str) -> object:
     return read_pickle(
-        data, where="file", persistent=lambda identity: ObjectRecord(callable=None), rules=PickleRules(trusted)  # type: ignore[arg-type]
-    )  # fmt: skip
+        data,
+        where="file",
+        persistent=lambda identity: ObjectRecord(callable=None),
+        rules=PickleRules(trusted),  # type: ignore[arg-type]
+    )
 
 
 def found(data: bytes, *trusted: str) -> list[str]:
@@ -136,8 +139,13 @@ def test_what_is_loaded_already_makes_no_difference() -> None:
         "assert 'signal' not in sys.modules\n"
         f"print(read_pickle({data!r}, where='f', persistent=None))"
     )
-    done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, timeout=60,
-                          env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert "signal.Signals" in done.stdout, done.stderr
     assert "signal.Signals" in repr(read(data))
 
@@ -184,11 +192,16 @@ def test_the_table_names_what_is_rebuilt_and_nothing_that_acts_with_it() -> None
 
 # Of other releases than the ones that are installed, and where Python 3.13 and torch.load have them.
 ELSEWHERE = {
-    "pathlib._local.", "torch.tensor._rebuild_from_type_v2", "torch._utils._rebuild_sparse_csr_tensor",
-    "torch.distributed._tensor._dtensor_spec.", "torch.distributed._tensor.placement_types._StridedShard",
-    "torch.distributed.tensor.placement_types.DTensorSpec", "torch.distributed.tensor.placement_types.TensorMeta",
-    "transformers.deepspeed.", "transformers.trainer_utils.EvaluationStrategy",
-}  # fmt: skip
+    "pathlib._local.",
+    "torch.tensor._rebuild_from_type_v2",
+    "torch._utils._rebuild_sparse_csr_tensor",
+    "torch.distributed._tensor._dtensor_spec.",
+    "torch.distributed._tensor.placement_types._StridedShard",
+    "torch.distributed.tensor.placement_types.DTensorSpec",
+    "torch.distributed.tensor.placement_types.TensorMeta",
+    "transformers.deepspeed.",
+    "transformers.trainer_utils.EvaluationStrategy",
+}
 _LOOK = """
 import importlib, json, sys
 missing = []
@@ -207,8 +220,13 @@ print(json.dumps(missing))
 def test_each_name_of_the_table_is_one_of_the_frameworks() -> None:
     """Of Megatron-LM's, which is not installed, tests/hosts/megatron has the same test; of nanotron's, none."""
     names = [pair for pair in ALLOWED if pair[0].partition(".")[0] not in ("megatron", "nanotron")]
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _LOOK], input=json.dumps(names), capture_output=True,
-                          text=True, timeout=300)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _LOOK],
+        input=json.dumps(names),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     missing = json.loads(done.stdout.splitlines()[-1])
     known = {one for one in missing for elsewhere in ELSEWHERE if one == elsewhere or one.startswith(elsewhere)}

@@ -90,8 +90,13 @@ def _wide(nbytes: int, packed: int, header: int, extra: bytes, local: bytes = b"
     body = (
         struct.pack("<4s5H3I2H", b"PK\3\4", 45, 0, 0, 0, 0, 0, 5, 5, len(name), len(local)) + name + local + b"3\n   "
     )
-    entry = struct.pack("<4s6H3I5H2I", b"PK\1\2", 45, 45, 0, 0, 0, 0, 0, packed, nbytes, len(name), len(extra), 0, 0, 0,
-                        0, header) + name + extra  # fmt: skip
+    entry = (
+        struct.pack(
+            "<4s6H3I5H2I", b"PK\1\2", 45, 45, 0, 0, 0, 0, 0, packed, nbytes, len(name), len(extra), 0, 0, 0, 0, header
+        )
+        + name
+        + extra
+    )
     return body + entry + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 1, 1, len(entry), len(body), 0)
 
 

@@ -103,8 +103,11 @@ KEYS: dict[str, list[Any]] = {
     "ranges": [range(i * MODULUS, i * MODULUS + 1) for i in range(1, 20_000)],
 }
 HOLDERS: dict[str, Callable[[list[Any]], object]] = {
-    "dict": dict.fromkeys, "set": set, "frozenset": frozenset, "OrderedDict": collections.OrderedDict.fromkeys,
-}  # fmt: skip
+    "dict": dict.fromkeys,
+    "set": set,
+    "frozenset": frozenset,
+    "OrderedDict": collections.OrderedDict.fromkeys,
+}
 
 
 def _of(holder: str, keys: list[Any]) -> bytes:
@@ -187,7 +190,7 @@ PLACES: dict[str, tuple[str, Callable[[Any, Any], object]]] = {
     "paddings": (SHARD, lambda c, v: c["optimizer_state_dict"].update(group_paddings=v)),
     "count": (SHARD, lambda c, v: c["optimizer_state_dict"].update(partition_count=v)),
     "stage": (SHARD, lambda c, v: c["optimizer_state_dict"].update(zero_stage=v)),
-}  # fmt: skip
+}
 
 
 def _nested() -> object:
@@ -198,9 +201,11 @@ def _nested() -> object:
 
 
 VALUES: dict[str, Callable[[], object]] = {
-    "pairs of pairs": lambda: pairs_of_pairs(150), "each in each": lambda: every_list_holds_every(25),
-    "objects in objects": _nested, "a text without an encoding": lambda: "\ud800" * 5000,
-}  # fmt: skip
+    "pairs of pairs": lambda: pairs_of_pairs(150),
+    "each in each": lambda: every_list_holds_every(25),
+    "objects in objects": _nested,
+    "a text without an encoding": lambda: "\ud800" * 5000,
+}
 
 
 @pytest.fixture(scope="module")

@@ -67,8 +67,7 @@ PLACES: dict[str, Callable[[Path, Path], None]] = {
     "ds_config of the optimizer file": _value(OPTIM, lambda held, attack: held.update(ds_config={"a": attack})),
     "inside optimizer_state_dict": _value(OPTIM, lambda held, a: held["optimizer_state_dict"].update(clip_grad=a)),
     "a param group": _value(
-        OPTIM,
-        lambda held, a: held["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0].update(lr=a),
+        OPTIM, lambda held, a: held["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0].update(lr=a)
     ),
     "a key of the model file": _value(MODEL, lambda held, attack: held.update(client=[{"deep": (attack,)}])),
     "an entry of the module": _value(MODEL, lambda held, attack: held["module"].update(state=attack)),
@@ -153,9 +152,10 @@ TO = {"universal": "zero2", "dcp": "zero2", "accelerate": "zero2", "zero3": "zer
 def _pickled(folder: Path) -> list[Path]:
     """The files that hold pickles: archives of torch.save, and directories."""
     return sorted(
-        path for path in folder.rglob("*")
+        path
+        for path in folder.rglob("*")
         if path.is_file() and (path.suffix == ".pt" or path.name == ".metadata" or path.suffix == ".distcp")
-    )  # fmt: skip
+    )
 
 
 def _attack(path: Path, mark: Path) -> None:
@@ -231,8 +231,12 @@ def test_a_class_of_ones_own_is_trusted(copied: Path, tmp_path: Path, capsys: py
     for words in (("inspect", copied), ("verify", copied)):
         assert run(capsys, *words)[0] == 1
         assert run(capsys, *words, *trust)[0] == 0
-    for words in (("fingerprint", copied), ("plan", copied, "--to", "zero3"), ("diff", copied, copied),
-                  ("convert", copied, tmp_path / "out", "--to", "zero3")):  # fmt: skip
+    for words in (
+        ("fingerprint", copied),
+        ("plan", copied, "--to", "zero3"),
+        ("diff", copied, copied),
+        ("convert", copied, tmp_path / "out", "--to", "zero3"),
+    ):
         status, told = run(capsys, *words)
         assert status == 2 and f"--trust {__name__}.Mine" in told
         assert run(capsys, *words, *trust)[0] == 0

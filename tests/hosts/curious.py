@@ -46,8 +46,13 @@ class Curious(torch.nn.Module):
         return self.linear(rows).float().square().mean()
 
     def told(self) -> dict[str, Any]:
-        return {"extra": self.count, "hidden": self.hidden.tolist(), "base": self.base.float().tolist(),
-                "named": self.my_extra_state.float().tolist(), "derived": self.derived.float().tolist()}  # fmt: skip
+        return {
+            "extra": self.count,
+            "hidden": self.hidden.tolist(),
+            "base": self.base.float().tolist(),
+            "named": self.my_extra_state.float().tolist(),
+            "derived": self.derived.float().tolist(),
+        }
 
 
 def _curious(run: Run, seed: int) -> Any:

@@ -69,9 +69,13 @@ def load(
     ]
     found = {name: _whole(value) for name, value in net.state_dict().items()}
     return {
-        "weights": found, "states": held, "groups": groups, "bytes": ours.bytes_read if ours else 0,
-        "own": own, "asked": asked,
-    }  # fmt: skip
+        "weights": found,
+        "states": held,
+        "groups": groups,
+        "bytes": ours.bytes_read if ours else 0,
+        "own": own,
+        "asked": asked,
+    }
 
 
 def _group_values(states: dict[str, Any]) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
@@ -152,9 +156,12 @@ def accelerates(folder: str, model: Model, out: str | None = None) -> dict[tuple
     PartialState(cpu=True)  # which the functions log through
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
     accelerator = SimpleNamespace(
-        num_processes=dist.get_world_size(), process_index=dist.get_rank(), is_fsdp2=True,
-        is_main_process=not dist.get_rank(), wait_for_everyone=dist.barrier,
-    )  # fmt: skip
+        num_processes=dist.get_world_size(),
+        process_index=dist.get_rank(),
+        is_fsdp2=True,
+        is_main_process=not dist.get_rank(),
+        wait_for_everyone=dist.barrier,
+    )
     net, optimizer = fsdp2(model, False)
     if out is not None:
         for step in range(2):

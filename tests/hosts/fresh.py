@@ -55,9 +55,12 @@ def _rank(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size,
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
         timeout=datetime.timedelta(seconds=collective_s),
-    )  # fmt: skip
+    )
     module, _, name = job.rpartition(".")
     try:
         answer = getattr(importlib.import_module(module), name)(**kwargs)

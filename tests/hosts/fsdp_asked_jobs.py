@@ -65,10 +65,11 @@ FILE_DAMAGES: dict[str, Damage] = {
     "none": lambda folder: None,
     "truncated": _cut,
     "missing": lambda folder: os.remove(f"{folder}/optim_world_size_2_rank_1.pt"),
-    "foreign": lambda folder: shutil.copy(f"{folder}/optim_world_size_2_rank_1.pt",
-                                          f"{folder}/optim_world_size_3_rank_1.pt"),
+    "foreign": lambda folder: shutil.copy(
+        f"{folder}/optim_world_size_2_rank_1.pt", f"{folder}/optim_world_size_3_rank_1.pt"
+    ),
     "swapped": _swapped,
-}  # fmt: skip
+}
 
 
 def _said(save: Callable[[], object]) -> str:

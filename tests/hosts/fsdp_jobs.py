@@ -10,11 +10,7 @@ import torch
 import torch._dynamo  # the first optimizer loads it: once, in the server of `fresh.py`
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    get_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -74,9 +70,15 @@ class VLM(nn.Module):
 
 
 def build(
-    orig: bool, *, frozen: bool = False, every: bool = False, dtype: torch.dtype = torch.float32, mesh: bool = True,
-    seed: int = 0, tied: bool = False,
-) -> tuple[Any, Any]:  # fmt: skip
+    orig: bool,
+    *,
+    frozen: bool = False,
+    every: bool = False,
+    dtype: torch.dtype = torch.float32,
+    mesh: bool = True,
+    seed: int = 0,
+    tied: bool = False,
+) -> tuple[Any, Any]:
     """The wrapped model and its optimizer, over `every` parameter or the trainable ones."""
     torch.manual_seed(seed)
     model = VLM().to(dtype)
@@ -188,9 +190,7 @@ def reference(orig: bool, frozen: bool, dtype: torch.dtype, rounded: bool, image
     if rounded:
         cast(model, optimizer, torch.bfloat16, MOMENTS, "")
         cast(model, optimizer, torch.float32, MOMENTS, "")
-    settings = (
-        FullStateDictConfig(rank0_only=False), FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
-    )  # fmt: skip
+    settings = (FullStateDictConfig(rank0_only=False), FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False))
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, *settings):
         found = contents(FullyShardedDataParallel.optim_state_dict(model, optimizer))
     for name, states in found.items():
@@ -242,10 +242,20 @@ def built(orig: bool, frozen: bool) -> None:
 
 
 def row(
-    orig: bool, hooks: bool, frozen: bool = False, every: bool = False, touched: bool = False, bf16: bool = False,
-    casts: tuple[str, ...] = (), within: str = "", rank: int | None = None, image: bool = True, way: str | None = None,
-    mesh: bool = True, oddity: str = "",
-) -> dict[str, Any]:  # fmt: skip
+    orig: bool,
+    hooks: bool,
+    frozen: bool = False,
+    every: bool = False,
+    touched: bool = False,
+    bf16: bool = False,
+    casts: tuple[str, ...] = (),
+    within: str = "",
+    rank: int | None = None,
+    image: bool = True,
+    way: str | None = None,
+    mesh: bool = True,
+    oddity: str = "",
+) -> dict[str, Any]:
     """One row of the matrix: what differs from the reference in each way of gathering, and what was logged.
 
     `casts` are states then held in bf16, by the parameters whose names begin with `within`, on `rank` or on all.

@@ -87,9 +87,12 @@ def _easyr1_load(folder: str, model: Any, optimizer: Any, scheduler: Any) -> dic
     optim_state_dict = torch.load(_file(folder, "optim"), weights_only=False)
     extra_state_dict: dict[str, Any] = torch.load(_file(folder, "extra_state"), weights_only=False)
     set_state_dict(
-        model=model, optimizers=optimizer, model_state_dict=model_state_dict, optim_state_dict=optim_state_dict,
+        model=model,
+        optimizers=optimizer,
+        model_state_dict=model_state_dict,
+        optim_state_dict=optim_state_dict,
         options=OPTIONS,
-    )  # fmt: skip
+    )
     scheduler.load_state_dict(extra_state_dict["lr_scheduler"])
     return extra_state_dict
 
@@ -195,9 +198,13 @@ def _hsdp(fsdp2: bool, seed: int) -> tuple[Any, Any]:
         return _fsdp2(seed, mesh)
     torch.manual_seed(seed)
     model = FullyShardedDataParallel(
-        VLM(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu"),
-        device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-    )  # fmt: skip
+        VLM(),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+        device_mesh=mesh,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+    )
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -255,10 +262,11 @@ DAMAGES: dict[str, Callable[[str], object]] = {
     "none": lambda folder: None,
     "truncated": _cut,
     "missing": lambda folder: os.remove(f"{folder}/extra_state_world_size_2_rank_1.pt"),
-    "foreign": lambda folder: shutil.copy(f"{folder}/model_world_size_2_rank_0.pt",
-                                          f"{folder}/model_world_size_3_rank_0.pt"),
+    "foreign": lambda folder: shutil.copy(
+        f"{folder}/model_world_size_2_rank_0.pt", f"{folder}/model_world_size_3_rank_0.pt"
+    ),
     "swapped": _swapped,
-}  # fmt: skip
+}
 
 
 def verified(

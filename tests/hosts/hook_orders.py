@@ -47,12 +47,18 @@ def main(order: list[str]) -> None:
     with ds_reshard.install("deepspeed"):
         again = held()
     after = held()
-    print("SAID" + json.dumps({
-        "states": states, "changed": sorted(n for n in before if during[n] != before[n]),
-        "again": sorted(n for n in before if again[n] != before[n]),
-        "left": sorted(n for n in {*before, *after} if before.get(n) != after.get(n)),
-        "ours": _ours(),
-    }))  # fmt: skip
+    print(
+        "SAID"
+        + json.dumps(
+            {
+                "states": states,
+                "changed": sorted(n for n in before if during[n] != before[n]),
+                "again": sorted(n for n in before if again[n] != before[n]),
+                "left": sorted(n for n in {*before, *after} if before.get(n) != after.get(n)),
+                "ours": _ours(),
+            }
+        )
+    )
 
 
 def _ours() -> list[str]:

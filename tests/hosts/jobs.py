@@ -90,10 +90,7 @@ def _groups(net: torch.nn.Module, model: Model) -> list[dict[str, Any]]:
         return [{"params": [p for _, p in named], "lr": 0.01, "weight_decay": 0.1}]
     plain = [p for n, p in named if p.dim() > 1]
     other = [p for n, p in named if p.dim() <= 1]
-    return [
-        {"params": plain, "lr": 0.01, "weight_decay": 0.1},
-        {"params": other, "lr": 0.003, "weight_decay": 0.0},
-    ]
+    return [{"params": plain, "lr": 0.01, "weight_decay": 0.1}, {"params": other, "lr": 0.003, "weight_decay": 0.0}]
 
 
 def _optimizer(model: Model, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

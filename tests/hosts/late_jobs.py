@@ -236,10 +236,13 @@ def whole(late: Late, folder: str) -> dict[str, Any]:
     world = torch.distributed.get_world_size()
     expected, truth = plain(late, STEPS + 3, world if late.clock == "accelerate" else 1)
     return {
-        "rates": rates, "resumed": resumed, "expected": expected, "same": same,
+        "rates": rates,
+        "resumed": resumed,
+        "expected": expected,
+        "same": same,
         "off": max(float((held[name] - truth[name]).abs().max()) for name in truth),
         "resumed_off": max(float((resumed_held[name] - held[name]).abs().max()) for name in held),
-    }  # fmt: skip
+    }
 
 
 def save_only(late: Late, folder: str, hooks: bool = True, micro_steps: int = 0, registered: bool = False) -> None:

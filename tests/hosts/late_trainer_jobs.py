@@ -15,11 +15,17 @@ UPDATES, SAVED = 8, 4
 
 def _config(mode: str, stage: int, policy: dict[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": "auto",
-        "gradient_clipping": "auto", "zero_optimization": {"stage": stage}, "steps_per_print": 10**9,
-        "zero_force_ds_cpu_optimizer": False, "bf16": {"enabled": False}, "fp16": {"enabled": False},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 10**9,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": False},
         "ds_reshard": {"resume": policy},
-    }  # fmt: skip
+    }
     if stage == 3:
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 20
     if mode in ("optimizer", "both"):
@@ -32,9 +38,16 @@ def _config(mode: str, stage: int, policy: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(
-    mode: str, stage: int, folder: str, *, hooks: bool = True, lr: float = 0.01, resumes: bool = False,
-    policy: dict[str, Any] | None = None, metric: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    mode: str,
+    stage: int,
+    folder: str,
+    *,
+    hooks: bool = True,
+    lr: float = 0.01,
+    resumes: bool = False,
+    policy: dict[str, Any] | None = None,
+    metric: str | None = None,
+) -> dict[str, Any]:
     """Train, or resume at the fourth update; `mode` is what the JSON has: "none", "optimizer" or "both".
 
     `metric` names a scheduler that is stepped by what an evaluation gives, here after every second update.
@@ -65,9 +78,13 @@ def run(
             return {"eval_loss": 1.0 + self.state.global_step}
 
     by_metric: dict[str, Any] = {
-        "lr_scheduler_type": metric, "lr_scheduler_kwargs": {"factor": 0.5, "patience": 0, "min_lr": 1e-6},
-        "warmup_steps": 0, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "eval_loss",
-    }  # fmt: skip
+        "lr_scheduler_type": metric,
+        "lr_scheduler_kwargs": {"factor": 0.5, "patience": 0, "min_lr": 1e-6},
+        "warmup_steps": 0,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "metric_for_best_model": "eval_loss",
+    }
     original = PartialState._prepare_backend
     PartialState._prepare_backend = lambda self, *_, **__: ("gloo", DistributedType.NO)
     try:
@@ -75,12 +92,21 @@ def run(
             for host in ("accelerate", "deepspeed") if hooks else ():
                 stack.enter_context(ds_reshard.install(host))
             arguments = TrainingArguments(
-                output_dir=folder, per_device_train_batch_size=GLOBAL_BATCH // torch.distributed.get_world_size(),
-                max_steps=UPDATES, save_steps=SAVED, save_strategy="steps",
+                output_dir=folder,
+                per_device_train_batch_size=GLOBAL_BATCH // torch.distributed.get_world_size(),
+                max_steps=UPDATES,
+                save_steps=SAVED,
+                save_strategy="steps",
                 **(by_metric if metric else {"lr_scheduler_type": "cosine", "warmup_steps": 2}),
-                learning_rate=lr, report_to="none", logging_strategy="no", disable_tqdm=True, seed=7,
-                deepspeed=_config(mode, stage, policy or {}), remove_unused_columns=False, save_only_model=False,
-            )  # fmt: skip
+                learning_rate=lr,
+                report_to="none",
+                logging_strategy="no",
+                disable_tqdm=True,
+                seed=7,
+                deepspeed=_config(mode, stage, policy or {}),
+                remove_unused_columns=False,
+                save_only_model=False,
+            )
             torch.manual_seed(7)
             tokens, labels = jobs.batch(0, 0, 1)
             items = [{"tokens": t, "labels": c} for t, c in zip(tokens, labels, strict=True)] * UPDATES

@@ -28,9 +28,14 @@ from nanotron_builder import PEAK, STEP, Param, Run, dp_slices, local, values  #
 
 TOTAL = 20
 SCHEDULE = {
-    "learning_rate": PEAK, "lr_warmup_steps": 2, "lr_warmup_style": "linear", "lr_decay_steps": None,
-    "lr_decay_style": "cosine", "lr_decay_starting_step": None, "min_decay_lr": 3e-5,
-}  # fmt: skip
+    "learning_rate": PEAK,
+    "lr_warmup_steps": 2,
+    "lr_warmup_style": "linear",
+    "lr_decay_steps": None,
+    "lr_decay_style": "cosine",
+    "lr_decay_starting_step": None,
+    "min_decay_lr": 3e-5,
+}
 
 
 @contextmanager
@@ -63,10 +68,12 @@ def parameter(param: Param, tensor: torch.Tensor, tp: int, rank: int) -> Any:
         part = chunk // tp
         own = slice(at // tp, at // tp + part) if param.chunks else slice(None)
         whole = slice(at + rank * part, at + (rank + 1) * part)
-        pairs.append(SlicesPair(
-            tuple(own if axis == param.split else slice(None) for axis in axes),
-            tuple(whole if axis == param.split else slice(None) for axis in axes),
-        ))  # fmt: skip
+        pairs.append(
+            SlicesPair(
+                tuple(own if axis == param.split else slice(None) for axis in axes),
+                tuple(whole if axis == param.split else slice(None) for axis in axes),
+            )
+        )
         at += chunk
     made.info = ShardedInfo(tuple(pairs), param.shape)
     return made
@@ -156,13 +163,17 @@ def load_twice(run: Run, folder: str, policy: dict[str, Any]) -> tuple[list[str]
     with hooked(policy):
         nanotrons.load_optimizer(optimizer, context, place, map_location="cpu")
     rates = ("lr", "initial_lr")
-    groups = [{key: group[key] for key in of_run if key not in rates} for group, of_run in
-              zip([dict(group, params=None) for group in base.param_groups], own, strict=True)]  # fmt: skip
+    groups = [
+        {key: group[key] for key in of_run if key not in rates}
+        for group, of_run in zip([dict(group, params=None) for group in base.param_groups], own, strict=True)
+    ]
     mine = groups == [{key: value for key, value in of_run.items() if key not in rates} for of_run in own]
     return (
-        first, len(base.state), all(torch.equal(held["fp32"], saved[name]) for name, held in masters.items()),
+        first,
+        len(base.state),
+        all(torch.equal(held["fp32"], saved[name]) for name, held in masters.items()),
         mine and all(torch.equal(held["fp32"], held["half"].float()) for held in masters.values()),
-    )  # fmt: skip
+    )
 
 
 def config_for(run: Run, context: Any, folder: str | None, **changed: Any) -> Any:
@@ -174,11 +185,12 @@ def config_for(run: Run, context: Any, folder: str | None, **changed: Any) -> An
         checkpoints=SimpleNamespace(resume_checkpoint_path=Path(folder) / str(STEP) if folder else None, **switches),
         optimizer=SimpleNamespace(learning_rate_scheduler=schedule, zero_stage=changed.get("zero_stage", run.zero)),
         tokens=SimpleNamespace(
-            train_steps=TOTAL, micro_batch_size=1,
+            train_steps=TOTAL,
+            micro_batch_size=1,
             batch_accumulation_per_replica=changed.get("accumulation", 8 // run.dp),
         ),
         build_optimizer=lambda: build(run, context, peak=schedule.learning_rate, decay=changed.get("decay", 0.5)),
-    )  # fmt: skip
+    )
 
 
 def rates_of(trainer: Any, steps: int) -> list[float]:
@@ -211,13 +223,16 @@ def resume(run: Run, folder: str, policy: dict[str, Any] | None = None, **change
         report = last_report() if dist.get_rank() == 0 else None
         saved = trainer.optimizer.state_dict()
         return {
-            "moments": bool(saved["state"]), "groups": [dict(group, params=None) for group in base.param_groups],
+            "moments": bool(saved["state"]),
+            "groups": [dict(group, params=None) for group in base.param_groups],
             "masters": {name: one.detach().clone() for name, one in saved.get("gradient_accumulator", {}).items()},
             "differences": differences(trainer.optimizer, run, context) if saved["state"] else None,
-            "metadata": asdict(trainer.metadata), "random": trainer.random_states["tp_synced"].torch_cpu.clone(),
-            "report": report, "warnings": report.warnings if report is not None else (),
+            "metadata": asdict(trainer.metadata),
+            "random": trainer.random_states["tp_synced"].torch_cpu.clone(),
+            "report": report,
+            "warnings": report.warnings if report is not None else (),
             "rates": rates_of(trainer, TOTAL - trainer.lr_scheduler.last_epoch),
-        }  # fmt: skip
+        }
 
 
 def start_refused(run: Run, folder: str, policy: dict[str, Any] | None = None, **changed: Any) -> tuple[str, str, bool]:
@@ -238,8 +253,10 @@ def start_refused(run: Run, folder: str, policy: dict[str, Any] | None = None, *
             trainer.DistributedTrainer(config)
         except ds_reshard.ReshardError as error:
             base = built.get_base_optimizer()
-            now = [{key: group[key] for key in of_run} for group, of_run in
-                   zip([dict(group, params=None) for group in base.param_groups], before, strict=True)]  # fmt: skip
+            now = [
+                {key: group[key] for key in of_run}
+                for group, of_run in zip([dict(group, params=None) for group in base.param_groups], before, strict=True)
+            ]
             return type(error).__name__, str(error), bool(base.state) or now != before
     return "started", "", True
 
@@ -310,14 +327,25 @@ def copies() -> str:
 
     serialize, trainer = nanotron.serialize, nanotron.trainer
     bound = [
-        (serialize.main, "save_lr_scheduler"), (serialize, "save_lr_scheduler"), (serialize, "save"),
-        (serialize, "load_meta"), (serialize, "load_random_states"), (serialize, "load_optimizer"),
-        (trainer, "save"), (trainer, "load_lr_scheduler"), (trainer, "load_optimizer"), (trainer, "load_meta"),
-        (trainer, "state_dict_to_device"), (trainer, "lr_scheduler_builder"),
-    ]  # fmt: skip
+        (serialize.main, "save_lr_scheduler"),
+        (serialize, "save_lr_scheduler"),
+        (serialize, "save"),
+        (serialize, "load_meta"),
+        (serialize, "load_random_states"),
+        (serialize, "load_optimizer"),
+        (trainer, "save"),
+        (trainer, "load_lr_scheduler"),
+        (trainer, "load_optimizer"),
+        (trainer, "load_meta"),
+        (trainer, "state_dict_to_device"),
+        (trainer, "lr_scheduler_builder"),
+    ]
     before = [vars(module)[name] for module, name in bound]
     with hooked():
-        left = [f"{module.__name__}.{name}" for (module, name), own in zip(bound, before, strict=True)
-                if vars(module)[name] is own]  # fmt: skip
+        left = [
+            f"{module.__name__}.{name}"
+            for (module, name), own in zip(bound, before, strict=True)
+            if vars(module)[name] is own
+        ]
     restored = [vars(module)[name] for module, name in bound] == before
     return json.dumps({"left": left, "restored": restored})

@@ -93,18 +93,31 @@ def make_scheduler(kind: str, optimizer: Any, net: Any) -> Any:
 
 
 def row(
-    optimizer: str, scheduler: str, json_optimizer: Any = None, json_scheduler: Any = None, *,
-    hooks: bool, steps: int = 4, scheduled: bool = True, apart: bool = False, clock: str | None = None,
-    direct: bool = False, backend: bool = True, backwards: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+    optimizer: str,
+    scheduler: str,
+    json_optimizer: Any = None,
+    json_scheduler: Any = None,
+    *,
+    hooks: bool,
+    steps: int = 4,
+    scheduled: bool = True,
+    apart: bool = False,
+    clock: str | None = None,
+    direct: bool = False,
+    backend: bool = True,
+    backwards: bool = False,
+) -> dict[str, Any]:
     """The rates that each update used, or what was raised and where; `scheduled` says the script steps it."""
     import ds_reshard
 
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": jobs.GLOBAL_BATCH // torch.distributed.get_world_size(),
-        "gradient_accumulation_steps": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": False, "steps_per_print": 10**9,
-    }  # fmt: skip
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": False,
+        "steps_per_print": 10**9,
+    }
     if json_optimizer is not None:
         config["optimizer"] = {**json_optimizer, "params": dict(json_optimizer["params"])}
     if json_scheduler is not None:
@@ -157,9 +170,11 @@ def twice(hooks: bool) -> dict[str, Any]:
     import ds_reshard
 
     config = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1},
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
-    }  # fmt: skip
+    }
     with ds_reshard.install("accelerate") if hooks else nullcontext():
         accelerator = new_accelerator(config)
         engines, found = [], []
@@ -192,9 +207,11 @@ def two_models(hooks: bool) -> str:
     import ds_reshard
 
     config = {
-        "train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1},
+        "train_micro_batch_size_per_gpu": 6,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True,
-    }  # fmt: skip
+    }
     with ds_reshard.install("accelerate") if hooks else nullcontext():
         accelerator, net = new_accelerator(config), new_net()
         try:
@@ -209,9 +226,11 @@ def reference_first(hooks: bool) -> dict[str, Any]:
     import ds_reshard
 
     config = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 3},
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 3},
         "zero_allow_untested_optimizer": True,
-    }  # fmt: skip
+    }
     with ds_reshard.install("accelerate") if hooks else nullcontext():
         accelerator, net = new_accelerator(config), new_net()
         accelerator.prepare(new_net())
@@ -232,9 +251,11 @@ def plateau(kind: str) -> dict[str, Any]:
     import ds_reshard
 
     config = {
-        "train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1},
+        "train_micro_batch_size_per_gpu": 6,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
-    }  # fmt: skip
+    }
     with ds_reshard.install("accelerate"):
         accelerator, net = new_accelerator(config), new_net()
         optimizer = DummyOptim(list(net.parameters()), lr=LR)
@@ -278,8 +299,10 @@ def explicit(kind: str, clock: str | None = None, said: str | None = None) -> di
     import ds_reshard
 
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2},
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": 6,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 2},
+    }
     if kind not in ("real", "no function"):
         config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
     if said is not None:
@@ -320,9 +343,11 @@ def again() -> dict[str, Any]:
     import ds_reshard
 
     config = {
-        "train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1},
+        "train_micro_batch_size_per_gpu": 6,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 1},
         "optimizer": {**ADAMW, "params": dict(ADAMW["params"])},
-    }  # fmt: skip
+    }
     with ds_reshard.install("accelerate"):
         accelerator, net = new_accelerator(config), new_net()
         placeholder = DummyOptim(list(net.parameters()), lr=LR)
@@ -354,9 +379,11 @@ def failing(hooks: bool) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(net.parameters(), lr=LR)
     scheduler = LambdaLR(optimizer, lambda step: None if step == 2 else 1 / (1 + step))
     config = {
-        "train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1},
+        "train_micro_batch_size_per_gpu": 6,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True,
-    }  # fmt: skip
+    }
     with ds_reshard.install("deepspeed") if hooks else nullcontext():
         engine = deepspeed.initialize(model=net, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
         raised = []

@@ -19,9 +19,13 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": LR, "warmup_num_steps"
 def _config(**more: Any) -> dict[str, Any]:
     adam = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
     return {
-        "train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": 1}, "optimizer": adam, **more,
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": 6,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 1},
+        "optimizer": adam,
+        **more,
+    }
 
 
 def _dummy(params: Any, lr: float = LR) -> Any:

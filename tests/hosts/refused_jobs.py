@@ -25,8 +25,15 @@ def load_with_feature(run: Run, model: Model, folder: str, switch: str) -> tuple
         optimizer.optimizer.__class__ = type("MuonWithAuxAdam", (type(optimizer.optimizer),), {})
     else:
         optimizer.__class__ = type(switch, (type(optimizer),), {})
-    arguments = {"load_dir": folder, "tag": None, "load_module_strict": True, "load_optimizer_states": True,
-                 "load_lr_scheduler_states": True, "load_module_only": False, "custom_load_fn": None}  # fmt: skip
+    arguments = {
+        "load_dir": folder,
+        "tag": None,
+        "load_module_strict": True,
+        "load_optimizer_states": True,
+        "load_lr_scheduler_states": True,
+        "load_module_only": False,
+        "custom_load_fn": None,
+    }
     try:
         host.load_checkpoint(engine, lambda tag: ("original", ""), **arguments)
     except ds_reshard.ReshardError as error:

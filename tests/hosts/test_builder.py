@@ -52,8 +52,9 @@ def test_a_synthetic_checkpoint_is_as_deepspeed_saves_it(saves: Saves, tmp_path:
     built = Built(
         groups=tuple(tuple((name, tuple(shape)) for name, shape in group.items()) for group in model["param_shapes"]),
         frozen=tuple((name, tuple(shape)) for name, shape in model["frozen_param_shapes"].items()),
-        tied=tuple(model["shared_params"].items()), dp=dp,
-    )  # fmt: skip
+        tied=tuple(model["shared_params"].items()),
+        dp=dp,
+    )
     made = write(built, tmp_path / "made", held)
     for path in sorted((folder / TAG).iterdir()):
         real, ours = (torch.load(place / TAG / path.name, weights_only=False) for place in (folder, made))

@@ -49,9 +49,12 @@ def test_deepspeed_itself_loads_what_was_converted(worlds: Any, saves: Saves, tm
     folder, saved = saves(source, model)
     out = tmp_path / "out"
     done = convert(
-        str(folder), str(out), to=FORMATS[target.stage], dp=target.dp,
+        str(folder),
+        str(out),
+        to=FORMATS[target.stage],
+        dp=target.dp,
         sub_group_size=target.options.get("sub_group_size", 10**9) if target.stage == 3 else None,
-    )  # fmt: skip
+    )
     assert done.complete
     loaded = worlds[target.dp].run("load", run=target, model=model, folder=str(out), more=2, hooks=False)
     assert_same(saved, loaded)

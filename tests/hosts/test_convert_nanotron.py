@@ -71,8 +71,9 @@ def test_there_and_back_deepspeed_loads_what_it_has_saved(
     assert {key: moved[key] for key in common} == {key: expected[key] for key in common}
     assert len(common) >= 3 * len(names)
     assert len(moved) == (4 if shown.masters else 3) * len(names)
-    back: dict[str, Any] = {new: [old, "head.weight"] if model.tied and old == "embed.weight" else old
-                            for old, new in names.items()}  # fmt: skip
+    back: dict[str, Any] = {
+        new: [old, "head.weight"] if model.tied and old == "embed.weight" else old for old, new in names.items()
+    }
     size = {"dp": target.dp} if to != "universal" else {}
     convert(str(between), str(out), to=to, names=_named(tmp_path / "b.json", back), **size)
     run = replace(target, config={"checkpoint": {"load_universal": True}}) if to == "universal" else target

@@ -51,8 +51,9 @@ def test_zero_to_fsdp2_to_zero_goes_on(worlds: Any, saves: Saves, tmp_path: Path
     folder, saved = saves(run, model)
     convert(str(folder), str(tmp_path / "dcp"), to="dcp", dp=3)
     first = saved[0]["steps"][0]
-    worlds[3].run("dcp_jobs.resume", folder=str(tmp_path / "dcp"), model=model, first=first, steps=0,
-                  out=str(tmp_path / "saved"))  # fmt: skip
+    worlds[3].run(
+        "dcp_jobs.resume", folder=str(tmp_path / "dcp"), model=model, first=first, steps=0, out=str(tmp_path / "saved")
+    )
     for to, target in (("zero3", Run(3, 2, "fp32")), ("zero1", Run(1, 3, "fp32"))):
         out = tmp_path / to
         convert(str(tmp_path / "saved"), str(out), to=to, dp=target.dp)
@@ -69,8 +70,9 @@ def test_each_framework_trains_on_where_the_other_stopped(worlds: Any, saves: Sa
     folder, saved = saves(run, model)
     convert(str(folder), str(tmp_path / "dcp"), to="dcp")
     first = saved[0]["steps"][0]
-    losses = worlds[3].run("dcp_jobs.resume", folder=str(tmp_path / "dcp"), model=model, first=first, steps=1,
-                           out=str(tmp_path / "saved"))  # fmt: skip
+    losses = worlds[3].run(
+        "dcp_jobs.resume", folder=str(tmp_path / "dcp"), model=model, first=first, steps=1, out=str(tmp_path / "saved")
+    )
     convert(str(tmp_path / "saved"), str(tmp_path / "zero"), to="universal")
     target = Run(3, 2, "fp32", config=UNIVERSAL)
     loaded = worlds[2].run("load", run=target, model=model, folder=str(tmp_path / "zero"), more=1, hooks=False)
@@ -81,8 +83,11 @@ def test_each_framework_trains_on_where_the_other_stopped(worlds: Any, saves: Sa
 def _prints(folder: str, master: str) -> dict[tuple[str, str], str | None]:
     """The fingerprints of masters and states, the masters under one name."""
     tensors = fingerprint(folder).tensors
-    return {(one.name, "master" if one.kind == master else one.kind): one.fingerprint
-            for one in tensors if one.kind == master or one.kind != "weight"}  # fmt: skip
+    return {
+        (one.name, "master" if one.kind == master else one.kind): one.fingerprint
+        for one in tensors
+        if one.kind == master or one.kind != "weight"
+    }
 
 
 def test_accelerates_folders_both_ways(worlds: Any, saves: Saves, tmp_path: Path) -> None:

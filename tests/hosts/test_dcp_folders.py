@@ -54,8 +54,11 @@ def test_fingerprints_are_the_same_all_the_way(worlds: Any, saves: Any, tmp_path
     worlds[3].run("dcp_jobs.load", folder=str(folder), model=model, out=str(tmp_path / "dcp"))
     before, after = fingerprint(str(folder)), fingerprint(str(tmp_path / "dcp"))
     prints = {(one.name, one.kind): one.fingerprint for one in after.tensors}
-    expected = {(one.name, "weight" if one.kind == "fp32" else one.kind): one.fingerprint for one in before.tensors
-                if one.kind != "weight"}  # fmt: skip
+    expected = {
+        (one.name, "weight" if one.kind == "fp32" else one.kind): one.fingerprint
+        for one in before.tensors
+        if one.kind != "weight"
+    }
     assert not after.faults and prints == expected and len(set(prints.values())) == len(prints)
     found = diff(str(folder), str(tmp_path / "dcp"))
     assert found.equal and {one.kind for one in found.tensors} == {"fp32", "exp_avg", "exp_avg_sq"}
@@ -113,8 +116,11 @@ def test_the_reader_gives_what_torchs_gives(worlds: Any, folders: Any, tmp_path:
     for rank in worlds[3].run("dcp_jobs.passed_on", folder=str(folder), model=MODEL, out=str(tmp_path / "again")):
         for name, (theirs, ours) in rank.items():
             assert theirs and _alike(theirs, ours), name
-    prints = {(one.name, one.kind): one.fingerprint for one in fingerprint(str(folder)).tensors
-              if not one.name.startswith("odd.")}  # fmt: skip
+    prints = {
+        (one.name, one.kind): one.fingerprint
+        for one in fingerprint(str(folder)).tensors
+        if not one.name.startswith("odd.")
+    }
     assert prints == {(one.name, one.kind): one.fingerprint for one in fingerprint(str(tmp_path / "again")).tensors}
     assert len(prints) == len(truth) - 4
 

@@ -161,15 +161,23 @@ def test_everything_that_is_missing_is_told_at_once(saves: Saves) -> None:
     wanted = {**_wanted(saved, torch.float32), "more": torch.full((3,), 7.0), "most": torch.full((2,), 7.0)}
     wanted["tiny"] = torch.zeros(4)
     with pytest.raises(CheckpointException) as raised:
-        dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(folder, model=""), planner=ds_reshard.dcp.LoadPlanner(),
-                 no_dist=True)  # fmt: skip
+        dcp.load(
+            wanted,
+            storage_reader=ds_reshard.dcp.Reader(folder, model=""),
+            planner=ds_reshard.dcp.LoadPlanner(),
+            no_dist=True,
+        )
     (error,) = raised.value.failures.values()
     found = error[0]
     assert isinstance(found, ds_reshard.ModelMismatch)
     assert {fault.where for fault in found.faults} == {"more", "most", "tiny"}
     wanted["tiny"] = torch.zeros(3)
-    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(folder, model=""), no_dist=True,
-             planner=ds_reshard.dcp.LoadPlanner(allow_partial_load=True))  # fmt: skip
+    dcp.load(
+        wanted,
+        storage_reader=ds_reshard.dcp.Reader(folder, model=""),
+        no_dist=True,
+        planner=ds_reshard.dcp.LoadPlanner(allow_partial_load=True),
+    )
     assert wanted["more"].eq(7).all() and same_bits(wanted["tiny"], saved[0]["weights"]["tiny"])
 
 

@@ -18,9 +18,16 @@ pytestmark = pytest.mark.slow
 TARGETS = [patch.target for patch in table("deepspeed").patches]
 ROOT = Path(__file__).resolve().parents[2]
 ORDERS = (
-    "auto deepspeed", "torch auto deepspeed", "deepspeed auto", "install", "torch install", "deepspeed install install",
-    "auto deepspeed install", "install auto", "auto deepspeed remove install",
-)  # fmt: skip
+    "auto deepspeed",
+    "torch auto deepspeed",
+    "deepspeed auto",
+    "install",
+    "torch install",
+    "deepspeed install install",
+    "auto deepspeed install",
+    "install auto",
+    "auto deepspeed remove install",
+)
 
 
 def _run(*order: str) -> dict[str, Any]:

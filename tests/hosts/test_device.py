@@ -23,11 +23,7 @@ MODEL = Model(groups=2, frozen=True, batchnorm=True, tied=True)
 
 @pytest.mark.parametrize(
     ("source", "target", "held"),
-    [
-        (Run(1, 2), Run(3, 3), "all"),
-        (Run(3, 2), Run(1, 2), "all"),
-        (Run(1, 2), Run(2, 3), "weights"),
-    ],
+    [(Run(1, 2), Run(3, 3), "all"), (Run(3, 2), Run(1, 2), "all"), (Run(1, 2), Run(2, 3), "weights")],
     ids=str,
 )
 def test_buffers_on_a_device_hold_the_same_bits(worlds: Any, saves: Saves, source: Run, target: Run, held: str) -> None:

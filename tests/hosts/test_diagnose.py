@@ -79,8 +79,10 @@ def test_a_placeholder_that_was_made_before_the_accelerator(net: torch.nn.Module
     early = ("early-placeholder", "refused")
     forwarded = DummyOptim(net.parameters(), eps=1e-6)
     assert _found(fixed, forwarded, LambdaLR(forwarded, float)) == [
-        ("scheduler-on-placeholder", "mended"), ("not-forwarded", "mended"), early,
-    ]  # fmt: skip
+        ("scheduler-on-placeholder", "mended"),
+        ("not-forwarded", "mended"),
+        early,
+    ]
     left_out = DummyOptim(net.parameters())
     LambdaLR(left_out, float)
     assert _found(fixed, left_out) == [("scheduler-left-out", "told"), early]
@@ -169,9 +171,12 @@ def test_a_scheduler_that_cycles_momentum_needs_the_jsons_optimizer(net: torch.n
 def _accelerator(**changed: Any) -> SimpleNamespace:
     """What `diagnose` looks at; `test_prepare_matrix.py` has the real one."""
     usual = {
-        "num_processes": 1, "split_batches": False, "step_scheduler_with_optimizer": True,
-        "gradient_accumulation_steps": 1, "_models": [],
-    }  # fmt: skip
+        "num_processes": 1,
+        "split_batches": False,
+        "step_scheduler_with_optimizer": True,
+        "gradient_accumulation_steps": 1,
+        "_models": [],
+    }
     return SimpleNamespace(**{**usual, **changed})
 
 

@@ -118,18 +118,17 @@ def _states(content: Any) -> Any:
 
 
 VALUES = {
-    "rate": (
-        [optim(0), optim(1)], lambda c: _groups(c)[1].update(lr=0.5), "param group 1, of ", "0.5",
-    ),
+    "rate": ([optim(0), optim(1)], lambda c: _groups(c)[1].update(lr=0.5), "param group 1, of ", "0.5"),
     "step": (
         [optim(0), optim(1)],
         lambda c: [state.update(step=state["step"] + 4) for state in _states(c)],
-        "step of ", "7",
+        "step of ",
+        "7",
     ),
     "counter": ([STATES], lambda c: c.update(global_samples=1), "global_samples", "1"),
     "scheduler": ([STATES], lambda c: c["lr_scheduler"].update(last_epoch=99), "lr_scheduler.last_epoch", "99"),
     "client state": ([STATES], lambda c: c.update(note="other"), "note", "'other'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", VALUES)

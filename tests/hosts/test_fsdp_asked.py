@@ -60,11 +60,7 @@ class _Own(torch.Tensor):
 @pytest.mark.acts
 @pytest.mark.parametrize(
     "value",
-    [
-        torch.ones(3).as_subclass(_Own),
-        torch.ones(3, dtype=torch.complex64).conj(),
-        torch._neg_view(torch.ones(3)),
-    ],
+    [torch.ones(3).as_subclass(_Own), torch.ones(3, dtype=torch.complex64).conj(), torch._neg_view(torch.ones(3))],
     ids=["a subclass", "conjugated", "negated"],
 )
 def test_what_is_no_plain_tensor_is_told_and_not_refused(

@@ -112,8 +112,11 @@ def test_numbers_are_named_as_the_parameters_are(verls: Any) -> None:
     moments = {
         (one.name, one.kind): one.fingerprint for one in fingerprint(str(folder)).tensors if one.kind != "weight"
     }
-    assert moments == {at: str(fingerprint_of(tensor.contiguous())) for at, tensor in held.items()
-                       if at[1] in ("exp_avg", "exp_avg_sq")}  # fmt: skip
+    assert moments == {
+        at: str(fingerprint_of(tensor.contiguous()))
+        for at, tensor in held.items()
+        if at[1] in ("exp_avg", "exp_avg_sq")
+    }
 
 
 def _in_two_groups(folder: Path) -> None:
@@ -184,9 +187,11 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "rates of several runs": (_of_another_rate, "its param groups have other members or values than rank 0's"),
     "schedules of several steps": (_of_another_step, "lr_scheduler is another than rank 0's"),
     "a rank without extra state": (lambda f: os.remove(f / "extra_state_world_size_2_rank_1.pt"), "is missing"),
-    "two world sizes": (lambda f: shutil.copy(f / "optim_world_size_2_rank_0.pt", f / "optim_world_size_3_rank_0.pt"),
-                        "several world sizes"),
-}  # fmt: skip
+    "two world sizes": (
+        lambda f: shutil.copy(f / "optim_world_size_2_rank_0.pt", f / "optim_world_size_3_rank_0.pt"),
+        "several world sizes",
+    ),
+}
 
 
 @pytest.mark.parametrize("damage", REFUSED)
@@ -231,8 +236,10 @@ def test_what_was_written_is_what_was_there(saves: Any, tmp_path: Path) -> None:
     assert not verify(once).faults
     assert fingerprint(once).tensors == fingerprint(str(folder)).tensors == fingerprint(back).tensors
     for rank in range(2):
-        one, other = (torch.load(os.path.join(at, f"optim_world_size_2_rank_{rank}.pt"), weights_only=False)
-                      for at in (str(folder), back))  # fmt: skip
+        one, other = (
+            torch.load(os.path.join(at, f"optim_world_size_2_rank_{rank}.pt"), weights_only=False)
+            for at in (str(folder), back)
+        )
         assert one["param_groups"] == other["param_groups"] and one["state"].keys() == other["state"].keys()
         for name, states in one["state"].items():
             for kind, value in states.items():

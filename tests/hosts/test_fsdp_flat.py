@@ -145,13 +145,15 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "another rate": (lambda f: _optim(f, lambda saved: saved["param_groups"][0].update(lr=1.0)), "of another run"),
     "another step": (lambda f: _optim(f, lambda saved: _first(saved)["step"].add_(1)), "of another step or run"),
     "a missing state": (lambda f: _optim(f, lambda saved: _first(saved).pop("exp_avg_sq")), "found nothing"),
-    "another optimizer": (lambda f: _optim(f, lambda saved: saved["param_groups"][0]["params"].pop()),
-                          "its param groups are of another optimizer"),
+    "another optimizer": (
+        lambda f: _optim(f, lambda saved: saved["param_groups"][0]["params"].pop()),
+        "its param groups are of another optimizer",
+    ),
     "another order": (lambda f: _order(f, _turn), "is not rank 0's part of 2"),
     "another shape": (lambda f: _order(f, _other_shape), "embed.weight is another than in the model's files"),
     "no order": (lambda f: (f / UNITS).write_text("[1"), "holds no units of FSDP"),
     "a unit twice": (lambda f: _order(f, lambda held: held["units"].append(held["units"][0])), "is in two units"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("damage", REFUSED)

@@ -106,8 +106,9 @@ def test_every_tool_reads_the_folder(folders: Any, tmp_path: Path) -> None:
     path = made / _file("optim", 1)
     extent = open_fsdp(str(made)).buffers("optim", 1)["embed.weight[exp_avg]"]
     whole = path.read_bytes()
-    path.write_bytes(whole[: extent.byte_offset] + bytes([whole[extent.byte_offset] ^ 1])
-                     + whole[extent.byte_offset + 1 :])  # fmt: skip
+    path.write_bytes(
+        whole[: extent.byte_offset] + bytes([whole[extent.byte_offset] ^ 1]) + whole[extent.byte_offset + 1 :]
+    )
     assert [fault.error for fault in verify(str(made)).faults] == ["ChecksumMismatch"]
     assert [fault.error for fault in diff(str(made), str(folders(2)[0])).faults] == ["ChecksumMismatch"]
 
@@ -115,8 +116,9 @@ def test_every_tool_reads_the_folder(folders: Any, tmp_path: Path) -> None:
 def test_the_reader_fills_plain_tensors(folders: Any) -> None:
     """Every weight and moment in the type in which it was saved, and the param groups."""
     folder, truth = folders(2)
-    names = {key: f"model.{key.name}" if key.kind == "weight" else f"optim.state.{key.name}.{key.kind}"
-             for key in truth}  # fmt: skip
+    names = {
+        key: f"model.{key.name}" if key.kind == "weight" else f"optim.state.{key.name}.{key.kind}" for key in truth
+    }
     wanted: dict[str, Any] = {names[key]: torch.zeros_like(tensor) for key, tensor in truth.items()}
     wanted["optim.param_groups.0.lr"] = 0.0
     dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(folder, optimizer="optim"), no_dist=True)

@@ -16,9 +16,11 @@ NAMES = [name for name in SCHEDULERS if name not in ("lambdas", "advanced")]
 
 def _row(scheduler: int, stage: int) -> tuple[Late, int]:
     late = Late(
-        scheduler=NAMES[scheduler], stage=stage, dtype=("fp32", "bf16")[(stage + scheduler // 3) % 2],
+        scheduler=NAMES[scheduler],
+        stage=stage,
+        dtype=("fp32", "bf16")[(stage + scheduler // 3) % 2],
         accumulation=(1, 2)[(stage // 2 + scheduler) % 2],
-    )  # fmt: skip
+    )
     return late, (scheduler + stage) % 3 + 1
 
 

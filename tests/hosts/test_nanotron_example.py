@@ -37,9 +37,13 @@ def test_the_example_resumes_as_asked(tmp_path: Path) -> None:
     folder = write(Run(dp=2), tmp_path / "saved")
     paths = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("hosts", "formats", "hosts/nanotron_stand_in"))]
     done = subprocess.run(
-        [sys.executable, "-c", MAIN, str(folder), "--override-opt-param-scheduler"], cwd=ROOT, text=True, timeout=200,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RANK": "0", "WORLD_SIZE": "1"}, capture_output=True,
-    )  # fmt: skip
+        [sys.executable, "-c", MAIN, str(folder), "--override-opt-param-scheduler"],
+        cwd=ROOT,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RANK": "0", "WORLD_SIZE": "1"},
+        capture_output=True,
+    )
     assert done.returncode == 0, done.stderr
     assert re.match(rf"goes on after iteration {STEP}, learning rates \[0\.000\d+\]\n", done.stdout), done.stdout
     for name, flag in (("position", "--override"), ("moments and step", "host"), ("group 0 initial lr", "--override")):

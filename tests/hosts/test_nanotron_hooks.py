@@ -22,13 +22,24 @@ from nanotron_builder import MODEL, PEAK, STEP, Run, values, write
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 SOURCES = {
-    "dp 3": Run(dp=3), "dp 2 tp 2": Run(dp=2, tp=2), "pp 2 dp 2": Run(pp=2, dp=2), "tp 2, ZeRO-0": Run(tp=2, zero=0),
-    "one rank": Run(), "pp 2 tp 2": Run(pp=2, tp=2),
-}  # fmt: skip
+    "dp 3": Run(dp=3),
+    "dp 2 tp 2": Run(dp=2, tp=2),
+    "pp 2 dp 2": Run(pp=2, dp=2),
+    "tp 2, ZeRO-0": Run(tp=2, zero=0),
+    "one rank": Run(),
+    "pp 2 tp 2": Run(pp=2, tp=2),
+}
 LIVE = {
-    "dp 1": Run(), "ZeRO-0": Run(zero=0), "dp 2": Run(dp=2), "tp 2": Run(tp=2), "tp 2, ZeRO-0": Run(tp=2, zero=0),
-    "dp 2, ZeRO-0": Run(dp=2, zero=0), "pp 2": Run(pp=2), "dp 4": Run(dp=4), "pp 2 tp 2": Run(pp=2, tp=2),
-}  # fmt: skip
+    "dp 1": Run(),
+    "ZeRO-0": Run(zero=0),
+    "dp 2": Run(dp=2),
+    "tp 2": Run(tp=2),
+    "tp 2, ZeRO-0": Run(tp=2, zero=0),
+    "dp 2, ZeRO-0": Run(dp=2, zero=0),
+    "pp 2": Run(pp=2),
+    "dp 4": Run(dp=4),
+    "pp 2 tp 2": Run(pp=2, tp=2),
+}
 SCHEDULE = """\
   learning_rate_scheduler:
     learning_rate: 0.0003
@@ -51,8 +62,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], 
     folder = tmp_path_factory.mktemp("nanotron")
     return {
         (name, masters): str(write(Run(**{**vars_of(run), "masters": masters}), folder / f"{name} {masters}"))
-        for name, run in SOURCES.items() for masters in (True, False)
-    }  # fmt: skip
+        for name, run in SOURCES.items()
+        for masters in (True, False)
+    }
 
 
 def vars_of(run: Run) -> dict[str, Any]:
@@ -114,9 +126,11 @@ def test_states_of_any_topology_are_loaded_to_the_bit(
 
 def test_every_finding_is_told_at_once_and_nothing_changes(tmp_path: Path, worlds: Any) -> None:
     """Names, shapes, totals and masters, on both ranks, also those that one rank alone sees."""
-    other = (*(param for param in MODEL if param.name != "norm.pp_block.weight" and "odd" not in param.name),
-             type(MODEL[0])("blocks.1.pp_block.odd.weight", (5, 4), (1,)),
-             type(MODEL[0])("late.weight", (4,), (1,)))  # fmt: skip
+    other = (
+        *(param for param in MODEL if param.name != "norm.pp_block.weight" and "odd" not in param.name),
+        type(MODEL[0])("blocks.1.pp_block.odd.weight", (5, 4), (1,)),
+        type(MODEL[0])("late.weight", (4,), (1,)),
+    )
     folder = str(write(Run(dp=2, model=other), tmp_path / "other"))
     found = worlds[2].run("nanotron_jobs.load", run=Run(pp=2, masters=False), folders=[folder])
     assert found[0] == found[1]
@@ -177,7 +191,7 @@ INTERRUPTED: dict[str, tuple[Run, str, dict[str, Any]]] = {
     "until the least rate, tp 2, ZeRO-0 to pp 2": (Run(tp=2, zero=0), "pp 2", {**FLAT, **LINEAR}),
     "one scheduler of 2024, dp 2": (Run(dp=2, version="1.2", old_scheduler=True), "dp 2", {}),
     "one scheduler of 2024, pp 2 to dp 2": (Run(pp=2, version="1.2", old_scheduler=True), "dp 2", LINEAR),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", INTERRUPTED, ids=INTERRUPTED)
@@ -229,9 +243,13 @@ def test_the_schedule_is_the_one_that_was_asked_for(
 def test_a_strict_schedule_names_what_differs(saved: Callable[..., str], worlds: Any) -> None:
     with pytest.raises(Exception, match="resuming the schedule") as raised:
         worlds[2].run(
-            "nanotron_jobs.resume", run=Run(dp=2), folder=saved(Run(tp=2)), policy={"scheduler": "strict"},
-            schedule={"min_decay_lr": 1e-5, "lr_warmup_steps": 3}, decay=0.01,
-        )  # fmt: skip
+            "nanotron_jobs.resume",
+            run=Run(dp=2),
+            folder=saved(Run(tp=2)),
+            policy={"scheduler": "strict"},
+            schedule={"min_decay_lr": 1e-5, "lr_warmup_steps": 3},
+            decay=0.01,
+        )
     told = [str(error) for error in raised.value.errors]  # type: ignore[attr-defined]
     assert told[0] == told[1]
     assert "min_decay_lr: differs" in told[0] and "lr_warmup_steps: differs" in told[0]
@@ -376,9 +394,12 @@ def test_is_zero_is_derived_and_never_trusted(how: str, told: str, tmp_path: Pat
 def test_a_schedule_that_is_asked_for_and_not_loaded_is_refused(saved: Callable[..., str], worlds: Any) -> None:
     with pytest.raises(Exception, match=r"checkpoints\.load_lr_scheduler: contradicts the resume policy"):
         worlds[1].run(
-            "nanotron_jobs.resume", run=Run(), folder=saved(Run()), policy={"scheduler": "override"},
+            "nanotron_jobs.resume",
+            run=Run(),
+            folder=saved(Run()),
+            policy={"scheduler": "override"},
             checkpoints={"load_lr_scheduler": False},
-        )  # fmt: skip
+        )
 
 
 def test_every_copy_of_a_name_is_patched(worlds: Any) -> None:

@@ -77,18 +77,32 @@ BAD: dict[str, tuple[str, Harm, str, str]] = {
     "no file of a pipeline rank": ("pp", _missing("pp"), "CheckpointDamaged", "optimizer_pp-1-of-2_"),
     "a stage of an older step": ("pp", _older_stage, "CheckpointDamaged", "is of another step than"),
     "no optimizer_config.json": (
-        "", lambda place: (place / CONFIG).unlink(), "CheckpointDamaged", "optimizer_config.json: is missing"),
+        "",
+        lambda place: (place / CONFIG).unlink(),
+        "CheckpointDamaged",
+        "optimizer_config.json: is missing",
+    ),
     "an optimizer_config.json of other parameters": (
-        "", _one_stage, "CheckpointDamaged", "lists other parameters than the files of pipeline rank 0"),
+        "",
+        _one_stage,
+        "CheckpointDamaged",
+        "lists other parameters than the files of pipeline rank 0",
+    ),
     "a version of tomorrow": (
-        "", lambda place: _json(place, META, lambda c: c.update(version="1.6")), "UnsupportedLayout",
-        "is of a checkpoint version that is not known here (expected 1.2 | 1.3 | 1.4 | 1.5, found '1.6')"),
+        "",
+        lambda place: _json(place, META, lambda c: c.update(version="1.6")),
+        "UnsupportedLayout",
+        "is of a checkpoint version that is not known here (expected 1.2 | 1.3 | 1.4 | 1.5, found '1.6')",
+    ),
     "a bit of a moment": ("", _flipped, "ChecksumMismatch", "are not what was written"),
     "a file that is cut off": ("", _cut_off, "CheckpointDamaged", ".pt: "),
     "context parallelism": (
-        "", lambda place: _json(place, META, lambda c: c.update(cp=2)), "UnsupportedLayout",
-        "wrote one file at the same time (expected cp 1, found 2)"),
-}  # fmt: skip
+        "",
+        lambda place: _json(place, META, lambda c: c.update(cp=2)),
+        "UnsupportedLayout",
+        "wrote one file at the same time (expected cp 1, found 2)",
+    ),
+}
 UNTIED = tuple(param for param in MODEL if len(param.stages) == 1)
 
 
@@ -144,9 +158,10 @@ def test_expert_parallelism_is_refused_by_name(saved: Run, tmp_path: Path, world
 
 @pytest.mark.parametrize("live", [Run(dp=2), Run(tp=2)], ids=["same", "another"])
 @pytest.mark.parametrize(
-    "policy", [{}, {"scheduler": "strict"}, {"optimizer": "masters"}, {"optimizer": "skip", "scheduler": "checkpoint"}],
+    "policy",
+    [{}, {"scheduler": "strict"}, {"optimizer": "masters"}, {"optimizer": "skip", "scheduler": "checkpoint"}],
     ids=str,
-)  # fmt: skip
+)
 def test_another_global_batch_size_is_refused_before_anything_changes(
     policy: dict[str, Any], live: Run, tmp_path: Path, worlds: Any
 ) -> None:
@@ -174,9 +189,7 @@ def test_the_batch_is_told_with_every_other_finding(tmp_path: Path, worlds: Any)
 def test_the_batch_is_compared_where_the_schedule_alone_is_loaded(tmp_path: Path, worlds: Any) -> None:
     folder = str(write(Run(dp=2), tmp_path / "saved"))
     off = {"load_optimizer": False}
-    found = worlds[2].run(
-        "nanotron_jobs.start_refused", run=Run(dp=2), folder=folder, accumulation=2, checkpoints=off
-    )  # fmt: skip
+    found = worlds[2].run("nanotron_jobs.start_refused", run=Run(dp=2), folder=folder, accumulation=2, checkpoints=off)
     assert found[0] == found[1] and found[0][0] == "ScheduleMismatch"
     assert "global batch size: is not the saving run's" in found[0][1]
 

@@ -47,9 +47,7 @@ def test_files_of_an_older_step_are_refused_on_every_rank(saved: Run, tmp_path: 
 def test_ranks_that_were_not_asked_alike_are_refused(tmp_path: Path, worlds: Any) -> None:
     """One would load and wait for the other."""
     folder = str(write(Run(dp=2), tmp_path / "saved"))
-    found = worlds[2].run(
-        "nanotron_jobs.load", run=Run(dp=2), folders=[folder], policies=[{"optimizer": "skip"}, {}]
-    )  # fmt: skip
+    found = worlds[2].run("nanotron_jobs.load", run=Run(dp=2), folders=[folder], policies=[{"optimizer": "skip"}, {}])
     assert found[0] == found[1] and found[0][0][0] == "ConfigError" and found[0][0][-1] == "changed: False"
     assert "optimizer: differs between ranks" in found[0][0][1]
 

@@ -26,9 +26,20 @@ def _run(
     folder: Path, device: str, dtype: str, stages: tuple[int, int], policy: dict[str, Any], reshard: dict[str, Any]
 ) -> dict[str, Any]:
     command = [
-        sys.executable, str(SCRIPT), str(folder), "--device", device, "--dtype", dtype, "--stages", *map(str, stages),
-        "--policy", json.dumps(policy), "--reshard", json.dumps(reshard),
-    ]  # fmt: skip
+        sys.executable,
+        str(SCRIPT),
+        str(folder),
+        "--device",
+        device,
+        "--dtype",
+        dtype,
+        "--stages",
+        *map(str, stages),
+        "--policy",
+        json.dumps(policy),
+        "--reshard",
+        json.dumps(reshard),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])

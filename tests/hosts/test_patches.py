@@ -88,12 +88,21 @@ def test_a_patched_tree_does_what_the_hook_does(tree: Path, kept: Any, tmp_path:
 
     folder, _ = kept(Setup(run=Run(1, 2)))
     script = _SCRIPT.format(
-        tests=str(ROOT / "tests" / "hosts"), tree=str(tree), rendezvous=tmp_path / "meet", folder=str(folder),
+        tests=str(ROOT / "tests" / "hosts"),
+        tree=str(tree),
+        rendezvous=tmp_path / "meet",
+        folder=str(folder),
         steps=STEPS,
-    )  # fmt: skip
+    )
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join((str(tree), str(ROOT))), "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1",
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(tree), str(ROOT))),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "LOCAL_RANK": "0",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+    }
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=200)
     assert "as the hook does" in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]

@@ -34,9 +34,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("run", "to", "dp"), CASES, ids=str)
-def test_a_plan_is_what_the_conversion_does(
-    saves: Saves, tmp_path: Path, run: Run, to: str, dp: int | None
-) -> None:  # fmt: skip
+def test_a_plan_is_what_the_conversion_does(saves: Saves, tmp_path: Path, run: Run, to: str, dp: int | None) -> None:
     """Bytes read and written in all and by each file, and the files that are there afterwards."""
     folder, _ = saves(run, MODEL)
     foretold = plan(str(folder), to=to, dp=dp, bandwidth=2e9)
@@ -125,14 +123,24 @@ def test_the_page_needs_nothing_beside_itself(saves: Saves, tmp_path: Path) -> N
 
 def _wide(ranks: int, name: str = "rank_{}.pt") -> ConversionPlan:
     units = tuple(
-        UnitPlan(family="optim", shard=n, files=(f"out_{n}.pt",), bytes_written=10,
-                 reads={name.format(m): 1 + m for m in range(ranks)})
+        UnitPlan(
+            family="optim",
+            shard=n,
+            files=(f"out_{n}.pt",),
+            bytes_written=10,
+            reads={name.format(m): 1 + m for m in range(ranks)},
+        )
         for n in range(ranks)
-    )  # fmt: skip
+    )
     return ConversionPlan(
-        folder="runs", to="zero3", dp=ranks, sources={name.format(m): 99 for m in range(ranks)}, units=units,
-        buffer_nbytes=1, bandwidth=1e9,
-    )  # fmt: skip
+        folder="runs",
+        to="zero3",
+        dp=ranks,
+        sources={name.format(m): 99 for m in range(ranks)},
+        units=units,
+        buffer_nbytes=1,
+        bandwidth=1e9,
+    )
 
 
 def test_a_page_of_64_by_64_has_every_cell_apart() -> None:

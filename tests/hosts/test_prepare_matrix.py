@@ -48,116 +48,184 @@ ROWS = [
     Row(optimizer="real", scheduler="deepspeed", on=WARMED, off=WARMED),
     Row(optimizer="dummy", scheduler="none", on=(REFUSED, "JSON, which has none"), off=("ValueError", "DummyOptim")),
     Row(
-        optimizer="real", scheduler="none", json=ADAMW, on=(REFUSED, "in the script and in the DeepSpeed JSON"),
+        optimizer="real",
+        scheduler="none",
+        json=ADAMW,
+        on=(REFUSED, "in the script and in the DeepSpeed JSON"),
         off=("ValueError", "an optimizer in the config file and in the code"),
     ),
     Row(
-        optimizer="real", scheduler="torch", schedule=AUTO, on=(REFUSED, "in the script and in the DeepSpeed JSON"),
+        optimizer="real",
+        scheduler="torch",
+        schedule=AUTO,
+        on=(REFUSED, "in the script and in the DeepSpeed JSON"),
         off=("ValueError", "a scheduler in the config file and in the code"),
     ),
     Row(
-        optimizer="real", scheduler="deepspeed", schedule=WARMUP,
+        optimizer="real",
+        scheduler="deepspeed",
+        schedule=WARMUP,
         on=(REFUSED, "in the script and in the DeepSpeed JSON"),
         off=("ValueError", "a scheduler in the config file and in the code"),
     ),
     Row(optimizer="dummy", scheduler="torch", json=ADAMW, on=FALLING, off=WITHOUT_HOOKS_UNBUILT),
     Row(optimizer="dummy", scheduler="deepspeed", json=ADAMW, on=WARMED, off=("TypeError", "DummyOptim")),
     Row(
-        optimizer="dummy empty group", scheduler="callable", json=ADAMW, on=[[rate, rate / 10] for rate in FALLING],
+        optimizer="dummy empty group",
+        scheduler="callable",
+        json=ADAMW,
+        on=[[rate, rate / 10] for rate in FALLING],
         off=[[rate, rate / 10] for rate in FALLING],
     ),
     Row(optimizer="dummy", scheduler="dummy", json=ADAMW, on=(REFUSED, "has none"), off=("ValueError", "Either")),
     Row(optimizer="dummy", scheduler="callable", json=ADAMW, on=FALLING, off=FALLING),
     Row(
-        optimizer="dummy", scheduler="none", json=ADAMW, schedule=AUTO, on=(REFUSED, "a DummyScheduler alone fills"),
+        optimizer="dummy",
+        scheduler="none",
+        json=ADAMW,
+        schedule=AUTO,
+        on=(REFUSED, "a DummyScheduler alone fills"),
         off=("ValueError", "not found in kwargs"),
     ),
     Row(
-        optimizer="dummy", scheduler="callable", json=ADAMW, schedule=AUTO, on=(REFUSED, "the JSON's is ignored"),
+        optimizer="dummy",
+        scheduler="callable",
+        json=ADAMW,
+        schedule=AUTO,
+        on=(REFUSED, "the JSON's is ignored"),
         off=("ValueError", "not found in kwargs"),
     ),
     Row(
-        optimizer="dummy", scheduler="callable", json=ADAMW, schedule=WARMUP, on=(REFUSED, "the JSON's is ignored"),
+        optimizer="dummy",
+        scheduler="callable",
+        json=ADAMW,
+        schedule=WARMUP,
+        on=(REFUSED, "the JSON's is ignored"),
         off=FALLING,
     ),
-    Row(
-        optimizer="real", scheduler="callable", schedule=WARMUP, on=(REFUSED, "the callable is ignored"), off=WARMED
-    ),
+    Row(optimizer="real", scheduler="callable", schedule=WARMUP, on=(REFUSED, "the callable is ignored"), off=WARMED),
     Row(optimizer="real", scheduler="none", schedule=WARMUP, on=WARMED, off=WARMED),
     Row(
-        optimizer="none", scheduler="foreign", json=FIXED, on=(REFUSED, "an optimizer that is not in this prepare"),
+        optimizer="none",
+        scheduler="foreign",
+        json=FIXED,
+        on=(REFUSED, "an optimizer that is not in this prepare"),
         off=[5e-4] * 4,
     ),
     Row(
-        optimizer="none", scheduler="callable", json=FIXED, on=[5e-4 / (1 + step) for step in range(4)],
+        optimizer="none",
+        scheduler="callable",
+        json=FIXED,
+        on=[5e-4 / (1 + step) for step in range(4)],
         off=("AttributeError", "no attribute 'step'"),
     ),
     Row(optimizer="dummy without lr", scheduler="dummy", json=FIXED, schedule=WARMUP, on=WARMED, off=WARMED),
     # Values.
     Row(
-        optimizer="dummy", scheduler="none", json=FIXED, on=(REFUSED, "the DeepSpeed JSON says lr 0.0005"),
+        optimizer="dummy",
+        scheduler="none",
+        json=FIXED,
+        on=(REFUSED, "the DeepSpeed JSON says lr 0.0005"),
         off=[5e-4] * 4,
     ),
     Row(
-        optimizer="dummy", scheduler="none", json={"type": "AdamW", "params": {"torch_adam": True}}, on=CONSTANT,
+        optimizer="dummy",
+        scheduler="none",
+        json={"type": "AdamW", "params": {"torch_adam": True}},
+        on=CONSTANT,
         off=[1e-3] * 4,
     ),
     Row(
-        optimizer="dummy betas", scheduler="none", json={"type": "AdamW", "params": {**ADAMW["params"], "eps": 1e-8}},
-        on=(REFUSED, "the DeepSpeed JSON says eps 1e-08"), off=CONSTANT,
-    ),
-    Row(
-        optimizer="dummy betas", scheduler="none",
-        json={"type": "AdamW", "params": {**ADAMW["params"], "betas": "auto"}}, on=CONSTANT,
-        off=("ValueError", "`optimizer.params.betas` not found in kwargs"),
-    ),
-    Row(
-        optimizer="dummy", scheduler="none", json={"type": "AdamW", "params": {**ADAMW["params"], "betas": "auto"}},
-        on=(REFUSED, "nothing says what it is to be"), off=("ValueError", "not found in kwargs"),
-    ),
-    Row(
-        optimizer="dummy", scheduler="dummy", json=ADAMW, schedule=WARMUP,
-        on=(REFUSED, "0.0005 replaces the rates [0.01]"), off=WARMED,
-    ),
-    Row(
-        optimizer="dummy groups", scheduler="dummy", json=ADAMW,
-        schedule={"type": "WarmupLR", "params": {**AUTO["params"], "warmup_type": "linear"}},
-        on=[[LR * k / 4, LR * k / 40] for k in (0, 0, 1, 2)], off=[[LR * k / 4] * 2 for k in (0, 0, 1, 2)],
-    ),
-    Row(
-        optimizer="real", scheduler="none", schedule={"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
-        on=(REFUSED, "0 is refused by DeepSpeed"), off=("ValueError", "must be a positive integer"),
-    ),
-    # Objects.
-    Row(
-        optimizer="two dummies", scheduler="none", json=ADAMW, on=(REFUSED, "2 optimizers in one prepare"),
+        optimizer="dummy betas",
+        scheduler="none",
+        json={"type": "AdamW", "params": {**ADAMW["params"], "eps": 1e-8}},
+        on=(REFUSED, "the DeepSpeed JSON says eps 1e-08"),
         off=CONSTANT,
     ),
     Row(
-        optimizer="dummy", scheduler="two torch", json=ADAMW, on=(REFUSED, "2 schedulers in one prepare"),
+        optimizer="dummy betas",
+        scheduler="none",
+        json={"type": "AdamW", "params": {**ADAMW["params"], "betas": "auto"}},
+        on=CONSTANT,
+        off=("ValueError", "`optimizer.params.betas` not found in kwargs"),
+    ),
+    Row(
+        optimizer="dummy",
+        scheduler="none",
+        json={"type": "AdamW", "params": {**ADAMW["params"], "betas": "auto"}},
+        on=(REFUSED, "nothing says what it is to be"),
+        off=("ValueError", "not found in kwargs"),
+    ),
+    Row(
+        optimizer="dummy",
+        scheduler="dummy",
+        json=ADAMW,
+        schedule=WARMUP,
+        on=(REFUSED, "0.0005 replaces the rates [0.01]"),
+        off=WARMED,
+    ),
+    Row(
+        optimizer="dummy groups",
+        scheduler="dummy",
+        json=ADAMW,
+        schedule={"type": "WarmupLR", "params": {**AUTO["params"], "warmup_type": "linear"}},
+        on=[[LR * k / 4, LR * k / 40] for k in (0, 0, 1, 2)],
+        off=[[LR * k / 4] * 2 for k in (0, 0, 1, 2)],
+    ),
+    Row(
+        optimizer="real",
+        scheduler="none",
+        schedule={"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
+        on=(REFUSED, "0 is refused by DeepSpeed"),
+        off=("ValueError", "must be a positive integer"),
+    ),
+    # Objects.
+    Row(
+        optimizer="two dummies", scheduler="none", json=ADAMW, on=(REFUSED, "2 optimizers in one prepare"), off=CONSTANT
+    ),
+    Row(
+        optimizer="dummy",
+        scheduler="two torch",
+        json=ADAMW,
+        on=(REFUSED, "2 schedulers in one prepare"),
         off=WITHOUT_HOOKS_UNBUILT,
     ),
     Row(
-        optimizer="dummy without lr", scheduler="callable", json=FIXED, apart=True,
-        on=(REFUSED, "without the model"), off=("AttributeError", "no attribute 'step'"),
+        optimizer="dummy without lr",
+        scheduler="callable",
+        json=FIXED,
+        apart=True,
+        on=(REFUSED, "without the model"),
+        off=("AttributeError", "no attribute 'step'"),
     ),
     Row(
-        optimizer="consumed", scheduler="none", json=ADAMW, on=(REFUSED, "holds no parameter"),
+        optimizer="consumed",
+        scheduler="none",
+        json=ADAMW,
+        on=(REFUSED, "holds no parameter"),
         off=("ValueError", "optimizer got an empty parameter list"),
     ),
     Row(
-        optimizer="of another model", scheduler="none", on=(REFUSED, "of its parameters are not the model's"),
+        optimizer="of another model",
+        scheduler="none",
+        on=(REFUSED, "of its parameters are not the model's"),
         off=("KeyError", "Parameter containing"),
     ),
     Row(
-        optimizer="real empty group", scheduler="torch", on=[[rate, rate / 10] for rate in HALVES],
+        optimizer="real empty group",
+        scheduler="torch",
+        on=[[rate, rate / 10] for rate in HALVES],
         off=("ValueError", "zip() argument 2 is longer than argument 1"),
     ),
     Row(
-        optimizer="dummy", scheduler="plateau callable", json=ADAMW, scheduled=False, on=CONSTANT,
+        optimizer="dummy",
+        scheduler="plateau callable",
+        json=ADAMW,
+        scheduled=False,
+        on=CONSTANT,
         off=[LR, LR, LR / 2, LR / 4],
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("hooks", ["on", "off"])
@@ -165,9 +233,15 @@ ROWS = [
 def test_row(worlds: Any, row: Row, hooks: str) -> None:
     """With the hooks: as asked, or a PrepareError on every rank. Without: what accelerate 1.15.0 does."""
     told = worlds[2].run(
-        "prepare_jobs.row", optimizer=row.optimizer, scheduler=row.scheduler, json_optimizer=row.json,
-        json_scheduler=row.schedule, hooks=hooks == "on", scheduled=row.scheduled, apart=row.apart,
-    )  # fmt: skip
+        "prepare_jobs.row",
+        optimizer=row.optimizer,
+        scheduler=row.scheduler,
+        json_optimizer=row.json,
+        json_scheduler=row.schedule,
+        hooks=hooks == "on",
+        scheduled=row.scheduled,
+        apart=row.apart,
+    )
     expected = getattr(row, hooks)
     if isinstance(expected, tuple):
         assert [(rank["raised"], expected[1] in rank["text"]) for rank in told] == [(expected[0], True)] * 2, told[0]
@@ -187,9 +261,14 @@ def test_row(worlds: Any, row: Row, hooks: str) -> None:
 
 def _diagnosed(worlds: Any, row: Row, hooks: bool = False) -> dict[str, Any]:
     told: list[dict[str, Any]] = worlds[2].run(
-        "prepare_jobs.row", optimizer=row.optimizer, scheduler=row.scheduler, json_optimizer=row.json,
-        json_scheduler=row.schedule, hooks=hooks, scheduled=row.scheduled,
-    )  # fmt: skip
+        "prepare_jobs.row",
+        optimizer=row.optimizer,
+        scheduler=row.scheduler,
+        json_optimizer=row.json,
+        json_scheduler=row.schedule,
+        hooks=hooks,
+        scheduled=row.scheduled,
+    )
     return told[0]
 
 
@@ -200,14 +279,18 @@ def _diagnosed(worlds: Any, row: Row, hooks: bool = False) -> dict[str, Any]:
         (Row(optimizer="dummy without lr", scheduler="none", json=ADAMW, on=0, off=0), "default-taken"),
         (
             Row(
-                optimizer="dummy", scheduler="dummy", json=ADAMW, on=0, off=0,
+                optimizer="dummy",
+                scheduler="dummy",
+                json=ADAMW,
+                on=0,
+                off=0,
                 schedule={"type": "WarmupDecayLR", "params": {**AUTO["params"], "total_num_steps": "auto"}},
             ),
             "warmup-undivided",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
+)
 def test_what_is_left_as_it_is_is_told(worlds: Any, row: Row, rule: str) -> None:
     """What accelerate does by itself and nobody asked against is left alone, and found by `diagnose`."""
     told = _diagnosed(worlds, row, hooks=True)
@@ -289,9 +372,11 @@ def test_an_accelerator_that_believes_it_is_alone_is_refused(worlds: Any) -> Non
 def test_after_prepare(worlds: Any) -> None:
     """Old handles are harmless and show what is real, their hooks are called; nothing is prepared twice."""
     assert worlds[2].run("prepare_jobs.again")[0] == {
-        "called": True, "state": 1, "same": True,
+        "called": True,
+        "state": 1,
+        "same": True,
         "refused": ["DummyOptim.add_param_group", "DummyOptim"],
-    }  # fmt: skip
+    }
 
 
 def test_an_error_inside_a_scheduler_is_raised(worlds: Any) -> None:

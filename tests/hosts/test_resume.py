@@ -19,13 +19,11 @@ SAVED = {
     "none-client": Setup(),
     "WarmupLR": Setup(json=True, scheduler=("WarmupLR", {"warmup_max_lr": 0.01, "warmup_num_steps": 8})),
     "WarmupDecayLR": Setup(
-        json=True,
-        scheduler=("WarmupDecayLR", {"warmup_max_lr": 0.01, "warmup_num_steps": 4, "total_num_steps": 20}),
+        json=True, scheduler=("WarmupDecayLR", {"warmup_max_lr": 0.01, "warmup_num_steps": 4, "total_num_steps": 20})
     ),
     "WarmupCosineLR": Setup(json=True, scheduler=("WarmupCosineLR", {"warmup_num_steps": 4, "total_num_steps": 20})),
     "OneCycle": Setup(
-        json=True,
-        scheduler=("OneCycle", {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 4}),
+        json=True, scheduler=("OneCycle", {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 4})
     ),
     "LambdaLR": Setup(scheduler=("LambdaLR", {"slope": 0.1})),
     "CosineAnnealingLR": Setup(scheduler=("CosineAnnealingLR", {"T_max": 40})),

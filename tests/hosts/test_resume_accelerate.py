@@ -27,11 +27,7 @@ def test_a_scheduler_that_accelerate_keeps_follows_the_policy(
     got = loaded[0]["rates"]
     assert loaded[0]["moments"] > 0 and loaded[1]["rates"] == got
     assert "load_state_dict" not in loaded[0]["state"]
-    expected = {
-        "host": saved[0][:STEPS][:0],
-        "override": fresh[0][STEPS:],
-        "reset": fresh[0][:3],
-    }[scheduler]
+    expected = {"host": saved[0][:STEPS][:0], "override": fresh[0][STEPS:], "reset": fresh[0][:3]}[scheduler]
     if scheduler == "host":
         assert got[0] == saved[0][STEPS] and got != fresh[0][STEPS:], "base rates are the checkpoint's without a flag"
     else:

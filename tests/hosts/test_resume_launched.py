@@ -20,9 +20,13 @@ pytestmark = pytest.mark.distributed
 
 def _launch(*command: str, **environment: str) -> dict[str, Any]:
     env = {
-        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
-        "GLOO_SOCKET_IFNAME": "lo", **environment,
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "GLOO_SOCKET_IFNAME": "lo",
+        **environment,
+    }
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     lines = [line for line in done.stdout.splitlines() if "SAID" in line]
     assert done.returncode == 0 and lines, done.stdout[-2000:] + done.stderr[-4000:]
@@ -67,17 +71,46 @@ def test_under_deepspeeds_own_launcher(saved: str) -> None:
     """`deepspeed --module ds_reshard.run` puts --local_rank before our flags."""
     launcher = Path(sys.executable).with_name("deepspeed")
     command = (
-        sys.executable, str(launcher), "--num_gpus", "1", "--num_nodes", "1", "--module", "ds_reshard.run",
-        "--override-opt-param-scheduler", str(SCRIPT), "--lr", "0.4", "--load", saved,
-    )  # fmt: skip
+        sys.executable,
+        str(launcher),
+        "--num_gpus",
+        "1",
+        "--num_nodes",
+        "1",
+        "--module",
+        "ds_reshard.run",
+        "--override-opt-param-scheduler",
+        str(SCRIPT),
+        "--lr",
+        "0.4",
+        "--load",
+        saved,
+    )
     assert _launch(*command) == {"lr": FIRST, "position": 12, "moments": True}
 
 
 def test_under_accelerates_launcher(saved: str) -> None:
     command = (
-        sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1",
-        "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "ds_reshard.run", "--no-load-lr-state", str(SCRIPT),
-        "--lr", "0.4", "--load", saved,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "1",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "-m",
+        "ds_reshard.run",
+        "--no-load-lr-state",
+        str(SCRIPT),
+        "--lr",
+        "0.4",
+        "--load",
+        saved,
+    )
     environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     assert _launch(*command, **environment) == {"lr": 0.4, "position": 0, "moments": True}

@@ -23,9 +23,14 @@ def test_the_loss_scaler_of_this_run_replaces_the_loaded_one() -> None:
 
     def scaler(scale: float) -> Any:
         made = DynamicLossScaler(
-            init_scale=scale, scale_window=10, min_scale=1.0, delayed_shift=1, consecutive_hysteresis=False,
-            raise_error_at_min_scale=False, dtype=None,
-        )  # fmt: skip
+            init_scale=scale,
+            scale_window=10,
+            min_scale=1.0,
+            delayed_shift=1,
+            consecutive_hysteresis=False,
+            raise_error_at_min_scale=False,
+            dtype=None,
+        )
         return made
 
     optimizer = SimpleNamespace(param_groups=[], loss_scaler=scaler(2.0**12), clip_grad=0.5)

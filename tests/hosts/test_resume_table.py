@@ -23,10 +23,7 @@ SCHEDULES = {
         ),
         ("WarmupDecayLR", {"warmup_max_lr": 0.5, "warmup_num_steps": 3, "total_num_steps": 30}),
     ),
-    "CosineAnnealingLR": (
-        Setup(scheduler=("CosineAnnealingLR", {"T_max": 40})),
-        ("CosineAnnealingLR", {"T_max": 60}),
-    ),
+    "CosineAnnealingLR": (Setup(scheduler=("CosineAnnealingLR", {"T_max": 40})), ("CosineAnnealingLR", {"T_max": 60})),
 }
 RUNS = (Run(1, 1), Run(3, 2))
 CELLS = [
@@ -46,12 +43,7 @@ def _pair(kind: str, run: Run) -> tuple[Setup, Setup]:
 @pytest.mark.parametrize("run", RUNS, ids=str)
 @pytest.mark.parametrize(("optimizer", "scheduler"), CELLS)
 def test_each_cell_of_optimizer_and_scheduler(
-    worlds: Any,
-    kept: Any,
-    kind: str,
-    run: Run,
-    optimizer: str,
-    scheduler: str,
+    worlds: Any, kept: Any, kind: str, run: Run, optimizer: str, scheduler: str
 ) -> None:
     old, new = _pair(kind, run)
     folder, saved = kept(old)
@@ -190,40 +182,63 @@ def test_the_report_says_what_was_used_and_because_of_what(worlds: Any, kept: An
 
 REFUSED = {
     "plateau": (
-        Setup(scheduler=("ReduceLROnPlateau", {})), ["--override-opt-param-scheduler"], {},
-        "UnsupportedLayout", "metrics",
+        Setup(scheduler=("ReduceLROnPlateau", {})),
+        ["--override-opt-param-scheduler"],
+        {},
+        "UnsupportedLayout",
+        "metrics",
     ),
     "lr without override": (
-        Setup(scheduler=("CosineAnnealingLR", {"T_max": 40})), ["--override-optim-hparams", "lr"], {},
-        "ConfigError", "--override-opt-param-scheduler",
+        Setup(scheduler=("CosineAnnealingLR", {"T_max": 40})),
+        ["--override-optim-hparams", "lr"],
+        {},
+        "ConfigError",
+        "--override-opt-param-scheduler",
     ),
     "unknown hyper-parameter": (Setup(), ["--override-optim-hparams", "beta"], {}, "ConfigError", "betas"),
     "no scheduler in the checkpoint": (
-        Setup(scheduler=("CosineAnnealingLR", {"T_max": 40})), ["--use-checkpoint-opt-param-scheduler"], {},
-        "ConfigError", "has no scheduler",
+        Setup(scheduler=("CosineAnnealingLR", {"T_max": 40})),
+        ["--use-checkpoint-opt-param-scheduler"],
+        {},
+        "ConfigError",
+        "has no scheduler",
     ),
-    "two flags": (
-        Setup(), ["--no-load-lr-state", "--override-opt-param-scheduler"], {}, "ConfigError", "contradict",
-    ),
+    "two flags": (Setup(), ["--no-load-lr-state", "--override-opt-param-scheduler"], {}, "ConfigError", "contradict"),
     "flag and argument": (
-        Setup(), ["--override-opt-param-scheduler"], {"load_lr_scheduler_states": False}, "ConfigError", "contradicts",
+        Setup(),
+        ["--override-opt-param-scheduler"],
+        {"load_lr_scheduler_states": False},
+        "ConfigError",
+        "contradicts",
     ),
     "finetune with masters": (Setup(), ["--finetune", "--load-masters-only"], {}, "ConfigError", "finetune"),
     "rng": (Setup(), ["--no-load-rng"], {}, "ConfigError", "random"),
     "data": (Setup(), ["--reset-dataloader"], {}, "ConfigError", "curriculum"),
     "checkpoint without its optimizer": (
-        Setup(), ["--use-checkpoint-opt-param-scheduler"], {"load_optimizer_states": False}, "ConfigError", "files",
+        Setup(),
+        ["--use-checkpoint-opt-param-scheduler"],
+        {"load_optimizer_states": False},
+        "ConfigError",
+        "files",
     ),
     "masters without the optimizer": (
-        Setup(), ["--load-masters-only"], {"load_optimizer_states": False}, "ConfigError", "masters",
+        Setup(),
+        ["--load-masters-only"],
+        {"load_optimizer_states": False},
+        "ConfigError",
+        "masters",
     ),
     "a structural hyper-parameter": (Setup(), ["--override-optim-hparams", "amsgrad"], {}, "ConfigError", "betas"),
     "json": (Setup(policy={"scheduler": "overide"}), [], {}, "ConfigError", "override"),
     "json key": (Setup(policy={"schedulers": "override"}), [], {}, "ConfigError", "scheduler"),
     "json and flag": (
-        Setup(policy={"scheduler": "reset"}), ["--override-opt-param-scheduler"], {}, "ConfigError", "DeepSpeed JSON",
+        Setup(policy={"scheduler": "reset"}),
+        ["--override-opt-param-scheduler"],
+        {},
+        "ConfigError",
+        "DeepSpeed JSON",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

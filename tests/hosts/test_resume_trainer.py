@@ -17,9 +17,12 @@ def test_the_best_checkpoint_of_the_run_is_loaded_at_its_end(worlds: Any, tmp_pa
     assert first["error"] is None, first["error"]
     assert first["best"] == "checkpoint-6" and first["own"] == 1
     second = worlds[1].run(
-        "trainer_jobs.best_at_end", folder=str(tmp_path / "2"), own_scheduler=own_scheduler,
-        resume_from=str(tmp_path / "1" / "checkpoint-2"), lr=0.5,
-    )[0]  # fmt: skip
+        "trainer_jobs.best_at_end",
+        folder=str(tmp_path / "2"),
+        own_scheduler=own_scheduler,
+        resume_from=str(tmp_path / "1" / "checkpoint-2"),
+        lr=0.5,
+    )[0]
     assert second["error"] is None, second["error"]
     assert second["own"] == 0, "what another run has saved is a resume"
     assert second["rates"][2:] == pytest.approx([50 * rate for rate in first["rates"][6:]])

@@ -27,15 +27,13 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "SequentialLR": ({"start": 0.1, "T_max": 30}, {"start": 0.2, "T_max": 50}),
     "ChainedScheduler": ({"start": 0.1, "gamma": 0.9}, {"start": 0.2, "gamma": 0.8}),
     "SWALR": ({"swa_lr": 0.001, "anneal_epochs": 9}, {"swa_lr": 0.05, "anneal_epochs": 12}),
-    "WarmupLR": (
-        {"warmup_max_lr": 0.01, "warmup_num_steps": 8}, {"warmup_max_lr": 0.5, "warmup_num_steps": 12},
-    ),
+    "WarmupLR": ({"warmup_max_lr": 0.01, "warmup_num_steps": 8}, {"warmup_max_lr": 0.5, "warmup_num_steps": 12}),
     "OneCycle": (
         {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 4},
         {"cycle_min_lr": 0.05, "cycle_max_lr": 0.5, "cycle_first_step_size": 6},
     ),
     "ReduceLROnPlateau": ({"patience": 1, "factor": 0.5}, {"patience": 2, "factor": 0.25}),
-}  # fmt: skip
+}
 ORDERS = ("before", "after", "late", "twice", "thrice")
 FUNCTION_OF_POSITION = [kind for kind in KINDS if kind != "ReduceLROnPlateau"]
 
@@ -73,9 +71,14 @@ def _seen(rows: Any) -> Any:
 
 def _resume(worlds: Any, setup: Setup, kind: str, folder: Path, order: str, params: Any = None, **more: Any) -> Any:
     ranks = worlds[setup.run.dp].run(
-        "unowned_jobs.resume", setup=setup, kind=kind, params=params or KINDS[kind][1], folder=str(folder),
-        order=order, **more,
-    )  # fmt: skip
+        "unowned_jobs.resume",
+        setup=setup,
+        kind=kind,
+        params=params or KINDS[kind][1],
+        folder=str(folder),
+        order=order,
+        **more,
+    )
     assert len({repr((rank.get("error"), rank.get("text"), rank.get("rates"))) for rank in ranks}) == 1
     return ranks[0]
 

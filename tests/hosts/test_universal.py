@@ -63,12 +63,7 @@ def test_a_universal_checkpoint_loads_bit_equal(worlds: Any, universals: Univers
         assert loaded[0]["later"] == pytest.approx(saved[0]["later"], rel=0.02 if target.dtype == "bf16" else 1e-4)
 
 
-ARGUMENTS = (
-    {},
-    {"load_optimizer_states": False},
-    {"load_module_only": True},
-    {"load_lr_scheduler_states": False},
-)
+ARGUMENTS = ({}, {"load_optimizer_states": False}, {"load_module_only": True}, {"load_lr_scheduler_states": False})
 PAIRS = ((Run(1, 2), Run(3, 3)), (Run(2, 2), Run(1, 1)), (Run(3, 2), Run(2, 3)), (Run(3, 2), Run(3, 3)))
 
 

@@ -109,7 +109,7 @@ STRUCTURAL = {
         ["ranks 1 are missing"],
     ),
     "model file missing": (Run(1, 2), remove("mp_rank_00_model_states.pt"), "CheckpointNotFound", ["no DeepSpeed"]),
-}  # fmt: skip
+}
 
 
 def broken(universals: Universals, run: Run, damage: Callable[[Path], None], into: Path) -> Path:
@@ -157,7 +157,7 @@ LOST = {
         "CheckpointDamaged",
         "ds_to_universal mixes up",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", LOST)
@@ -248,6 +248,9 @@ def test_with_an_unsupported_feature_it_is_deepspeeds_where_that_was_asked_for(
     for config, error, text in (({}, "UnsupportedLayout", "load_universal"), (UNIVERSAL, "original", "")):
         said = worlds[2].run(
             "refused_jobs.load_with_feature",
-            run=Run(1, 2, config=config), model=MODEL, folder=str(folder), switch="mp_world_size",
-        )  # fmt: skip
+            run=Run(1, 2, config=config),
+            model=MODEL,
+            folder=str(folder),
+            switch="mp_world_size",
+        )
         assert {name for name, _ in said} == {error} and text in said[0][1]

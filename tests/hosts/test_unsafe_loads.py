@@ -188,9 +188,12 @@ def test_accelerate_with_deepspeed(worlds: Any, tmp_path: Path, file: str) -> No
 
 
 ZERO1 = {
-    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "zero_allow_untested_optimizer": True,
-    "zero_force_ds_cpu_optimizer": False, "zero_optimization": {"stage": 1},
-}  # fmt: skip
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 1,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_optimization": {"stage": 1},
+}
 
 
 @pytest.fixture(scope="module")
@@ -224,9 +227,11 @@ def test_the_trainer_resumes_from_nothing_that_acts(
     shutil.copytree(trained(deepspeed), folder)
     prefix()(folder / "checkpoint-4" / file, tmp_path / "ran")
     told = worlds[1].run(
-        "unsafe_jobs.trainer_resume", folder=str(folder), deepspeed=ZERO1 if deepspeed else None,
+        "unsafe_jobs.trainer_resume",
+        folder=str(folder),
+        deepspeed=ZERO1 if deepspeed else None,
         wanted=True if wanted == "the last" else str(folder / "checkpoint-4"),
-    )  # fmt: skip
+    )
     _assert_refused(told, tmp_path / "ran", file)
 
 

@@ -137,13 +137,16 @@ FLAT: dict[str, tuple[Damage, str, str]] = {
     "duplicated without a name": (duplicate_without_name(optim(0), optim(1)), optim(1), "has the wrong size"),
     "another step": (_other_tree(optim(1), _later), optim(1), "step of partition 0 differs"),
     "another rate": (
-        _other_tree(optim(1), lambda c: _group(c, 1).update(lr=0.5)), optim(1), "lr of param group 1 differs",
+        _other_tree(optim(1), lambda c: _group(c, 1).update(lr=0.5)),
+        optim(1),
+        "lr of param group 1 differs",
     ),
     "groups of two steps": (
         _both(*(_other_tree(optim(r), lambda c: _state(c, 1).update(step=_state(c, 1)["step"] + 2)) for r in (0, 1))),
-        optim(0), "flat buffer 1 is of another step than flat buffer 0",
+        optim(0),
+        "flat buffer 1 is of another step than flat buffer 0",
     ),
-}  # fmt: skip
+}
 
 
 def _damaged(saves: Saves, into: Path, damage: Damage, run: Run = RUN) -> Path:
@@ -299,15 +302,18 @@ MANIFEST: dict[str, tuple[Callable[[Path], object], str]] = {
     "additional": (lambda out: (out / TAG / "notes.txt").write_text("x"), "not in the manifest"),
     "longer": (lambda out: (out / TAG / STATES).open("ab").write(b"x"), "not as the manifest lists it"),
     "other bytes, own checksums": (
-        lambda out: _other_tree(STATES, lambda c: c.update(skipped_steps=0))(out / TAG), "not as the manifest lists it",
+        lambda out: _other_tree(STATES, lambda c: c.update(skipped_steps=0))(out / TAG),
+        "not as the manifest lists it",
     ),
     "a byte of it": (
-        lambda out: _byte("ds_reshard.json", lambda c: c.index(b"nbytes") + 1)(out), "not what was written",
+        lambda out: _byte("ds_reshard.json", lambda c: c.index(b"nbytes") + 1)(out),
+        "not what was written",
     ),
     "a number in it": (
-        lambda out: _byte("ds_reshard.json", lambda c: c.index(b'"nbytes": ') + 11)(out), "not what was written",
+        lambda out: _byte("ds_reshard.json", lambda c: c.index(b'"nbytes": ') + 11)(out),
+        "not what was written",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", MANIFEST)
@@ -359,10 +365,11 @@ UNIVERSAL: dict[str, tuple[Damage, str]] = {
     "bytes": (flip("zero/first.weight/exp_avg.pt", "data/0"), "not what was written"),
     "missing": (remove("zero/first.weight/exp_avg.pt"), "first.weight"),
     "value": (
-        _other_tree("zero/first.weight/exp_avg.pt", lambda c: c["param"].view(-1)[4:5].fill_(math.nan)), "not finite",
+        _other_tree("zero/first.weight/exp_avg.pt", lambda c: c["param"].view(-1)[4:5].fill_(math.nan)),
+        "not finite",
     ),
     "another step": (_other_tree("zero/first.weight/step.pt", lambda c: c.add_(1)), "another step"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", UNIVERSAL)

@@ -25,18 +25,31 @@ def best_at_end(folder: str, own_scheduler: bool, resume_from: str | None = None
     jobs._STATE.clear()
     torch.manual_seed(7)
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False, "zero_optimization": {"stage": 1},
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 1},
         "ds_reshard": {"resume": {"scheduler": "override"}},
-    }  # fmt: skip
+    }
     if not own_scheduler:
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": lr, "warmup_num_steps": 3}}
     arguments = TrainingArguments(
-        output_dir=folder, deepspeed=config, max_steps=6, eval_strategy="steps", eval_steps=2, save_steps=2,
-        load_best_model_at_end=True, per_device_train_batch_size=4, learning_rate=lr, report_to=[],
-        lr_scheduler_type="cosine" if own_scheduler else "constant_with_warmup", disable_tqdm=True,
-        dataloader_pin_memory=False, warmup_steps=3,
-    )  # fmt: skip
+        output_dir=folder,
+        deepspeed=config,
+        max_steps=6,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_steps=2,
+        load_best_model_at_end=True,
+        per_device_train_batch_size=4,
+        learning_rate=lr,
+        report_to=[],
+        lr_scheduler_type="cosine" if own_scheduler else "constant_with_warmup",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        warmup_steps=3,
+    )
     rates: list[float] = []
     told: list[str] = []
     listener = logging.Handler()
@@ -56,9 +69,13 @@ def best_at_end(folder: str, own_scheduler: bool, resume_from: str | None = None
             optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
             data = [{"tokens": torch.tensor(n % 13), "labels": torch.tensor((n + 1) % 13)} for n in range(64)]
             trainer = Trainer(
-                model=net, args=arguments, train_dataset=data, eval_dataset=data[:8], optimizers=(optimizer, None),
+                model=net,
+                args=arguments,
+                train_dataset=data,
+                eval_dataset=data[:8],
+                optimizers=(optimizer, None),
                 callbacks=[Watch()],
-            )  # fmt: skip
+            )
             trainer.train(resume_from_checkpoint=resume_from)
     except ds_reshard.ReshardError as error:
         return {"error": str(error)}

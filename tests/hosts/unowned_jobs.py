@@ -87,9 +87,11 @@ def resume(
                     group["lr"] = lr
                 return {"again": _train(engine, scheduler, 105, 2), "expected": expected}
     except ds_reshard.ReshardError as error:
-        unchanged = scheduler is None or engine.global_steps == 0 or before == (
-            scheduler.state_dict(), [float(g["lr"]) for g in scheduler.optimizer.param_groups]
-        )  # fmt: skip
+        unchanged = (
+            scheduler is None
+            or engine.global_steps == 0
+            or before == (scheduler.state_dict(), [float(g["lr"]) for g in scheduler.optimizer.param_groups])
+        )
         return {"error": type(error).__name__, "text": str(error), "unchanged": unchanged}
     shown = report.to_json() if report is not None and torch.distributed.get_rank() == 0 else None
     return {"error": None, "rates": rows, "report": shown}
@@ -190,10 +192,15 @@ def universal(folder: str, tag: str) -> None:
     if torch.distributed.get_rank() == 0:
         main(
             Namespace(
-                input_folder=str(Path(folder, tag)), output_folder=str(Path(folder, "universal")), strict=True,
-                num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, inject_missing_state=True,
+                input_folder=str(Path(folder, tag)),
+                output_folder=str(Path(folder, "universal")),
+                strict=True,
+                num_extract_workers=1,
+                num_merge_workers=1,
+                keep_temp_folder=False,
+                inject_missing_state=True,
             )
-        )  # fmt: skip
+        )
         Path(folder, "latest_universal").write_text("universal")
     torch.distributed.barrier()
 

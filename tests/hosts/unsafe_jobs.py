@@ -93,10 +93,17 @@ def _trainer(folder: str, safe: bool, resume_from: str | bool | None, deepspeed:
     backend, PartialState._prepare_backend = PartialState._prepare_backend, lambda *_: ("gloo", DistributedType.NO)
     try:
         arguments = TrainingArguments(
-            output_dir=folder, max_steps=4 if resume_from is None else 6, save_steps=2, per_device_train_batch_size=2,
-            report_to=[], disable_tqdm=True, dataloader_pin_memory=False, use_cpu=True, deepspeed=deepspeed,
+            output_dir=folder,
+            max_steps=4 if resume_from is None else 6,
+            save_steps=2,
+            per_device_train_batch_size=2,
+            report_to=[],
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            use_cpu=True,
+            deepspeed=deepspeed,
             learning_rate=0.01,
-        )  # fmt: skip
+        )
         data = [{"x": torch.ones(4) * n, "labels": torch.tensor(float(n))} for n in range(16)]
         trainer = Trainer(model=_Regression(), args=arguments, train_dataset=data)
         trainer.train(resume_from_checkpoint=resume_from)

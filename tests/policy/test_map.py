@@ -57,8 +57,8 @@ def test_what_is_found_by_a_glob_is_not_empty(pattern: str) -> None:
     assert found, f"nothing matches {pattern}: write one, or correct the pattern where the folder has moved"
 
 
-def test_examples_are_under_60_lines() -> None:
+def test_examples_are_under_70_lines() -> None:
     """An example is read in a minute."""
     lengths = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "examples").glob("[0-9][0-9]_*.py")}
-    long = {name: lines for name, lines in lengths.items() if lines >= 60}
-    assert long == {}, f"shorten these examples to under 60 lines: {long}"
+    long = {name: lines for name, lines in lengths.items() if lines >= 70}
+    assert long == {}, f"shorten these examples to under 70 lines: {long}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from house import PACKAGE, ROOT, TESTS, functions, offenders, place, sources
 
 FILE_LINES = 600
-FUNCTION_LINES = 60
+FUNCTION_LINES = 70
 
 
 def test_files_of_the_package_are_under_600_lines() -> None:
@@ -27,8 +27,8 @@ def test_other_files_are_under_600_lines() -> None:
     assert not found, offenders(f"split these files, each must be under {FILE_LINES} lines:", found)
 
 
-def test_functions_are_under_60_lines() -> None:
-    """A function of ds_reshard, decorators not counted, stays under 60 lines."""
+def test_functions_are_under_70_lines() -> None:
+    """A function of ds_reshard, decorators not counted, stays under 70 lines."""
     found = [
         f"{place(path, node.lineno)}: {node.name} has {lines} lines"
         for path in sources(PACKAGE)

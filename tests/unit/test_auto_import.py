@@ -57,8 +57,7 @@ def results(script: str, *, path: Path, **environment: str) -> object:
 
 
 @pytest.mark.parametrize(
-    "statement",
-    ["import ds_reshard", "import ds_reshard.auto", "import ds_reshard; ds_reshard.installed()"],
+    "statement", ["import ds_reshard", "import ds_reshard.auto", "import ds_reshard; ds_reshard.installed()"]
 )
 def test_importing_loads_neither_torch_nor_a_framework(statement: str) -> None:
     done = run(f"{statement}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})")

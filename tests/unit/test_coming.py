@@ -25,9 +25,13 @@ def _config(lr: object = None, kind: str | None = None, **params: object) -> dic
 DECAY = {"warmup_max_lr": 0.01, "warmup_num_steps": 4, "total_num_steps": 20}
 AT_5 = 0.01  # last_batch_iteration 4: the warm-up is over
 PAST = Past(
-    where="checkpoints/global_step5", version="0.19.8", position=5, rates=(AT_5,),
-    scheduler=("last_batch_iteration",), config=_config(0.01, "WarmupDecayLR", **DECAY),
-)  # fmt: skip
+    where="checkpoints/global_step5",
+    version="0.19.8",
+    position=5,
+    rates=(AT_5,),
+    scheduler=("last_batch_iteration",),
+    config=_config(0.01, "WarmupDecayLR", **DECAY),
+)
 NEW = _config(0.5, "WarmupDecayLR", warmup_max_lr=0.5, warmup_num_steps=4, total_num_steps=20)
 NO_SCHEDULER = replace(PAST, scheduler=None, config=_config(0.01))
 
@@ -54,8 +58,10 @@ def test_without_a_flag_the_first_update_uses_the_checkpoints_rate() -> None:
 
 def test_without_a_scheduler_the_checkpoints_rate_stays_for_ever() -> None:
     assert _rates(_run(NO_SCHEDULER, _config(0.5))) == {
-        CHECKPOINT: [(0.01,) * 4], HOST: [(0.01,) * 4], OVERRIDE: [(0.5,) * 4],
-    }  # fmt: skip
+        CHECKPOINT: [(0.01,) * 4],
+        HOST: [(0.01,) * 4],
+        OVERRIDE: [(0.5,) * 4],
+    }
 
 
 def test_param_groups_are_together_where_their_curves_are() -> None:
@@ -73,7 +79,10 @@ UNKNOWN = {
     "a function": (replace(PAST, scheduler=("last_epoch", "lr_lambdas")), NEW, ALL, "LambdaLR"),
     "beside the engine": (replace(NO_SCHEDULER, outside=True), _config(0.5), ALL, "steps itself"),
     "a config that was a path": (
-        replace(PAST, config=None, config_path="ds.json"), NEW, {CHECKPOINT}, "keeps the path, ds.json",
+        replace(PAST, config=None, config_path="ds.json"),
+        NEW,
+        {CHECKPOINT},
+        "keeps the path, ds.json",
     ),
     "deepspeed's, of the script": (replace(PAST, config=_config(0.01)), NEW, ALL, "the saved JSON names none"),
     "no config": (replace(PAST, config=None), NEW, {CHECKPOINT}, "does not name"),
@@ -91,9 +100,12 @@ UNKNOWN = {
     "a list too long": (PAST, _config(0.5, "WarmupLR", warmup_max_lr=[1.0, 2.0]), {HOST, OVERRIDE}, "2 values"),
     "from the middle": (PAST, _config(0.5, "WarmupLR", last_batch_iteration=7), {HOST, OVERRIDE}, "in the middle"),
     "a base that nothing tells": (
-        replace(PAST, position=0, rates=(0.0, 0.0), config=BEFORE), NEW, {CHECKPOINT}, "do not tell",
+        replace(PAST, position=0, rates=(0.0, 0.0), config=BEFORE),
+        NEW,
+        {CHECKPOINT},
+        "do not tell",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", UNKNOWN)

@@ -67,9 +67,14 @@ def test_a_slot_that_is_not_waited_for_leaves_other_bytes(tmp_path, monkeypatch)
 
 def copy(record, first, numel, element_offset, *, dtype=FP32, to=None, buffer="a"):
     return Copy(
-        record=record, byte_offset=record.byte_offset + first * dtype.itemsize, numel=numel, dtype=dtype, buffer=buffer,
-        element_offset=element_offset, target_dtype=to or dtype,
-    )  # fmt: skip
+        record=record,
+        byte_offset=record.byte_offset + first * dtype.itemsize,
+        numel=numel,
+        dtype=dtype,
+        buffer=buffer,
+        element_offset=element_offset,
+        target_dtype=to or dtype,
+    )
 
 
 def saved_floats(tmp_path, numel):
@@ -116,8 +121,10 @@ def test_a_device_without_memory_is_a_fault_with_figures(tmp_path):
     before = open_files()
     (fault,) = loaded(plan, target, device=LateDevice(memory_nbytes=5000)).faults
     assert (fault.error, fault.expected, fault.found) == (
-        "DeviceFailed", "16384 bytes of each, in small pieces", "5000 bytes free on the device",
-    )  # fmt: skip
+        "DeviceFailed",
+        "16384 bytes of each, in small pieces",
+        "5000 bytes free on the device",
+    )
     assert not target.tensor.any() and open_files() == before
     with pytest.raises(DeviceFailed, match=re.escape('load with "reshard": {"device": "cpu"}')):
         raise_faults([fault], subject="loading checkpoint")
@@ -217,9 +224,10 @@ def test_host_buffers_and_checks_are_left_to_the_host(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("numel", "to", "there"), [(1000, FP32, False), (300_000, FP32, True), (1000, BF16, True)],
+    ("numel", "to", "there"),
+    [(1000, FP32, False), (300_000, FP32, True), (1000, BF16, True)],
     ids=["small", "large", "cast"],
-)  # fmt: skip
+)
 def test_what_was_read_is_shown_once(tmp_path, numel, to, there):
     """`saw` gets every byte at its place: small copies in host memory, large ones and casts where they were brought."""
     saved, record = saved_floats(tmp_path, numel)

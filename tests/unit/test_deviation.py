@@ -54,10 +54,18 @@ def test_float32_as_by_hand(pairs: list[tuple[int, int | None]]) -> None:
 
 
 TYPES = [
-    (torch.float64, 0x3FF0000000000000), (torch.float32, 0x3F800000), (torch.bfloat16, 0x3F80), (torch.float16, 0x3C00),
-    (torch.float8_e4m3fn, 0x38), (torch.float8_e5m2, 0x3C), (torch.int64, None), (torch.uint8, None),
-    (torch.bool, None), (torch.complex64, None), (torch.complex128, None),
-]  # fmt: skip
+    (torch.float64, 0x3FF0000000000000),
+    (torch.float32, 0x3F800000),
+    (torch.bfloat16, 0x3F80),
+    (torch.float16, 0x3C00),
+    (torch.float8_e4m3fn, 0x38),
+    (torch.float8_e5m2, 0x3C),
+    (torch.int64, None),
+    (torch.uint8, None),
+    (torch.bool, None),
+    (torch.complex64, None),
+    (torch.complex128, None),
+]
 
 
 @pytest.mark.parametrize(("dtype", "ulps"), TYPES, ids=str)

@@ -45,9 +45,13 @@ def test_every_framework_is_listed() -> None:
     ids=["nothing", "told", "a warm-up of 0", "a metric that is none"],
 )
 def test_a_json_is_looked_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, config: object, status: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    config: object,
+    status: int,
     rules: list[str],
-) -> None:  # fmt: skip
+) -> None:
     """Status 1 where the hooks would refuse; the terminal names what and the line to change."""
     monkeypatch.setattr(doctor, "frameworks", lambda: ())
     path = tmp_path / "ds.json"

@@ -165,12 +165,26 @@ def test_elements_of_different_sizes_share_scratch_memory(tmp_path):
     record = write_record(str(tmp_path), "file", b"\7" + bytes(values.view(torch.uint8).tolist()))
     plan = Plan(
         copies=(
-            Copy(record=record, byte_offset=record.byte_offset, numel=1, dtype=UINT8, buffer="byte", element_offset=0,
-                 target_dtype=FP32),
-            Copy(record=record, byte_offset=record.byte_offset + 1, numel=3, dtype=FP32, buffer="cast",
-                 element_offset=0, target_dtype=BF16),
+            Copy(
+                record=record,
+                byte_offset=record.byte_offset,
+                numel=1,
+                dtype=UINT8,
+                buffer="byte",
+                element_offset=0,
+                target_dtype=FP32,
+            ),
+            Copy(
+                record=record,
+                byte_offset=record.byte_offset + 1,
+                numel=3,
+                dtype=FP32,
+                buffer="cast",
+                element_offset=0,
+                target_dtype=BF16,
+            ),
         )
-    )  # fmt: skip
+    )
     byte, cast = torch.zeros(1), torch.zeros(3, dtype=torch.bfloat16)
     targets = {"byte": TensorTarget(byte), "cast": TensorTarget(cast)}
     ThreadExecutor(threads=1, memory_nbytes=4096, checksum=True).execute(plan, targets)

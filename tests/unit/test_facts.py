@@ -25,9 +25,15 @@ scalars = st.builds(
 )
 globals_ = st.builds(GlobalName, module=st.sampled_from(["torch", "numpy"]), name=st.sampled_from(["a", "b"]))
 leaves = (
-    st.none() | st.booleans() | st.integers(-3, 3) | st.floats(width=16) | st.text("ab'{}[],:", max_size=3)
-    | st.binary(max_size=2) | scalars | globals_
-)  # fmt: skip
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.floats(width=16)
+    | st.text("ab'{}[],:", max_size=3)
+    | st.binary(max_size=2)
+    | scalars
+    | globals_
+)
 trees = st.recursive(
     leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=2), inner, max_size=3)
 )

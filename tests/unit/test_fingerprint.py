@@ -74,8 +74,18 @@ def test_vectors_come_out(name: str) -> None:
 
 def test_values_are_the_bytes_of_a_tensor() -> None:
     """Each type is summed as its bits: bfloat16, float8, bool and complex as well."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128,
-                  torch.int8, torch.bool, torch.int64, torch.float8_e4m3fn):  # fmt: skip
+    for dtype in (
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+        torch.int8,
+        torch.bool,
+        torch.int64,
+        torch.float8_e4m3fn,
+    ):
         tensor = torch.randn(5, 7).to(dtype)
         assert str(fingerprint_of(tensor)) == by_the_book(tensor.view(-1).view(torch.uint8).numpy().tobytes()), dtype
 

@@ -14,10 +14,16 @@ from ds_reshard.model.codec import ElementType
 from ds_reshard.model.records import GlobalName, ObjectRecord, TensorRecord, new_tensor
 
 MESH = {
-    "device_type": "cuda", "mesh_dim_names": ("fsdp",), "_thread_id": None, "_parent_mesh": None,
-    "mesh": new_tensor("mesh", (2,), ElementType.INT32), "_flatten_mesh_list": (0, 1), "_coordinate_on_dim": [1],
-    "_dim_group_infos": [("ptd:0", [0, 1], "0")], "_hash": 7,
-}  # fmt: skip
+    "device_type": "cuda",
+    "mesh_dim_names": ("fsdp",),
+    "_thread_id": None,
+    "_parent_mesh": None,
+    "mesh": new_tensor("mesh", (2,), ElementType.INT32),
+    "_flatten_mesh_list": (0, 1),
+    "_coordinate_on_dim": [1],
+    "_dim_group_infos": [("ptd:0", [0, 1], "0")],
+    "_hash": 7,
+}
 
 
 def _named(module: str, name: str) -> GlobalName:
@@ -34,8 +40,9 @@ def _dtensor(mesh: dict[str, object]) -> ObjectRecord:
     spec = {
         "mesh": _object("torch.distributed.device_mesh.DeviceMesh", mesh),
         "placements": (_object("torch.distributed.tensor.placement_types.Shard", {"dim": 0}),),
-        "tensor_meta": None, "_hash": 9,
-    }  # fmt: skip
+        "tensor_meta": None,
+        "_hash": 9,
+    }
     inner = {
         "_local_tensor": new_tensor("local", (4,), ElementType.FLOAT32),
         "_spec": _object("torch.distributed.tensor._dtensor_spec.DTensorSpec", spec),
@@ -67,10 +74,15 @@ def test_what_depends_on_the_ranks_is_that_of_the_new_ones() -> None:
     assert isinstance(ranks, TensorRecord) and ranks.shape == (3,)
     assert ranks_data(3) == {ranks.storage.key: bytes([0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0])}
     assert mesh == {
-        "device_type": "cuda", "mesh_dim_names": ("fsdp",), "_thread_id": None, "_parent_mesh": None,
-        "_flatten_mesh_list": (0, 1, 2), "_coordinate_on_dim": [2], "_dim_group_infos": [("ptd:0", [0, 1, 2], "0")],
+        "device_type": "cuda",
+        "mesh_dim_names": ("fsdp",),
+        "_thread_id": None,
+        "_parent_mesh": None,
+        "_flatten_mesh_list": (0, 1, 2),
+        "_coordinate_on_dim": [2],
+        "_dim_group_infos": [("ptd:0", [0, 1, 2], "0")],
         "_hash": None,
-    }  # fmt: skip
+    }
 
 
 def test_the_new_tensor_is_the_new_rank_s_and_on_the_cpu() -> None:

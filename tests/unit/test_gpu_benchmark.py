@@ -21,8 +21,11 @@ def test_the_benchmark_runs_on_the_double_and_says_so(tmp_path: Path) -> None:
     arguments = ["--double", "--mib", "16", "--runs", "1", "--threads", "2", "--memory-mib", "4"]
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments, "--folder", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     made = json.loads(done.stdout)
     assert made["double"] and made["device"]["name"] == "double on the CPU: no figures of a GPU"

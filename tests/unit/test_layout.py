@@ -32,12 +32,16 @@ dps = st.integers(1, 9)
 shapes_of = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 models = st.lists(shapes_of, max_size=6).map(lambda shapes: {f"p{i}": shape for i, shape in enumerate(shapes)})
 cuts = st.builds(
-    Cut, chunk=st.integers(1, 9), phase=st.integers(0, 20), origin=st.integers(0, 9), first=st.integers(0, 3),
+    Cut,
+    chunk=st.integers(1, 9),
+    phase=st.integers(0, 20),
+    origin=st.integers(0, 9),
+    first=st.integers(0, 3),
     wide=st.none(),
-)  # fmt: skip
+)
 uneven = st.builds(
     Cut, chunk=st.integers(2, 9), phase=st.integers(0, 20), origin=st.just(0), first=st.just(0), wide=st.integers(0, 5)
-)  # fmt: skip
+)
 
 
 def places(placements: list[Placement], shards: int) -> list[tuple[str, int, int]]:

@@ -27,13 +27,7 @@ def optim(dp_rank: int, prefix: str = "", mp_rank: int = 0) -> str:
 # name: (files, model, optim, partitioned, prefix)
 SOUND = {
     "stage 0": ([model()], {0: model()}, {}, False, ""),
-    "stage 1 of fp16": (
-        [model(), optim(0), optim(1)],
-        {0: model()},
-        {0: optim(0), 1: optim(1)},
-        False,
-        "",
-    ),
+    "stage 1 of fp16": ([model(), optim(0), optim(1)], {0: model()}, {0: optim(0), 1: optim(1)}, False, ""),
     "BF16_Optimizer": (
         [model(), optim(0, "bf16_"), optim(1, "bf16_")],
         {0: model()},
@@ -142,8 +136,7 @@ def test_a_path_is_the_folder_and_the_name():
 
 
 @pytest.mark.parametrize(
-    "names",
-    [(optim(0), "zero_pp_rank_00_mp_rank_00_optim_states.pt"), (model(0), model(0).replace("k_0_", "k_00_"))],
+    "names", [(optim(0), "zero_pp_rank_00_mp_rank_00_optim_states.pt"), (model(0), model(0).replace("k_0_", "k_00_"))]
 )
 def test_two_files_of_one_rank_are_a_fault(names):
     """DeepSpeed writes no leading zeros of a data-parallel rank: one of the two is not its own."""

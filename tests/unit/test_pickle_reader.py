@@ -87,11 +87,7 @@ CONTAINERS += [dict.fromkeys(range(2000)), set(range(2000))]
 
 
 @pytest.mark.parametrize("protocol", range(6))
-@pytest.mark.parametrize(
-    "value",
-    [*TEXTS, *NUMBERS, *CONTAINERS],
-    ids=lambda value: repr(value)[:20],
-)
+@pytest.mark.parametrize("value", [*TEXTS, *NUMBERS, *CONTAINERS], ids=lambda value: repr(value)[:20])
 def test_every_kind_of_instruction(value, protocol):
     found = read(pickle.dumps(value, protocol))
     assert (type(found), found) == (type(value), value)

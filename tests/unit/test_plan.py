@@ -344,7 +344,7 @@ def test_a_part_of_a_tensor_is_moved_as_its_own_box(case, data):
         chunk = max(1, -(-box.numel // case.target.dp))
         placements[key] = Placement(
             key=key, shape=shape, dtype=KINDS[key.kind], family="f", buffer=str(key), cut=Cut(chunk=chunk), box=box
-        )  # fmt: skip
+        )
     target, outcomes = Layout(placements, {"f": case.target.dp}), []
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = case.checkpoint(folder)
@@ -541,12 +541,20 @@ def test_elements_in_no_file_or_in_two_are_a_fault_before_a_byte_moves(boxes, wh
     """Where a hole is, the buffer would keep what its memory held; no format's own check is needed for it."""
     key = TensorKey(name="w", kind="fp32")
     tiles = tuple(
-        Placement(key=key, shape=(4, 8), dtype=FP32, family="f", buffer="b", cut=Cut(chunk=32, first=shard),
-                  box=Box(offset=offset, size=size))
+        Placement(
+            key=key,
+            shape=(4, 8),
+            dtype=FP32,
+            family="f",
+            buffer="b",
+            cut=Cut(chunk=32, first=shard),
+            box=Box(offset=offset, size=size),
+        )
         for shard, (offset, size) in enumerate(boxes)
-    )  # fmt: skip
-    all_of_it = Placement(key=key, shape=(4, 8), dtype=FP32, family="f", buffer="b", cut=Cut(chunk=32),
-                          box=Box.whole((4, 8)))  # fmt: skip
+    )
+    all_of_it = Placement(
+        key=key, shape=(4, 8), dtype=FP32, family="f", buffer="b", cut=Cut(chunk=32), box=Box.whole((4, 8))
+    )
     index = Index(Layout({key: all_of_it._replace(tiles=tiles)}, {"f": len(boxes)}), Whole())
     wanted = all_of_it._replace(box=Box(offset=(0, 2), size=(4, 3)), cut=Cut(chunk=12)) if part else all_of_it
     plan = plan_rank(index, Layout({key: wanted}, {"f": 1}), 0, {key: key}, sizes={})

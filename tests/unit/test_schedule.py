@@ -95,10 +95,17 @@ def test_walking_through_a_schedule_is_the_same_as_jumping(kind: str) -> None:
         "WarmupLR": {"warmup_num_steps": 7},
         "WarmupDecayLR": {"warmup_num_steps": 7, "total_num_steps": 31, "warmup_type": "linear"},
         "WarmupCosineLR": {"warmup_num_steps": 7, "total_num_steps": 31},
-        "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.7, "cycle_first_step_size": 9, "cycle_first_stair_count": 4,
-                     "cycle_second_step_size": 13, "decay_step_size": 3, "decay_lr_rate": 0.3},
+        "OneCycle": {
+            "cycle_min_lr": 0.1,
+            "cycle_max_lr": 0.7,
+            "cycle_first_step_size": 9,
+            "cycle_first_stair_count": 4,
+            "cycle_second_step_size": 13,
+            "decay_step_size": 3,
+            "decay_lr_rate": 0.3,
+        },
         "LRRangeTest": {"lr_range_test_step_size": 5, "lr_range_test_staircase": True},
-    }[kind]  # fmt: skip
+    }[kind]
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.25)
     scheduler = getattr(real, kind)(optimizer, **params)
     (ours,) = _ours(kind, params, [0.25])
@@ -193,13 +200,31 @@ def test_megatrons_schedule_is_its_own_to_the_last_bit(data: st.DataObject) -> N
     increase = data.draw(st.integers(1, 400))
     holder = type("Holder", (), {"param_groups": [{}]})()
     theirs = module.OptimizerParamScheduler(
-        holder, first, high, low, warmup, decay, style, start, stop, increase, wd_style,
-        use_checkpoint_opt_param_scheduler=False, wsd_decay_steps=wsd, lr_wsd_decay_style=wsd_style,
-    )  # fmt: skip
+        holder,
+        first,
+        high,
+        low,
+        warmup,
+        decay,
+        style,
+        start,
+        stop,
+        increase,
+        wd_style,
+        use_checkpoint_opt_param_scheduler=False,
+        wsd_decay_steps=wsd,
+        lr_wsd_decay_style=wsd_style,
+    )
     ours = MegatronRate(
-        init_lr=first, max_lr=high, min_lr=low, warmup=warmup, decay=decay, style=style, wsd_decay=wsd,
+        init_lr=first,
+        max_lr=high,
+        min_lr=low,
+        warmup=warmup,
+        decay=decay,
+        style=style,
+        wsd_decay=wsd,
         wsd_style=wsd_style,
-    )  # fmt: skip
+    )
     weight = MegatronWeightDecay(start=start, stop=stop, increase=increase, style=wd_style)
     for position in (0, 1, warmup, warmup + 1, decay, decay + 1, data.draw(st.integers(0, 900))):
         theirs.num_steps = 0

@@ -11,13 +11,7 @@ from torch.utils.serialization import config
 from torch_values import DTYPES, TREES, same
 
 from ds_reshard.containers.torch_zip import ArchiveLimits, open_archive
-from ds_reshard.errors import (
-    CheckpointDamaged,
-    CheckpointNotFound,
-    ChecksumMismatch,
-    ReadFailed,
-    UnsupportedLayout,
-)
+from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ChecksumMismatch, ReadFailed, UnsupportedLayout
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.records import GlobalName, ObjectRecord, StorageRecord
 

@@ -127,9 +127,14 @@ def test_bytes_between_two_elements_count_nowhere():
     key = TensorKey(name="w", kind="fp32")
     layout = Layout({key: whole("w", "fp32", (100,), ElementType.FLOAT32, family="f", buffer="a")}, {"f": 1})
     copy = Copy(
-        record=OneBuffer().buffers("f", 0)["a"].record, byte_offset=64 + 40, numel=10, dtype=ElementType.FLOAT32,
-        buffer="a", element_offset=10, target_dtype=ElementType.FLOAT32,
-    )  # fmt: skip
+        record=OneBuffer().buffers("f", 0)["a"].record,
+        byte_offset=64 + 40,
+        numel=10,
+        dtype=ElementType.FLOAT32,
+        buffer="a",
+        element_offset=10,
+        target_dtype=ElementType.FLOAT32,
+    )
     for late, nbytes in ((0, 40), (1, 0), (4, 40)):
         witness = Witness(Index(layout, OneBuffer()), layout, 0, {key: key})
         witness.saw([copy._replace(byte_offset=copy.byte_offset + late)], [memoryview(bytearray(range(40)))])

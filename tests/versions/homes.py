@@ -24,8 +24,20 @@ def home(distribution: str, release: str, name: str) -> Path:
     HOMES.mkdir(exist_ok=True)
     fresh = HOMES / f"{name}.part"
     shutil.rmtree(fresh, ignore_errors=True)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input",
-               "--no-deps", "--no-build-isolation", "--target", str(fresh), f"{distribution}=={release}"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(fresh),
+        f"{distribution}=={release}",
+    ]
     made = subprocess.run(command, capture_output=True, text=True)
     if made.returncode:
         shutil.rmtree(fresh, ignore_errors=True)

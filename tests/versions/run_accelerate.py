@@ -48,8 +48,17 @@ def _test(release: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         files = [str(ROOT / "tests" / "hosts" / f"{name}.py") for name in FILES]
-        command = [sys.executable, "-m", "pytest", "-q", "-k", CHOSEN, f"--junitxml={report}",
-                   f"--basetemp={scratch}/pytest", *files]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-k",
+            CHOSEN,
+            f"--junitxml={report}",
+            f"--basetemp={scratch}/pytest",
+            *files,
+        ]
         subprocess.run(command, cwd=ROOT, env=environment, timeout=TIMEOUT_S, check=False, stdout=subprocess.DEVNULL)
         cases = list(ElementTree.parse(report).iter("testcase"))
     failed = [

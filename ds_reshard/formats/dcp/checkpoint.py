@@ -11,7 +11,7 @@ from math import prod
 
 from ds_reshard.containers.alike import AlikeArchives
 from ds_reshard.containers.dcp_directory import METADATA, Chunk, Directory, Place, SavedTensor, read_directory
-from ds_reshard.errors import Fault, ReshardError, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, UnsupportedLayout, raise_faults
 from ds_reshard.formats.dcp.facts import read_values
 from ds_reshard.formats.dcp.names import ACCELERATE, MODELS, Path, group_key, tensor_key
 from ds_reshard.model.codec import ElementType
@@ -75,9 +75,13 @@ def list_dcp(folder: str) -> SavedListing:
                 files[below] = SavedFile(nbytes=os.path.getsize(path), role=role)
     tag = os.path.basename(os.path.abspath(folder))
     return SavedListing(
-        format="torch.distributed.checkpoint", writer="torch", folder=folder, tag=tag, files=files,
+        format="torch.distributed.checkpoint",
+        writer="torch",
+        folder=folder,
+        tag=tag,
+        files=files,
         archives=partial(_archives, folder),
-    )  # fmt: skip
+    )
 
 
 def _refuse_megatron(folder: str) -> None:
@@ -91,7 +95,7 @@ def _refuse_megatron(folder: str) -> None:
     if isinstance(told, dict) and "sharded_backend" in told:
         what = f"a checkpoint of Megatron-LM, format {str(told['sharded_backend'])[:40]}, which is not opened here"
         mend = "load it with Megatron-LM; `ds-reshard verify --pickles FOLDER` and `lr FOLDER` take it as it is"
-        fault = Fault(error="UnsupportedLayout", where=path, what=what, mend=mend)
+        fault = UnsupportedLayout.fault(path, what, mend=mend)
         raise_faults([fault], subject=f"checkpoint {folder}")
 
 
@@ -139,10 +143,15 @@ def open_dcp(folder: str) -> DcpCheckpoint:
     values = read_values(directory, single)
     trained = [key.name for key in placements if key.kind != "weight"]
     return DcpCheckpoint(
-        folder=folder, directory=directory, layout=Layout(placements, shards),
+        folder=folder,
+        directory=directory,
+        layout=Layout(placements, shards),
         facts=values.facts(list(dict.fromkeys([*trained, *values.scalars]))),
-        objects=values.objects, beside=dict(_beside(directory)), chunks=chunks, notes=tuple(_notes(directory)),
-    )  # fmt: skip
+        objects=values.objects,
+        beside=dict(_beside(directory)),
+        chunks=chunks,
+        notes=tuple(_notes(directory)),
+    )
 
 
 def _notes(directory: Directory) -> Iterator[str]:
@@ -163,12 +172,17 @@ def _read(folder: str) -> Directory:
     first, *others = [read_directory(os.path.join(folder, part)) for part in _parts(folder) or [""]]
     for other in others:
         twice = sorted((first.tensors.keys() | first.objects.keys()) & (other.tensors.keys() | other.objects.keys()))
-        raise_faults([_damaged(other.path, f"{key} is in {first.path} too", "one", "two") for key in twice],
-                     subject=f"checkpoint {folder}")  # fmt: skip
+        raise_faults(
+            [_damaged(other.path, f"{key} is in {first.path} too", "one", "two") for key in twice],
+            subject=f"checkpoint {folder}",
+        )
         first = replace(
-            first, tensors={**first.tensors, **other.tensors}, objects={**first.objects, **other.objects},
-            paths={**first.paths, **other.paths}, contradictions=first.contradictions + other.contradictions,
-        )  # fmt: skip
+            first,
+            tensors={**first.tensors, **other.tensors},
+            objects={**first.objects, **other.objects},
+            paths={**first.paths, **other.paths},
+            contradictions=first.contradictions + other.contradictions,
+        )
     return first
 
 
@@ -211,21 +225,24 @@ def _faults(directory: Directory, key: str, tensor: SavedTensor) -> Iterator[Fau
         yield _unsupported(directory.path, f"{key} is of type {tensor.dtype}")
     for chunk in _chunks(tensor):
         if chunk.place is None:
-            yield _damaged(directory.path, f"{key}: nothing says where its chunk at {list(chunk.offset)} lies",
-                           "a file", "none")  # fmt: skip
+            yield _damaged(
+                directory.path, f"{key}: nothing says where its chunk at {list(chunk.offset)} lies", "a file", "none"
+            )
         elif chunk.place.transformed:
             yield _unsupported(directory.path, f"{key} was compressed when it was written")
         if not len(chunk.offset) == len(chunk.size) == len(tensor.shape):
-            yield _damaged(directory.path, f"{key}: a chunk has another number of dimensions",
-                           f"{len(tensor.shape)}", f"{len(chunk.size)}")  # fmt: skip
+            yield _damaged(
+                directory.path,
+                f"{key}: a chunk has another number of dimensions",
+                f"{len(tensor.shape)}",
+                f"{len(chunk.size)}",
+            )
 
 
 def _damaged(where: str, what: str, expected: str, found: str) -> Fault:
-    return Fault(
-        error="CheckpointDamaged", where=where, what=what, expected=expected, found=found, mend=_MEND,
-    )  # fmt: skip
+    return CheckpointDamaged.fault(where, what, expected, found, mend=_MEND)
 
 
 def _unsupported(where: str, what: str) -> Fault:
     mend = "load it with torch, and save it with torch.distributed.checkpoint.save as it is by default"
-    return Fault(error="UnsupportedLayout", where=where, what=what, mend=mend)
+    return UnsupportedLayout.fault(where, what, mend=mend)

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 
 from ds_reshard.containers.dcp_directory import METADATA
 from ds_reshard.containers.dcp_writer import Entry, PlacedArchive, plan_archives, write_directory
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.dcp.names import Path
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
@@ -50,10 +50,14 @@ def dcp_target(contents: Contents, files: int, *, folders: tuple[str, str] | Non
     """
     raise_faults(list(_unsupported(contents)), subject=f"converting {contents.folder} to dcp")
     parts = (
-        [_Writing(contents=contents, files=files)] if folders is None
-        else [_Writing(contents=contents, files=files, folder=folder, optimizer=bool(number))
-              for number, folder in enumerate(folders) if not number or contents.facts is not None]
-    )  # fmt: skip
+        [_Writing(contents=contents, files=files)]
+        if folders is None
+        else [
+            _Writing(contents=contents, files=files, folder=folder, optimizer=bool(number))
+            for number, folder in enumerate(folders)
+            if not number or contents.facts is not None
+        ]
+    )
     placements = {key: place for part in parts for key, place in part.placements.items()}
     shards = {family: count for part in parts for family, count in ((part.shards, files), (part.last, 1))}
     wants = {key: wanted for part in parts for key, wanted in part.wants.items()}
@@ -69,8 +73,11 @@ def _unsupported(contents: Contents) -> Iterator[Fault]:
     groups = contents.facts.groups if contents.facts is not None else ()
     for number, group in enumerate(groups):
         if group.hyperparameters is None:
-            yield _fault(f"param group {number}", "has no hyper-parameters (elastic_checkpoint)",
-                         "load it in a run with import ds_reshard.auto, and save there")  # fmt: skip
+            yield _fault(
+                f"param group {number}",
+                "has no hyper-parameters (elastic_checkpoint)",
+                "load it in a run with import ds_reshard.auto, and save there",
+            )
     for name, states in contents.facts.scalars.items() if contents.facts is not None else ():
         step = states.get("step")
         if isinstance(step, int) and not 0 <= step < _EXACT_STEPS:
@@ -78,7 +85,7 @@ def _unsupported(contents: Contents) -> Iterator[Fault]:
 
 
 def _fault(where: str, what: str, mend: str) -> Fault:
-    return Fault(error="UnsupportedLayout", where=where, what=what, mend=mend)
+    return UnsupportedLayout.fault(where, what, mend=mend)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +114,7 @@ class _Writing:
             data = self.data if not rank else {}
             file = TargetFile(
                 name=self._below(_file(rank)), tree=partial(self.values, rank), container="archives", data=data
-            )  # fmt: skip
+            )
             yield Unit(family=self.shards, shard=rank, files=(file,))
         directory = TargetFile(name=self._below(METADATA), tree=self.directory, container="plain")
         yield Unit(family=self.last, shard=0, files=(directory,))

@@ -80,8 +80,12 @@ class FsdpCheckpoint:
         first = _read(path_of(self.folder, family, self.ranks, shard % shards), family, self.parameters).tensors
         for key, one in held.items():
             if one.replicas > 1 and (key not in first or _checksum(one) != _checksum(first[key])):
-                yield damaged(path, f"{key} is another than rank {shard % shards}'s, which holds the same shard",
-                              "the same", "others")  # fmt: skip
+                yield damaged(
+                    path,
+                    f"{key} is another than rank {shard % shards}'s, which holds the same shard",
+                    "the same",
+                    "others",
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +107,13 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
     sizes = sorted({int(match["size"]) for match in files})
     if not sizes:
         mend = "give the folder that holds them"
-        fault = Fault(error="CheckpointNotFound", where=folder, what="holds no model_world_size_*.pt", mend=mend)
+        fault = CheckpointNotFound.fault(folder, "holds no model_world_size_*.pt", mend=mend)
         raise CheckpointNotFound(f"{fault.line()}; {mend}", [fault])
     if len(sizes) > 1:
-        raise_faults([damaged(folder, "holds files of several world sizes", "one", ", ".join(map(str, sizes)))],
-                     subject=f"checkpoint {folder}")  # fmt: skip
+        raise_faults(
+            [damaged(folder, "holds files of several world sizes", "one", ", ".join(map(str, sizes)))],
+            subject=f"checkpoint {folder}",
+        )
     size = sizes[0]
     faults = list(missing(folder, files, size))
     raise_faults(faults, subject=f"checkpoint {folder}")
@@ -123,9 +129,11 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
     )
     single = {key: held for key, held in states.items() if _is_single(key, held, shapes)}
     placements = {
-        key: _placement(key, held, family, size) for family, file in read.items() for key, held in file.tensors.items()
+        key: _placement(key, held, family, size)
+        for family, file in read.items()
+        for key, held in file.tensors.items()
         if key not in single
-    }  # fmt: skip
+    }
     facts = None
     if states:
         scalars = _scalars(path_of(folder, OPTIM, size, 0), single)
@@ -135,11 +143,16 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
         placements |= {placement.key: placement for placement in flat.placements(flat.shards)}
         facts, notes = flat.facts, []
     return FsdpCheckpoint(
-        folder=folder, ranks=size, layout=Layout(placements, dict.fromkeys(families, size)), facts=facts, objects={},
+        folder=folder,
+        ranks=size,
+        layout=Layout(placements, dict.fromkeys(families, size)),
+        facts=facts,
+        objects={},
         beside={},
-        first={family: file.tensors for family, file in read.items()}, flat=flat,
+        first={family: file.tensors for family, file in read.items()},
+        flat=flat,
         notes=tuple(f"{note}; {line_to_add(folder)}" for note in notes),
-    )  # fmt: skip
+    )
 
 
 def _flat(folder: str, size: int, model: _File, shapes: Mapping[str, Shape]) -> FlatStates | None:
@@ -186,9 +199,15 @@ def _placement(key: TensorKey, held: Held, family: str, size: int) -> Placement:
         boxes = [held.box(rank, size) for rank in range(size // held.replicas)]
         return chunked(key, held.shape, held.local.dtype, boxes, family=family, buffer=str(key))
     return Placement(
-        key=key, shape=held.shape, dtype=held.local.dtype, family=family, buffer=str(key),
-        cut=Cut(chunk=max(1, prod(held.shape))), box=Box.whole(held.shape), replicated=True,
-    )  # fmt: skip
+        key=key,
+        shape=held.shape,
+        dtype=held.local.dtype,
+        family=family,
+        buffer=str(key),
+        cut=Cut(chunk=max(1, prod(held.shape))),
+        box=Box.whole(held.shape),
+        replicated=True,
+    )
 
 
 def _parameters(tensors: Mapping[TensorKey, Held], size: int) -> Mapping[str, Shape]:
@@ -221,8 +240,12 @@ def _read(path: str, family: str, parameters: Mapping[str, Shape]) -> _File:
         return _File(tensors=_tensors(path, entries))
     groups = groups_of(top)
     names = state_names(groups, parameters)
-    states = [(names.get(name, str(name)), str(kind), value)
-              for name, kinds in tree.items() if isinstance(kinds, dict) for kind, value in kinds.items()]  # fmt: skip
+    states = [
+        (names.get(name, str(name)), str(kind), value)
+        for name, kinds in tree.items()
+        if isinstance(kinds, dict)
+        for kind, value in kinds.items()
+    ]
     found = _tensors(path, states)
     numbered = any(isinstance(name, int) for name in tree)
     if numbered and (not names or any(held.shape not in ((), parameters[key.name]) for key, held in found.items())):
@@ -272,15 +295,22 @@ def _differs(
     expected = f"{first.local.dtype.label} {list(first.shape)}, axis {first.dim}, {first.replicas} times"
     found = f"{held.local.dtype.label} {list(held.shape)}, axis {held.dim}, {held.replicas} times"
     if held.ranks not in (None, size):
-        yield damaged(path, f"{key} lies on a mesh of another size than the file's name says", f"{size} ranks",
-                       f"{held.ranks} ranks")  # fmt: skip
+        yield damaged(
+            path,
+            f"{key} lies on a mesh of another size than the file's name says",
+            f"{size} ranks",
+            f"{held.ranks} ranks",
+        )
     elif expected != found:
         yield damaged(path, f"{key} is of another shape, type or placement than rank 0's", expected, found)
     elif held.local.shape != held.box(rank, size).size and (held.local.numel or held.box(rank, size).numel):
-        yield damaged(path, f"{key}: its part is not rank {rank}'s of {size}",
-                       str(list(held.box(rank, size).size)), str(list(held.local.shape)))  # fmt: skip
+        yield damaged(
+            path,
+            f"{key}: its part is not rank {rank}'s of {size}",
+            str(list(held.box(rank, size).size)),
+            str(list(held.local.shape)),
+        )
     elif held.rank not in (None, rank):
-        yield damaged(path, f"{key} was saved by another rank than the file's name says", f"{rank}",
-                       f"{held.rank}")  # fmt: skip
+        yield damaged(path, f"{key} was saved by another rank than the file's name says", f"{rank}", f"{held.rank}")
     elif same and held.dim is None and held.local.storage.crc32 != first.local.storage.crc32:
         yield damaged(path, f"{key} has another value than rank 0's: of another step or run", "the same", "others")

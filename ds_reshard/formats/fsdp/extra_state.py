@@ -42,8 +42,11 @@ def extra_trees(folder: str, ranks: int, size: int) -> list[object]:
     shared = {name: value for name, value in saved[0].items() if name != _RNG}
     for path, entries in zip(paths[1:], saved[1:], strict=True):
         others = {name: value for name, value in entries.items() if name != _RNG}
-        differ = [name for name in {**shared, **others}
-                  if name not in shared or name not in others or not _alike(shared[name], others[name])]  # fmt: skip
+        differ = [
+            name
+            for name in {**shared, **others}
+            if name not in shared or name not in others or not _alike(shared[name], others[name])
+        ]
         if differ:
             what = f"{', '.join(map(str, differ))} is another than rank 0's: of another step or run"
             faults.append(damaged(path, what, "the same on each rank", "others"))
@@ -55,8 +58,10 @@ def _read(path: str) -> dict[object, object]:
     with open_archive(path) as archive:
         top = archive.load()
     if not isinstance(top, dict):
-        raise_faults([damaged(path, "is no extra state", "lr_scheduler and rng", type(top).__name__)],
-                     subject="reading a checkpoint")  # fmt: skip
+        raise_faults(
+            [damaged(path, "is no extra state", "lr_scheduler and rng", type(top).__name__)],
+            subject="reading a checkpoint",
+        )
     assert isinstance(top, dict)
     return top
 

@@ -51,5 +51,9 @@ def missing(folder: str, files: list[dict[str, str]], size: int) -> Iterator[Fau
         there = {int(one["rank"]) for one in files if one["family"] == family}
         if there != set(range(size)):
             shown = ", ".join(map(str, sorted(set(range(size)) - there)[:16])) or "none"
-            yield damaged(folder, f"files {family}_world_size_{size}_rank_*.pt are not those of {size} ranks",
-                           f"ranks 0 to {size - 1}", f"{len(there)} files; missing {shown}")  # fmt: skip
+            yield damaged(
+                folder,
+                f"files {family}_world_size_{size}_rank_*.pt are not those of {size} ranks",
+                f"ranks 0 to {size - 1}",
+                f"{len(there)} files; missing {shown}",
+            )

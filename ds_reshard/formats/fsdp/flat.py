@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.fsdp.held import damaged, other_groups
 from ds_reshard.formats.fsdp.order import FlatOrder
 from ds_reshard.model.codec import ElementType
@@ -70,8 +70,15 @@ def read_flat(paths: Sequence[str], tops: Sequence[Tree], order: FlatOrder, *, f
         for number, kinds in _read_values(path, singles).items():
             values.setdefault(number, singles[number])
             if scalars.setdefault(number, kinds) != kinds:
-                faults.append(damaged(path, f"parameter {number} has other values of {', '.join(kinds)} than another "
-                                      "rank's: of another step or run", "the same", "others"))  # fmt: skip
+                faults.append(
+                    damaged(
+                        path,
+                        f"parameter {number} has other values of {', '.join(kinds)} than another "
+                        "rank's: of another step or run",
+                        "the same",
+                        "others",
+                    )
+                )
     raise_faults(faults, subject="reading a checkpoint")
     groups = tuple(_groups(tops[0], order))
     faults += [
@@ -86,20 +93,22 @@ def read_flat(paths: Sequence[str], tops: Sequence[Tree], order: FlatOrder, *, f
         faults += _unlike_replica(path, files[rank], files[rank % shards], rank % shards)
     raise_faults(faults, subject="reading a checkpoint")
     return FlatStates(
-        order=order, family=family, shards=shards, files=tuple(files), values=values,
+        order=order,
+        family=family,
+        shards=shards,
+        files=tuple(files),
+        values=values,
         kinds={number: types[number] for number in sorted(types)},
         facts=OptimizerFacts(
-            groups=groups,
-            scalars={name: kinds for number, kinds in scalars.items() for name in order.names(number)},
+            groups=groups, scalars={name: kinds for number, kinds in scalars.items() for name in order.names(number)}
         ),
-    )  # fmt: skip
+    )
 
 
 def _numbers(top: Tree) -> list[int]:
     groups = top.get("param_groups")
     found = [group.get("params") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
-    return [number for members in found if isinstance(members, list) for number in members
-            if type(number) is int]  # fmt: skip
+    return [number for members in found if isinstance(members, list) for number in members if type(number) is int]
 
 
 def _split(
@@ -121,8 +130,11 @@ def _split(
             else:
                 what = f"the state {kind} of parameter {number} is no part of a flat parameter"
                 kept = str(value.callable) if isinstance(value, ObjectRecord) else type(value).__name__
-                faults.append(Fault(error="UnsupportedLayout", where=path, what=what, found=kept,
-                                    mend="remove fsdp_units.json, where it is not of FSDP1"))  # fmt: skip
+                faults.append(
+                    UnsupportedLayout.fault(
+                        path, what, found=kept, mend="remove fsdp_units.json, where it is not of FSDP1"
+                    )
+                )
     return tensors, singles
 
 
@@ -153,8 +165,9 @@ def _unlike(
             expected = f"{dtype.label} {list(shape)}" if 0 not in shape else "nothing"
             found = f"{held.dtype.label} {list(held.shape)}" if held is not None and held.numel else "nothing"
             if found != expected:
-                yield damaged(path, f"{name}[{kind}], parameter {number}, is not rank {rank}'s part of {ranks}",
-                              expected, found)  # fmt: skip
+                yield damaged(
+                    path, f"{name}[{kind}], parameter {number}, is not rank {rank}'s part of {ranks}", expected, found
+                )
 
 
 def _unlike_replica(path: str, states: States, first: States, rank: int) -> Iterator[Fault]:
@@ -163,8 +176,12 @@ def _unlike_replica(path: str, states: States, first: States, rank: int) -> Iter
         for kind, tensor in kinds.items():
             other = first[number][kind] if kind in first.get(number, {}) else None
             if other is not None and tensor.storage.crc32 != other.storage.crc32:
-                yield damaged(path, f"{kind} of parameter {number} is another than rank {rank}'s, which holds the same "
-                              "shard", "the same", "others")  # fmt: skip
+                yield damaged(
+                    path,
+                    f"{kind} of parameter {number} is another than rank {rank}'s, which holds the same shard",
+                    "the same",
+                    "others",
+                )
 
 
 def _groups(top: Tree, order: FlatOrder) -> Iterator[GroupFacts]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.model.records import ObjectRecord, TensorRecord
 from ds_reshard.model.region import Box
 
@@ -63,8 +63,10 @@ def held_of(path: str, name: str, value: object) -> Held | None:
         raise_faults([_unsupported(path, what)], subject="reading a checkpoint")
     dim = _state(placements[-1]).get("dim") if kinds[-1] == "Shard" else None
     if kinds[-1] == "Shard" and not (isinstance(dim, int) and 0 <= dim < len(shape)):
-        raise_faults([damaged(path, f"{name} is sharded by axis {dim}", f"of {len(shape)}", "another")],
-                     subject="reading a checkpoint")  # fmt: skip
+        raise_faults(
+            [damaged(path, f"{name} is sharded by axis {dim}", f"of {len(shape)}", "another")],
+            subject="reading a checkpoint",
+        )
     mesh = _state(spec.get("mesh"))
     sizes, at = _mesh_sizes(mesh), mesh.get("_coordinate_on_dim")
     if len(kinds) == 2 and (sizes is None or len(sizes) != 2 or not isinstance(at, list | tuple) or len(at) != 2):
@@ -73,10 +75,13 @@ def held_of(path: str, name: str, value: object) -> Held | None:
     for size, coordinate in zip(sizes or (1,), at if isinstance(at, list | tuple) else (), strict=False):
         rank = rank * size + (coordinate if isinstance(coordinate, int) else 0)
     return Held(
-        shape=tuple(shape), dim=dim if isinstance(dim, int) else None, rank=rank,
-        local=_row_major(path, name, local), replicas=sizes[0] if sizes and kinds == ["Replicate", "Shard"] else 1,
+        shape=tuple(shape),
+        dim=dim if isinstance(dim, int) else None,
+        rank=rank,
+        local=_row_major(path, name, local),
+        replicas=sizes[0] if sizes and kinds == ["Replicate", "Shard"] else 1,
         ranks=prod(sizes) if sizes is not None else None,
-    )  # fmt: skip
+    )
 
 
 def _mesh_sizes(mesh: Mapping[object, object]) -> tuple[int, ...] | None:
@@ -100,9 +105,7 @@ def _state(record: object) -> Mapping[object, object]:
 
 
 def damaged(where: str, what: str, expected: str, found: str) -> Fault:
-    return Fault(
-        error="CheckpointDamaged", where=where, what=what, expected=expected, found=found, mend=_MEND,
-    )  # fmt: skip
+    return CheckpointDamaged.fault(where, what, expected, found, mend=_MEND)
 
 
 def other_groups(path: str) -> Fault:
@@ -112,4 +115,4 @@ def other_groups(path: str) -> Fault:
 
 
 def _unsupported(where: str, what: str) -> Fault:
-    return Fault(error="UnsupportedLayout", where=where, what=what, mend=_SAVE)
+    return UnsupportedLayout.fault(where, what, mend=_SAVE)

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import UnsupportedLayout, raise_faults
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.records import GlobalName, ObjectRecord, TensorRecord, new_tensor
 
@@ -20,9 +20,9 @@ _RANKS = "ranks of the mesh"
 _CPU = ObjectRecord(callable=GlobalName(module="torch", name="device"), args=("cpu",))
 _OF_SPEC = frozenset({"mesh", "placements", "tensor_meta", "shard_order", "use_strided_shard_as_shard_order", "_hash"})
 # The names of groups are those that a run gives in the order in which it makes them, whatever its size is.
-_OF_MESH = frozenset({
-    "_device_type", "device_type", "_mesh_dim_names", "mesh_dim_names", "_thread_id", "_dim_group_names",
-})  # fmt: skip
+_OF_MESH = frozenset(
+    {"_device_type", "device_type", "_mesh_dim_names", "mesh_dim_names", "_thread_id", "_dim_group_names"}
+)
 _NOTHING = frozenset({"_root_mesh", "_parent_mesh", "_flatten_mapping"})
 
 
@@ -142,12 +142,12 @@ class Meshes:
         return [str(alike + number), str(together + group)]
 
     def _refuse(self, what: str) -> None:
-        fault = Fault(
-            error="UnsupportedLayout", where=self._path,
-            what=f"{what} is not known here, and may depend on the number of ranks",
-            expected="a mesh of one dimension over all ranks, or of two for HSDP, as torch 2.13 keeps it",
+        fault = UnsupportedLayout.fault(
+            self._path,
+            f"{what} is not known here, and may depend on the number of ranks",
+            "a mesh of one dimension over all ranks, or of two for HSDP, as torch 2.13 keeps it",
             mend="load it with the number of ranks that saved it, and save it with torch 2.13",
-        )  # fmt: skip
+        )
         raise_faults([fault], subject="converting")
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ds_reshard.errors import Fault, ReadFailed, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, ReadFailed, raise_faults
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.layout import Cut, Placement, TensorKey
 from ds_reshard.model.region import Box, Region, boxes
@@ -89,9 +89,15 @@ class FlatOrder:
             if self.use_orig_params:
                 tiles = tuple(self._tiles(key, unit, dtype, ranks, family=family))
                 yield Placement(
-                    key=key, shape=member.shape, dtype=dtype, family=family, buffer=buffer,
-                    cut=Cut(chunk=max(1, box.numel)), box=box, tiles=tiles,
-                )  # fmt: skip
+                    key=key,
+                    shape=member.shape,
+                    dtype=dtype,
+                    family=family,
+                    buffer=buffer,
+                    cut=Cut(chunk=max(1, box.numel)),
+                    box=box,
+                    tiles=tiles,
+                )
             else:
                 cut = Cut(chunk=_shard_numel(unit, ranks), phase=member.offset)
                 yield Placement(
@@ -104,20 +110,27 @@ class FlatOrder:
             region = _held(unit, key.name, rank, ranks)
             for box in boxes(region) if region.numel else ():
                 yield Placement(
-                    key=key, shape=unit[key.name].shape, dtype=dtype, family=family, buffer=str(key),
-                    cut=Cut(chunk=box.numel, first=rank, origin=at), box=box,
-                )  # fmt: skip
+                    key=key,
+                    shape=unit[key.name].shape,
+                    dtype=dtype,
+                    family=family,
+                    buffer=str(key),
+                    cut=Cut(chunk=box.numel, first=rank, origin=at),
+                    box=box,
+                )
                 at += box.numel
 
     def text(self) -> str:
         """The file, a line for each parameter."""
         units = ",\n".join(
-            "{" + ",\n ".join(
+            "{"
+            + ",\n ".join(
                 f'{json.dumps(name)}: {{"shape": {list(member.shape)}, "offset": {member.offset}}}'
                 for name, member in unit.items()
-            ) + "}"
+            )
+            + "}"
             for unit in self.units
-        )  # fmt: skip
+        )
         orig = json.dumps(self.use_orig_params)
         return f'{{"use_orig_params": {orig},\n"units": [\n{units}],\n"parameters": {json.dumps(self.parameters)}}}\n'
 
@@ -199,16 +212,21 @@ def _faults(path: str, order: FlatOrder, shapes: Mapping[str, Shape]) -> Iterato
                 found = "no such parameter" if name not in shapes else str(list(shapes[name]))
                 yield _fault(path, f"{name} is another than in the model's files", str(list(member.shape)), found)
             if member.offset < at:
-                yield _fault(path, f"{name} begins before the parameter in front of it ends", str(at),
-                             str(member.offset))  # fmt: skip
+                yield _fault(
+                    path, f"{name} begins before the parameter in front of it ends", str(at), str(member.offset)
+                )
             at = member.stop
     yield from _twice(path, [name for unit in order.units for name in unit], "is in two units")
     yield from _twice(path, order.parameters, "is counted twice")
     heads = {name for unit in order.units for name in (unit if order.use_orig_params else list(unit)[:1])}
     for name in order.parameters:
         if name not in heads:
-            yield _fault(path, f"{name} is counted", "a parameter of a unit" if order.use_orig_params
-                         else "the first parameter of a unit", "another name")  # fmt: skip
+            yield _fault(
+                path,
+                f"{name} is counted",
+                "a parameter of a unit" if order.use_orig_params else "the first parameter of a unit",
+                "another name",
+            )
 
 
 def _twice(path: str, names: Sequence[str], what: str) -> Iterator[Fault]:
@@ -218,4 +236,4 @@ def _twice(path: str, names: Sequence[str], what: str) -> Iterator[Fault]:
 
 def _fault(path: str, what: str, expected: str, found: str) -> Fault:
     mend = line_to_add(os.path.dirname(path))
-    return Fault(error="CheckpointDamaged", where=path, what=what, expected=expected, found=found, mend=mend)
+    return CheckpointDamaged.fault(path, what, expected, found, mend=mend)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import CheckpointDamaged, Fault, ReadFailed, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, ReadFailed, UnsupportedLayout, raise_faults
 from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint, groups_of, state_names
 from ds_reshard.formats.fsdp.extra_state import EXTRA, extra_trees
 from ds_reshard.formats.fsdp.files import MODEL, OPTIM, path_of
@@ -40,36 +40,47 @@ def fsdp_target(source: FsdpCheckpoint, size: int) -> Target:
     """
     raise_faults(list(_faults(source, size)), subject=f"converting {source.folder} to fsdp")
     writing = _Writing(
-        source=source, size=size, config=_config(source.folder),
+        source=source,
+        size=size,
+        config=_config(source.folder),
         trees={family: _load(path_of(source.folder, family, source.ranks, 0)) for family in source.first},
-        extra=tuple(extra_trees(source.folder, source.ranks, size)), group_size=_group_size(source),
-    )  # fmt: skip
+        extra=tuple(extra_trees(source.folder, source.ranks, size)),
+        group_size=_group_size(source),
+    )
     placements = {placement.key: placement for placement in writing.placements()}
     families = [*writing.trees, *([EXTRA] if writing.extra else [])]
     return Target(
-        layout=Layout(placements, {**dict.fromkeys(families, size), _TEXTS: 1}), folder="", pointers={},
-        units=tuple(writing.units()), wants={key: key for key in placements}, notes=tuple(writing.notes()),
-    )  # fmt: skip
+        layout=Layout(placements, {**dict.fromkeys(families, size), _TEXTS: 1}),
+        folder="",
+        pointers={},
+        units=tuple(writing.units()),
+        wants={key: key for key in placements},
+        notes=tuple(writing.notes()),
+    )
 
 
 def _faults(source: FsdpCheckpoint, size: int) -> Iterator[Fault]:
     held = [one for tensors in source.first.values() for one in tensors.values()]
     if size > 1 and not any(one.dim is not None for one in held):
         yield _unsupported(
-            source, "holds whole tensors: under one rank FSDP1 shards nothing, and no file tells of a mesh",
+            source,
+            "holds whole tensors: under one rank FSDP1 shards nothing, and no file tells of a mesh",
             "load it under one rank, or convert a folder that several ranks have saved",
-        )  # fmt: skip
+        )
     shards = _group_size(source)
     if shards is not None and (size % shards or size <= shards):
         yield _unsupported(
-            source, f"is of HSDP, groups of {shards} ranks: EasyR1 and verl make the same groups of other ranks, and "
-            f"{size} are no number of them", f"give a multiple of {shards} above it: --dp {2 * shards}; or --to dcp",
-        )  # fmt: skip
+            source,
+            f"is of HSDP, groups of {shards} ranks: EasyR1 and verl make the same groups of other ranks, and "
+            f"{size} are no number of them",
+            f"give a multiple of {shards} above it: --dp {2 * shards}; or --to dcp",
+        )
     if source.unnamed:
         yield _unsupported(
-            source, "its optimizer's files tell of no parameter's name and shape (verl with FSDP1, or several groups)",
+            source,
+            "its optimizer's files tell of no parameter's name and shape (verl with FSDP1, or several groups)",
             f"of FSDP1 {line_to_add(source.folder)}; else save it with get_state_dict",
-        )  # fmt: skip
+        )
 
 
 def _group_size(source: FsdpCheckpoint) -> int | None:
@@ -83,7 +94,7 @@ def _group_size(source: FsdpCheckpoint) -> int | None:
 
 
 def _unsupported(source: FsdpCheckpoint, what: str, mend: str) -> Fault:
-    return Fault(error="UnsupportedLayout", where=source.folder, what=what, mend=mend)
+    return UnsupportedLayout.fault(source.folder, what, mend=mend)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,24 +153,32 @@ class _Writing:
         again = rank >= self._shards
         saved_rank = rank % self._shards if again else 0
         meshes = Meshes(
-            self.source.folder, saved_size=self.source.ranks, rank=rank, size=self.size, shards=self.group_size,
+            self.source.folder,
+            saved_size=self.source.ranks,
+            rank=rank,
+            size=self.size,
+            shards=self.group_size,
             saved_rank=saved_rank,
-        )  # fmt: skip
+        )
         top = self._saved(family, saved_rank) if again else self.trees[family]
         if family == OPTIM and self.source.flat is not None:
             return top if again else _like(top, flat_tree(self.source.flat, top, rank, self._shards))
         if family == MODEL:
-            return _like(top, {name: self._value(family, name, "weight", value, rank, meshes)
-                               for name, value in top.items()})  # fmt: skip
+            return _like(
+                top, {name: self._value(family, name, "weight", value, rank, meshes) for name, value in top.items()}
+            )
         state = top["state"]
         assert isinstance(state, dict)
         names = state_names(groups_of(top), self.source.parameters)
         states = {
-            name: {kind: self._value(family, names.get(name, name), kind, value, rank, meshes)
-                   for kind, value in kinds.items()}
-            if isinstance(kinds, dict) else kinds
+            name: {
+                kind: self._value(family, names.get(name, name), kind, value, rank, meshes)
+                for kind, value in kinds.items()
+            }
+            if isinstance(kinds, dict)
+            else kinds
             for name, kinds in state.items()
-        }  # fmt: skip
+        }
         return _like(top, {**top, "state": states})
 
     def _value(self, family: str, name: object, kind: object, value: object, rank: int, meshes: Meshes) -> object:

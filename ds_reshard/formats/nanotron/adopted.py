@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout
 from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
 from ds_reshard.formats.nanotron.content import METADATA
 from ds_reshard.formats.nanotron.hyperparameters import Hyperparameters
@@ -41,20 +41,21 @@ def adopt(content: Content, like: NanotronCheckpoint) -> Adoption:
     metas, lost = position_of(content, like.metadata)
     groups = Hyperparameters(content)
     stages = tuple(
-        replace(stage, groups=tuple(groups.group(stage.path, group) for group in stage.groups))
-        for stage in like.stages
-    )  # fmt: skip
+        replace(stage, groups=tuple(groups.group(stage.path, group) for group in stage.groups)) for stage in like.stages
+    )
     faults += [*wrong, *lost, *groups.faults]
     if faults:
         return Adoption(checkpoint=None, origins={}, faults=tuple(faults), notes=())
     listing = like.listing
     random = [name for name in listing.nbytes if name.startswith("random/")]
     checkpoint = replace(
-        like, metadata=replace(like.metadata, entries={**like.metadata.entries, "metas": metas}), stages=stages,
+        like,
+        metadata=replace(like.metadata, entries={**like.metadata.entries, "metas": metas}),
+        stages=stages,
         listing=replace(listing, nbytes={name: size for name, size in listing.nbytes.items() if name not in random}),
         schedulers=tuple(_scheduler(content, groups, *pair) for pair in zip(like.schedulers, stages, strict=False)),
         facts=OptimizerFacts(groups=(), scalars=scalars),
-    )  # fmt: skip
+    )
     notes = (*_notes(content, like), *groups.notes)
     return Adoption(checkpoint=checkpoint, origins=_origins(content, like), faults=(), notes=notes)
 
@@ -75,8 +76,12 @@ def _parameters(content: Content, like: NanotronCheckpoint) -> Iterator[Fault]:
     for name in sorted(set(weights) - set(like.parameters)):
         yield _mismatch(name, "is in the source and not in --like", like.folder, "its name there: --names map.json")
     for name in sorted(set(like.parameters) - set(weights)):
-        yield _mismatch(name, "is in --like, and no parameter of the source has that name", content.folder,
-                        "the name that it has in the source: --names map.json")  # fmt: skip
+        yield _mismatch(
+            name,
+            "is in --like, and no parameter of the source has that name",
+            content.folder,
+            "the name that it has in the source: --names map.json",
+        )
     for name in sorted(set(like.parameters) & set(weights)):
         parameter, held = like.parameters[name], weights[name]
         if parameter.shape != held.shape:
@@ -90,7 +95,7 @@ def _parameters(content: Content, like: NanotronCheckpoint) -> Iterator[Fault]:
 
 
 def _mismatch(name: str, what: str, found: str, mend: str) -> Fault:
-    return Fault(error="ModelMismatch", where=name, what=what, found=found, mend=mend)
+    return ModelMismatch.fault(name, what, found=found, mend=mend)
 
 
 def _optimizer(content: Content, like: NanotronCheckpoint) -> Iterator[Fault]:
@@ -113,15 +118,15 @@ def _states(
     name: str, found: Mapping[str, ElementType], wanted: Mapping[str, ElementType], folder: str
 ) -> Iterator[Fault]:
     if dict(found) != dict(wanted):
-        one, other = (", ".join(f"{kind} {dtype.label}" for kind, dtype in sorted(side.items()))
-                      for side in (found, wanted))  # fmt: skip
+        one, other = (
+            ", ".join(f"{kind} {dtype.label}" for kind, dtype in sorted(side.items())) for side in (found, wanted)
+        )
         mend = (
             f"name a checkpoint of a run that keeps the same: of AdamW {_KINDS}, masters with accumulate_grad_in_fp32"
         )
-        yield Fault(
-            error="UnsupportedLayout", where=name, what=f"has other optimizer states than in --like {folder}",
-            expected=other, found=one, mend=mend,
-        )  # fmt: skip
+        yield UnsupportedLayout.fault(
+            name, f"has other optimizer states than in --like {folder}", other, one, mend=mend
+        )
 
 
 def _scalars(content: Content, like: NanotronCheckpoint) -> tuple[dict[str, dict[str, Scalar]], list[Fault]]:
@@ -148,10 +153,13 @@ def _scalars(content: Content, like: NanotronCheckpoint) -> tuple[dict[str, dict
 
 
 def _counters(name: str, expected: str, found: str) -> Fault:
-    return Fault(
-        error="UnsupportedLayout", where=name, what="has other counters than a parameter of nanotron's AdamW",
-        expected=expected, found=found, mend="resume it with DeepSpeed",
-    )  # fmt: skip
+    return UnsupportedLayout.fault(
+        name,
+        "has other counters than a parameter of nanotron's AdamW",
+        expected,
+        found,
+        mend="resume it with DeepSpeed",
+    )
 
 
 def _scheduler(
@@ -164,9 +172,7 @@ def _scheduler(
     entries["_step_count"] = kept.get("_step_count", (content.steps or 0) + 1)
     bases = saved.entries[BASE]
     assert isinstance(bases, list)
-    entries[BASE] = [
-        groups.base(group.members, base) for group, base in zip(stage.groups, bases, strict=True)
-    ]  # fmt: skip
+    entries[BASE] = [groups.base(group.members, base) for group, base in zip(stage.groups, bases, strict=True)]
     entries[LAST] = [group.hyperparameters["lr"] for group in stage.groups]
     return replace(saved, entries=entries)
 

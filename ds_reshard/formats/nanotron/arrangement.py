@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
 from ds_reshard.formats.nanotron.names import Topology
 from ds_reshard.formats.nanotron.optimizer_file import SavedGroup
@@ -125,11 +125,11 @@ def _said(kinds: Mapping[str, ElementType]) -> str:
 
 def _model(name: str, what: str, like: NanotronCheckpoint) -> Fault:
     mend = "name a checkpoint of the same model, trained in the same types, with or without fp32 masters as here"
-    return Fault(error="ModelMismatch", where=name, what=what, found=f"--like {like.folder}", mend=mend)
+    return ModelMismatch.fault(name, what, found=f"--like {like.folder}", mend=mend)
 
 
 def _unsupported(where: str, what: str, found: str, mend: str) -> Fault:
-    return Fault(error="UnsupportedLayout", where=where, what=what, found=found, mend=mend)
+    return UnsupportedLayout.fault(where, what, found=found, mend=mend)
 
 
 def _saved(source: NanotronCheckpoint) -> Iterator[tuple[Origin, SavedGroup]]:
@@ -193,10 +193,13 @@ def _cut(parameter: Parameter, like: Parameter | None, tp: int) -> Parameter:
         shapes = dict.fromkeys(range(tp), split.local_shape(parameter.shape, tp))
     buffer = weight_buffer(parameter.name)
     return Parameter(
-        name=parameter.name, shape=parameter.shape, dtype=parameter.dtype, pairs=tuple(pairs),
+        name=parameter.name,
+        shape=parameter.shape,
+        dtype=parameter.dtype,
+        pairs=tuple(pairs),
         files={rank: new_tensor(buffer, shape, parameter.dtype) for rank, shape in shapes.items()},
         tiles=tuple(tuple(tiles_of(of, shapes[rank], parameter.shape)) for rank, of in enumerate(pairs)),
-    )  # fmt: skip
+    )
 
 
 def weight_buffer(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ds_reshard.errors import Fault, ReshardError, damaged, faults_of, raise_faults
+from ds_reshard.errors import Fault, ReshardError, UnsupportedLayout, damaged, faults_of, raise_faults
 from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
 from ds_reshard.formats.nanotron.names import OPTIMIZER_CONFIG, NanotronListing, Rank, Topology
 from ds_reshard.formats.nanotron.optimizer_file import OptimizerFile, read_optimizer
@@ -50,8 +50,9 @@ class NanotronCheckpoint:
         return {
             name: scheduler.of_group(number)
             for stage, scheduler in zip(self.stages, self.schedulers, strict=False)
-            for number, group in enumerate(stage.groups) for name in group.members
-        }  # fmt: skip
+            for number, group in enumerate(stage.groups)
+            for name in group.members
+        }
 
     def stages_of(self, name: str) -> list[int]:
         """The pipeline ranks that train a parameter."""
@@ -143,10 +144,11 @@ def _unmatched(listing: NanotronListing, opening: Opening) -> Iterator[Fault]:
                 found = "no file below model/"
                 yield damaged(stage.path, f"has the states of {name}, which has no weight", "its weight", found)
             elif not opening.parameters[name].shape and listing.topology is not None and listing.topology.dp is None:
-                yield Fault(
-                    error="UnsupportedLayout", where=stage.path, what=f"{name} is one number: its states cannot be "
-                    "told from its counters", mend="save it with zero_stage 1",
-                )  # fmt: skip
+                yield UnsupportedLayout.fault(
+                    stage.path,
+                    f"{name} is one number: its states cannot be told from its counters",
+                    mend="save it with zero_stage 1",
+                )
     yield from _several_runs(opening.stages)
     config = opening.metadata.optimizer if opening.metadata is not None else None
     if config is not None and opening.stages and listing.topology is not None and listing.topology.dp is not None:
@@ -204,9 +206,14 @@ def _made(listing: NanotronListing, metadata: Metadata, opening: Opening) -> Nan
     layout = Layout({placement.key: placement for placement in placements}, shards)
     facts = _facts(stages) if stages else None
     return NanotronCheckpoint(
-        listing=listing, metadata=metadata, parameters=parameters, stages=stages, layout=layout, facts=facts,
+        listing=listing,
+        metadata=metadata,
+        parameters=parameters,
+        stages=stages,
+        layout=layout,
+        facts=facts,
         schedulers=opening.schedulers,
-    )  # fmt: skip
+    )
 
 
 def _states(
@@ -229,8 +236,11 @@ def _states(
 
 
 def _facts(stages: tuple[OptimizerFile, ...]) -> OptimizerFacts:
-    groups = [GroupFacts(members=group.members, hyperparameters=group.hyperparameters)
-              for stage in stages for group in stage.groups]  # fmt: skip
+    groups = [
+        GroupFacts(members=group.members, hyperparameters=group.hyperparameters)
+        for stage in stages
+        for group in stage.groups
+    ]
     scalars = {name: values for stage in reversed(stages) for name, values in stage.scalars.items()}
     return OptimizerFacts(groups=tuple(groups), scalars=scalars)
 

@@ -29,11 +29,18 @@ def content_of(checkpoint: NanotronCheckpoint) -> Content:
     facts, schedule = _groups(checkpoint)
     metadata = checkpoint.metadata
     return Content(
-        folder=checkpoint.folder, tag=checkpoint.listing.tag, dp=metadata.dp, tensors=tensors, facts=facts,
-        scheduler=schedule.entries() if schedule is not None else None, schedule=schedule, steps=metadata.step,
-        samples=metadata.samples, batch_size=metadata.global_batch_size,
+        folder=checkpoint.folder,
+        tag=checkpoint.listing.tag,
+        dp=metadata.dp,
+        tensors=tensors,
+        facts=facts,
+        scheduler=schedule.entries() if schedule is not None else None,
+        schedule=schedule,
+        steps=metadata.step,
+        samples=metadata.samples,
+        batch_size=metadata.global_batch_size,
         extra={METADATA: metadata.entries["metas"]} if "metas" in metadata.entries else {},
-    )  # fmt: skip
+    )
 
 
 def _groups(checkpoint: NanotronCheckpoint) -> tuple[OptimizerFacts | None, Schedule | None]:

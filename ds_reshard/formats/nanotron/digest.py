@@ -17,17 +17,25 @@ def digest_of(checkpoint: NanotronCheckpoint) -> str:
     said = {
         "files": {name: hashlib.sha256(read_bytes(listing.path(name))).hexdigest() for name in small},
         "weights": {
-            name: [parameter.shape, parameter.dtype.label, [list(map(str, pairs)) for pairs in parameter.pairs],
-                   {rank: tensor.shape for rank, tensor in parameter.files.items()}]
+            name: [
+                parameter.shape,
+                parameter.dtype.label,
+                [list(map(str, pairs)) for pairs in parameter.pairs],
+                {rank: tensor.shape for rank, tensor in parameter.files.items()},
+            ]
             for name, parameter in checkpoint.parameters.items()
         },
         "homes": dict(listing.weight_stages),
         "stages": [
-            {"groups": [[group.members, dict(group.hyperparameters)] for group in stage.groups],
-             "states": {name: {kind: tensor.dtype.label for kind, tensor in kinds.items()}
-                        for name, kinds in stage.states.items()}}
+            {
+                "groups": [[group.members, dict(group.hyperparameters)] for group in stage.groups],
+                "states": {
+                    name: {kind: tensor.dtype.label for kind, tensor in kinds.items()}
+                    for name, kinds in stage.states.items()
+                },
+            }
             for stage in checkpoint.stages
         ],
         "schedulers": [dict(scheduler.entries) for scheduler in checkpoint.schedulers],
-    }  # fmt: skip
+    }
     return hashlib.sha256(canonical(said).encode("utf-8", "surrogatepass")).hexdigest()

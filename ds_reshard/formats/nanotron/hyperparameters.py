@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, ParamGroupMismatch
 from ds_reshard.formats.nanotron.optimizer_file import SavedGroup
 from ds_reshard.model.content import BASE, Content
 from ds_reshard.model.facts import canonical, describe
@@ -85,8 +85,11 @@ class Hyperparameters:
     def _fault(self, path: str, group: SavedGroup, what: str, expected: str, found: str) -> None:
         names = ", ".join(group.members[:3]) + ("" if len(group.members) < 4 else f" and {len(group.members) - 3} more")
         self.faults.append(
-            Fault(
-                error="ParamGroupMismatch", where=names, what=f"{what} ({path})", expected=expected, found=found,
+            ParamGroupMismatch.fault(
+                names,
+                f"{what} ({path})",
+                expected,
+                found,
                 mend="name a checkpoint of a run with the same param groups and optimizer: --like DIR",
             )
-        )  # fmt: skip
+        )

@@ -44,17 +44,26 @@ def describe(listing: NanotronListing, opening: Opening, *, tag: str, bytes_read
     config = metadata.config if metadata is not None else {}
     kind = metadata.optimizer.get("type") if metadata is not None and metadata.optimizer is not None else None
     return Inspection(
-        format="nanotron", writer="nanotron, checkpoint version", folder=listing.folder, tag=tag,
+        format="nanotron",
+        writer="nanotron, checkpoint version",
+        folder=listing.folder,
+        tag=tag,
         version=metadata.version if metadata is not None else None,
         stage=None if topology is None else int(topology.dp is not None),
-        wrapper=str(kind) if kind is not None else None, dp=metadata.dp if metadata is not None else None,
-        tp=metadata.tp if metadata is not None else None, pp=topology.pp if topology is not None else None,
-        optimizer=config.get("optimizer.optimizer_factory.name"), states=tuple(_states(opening)),
-        groups=tuple(_groups(opening)), steps=_steps(opening),
+        wrapper=str(kind) if kind is not None else None,
+        dp=metadata.dp if metadata is not None else None,
+        tp=metadata.tp if metadata is not None else None,
+        pp=topology.pp if topology is not None else None,
+        optimizer=config.get("optimizer.optimizer_factory.name"),
+        states=tuple(_states(opening)),
+        groups=tuple(_groups(opening)),
+        steps=_steps(opening),
         arrangement=Arrangement(buffers=None, round_robin=None, alignment_gaps=None, elastic=None, offloaded_to=None),
-        parameters=tuple(_parameters(opening)), files=tuple(_files(listing)), faults=_sorted(opening.faults),
+        parameters=tuple(_parameters(opening)),
+        files=tuple(_files(listing)),
+        faults=_sorted(opening.faults),
         bytes_read=bytes_read,
-    )  # fmt: skip
+    )
 
 
 def _sorted(faults: list[Fault]) -> tuple[Fault, ...]:
@@ -81,9 +90,11 @@ def _groups(opening: Opening) -> Iterator[GroupEntry]:
         known = [opening.parameters[name] for name in group.members if name in opening.parameters]
         numel = sum(prod(parameter.shape) for parameter in known)
         yield GroupEntry(
-            number=number, members=len(group.members), numel=numel if len(known) == len(group.members) else None,
+            number=number,
+            members=len(group.members),
+            numel=numel if len(known) == len(group.members) else None,
             hyperparameters={key: _plain(value) for key, value in group.hyperparameters.items()},
-        )  # fmt: skip
+        )
 
 
 def _plain(value: object) -> object:
@@ -97,14 +108,17 @@ def _plain(value: object) -> object:
 def _steps(opening: Opening) -> Steps:
     metadata = opening.metadata
     steps: Mapping[str, object] = {
-        described(scalars["step"]): None for stage in opening.stages for scalars in stage.scalars.values()
+        described(scalars["step"]): None
+        for stage in opening.stages
+        for scalars in stage.scalars.values()
         if "step" in scalars
-    }  # fmt: skip
+    }
     return Steps(
         global_steps=metadata.step if metadata is not None else None,
-        global_samples=metadata.samples if metadata is not None else None, skipped_steps=None,
+        global_samples=metadata.samples if metadata is not None else None,
+        skipped_steps=None,
         optimizer_steps=tuple(text.rpartition(" ")[2] for text in steps),
-    )  # fmt: skip
+    )
 
 
 def _parameters(opening: Opening) -> Iterator[ParameterEntry]:
@@ -115,9 +129,13 @@ def _parameters(opening: Opening) -> Iterator[ParameterEntry]:
     for name, parameter in sorted(opening.parameters.items()):
         role = ("trainable" if name in homes else "frozen") if opening.stages else "parameter"
         yield ParameterEntry(
-            name=name, shape=parameter.shape, dtype=parameter.dtype.label, role=role, group=homes.get(name),
+            name=name,
+            shape=parameter.shape,
+            dtype=parameter.dtype.label,
+            role=role,
+            group=homes.get(name),
             tied_to=None,
-        )  # fmt: skip
+        )
 
 
 def _files(listing: NanotronListing) -> Iterator[FileEntry]:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ds_reshard.errors import Fault, ReadFailed, damaged, fail
+from ds_reshard.errors import Fault, ReadFailed, UnsupportedLayout, damaged, fail
 from ds_reshard.formats.nanotron.names import CONFIG, META, OPTIMIZER_CONFIG, NanotronListing, Topology, experts
 from ds_reshard.formats.nanotron.run_config import Batch, batch_of, scalars
 
@@ -65,12 +65,14 @@ def read_metadata(listing: NanotronListing) -> tuple[Metadata | None, list[Fault
     path, version = listing.path(META), meta.get("version")
     if version not in VERSIONS:
         return None, [
-            Fault(
-                error="UnsupportedLayout", where=path, what="is of a checkpoint version that is not known here",
-                expected=" | ".join(VERSIONS), found=repr(version),
+            UnsupportedLayout.fault(
+                path,
+                "is of a checkpoint version that is not known here",
+                " | ".join(VERSIONS),
+                repr(version),
                 mend="load it with the nanotron that wrote it, and save it with version 1.5",
             )
-        ]  # fmt: skip
+        ]
     numbers = {name: size for name, size in sizes.items() if type(size) is int and size > 0}
     if len(numbers) < len(sizes):
         return None, [damaged(path, "has no parallel sizes", "tp, dp and cp, from 1 on", repr(sizes))]
@@ -79,9 +81,14 @@ def read_metadata(listing: NanotronListing) -> tuple[Metadata | None, list[Fault
         optimizer, missing = _json(listing, OPTIMIZER_CONFIG)
         faults += missing
     metadata = Metadata(
-        version=str(version), entries=meta, optimizer=optimizer, config=_config(listing), tp=numbers["tp"],
-        dp=numbers["dp"], cp=numbers["cp"],
-    )  # fmt: skip
+        version=str(version),
+        entries=meta,
+        optimizer=optimizer,
+        config=_config(listing),
+        tp=numbers["tp"],
+        dp=numbers["dp"],
+        cp=numbers["cp"],
+    )
     return metadata, [*faults, *_refused(listing, metadata), *_sizes(listing, metadata)]
 
 
@@ -103,12 +110,14 @@ def _json(listing: NanotronListing, name: str) -> tuple[dict[str, object] | None
 
 def _refused(listing: NanotronListing, metadata: Metadata) -> Iterator[Fault]:
     if metadata.cp > 1:
-        yield Fault(
-            error="UnsupportedLayout", where=listing.path(META), what="was saved with context parallelism: no name of "
+        yield UnsupportedLayout.fault(
+            listing.path(META),
+            "was saved with context parallelism: no name of "
             "a file has the context rank in it, so the ranks of one group wrote one file at the same time",
-            expected="cp 1", found=str(metadata.cp),
+            "cp 1",
+            str(metadata.cp),
             mend="load it with nanotron alone, without ds_reshard's hooks, at the topology that saved it",
-        )  # fmt: skip
+        )
     if metadata.optimizer is not None:
         size = _said_sizes(metadata.optimizer).get("exp")
         if size is not None and size != 1:
@@ -144,9 +153,8 @@ def _sizes(listing: NanotronListing, metadata: Metadata) -> Iterator[Fault]:
             if sizes[axis] != named[axis]:
                 other = META if axis == "dp" and topology.dp is None else "the names of the optimizer's files"
                 yield damaged(
-                    listing.path(name), f"says another {axis} size than {other}",
-                    str(named[axis]), str(sizes[axis]),
-                )  # fmt: skip
+                    listing.path(name), f"says another {axis} size than {other}", str(named[axis]), str(sizes[axis])
+                )
 
 
 def _config_sizes(metadata: Metadata) -> dict[str, int]:
@@ -160,9 +168,11 @@ def _kind(listing: NanotronListing, optimizer: Mapping[str, object], topology: T
     if kind not in (ZERO, PLAIN, ACCUMULATING) or (kind == ZERO) != cut:
         files = "cut over the data-parallel ranks" if cut else "whole for each data-parallel rank"
         yield damaged(
-            listing.path(OPTIMIZER_CONFIG), f"names another optimizer than its files are of, which are {files}",
-            ZERO if cut else f"{PLAIN} or {ACCUMULATING}", repr(kind),
-        )  # fmt: skip
+            listing.path(OPTIMIZER_CONFIG),
+            f"names another optimizer than its files are of, which are {files}",
+            ZERO if cut else f"{PLAIN} or {ACCUMULATING}",
+            repr(kind),
+        )
 
 
 def _config(listing: NanotronListing) -> dict[str, str]:

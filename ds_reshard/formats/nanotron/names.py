@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ds_reshard.errors import Fault, damaged
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, damaged
 
 META, OPTIMIZER_CONFIG, CONFIG = "checkpoint_metadata.json", "optimizer/optimizer_config.json", "config.yaml"
 MODEL_CONFIG = "model_config.json"
@@ -129,9 +129,15 @@ def read_listing(folder: str) -> NanotronListing:
     topology, wrong = _topology(folder, states["optimizer"], sizes["optimizer"])
     schedulers, mixed = _schedulers(folder, states["lr_scheduler"], sizes["lr_scheduler"], nbytes)
     return NanotronListing(
-        folder=folder, nbytes=nbytes, topology=topology, weights=weights, faults=(*faults, *wrong, *mixed),
-        optimizer=_by_rank(states["optimizer"]), schedulers=schedulers, weight_stages=homes,
-    )  # fmt: skip
+        folder=folder,
+        nbytes=nbytes,
+        topology=topology,
+        weights=weights,
+        faults=(*faults, *wrong, *mixed),
+        optimizer=_by_rank(states["optimizer"]),
+        schedulers=schedulers,
+        weight_stages=homes,
+    )
 
 
 def _by_rank(states: Mapping[tuple[int, ...], str]) -> dict[Rank, str]:
@@ -153,10 +159,11 @@ def _add_weight(
         yield experts(f"{folder}/{name}", int(match["exps"]))
         return
     if ".safetensors" in match["leaf"]:
-        yield Fault(
-            error="UnsupportedLayout", where=f"{folder}/{name}", what="has the doubled name of nanotron in April 2024",
+        yield UnsupportedLayout.fault(
+            f"{folder}/{name}",
+            "has the doubled name of nanotron in April 2024",
             mend="rename the files with scripts/fix_checkpoint_bad_naming.py of nanotron",
-        )  # fmt: skip
+        )
         return
     parameter = (match["folder"] or "").replace("/", ".") + match["leaf"]
     files = weights.setdefault(parameter, {})
@@ -171,11 +178,13 @@ def _add_weight(
 
 def experts(where: str, size: int) -> Fault:
     """A checkpoint of expert parallelism, of which nanotron's own loader overwrites one expert with another."""
-    return Fault(
-        error="UnsupportedLayout", where=where, what="was saved with expert parallelism",
-        expected="expert_parallel_size 1", found=str(size),
+    return UnsupportedLayout.fault(
+        where,
+        "was saved with expert parallelism",
+        "expert_parallel_size 1",
+        str(size),
         mend="load it with nanotron alone, without ds_reshard's hooks, at the topology that saved it",
-    )  # fmt: skip
+    )
 
 
 def _topology(
@@ -188,11 +197,10 @@ def _topology(
         found = ", ".join("pp {} dp {} tp {} exp {}".format(*size) for size in sorted(sizes, key=str))
         mend = "move the files of the older save out of the folder"
         return None, [
-            Fault(
-                error="CheckpointDamaged", where=f"{folder}/optimizer", what="holds the files of several topologies",
-                expected="one", found=found, mend=mend,
+            CheckpointDamaged.fault(
+                f"{folder}/optimizer", "holds the files of several topologies", "one", found, mend=mend
             )
-        ]  # fmt: skip
+        ]
     pp, dp, tp, exp = next(iter(sizes))
     topology = Topology(pp=pp or 0, dp=dp, tp=tp or 0, exp=exp or 0)
     if topology.exp != 1:
@@ -201,8 +209,13 @@ def _topology(
     missing = [state_name("optimizer", topology, rank) for rank in topology.ranks if rank not in held]
     beyond = [name for rank, name in held.items() if rank not in set(topology.ranks)]
     faults = [damaged(f"{folder}/{name}", "is missing", f"{len(held)} files and this", "no file") for name in missing]
-    return topology, [*faults, *(damaged(f"{folder}/{name}", "is of a rank beyond the size in its name",
-                                         "a rank below it", name) for name in beyond)]  # fmt: skip
+    return topology, [
+        *faults,
+        *(
+            damaged(f"{folder}/{name}", "is of a rank beyond the size in its name", "a rank below it", name)
+            for name in beyond
+        ),
+    ]
 
 
 def _schedulers(
@@ -211,12 +224,13 @@ def _schedulers(
     """The scheduler's files; those of two namings are of two saves."""
     old = OLD_SCHEDULER in nbytes
     if len(sizes) + old > 1:
-        fault = Fault(
-            error="CheckpointDamaged", where=f"{folder}/lr_scheduler", what="holds the schedulers of several saves",
-            expected=f"one naming and one topology ({OLD_SCHEDULER} is that of nanotron before November 2024)",
-            found=", ".join(sorted(name for name in nbytes if name.startswith("lr_scheduler/"))[:6]),
+        fault = CheckpointDamaged.fault(
+            f"{folder}/lr_scheduler",
+            "holds the schedulers of several saves",
+            f"one naming and one topology ({OLD_SCHEDULER} is that of nanotron before November 2024)",
+            ", ".join(sorted(name for name in nbytes if name.startswith("lr_scheduler/"))[:6]),
             mend="move the files of the older save out of the folder",
-        )  # fmt: skip
+        )
         return {}, [fault]
     if old:
         return {Rank(pp=0, tp=0, dp=0): OLD_SCHEDULER}, []

@@ -62,24 +62,42 @@ class Parameter:
 
 
 def place(
-    parameter: Parameter, kind: str, dtype: ElementType, family: str, buffer: str, cuts: Mapping[int, Cut], *,
+    parameter: Parameter,
+    kind: str,
+    dtype: ElementType,
+    family: str,
+    buffer: str,
+    cuts: Mapping[int, Cut],
+    *,
     copy: int = 0,
-) -> Placement:  # fmt: skip
+) -> Placement:
     """A tensor of the parameter's shape, whose shard of each tensor-parallel rank is cut as `cuts` says."""
     key = TensorKey(name=parameter.name, kind=kind, copy=copy)
     tiles = tuple(
         Placement(
-            key=key, shape=parameter.shape, dtype=dtype, family=family, buffer=buffer, box=tile.box,
+            key=key,
+            shape=parameter.shape,
+            dtype=dtype,
+            family=family,
+            buffer=buffer,
+            box=tile.box,
             cut=Cut(chunk=cut.chunk, wide=cut.wide, first=cut.first, phase=tile.element_offset),
         )
-        for tp, cut in cuts.items() for tile in parameter.tiles_at(tp)
-    )  # fmt: skip
+        for tp, cut in cuts.items()
+        for tile in parameter.tiles_at(tp)
+    )
     if len(tiles) == 1:
         return tiles[0]
     return Placement(
-        key=key, shape=parameter.shape, dtype=dtype, family=family, buffer=buffer, box=Box.whole(parameter.shape),
-        cut=Cut(chunk=max(1, prod(parameter.shape))), tiles=tiles,
-    )  # fmt: skip
+        key=key,
+        shape=parameter.shape,
+        dtype=dtype,
+        family=family,
+        buffer=buffer,
+        box=Box.whole(parameter.shape),
+        cut=Cut(chunk=max(1, prod(parameter.shape))),
+        tiles=tiles,
+    )
 
 
 def read_parameters(listing: NanotronListing, tp: int) -> tuple[dict[str, Parameter], list[Fault]]:
@@ -123,8 +141,9 @@ def _sharded(listing: NanotronListing, name: str, files: Mapping[int, str], tp: 
             pairs = parse_pairs(said["local_global_slices_pairs"])
             tiles.append(tuple(tiles_of(pairs, tensor.shape, shape)))
         except (KeyError, ValueError) as error:
-            raise fail(path, f"does not say which part it holds: {error}", "unsharded_shape and slices", "others") \
-                from None  # fmt: skip
+            raise fail(
+                path, f"does not say which part it holds: {error}", "unsharded_shape and slices", "others"
+            ) from None
         tensors[rank] = tensor
         ranks.append(pairs)
         shapes.add((shape, tensor.dtype.label))
@@ -133,13 +152,18 @@ def _sharded(listing: NanotronListing, name: str, files: Mapping[int, str], tp: 
     shape, _ = next(iter(shapes))
     starts = [held[0].box.offset for held in tiles if held]
     if starts != sorted(starts):
-        raise fail(folder, f"shards of {name} are under each other's names", "parts in the order of the ranks",
-                   f"parts that begin at {', '.join(str(list(start)) for start in starts)}")  # fmt: skip
+        raise fail(
+            folder,
+            f"shards of {name} are under each other's names",
+            "parts in the order of the ranks",
+            f"parts that begin at {', '.join(str(list(start)) for start in starts)}",
+        )
     try:
         check_cover([tile.box for held in tiles for tile in held], shape)
     except ValueError as error:
-        raise fail(folder, f"shards of {name} do not make up the parameter: {error}", str(list(shape)), "others") \
-            from None  # fmt: skip
+        raise fail(
+            folder, f"shards of {name} do not make up the parameter: {error}", str(list(shape)), "others"
+        ) from None
     return Parameter(
         name=name, shape=shape, dtype=tensors[0].dtype, files=tensors, pairs=tuple(ranks), tiles=tuple(tiles)
     )

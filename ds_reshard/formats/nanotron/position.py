@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.nanotron.content import METADATA
 from ds_reshard.formats.nanotron.metadata import Metadata
 from ds_reshard.model.content import Content
@@ -26,9 +26,7 @@ def position_of(content: Content, like: Metadata) -> tuple[Mapping[str, object],
         return {}, [_unknown(content, "says no number of steps and samples", "global_steps and global_samples")]
     metas = like.entries.get("metas")
     shown: Mapping[str, object] = metas if isinstance(metas, dict) else {}
-    counts: dict[str, object] = {
-        "consumed_train_samples": content.samples, "last_train_step": content.steps,
-    }  # fmt: skip
+    counts: dict[str, object] = {"consumed_train_samples": content.samples, "last_train_step": content.steps}
     stages = shown.get("data_stages")
     if not isinstance(stages, list):
         return {**shown, **counts}, []
@@ -39,9 +37,7 @@ def position_of(content: Content, like: Metadata) -> tuple[Mapping[str, object],
         return {}, [_unknown(content, what, "a --like of one data stage and folder")]
     tokens = content.samples * int(stage.get("sequence_length") or _SEQUENCE_LENGTH)
     consumed = dict.fromkeys(folders, tokens)
-    stage = {
-        **stage, "consumed_train_samples": content.samples, "consumed_tokens_per_dataset_folder": consumed,
-    }  # fmt: skip
+    stage = {**stage, "consumed_train_samples": content.samples, "consumed_tokens_per_dataset_folder": consumed}
     total = tokens if consumed else None
     return {**shown, **counts, "consumed_tokens_total": total, "last_stage_idx": 0, "data_stages": [stage]}, []
 
@@ -55,7 +51,6 @@ def _is_text(value: object) -> bool:
 
 
 def _unknown(content: Content, what: str, expected: str) -> Fault:
-    return Fault(
-        error="UnsupportedLayout", where=content.folder, what=what, expected=expected, found="others",
-        mend="name a checkpoint of a run with one data stage: --like DIR",
-    )  # fmt: skip
+    return UnsupportedLayout.fault(
+        content.folder, what, expected, "others", mend="name a checkpoint of a run with one data stage: --like DIR"
+    )

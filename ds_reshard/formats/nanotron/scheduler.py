@@ -92,7 +92,9 @@ def _expanded(one: SavedScheduler, groups: Sequence[SavedGroup]) -> SavedSchedul
             one.path, "is of the first pipeline stage, and the groups of another have no initial_lr", "it", "none"
         )
     entries = {
-        **one.entries, BASE: [rate["initial_lr"] for rate in rates], LAST: [rate["lr"] for rate in rates],
+        **one.entries,
+        BASE: [rate["initial_lr"] for rate in rates],
+        LAST: [rate["lr"] for rate in rates],
         LAMBDAS: [{} for _ in rates],
-    }  # fmt: skip
+    }
     return SavedScheduler(path=one.path, entries=entries)

@@ -43,8 +43,10 @@ class NanotronShards:
         extents = {
             f"{kind}/{name}": extent_of(tensor) for name, kinds in file.states.items() for kind, tensor in kinds.items()
         }
-        shared = [damaged(path, f"{one} and {other} share bytes", "disjoint tensors", "overlap")
-                  for one, other in extents_overlap(extents)]  # fmt: skip
+        shared = [
+            damaged(path, f"{one} and {other} share bytes", "disjoint tensors", "overlap")
+            for one, other in extents_overlap(extents)
+        ]
         raise_faults(shared, subject=f"checkpoint {checkpoint.folder}")
         return extents
 
@@ -60,8 +62,9 @@ class NanotronShards:
             for group in file.groups:
                 for name in group.members:
                     first, known = groups.setdefault(name, (file.path, group))
-                    yield from _differing(file.path, f"param group of {name}", first, known.hyperparameters,
-                                          group.hyperparameters)  # fmt: skip
+                    yield from _differing(
+                        file.path, f"param group of {name}", first, known.hyperparameters, group.hyperparameters
+                    )
             for name, values in file.scalars.items():
                 for kind, value in values.items():
                     first, said = scalars.setdefault((name, kind), (file.path, value))
@@ -104,9 +107,11 @@ class NanotronShards:
             for kind, tensor in one.states.get(name, {}).items():
                 if not same_bytes(extent_of(tensor), extent_of(two.states[name][kind])):
                     yield damaged(
-                        two.path, f"{kind} of {name} differs from that of another rank that holds the same part",
-                        f"the bytes of {one.path.removeprefix(self.checkpoint.folder + '/')}", "others",
-                    )  # fmt: skip
+                        two.path,
+                        f"{kind} of {name} differs from that of another rank that holds the same part",
+                        f"the bytes of {one.path.removeprefix(self.checkpoint.folder + '/')}",
+                        "others",
+                    )
 
 
 def same_bytes(one: Extent, other: Extent) -> bool:
@@ -134,9 +139,10 @@ def _unlike(checkpoint: NanotronCheckpoint, rank: Rank, file: OptimizerFile) -> 
     """In what a file is not what the first file of its stage and the weights say that it must be."""
     first, topology = checkpoint.stages[rank.pp], checkpoint.topology
     expected = {
-        name: shape for name in first.states
+        name: shape
+        for name in first.states
         if (shape := shape_of(checkpoint.parameters[name], topology, rank)) is not None
-    }  # fmt: skip
+    }
     if set(expected) != set(file.states):
         yield damaged(
             file.path, "holds the states of other parameters than its rank has", _some(expected), _some(file.states)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.nanotron.arrangement import Arrangement, Wanted, arrange, kinds_of, weight_buffer
 from ds_reshard.formats.nanotron.checkpoint import OPTIM, NanotronCheckpoint, shape_of, state_cut
 from ds_reshard.formats.nanotron.digest import digest_of
@@ -50,10 +50,14 @@ def nanotron_target(source: NanotronCheckpoint, wanted: Wanted, like: NanotronCh
     shards = {WEIGHTS: arrangement.topology.tp, OPTIM: len(list(arrangement.topology.ranks)), TEXTS: 1}
     tag = source.listing.tag
     return Target(
-        layout=Layout(placements, shards), folder=tag, pointers={"latest.txt": tag}, units=tuple(writing.units()),
-        wants={key: TensorKey(name=key.name, kind=key.kind) for key in placements}, notes=tuple(writing.notes()),
+        layout=Layout(placements, shards),
+        folder=tag,
+        pointers={"latest.txt": tag},
+        units=tuple(writing.units()),
+        wants={key: TensorKey(name=key.name, kind=key.kind) for key in placements},
+        notes=tuple(writing.notes()),
         basis={"like": digest_of(like)} if like is not None else {},
-    )  # fmt: skip
+    )
 
 
 def _idle(arrangement: Arrangement) -> Iterator[Fault]:
@@ -62,11 +66,14 @@ def _idle(arrangement: Arrangement) -> Iterator[Fault]:
     for rank in topology.ranks:
         names = arrangement.stages[rank.pp].names
         if all(shape_of(arrangement.parameters[name], topology, rank) is None for name in names):
-            yield Fault(
-                error="UnsupportedLayout", where=state_name("optimizer", topology, rank), what="would hold nothing: no "
+            yield UnsupportedLayout.fault(
+                state_name("optimizer", topology, rank),
+                "would hold nothing: no "
                 "parameter there has as many elements as there are data-parallel ranks, and nanotron loads no empty "
-                "state", found=f"dp {topology.dp}", mend="a smaller --dp, or --zero-stage 0",
-            )  # fmt: skip
+                "state",
+                found=f"dp {topology.dp}",
+                mend="a smaller --dp, or --zero-stage 0",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +124,10 @@ class _Writing:
             if parameter.sharded:
                 shard = (self.arrangement.homes[name], topology.pp, tp, topology.tp)
                 said = {
-                    "version": self.source.metadata.version, "unsharded_shape": str(parameter.shape),
+                    "version": self.source.metadata.version,
+                    "unsharded_shape": str(parameter.shape),
                     "local_global_slices_pairs": ";".join(map(str, parameter.pairs[tp])),
-                }  # fmt: skip
+                }
             tree: dict[str, object] = {DATA: parameter.files[tp]}
             yield TargetFile(
                 name=weight_name(name, shard), tree=partial(dict, tree), container="safetensors", metadata=said
@@ -129,9 +137,11 @@ class _Writing:
         held = {name: self._shape(name, rank) for name in self.arrangement.stages[rank.pp].names}
         data = {
             f"{kind}/{name}": value.data
-            for name, shape in held.items() if shape is not None
-            for kind, value in self._scalars(name).items() if isinstance(value, ScalarTensor)
-        }  # fmt: skip
+            for name, shape in held.items()
+            if shape is not None
+            for kind, value in self._scalars(name).items()
+            if isinstance(value, ScalarTensor)
+        }
         name = state_name("optimizer", self.arrangement.topology, rank)
         return TargetFile(name=name, tree=partial(self._optimizer_tree, rank), data=data)
 
@@ -159,9 +169,10 @@ class _Writing:
                 members.append(number)
                 state[number] = {
                     kind: new_tensor(f"{kind}/{name}", value.shape, value.dtype)
-                    if isinstance(value, ScalarTensor) else value
+                    if isinstance(value, ScalarTensor)
+                    else value
                     for kind, value in self._scalars(name).items()
-                }  # fmt: skip
+                }
                 for kind, dtype in kinds_of(self.source, name).items():
                     holder, key = (masters, name) if kind == MASTER else (state[number], kind)
                     holder[key] = new_tensor(f"{kind}/{name}", shape, dtype)
@@ -178,8 +189,10 @@ class _Writing:
 
         The trainer asks for it with the stage's number as `is_zero`, which is not `True` (`lr_scheduler_filename`).
         """
-        kept = tuple(self.source.schedulers[origin.stage].of_group(origin.number)
-                     for origin, _ in self.arrangement.stages[rank.pp].groups)  # fmt: skip
+        kept = tuple(
+            self.source.schedulers[origin.stage].of_group(origin.number)
+            for origin, _ in self.arrangement.stages[rank.pp].groups
+        )
         schedule = Schedule(counters=self.source.schedulers[0].counters, groups=kept)
         name = state_name("lr_scheduler", replace(self.arrangement.topology, dp=None), rank)
         return TargetFile(name=name, tree=schedule.entries)
@@ -199,8 +212,12 @@ class _Writing:
     def _optimizer_config(self) -> dict[str, object]:
         """With the offsets of world rank 0's own stage, as nanotron writes them: all as text."""
         topology = self.arrangement.topology
-        sizes = {"tp_size": topology.tp, "dp_size": self.arrangement.dp, "pp_size": topology.pp,
-                 "expert_parallel_size": topology.exp}  # fmt: skip
+        sizes = {
+            "tp_size": topology.tp,
+            "dp_size": self.arrangement.dp,
+            "pp_size": topology.pp,
+            "expert_parallel_size": topology.exp,
+        }
         configs: dict[str, object] = {}
         if topology.dp is not None:
             offsets, shapes, first = {}, {}, Rank(pp=0, tp=0, dp=0)
@@ -213,13 +230,19 @@ class _Writing:
         whole = ACCUMULATING if self._has_masters else PLAIN
         return {
             "type": ZERO if topology.dp is not None else whole,
-            "parallelism": {key: str(size) for key, size in sizes.items()}, "configs": configs,
-        }  # fmt: skip
+            "parallelism": {key: str(size) for key, size in sizes.items()},
+            "configs": configs,
+        }
 
     def _config(self) -> dict[str, int]:
         topology = self.arrangement.topology
-        return {"parallelism.dp": self.arrangement.dp, "parallelism.tp": topology.tp, "parallelism.pp": topology.pp,
-                "optimizer.zero_stage": int(topology.dp is not None), **self._batch[0]}  # fmt: skip
+        return {
+            "parallelism.dp": self.arrangement.dp,
+            "parallelism.tp": topology.tp,
+            "parallelism.pp": topology.pp,
+            "optimizer.zero_stage": int(topology.dp is not None),
+            **self._batch[0],
+        }
 
     @property
     def _batch(self) -> tuple[dict[str, int], str | None]:
@@ -233,8 +256,9 @@ class _Writing:
     def _keeps_random(self) -> bool:
         """Whether each rank of the target is one of the source: the optimizer's files may be cut otherwise."""
         (one, one_dp), (other, other_dp) = (
-            (self.source.topology, self.source.metadata.dp), (self.arrangement.topology, self.arrangement.dp)
-        )  # fmt: skip
+            (self.source.topology, self.source.metadata.dp),
+            (self.arrangement.topology, self.arrangement.dp),
+        )
         return (one.pp, one.tp, one_dp) == (other.pp, other.tp, other_dp)
 
     def notes(self) -> Iterator[str]:

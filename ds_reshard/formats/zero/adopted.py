@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
@@ -42,8 +42,11 @@ class Foreign:
 
     @property
     def weights(self) -> dict[str, Placement]:
-        return {key.name: place for key, place in self.layout.placements.items()
-                if key.kind == _WEIGHT and key.name not in self.beside}  # fmt: skip
+        return {
+            key.name: place
+            for key, place in self.layout.placements.items()
+            if key.kind == _WEIGHT and key.name not in self.beside
+        }
 
     @property
     def trained(self) -> set[str]:
@@ -69,15 +72,24 @@ def adopt(foreign: Foreign) -> ZeroCheckpoint:
     buffers = frozenset(_buffers(weights))
     module.update({name: foreign.records[name] for name in buffers if name in foreign.records})
     frozen = {
-        name: place.shape for name, place in weights.items()
+        name: place.shape
+        for name, place in weights.items()
         if name not in trained and name not in buffers and name not in foreign.shared
-    }  # fmt: skip
+    }
     entries = {**_entries(foreign), "module": module, "buffer_names": sorted(buffers)}
     model = ModelStates(
-        path=foreign.folder, entries=entries, module=module, objects={}, buffer_names=buffers,
-        param_shapes=shapes if facts is not None else None, frozen_shapes=frozen, frozen_fragments={},
-        shared=dict(foreign.shared), dp=foreign.ranks, version=_VERSION,
-    )  # fmt: skip
+        path=foreign.folder,
+        entries=entries,
+        module=module,
+        objects={},
+        buffer_names=buffers,
+        param_shapes=shapes if facts is not None else None,
+        frozen_shapes=frozen,
+        frozen_fragments={},
+        shared=dict(foreign.shared),
+        dp=foreign.ranks,
+        version=_VERSION,
+    )
     listing = Listing(folder=foreign.folder, nbytes={})
     return ZeroCheckpoint(listing=listing, model=model, optim=None, layout=_layout(foreign, trained), facts=facts)
 
@@ -100,29 +112,41 @@ def foreign_faults(foreign: Foreign) -> Iterator[Fault]:
         yield _fault(name, "has states, and is in no param group", "save model and optimizer together")
     weights = foreign.weights
     for name in sorted({*foreign.beside, *_buffers(weights)} - foreign.records.keys()):
-        yield _fault(name, "is a buffer, or a tensor beside the model, that is saved in several pieces",
-                     "save it whole: not as a DTensor that is sharded")  # fmt: skip
+        yield _fault(
+            name,
+            "is a buffer, or a tensor beside the model, that is saved in several pieces",
+            "save it whole: not as a DTensor that is sharded",
+        )
     for key, place in foreign.layout.placements.items():
         if key.name not in foreign.trained:
             continue
         weight = weights.get(key.name)
         if weight is None or place.shape != weight.shape:
-            yield _fault(str(key), "is not of the shape of a weight that was saved",
-                         "save model and optimizer together; other shapes have no place in ZeRO")  # fmt: skip
+            yield _fault(
+                str(key),
+                "is not of the shape of a weight that was saved",
+                "save model and optimizer together; other shapes have no place in ZeRO",
+            )
         elif place.dtype is not ElementType.FLOAT32:
             what = f"is {place.dtype.label}, where DeepSpeed keeps fp32 masters and states"
-            yield _fault(str(key), what, "train on fp32 parameters (MixedPrecisionPolicy(param_dtype=...)), or load it "
-                         "through ds_reshard.dcp.Reader")  # fmt: skip
+            yield _fault(
+                str(key),
+                what,
+                "train on fp32 parameters (MixedPrecisionPolicy(param_dtype=...)), or load it "
+                "through ds_reshard.dcp.Reader",
+            )
 
 
 def _fault(where: str, what: str, mend: str) -> Fault:
-    return Fault(error="UnsupportedLayout", where=where, what=what, mend=mend)
+    return UnsupportedLayout.fault(where, what, mend=mend)
 
 
 def _plain_group(group: GroupFacts) -> GroupFacts:
     """Hyper-parameters that were kept as small tensors are numbers to DeepSpeed."""
-    values = {name: plain(value, {}) if isinstance(value, ScalarTensor) else value
-              for name, value in (group.hyperparameters or {}).items()}  # fmt: skip
+    values = {
+        name: plain(value, {}) if isinstance(value, ScalarTensor) else value
+        for name, value in (group.hyperparameters or {}).items()
+    }
     return GroupFacts(members=group.members, hyperparameters=values)
 
 
@@ -144,9 +168,14 @@ def _entries(foreign: Foreign) -> dict[str, object]:
     steps = [plain(states["step"], {}) for states in scalars.values() if "step" in states]
     most = max((step for step in steps if isinstance(step, int | float)), default=0)
     usual: dict[str, object] = {
-        "optimizer": None, "lr_scheduler": None, "data_sampler": None, "random_ltd": None,
-        "sparse_tensor_module_names": set(), "skipped_steps": 0, "global_steps": int(most),
-    }  # fmt: skip
+        "optimizer": None,
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "sparse_tensor_module_names": set(),
+        "skipped_steps": 0,
+        "global_steps": int(most),
+    }
     layout = {"dp_world_size": foreign.ranks, "mp_world_size": 1, "ds_config": {}, "ds_version": _VERSION}
     return {**usual, **foreign.entries, **layout}
 

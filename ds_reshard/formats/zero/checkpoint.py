@@ -7,14 +7,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import Fault, damaged, fail, raise_faults
-from ds_reshard.formats.zero.layout import (
-    by_key,
-    flat_group,
-    sliced,
-    sub_group,
-    whole,
-)
+from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, damaged, fail, raise_faults
+from ds_reshard.formats.zero.layout import by_key, flat_group, sliced, sub_group, whole
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
@@ -104,12 +98,11 @@ def open_checkpoint(listing: Listing, *, optimizer: bool) -> ZeroCheckpoint:
     if 0 not in listing.model:
         raise_faults(
             [
-                Fault(
-                    error="CheckpointNotFound",
-                    where=listing.folder,
-                    what="holds no DeepSpeed model file",
-                    expected="mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_model_states.pt",
-                    found=", ".join(sorted(listing.nbytes)[:6]) or "no files",
+                CheckpointNotFound.fault(
+                    listing.folder,
+                    "holds no DeepSpeed model file",
+                    "mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_model_states.pt",
+                    ", ".join(sorted(listing.nbytes)[:6]) or "no files",
                     mend="give the folder that save_checkpoint was given, and its tag",
                 )
             ],
@@ -164,12 +157,11 @@ def _missing(listing: Listing, model: ModelStates, *, optimizer: bool) -> Iterat
     for files, what, count in families:
         absent = [rank for rank in range(count) if rank not in files]
         if absent:
-            yield Fault(
-                error="CheckpointDamaged",
-                where=listing.folder,
-                what=f"{what} files of data-parallel ranks {_ranges(absent)} are missing",
-                expected=f"{count} files (the saving run had dp={model.dp})",
-                found=f"{count - len(absent)}",
+            yield CheckpointDamaged.fault(
+                listing.folder,
+                f"{what} files of data-parallel ranks {_ranges(absent)} are missing",
+                f"{count} files (the saving run had dp={model.dp})",
+                f"{count - len(absent)}",
                 mend="restore the missing files, or load another tag"
                 if len(absent) < count
                 else "load another tag, or pass load_optimizer_states=False (DeepSpeed 0.17 and 0.18.4 save no "

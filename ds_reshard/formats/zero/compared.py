@@ -14,11 +14,21 @@ from ds_reshard.model.records import TensorRecord
 # What follows from the layout, and the saved configuration, which the coming run's replaces.
 LAYOUT_ENTRIES = frozenset(
     {
-        "module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
-        "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "optimizer",
+        "module",
+        "buffer_names",
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "shared_params",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+        "optimizer",
         "universal_checkpoint_info",
     }
-)  # fmt: skip
+)
 _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 _ABSENT = object()
 
@@ -76,7 +86,7 @@ def _read(hyperparameters: Mapping[str, object] | None) -> object:
 
 def compare_scalars(
     a: Mapping[str, Mapping[str, object]], b: Mapping[str, Mapping[str, object]]
-) -> Iterator[ValueDifference]:  # fmt: skip
+) -> Iterator[ValueDifference]:
     """Steps and other states that are one value; parameters that differ alike are told together."""
     alike: dict[tuple[str, str, str], list[str]] = {}
     for name in dict.fromkeys((*a, *b)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import by_key, whole
 from ds_reshard.formats.zero.model_states import ModelStates
@@ -23,12 +23,31 @@ from ds_reshard.model.records import new_tensor
 
 VERSION = "0.19.8"
 """The DeepSpeed whose files are written; its loaders ask for the version that has saved."""
-_OWN = frozenset({
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
-    "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "checkpoint_parallel_dims",
-    "sparse_tensor_module_names", "csr_tensor_module_names", "universal_checkpoint_info",
-})  # fmt: skip
+_OWN = frozenset(
+    {
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "ds_config",
+        "ds_version",
+        "checkpoint_parallel_dims",
+        "sparse_tensor_module_names",
+        "csr_tensor_module_names",
+        "universal_checkpoint_info",
+    }
+)
 _SIXTEEN = {ElementType.BFLOAT16: "bf16", ElementType.FLOAT16: "fp16"}
 
 
@@ -53,12 +72,19 @@ def content_of(checkpoint: ZeroCheckpoint) -> Content:
     entries = model.entries
     scheduler, config = entries.get("lr_scheduler"), entries.get("ds_config")
     return Content(
-        folder=checkpoint.listing.folder, tag=checkpoint.listing.tag, dp=checkpoint.dp, tensors=tensors, facts=facts,
-        tied={name: first for name, first in firsts.items() if name != first}, scheduler=scheduler,
-        schedule=schedule_of(scheduler, len(facts.groups)), steps=_count(entries.get("global_steps")),
-        samples=_count(entries.get("global_samples")), extra=_extra(checkpoint),
+        folder=checkpoint.listing.folder,
+        tag=checkpoint.listing.tag,
+        dp=checkpoint.dp,
+        tensors=tensors,
+        facts=facts,
+        tied={name: first for name, first in firsts.items() if name != first},
+        scheduler=scheduler,
+        schedule=schedule_of(scheduler, len(facts.groups)),
+        steps=_count(entries.get("global_steps")),
+        samples=_count(entries.get("global_samples")),
+        extra=_extra(checkpoint),
         batch_size=_count(config.get("train_batch_size")) if isinstance(config, dict) else None,
-    )  # fmt: skip
+    )
 
 
 def _count(value: object) -> int | None:
@@ -76,10 +102,9 @@ def _extra(checkpoint: ZeroCheckpoint) -> dict[str, object]:
 
 
 def _strided(name: str) -> Fault:
-    return Fault(
-        error="UnsupportedLayout", where=name, what="does not lie row-major in the file",
-        mend="load it in a run, and save contiguous tensors there",
-    )  # fmt: skip
+    return UnsupportedLayout.fault(
+        name, "does not lie row-major in the file", mend="load it in a run, and save contiguous tensors there"
+    )
 
 
 def as_zero(content: Content) -> ZeroCheckpoint:
@@ -91,9 +116,7 @@ def as_zero(content: Content) -> ZeroCheckpoint:
     groups, schedule = _joined(content)
     raise_faults(list(_uneven(content, groups)), subject=f"converting {content.folder} to DeepSpeed")
     weights = content.weights
-    module = OrderedDict(
-        (name, new_tensor(f"module/{name}", held.shape, held.dtype)) for name, held in weights.items()
-    )  # fmt: skip
+    module = OrderedDict((name, new_tensor(f"module/{name}", held.shape, held.dtype)) for name, held in weights.items())
     module.update((name, module[first]) for name, first in content.tied.items())
     shapes = tuple({name: weights[name].shape for name in group.members} for group in groups)
     frozen = {name: held.shape for name, held in weights.items() if name not in content.trained}
@@ -103,14 +126,25 @@ def as_zero(content: Content) -> ZeroCheckpoint:
         for key, held in content.tensors.items()
     ]
     model = ModelStates(
-        path=content.folder, module=module, objects={}, buffer_names=frozenset(), shared=dict(content.tied),
-        entries=_entries(content, module, schedule), param_shapes=shapes if facts is not None else None,
-        frozen_shapes=frozen if facts is not None else {}, frozen_fragments={}, dp=content.dp, version=VERSION,
-    )  # fmt: skip
+        path=content.folder,
+        module=module,
+        objects={},
+        buffer_names=frozenset(),
+        shared=dict(content.tied),
+        entries=_entries(content, module, schedule),
+        param_shapes=shapes if facts is not None else None,
+        frozen_shapes=frozen if facts is not None else {},
+        frozen_fragments={},
+        dp=content.dp,
+        version=VERSION,
+    )
     return ZeroCheckpoint(
-        listing=Listing(folder=content.folder, nbytes={}), model=model, optim=None, facts=facts,
+        listing=Listing(folder=content.folder, nbytes={}),
+        model=model,
+        optim=None,
+        facts=facts,
         layout=Layout(by_key(placements), {"content": 1}),
-    )  # fmt: skip
+    )
 
 
 def _entries(content: Content, module: Mapping[str, object], schedule: Schedule | None) -> dict[str, object]:
@@ -119,13 +153,25 @@ def _entries(content: Content, module: Mapping[str, object], schedule: Schedule 
     if content.batch_size is not None:
         config["train_batch_size"] = content.batch_size
     return {
-        "module": module, "buffer_names": [], "optimizer": None, "param_shapes": None, "frozen_param_shapes": None,
-        "shared_params": None, "frozen_param_fragments": None,
-        "lr_scheduler": schedule.entries() if schedule is not None else content.scheduler, "data_sampler": None,
-        "random_ltd": None, "skipped_steps": 0, "global_steps": content.steps or 0,
-        "global_samples": content.samples or 0, "dp_world_size": content.dp, "mp_world_size": 1, "ds_config": config,
-        "ds_version": VERSION, **content.extra,
-    }  # fmt: skip
+        "module": module,
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": None,
+        "frozen_param_shapes": None,
+        "shared_params": None,
+        "frozen_param_fragments": None,
+        "lr_scheduler": schedule.entries() if schedule is not None else content.scheduler,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": 0,
+        "global_steps": content.steps or 0,
+        "global_samples": content.samples or 0,
+        "dp_world_size": content.dp,
+        "mp_world_size": 1,
+        "ds_config": config,
+        "ds_version": VERSION,
+        **content.extra,
+    }
 
 
 def _joined(content: Content) -> tuple[tuple[GroupFacts, ...], Schedule | None]:
@@ -155,8 +201,11 @@ def _uneven(content: Content, groups: tuple[GroupFacts, ...]) -> Iterator[Fault]
         first = group.members[0]
         for name in group.members[1:]:
             if canonical(dict(scalars.get(name, {}))) != canonical(dict(scalars.get(first, {}))):
-                yield Fault(
-                    error="UnsupportedLayout", where=name, what="is of another step than a parameter of the same "
+                yield UnsupportedLayout.fault(
+                    name,
+                    "is of another step than a parameter of the same "
                     "hyper-parameters, with which it would be in one param group",
-                    expected=f"the counters of {first}", found="others", mend="resume it with nanotron",
-                )  # fmt: skip
+                    f"the counters of {first}",
+                    "others",
+                    mend="resume it with nanotron",
+                )

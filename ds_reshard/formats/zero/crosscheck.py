@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 from ds_reshard.containers.crc import repeated
-from ds_reshard.errors import Fault
+from ds_reshard.errors import CheckpointDamaged, Fault
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM
 from ds_reshard.formats.zero.optim_states import STATE
 
@@ -32,12 +32,11 @@ def compare_signatures(signatures: Mapping[str, Mapping[str, str]], folder: str,
                 one, other = first.get(key, "absent"), signatures[name].get(key, "absent")
                 if one != other:
                     faults.append(
-                        Fault(
-                            error="CheckpointDamaged",
-                            where=f"{folder}/{name}",
-                            what=f"is of another step or run than {names[0]}: {key} differs",
-                            expected=one,
-                            found=other,
+                        CheckpointDamaged.fault(
+                            f"{folder}/{name}",
+                            f"is of another step or run than {names[0]}: {key} differs",
+                            one,
+                            other,
                             mend="restore all files of one save, or load another tag",
                         )
                     )
@@ -68,12 +67,11 @@ def compare_prints(prints: Mapping[str, Sequence[tuple[int, int | None]]], folde
             continue
         if marks in seen:
             faults.append(
-                Fault(
-                    error="CheckpointDamaged",
-                    where=f"{folder}/{name}",
-                    what=f"holds the same bytes as {seen[marks]}: one shard was copied over another",
-                    expected="different partitions",
-                    found="identical checksums in every buffer",
+                CheckpointDamaged.fault(
+                    f"{folder}/{name}",
+                    f"holds the same bytes as {seen[marks]}: one shard was copied over another",
+                    "different partitions",
+                    "identical checksums in every buffer",
                     mend="restore the shard, or load another tag",
                 )
             )

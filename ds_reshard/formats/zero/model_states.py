@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_reshard.containers.torch_zip import check_root, open_archive
-from ds_reshard.errors import Fault, damaged, fail, raise_faults
+from ds_reshard.errors import UnsupportedLayout, damaged, fail, raise_faults
 from ds_reshard.model.facts import describe, text_of
 from ds_reshard.model.records import TensorRecord
 
@@ -60,12 +60,11 @@ def read_model_states(path: str, stem: str) -> ModelStates:
     mp = top.get("mp_world_size", 1)
     if mp != 1:
         faults.append(
-            Fault(
-                error="UnsupportedLayout",
-                where=path,
-                what="saved with model parallelism",
-                expected="mp_world_size 1",
-                found=f"{mp}",
+            UnsupportedLayout.fault(
+                path,
+                "saved with model parallelism",
+                "mp_world_size 1",
+                f"{mp}",
                 mend="load it at the tensor- and data-parallel sizes it was saved with",
             )
         )

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout
 
 _MODEL = re.compile(r"mp_rank_([0-9]+)_model_states\.pt")
 _MODEL_ZERO3 = re.compile(r"zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_model_states\.pt")
@@ -83,12 +83,11 @@ def read_listing(folder: str, files: Mapping[str, int], subfolders: frozenset[st
             faults.extend(_foreign(folder, name))
     if tensor_ranks - {0}:
         faults.append(
-            Fault(
-                error="UnsupportedLayout",
-                where=folder,
-                what="saved with tensor parallelism",
-                expected="tensor-parallel size 1",
-                found=f"files of tensor-parallel ranks {sorted(tensor_ranks)}",
+            UnsupportedLayout.fault(
+                folder,
+                "saved with tensor parallelism",
+                "tensor-parallel size 1",
+                f"files of tensor-parallel ranks {sorted(tensor_ranks)}",
                 mend="load it at the tensor- and data-parallel sizes it was saved with",
             )
         )
@@ -114,12 +113,11 @@ def _taken(folder: str, files: Mapping[int, str], rank: int, name: str) -> list[
     if rank not in files:
         return []
     return [
-        Fault(
-            error="CheckpointDamaged",
-            where=folder,
-            what=f"holds two files of rank {rank}",
-            expected=files[rank],
-            found=f"{name} as well",
+        CheckpointDamaged.fault(
+            folder,
+            f"holds two files of rank {rank}",
+            files[rank],
+            f"{name} as well",
             mend="move the one that does not belong to this save out of the folder",
         )
     ]
@@ -127,9 +125,7 @@ def _taken(folder: str, files: Mapping[int, str], rank: int, name: str) -> list[
 
 def _foreign(folder: str, name: str) -> list[Fault]:
     return [
-        Fault(error="UnsupportedLayout", where=folder, what=what, mend=mend)
-        for pattern, what, mend in _FOREIGN
-        if pattern.fullmatch(name)
+        UnsupportedLayout.fault(folder, what, mend=mend) for pattern, what, mend in _FOREIGN if pattern.fullmatch(name)
     ]
 
 
@@ -140,23 +136,21 @@ def _two_checkpoints(
     faults = []
     if whole and partitioned:
         faults.append(
-            Fault(
-                error="CheckpointDamaged",
-                where=folder,
-                what="holds the model files of two checkpoints",
-                expected="either mp_rank_* (stages 0 to 2) or zero_pp_rank_* (stage 3)",
-                found="both",
+            CheckpointDamaged.fault(
+                folder,
+                "holds the model files of two checkpoints",
+                "either mp_rank_* (stages 0 to 2) or zero_pp_rank_* (stage 3)",
+                "both",
                 mend=mend,
             )
         )
     if len(optim) > 1:
         faults.append(
-            Fault(
-                error="CheckpointDamaged",
-                where=folder,
-                what="holds the optimizer files of two checkpoints",
-                expected="one file prefix",
-                found=", ".join(repr(p) for p in sorted(optim)),
+            CheckpointDamaged.fault(
+                folder,
+                "holds the optimizer files of two checkpoints",
+                "one file prefix",
+                ", ".join(repr(p) for p in sorted(optim)),
                 mend=mend,
             )
         )

@@ -227,12 +227,7 @@ def _partition(
     if len(fp32.shape) != 1 or not fp32.contiguous:
         raise fail(path, f"fp32 partition {number} is not flat", "one contiguous dimension", str(fp32.shape))
     return Partition(
-        fp32=fp32,
-        states=flat,
-        scalars=scalars,
-        unfollowed=unfollowed,
-        padding=padded - fp32.numel,
-        alignment=alignment,
+        fp32=fp32, states=flat, scalars=scalars, unfollowed=unfollowed, padding=padded - fp32.numel, alignment=alignment
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.zero.checkpoint import OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.layout import (
     chunk_numel,
@@ -244,11 +244,10 @@ def _scalars(checkpoint: ZeroCheckpoint, name: str) -> Mapping[str, Scalar]:
 
 
 def _uneven(name: str, first: str) -> Fault:
-    return Fault(
-        error="UnsupportedLayout",
-        where=name,
-        what="has other optimizer states than its param group's first parameter: a flat buffer keeps one of each",
-        expected=f"the states and steps of {first}",
-        found="others",
+    return UnsupportedLayout.fault(
+        name,
+        "has other optimizer states than its param group's first parameter: a flat buffer keeps one of each",
+        f"the states and steps of {first}",
+        "others",
         mend="--to universal, which keeps each parameter's own",
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
-from ds_reshard.errors import Fault, fail, raise_faults
+from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, fail, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
 from ds_reshard.formats.zero.layout import by_key, flat_offsets, whole
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
@@ -147,23 +147,21 @@ def _flat(
 
 
 def _order_fault(name: str, kind: str, expected: Shape, found: Shape) -> Fault:
-    return Fault(
-        error="ModelMismatch",
-        where=f"parameter {name}",
-        what=f"its saved {kind} has another shape: "
+    return ModelMismatch.fault(
+        f"parameter {name}",
+        f"its saved {kind} has another shape: "
         "a stage-0 optimizer names no parameter, so the order of this run's param groups is used",
-        expected=str(list(expected)),
-        found=str(list(found)),
+        str(list(expected)),
+        str(list(found)),
         mend="build the optimizer's param groups in the order of the saved run",
     )
 
 
 def _groups_fault(path: str, expected: int, found: int) -> Fault:
-    return Fault(
-        error="ParamGroupMismatch",
-        where=path,
-        what="a stage-0 optimizer names no parameter, and its param groups are not those of this run",
-        expected=f"{expected} (this run)",
-        found=f"{found} (saved)",
+    return ParamGroupMismatch.fault(
+        path,
+        "a stage-0 optimizer names no parameter, and its param groups are not those of this run",
+        f"{expected} (this run)",
+        f"{found} (saved)",
         mend="build the optimizer with the param groups of the saved run",
     )

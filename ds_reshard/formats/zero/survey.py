@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TypeVar
 
-from ds_reshard.errors import Fault, ReshardError, damaged
+from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, damaged
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.crosscheck import abridged, compare_prints, compare_signatures
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
@@ -153,12 +153,11 @@ class _Look:
         if missing and not counted:
             shown = ", ".join(missing[:16]) + (f", ... ({len(missing)} in all)" if len(missing) > 16 else "")
             self.faults.append(
-                Fault(
-                    error="CheckpointDamaged",
-                    where=self.listing.folder,
-                    what=f"{what} files of data-parallel ranks {shown} are missing",
-                    expected=f"{count} files",
-                    found=f"{count - len(missing)}",
+                CheckpointDamaged.fault(
+                    self.listing.folder,
+                    f"{what} files of data-parallel ranks {shown} are missing",
+                    f"{count} files",
+                    f"{count - len(missing)}",
                     mend="restore the missing files, or load another tag",
                 )
             )
@@ -232,9 +231,7 @@ class _Look:
         self.faults += [fault if fault.mend else replace(fault, mend=_MEND) for fault in error.faults]
 
     def done(self, model: ModelStates | None, optim: OptimStates | None) -> Survey:
-        scalars = {
-            **self.kept, **self.scalars(model, _stage0_values(model)), **self.scalars(optim, _values(optim))
-        }  # fmt: skip
+        scalars = {**self.kept, **self.scalars(model, _stage0_values(model)), **self.scalars(optim, _values(optim))}
         faults = sorted(set(self.faults), key=lambda fault: (fault.where, fault.what, fault.found))
         return Survey(listing=self.listing, model=model, optim=optim, scalars=scalars, faults=tuple(faults))
 

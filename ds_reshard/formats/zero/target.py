@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.layout import by_key
 from ds_reshard.formats.zero.model_target import ModelTarget
@@ -23,9 +23,13 @@ _SUB_GROUP_NUMEL = 10**9  # SUB_GROUP_SIZE of deepspeed/runtime/zero/config.py, 
 
 
 def zero_target(
-    checkpoint: ZeroCheckpoint, kind: str, dp: int, *, sub_group_size: int | None = None,
+    checkpoint: ZeroCheckpoint,
+    kind: str,
+    dp: int,
+    *,
+    sub_group_size: int | None = None,
     shards: ZeroShards | None = None,
-) -> Target:  # fmt: skip
+) -> Target:
     """The files that DeepSpeed's `kind` of FORMATS at data-parallel size `dp` would have saved of the same state.
 
     `shards` are the checkpoint's where they are opened for something else too.
@@ -64,10 +68,13 @@ def _units(shards: ZeroShards, optim: OptimizerTarget, model: ModelTarget) -> It
 def _not_bf16(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     """BF16_Optimizer trains bf16 weights alone (`_configure_zero_optimizer` in deepspeed/runtime/engine.py, 0.19.8)."""
     if not _in_bf16(checkpoint):
-        yield Fault(
-            error="UnsupportedLayout", where=checkpoint.listing.folder, what="was not trained in bf16",
-            expected='"bf16": {"enabled": true} in the saved DeepSpeed JSON', found="no such entry", mend="--to zero1",
-        )  # fmt: skip
+        yield UnsupportedLayout.fault(
+            checkpoint.listing.folder,
+            "was not trained in bf16",
+            '"bf16": {"enabled": true} in the saved DeepSpeed JSON',
+            "no such entry",
+            mend="--to zero1",
+        )
 
 
 def _in_bf16(checkpoint: ZeroCheckpoint) -> bool:
@@ -134,28 +141,31 @@ def refuse_source(checkpoint: ZeroCheckpoint, kind: str) -> None:
 def _lacking(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     folder = checkpoint.listing.folder
     if checkpoint.facts is None:
-        yield Fault(
-            error="UnsupportedLayout", where=folder,
-            what="holds an optimizer that names no parameter (ZeRO stage 0), or none",
-            expected="a checkpoint of stage 1 to 3, or a universal one", found=f"stage {checkpoint.stage}",
+        yield UnsupportedLayout.fault(
+            folder,
+            "holds an optimizer that names no parameter (ZeRO stage 0), or none",
+            "a checkpoint of stage 1 to 3, or a universal one",
+            f"stage {checkpoint.stage}",
             mend="--to safetensors for the weights; or load it in a run with import ds_reshard.auto, and save there",
-        )  # fmt: skip
+        )
         return
     if any(group.hyperparameters is None for group in checkpoint.facts.groups):
-        yield Fault(
-            error="UnsupportedLayout", where=folder, what="holds no param groups (elastic_checkpoint)",
-            expected="learning rates and hyper-parameters, which DeepSpeed reads from a file of this kind",
-            found="none", mend="load it in a run with import ds_reshard.auto, and save there",
-        )  # fmt: skip
+        yield UnsupportedLayout.fault(
+            folder,
+            "holds no param groups (elastic_checkpoint)",
+            "learning rates and hyper-parameters, which DeepSpeed reads from a file of this kind",
+            "none",
+            mend="load it in a run with import ds_reshard.auto, and save there",
+        )
     if checkpoint.universal is not None:
         yield from _left_out(checkpoint.universal)
     for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim is not None else ()):
         for name, why in partition.unfollowed.items():
-            yield Fault(
-                error="UnsupportedLayout", where=f"state {name!r} of partition {number}",
-                what=f"is neither one value nor one for each element ({why}): no other layout has a place for it",
+            yield UnsupportedLayout.fault(
+                f"state {name!r} of partition {number}",
+                f"is neither one value nor one for each element ({why}): no other layout has a place for it",
                 mend="resume with the layout that was saved",
-            )  # fmt: skip
+            )
 
 
 def _left_out(universal: UniversalStates) -> Iterator[Fault]:
@@ -163,8 +173,8 @@ def _left_out(universal: UniversalStates) -> Iterator[Fault]:
     yield from universal.incomplete
     for number, group in enumerate(universal.common.groups if universal.common.kept is None else ()):
         if "betas" not in group or group.get("amsgrad") is True or "momentum_decay" in group:
-            yield Fault(
-                error="UnsupportedLayout", where=f"{universal.common.path}: param group {number}",
-                what="is not of Adam or AdamW: of other states ds_to_universal leaves out some, and does not say so",
+            yield UnsupportedLayout.fault(
+                f"{universal.common.path}: param group {number}",
+                "is not of Adam or AdamW: of other states ds_to_universal leaves out some, and does not say so",
                 mend="convert the ZeRO checkpoint that it was made from",
-            )  # fmt: skip
+            )

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from ds_reshard.errors import Fault, ReshardError, damaged, fail, faults_of, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, damaged, fail, faults_of, raise_faults
 from ds_reshard.formats.zero.layout import whole
 from ds_reshard.formats.zero.model_states import ModelStates, Shape
 from ds_reshard.formats.zero.names import Listing
@@ -186,12 +186,11 @@ class _Reading:
 
     def _absent(self, name: str, kinds: Iterable[str]) -> Iterator[Fault]:
         for kind in sorted(kinds):
-            yield Fault(
-                error="CheckpointDamaged",
-                where=self.listing.path(state_file(name, kind)),
-                what=f"the saved optimizer kept {kind} of parameter {name}, and it is not here",
-                expected="a file",
-                found="none",
+            yield CheckpointDamaged.fault(
+                self.listing.path(state_file(name, kind)),
+                f"the saved optimizer kept {kind} of parameter {name}, and it is not here",
+                "a file",
+                "none",
                 mend="load the ZeRO checkpoint that it was made from, or pass load_optimizer_states=False",
             )
 
@@ -208,12 +207,11 @@ class _Reading:
 
 
 def _no_shard(path: str, name: str) -> Fault:
-    return Fault(
-        error="CheckpointDamaged",
-        where=path,
-        what=f"is no master of {name} but a copy of its weight: ds_to_universal found no optimizer state of it",
-        expected="the fp32 master, and states beside it",
-        found="the weight",
+    return CheckpointDamaged.fault(
+        path,
+        f"is no master of {name} but a copy of its weight: ds_to_universal found no optimizer state of it",
+        "the fp32 master, and states beside it",
+        "the weight",
         mend="convert again with all optimizer shards, or load the ZeRO checkpoint that it was made from "
         "(one that was saved before the first step has no states, and does not survive the conversion)",
     )

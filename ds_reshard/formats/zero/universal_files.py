@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ds_reshard.containers.torch_zip import TorchArchive, check_root, open_archive
-from ds_reshard.errors import Fault, ReadFailed, damaged, fail
+from ds_reshard.errors import CheckpointDamaged, Fault, ReadFailed, damaged, fail
 from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.records import TensorRecord
 
@@ -73,12 +73,11 @@ def list_states(folder: str, names: Iterable[str]) -> tuple[dict[str, dict[str, 
 
 
 def _missing_folder(where: str, name: str) -> Fault:
-    return Fault(
-        error="CheckpointDamaged",
-        where=where,
-        what=f"parameter {name} was trained, and has no folder here",
-        expected="a folder with its master and states",
-        found="none",
+    return CheckpointDamaged.fault(
+        where,
+        f"parameter {name} was trained, and has no folder here",
+        "a folder with its master and states",
+        "none",
         mend="convert the checkpoint again, or load the one that it was made from",
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
-from ds_reshard.errors import Fault
+from ds_reshard.errors import CheckpointDamaged, Fault
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.universal_files import StateFile
@@ -37,12 +37,11 @@ def scrambled(
         with open_archive(model.path) as weights:
             wrong = any(_differs(weights, model.module.get(name), master(name)) for name in names)
     if wrong:
-        yield Fault(
-            error="CheckpointDamaged",
-            where=listing.folder,
-            what="was converted of a run with round_robin_gradients, whose parameters ds_to_universal mixes up",
-            expected="each parameter's own master and states",
-            found="parts of others",
+        yield CheckpointDamaged.fault(
+            listing.folder,
+            "was converted of a run with round_robin_gradients, whose parameters ds_to_universal mixes up",
+            "each parameter's own master and states",
+            "parts of others",
             mend="load the ZeRO checkpoint that it was made from",
         )
 

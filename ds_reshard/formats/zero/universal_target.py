@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
 from ds_reshard.formats.zero.layout import alone, by_key
 from ds_reshard.formats.zero.model_target import ModelTarget
@@ -46,9 +46,12 @@ def universal_target(checkpoint: ZeroCheckpoint) -> Target:
     layout = Layout(by_key([*placements, *model.placements()]), {TENSORS: len(units), MODEL: 1})
     wants = {**{key: key for key in keys}, **dict(model.sources())}
     return Target(
-        layout=layout, wants=wants, pointers={"latest_universal": tag}, folder=tag,
+        layout=layout,
+        wants=wants,
+        pointers={"latest_universal": tag},
+        folder=tag,
         units=(_model_unit(checkpoint, model, order, steps), *_units(checkpoint, units, steps)),
-    )  # fmt: skip
+    )
 
 
 def _cut(checkpoint: ZeroCheckpoint, keys: list[TensorKey]) -> list[list[TensorKey]]:
@@ -114,7 +117,7 @@ def _steps(checkpoint: ZeroCheckpoint, names: list[str]) -> Mapping[str, Scalar]
 
 
 def _unsupported(where: str, what: str) -> Fault:
-    return Fault(error="UnsupportedLayout", where=where, what=what, mend="--to zero1, zero2 or zero3, which hold it")
+    return UnsupportedLayout.fault(where, what, mend="--to zero1, zero2 or zero3, which hold it")
 
 
 def _model_unit(
@@ -147,6 +150,8 @@ def _optimizer_state(checkpoint: ZeroCheckpoint, order: list[dict[str, tuple[int
     first = new_tensor("step/", step.shape, step.dtype) if isinstance(step, ScalarTensor) else step
     state = {} if step is None else {0: {"step": first}}
     return {
-        **kept_entries(checkpoint), "ds_version": checkpoint.model.version, "param_groups": groups,
+        **kept_entries(checkpoint),
+        "ds_version": checkpoint.model.version,
+        "param_groups": groups,
         "optimizer_state_dict": {"state": state, "param_groups": groups},
-    }  # fmt: skip
+    }

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from math import prod
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import alone, by_key, whole
 from ds_reshard.formats.zero.model_target import first_names, whole_tensors
@@ -47,9 +47,11 @@ def safetensors_target(checkpoint: ZeroCheckpoint, dtype: str | None) -> Target:
     pointers = {"model.safetensors.index.json": json.dumps(index, indent=2) + "\n"} if len(groups) > 1 else {}
     return Target(
         layout=Layout(by_key(placements), {"weights": len(groups)}),
-        wants={key: _source(checkpoint, key, dtype) for key in weights}, units=tuple(units), pointers=pointers,
+        wants={key: _source(checkpoint, key, dtype) for key in weights},
+        units=tuple(units),
+        pointers=pointers,
         folder="",
-    )  # fmt: skip
+    )
 
 
 def torch_target(checkpoint: ZeroCheckpoint, dtype: str | None) -> Target:
@@ -106,17 +108,19 @@ def _placement(name: str, tensor: TensorRecord, dtype: str | None) -> Placement:
 
 
 def _no_master(folder: str) -> Fault:
-    return Fault(
-        error="UnsupportedLayout", where=folder, what="its fp32 masters name no parameter (ZeRO stage 0), and its "
-        "16-bit weights are not them", mend="leave out --dtype: the weights as they were trained",
-    )  # fmt: skip
+    return UnsupportedLayout.fault(
+        folder,
+        "its fp32 masters name no parameter (ZeRO stage 0), and its 16-bit weights are not them",
+        mend="leave out --dtype: the weights as they were trained",
+    )
 
 
 def _not_row_major(name: str) -> Fault:
-    return Fault(
-        error="UnsupportedLayout", where=name, what="does not lie row-major in the file, as a plain file's tensors do",
+    return UnsupportedLayout.fault(
+        name,
+        "does not lie row-major in the file, as a plain file's tensors do",
         mend="load it in a run, and save module.state_dict() with contiguous tensors there",
-    )  # fmt: skip
+    )
 
 
 def _cut(weights: Mapping[TensorKey, Placement]) -> list[list[TensorKey]]:

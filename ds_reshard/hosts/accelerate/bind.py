@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import PrepareError, raise_faults
 from ds_reshard.hosts.accelerate.given import is_optimizer, parts
 from ds_reshard.resume.schedulers import innermost
 
@@ -22,9 +22,20 @@ if TYPE_CHECKING:
 
 # The lists of schedulers of torch and DeepSpeed that hold one value for each param group.
 PER_GROUP = (
-    "base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "delta_lrs",
-    "_init_lrs", "org_lrs", "min_moms", "max_moms", "min_lr",
-)  # fmt: skip
+    "base_lrs",
+    "_last_lr",
+    "lr_lambdas",
+    "min_lrs",
+    "max_lrs",
+    "base_momentums",
+    "max_momentums",
+    "delta_lrs",
+    "_init_lrs",
+    "org_lrs",
+    "min_moms",
+    "max_moms",
+    "min_lr",
+)
 _CYCLED = ("betas", "momentum")
 _PREPARE = "accelerator.prepare"
 
@@ -56,22 +67,20 @@ def carry(late: LateOptimizer, real: Optimizer, *, scheduled: bool) -> None:
     if not any(changed):
         return
     if len(kept) != len(real.param_groups):
-        fault = Fault(
-            error="PrepareError",
-            where="scheduler",
-            what="was built over other param groups than DeepSpeed has made, as it does for experts",
-            expected=str(len(kept)),
-            found=str(len(real.param_groups)),
+        fault = PrepareError.fault(
+            "scheduler",
+            "was built over other param groups than DeepSpeed has made, as it does for experts",
+            str(len(kept)),
+            str(len(real.param_groups)),
             mend="DummyScheduler(optimizer, lr_scheduler_callable=lambda optimizer: ...) builds it over the real ones",
         )
         raise_faults([fault], subject=_PREPARE)
     for group, values in zip(real.param_groups, changed, strict=True):
         missing = [name for name in _CYCLED if name in values and name not in group]
         if missing:
-            fault = Fault(
-                error="PrepareError",
-                where="DummyOptim",
-                what=f"was made before the Accelerator: its scheduler cycles {missing[0]}, which "
+            fault = PrepareError.fault(
+                "DummyOptim",
+                f"was made before the Accelerator: its scheduler cycles {missing[0]}, which "
                 f"{type(real).__name__} has not",
                 mend="make the Accelerator before DummyOptim(...)",
             )
@@ -109,7 +118,7 @@ def called(function: Callable[[Optimizer], object], real: Optimizer) -> object:
     else:
         return made
     mend = "lr_scheduler_callable=lambda optimizer: LambdaLR(optimizer, ...), built on its argument"
-    raise_faults([Fault(error="PrepareError", where="lr_scheduler_callable", what=what, mend=mend)], subject=_PREPARE)
+    raise_faults([PrepareError.fault("lr_scheduler_callable", what, mend=mend)], subject=_PREPARE)
     return None
 
 

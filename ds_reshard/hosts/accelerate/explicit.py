@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds_reshard import hooks
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import ConfigError, Fault, PrepareError, raise_faults
 from ds_reshard.hosts.accelerate import HOOKS
 from ds_reshard.hosts.accelerate.given import is_module, is_optimizer, is_scheduler
 from ds_reshard.hosts.accelerate.running import trains
@@ -60,13 +60,16 @@ def prepare(
     things = (model, made, scheme, *loaders)
     engine, ready, driven, *fed = accelerator.prepare(*things)
     logger.info(
-        "prepare: DeepSpeed trains with %s, at the rates %s", type(engine.basic_optimizer).__name__,
+        "prepare: DeepSpeed trains with %s, at the rates %s",
+        type(engine.basic_optimizer).__name__,
         [group["lr"] for group in engine.basic_optimizer.param_groups],
-    )  # fmt: skip
+    )
     return Prepared(
-        model=engine, optimizer=ready, scheduler=driven,
+        model=engine,
+        optimizer=ready,
+        scheduler=driven,
         dataloader=tuple(fed) if isinstance(dataloader, Sequence) else fed[0],
-    )  # fmt: skip
+    )
 
 
 def _refuse(accelerator: Accelerator, model: object, optimizer: object, scheduler: object, loader: object) -> None:
@@ -98,10 +101,13 @@ def _set_clock(config: dict[str, object], clock: str | None) -> None:
     raise_faults(clock_faults({"clock": clock}), subject="ds_reshard.prepare")
     said = clock_in(config)
     if said not in (None, clock):
-        fault = Fault(
-            error="ConfigError", where=f"{PLACE}.clock", what="is given in two places and differs",
-            expected=f"{said!r} (DeepSpeed JSON)", found=f"{clock!r} (ds_reshard.prepare)", mend="give it in one place",
-        )  # fmt: skip
+        fault = ConfigError.fault(
+            f"{PLACE}.clock",
+            "is given in two places and differs",
+            f"{said!r} (DeepSpeed JSON)",
+            f"{clock!r} (ds_reshard.prepare)",
+            mend="give it in one place",
+        )
         raise_faults([fault], subject="ds_reshard.prepare")
     section = config.get("ds_reshard")
     config["ds_reshard"] = {**(section if isinstance(section, Mapping) else {}), "accelerate": {"clock": clock}}
@@ -134,4 +140,4 @@ def _made_scheduler(optimizer: object, scheduler: object) -> object:
 
 
 def _fault(where: str, what: str, mend: str) -> Fault:
-    return Fault(error="PrepareError", where=where, what=what, mend=mend)
+    return PrepareError.fault(where, what, mend=mend)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, PrepareError
 
 REFUSED, MENDED, TOLD = "refused", "mended", "told"
 
@@ -24,7 +24,7 @@ class Finding:
     mend: str
 
     def fault(self) -> Fault:
-        return Fault(error="PrepareError", where=self.where, what=self.what, mend=self.mend)
+        return PrepareError.fault(self.where, self.what, mend=self.mend)
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}; {self.mend}"

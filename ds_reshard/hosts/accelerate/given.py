@@ -68,10 +68,13 @@ def given_optimizer(thing: object) -> GivenOptimizer:
     if not _is(thing, "DummyOptim"):
         own: list[Mapping[str, object]] = thing.param_groups  # type: ignore[attr-defined]
         return GivenOptimizer(
-            kind=REAL, thing=thing, groups=tuple(map(_without_params, own)),
-            sizes=tuple(_size(group["params"]) for group in own), prepared=_is(thing, "AcceleratedOptimizer"),
+            kind=REAL,
+            thing=thing,
+            groups=tuple(map(_without_params, own)),
+            sizes=tuple(_size(group["params"]) for group in own),
+            prepared=_is(thing, "AcceleratedOptimizer"),
             frozen=_frozen(own),
-        )  # fmt: skip
+        )
     params = thing.params  # type: ignore[attr-defined]
     listed: Sequence[object] = params if isinstance(params, (list, tuple)) else ()
     in_groups = bool(listed) and isinstance(listed[0], Mapping)
@@ -80,15 +83,21 @@ def given_optimizer(thing: object) -> GivenOptimizer:
     begun: tuple[Mapping[str, object], ...] = tuple(getattr(thing, "begun_with", ()))
     live: Sequence[Mapping[str, object]] = getattr(thing, "own_groups", ())
     return GivenOptimizer(
-        kind=DUMMY, thing=thing, arguments=_arguments(thing), groups=groups, sizes=sizes, begun=begun,
-        prepared=getattr(thing, "real", None) is not None, scheduled=any("initial_lr" in group for group in live),
+        kind=DUMMY,
+        thing=thing,
+        arguments=_arguments(thing),
+        groups=groups,
+        sizes=sizes,
+        begun=begun,
+        prepared=getattr(thing, "real", None) is not None,
+        scheduled=any("initial_lr" in group for group in live),
         written=tuple(
             {name: group[name] for name, value in began.items() if name in group and bool(group[name] != value)}
             for group, began in zip(live, begun, strict=False)
         ),
         frozen=_frozen(live),
         edited=bool(live) and _members(live) != _members(listed if in_groups else [{"params": listed}]),  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
 
 
 def given_scheduler(thing: object) -> GivenScheduler:
@@ -98,9 +107,12 @@ def given_scheduler(thing: object) -> GivenScheduler:
     if _is(thing, "DummyScheduler"):
         made = thing.lr_scheduler_callable  # type: ignore[attr-defined]
         return GivenScheduler(
-            kind=CALLABLE if made is not None else DUMMY, thing=thing, over=over,
-            warmup=thing.warmup_num_steps, total=thing.total_num_steps,  # type: ignore[attr-defined]
-        )  # fmt: skip
+            kind=CALLABLE if made is not None else DUMMY,
+            thing=thing,
+            over=over,
+            warmup=thing.warmup_num_steps,  # type: ignore[attr-defined]
+            total=thing.total_num_steps,  # type: ignore[attr-defined]
+        )
     return GivenScheduler(kind=TORCH, thing=thing, over=over)
 
 
@@ -134,8 +146,14 @@ def parts(scheduler: object) -> Iterator[object]:
         yield one
         for value in vars(one).values():
             held = value if isinstance(value, (list, tuple)) else (value,)
-            waiting += [part for part in held if hasattr(part, "optimizer") and hasattr(part, "step")
-                        and hasattr(part, "__dict__") and not is_optimizer(part)]  # fmt: skip
+            waiting += [
+                part
+                for part in held
+                if hasattr(part, "optimizer")
+                and hasattr(part, "step")
+                and hasattr(part, "__dict__")
+                and not is_optimizer(part)
+            ]
 
 
 def _arguments(dummy: object) -> Mapping[str, object]:

@@ -16,7 +16,7 @@ import torch
 from accelerate.utils.deepspeed import DummyOptim
 from torch.optim import Optimizer
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import PrepareError, raise_faults
 from ds_reshard.hosts.accelerate.given import DEFAULT_LR, DEFAULT_WEIGHT_DECAY
 
 if TYPE_CHECKING:
@@ -27,16 +27,24 @@ if TYPE_CHECKING:
 
 # The optimizers of DeepSpeed that are not torch's own, and the one whose hyper-parameters they have.
 _LIKE = {
-    "lamb": "Adam", "onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Adam", "muadam": "Adam",
-    "muadamw": "AdamW", "musgd": "SGD",
-}  # fmt: skip
+    "lamb": "Adam",
+    "onebitadam": "Adam",
+    "zerooneadam": "Adam",
+    "onebitlamb": "Adam",
+    "muadam": "Adam",
+    "muadamw": "AdamW",
+    "musgd": "SGD",
+}
 # What a scheduler may change beside the rate.
 _CYCLED = ("betas", "momentum", "eps")
 _HOOKS = (
-    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
-)  # fmt: skip
+)
 _PLAIN = ("params", "lr", "weight_decay", "kwargs")
 _KEPT = (*_PLAIN, "given", "begun_with", "_begun", "_own_groups", "_own_defaults", "_own_state")
 
@@ -115,7 +123,7 @@ class LateOptimizer(DummyOptim, Optimizer):  # type: ignore[misc]
     def add_param_group(self, param_group: dict[str, object]) -> None:
         if self.real is not None:
             what, mend = "DeepSpeed takes no param group after prepare", "add it before accelerator.prepare(...)"
-            fault = Fault(error="PrepareError", where="DummyOptim.add_param_group", what=what, mend=mend)
+            fault = PrepareError.fault("DummyOptim.add_param_group", what, mend=mend)
             raise_faults([fault], subject="accelerate")
         params = param_group["params"]
         members = [params] if isinstance(params, torch.Tensor) else list(params)  # type: ignore[call-overload]
@@ -156,10 +164,9 @@ class LateOptimizer(DummyOptim, Optimizer):  # type: ignore[misc]
 
 
 def raise_too_early(method: str) -> None:
-    fault = Fault(
-        error="PrepareError",
-        where=f"DummyOptim.{method}",
-        what="called before prepare: DeepSpeed makes the optimizer there, and there is none yet",
+    fault = PrepareError.fault(
+        f"DummyOptim.{method}",
+        "called before prepare: DeepSpeed makes the optimizer there, and there is none yet",
         mend="model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler), then "
         f"optimizer.{method}(); without DeepSpeed use torch.optim.AdamW in place of DummyOptim",
     )
@@ -179,10 +186,9 @@ def make_late(
     params = _materialised(given.pop("params"))
     original(dummy, params, **given)
     if not params or all(isinstance(group, dict) and not group["params"] for group in params):
-        fault = Fault(
-            error="PrepareError",
-            where="DummyOptim(params)",
-            what="holds no parameter: a generator such as model.parameters() gives them once",
+        fault = PrepareError.fault(
+            "DummyOptim(params)",
+            "holds no parameter: a generator such as model.parameters() gives them once",
             mend="DummyOptim(list(model.parameters()), lr=...), and nothing that used the same generator before",
         )
         raise_faults([fault], subject="accelerate")

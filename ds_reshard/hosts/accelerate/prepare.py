@@ -93,9 +93,11 @@ def prepare_deepspeed(accelerator: Accelerator, original: Original, args: tuple[
         logger.info("accelerate: %s: %s", finding.outcome, finding)
     by_script = not accelerator.step_scheduler_with_optimizer and is_the_scripts(found.optimizer, found.scheduler)
     asked = Asked(
-        args=args, optimizer=found.optimizer, scheduler=found.scheduler,
+        args=args,
+        optimizer=found.optimizer,
+        scheduler=found.scheduler,
         clock=clock_in(config) or (ACCELERATE if by_script else None),
-    )  # fmt: skip
+    )
     before = json.values(config)
     json.fill(config, found.fills)
     try:
@@ -149,9 +151,11 @@ def _attach(accelerator: Accelerator, engine: DeepSpeedEngine, scheduler: object
         wrapper = DeepSpeedSchedulerWrapper(scheduler, optimizer)
     else:
         wrapper = (SchedulerOfAMetric if by_script else AcceleratedScheduler)(
-            scheduler, optimizer, step_with_optimizer=accelerator.step_scheduler_with_optimizer,
+            scheduler,
+            optimizer,
+            step_with_optimizer=accelerator.step_scheduler_with_optimizer,
             split_batches=accelerator.split_batches or clock == ENGINE,
-        )  # fmt: skip
+        )
     accelerator._schedulers.append(wrapper)
     track(accelerator, wrapper, clock=ACCELERATE if by_script else clock, by_script=by_script)
     return wrapper

@@ -106,10 +106,12 @@ def _apart(
     if models is not None and not models and (fresh or schedulers):
         thing = "an optimizer" if fresh else "a scheduler"
         yield refused(
-            "apart", "accelerator.prepare",
+            "apart",
+            "accelerator.prepare",
             f"{thing} without the model: accelerate returns it as it is, the engine knows nothing of it, and "
-            "save_state leaves it out", f"prepare all in one call: {_TOGETHER}",
-        )  # fmt: skip
+            "save_state leaves it out",
+            f"prepare all in one call: {_TOGETHER}",
+        )
 
 
 def _listed(things: object) -> tuple[object, ...]:
@@ -123,19 +125,22 @@ def _multiplicity(
 ) -> Iterator[Finding]:
     if len(models) > 1:
         yield refused(
-            "two-models", "accelerator.prepare",
+            "two-models",
+            "accelerator.prepare",
             f"{len(models)} models in one prepare: DeepSpeed makes an engine of one, and accelerate refuses the others",
             "make a new Accelerator for each model",
-        )  # fmt: skip
+        )
     for name, things in (("optimizer", optimizers), ("scheduler", schedulers)):
         if len(things) > 1:
             yield refused(
-                f"two-{name}s", "accelerator.prepare",
+                f"two-{name}s",
+                "accelerator.prepare",
                 f"{len(things)} {name}s in one prepare: accelerate keeps the last, gives it back for all of them, "
                 "and the others' parameters are never " + ("trained" if name == "optimizer" else "scheduled"),
                 "pass one optimizer with several param groups: DummyOptim([{'params': a}, {'params': b, 'lr': ...}])"
-                if name == "optimizer" else "join them: torch.optim.lr_scheduler.ChainedScheduler([first, second])",
-            )  # fmt: skip
+                if name == "optimizer"
+                else "join them: torch.optim.lr_scheduler.ChainedScheduler([first, second])",
+            )
 
 
 def _twice(optimizer: GivenOptimizer, models: Sequence[object], running: GivenAccelerator) -> Iterator[Finding]:
@@ -144,37 +149,45 @@ def _twice(optimizer: GivenOptimizer, models: Sequence[object], running: GivenAc
     name = "DummyOptim" if optimizer.kind == DUMMY else "optimizer"
     if optimizer.prepared or engines:
         yield refused(
-            "prepared-twice", name if optimizer.prepared else "model",
+            "prepared-twice",
+            name if optimizer.prepared else "model",
             "has been prepared already, and belongs to that engine",
             "go on with what the first prepare has returned; or make a new model, optimizer and Accelerator",
-        )  # fmt: skip
+        )
 
 
 def _order(optimizer: GivenOptimizer, scheduler: GivenScheduler, models: Sequence[object]) -> Iterator[Finding]:
     if optimizer.edited:
         yield refused(
-            "params-written", "DummyOptim",
+            "params-written",
+            "DummyOptim",
             "was given other parameters in its param_groups, of which DeepSpeed is not told",
             "DummyOptim([{'params': ...}]) with these parameters, or optimizer.add_param_group({'params': ...})",
-        )  # fmt: skip
+        )
     if not any(optimizer.sizes) and None not in optimizer.sizes and optimizer.kind != NONE:
         yield refused(
-            "no-parameters", "optimizer", "holds no parameter: a generator such as model.parameters() gives them once",
+            "no-parameters",
+            "optimizer",
+            "holds no parameter: a generator such as model.parameters() gives them once",
             "pass list(model.parameters())",
-        )  # fmt: skip
+        )
     yield from _of_another_model(optimizer, models)
     if optimizer.scheduled and scheduler.over is not optimizer.thing:
         yield told(
-            "scheduler-left-out", "DummyOptim",
+            "scheduler-left-out",
+            "DummyOptim",
             "a scheduler was built on it and is not in this prepare: the script alone steps it, and save_state leaves "
-            "it out", f"prepare it, too: {_TOGETHER}",
-        )  # fmt: skip
+            "it out",
+            f"prepare it, too: {_TOGETHER}",
+        )
     if scheduler.over is not None and scheduler.over is not innermost(optimizer.thing):
         yield refused(
-            "foreign-scheduler", "scheduler",
+            "foreign-scheduler",
+            "scheduler",
             "is built on an optimizer that is not in this prepare: it moves the rates of an optimizer that nothing "
-            "trains with, and the real one's stay", f"pass the optimizer it was built on: {_TOGETHER}",
-        )  # fmt: skip
+            "trains with, and the real one's stay",
+            f"pass the optimizer it was built on: {_TOGETHER}",
+        )
 
 
 def _of_another_model(optimizer: GivenOptimizer, models: Sequence[object]) -> Iterator[Finding]:
@@ -183,9 +196,11 @@ def _of_another_model(optimizer: GivenOptimizer, models: Sequence[object]) -> It
     others = [parameter for parameter in parameters_of(optimizer.thing) if id(parameter) not in own]
     if models and others:
         yield refused(
-            "other-model", "optimizer", f"{len(others)} of its parameters are not the model's: they are never trained",
+            "other-model",
+            "optimizer",
+            f"{len(others)} of its parameters are not the model's: they are never trained",
             "build the optimizer from model.parameters() of the model that is prepared with it",
-        )  # fmt: skip
+        )
 
 
 def _meeting(config: Mapping[str, object], optimizer: GivenOptimizer, scheduler: GivenScheduler) -> Iterator[Finding]:
@@ -193,23 +208,29 @@ def _meeting(config: Mapping[str, object], optimizer: GivenOptimizer, scheduler:
     in_json = "optimizer" in config
     if optimizer.kind == DUMMY and not in_json:
         yield refused(
-            "no-json-optimizer", "DummyOptim", "stands for the optimizer of the DeepSpeed JSON, which has none",
+            "no-json-optimizer",
+            "DummyOptim",
+            "stands for the optimizer of the DeepSpeed JSON, which has none",
             _ADD_OPTIMIZER,
-        )  # fmt: skip
+        )
     if optimizer.kind == REAL and in_json:
         yield refused(
-            "two-sources-of-optimizer", "optimizer", "is given in the script and in the DeepSpeed JSON",
+            "two-sources-of-optimizer",
+            "optimizer",
+            "is given in the script and in the DeepSpeed JSON",
             'remove "optimizer" from the DeepSpeed JSON, or pass accelerate.utils.DummyOptim(params, lr=...)',
-        )  # fmt: skip
+        )
     if optimizer.kind == NONE and scheduler.kind != NONE and not in_json:
         yield refused("scheduler-alone", "scheduler", "there is no optimizer that it could drive", _ADD_OPTIMIZER)
     zero = config.get("zero_optimization")
     if any(optimizer.frozen) and isinstance(zero, Mapping) and zero.get("stage") in (1, 2):
         yield refused(
-            "frozen-group", "optimizer",
+            "frozen-group",
+            "optimizer",
             f"param group {optimizer.frozen.index(True)} has no parameter that requires a gradient, and ZeRO 1 and 2 "
-            "fail over it", "leave it out: [p for p in params if p.requires_grad]",
-        )  # fmt: skip
+            "fail over it",
+            "leave it out: [p for p in params if p.requires_grad]",
+        )
     yield from _schedulers_meet(config, optimizer, scheduler)
 
 
@@ -224,43 +245,51 @@ def _schedulers_meet(
     elif in_json and kind == CALLABLE:
         winner = "the JSON's is ignored" if optimizer.kind == DUMMY else "the callable is ignored"
         yield refused(
-            "two-sources-of-scheduler", "lr_scheduler_callable",
-            f"and the scheduler of the DeepSpeed JSON are both given: {winner}, silently where the JSON has no "
-            '"auto"', 'remove "scheduler" from the DeepSpeed JSON, or leave out lr_scheduler_callable',
-        )  # fmt: skip
+            "two-sources-of-scheduler",
+            "lr_scheduler_callable",
+            f'and the scheduler of the DeepSpeed JSON are both given: {winner}, silently where the JSON has no "auto"',
+            'remove "scheduler" from the DeepSpeed JSON, or leave out lr_scheduler_callable',
+        )
     elif kind == DUMMY and not in_json:
         yield refused(
-            "no-json-scheduler", "DummyScheduler", "stands for the scheduler of the DeepSpeed JSON, which has none",
+            "no-json-scheduler",
+            "DummyScheduler",
+            "stands for the scheduler of the DeepSpeed JSON, which has none",
             "DummyScheduler(optimizer, lr_scheduler_callable=lambda optimizer: LambdaLR(optimizer, ...)), or add "
             '"scheduler" to the DeepSpeed JSON',
-        )  # fmt: skip
+        )
     elif kind == CALLABLE and optimizer.kind != DUMMY:
         yield mended(
-            "dropped-callable", "lr_scheduler_callable",
+            "dropped-callable",
+            "lr_scheduler_callable",
             "accelerate hands it on beside a DummyOptim alone, and drops it here: the rate stays constant",
             "DummyOptim in place of the optimizer, or the scheduler itself in place of DummyScheduler",
-        )  # fmt: skip
+        )
     elif scheduler.unknown and optimizer.kind != DUMMY:
         yield mended(
-            "unknown-scheduler", type(scheduler.thing).__name__,
+            "unknown-scheduler",
+            type(scheduler.thing).__name__,
             "is no scheduler to accelerate, which returns it as it is, and save_state leaves it out",
             "nothing to change with the hooks; without them accelerator.register_for_checkpointing(scheduler)",
-        )  # fmt: skip
+        )
     elif kind == TORCH and optimizer.kind == DUMMY:
         yield mended(
-            "scheduler-on-placeholder", "scheduler",
+            "scheduler-on-placeholder",
+            "scheduler",
             "is built on a DummyOptim: accelerate takes none but a DummyScheduler beside it",
             "nothing to change with the hooks; without them DummyScheduler(optimizer, lr_scheduler_callable=...)",
-        )  # fmt: skip
+        )
     elif in_json and kind == NONE:
         yield told(
-            "json-scheduler-unseen", "scheduler of the DeepSpeed JSON",
+            "json-scheduler-unseen",
+            "scheduler of the DeepSpeed JSON",
             "runs inside engine.step, though no scheduler is prepared",
             "pass accelerate.utils.DummyScheduler(optimizer) to see it, or remove it from the JSON",
-        )  # fmt: skip
+        )
     if in_json and clock_in(config) == ACCELERATE:
         yield refused(
-            "json-scheduler-clock", "ds_reshard.accelerate.clock",
+            "json-scheduler-clock",
+            "ds_reshard.accelerate.clock",
             'is "accelerate", and a scheduler of the DeepSpeed JSON is always stepped by the engine',
             'remove the clock, or the "scheduler" of the DeepSpeed JSON',
-        )  # fmt: skip
+        )

@@ -39,12 +39,14 @@ def given_accelerator(thing: object) -> GivenAccelerator:
     distributed = sys.modules.get("torch.distributed")
     begun = distributed is not None and distributed.is_available() and distributed.is_initialized()
     return GivenAccelerator(
-        processes=thing.num_processes, world=distributed.get_world_size() if begun and distributed is not None else 1,  # type: ignore[attr-defined]
-        split_batches=thing.split_batches, by_script=not thing.step_scheduler_with_optimizer,  # type: ignore[attr-defined]
+        processes=thing.num_processes,  # type: ignore[attr-defined]
+        world=distributed.get_world_size() if begun and distributed is not None else 1,
+        split_batches=thing.split_batches,  # type: ignore[attr-defined]
+        by_script=not thing.step_scheduler_with_optimizer,  # type: ignore[attr-defined]
         accumulation=thing.gradient_accumulation_steps,  # type: ignore[attr-defined]
         engines=sum(map(trains, thing._models)),  # type: ignore[attr-defined]
         modules=tuple(getattr(engine, "module", None) for engine in thing._models),  # type: ignore[attr-defined]
-    )  # fmt: skip
+    )
 
 
 def trains(engine: object) -> bool:
@@ -58,29 +60,35 @@ def counted(
     """Processes, micro-batches, engines and the steps of a schedule: who counts, and up to what."""
     if accelerator.processes != accelerator.world:
         yield refused(
-            "alone", "accelerator.num_processes",
+            "alone",
+            "accelerator.num_processes",
             f"is {accelerator.processes}, and {accelerator.world} processes train: batch sizes, schedules and "
-            "checkpoints are wrong", 'Accelerator(..., kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])',
-        )  # fmt: skip
+            "checkpoints are wrong",
+            'Accelerator(..., kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])',
+        )
     if accelerator.engines and optimizer.kind != NONE:
         yield told(
-            "second-engine", "accelerator.prepare",
+            "second-engine",
+            "accelerator.prepare",
             "is called a second time: accelerator.backward goes to the engine of the first alone, and this model is "
-            "not trained by it; with the hooks it is an error", BACKWARD,
-        )  # fmt: skip
+            "not trained by it; with the hooks it is an error",
+            BACKWARD,
+        )
     said = config.get("gradient_accumulation_steps")
     if isinstance(said, int) and accelerator.accumulation not in (1, said):
         yield told(
-            "two-accumulations", "gradient_accumulation_steps",
+            "two-accumulations",
+            "gradient_accumulation_steps",
             f"is {accelerator.accumulation} in the Accelerator and {said} in the DeepSpeed JSON, which wins",
             'write "auto" into the JSON, or leave it out of Accelerator(...)',
-        )  # fmt: skip
+        )
     if clock_in(config) is not None and scheduler.kind == NONE and optimizer.kind != NONE and "scheduler" not in config:
         yield told(
-            "clock-unused", "ds_reshard.accelerate.clock",
+            "clock-unused",
+            "ds_reshard.accelerate.clock",
             "holds for a scheduler in this prepare, and there is none: one that is made later is stepped as without it",
             "pass the scheduler to the same accelerator.prepare(...), or leave the clock out",
-        )  # fmt: skip
+        )
     yield from _stepped(config, optimizer, scheduler, accelerator)
     yield from _late(config, scheduler)
 
@@ -94,25 +102,28 @@ def _stepped(
         alone = accelerator.processes == 1 or accelerator.split_batches or accelerator.by_script
         if scheduler.kind == TORCH and clock is None and not alone and not scheduler.unknown:
             yield told(
-                "steps-per-process", "scheduler",
+                "steps-per-process",
+                "scheduler",
                 f"takes {accelerator.processes or 'num_processes'} steps an update, one for each process, and one with "
                 "split_batches; a DummyOptim's takes one",
                 f"count its steps so, or write {_CLOCK % ENGINE} for one step an update",
-            )  # fmt: skip
+            )
         return
     if scheduler.kind == CALLABLE and clock is None:
         yield told(
-            "engine-steps", "lr_scheduler_callable",
+            "engine-steps",
+            "lr_scheduler_callable",
             "what it makes is stepped by the engine once an update, whether the script steps it or not; one whose step "
             "wants a metric is fed the batch size, and with the hooks the metric of scheduler.step(metric)",
             f"count its steps in updates, or write {_CLOCK % ACCELERATE}",
-        )  # fmt: skip
+        )
     if accelerator.by_script and (in_json or scheduler.kind != NONE):
         yield told(
-            "steps-by-engine", "Accelerator(step_scheduler_with_optimizer=False)",
+            "steps-by-engine",
+            "Accelerator(step_scheduler_with_optimizer=False)",
             "has no effect on this scheduler: the engine steps it once an update",
             "build the scheduler in the script, in place of the JSON's" if in_json else f"write {_CLOCK % ACCELERATE}",
-        )  # fmt: skip
+        )
 
 
 def is_the_scripts(optimizer: GivenOptimizer, scheduler: GivenScheduler) -> bool:
@@ -136,6 +147,8 @@ def _late(config: Mapping[str, object], scheduler: GivenScheduler) -> Iterator[F
     name = str(section.get("type")) if isinstance(section, Mapping) else type(scheduler.thing).__name__
     if name in _LATE and (isinstance(section, Mapping) or scheduler.of_deepspeed):
         yield told(
-            "two-at-the-lowest", name, "its first two updates are at the lowest rate, 0 unless it is given",
+            "two-at-the-lowest",
+            name,
+            "its first two updates are at the lowest rate, 0 unless it is given",
             "get_scheduler of transformers, built in the script, has one such update; or leave it so",
-        )  # fmt: skip
+        )

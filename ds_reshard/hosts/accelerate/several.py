@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import PrepareError, raise_faults
 from ds_reshard.hosts.accelerate.running import BACKWARD, trains
 
 if TYPE_CHECKING:
@@ -32,10 +32,9 @@ class Several:
 
 
 def _refuse(method: str) -> None:
-    fault = Fault(
-        error="PrepareError",
-        where=method,
-        what="this Accelerator has prepared several models, and accelerate takes the first one's engine for each",
+    fault = PrepareError.fault(
+        method,
+        "this Accelerator has prepared several models, and accelerate takes the first one's engine for each",
         mend=BACKWARD,
     )
     raise_faults([fault], subject="accelerate")

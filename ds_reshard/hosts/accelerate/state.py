@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard import hosts
 from ds_reshard.containers.pickle_rules import trust_in
-from ds_reshard.errors import Fault, HookError, raise_faults
+from ds_reshard.errors import HookError, UnsupportedLayout, raise_faults
 from ds_reshard.hosts.accelerate.tracked import Tracked, began, tracked
 from ds_reshard.operations.pickles import refuse_unsafe_folder
 from ds_reshard.operations.ranks import gather
@@ -55,9 +55,11 @@ def save_state(accelerator: Accelerator, original: Callable[[], object]) -> obje
     mine = tracked(accelerator)
     if mine is not None and accelerator.is_main_process:
         record = {
-            "clock": mine.clock, "steps_per_update": mine.steps, "num_processes": accelerator.num_processes,
+            "clock": mine.clock,
+            "steps_per_update": mine.steps,
+            "num_processes": accelerator.num_processes,
             "began": mine.began,
-        }  # fmt: skip
+        }
         path = os.path.join(os.fspath(location), RECORD)  # type: ignore[call-overload]
         with open(f"{path}.part", "w", encoding="utf-8") as file:
             json.dump(record, file)
@@ -213,10 +215,9 @@ def _refuse(mine: Tracked, saved: Saved, policy: ResumePolicy, where: str | None
         why = f"it was begun anew after {saved.since} updates, of which the engine does not know"
     else:
         return
-    fault = Fault(
-        error="UnsupportedLayout",
-        where=str(where),
-        what=f"its schedule is on the clock of {saved.clock}, this run's on that of {mine.clock}, and {why}",
+    fault = UnsupportedLayout.fault(
+        str(where),
+        f"its schedule is on the clock of {saved.clock}, this run's on that of {mine.clock}, and {why}",
         mend=f'write "ds_reshard": {{"accelerate": {{"clock": "{saved.clock}"}}}} in the DeepSpeed JSON',
     )
     raise_faults([fault], subject=f"loading {where}")
@@ -266,5 +267,6 @@ def _agree_on_step(accelerator: Accelerator, where: str | None) -> None:
         accelerator.step = loaded[0]
         logger.warning(
             "%s has no random state for rank %d: this run's own is kept, and the position within an update is rank 0's",
-            where, accelerator.process_index,
-        )  # fmt: skip
+            where,
+            accelerator.process_index,
+        )

@@ -40,14 +40,16 @@ def track(accelerator: Accelerator, wrapper: object, *, clock: str, by_script: b
     scheduler = wrapper.scheduler  # type: ignore[attr-defined]
     steps = 1 if clock == ENGINE or accelerator.split_batches else accelerator.num_processes
     _TRACKED[accelerator] = Tracked(
-        scheduler=scheduler, wrapper=wrapper, clock=clock,
+        scheduler=scheduler,
+        wrapper=wrapper,
+        clock=clock,
         steps=None if by_script or (clock != ENGINE and not accelerator.step_scheduler_with_optimizer) else steps,
         groups=tuple(
             copy.deepcopy({name: value for name, value in group.items() if name != "params"})
             for group in scheduler.optimizer.param_groups
         ),
         beginning=Beginning(scheduler) if kind_of(scheduler) != UNKNOWN else None,
-    )  # fmt: skip
+    )
 
 
 def began(accelerator: Accelerator, updates: int) -> None:

@@ -77,10 +77,11 @@ def _forwarded(name: str, value: object, params: Mapping[str, object]) -> Findin
 
 def _contradiction(name: str, value: object, saved: object) -> Finding:
     return refused(
-        "contradiction", f"DummyOptim({name}={value!r})",
+        "contradiction",
+        f"DummyOptim({name}={value!r})",
         f"the DeepSpeed JSON says {name} {saved!r}, which accelerate takes without a word",
         f'write "{name}": "auto" into optimizer.params of the JSON, or leave {name} out of DummyOptim',
-    )  # fmt: skip
+    )
 
 
 def _unfilled(name: str, optimizer: GivenOptimizer) -> list[Finding]:

@@ -53,10 +53,15 @@ class Filling:
             extent = fragment.extent
             self._copies.append(
                 Copy(
-                    record=extent.record, byte_offset=extent.byte_offset, numel=extent.numel, dtype=extent.dtype,
-                    buffer=buffer, element_offset=at, target_dtype=dtype,
+                    record=extent.record,
+                    byte_offset=extent.byte_offset,
+                    numel=extent.numel,
+                    dtype=extent.dtype,
+                    buffer=buffer,
+                    element_offset=at,
+                    target_dtype=dtype,
                 )
-            )  # fmt: skip
+            )
 
     def execute(self, *, threads: int, memory_nbytes: int) -> int:
         """Read every byte once; how many they were."""
@@ -84,8 +89,10 @@ def single(entry: Single, dtype: torch.dtype, *, cast: bool) -> torch.Tensor:
 
 def _other_type(entry: Stored | Single, dtype: str) -> Fault:
     saved = ", ".join(one.label for one in entry.sources) if isinstance(entry, Stored) else "its value exactly"
-    return Fault(
-        error="ModelMismatch", where=".".join(map(str, entry.path)), what="the target is of a type that was not saved",
-        expected=saved, found=dtype.removeprefix("torch."),
+    return ModelMismatch.fault(
+        ".".join(map(str, entry.path)),
+        "the target is of a type that was not saved",
+        saved,
+        dtype.removeprefix("torch."),
         mend="build the model in a type that was saved, or ds_reshard.dcp.Reader(path, cast=True)",
-    )  # fmt: skip
+    )

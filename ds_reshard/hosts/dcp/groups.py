@@ -68,13 +68,14 @@ class Groups:
                 saved = {canonical(self._recorded(self._of[member], name)): member for member in members}
                 if len(saved) > 1:
                     told = [f"{describe(self._recorded(self._of[one], name))} ({one}, ...)" for one in saved.values()]
-                    yield Fault(
-                        error="ParamGroupMismatch", where=f"param_groups.{members[0]}.{name}",
-                        what="parameters that this run does not tell apart were saved in groups that differ in it",
-                        expected="groups of this run that differ, as those that were saved", found=" and ".join(told),
+                    yield ParamGroupMismatch.fault(
+                        f"param_groups.{members[0]}.{name}",
+                        "parameters that this run does not tell apart were saved in groups that differ in it",
+                        "groups of this run that differ, as those that were saved",
+                        " and ".join(told),
                         mend="build the optimizer with the param groups of the saved run; where it has them, and they "
                         "begin with equal values, load without flatten_optimizer_state_dict, which names them",
-                    )  # fmt: skip
+                    )
 
     def _saved(self, members: Sequence[str]) -> list[GroupFacts]:
         names = (self._tied.get(name, name) for name in members)
@@ -91,11 +92,13 @@ class Groups:
         return revive(recorded, builders={}, tensor=read_tensor, where=f"{self._where}: param group {name}")
 
     def _fault(self, asked: GroupValue, what: str, expected: str, found: str) -> Fault:
-        return Fault(
-            error="ParamGroupMismatch", where=".".join(map(str, asked.path)), what=what, expected=expected,
-            found=found, mend="build the optimizer with the param groups of the saved run, or load without its "
-            "param groups",
-        )  # fmt: skip
+        return ParamGroupMismatch.fault(
+            ".".join(map(str, asked.path)),
+            what,
+            expected,
+            found,
+            mend="build the optimizer with the param groups of the saved run, or load without its param groups",
+        )
 
 
 def _plain(values: Mapping[str, object]) -> str:

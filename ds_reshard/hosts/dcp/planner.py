@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, ModelMismatch, raise_faults
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -31,16 +31,20 @@ class LoadPlanner(DefaultLoadPlanner):
         for key, value in self.state_dict.items():
             told = saved.get(key)
             if told is None and not self.allow_partial_load:
-                yield Fault(
-                    error="ModelMismatch", where=key, what="is asked for, and the checkpoint has no such key",
+                yield ModelMismatch.fault(
+                    key,
+                    "is asked for, and the checkpoint has no such key",
                     mend="leave it out of the state dict, or LoadPlanner(allow_partial_load=True) to keep it",
-                )  # fmt: skip
+                )
             size = getattr(value, "size", None)
             if isinstance(told, TensorStorageMetadata) and callable(size) and told.size != size():
-                yield Fault(
-                    error="ModelMismatch", where=key, what="has another shape in the checkpoint",
-                    expected=str(list(size())), found=str(list(told.size)), mend="build the model that was saved",
-                )  # fmt: skip
+                yield ModelMismatch.fault(
+                    key,
+                    "has another shape in the checkpoint",
+                    str(list(size())),
+                    str(list(told.size)),
+                    mend="build the model that was saved",
+                )
             yield from off_mesh(key, value)
 
 
@@ -51,8 +55,10 @@ def off_mesh(key: str, value: object) -> Iterator[Fault]:
     expected = tuple(compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)[0])
     found = tuple(value.to_local().shape)
     if found != expected and prod(found) + prod(expected):
-        yield Fault(
-            error="ModelMismatch", where=key, what="is held in another shape than its mesh says",
-            expected=str(list(expected)), found=str(list(found)),
+        yield ModelMismatch.fault(
+            key,
+            "is held in another shape than its mesh says",
+            str(list(expected)),
+            str(list(found)),
             mend="make it with fully_shard or distribute_tensor on the mesh of this run",
-        )  # fmt: skip
+        )

@@ -84,7 +84,12 @@ _SCHEDULERS = (
     *(
         _scheduler(f"torch.optim.lr_scheduler:{name}", "state_dict")
         for name in (
-            "LRScheduler", "LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler", "ReduceLROnPlateau",
+            "LRScheduler",
+            "LambdaLR",
+            "MultiplicativeLR",
+            "SequentialLR",
+            "ChainedScheduler",
+            "ReduceLROnPlateau",
             "CyclicLR",
         )
     ),
@@ -93,7 +98,7 @@ _SCHEDULERS = (
         _scheduler(f"deepspeed.runtime.lr_schedules:{name}", "sd")
         for name in ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupCosineLR")
     ),
-)  # fmt: skip
+)
 
 
 def _refuse_policy(original: Callable[..., object]) -> Callable[..., object]:

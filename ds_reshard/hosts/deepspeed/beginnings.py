@@ -28,9 +28,10 @@ def beginning_of(scheduler: object) -> Beginning:
 def given(engine: DeepSpeedEngine) -> list[object]:
     """The schedulers on the engine's optimizer that somebody gave a state, but for the engine's own."""
     return [
-        scheduler for scheduler in list(_BEGUN)
+        scheduler
+        for scheduler in list(_BEGUN)
         if innermost(engine.optimizer) is innermost(scheduler) and not owns(engine, scheduler)
-    ]  # fmt: skip
+    ]
 
 
 def owns(engine: DeepSpeedEngine, scheduler: object) -> bool:

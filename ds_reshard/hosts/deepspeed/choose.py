@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, InternalError, UnsupportedLayout
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
 from ds_reshard.formats.zero.shards import ZeroShards
@@ -35,11 +35,8 @@ class Considered:
 
 
 def disagreement(where: str) -> Fault:
-    return Fault(
-        error="InternalError",
-        where=where,
-        what="ranks disagree on who loads",
-        mend="give every rank the same DeepSpeed config and build the same engine",
+    return InternalError.fault(
+        where, "ranks disagree on who loads", mend="give every rank the same DeepSpeed config and build the same engine"
     )
 
 
@@ -116,12 +113,11 @@ def _check_own(live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, shards: Z
 
 
 def _unsupported_fault(engine: DeepSpeedEngine, features: tuple[str, ...], checkpoint: ZeroCheckpoint) -> Fault:
-    return Fault(
-        error="UnsupportedLayout",
-        where=checkpoint.listing.folder,
-        what=f"a load under another layout is not supported with {', '.join(features)}",
-        expected=f"stage {checkpoint.stage}, dp={checkpoint.dp}, as saved",
-        found=f"stage {engine.zero_optimization_stage()}, dp={engine.seq_dp_world_size}",
+    return UnsupportedLayout.fault(
+        checkpoint.listing.folder,
+        f"a load under another layout is not supported with {', '.join(features)}",
+        f"stage {checkpoint.stage}, dp={checkpoint.dp}, as saved",
+        f"stage {engine.zero_optimization_stage()}, dp={engine.seq_dp_world_size}",
         mend='set "checkpoint": {"load_universal": true}: DeepSpeed then loads it'
         if checkpoint.listing.universal
         else "resume with the layout that was saved",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, is_placeholder
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, Shape, live_kind, param_shape
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, canonical, describe
@@ -144,12 +144,11 @@ def saved_shapes(checkpoint: ZeroCheckpoint) -> dict[str, Shape]:
 
 
 def _mismatch(name: str, what: str, expected: str, found: str, mend: str = "") -> Fault:
-    return Fault(
-        error="ModelMismatch",
-        where=f"parameter {name}",
-        what=what,
-        expected=expected,
-        found=found,
+    return ModelMismatch.fault(
+        f"parameter {name}",
+        what,
+        expected,
+        found,
         mend=mend or "build the model that was saved, or pass load_module_strict=False for weights only",
     )
 
@@ -183,12 +182,11 @@ def _disagreements(
     first, second = one.hyperparameters or {}, other.hyperparameters or {}
     names = [next(n for n in members if n in set(group.members)) for group in (one, other)]
     return [
-        Fault(
-            error="ParamGroupMismatch",
-            where=f"param group {number}",
-            what=f"its members were saved with different values of {key!r}",
-            expected=f"{describe(first.get(key))} (as {names[0]})",
-            found=f"{describe(second.get(key))} (as {names[1]})",
+        ParamGroupMismatch.fault(
+            f"param group {number}",
+            f"its members were saved with different values of {key!r}",
+            f"{describe(first.get(key))} (as {names[0]})",
+            f"{describe(second.get(key))} (as {names[1]})",
             mend="build the optimizer with the param groups that were saved, or pass load_optimizer_states=False",
         )
         for key in sorted({*first, *second} - set(replaced))
@@ -205,12 +203,11 @@ def match_scalars(where: str, members: list[str], facts: OptimizerFacts) -> tupl
         for key in sorted({*first, *scalars}):
             if canonical(first.get(key)) != canonical(scalars.get(key)):
                 faults.append(
-                    Fault(
-                        error="ParamGroupMismatch",
-                        where=where,
-                        what=f"its members were saved with different values of state {key!r}",
-                        expected=f"{describe(first.get(key))} (as {members[0]})",
-                        found=f"{describe(scalars.get(key))} (as {name})",
+                    ParamGroupMismatch.fault(
+                        where,
+                        f"its members were saved with different values of state {key!r}",
+                        f"{describe(first.get(key))} (as {members[0]})",
+                        f"{describe(scalars.get(key))} (as {name})",
                         mend="build the optimizer with the param groups that were saved",
                     )
                 )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, ModelMismatch, raise_faults
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.hosts.deepspeed.revival import revived
 from ds_reshard.hosts.deepspeed.settings import Settings
@@ -89,24 +89,22 @@ def scheduler_faults(engine: DeepSpeedEngine, model: ModelStates, request: Reque
     saved = model.entries.get("lr_scheduler")
     if wanted and isinstance(saved, Mapping) and _of_another_kind(engine.lr_scheduler, saved):
         return [
-            Fault(
-                error="ModelMismatch",
-                where=model.path,
-                what="holds the state of another kind of scheduler",
-                expected=f"the state of {type(engine.lr_scheduler).__name__}",
-                found=", ".join(sorted(saved)),
+            ModelMismatch.fault(
+                model.path,
+                "holds the state of another kind of scheduler",
+                f"the state of {type(engine.lr_scheduler).__name__}",
+                ", ".join(sorted(saved)),
                 mend=MEND,
             )
         ]
     if not wanted or saved is not None:
         return []
     return [
-        Fault(
-            error="ModelMismatch",
-            where=model.path,
-            what="holds no scheduler state",
-            expected="the state of this run's scheduler",
-            found="none",
+        ModelMismatch.fault(
+            model.path,
+            "holds no scheduler state",
+            "the state of this run's scheduler",
+            "none",
             mend="pass load_lr_scheduler_states=False, or resume with --no-load-lr-state",
         )
     ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.zero.layout import flat_numel, partition_numel, sub_group_numel
 
 if TYPE_CHECKING:
@@ -73,12 +73,11 @@ class LiveOptimizer:
                 expected = partition_numel(flat_numel(buffer.shapes, buffer.gaps), self.dp)
             if buffer.fp32.numel() != expected:
                 found.append(
-                    Fault(
-                        error="UnsupportedLayout",
-                        where=f"flat buffer {number} of the running engine",
-                        what=f"is not partitioned over the {self.dp} ranks of its data-parallel group",
-                        expected=f"{expected} elements",
-                        found=f"{buffer.fp32.numel()}",
+                    UnsupportedLayout.fault(
+                        f"flat buffer {number} of the running engine",
+                        f"is not partitioned over the {self.dp} ranks of its data-parallel group",
+                        f"{expected} elements",
+                        f"{buffer.fp32.numel()}",
                         mend="build the engine in a fresh process; with a device mesh, resume as it was saved",
                     )
                 )
@@ -158,11 +157,7 @@ def live_optimizer(engine: DeepSpeedEngine) -> LiveOptimizer | None:
 
 
 def _order(
-    kind: str,
-    optimizer: ZeROOptimizer,
-    names: dict[torch.Tensor, str],
-    buffers: tuple[FlatBuffer, ...],
-    groups: int,
+    kind: str, optimizer: ZeROOptimizer, names: dict[torch.Tensor, str], buffers: tuple[FlatBuffer, ...], groups: int
 ) -> tuple[dict[str, Shape], ...]:
     if kind == "zero":
         return tuple(_shapes(params, names) for params in optimizer.bit16_groups)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, in_force
-from ds_reshard.errors import Fault, ReshardError, as_faults
+from ds_reshard.errors import CheckpointNotFound, Fault, ReshardError, UnsupportedLayout, as_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint, saved_sizes
 from ds_reshard.formats.zero.model_states import read_entries
 from ds_reshard.formats.zero.names import Listing, read_listing
@@ -71,12 +71,11 @@ def _listed(folder: Path) -> Listing:
 
 
 def _no_facts(where: str, what: str) -> Fault:
-    return Fault(
-        error="UnsupportedLayout",
-        where=where,
-        what=f"{what}: the position of the schedule, which the resume policy needs, is not known",
-        expected="mp_rank_00_model_states.pt, as DeepSpeed saves it",
-        found="none",
+    return UnsupportedLayout.fault(
+        where,
+        f"{what}: the position of the schedule, which the resume policy needs, is not known",
+        "mp_rank_00_model_states.pt, as DeepSpeed saves it",
+        "none",
         mend="load a plain ZeRO checkpoint, or leave out the resume policy",
     )
 
@@ -122,11 +121,10 @@ def _sizes(listing: Listing | None) -> tuple[int, int] | None:
 
 def _no_tag(load_dir: str, tag: str) -> Fault:
     tags = sorted(e.name for e in os.scandir(load_dir) if e.is_dir()) if os.path.isdir(load_dir) else []
-    return Fault(
-        error="CheckpointNotFound",
-        where=load_dir,
-        what=f"has no tag {tag!r}",
-        expected="one of " + (", ".join(map(repr, tags[:12])) or "none"),
-        found=repr(tag),
+    return CheckpointNotFound.fault(
+        load_dir,
+        f"has no tag {tag!r}",
+        "one of " + (", ".join(map(repr, tags[:12])) or "none"),
+        repr(tag),
         mend="pass tag= one of the tags that exist, or none for the latest" if tags else "check the folder's path",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import CheckpointDamaged, Fault
 from ds_reshard.execution.deviation import same_bits
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer
 from ds_reshard.hosts.deepspeed.prepare import Prepared
@@ -35,13 +35,12 @@ def masters_against_weights(engine: DeepSpeedEngine, prepared: Prepared) -> Iter
             continue
         at = _first_difference(buffer.fp32.detach().view(-1), weights.detach().view(-1))
         if at is not None:
-            yield Fault(
-                error="CheckpointDamaged",
-                where=prepared.checkpoint.listing.folder,
-                what=f"weights and fp32 masters of flat buffer {number} ({next(iter(buffer.shapes))}, ...) do not "
+            yield CheckpointDamaged.fault(
+                prepared.checkpoint.listing.folder,
+                f"weights and fp32 masters of flat buffer {number} ({next(iter(buffer.shapes))}, ...) do not "
                 "belong together: model and optimizer files are of different steps or runs",
-                expected="the masters' cast in every weight",
-                found=f"a difference at element {at} of the partition of rank {live.rank}",
+                "the masters' cast in every weight",
+                f"a difference at element {at} of the partition of rank {live.rank}",
                 mend="restore all files of one save; if the weights were edited on purpose, load once with "
                 '"reshard": {"verify": "off"}',
             )

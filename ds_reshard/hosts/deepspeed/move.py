@@ -112,10 +112,15 @@ def _begin(
         _masters_from_weights(engine.optimizer, prepared.live)  # what is absent keeps its weights
     targets = prepared.wants.targets()
     executor = choose(
-        settings.device, targets, threads=settings.threads, memory_nbytes=settings.memory_nbytes,
-        checksum=settings.checksum, saw=witness.saw if witness is not None else None,
-        saw_there=witness.saw_there if witness is not None else None, named=prepared.wants.named(*place(prepared.live)),
-    )  # fmt: skip
+        settings.device,
+        targets,
+        threads=settings.threads,
+        memory_nbytes=settings.memory_nbytes,
+        checksum=settings.checksum,
+        saw=witness.saw if witness is not None else None,
+        saw_there=witness.saw_there if witness is not None else None,
+        named=prepared.wants.named(*place(prepared.live)),
+    )
     return witness, targets, executor
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, ParamGroupMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.shards import ZeroShards
@@ -135,12 +135,11 @@ def _from_fp32(engine: DeepSpeedEngine) -> bool:
 def _custom_faults(request: Request, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     partitioned = checkpoint.listing.partitioned_model or (live is not None and live.kind == "zero3")
     if request.custom_load_fn is not None and partitioned:
-        yield Fault(
-            error="UnsupportedLayout",
-            where="load_checkpoint(custom_load_fn=...)",
-            what="a custom load function gets whole weights, which stage 3 does not have",
-            expected="stages 0 to 2 on both sides",
-            found="stage 3",
+        yield UnsupportedLayout.fault(
+            "load_checkpoint(custom_load_fn=...)",
+            "a custom load function gets whole weights, which stage 3 does not have",
+            "stages 0 to 2 on both sides",
+            "stage 3",
             mend="load without custom_load_fn, or save and load at stages 0 to 2",
         )
 
@@ -168,12 +167,11 @@ def _unfollowed(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     """States that are neither one value nor cut as the parameters are: nobody can say how to cut them anew."""
     for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim else ()):
         for name, found in partition.unfollowed.items():
-            yield Fault(
-                error="UnsupportedLayout",
-                where=f"optimizer state {name!r} of flat buffer {number}",
-                what="does not follow the parameter, so it cannot be cut for another layout",
-                expected=f"{partition.padded_numel} elements or one",
-                found=found,
+            yield UnsupportedLayout.fault(
+                f"optimizer state {name!r} of flat buffer {number}",
+                "does not follow the parameter, so it cannot be cut for another layout",
+                f"{partition.padded_numel} elements or one",
+                found,
                 mend="resume with the layout that was saved, or pass load_optimizer_states=False",
             )
 
@@ -211,12 +209,11 @@ def _uneven_states(checkpoint: ZeroCheckpoint, number: int, shapes: Mapping[str,
         return []
     (one, first), (other, second), *_ = kinds.items()
     return [
-        Fault(
-            error="ParamGroupMismatch",
-            where=f"flat buffer {number}",
-            what="its members were saved with other states",
-            expected=f"{', '.join(one) or 'none'} (as {first})",
-            found=f"{', '.join(other) or 'none'} (as {second})",
+        ParamGroupMismatch.fault(
+            f"flat buffer {number}",
+            "its members were saved with other states",
+            f"{', '.join(one) or 'none'} (as {first})",
+            f"{', '.join(other) or 'none'} (as {second})",
             mend="build the optimizer with the param groups that were saved, or pass load_optimizer_states=False",
         )
     ]
@@ -236,11 +233,10 @@ def _files_as_listed(checkpoint: ZeroCheckpoint, plan: Plan) -> Iterator[Fault]:
 
 
 def _other_folder(path: str, rank: int, expected: str, found: str) -> Fault:
-    return Fault(
-        error="CheckpointDamaged",
-        where=path,
-        what=f"rank {rank} sees another folder than rank 0",
-        expected=expected,
-        found=found,
+    return CheckpointDamaged.fault(
+        path,
+        f"rank {rank} sees another folder than rank 0",
+        expected,
+        found,
         mend="load from a folder that every rank sees (with node-local storage: copy all files to each node)",
     )

@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ds_reshard.containers.crc import crc32
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, FingerprintMismatch, InternalError
 from ds_reshard.execution.fingerprint import Fingerprint, Fingerprints
 from ds_reshard.execution.witness import Witness, held
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_optimizer
@@ -93,12 +93,11 @@ def _of_module(buffer: str) -> bool:
 def _differences(read: Fingerprints, now: Fingerprints, keys: list[TensorKey]) -> Iterator[Fault]:
     for key in keys:
         if read[key] != now[key]:
-            yield Fault(
-                error="FingerprintMismatch",
-                where=str(key),
-                what=f"what lies in the engine of rank {rank()} is not what was read",
-                expected=f"fingerprint {read[key]} of {read[key].nbytes} bytes",
-                found=f"{now[key]} of {now[key].nbytes}",
+            yield FingerprintMismatch.fault(
+                str(key),
+                f"what lies in the engine of rank {rank()} is not what was read",
+                f"fingerprint {read[key]} of {read[key].nbytes} bytes",
+                f"{now[key]} of {now[key].nbytes}",
                 mend=_MEND,
             )
 
@@ -107,7 +106,7 @@ def _other_tensors(names: list[int], subject: str) -> list[Fault]:
     """The sum over ranks is of one list of tensors: a rank with another must not take part in it."""
     if len(set(names)) == 1:
         return []
-    return [Fault(error="InternalError", where=subject, what="ranks hold parts of other tensors", mend=_MEND)]
+    return [InternalError.fault(subject, "ranks hold parts of other tensors", mend=_MEND)]
 
 
 def _summed(
@@ -134,12 +133,11 @@ def _incomplete(layout: Layout, whole: Mapping[TensorKey, Fingerprint]) -> Itera
     for key, found in whole.items():
         expected = _nbytes(layout[key])
         if found.nbytes != expected:
-            yield Fault(
-                error="FingerprintMismatch",
-                where=str(key),
-                what="the parts of all ranks are not the whole tensor",
-                expected=f"{expected} bytes",
-                found=f"{found.nbytes}",
+            yield FingerprintMismatch.fault(
+                str(key),
+                "the parts of all ranks are not the whole tensor",
+                f"{expected} bytes",
+                f"{found.nbytes}",
                 mend=_MEND,
             )
 

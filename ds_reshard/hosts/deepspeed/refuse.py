@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.hosts.deepspeed.beginnings import given
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.resume import Own, base_rates, own_values, saved_values
@@ -177,11 +177,14 @@ def _unread(groups: Sequence[Mapping[str, object]], scheduler: object, saved: Sa
     if len(groups) == 1 and rates and "lr" in params and rates[0] != params["lr"]:
         what = "the saved DeepSpeed JSON does not describe the optimizer that ran, and its own files are not opened"
         return [
-            Fault(
-                error="UnsupportedLayout", where=saved.where, what=what, expected=f"lr {rates[0]!r}, as the scheduler",
-                found=f"lr {params['lr']!r}", mend="load the optimizer, or use --override-opt-param-scheduler",
+            UnsupportedLayout.fault(
+                saved.where,
+                what,
+                f"lr {rates[0]!r}, as the scheduler",
+                f"lr {params['lr']!r}",
+                mend="load the optimizer, or use --override-opt-param-scheduler",
             )
-        ]  # fmt: skip
+        ]
     return []
 
 
@@ -198,12 +201,14 @@ def _undescribed(engine: DeepSpeedEngine, scheduler: object, saved: Saved) -> li
     if engine.client_lr_scheduler is not None or name != type(scheduler).__name__ or params is None:
         found = name or "none"
         return [
-            Fault(
-                error="UnsupportedLayout", where=saved.where, what=what,
-                expected=f"{type(scheduler).__name__} in the saved and in this run's DeepSpeed JSON", found=found,
+            UnsupportedLayout.fault(
+                saved.where,
+                what,
+                f"{type(scheduler).__name__} in the saved and in this run's DeepSpeed JSON",
+                found,
                 mend=mend,
             )
-        ]  # fmt: skip
+        ]
     built_for = [0.0] * count
     if described.needs_rates(scheduler, params):
         bases = base_rates(scheduler, saved, params, count)
@@ -219,12 +224,11 @@ def _undescribed(engine: DeepSpeedEngine, scheduler: object, saved: Saved) -> li
 
 
 def _unknown_rates(saved: Saved, why: str) -> Fault:
-    return Fault(
-        error="UnsupportedLayout",
-        where=saved.where,
-        what=f'scheduler "checkpoint" needs the rates and weight decay of the saving run: {why}',
-        expected="one param group, described in the saved DeepSpeed JSON",
-        found="several param groups, or an optimizer that the script built",
+    return UnsupportedLayout.fault(
+        saved.where,
+        f'scheduler "checkpoint" needs the rates and weight decay of the saving run: {why}',
+        "one param group, described in the saved DeepSpeed JSON",
+        "several param groups, or an optimizer that the script built",
         mend="use --override-opt-param-scheduler with the learning rate of the saving run, or load the optimizer",
     )
 

@@ -46,38 +46,49 @@ def report(engine: DeepSpeedEngine, own: Own, beside: Beside | None) -> ResumeRe
     batch = engine.train_batch_size()
     rows = [
         Row(
-            name="iteration", checkpoint=saved.iteration, this_run=0, used=engine.global_steps,
+            name="iteration",
+            checkpoint=saved.iteration,
+            this_run=0,
+            used=engine.global_steps,
             because=because(policy, "iteration"),
         ),
         Row(
-            name="samples", checkpoint=saved.samples, this_run=0, used=engine.global_samples,
+            name="samples",
+            checkpoint=saved.samples,
+            this_run=0,
+            used=engine.global_samples,
             because=because(policy, "iteration"),
         ),
         _position(engine, saved, policy, beside),
         *_groups(engine, own, saved, policy),
         Row(
-            name="clip_grad", checkpoint=saved.clip_grad, this_run=own.clip_grad,
+            name="clip_grad",
+            checkpoint=saved.clip_grad,
+            this_run=own.clip_grad,
             used=getattr(engine.optimizer, "clip_grad", engine.gradient_clipping()),
             because=because(policy, "clip_grad"),
         ),
         *_optimizer(saved, policy, request),
         Row(name="rng", checkpoint=None, this_run="this run", used="this run", because="DeepSpeed stores none"),
         Row(
-            name="data", checkpoint=None, this_run="from its start",
+            name="data",
+            checkpoint=None,
+            this_run="from its start",
             used="from its start" if policy.dataloader == "reset" else "the script's own",
             because=because(policy, "dataloader"),
         ),
         Row(
-            name="stage and dp", checkpoint=(saved.stage, saved.dp),
+            name="stage and dp",
+            checkpoint=(saved.stage, saved.dp),
             this_run=(int(engine.zero_optimization_stage()), engine.seq_dp_world_size),
-            used=(int(engine.zero_optimization_stage()), engine.seq_dp_world_size), because="this run",
-        ),
-        Row(
-            name="global batch size", checkpoint=saved.train_batch_size, this_run=batch, used=batch,
+            used=(int(engine.zero_optimization_stage()), engine.seq_dp_world_size),
             because="this run",
         ),
+        Row(
+            name="global batch size", checkpoint=saved.train_batch_size, this_run=batch, used=batch, because="this run"
+        ),
         *_found("fingerprints", own.last.proof, '"verify": "fingerprint"'),
-    ]  # fmt: skip
+    ]
     warnings = batch_size_warning(saved.train_batch_size, batch)
     if not policy.keeps_iteration and not policy.finetune:
         warnings += ("the iteration starts again at 0: later saves may overwrite earlier tags of the same folder",)
@@ -128,9 +139,12 @@ def _position(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy, besid
     theirs = (saved.position if saved.scheduler is not None else None) if beside is None else beside.saved_position
     used = position_of(scheduler) if scheduler is not None else None
     return Row(
-        name="schedule position", checkpoint=theirs, this_run=0 if scheduler is not None else None, used=used,
+        name="schedule position",
+        checkpoint=theirs,
+        this_run=0 if scheduler is not None else None,
+        used=used,
         because=because(policy, "position"),
-    )  # fmt: skip
+    )
 
 
 def _groups(engine: DeepSpeedEngine, own: Own, saved: Saved, policy: ResumePolicy) -> Iterator[Row]:
@@ -139,9 +153,12 @@ def _groups(engine: DeepSpeedEngine, own: Own, saved: Saved, policy: ResumePolic
         for name in _SHOWN:
             if name in group:
                 yield Row(
-                    name=f"group {number}: {name}", checkpoint=theirs.get(name), this_run=mine.get(name),
-                    used=group[name], because=because(policy, "schedule" if name in SCHEDULED else "", name),
-                )  # fmt: skip
+                    name=f"group {number}: {name}",
+                    checkpoint=theirs.get(name),
+                    this_run=mine.get(name),
+                    used=group[name],
+                    because=because(policy, "schedule" if name in SCHEDULED else "", name),
+                )
 
 
 def _optimizer(saved: Saved, policy: ResumePolicy, request: Request) -> Iterator[Row]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import ConfigError, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.hosts.deepspeed import refuse, resume
 from ds_reshard.hosts.deepspeed.entries import Request
@@ -41,10 +41,9 @@ def policy_of(engine: DeepSpeedEngine, settings: Settings, *, module_only: bool)
     if module_only or live_kind(engine) == "none":
         return ResumePolicy(report=policy.report)
     if not settings.enabled and not policy.is_default:
-        fault = Fault(
-            error="ConfigError",
-            where="ds_reshard.enabled",
-            what="is false, and a resume policy was asked for: it cannot be applied",
+        fault = ConfigError.fault(
+            "ds_reshard.enabled",
+            "is false, and a resume policy was asked for: it cannot be applied",
             mend='set "enabled": true, or leave out the resume policy',
         )
         raise_faults([fault], subject="DeepSpeed config")
@@ -88,10 +87,9 @@ class Resume:
             "optimizer": self.policy.optimizer != "load" or self.policy.finetune,
         }
         faults = [
-            Fault(
-                error="UnsupportedLayout",
-                where=self.asked.load_dir,
-                what=f"is of a kind that is left to DeepSpeed (pipeline, experts, tensor parallel): {name} "
+            UnsupportedLayout.fault(
+                self.asked.load_dir,
+                f"is of a kind that is left to DeepSpeed (pipeline, experts, tensor parallel): {name} "
                 f'"{"finetune" if self.policy.finetune else getattr(self.policy, name)}" cannot be applied to it',
                 mend="convert or save it as a plain ZeRO checkpoint, or leave that out of the resume policy",
             )
@@ -170,7 +168,11 @@ class Resume:
         position = position_of(scheduler) if scheduler is not None else None
         state = {"last_epoch": position} if position is not None else None
         return Saved(
-            where=self.asked.load_dir, stage=int(engine.zero_optimization_stage()),
-            dp=int(engine.loaded_checkpoint_dp_world_size or engine.dp_world_size), scheduler=state,
-            iteration=engine.global_steps, samples=engine.global_samples, skipped=engine.skipped_steps,
-        )  # fmt: skip
+            where=self.asked.load_dir,
+            stage=int(engine.zero_optimization_stage()),
+            dp=int(engine.loaded_checkpoint_dp_world_size or engine.dp_world_size),
+            scheduler=state,
+            iteration=engine.global_steps,
+            samples=engine.global_samples,
+            skipped=engine.skipped_steps,
+        )

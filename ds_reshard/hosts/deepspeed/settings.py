@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ds_reshard.containers.pickle_rules import trust_faults
-from ds_reshard.errors import Fault, raise_faults, wrong_value
+from ds_reshard.errors import ConfigError, Fault, raise_faults, wrong_value
 from ds_reshard.resume.clock import clock_faults, clock_in
 from ds_reshard.resume.policy import Given, from_json
 
@@ -89,18 +89,23 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
     faults += clock_faults(section.get("accelerate", {}))
     raise_faults(faults, subject="DeepSpeed config")
     return Settings(
-        enabled=enabled, always=always, threads=threads, memory_mib=memory_mib, device=device, verify=verify,
-        trust=frozenset(trust), resume=from_json(section.get("resume", {})),
+        enabled=enabled,
+        always=always,
+        threads=threads,
+        memory_mib=memory_mib,
+        device=device,
+        verify=verify,
+        trust=frozenset(trust),
+        resume=from_json(section.get("resume", {})),
         clock=clock_in(config),
-    )  # fmt: skip
+    )
 
 
 def _unknown(section: str, key: str, allowed: tuple[str, ...]) -> Fault:
-    return Fault(
-        error="ConfigError",
-        where=f"{section}.{key}",
-        what=f"was dropped in {_DROPPED[key]}" if key in _DROPPED else "is not a setting",
-        expected=f"one of {', '.join(allowed)}",
-        found=repr(key),
+    return ConfigError.fault(
+        f"{section}.{key}",
+        f"was dropped in {_DROPPED[key]}" if key in _DROPPED else "is not a setting",
+        f"one of {', '.join(allowed)}",
+        repr(key),
         mend=f'remove or correct "{key}" in the "{SECTION}" section of the DeepSpeed JSON',
     )

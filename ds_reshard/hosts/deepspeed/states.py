@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, ScheduleMismatch, UnsupportedLayout
 from ds_reshard.resume import schedulers
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.schedulers import DEEPSPEED, PLATEAU, UNKNOWN, Beginning
@@ -76,12 +76,14 @@ def continuation_faults(scheduler: object, state: Mapping[str, object], where: s
     live = set(schedulers.configuration(scheduler))
     if schedulers.position_in(state) is None or live != set(schedulers.saved_configuration(state)):
         return [
-            Fault(
-                error="UnsupportedLayout", where=where, what="holds the state of another kind of scheduler",
-                expected=f"the state of {type(scheduler).__name__}", found=", ".join(sorted(state)) or "nothing",
+            UnsupportedLayout.fault(
+                where,
+                "holds the state of another kind of scheduler",
+                f"the state of {type(scheduler).__name__}",
+                ", ".join(sorted(state)) or "nothing",
                 mend=MEND,
             )
-        ]  # fmt: skip
+        ]
     return []
 
 
@@ -128,12 +130,11 @@ def reduced(state: Mapping[str, object], first: Sequence[object], rates: Sequenc
 def mismatches(pairs: Pairs) -> list[Fault]:
     """A fault for every pair of saved and own value that differs."""
     return [
-        Fault(
-            error="ScheduleMismatch",
-            where=where,
-            what="differs, and the schedule was asked to be strict",
-            expected=f"{theirs!r} in the checkpoint (kept with --use-checkpoint-opt-param-scheduler)",
-            found=f"{mine!r} in this run (used with --override-opt-param-scheduler)",
+        ScheduleMismatch.fault(
+            where,
+            "differs, and the schedule was asked to be strict",
+            f"{theirs!r} in the checkpoint (kept with --use-checkpoint-opt-param-scheduler)",
+            f"{mine!r} in this run (used with --override-opt-param-scheduler)",
             mend="make this run's configuration the checkpoint's, or say whose values are right with one of the flags",
         )
         for where, (theirs, mine) in pairs.items()

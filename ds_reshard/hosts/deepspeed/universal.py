@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer
 
@@ -49,11 +49,10 @@ def state_faults(engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroC
 
 
 def _lost(path: str, what: str, expected: str) -> Fault:
-    return Fault(
-        error="UnsupportedLayout",
-        where=path,
-        what=what,
-        expected=expected,
-        found="none",
+    return UnsupportedLayout.fault(
+        path,
+        what,
+        expected,
+        "none",
         mend="load the ZeRO checkpoint that it was made from, or pass load_optimizer_states=False",
     )

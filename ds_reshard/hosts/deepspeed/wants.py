@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.execution.buffers import TensorTarget, element_type, fresh, torch_dtype
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import flat_group, sliced, sub_group, whole
@@ -173,12 +173,11 @@ def _want_weight(wants: Wants, names: list[str], tensor: torch.Tensor, live: Liv
 
 
 def _unread(name: str, what: str) -> Fault:
-    return Fault(
-        error="UnsupportedLayout",
-        where=f"module entry {name}",
-        what=what,
-        expected="a plain dense tensor, or a share in the optimizer's files",
-        found="another kind of value, or a placeholder without one",
+    return UnsupportedLayout.fault(
+        f"module entry {name}",
+        what,
+        "a plain dense tensor, or a share in the optimizer's files",
+        "another kind of value, or a placeholder without one",
         mend="resume with the layout that was saved, where DeepSpeed loads it itself",
     )
 

@@ -137,7 +137,13 @@ HOOKS = HostHooks(
             target="torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel._optim_state_dict_impl",
             wrapper=wrap_optim_state_dict,
             signature=(
-                "model", "optim", "optim_state_dict", "optim_input", "rank0_only", "full_state_dict", "group",
+                "model",
+                "optim",
+                "optim_state_dict",
+                "optim_input",
+                "rank0_only",
+                "full_state_dict",
+                "group",
                 "cpu_offload",
             ),
             summary="gathers the optimizer state of FSDP1 with frozen parameters and mixed element types",
@@ -191,4 +197,4 @@ HOOKS = HostHooks(
             optional=True,
         ),
     ),
-)  # fmt: skip
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.hosts.fsdp.units import Shard
 
 Shards = Mapping[str, Mapping[str, Shard]]
@@ -111,13 +111,14 @@ def _lacking(held: Sequence[Mapping[str, Shard]]) -> Iterator[Fault]:
         for name, shard in shards.items():
             lacks = [state for state in states if state not in shard.states]
             if lacks and (name in stateful or not shard.frozen):
-                yield Fault(
-                    error="UnsupportedLayout", where=name,
-                    what=f"has no {', '.join(lacks)} on rank {rank}, and other parameters of its FSDP unit have",
-                    expected=", ".join(states), found=", ".join(shard.states) or "no state",
+                yield UnsupportedLayout.fault(
+                    name,
+                    f"has no {', '.join(lacks)} on rank {rank}, and other parameters of its FSDP unit have",
+                    ", ".join(states),
+                    ", ".join(shard.states) or "no state",
                     mend="take an optimizer step in which it has a gradient before saving, or give it an FSDP unit of "
                     "its own",
-                )  # fmt: skip
+                )
 
 
 def _odd(held: Sequence[Mapping[str, Shard]]) -> Iterator[Fault]:
@@ -126,19 +127,21 @@ def _odd(held: Sequence[Mapping[str, Shard]]) -> Iterator[Fault]:
         for name, shard in shards.items():
             for state, how in shard.states.items():
                 if how.odd_shape is not None:
-                    yield Fault(
-                        error="UnsupportedLayout", where=name,
-                        what=f"its state {state} is not of the parameter's shape, as of a quantised or factored "
+                    yield UnsupportedLayout.fault(
+                        name,
+                        f"its state {state} is not of the parameter's shape, as of a quantised or factored "
                         "optimizer: FSDP cannot gather it",
-                        expected="one element for each of the shard", found=f"{how.dtype} {list(how.odd_shape)}",
+                        "one element for each of the shard",
+                        f"{how.dtype} {list(how.odd_shape)}",
                         mend="torch.optim.AdamW(model.parameters(), ...), or save optimizer.state_dict() of each rank",
-                    )  # fmt: skip
+                    )
 
 
 def _no_common(unit: str, found: Sequence[str]) -> Fault:
-    return Fault(
-        error="UnsupportedLayout", where=unit,
-        what="the states of its FSDP unit are of element types that no type holds without loss",
-        expected="floating-point types of 16 bits or more", found=", ".join(found),
+    return UnsupportedLayout.fault(
+        unit,
+        "the states of its FSDP unit are of element types that no type holds without loss",
+        "floating-point types of 16 bits or more",
+        ", ".join(found),
         mend="torch.optim.AdamW(model.parameters(), ...), or save optimizer.state_dict() of each rank",
-    )  # fmt: skip
+    )

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, cast
 
 from ds_reshard.containers.dcp_directory import Chunk, Directory, SavedTensor, read_directory
 from ds_reshard.containers.pickle_rules import ALLOW_ALL
-from ds_reshard.errors import ConfigError, Fault, ReshardError, as_faults, faults_of, raise_faults
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    ConfigError,
+    Fault,
+    FingerprintMismatch,
+    ReshardError,
+    as_faults,
+    faults_of,
+    raise_faults,
+)
 from ds_reshard.model.layout import check_cover
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Box
@@ -178,13 +187,14 @@ def _unlike_values(chunk: Chunk, what: str, value: Tensor) -> Iterator[Fault]:
     live = value.permute(order).reshape(-1)
     flat = TensorRecord(
         storage=held.storage, dtype=held.dtype, element_offset=held.element_offset, shape=(value.numel(),), stride=(1,)
-    )  # fmt: skip
+    )
     ledger = Ledger()
     reader = SpanReader(ledger, threads=1, memory_nbytes=_MEMORY_NBYTES, progress=None, total=0)
     for span in reader.read([(stored(flat),)]):
         if not _same(span.values[0], live[span.start : span.stop]):
-            yield Fault(error="FingerprintMismatch", where=place.path, what=what, expected="the same bytes",
-                        found=f"others among its elements {span.start} to {span.stop}", mend=_MEND)  # fmt: skip
+            yield FingerprintMismatch.fault(
+                place.path, what, "the same bytes", f"others among its elements {span.start} to {span.stop}", mend=_MEND
+            )
             return
     yield from ledger.mismatches()
 
@@ -200,6 +210,4 @@ def _same(found: Tensor, live: Tensor) -> bool:
 
 
 def _damaged(where: str, what: str, expected: str, found: str) -> Fault:
-    return Fault(
-        error="CheckpointDamaged", where=where, what=what, expected=expected, found=found, mend=_MEND
-    )  # fmt: skip
+    return CheckpointDamaged.fault(where, what, expected, found, mend=_MEND)

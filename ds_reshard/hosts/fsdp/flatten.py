@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import UnsupportedLayout, raise_faults
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,10 +24,11 @@ def refuse_mixed(params: Sequence[Tensor], module: Module) -> None:
         ", ".join(sorted(names.get(id(param), "?") for param in params if param.requires_grad is wanted)[:8])
         for wanted in (False, True)
     )
-    fault = Fault(
-        error="UnsupportedLayout", where=f"FSDP unit {type(module).__name__}",
-        what="frozen and trainable parameters cannot be flattened into one with use_orig_params=False",
-        expected="all frozen or all trainable", found=f"frozen {frozen}; trainable {trainable}",
+    fault = UnsupportedLayout.fault(
+        f"FSDP unit {type(module).__name__}",
+        "frozen and trainable parameters cannot be flattened into one with use_orig_params=False",
+        "all frozen or all trainable",
+        f"frozen {frozen}; trainable {trainable}",
         mend="FSDP(model, use_orig_params=True, ...), or give the frozen modules FSDP units of their own",
-    )  # fmt: skip
+    )
     raise_faults([fault], subject="building FSDP")

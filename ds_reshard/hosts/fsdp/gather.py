@@ -61,8 +61,9 @@ def _warn(agreed: Agreement, group: ProcessGroup | None) -> None:
         logger.warning(
             "FSDP: %d optimizer states are of other element types on other ranks, and are saved in one that holds "
             "both: %s. The ranks do not compute alike: look for a cast that some of them make",
-            len(agreed.uneven), shown,
-        )  # fmt: skip
+            len(agreed.uneven),
+            shown,
+        )
 
 
 def _without_empty(state: Mapping[Key, States], units: list[Unit], *, use_orig_params: bool) -> Mapping[Key, States]:

@@ -67,12 +67,17 @@ def second_names(model: Module) -> frozenset[str]:
     from torch.distributed.fsdp._common_utils import clean_tensor_name
 
     named = [*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)]
-    handles = [(prefix, module._handle) for prefix, module in model.named_modules()
-               if isinstance(module, FullyShardedDataParallel)]  # fmt: skip
+    handles = [
+        (prefix, module._handle)
+        for prefix, module in model.named_modules()
+        if isinstance(module, FullyShardedDataParallel)
+    ]
     tied = [
         ".".join(part for part in (prefix, info.module_name, info.param_name) if part)
-        for prefix, handle in handles if handle is not None for info in handle.flat_param._shared_param_infos
-    ]  # fmt: skip
+        for prefix, handle in handles
+        if handle is not None
+        for info in handle.flat_param._shared_param_infos
+    ]
     return frozenset(clean_tensor_name(name) for name in (*tied, *(name for name, _ in named)))
 
 
@@ -112,9 +117,14 @@ def _flat_parts(name: str, info: FSDPParamInfo, optimizer: Optimizer | None) -> 
 
 
 def _held(
-    name: str, shape: tuple[int, ...], region: Region, weight: Tensor, optimizer: Optimizer | None, param: Tensor,
+    name: str,
+    shape: tuple[int, ...],
+    region: Region,
+    weight: Tensor,
+    optimizer: Optimizer | None,
+    param: Tensor,
     inside: slice,
-) -> Iterator[Part]:  # fmt: skip
+) -> Iterator[Part]:
     """The weight and the states of one parameter; `inside` is where it lies in tensors of several."""
     import torch
 

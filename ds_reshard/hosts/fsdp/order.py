@@ -6,7 +6,7 @@ import os
 import uuid
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault, WriteFailed, raise_faults
+from ds_reshard.errors import Fault, UnsupportedLayout, WriteFailed, raise_faults
 from ds_reshard.formats.fsdp.order import ORDER, FlatOrder, Member
 
 if TYPE_CHECKING:
@@ -52,15 +52,16 @@ def _order(where: str, model: Module, optimizer: Optimizer) -> FlatOrder:
         raise_faults([_foreign(where, others, len(units))], subject=f"the units of {where}")
     orig = any(handle._use_orig_params for handle in handles.values())
     return FlatOrder(
-        use_orig_params=orig, parameters=tuple(numbered[id(param)] for param in counted),
+        use_orig_params=orig,
+        parameters=tuple(numbered[id(param)] for param in counted),
         units=tuple(dict(sorted(unit.items(), key=lambda one: one[1].offset)) for unit in units.values()),
-    )  # fmt: skip
+    )
 
 
 def _foreign(where: str, others: int, units: int) -> Fault:
     what = f"the optimizer has {others} parameters of no unit" if units else "the model has no flat parameters"
     mend = "give the model that FullyShardedDataParallel returned, and the optimizer that was made of it"
-    return Fault(error="UnsupportedLayout", where=where, what=what, expected="FSDP1", mend=mend)
+    return UnsupportedLayout.fault(where, what, "FSDP1", mend=mend)
 
 
 def _offsets(handle: FlatParamHandle) -> list[int]:

@@ -7,7 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault, ReshardError, as_faults, damaged, faults_of, raise_faults
+from ds_reshard.errors import (
+    Fault,
+    FingerprintMismatch,
+    ReshardError,
+    UnsupportedLayout,
+    as_faults,
+    damaged,
+    faults_of,
+    raise_faults,
+)
 from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint, open_fsdp
 from ds_reshard.formats.fsdp.extra_state import missing_extra
 from ds_reshard.formats.fsdp.order import line_to_add
@@ -41,9 +50,12 @@ class _Seen:
 
 
 def verify_saved(
-    path: str | os.PathLike[str], *, model: Module | None = None, optimizer: Optimizer | None = None,
+    path: str | os.PathLike[str],
+    *,
+    model: Module | None = None,
+    optimizer: Optimizer | None = None,
     group: ProcessGroup | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Raise on every rank unless the folder that the ranks have just saved as EasyR1 and verl do is whole.
 
     Every rank's file opens, all are of the world size of `group`, their keys, types and shard sizes agree, and the
@@ -77,7 +89,7 @@ def _seen(folder: str, rank: int, size: int | None, model: Module | None, optimi
         if optimizer is not None and checkpoint.unnamed:
             mend = f"{line_to_add(folder)}; or leave out optimizer="
             what = "its optimizer's files name no parameter: they cannot be compared with the optimizer"
-            return _Seen(faults=(Fault(error="UnsupportedLayout", where=folder, what=what, mend=mend),))
+            return _Seen(faults=(UnsupportedLayout.fault(folder, what, mend=mend),))
         return _Seen() if model is None else _compared(checkpoint, rank, size or 1, model, optimizer)
     except Exception as error:
         return _Seen(faults=tuple(as_faults(error, where=f"{folder}, verified by rank {rank}")))
@@ -88,8 +100,9 @@ def _check(checkpoint: FsdpCheckpoint, rank: int, size: int | None) -> None:
     folder, saved = checkpoint.folder, checkpoint.ranks
     faults = list(missing_extra(folder, saved))
     if size not in (None, saved):
-        faults.append(damaged(folder, "is of another world size", f"files of {size} ranks, as many as save",
-                              f"files of {saved}"))  # fmt: skip
+        faults.append(
+            damaged(folder, "is of another world size", f"files of {size} ranks, as many as save", f"files of {saved}")
+        )
     for shard in range(rank, saved, size or 1):
         for family in checkpoint.first:
             try:
@@ -110,10 +123,12 @@ def _compared(checkpoint: FsdpCheckpoint, rank: int, size: int, model: Module, o
         keys.add(part.key)
         live.add_region(part.key, part.shape, part.region, part.values)
     return _Seen(
-        faults=found.faults, other_steps=tuple(_other_steps(checkpoint, model, optimizer)),
+        faults=found.faults,
+        other_steps=tuple(_other_steps(checkpoint, model, optimizer)),
         saved={TensorKey(name=one.name, kind=one.kind): one.fingerprint for one in found.tensors},
-        live={key: live[key] for key in keys}, passed=second_names(model),
-    )  # fmt: skip
+        live={key: live[key] for key in keys},
+        passed=second_names(model),
+    )
 
 
 def _other_steps(checkpoint: FsdpCheckpoint, model: Module, optimizer: Optimizer | None) -> Iterator[Fault]:
@@ -121,8 +136,12 @@ def _other_steps(checkpoint: FsdpCheckpoint, model: Module, optimizer: Optimizer
     for name, kind, data in steps_of(model, optimizer):
         found = saved.get(name, {}).get(kind)
         if not isinstance(found, ScalarTensor) or found.data != data:
-            yield _mismatch(checkpoint.folder, f"{name}[{kind}]", data.hex(),
-                            found.data.hex() if isinstance(found, ScalarTensor) else "nothing")  # fmt: skip
+            yield _mismatch(
+                checkpoint.folder,
+                f"{name}[{kind}]",
+                data.hex(),
+                found.data.hex() if isinstance(found, ScalarTensor) else "nothing",
+            )
 
 
 def _differences(folder: str, seen: Sequence[_Seen], *, states: bool) -> Iterator[Fault]:
@@ -146,7 +165,10 @@ def _differences(folder: str, seen: Sequence[_Seen], *, states: bool) -> Iterato
 
 
 def _mismatch(folder: str, name: str, expected: str, found: str) -> Fault:
-    return Fault(
-        error="FingerprintMismatch", where=folder, what=f"{name} is not what the ranks hold", expected=expected,
-        found=found, mend="save again into another folder, and do not resume from this one",
-    )  # fmt: skip
+    return FingerprintMismatch.fault(
+        folder,
+        f"{name} is not what the ranks hold",
+        expected,
+        found,
+        mend="save again into another folder, and do not resume from this one",
+    )

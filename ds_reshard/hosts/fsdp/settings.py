@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 from ds_reshard.containers.pickle_rules import trust, trust_faults
-from ds_reshard.errors import Fault, raise_faults, wrong_value
+from ds_reshard.errors import ConfigError, Fault, raise_faults, wrong_value
 
 VERIFY_AFTER_SAVE = "verify_after_save"
 _ASKED: set[str] = set()
@@ -52,8 +52,9 @@ def _mistakes(held: object, place: str) -> Iterator[Fault]:
     if not isinstance(section, dict):
         yield wrong_value("fsdp", '{"verify_after_save": true}', section)
         return
-    yield from (_unknown(place, f"fsdp.{name}", f"fsdp.{VERIFY_AFTER_SAVE}")
-                for name in section if name != VERIFY_AFTER_SAVE)  # fmt: skip
+    yield from (
+        _unknown(place, f"fsdp.{name}", f"fsdp.{VERIFY_AFTER_SAVE}") for name in section if name != VERIFY_AFTER_SAVE
+    )
     wanted = section.get(VERIFY_AFTER_SAVE, False)
     if not isinstance(wanted, bool):
         yield wrong_value(f"fsdp.{VERIFY_AFTER_SAVE}", "true, false", wanted)
@@ -61,4 +62,4 @@ def _mistakes(held: object, place: str) -> Iterator[Fault]:
 
 def _unknown(place: str, name: str, expected: str) -> Fault:
     mend = f'remove "{name}" from {place}; settings of other hosts belong in the "ds_reshard" section of their JSON'
-    return Fault(error="ConfigError", where=name, what="is no setting of this place", expected=expected, mend=mend)
+    return ConfigError.fault(name, "is no setting of this place", expected, mend=mend)

@@ -162,14 +162,22 @@ _OPTIMIZER = "states by Megatron, param groups matched by what they are, learnin
 
 
 def _patch(
-    target: str, wrapper: Callable[[Function], Function], signature: tuple[str, ...], summary: str, *,
+    target: str,
+    wrapper: Callable[[Function], Function],
+    signature: tuple[str, ...],
+    summary: str,
+    *,
     optional: bool = False,
-) -> Patch:  # fmt: skip
+) -> Patch:
     name = target.partition(":")[2].replace(".", "_").strip("_").upper()
     return Patch(
-        target=target, wrapper=wrapper, signature=signature, summary=summary, optional=optional,
+        target=target,
+        wrapper=wrapper,
+        signature=signature,
+        summary=summary,
+        optional=optional,
         vendored_marker=f"_DS_RESHARD_{name}",
-    )  # fmt: skip
+    )
 
 
 HOOKS = HostHooks(
@@ -180,50 +188,71 @@ HOOKS = HostHooks(
     version_attribute="megatron.core:__version__",
     patches=(
         _patch(
-            "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.load_state_dict", wrap_load_scheduler,
-            ("state_dict",), "the schedule as asked, its position set and not added to, weight decay right at once",
+            "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.load_state_dict",
+            wrap_load_scheduler,
+            ("state_dict",),
+            "the schedule as asked, its position set and not added to, weight decay right at once",
         ),
         _patch(f"{_CORE}.optimizer:FP32Optimizer.load_state_dict", wrap_load_optimizer, ("state_dict",), _OPTIMIZER),
         _patch(
-            f"{_CORE}.optimizer:Float16OptimizerWithFloat16Params.load_state_dict", wrap_load_optimizer,
-            ("state_dict",), _OPTIMIZER,
-        ),
-        _patch(
-            f"{_CORE}.distrib_optimizer:DistributedOptimizer.load_state_dict", wrap_load_optimizer, ("state_dict",),
+            f"{_CORE}.optimizer:Float16OptimizerWithFloat16Params.load_state_dict",
+            wrap_load_optimizer,
+            ("state_dict",),
             _OPTIMIZER,
         ),
         _patch(
-            f"{_CORE}.distrib_optimizer:DistributedOptimizer.sharded_state_dict", wrap_build_state,
-            ("model_sharded_state_dict", "is_loading"), "an optimizer that loads its own state resumes nothing",
+            f"{_CORE}.distrib_optimizer:DistributedOptimizer.load_state_dict",
+            wrap_load_optimizer,
+            ("state_dict",),
+            _OPTIMIZER,
+        ),
+        _patch(
+            f"{_CORE}.distrib_optimizer:DistributedOptimizer.sharded_state_dict",
+            wrap_build_state,
+            ("model_sharded_state_dict", "is_loading"),
+            "an optimizer that loads its own state resumes nothing",
         ),
         _patch(
             f"{_CORE}.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_zero",
-            wrap_load_parameter_state, ("state_dict",), "moments stay fresh where only masters were asked for",
+            wrap_load_parameter_state,
+            ("state_dict",),
+            "moments stay fresh where only masters were asked for",
         ),
-        _patch(f"{_CORE}.distrib_optimizer:DistributedOptimizer.load_parameter_state", wrap_load_file, ("filename",),
-               _SAFE),
+        _patch(
+            f"{_CORE}.distrib_optimizer:DistributedOptimizer.load_parameter_state", wrap_load_file, ("filename",), _SAFE
+        ),
         _patch(f"{_CORE}.optimizer:ChainedOptimizer.load_parameter_state", wrap_load_file, ("filename",), _SAFE),
         _patch(f"{_DIST}:load", wrap_load, ("sharded_state_dict", "checkpoint_dir"), _SAFE),
         _patch(f"{_DIST}:load_common_state_dict", wrap_read, ("checkpoint_dir",), _SAFE),
         _patch(f"{_DIST}:load_tensors_metadata", wrap_read, ("checkpoint_dir",), _SAFE),
         _patch(f"{_DIST}:load_sharded_metadata", wrap_read, ("checkpoint_dir",), _SAFE),
         _patch(
-            "megatron.training.arguments:parse_args", wrap_parse_args, ("extra_args_provider", "ignore_unknown_args"),
-            "the resume flags, beside those that Megatron has", optional=True,
-        ),
-        _patch(
-            "megatron.training.checkpointing:load_checkpoint", wrap_load_checkpoint,
-            ("ddp_model", "optimizer", "opt_param_scheduler", "load_arg"), "resumes as the flags say, and reports it",
+            "megatron.training.arguments:parse_args",
+            wrap_parse_args,
+            ("extra_args_provider", "ignore_unknown_args"),
+            "the resume flags, beside those that Megatron has",
             optional=True,
         ),
         _patch(
-            "megatron.training.checkpointing:_load_base_checkpoint", wrap_load_base_checkpoint, ("load_dir", "args"),
-            "refuses what cannot be resumed as asked before anything has changed", optional=True,
+            "megatron.training.checkpointing:load_checkpoint",
+            wrap_load_checkpoint,
+            ("ddp_model", "optimizer", "opt_param_scheduler", "load_arg"),
+            "resumes as the flags say, and reports it",
+            optional=True,
         ),
         _patch(
-            "megatron.training.training:build_train_valid_test_data_loaders", wrap_build_data_loaders,
-            ("build_train_valid_test_datasets_provider",), "data from its start, at an iteration that is kept",
+            "megatron.training.checkpointing:_load_base_checkpoint",
+            wrap_load_base_checkpoint,
+            ("load_dir", "args"),
+            "refuses what cannot be resumed as asked before anything has changed",
+            optional=True,
+        ),
+        _patch(
+            "megatron.training.training:build_train_valid_test_data_loaders",
+            wrap_build_data_loaders,
+            ("build_train_valid_test_datasets_provider",),
+            "data from its start, at an iteration that is kept",
             optional=True,
         ),
     ),
-)  # fmt: skip
+)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, ParamGroupMismatch
 from ds_reshard.hosts.megatron.live import Group, as_number
 from ds_reshard.resume.megatron_schedule import OVERRIDE
 from ds_reshard.resume.policy import ResumePolicy
@@ -176,12 +176,11 @@ def _values(group: Group) -> dict[str, object]:
 
 
 def _unmatched(where: str, live: Sequence[Group], saved: Sequence[Group], what: str) -> Matched:
-    fault = Fault(
-        error="ParamGroupMismatch",
-        where=where,
-        what=f"the checkpoint has {what}",
-        expected="; ".join(_describe(group) for group in saved),
-        found="; ".join(_describe(group) for group in live),
+    fault = ParamGroupMismatch.fault(
+        where,
+        f"the checkpoint has {what}",
+        "; ".join(_describe(group) for group in saved),
+        "; ".join(_describe(group) for group in live),
         mend="build the optimizer with the param groups that were saved, or add --no-load-optim to start it anew",
     )
     return Matched(order=(), faults=(fault,))
@@ -203,13 +202,12 @@ def _ambiguous(
             "the schedule's flags out"
         )
     alike = ", ".join(name for name in TOLD_APART if live[mine[0]].get(name) is not None)
-    return Fault(
-        error="ParamGroupMismatch",
-        where=where,
-        what=f"the checkpoint has param groups that cannot be told apart without a guess: alike in {alike}"
+    return ParamGroupMismatch.fault(
+        where,
+        f"the checkpoint has param groups that cannot be told apart without a guess: alike in {alike}"
         + (", and in the shapes of their parameters" if moves_states else f"; they differ in {', '.join(differing)}"),
-        expected="; ".join(_describe(saved[j]) for j in theirs),
-        found="; ".join(_describe(live[i]) for i in mine),
+        "; ".join(_describe(saved[j]) for j in theirs),
+        "; ".join(_describe(live[i]) for i in mine),
         mend=mend,
     )
 

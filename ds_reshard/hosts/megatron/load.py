@@ -13,7 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import cast
 
-from ds_reshard.errors import Fault, InternalError, raise_faults
+from ds_reshard.errors import ConfigError, Fault, InternalError, raise_faults
 from ds_reshard.hosts.megatron.arguments import policy_of
 from ds_reshard.hosts.megatron.current import Load, in_force
 from ds_reshard.hosts.megatron.live import Scheduler, as_number, leaves
@@ -98,9 +98,7 @@ def _contradictions(policy: ResumePolicy, arguments: Namespace) -> list[Fault]:
 
 def _contradiction(one: str, other: str, why: str) -> Fault:
     what = f"contradict each other: {why}"
-    return Fault(
-        error="ConfigError", where=f"{one} with {other}", what=what, mend=f"leave out one of {one} and {other}"
-    )
+    return ConfigError.fault(f"{one} with {other}", what, mend=f"leave out one of {one} and {other}")
 
 
 def _schedule_alone(load: Load) -> None:

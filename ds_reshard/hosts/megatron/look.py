@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
 
-from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
+from ds_reshard.errors import Fault, ReshardError, UnsupportedLayout, faults_of, raise_faults
 from ds_reshard.formats.megatron.groups import saved_groups
 from ds_reshard.hosts.megatron.current import Found, Load, current
 from ds_reshard.hosts.megatron.live import Scheduler, with_saved
@@ -151,7 +151,7 @@ def _unread(load: Load) -> list[Fault]:
         return []
     what = f"its param groups cannot be read, and {because(policy, 'schedule')} needs their learning rates"
     mend = f"leave out {because(policy, 'schedule')}"
-    return [Fault(error="UnsupportedLayout", where=load.where, what=what, mend=mend)]
+    return [UnsupportedLayout.fault(load.where, what, mend=mend)]
 
 
 def _scheduler(load: Load) -> Scheduler:

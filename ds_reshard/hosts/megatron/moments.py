@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.hosts.megatron.live import Optimizer, leaves, live_groups
 from ds_reshard.resume.policy import ResumePolicy
 
@@ -18,7 +18,7 @@ def masters_faults(optimizer: object, policy: ResumePolicy) -> list[Fault]:
         return []
     what = "is not supported with --optimizer-cpu-offload, whose optimizers keep copies of the states"
     mend = "leave out one of --load-masters-only and --optimizer-cpu-offload"
-    return [Fault(error="UnsupportedLayout", where="--load-masters-only", what=what, mend=mend)]
+    return [UnsupportedLayout.fault("--load-masters-only", what, mend=mend)]
 
 
 def fresh_moments(optimizer: Optimizer) -> None:

@@ -19,13 +19,7 @@ from ds_reshard.hosts.megatron.groups import OF_SCHEDULE, Shapes, match_groups
 from ds_reshard.hosts.megatron.live import Group, Optimizer, live_groups
 from ds_reshard.hosts.megatron.moments import fresh_moments, masters_faults
 from ds_reshard.hosts.megatron.scheduler import given_by, scheduler_of
-from ds_reshard.hosts.megatron.settle import (
-    group_differences,
-    hyperparameter_faults,
-    remember,
-    run_groups,
-    settle,
-)
+from ds_reshard.hosts.megatron.settle import group_differences, hyperparameter_faults, remember, run_groups, settle
 from ds_reshard.resume.asked import asked_policy
 
 if TYPE_CHECKING:
@@ -146,9 +140,12 @@ def compares_bounds() -> bool:
 
 
 def _put(
-    optimizer: Optimizer, original: Callable[[object], object], state_dict: object, groups: Sequence[Group],
+    optimizer: Optimizer,
+    original: Callable[[object], object],
+    state_dict: object,
+    groups: Sequence[Group],
     order: Sequence[int] | None,
-) -> None:  # fmt: skip
+) -> None:
     """Megatron's own method, given the groups in live order; the state that it was given is not changed."""
     with _by_position(optimizer, groups) as marked:
         original(_with_groups(state_dict, marked, order))

@@ -6,7 +6,7 @@ import os
 from argparse import Namespace
 from pathlib import PurePath
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout
 from ds_reshard.formats.megatron.files import TRACKER
 from ds_reshard.resume.policy import ResumePolicy
 
@@ -27,9 +27,7 @@ def format_faults(where: str, name: str, policy: ResumePolicy) -> list[Fault]:
         return []
     what = f"is of format {name}, in which schedule, masters, moments and hyper-parameters cannot be chosen"
     mend = "save it with --ckpt-format torch_dist, or leave these flags out"
-    return [
-        Fault(error="UnsupportedLayout", where=where, what=what, expected="torch or torch_dist", found=name, mend=mend)
-    ]
+    return [UnsupportedLayout.fault(where, what, "torch or torch_dist", name, mend=mend)]
 
 
 def announced_format_faults(policy: ResumePolicy, arguments: Namespace) -> list[Fault]:
@@ -47,7 +45,7 @@ def release_faults(where: str, policy: ResumePolicy) -> list[Fault]:
     if policy.optimizer != "masters" and policy.scheduler == "host":
         return []
     what = "is a release: weights alone, with no optimizer, schedule or position to resume"
-    return [Fault(error="ConfigError", where=where, what=what, mend="add --finetune and leave out the others")]
+    return [ConfigError.fault(where, what, mend="add --finetune and leave out the others")]
 
 
 def step_faults(where: str, arguments: object) -> list[Fault]:
@@ -66,4 +64,4 @@ def step_faults(where: str, arguments: object) -> list[Fault]:
         return []
     what = "Megatron-LM would load its weights, and moments and iteration of the checkpoint that the tracker file names"
     mend = f"write the iteration into {folder.parent / TRACKER} in place of --ckpt-step, or add --no-load-optim"
-    return [Fault(error="UnsupportedLayout", where=where, what=what, expected=folder.name, found=latest, mend=mend)]
+    return [UnsupportedLayout.fault(where, what, folder.name, latest, mend=mend)]

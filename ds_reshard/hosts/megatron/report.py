@@ -54,8 +54,13 @@ def _counters(load: Load, arguments: Namespace, iteration: int) -> Iterator[Row]
     saved = _of(found.arguments, "consumed_train_samples")
     why = why if policy.iteration == "reset" or policy.finetune else because(policy, "dataloader")
     yield Row(name="consumed samples", checkpoint=saved, this_run=0, used=arguments.consumed_train_samples, because=why)
-    yield Row(name="data", checkpoint=f"sample {saved}", this_run="sample 0",
-              used=f"sample {arguments.consumed_train_samples}", because=why)  # fmt: skip
+    yield Row(
+        name="data",
+        checkpoint=f"sample {saved}",
+        this_run="sample 0",
+        used=f"sample {arguments.consumed_train_samples}",
+        because=why,
+    )
 
 
 def _schedule(load: Load) -> Iterator[Row]:
@@ -90,8 +95,13 @@ def _groups(load: Load) -> Iterator[Row]:
 
 def _group(load: Load, label: str, used: Group, run: Group, saved: Group) -> Iterator[Row]:
     decided = because(load.policy, "schedule")
-    yield Row(name=f"{label} lr", checkpoint=as_number(saved.get("lr")), this_run=as_number(run.get("lr")),
-              used=as_number(used.get("lr")), because=decided)  # fmt: skip
+    yield Row(
+        name=f"{label} lr",
+        checkpoint=as_number(saved.get("lr")),
+        this_run=as_number(run.get("lr")),
+        used=as_number(used.get("lr")),
+        because=decided,
+    )
     for name in _OF_GROUP:
         values = [as_number(group.get(name)) for group in (saved, run, used)]
         if any(value is not None for value in values):

@@ -109,8 +109,13 @@ def given_by(scheduler: object) -> tuple[Given, ...]:
     """What the arguments that a scheduler was built with ask for; the other one is Megatron's default, so not asked."""
     if not getattr(scheduler, "override_opt_param_scheduler", False):
         return ()
-    return (Given(place="OptimizerParamScheduler", values={"scheduler": "override"},
-                  spelled={"scheduler": "override_opt_param_scheduler=True"}),)  # fmt: skip
+    return (
+        Given(
+            place="OptimizerParamScheduler",
+            values={"scheduler": "override"},
+            spelled={"scheduler": "override_opt_param_scheduler=True"},
+        ),
+    )
 
 
 def _by_megatron(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import ConfigError, Fault
 from ds_reshard.hosts.megatron.groups import BOUNDS, OF_SCHEDULE, bounds
 from ds_reshard.hosts.megatron.live import Group, Optimizer, as_number, leaves, live_groups
 from ds_reshard.resume.megatron_schedule import OVERRIDE, mismatch
@@ -109,7 +109,7 @@ def hyperparameter_faults(optimizer: object, policy: ResumePolicy) -> list[Fault
         else:
             known = sorted({*ENGINE_WIDE, *held} - {"params", "step", "default_config", "lr", "max_lr", "min_lr"})
             what, mend = "is not a hyper-parameter of this run", f"name some of: {', '.join(known)}"
-        faults.append(Fault(error="ConfigError", where=f"--override-optim-hparams {name}", what=what, mend=mend))
+        faults.append(ConfigError.fault(f"--override-optim-hparams {name}", what, mend=mend))
     return faults
 
 

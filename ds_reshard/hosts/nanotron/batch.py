@@ -6,7 +6,7 @@ nowhere: another one moves the learning rates against the samples without a word
 
 from __future__ import annotations
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, ScheduleMismatch
 from ds_reshard.formats.nanotron.metadata import Metadata
 from ds_reshard.formats.nanotron.names import CONFIG
 from ds_reshard.formats.nanotron.run_config import Batch
@@ -33,14 +33,15 @@ def other_batch(load: Load, dp: int, metadata: Metadata | None) -> list[Fault]:
     same = saved.at(dp)
     keep = f"tokens: {same}, or " if same is not None else ""
     return [
-        Fault(
-            error="ScheduleMismatch", where="global batch size", what="is not the saving run's, in steps of which the "
-            "learning rates and the iteration count", expected=f"{saved.size} samples: {_product(saved)}, of {CONFIG}",
-            found=f"{now.size}: {_product(now)}",
+        ScheduleMismatch.fault(
+            "global batch size",
+            "is not the saving run's, in steps of which the learning rates and the iteration count",
+            f"{saved.size} samples: {_product(saved)}, of {CONFIG}",
+            f"{now.size}: {_product(now)}",
             mend=f"{keep}--override-optim-hparams {BATCH} where this one is wanted, with the saved schedule, or "
             "--override-opt-param-scheduler with this run's",
         )
-    ]  # fmt: skip
+    ]
 
 
 def unknown_batch(load: Load, dp: int, metadata: Metadata | None) -> tuple[str, ...]:

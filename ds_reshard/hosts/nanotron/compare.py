@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, ScheduleMismatch
 from ds_reshard.execution.buffers import element_type
 from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
 from ds_reshard.formats.nanotron.optimizer_file import MASTER
@@ -43,11 +43,14 @@ def unlike(live: Live, held: Held, kinds: Mapping[str, ElementType], policy: Res
     if (MASTER in kinds) != (live.accumulator is not None):
         with_masters = "with fp32 masters (accumulate_grad_in_fp32: true)"
         said = (with_masters, "without") if MASTER in kinds else ("without fp32 masters", "with them")
-        yield Fault(
-            error="ModelMismatch", where="fp32 masters", what="are on one side only", expected=f"saved {said[0]}",
-            found=f"this run is {said[1]}", mend=f"optimizer.accumulate_grad_in_fp32: {str(MASTER in kinds).lower()}, "
+        yield ModelMismatch.fault(
+            "fp32 masters",
+            "are on one side only",
+            f"saved {said[0]}",
+            f"this run is {said[1]}",
+            mend=f"optimizer.accumulate_grad_in_fp32: {str(MASTER in kinds).lower()}, "
             "or --no-load-optim to begin the optimizer anew from the weights",
-        )  # fmt: skip
+        )
     if not policy.loads_moments:
         return
     wanted = element_type(held.tensor.dtype)
@@ -71,8 +74,10 @@ def other_cuts(live: Live, checkpoint: NanotronCheckpoint) -> Iterator[Fault]:
             continue
         then = tuple(parameter.tiles_at(live.rank.tp))
         if then != held.tiles:
-            said = (", ".join(f"{list(tile.box.size)} at {list(tile.box.offset)}" for tile in tiles[:4])
-                    for tiles in (then, held.tiles))  # fmt: skip
+            said = (
+                ", ".join(f"{list(tile.box.size)} at {list(tile.box.offset)}" for tile in tiles[:4])
+                for tiles in (then, held.tiles)
+            )
             yield _mismatch(name, "is cut over the tensor-parallel ranks in other chunks", *said)
 
 
@@ -87,8 +92,9 @@ def left_over(checkpoint: NanotronCheckpoint, held: Collection[str], shapes: Map
     saved = states_of(checkpoint)
     beyond = [name for name in saved if name not in held]
     if beyond:
-        yield _mismatch(checkpoint.folder, "has optimizer states of parameters that this run has not", some(beyond),
-                        "none of them")  # fmt: skip
+        yield _mismatch(
+            checkpoint.folder, "has optimizer states of parameters that this run has not", some(beyond), "none of them"
+        )
     total = sum(prod(checkpoint.parameters[name].shape) for name in saved)
     now = sum(prod(shape) for shape in shapes.values())
     if total != now:
@@ -99,8 +105,9 @@ def states_of(checkpoint: NanotronCheckpoint) -> dict[str, dict[str, ElementType
     """The element type of each kind of state, by parameter."""
     return {
         name: {kind: tensor.dtype for kind, tensor in kinds.items()}
-        for stage in reversed(checkpoint.stages) for name, kinds in stage.states.items()
-    }  # fmt: skip
+        for stage in reversed(checkpoint.stages)
+        for name, kinds in stage.states.items()
+    }
 
 
 def saved_group(checkpoint: NanotronCheckpoint, names: Sequence[str]) -> list[Mapping[str, object]]:
@@ -118,11 +125,13 @@ def _group(checkpoint: NanotronCheckpoint, names: Sequence[str], group: Group, p
     saved = saved_group(checkpoint, names)
     if len(saved) > 1:
         differ = sorted({key for values in saved for key in values if values.get(key) != saved[0].get(key)})
-        yield Fault(
-            error="ParamGroupMismatch", where=some(names), what="are in one param group, and were in several that "
-            f"differ in {', '.join(differ)}", expected=f"{len(saved)} groups", found="one",
+        yield ParamGroupMismatch.fault(
+            some(names),
+            f"are in one param group, and were in several that differ in {', '.join(differ)}",
+            f"{len(saved)} groups",
+            "one",
             mend="build the param groups as the saving run did, or --no-load-optim",
-        )  # fmt: skip
+        )
     for values in saved[:1] if policy.loads_moments else ():
         for key, kind in _KINDS.items():
             if (key in values) != (key in group):
@@ -131,11 +140,13 @@ def _group(checkpoint: NanotronCheckpoint, names: Sequence[str], group: Group, p
         if policy.scheduler == "strict" and not policy.takes("weight_decay"):
             then, now = values.get("weight_decay"), group.get("weight_decay")
             if then != now:
-                yield Fault(
-                    error="ScheduleMismatch", where=f"weight_decay of {some(names)}", what="differs from the "
-                    "checkpoint's", expected=str(then), found=str(now),
+                yield ScheduleMismatch.fault(
+                    f"weight_decay of {some(names)}",
+                    "differs from the checkpoint's",
+                    str(then),
+                    str(now),
                     mend="give the saved value, or --override-opt-param-scheduler to go on with this run's",
-                )  # fmt: skip
+                )
 
 
 def some(names: Collection[str]) -> str:
@@ -145,4 +156,4 @@ def some(names: Collection[str]) -> str:
 
 
 def _mismatch(where: str, what: str, expected: str, found: str) -> Fault:
-    return Fault(error="ModelMismatch", where=where, what=what, expected=expected, found=found, mend=_FACTORY)
+    return ModelMismatch.fault(where, what, expected, found, mend=_FACTORY)

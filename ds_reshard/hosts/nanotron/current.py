@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import ConfigError, raise_faults
 from ds_reshard.resume.asked import asked_policy
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import Row
@@ -97,9 +97,11 @@ def refuse_contradiction(load: Load) -> None:
         return
     wanted = load.policy.scheduler in ("override", "checkpoint", "strict")
     if wanted and config_of(load, "checkpoints.load_lr_scheduler") is False:
-        fault = Fault(
-            error="ConfigError", where="checkpoints.load_lr_scheduler", what="contradicts the resume policy",
-            expected=f"true, for scheduler {load.policy.scheduler!r}", found="false",
+        fault = ConfigError.fault(
+            "checkpoints.load_lr_scheduler",
+            "contradicts the resume policy",
+            f"true, for scheduler {load.policy.scheduler!r}",
+            "false",
             mend="checkpoints.load_lr_scheduler: true, or leave out the flag",
-        )  # fmt: skip
+        )
         raise_faults([fault], subject="resume policy")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, raise_faults
 from ds_reshard.execution.buffers import TensorTarget, tensor_from_bytes, torch_dtype
 from ds_reshard.execution.checksums import combine, partial_sums, read_again, settle
 from ds_reshard.execution.ports import Outcome
@@ -79,8 +79,12 @@ def read(live: Live, states: States) -> None:
 
     mine = [record for record, reader in again.items() if reader == dist.get_rank(live.world)]
     reread, failed, _ = attempt(lambda: read_again(mine))
-    agree([*faults, *outcome.faults, *wrong, *combined, *(reread or []), *failed], live.world,
-          subject=f"loading {states.checkpoint.folder}", cause=cause)  # fmt: skip
+    agree(
+        [*faults, *outcome.faults, *wrong, *combined, *(reread or []), *failed],
+        live.world,
+        subject=f"loading {states.checkpoint.folder}",
+        cause=cause,
+    )
 
 
 def state_dict(live: Live, states: States) -> dict[str, object]:
@@ -118,10 +122,13 @@ def saved_groups(live: Live, checkpoint: NanotronCheckpoint) -> list[Group]:
 def _open(listing: NanotronListing) -> NanotronCheckpoint:
     checkpoint = open_checkpoint(listing)
     if checkpoint.facts is None:
-        fault = Fault(
-            error="CheckpointDamaged", where=f"{listing.folder}/optimizer", what="holds no states of an optimizer",
-            expected="the file of each rank", found="none", mend="--no-load-optim, or load another step",
-        )  # fmt: skip
+        fault = CheckpointDamaged.fault(
+            f"{listing.folder}/optimizer",
+            "holds no states of an optimizer",
+            "the file of each rank",
+            "none",
+            mend="--no-load-optim, or load another step",
+        )
         raise_faults([fault], subject=f"checkpoint {listing.folder}")
     return checkpoint
 
@@ -149,12 +156,17 @@ def _copies(index: Index, held: Held, kind: str) -> list[Copy]:
     key = TensorKey(name=held.name, kind=kind)
     return [
         Copy(
-            record=fragment.extent.record, byte_offset=fragment.extent.byte_offset, numel=fragment.extent.numel,
-            dtype=fragment.extent.dtype, buffer=_buffer(held.name, kind), element_offset=first + at,
+            record=fragment.extent.record,
+            byte_offset=fragment.extent.byte_offset,
+            numel=fragment.extent.numel,
+            dtype=fragment.extent.dtype,
+            buffer=_buffer(held.name, kind),
+            element_offset=first + at,
             target_dtype=fragment.extent.dtype,
         )
-        for region, first in held.regions() for at, fragment in index.locate(key, region)
-    ]  # fmt: skip
+        for region, first in held.regions()
+        for at, fragment in index.locate(key, region)
+    ]
 
 
 def _groups(live: Live, checkpoint: NanotronCheckpoint) -> list[Group]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import cast
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.hosts.nanotron.current import recall, remember
 from ds_reshard.hosts.nanotron.live import Optimizer, ParallelContext, is_zero
 from ds_reshard.operations.ranks import agree, gather
@@ -54,12 +54,16 @@ def missing(arguments: Mapping[str, object], derived: bool | None) -> list[Fault
     """A fault for each argument that was not passed; `is_zero` may be, where it is derived."""
     needed = (*_NEEDED, *(("is_zero",) if derived is None else ()))
     return [
-        Fault(
-            error="ConfigError", where=name, what="is not passed", expected=", ".join(needed), found="none",
+        ConfigError.fault(
+            name,
+            "is not passed",
+            ", ".join(needed),
+            "none",
             mend="name every argument: f(lr_scheduler=..., is_zero=..., parallel_context=..., root_folder=...)",
         )
-        for name in needed if name not in arguments
-    ]  # fmt: skip
+        for name in needed
+        if name not in arguments
+    ]
 
 
 def check_is_zero(given: object, derived: bool | None, *, where: str = "is_zero") -> list[Fault]:
@@ -68,20 +72,25 @@ def check_is_zero(given: object, derived: bool | None, *, where: str = "is_zero"
         return []
     if not isinstance(given, int):  # a bool is one
         return [
-            Fault(
-                error="ConfigError", where=where, what="is neither a switch nor a ZeRO stage: an argument was left out "
-                "before it", expected="True, False or the stage", found=type(given).__name__,
+            ConfigError.fault(
+                where,
+                "is neither a switch nor a ZeRO stage: an argument was left out before it",
+                "True, False or the stage",
+                type(given).__name__,
                 mend="name every argument: f(lr_scheduler=..., is_zero=..., parallel_context=..., root_folder=...)",
             )
-        ]  # fmt: skip
+        ]
     if derived is not None and bool(given) != derived:
         kind = "ZeroDistributedOptimizer" if derived else "an optimizer that is not cut over data-parallel ranks"
         return [
-            Fault(
-                error="ConfigError", where=where, what="is not what the optimizer is", found=str(given),
-                expected=f"{'1' if derived else '0'}, for {kind}", mend=f"optimizer.zero_stage: {int(derived)}",
+            ConfigError.fault(
+                where,
+                "is not what the optimizer is",
+                f"{'1' if derived else '0'}, for {kind}",
+                str(given),
+                mend=f"optimizer.zero_stage: {int(derived)}",
             )
-        ]  # fmt: skip
+        ]
     return []
 
 
@@ -98,8 +107,10 @@ def _file(arguments: Mapping[str, object], context: ParallelContext) -> str:
 
 
 def _several(file: str, ranks: list[int]) -> Fault:
-    return Fault(
-        error="UnsupportedLayout", where=file, what="would be written by several ranks at the same time",
-        expected="one writer", found=f"ranks {', '.join(map(str, ranks))}",
+    return UnsupportedLayout.fault(
+        file,
+        "would be written by several ranks at the same time",
+        "one writer",
+        f"ranks {', '.join(map(str, ranks))}",
         mend="give each rank a place of its own in the parallel context",
-    )  # fmt: skip
+    )

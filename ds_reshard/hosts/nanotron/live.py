@@ -106,9 +106,11 @@ def place_of(context: ParallelContext, *, zero: bool) -> tuple[Topology, Rank]:
     import torch.distributed as dist
 
     topology = Topology(
-        pp=context.pp_pg.size(), tp=context.tp_pg.size(), dp=context.dp_pg.size() if zero else None,
+        pp=context.pp_pg.size(),
+        tp=context.tp_pg.size(),
+        dp=context.dp_pg.size() if zero else None,
         exp=context.expert_parallel_size,
-    )  # fmt: skip
+    )
     dp = dist.get_rank(context.dp_pg) if zero else 0
     return topology, Rank(pp=dist.get_rank(context.pp_pg), tp=dist.get_rank(context.tp_pg), dp=dp)
 
@@ -121,10 +123,17 @@ def live_of(optimizer: Optimizer, context: ParallelContext) -> Live:
     topology, rank = place_of(context, zero=zero)
     whole, groups = _parameters(optimizer)
     return Live(
-        optimizer=optimizer, topology=topology, rank=rank, dp=context.dp_pg.size(), cp=context.cp_pg.size(),
-        world=context.world_pg, replica=dist.get_rank(context.cp_pg if zero else context.dp_cp_pg),
-        held=dict(_held(optimizer, whole)), groups=groups, accumulator=_accumulator(optimizer),
-    )  # fmt: skip
+        optimizer=optimizer,
+        topology=topology,
+        rank=rank,
+        dp=context.dp_pg.size(),
+        cp=context.cp_pg.size(),
+        world=context.world_pg,
+        replica=dist.get_rank(context.cp_pg if zero else context.dp_cp_pg),
+        held=dict(_held(optimizer, whole)),
+        groups=groups,
+        accumulator=_accumulator(optimizer),
+    )
 
 
 def _wrappers(optimizer: object) -> Iterator[object]:
@@ -189,12 +198,15 @@ def _tiles(name: str, param: Tensor) -> tuple[Shape, tuple[Tile, ...]]:
     info = param.get_sharded_info()  # type: ignore[attr-defined]
     shape = tuple(int(size) for size in info.unsharded_shape)
     try:
-        pairs = [SlicesPair(local=_slices(pair.local_slices), whole=_slices(pair.global_slices))
-                 for pair in info.local_global_slices_pairs]  # fmt: skip
+        pairs = [
+            SlicesPair(local=_slices(pair.local_slices), whole=_slices(pair.global_slices))
+            for pair in info.local_global_slices_pairs
+        ]
         return shape, tuple(tiles_of(pairs, local, shape))
     except ValueError as error:
-        raise UnsupportedLayout(f"{name}: is cut over tensor-parallel ranks in a way that is not known: {error}") \
-            from None  # fmt: skip
+        raise UnsupportedLayout(
+            f"{name}: is cut over tensor-parallel ranks in a way that is not known: {error}"
+        ) from None
 
 
 def _slices(slices: object) -> tuple[tuple[int | None, int | None], ...]:

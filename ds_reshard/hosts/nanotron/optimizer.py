@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.execution.checksums import read_again
 from ds_reshard.formats.nanotron.checkpoint import OPTIM, open_checkpoint
 from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
@@ -137,13 +137,15 @@ def _experts(live: Live) -> list[Fault]:
     if live.topology.exp == 1:
         return []
     return [
-        Fault(
-            error="UnsupportedLayout", where="this run", what="has expert parallelism: ranks of other experts hold "
+        UnsupportedLayout.fault(
+            "this run",
+            "has expert parallelism: ranks of other experts hold "
             "parameters of one name, which nanotron's files tell apart by that rank alone",
-            expected="expert_parallel_size 1", found=str(live.topology.exp),
+            "expert_parallel_size 1",
+            str(live.topology.exp),
             mend="resume it with nanotron alone, at the topology that saved it; or --no-load-optim",
         )
-    ]  # fmt: skip
+    ]
 
 
 def _begin_anew(live: Live, *, masters: bool) -> None:
@@ -174,7 +176,7 @@ def _unknown(memory: Memory, policy: ResumePolicy) -> list[Fault]:
         else:
             known = ", ".join(sorted({*held, *_ALWAYS_THIS_RUNS} - {"lr", "initial_lr"}))
             what, mend = "is not a hyper-parameter of this run", f"name some of: {known}"
-        faults.append(Fault(error="ConfigError", where=where, what=what, mend=mend))
+        faults.append(ConfigError.fault(where, what, mend=mend))
     return faults
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from ds_reshard.containers.revive import Builder, ReviveChild, revive
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import CheckpointNotFound, Fault, ReshardError, fail
+from ds_reshard.errors import CheckpointNotFound, ReshardError, fail
 from ds_reshard.execution.whole import read_tensor
 from ds_reshard.hosts.nanotron.live import ParallelContext, place_of
 from ds_reshard.model.records import GlobalName, ObjectRecord
@@ -48,10 +48,11 @@ def load_random_states(arguments: Mapping[str, object]) -> object:
     context = cast(ParallelContext, arguments["parallel_context"])
     path = file_of(context, str(arguments["root_folder"]))
     if not os.path.exists(path):
-        fault = Fault(
-            error="CheckpointNotFound", where=path, what="does not exist: random states are of the ranks that were "
-            "saved, and fit no other number of them", mend="--no-load-rng, or the topology that was saved",
-        )  # fmt: skip
+        fault = CheckpointNotFound.fault(
+            path,
+            "does not exist: random states are of the ranks that were saved, and fit no other number of them",
+            mend="--no-load-rng, or the topology that was saved",
+        )
         raise CheckpointNotFound(f"{fault.line()}; {fault.mend}", [fault])
     return read_random_states(path)
 
@@ -116,5 +117,9 @@ def _check(path: str, name: str, one: RandomState) -> None:
     except ReshardError:
         raise
     except Exception as error:
-        raise fail(path, f"{name} is no state that this process can take ({str(error)[:120]})", "random, numpy, torch",
-                   "others") from error  # fmt: skip
+        raise fail(
+            path,
+            f"{name} is no state that this process can take ({str(error)[:120]})",
+            "random, numpy, torch",
+            "others",
+        ) from error

@@ -43,9 +43,14 @@ def schedule(load: Load, scheduler: Placed, saved: SavedRates | None, before: Se
     why = because(load.policy, "schedule")
     then = saved.position if saved is not None else None
     load.rows.append(
-        Row(name="position", checkpoint=then, this_run=0, used=scheduler.last_epoch,
-            because=because(load.policy, "position"))
-    )  # fmt: skip
+        Row(
+            name="position",
+            checkpoint=then,
+            this_run=0,
+            used=scheduler.last_epoch,
+            because=because(load.policy, "position"),
+        )
+    )
     if saved is not None and load.policy.keeps_position and saved.iteration not in (None, saved.position):
         load.warnings.append(
             f"the scheduler was saved at step {saved.position} and the checkpoint at iteration {saved.iteration}: the "
@@ -53,9 +58,7 @@ def schedule(load: Load, scheduler: Placed, saved: SavedRates | None, before: Se
         )
     bases = saved.bases if saved is not None and saved.bases else [None] * len(before)
     for number, (base, run, used) in enumerate(zip(bases, before, scheduler.base_lrs, strict=True)):
-        load.rows.append(
-            Row(name=f"group {number} initial lr", checkpoint=base, this_run=run, used=used, because=why)
-        )  # fmt: skip
+        load.rows.append(Row(name=f"group {number} initial lr", checkpoint=base, this_run=run, used=used, because=why))
         if run != used and load.policy.scheduler == "host":
             load.warnings.append(
                 f"group {number}: the initial learning rate is {used}, the checkpoint's; this run's {run} is not used: "
@@ -75,8 +78,9 @@ def counters(load: Load) -> None:
     """The trainer's counters once it has started, and how they came about."""
     metadata = getattr(load.trainer, "metadata", None)
     for name, attribute, what in (
-        ("iteration", "last_train_step", "iteration"), ("consumed samples", "consumed_train_samples", "dataloader"),
-    ):  # fmt: skip
+        ("iteration", "last_train_step", "iteration"),
+        ("consumed samples", "consumed_train_samples", "dataloader"),
+    ):
         used = getattr(metadata, attribute, None)
         why = because(load.policy, "iteration" if not load.policy.keeps_iteration else what)
         load.rows.append(Row(name=name, checkpoint=None, this_run=0, used=used, because=why))
@@ -90,7 +94,7 @@ def published(load: Load) -> None:
         return
     made = ResumeReport(
         host="nanotron", checkpoint=load.where, rows=tuple(load.rows), warnings=tuple(dict.fromkeys(load.warnings))
-    )  # fmt: skip
+    )
     publish(made, path=load.policy.report)
     for warning in made.warnings:
         logger.warning("%s", warning)
@@ -107,11 +111,21 @@ def _layout(load: Load, live: Live, listing: NanotronListing, metadata: Metadata
     for name in ("pp", "tp"):
         now = getattr(live.topology, name)
         yield Row(name=name, checkpoint=getattr(saved, name, None), this_run=now, used=now, because="host")
-    yield Row(name="dp", checkpoint=metadata.dp if metadata is not None else None, this_run=live.dp, used=live.dp,
-              because="host")  # fmt: skip
+    yield Row(
+        name="dp",
+        checkpoint=metadata.dp if metadata is not None else None,
+        this_run=live.dp,
+        used=live.dp,
+        because="host",
+    )
     stage = _stage(live.topology)
-    yield Row(name="zero stage", checkpoint=_stage(saved) if saved is not None else None, this_run=stage, used=stage,
-              because="host")  # fmt: skip
+    yield Row(
+        name="zero stage",
+        checkpoint=_stage(saved) if saved is not None else None,
+        this_run=stage,
+        used=stage,
+        because="host",
+    )
     batch = batch_of_run(load, live.dp)
     if batch is not None:
         then = metadata.global_batch_size if metadata is not None else None
@@ -140,5 +154,10 @@ def _groups(load: Load, live: Live, saved: Sequence[Group] | None) -> Iterator[R
         for name in dict.fromkeys((*_OF_GROUP, *load.policy.hyperparameters)):
             if name in used:
                 what = "schedule" if name == "weight_decay" and not load.policy.takes(name) else name
-                yield Row(name=f"group {number} {name}", checkpoint=then.get(name), this_run=run.get(name),
-                          used=used[name], because=because(load.policy, what, name))  # fmt: skip
+                yield Row(
+                    name=f"group {number} {name}",
+                    checkpoint=then.get(name),
+                    this_run=run.get(name),
+                    used=used[name],
+                    because=because(load.policy, what, name),
+                )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from ds_reshard.errors import Fault, damaged, fail, raise_faults
+from ds_reshard.errors import Fault, ParamGroupMismatch, UnsupportedLayout, damaged, fail, raise_faults
 from ds_reshard.formats.nanotron.checkpoint import open_checkpoint
 from ds_reshard.formats.nanotron.metadata import read_metadata
 from ds_reshard.formats.nanotron.names import CONFIG, NanotronListing, read_listing
@@ -52,8 +52,9 @@ def read_rates(folder: str, groups: Sequence[Sequence[str]], own: Sequence[str])
     first = checkpoint.schedulers[0]
     for saved in checkpoint.schedulers:
         if saved.counters != first.counters:
-            raise fail(saved.path, f"is at another position than {first.path}", str(first.counters),
-                       str(saved.counters))  # fmt: skip
+            raise fail(
+                saved.path, f"is at another position than {first.path}", str(first.counters), str(saved.counters)
+            )
         _floats(saved, BASE)
         _floats(saved, LAST)
     rates, faults = checkpoint.rates, []
@@ -78,17 +79,24 @@ def _by_number(listing: NanotronListing, number: int, own: Sequence[str]) -> Sav
     if len(set(bases)) == 1 and len(set(last)) == 1:
         bases, last = bases[:1] * number, last[:1] * number
     if len(bases) != number or (mine is None and len(set(bases)) > 1):
-        raise fail(one.path, "does not tell the rates of this run's param groups", f"{number} groups of this rank",
-                   f"{len(bases)}")  # fmt: skip
+        raise fail(
+            one.path,
+            "does not tell the rates of this run's param groups",
+            f"{number} groups of this rank",
+            f"{len(bases)}",
+        )
     return _made(listing, one, bases, last)
 
 
 def _made(listing: NanotronListing, saved: SavedScheduler, bases: Sequence[float], last: Sequence[float]) -> SavedRates:
     metadata, _ = read_metadata(listing)
     return SavedRates(
-        position=_position(saved), bases=tuple(bases), last=tuple(last), has_config=CONFIG in listing.nbytes,
+        position=_position(saved),
+        bases=tuple(bases),
+        last=tuple(last),
+        has_config=CONFIG in listing.nbytes,
         iteration=metadata.step if metadata is not None else None,
-    )  # fmt: skip
+    )
 
 
 def _listed(folder: str) -> NanotronListing:
@@ -107,12 +115,13 @@ def saved_arguments(folder: str, fields: Iterable[str]) -> tuple[object, int]:
     steps = _value(texts.get(_STEPS, ""))
     missing = [name for name in fields if name not in values]
     if missing or not isinstance(steps, int):
-        fault = Fault(
-            error="UnsupportedLayout", where=f"{folder}/{CONFIG}", what="does not say how the schedule was shaped, "
-            "which is in no other file", expected=f"{_ARGUMENTS} and {_STEPS}",
-            found=f"no {', '.join(missing) or _STEPS}",
+        fault = UnsupportedLayout.fault(
+            f"{folder}/{CONFIG}",
+            "does not say how the schedule was shaped, which is in no other file",
+            f"{_ARGUMENTS} and {_STEPS}",
+            f"no {', '.join(missing) or _STEPS}",
             mend="restore the config.yaml of that run, or leave out the flag that asks for the checkpoint's schedule",
-        )  # fmt: skip
+        )
         raise_faults([fault], subject="resuming the schedule")
     assert isinstance(steps, int)
     return SimpleNamespace(**values), steps
@@ -155,8 +164,10 @@ def _several(names: Sequence[str], held: set[tuple[float, float]]) -> Fault:
         return damaged(
             ", ".join(names[:4]) or "a param group without members", "has no saved learning rate", "one", "none"
         )
-    return Fault(
-        error="ParamGroupMismatch", where=", ".join(names[:4]), what="are in one param group, and had several learning "
-        "rates", expected="one", found=str(sorted(map(str, held))),
+    return ParamGroupMismatch.fault(
+        ", ".join(names[:4]),
+        "are in one param group, and had several learning rates",
+        "one",
+        str(sorted(map(str, held))),
         mend="build the param groups as the saving run did, or --override-opt-param-scheduler",
-    )  # fmt: skip
+    )

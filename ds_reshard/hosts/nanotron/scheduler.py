@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, cast
 
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, ScheduleMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.formats.nanotron.metadata import read_metadata
 from ds_reshard.formats.nanotron.names import read_listing, state_name
 from ds_reshard.hosts.nanotron import report
@@ -24,9 +24,14 @@ from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.schedulers import set_groups
 
 FIELDS = (
-    "learning_rate", "lr_warmup_steps", "lr_warmup_style", "lr_decay_steps", "lr_decay_style",
-    "lr_decay_starting_step", "min_decay_lr",
-)  # fmt: skip
+    "learning_rate",
+    "lr_warmup_steps",
+    "lr_warmup_style",
+    "lr_decay_steps",
+    "lr_decay_style",
+    "lr_decay_starting_step",
+    "min_decay_lr",
+)
 """`LRSchedulerArgs` of config/config.py."""
 
 
@@ -80,8 +85,7 @@ def load_lr_scheduler(arguments: Mapping[str, object]) -> None:
 
     def look() -> SavedRates | None:
         metadata, _ = read_metadata(read_listing(folder))
-        found = [*check_is_zero(arguments.get("is_zero"), derived),
-                 *other_batch(load, context.dp_pg.size(), metadata)]  # fmt: skip
+        found = [*check_is_zero(arguments.get("is_zero"), derived), *other_batch(load, context.dp_pg.size(), metadata)]
         raise_faults(found, subject="load_lr_scheduler")
         if not hasattr(scheduler, "lr_lambdas"):
             raise_faults([_no_lambdas(scheduler)], subject="load_lr_scheduler")
@@ -168,14 +172,16 @@ def _differences(
     """What differs between the saved schedule and this run's: base rates, what shapes it, and the rate it has now."""
     found = [
         _mismatch(f"group {number}: initial learning rate", then, now)
-        for number, (then, now) in enumerate(zip(saved.bases, run, strict=True)) if then != now
-    ]  # fmt: skip
+        for number, (then, now) in enumerate(zip(saved.bases, run, strict=True))
+        if then != now
+    ]
     if memory is not None and memory.schedule is not None and saved.has_config:
         then, now = saved_arguments(folder, FIELDS), memory.schedule
         found += [
-            _mismatch(name, getattr(then[0], name), getattr(now[0], name, None)) for name in FIELDS
+            _mismatch(name, getattr(then[0], name), getattr(now[0], name, None))
+            for name in FIELDS
             if getattr(then[0], name) != getattr(now[0], name, None)
-        ]  # fmt: skip
+        ]
         if then[1] != now[1] and getattr(then[0], "lr_decay_steps", None) is None:
             found.append(_mismatch("train_steps", then[1], now[1]))
     rates = [base * one(saved.position) for base, one in zip(run, lambdas, strict=True)]
@@ -185,15 +191,20 @@ def _differences(
 
 
 def _mismatch(where: str, then: object, now: object) -> Fault:
-    return Fault(
-        error="ScheduleMismatch", where=where, what="differs from the checkpoint's", expected=str(then), found=str(now),
+    return ScheduleMismatch.fault(
+        where,
+        "differs from the checkpoint's",
+        str(then),
+        str(now),
         mend="give the saved values, or --override-opt-param-scheduler to go on with this run's",
-    )  # fmt: skip
+    )
 
 
 def _no_lambdas(scheduler: object) -> Fault:
-    return Fault(
-        error="UnsupportedLayout", where="load_lr_scheduler", what="is given a scheduler that nanotron does not build",
-        expected="torch's LambdaLR, of lr_scheduler_builder", found=type(scheduler).__name__,
+    return UnsupportedLayout.fault(
+        "load_lr_scheduler",
+        "is given a scheduler that nanotron does not build",
+        "torch's LambdaLR, of lr_scheduler_builder",
+        type(scheduler).__name__,
         mend="nanotron.helpers.lr_scheduler_builder(optimizer, lr_scheduler_args, total_training_steps)",
-    )  # fmt: skip
+    )

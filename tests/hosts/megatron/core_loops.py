@@ -15,13 +15,27 @@ KINDS = ("fp32", "float16", "sharded")
 
 
 def loop(
-    kind: str, *, steps: int, lr: float = 3e-4, min_lr: float = 3e-5, weight_decay: float = 0.01,
+    kind: str,
+    *,
+    steps: int,
+    lr: float = 3e-4,
+    min_lr: float = 3e-5,
+    weight_decay: float = 0.01,
     groups: dict[str, float] | None = None,
-    chained: bool = False, save: str | None = None, load: str | None = None, sharded_files: bool = False,
-    order: tuple[str, ...] = ("optimizer", "scheduler"), flags: str = "", hooks: bool = True, built: str = "",
-    betas: tuple[float, float] = (0.9, 0.999), times: int = 1, edit: str = "", train_steps: int = 40,
+    chained: bool = False,
+    save: str | None = None,
+    load: str | None = None,
+    sharded_files: bool = False,
+    order: tuple[str, ...] = ("optimizer", "scheduler"),
+    flags: str = "",
+    hooks: bool = True,
+    built: str = "",
+    betas: tuple[float, float] = (0.9, 0.999),
+    times: int = 1,
+    edit: str = "",
+    train_steps: int = 40,
     scale: float = 1024.0,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Build, load if asked, train, save if asked; what each optimizer step used, and the scheduler's own values.
 
     `groups` gives parameters by name (a glob) a max_lr of their own; `built` sets a switch of the scheduler's
@@ -48,11 +62,14 @@ def loop(
         _save(Path(save), models, optimizer, scheduler, sharded_files)
     report = ds_reshard.last_report()
     return {
-        **record.result(), "position": scheduler.num_steps, "schedule": scheduler.state_dict(),
+        **record.result(),
+        "position": scheduler.num_steps,
+        "schedule": scheduler.state_dict(),
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
-        "scales": scales, "sizes": [len(group["params"]) for group in optimizer.param_groups],
+        "scales": scales,
+        "sizes": [len(group["params"]) for group in optimizer.param_groups],
         "report": report.to_json() if report is not None else None,
-    }  # fmt: skip
+    }
 
 
 def _join() -> None:
@@ -66,9 +83,15 @@ def _join() -> None:
 
 
 def _build(
-    kind: str, lr: float, min_lr: float, weight_decay: float, groups: dict[str, float], chained: bool,
-    betas: tuple[float, float], scale: float,
-) -> tuple[list[Any], Any]:  # fmt: skip
+    kind: str,
+    lr: float,
+    min_lr: float,
+    weight_decay: float,
+    groups: dict[str, float],
+    chained: bool,
+    betas: tuple[float, float],
+    scale: float,
+) -> tuple[list[Any], Any]:
     from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
@@ -79,9 +102,14 @@ def _build(
         "fp16": {"fp16": True, "initial_loss_scale": scale},
     }[kind]
     config = OptimizerConfig(
-        optimizer="adam", lr=lr, min_lr=min_lr, weight_decay=weight_decay, adam_beta1=betas[0], adam_beta2=betas[1],
+        optimizer="adam",
+        lr=lr,
+        min_lr=min_lr,
+        weight_decay=weight_decay,
+        adam_beta1=betas[0],
+        adam_beta2=betas[1],
         **options,
-    )  # fmt: skip
+    )
     overrides = {ParamKey(name="*.bias"): {"wd_mult": 0.0}}
     overrides |= {ParamKey(name=name): {"max_lr": high, "min_lr": high / 10} for name, high in groups.items()}
     models = [_model(kind) for _ in range(2 if chained else 1)]
@@ -101,9 +129,13 @@ def _model(kind: str) -> Any:
     low = kind != "fp32"
     half = kind == "fp16"
     config = TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=1, bf16=low and not half, fp16=half,
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        bf16=low and not half,
+        fp16=half,
         params_dtype=torch.float16 if half else torch.bfloat16 if low else torch.float32,
-    )  # fmt: skip
+    )
 
     class Net(MegatronModule):
         def __init__(self) -> None:
@@ -129,10 +161,19 @@ def _scheduler(optimizer: Any, lr: float, min_lr: float, weight_decay: float, bu
         "override_opt_param_scheduler": built == "override",
     }
     return OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=lr, min_lr=min_lr, lr_warmup_steps=0, lr_decay_steps=160,
+        optimizer,
+        init_lr=0.0,
+        max_lr=lr,
+        min_lr=min_lr,
+        lr_warmup_steps=0,
+        lr_decay_steps=160,
         lr_decay_style="linear",
-        start_wd=weight_decay, end_wd=weight_decay, wd_incr_steps=4 * length, wd_incr_style="constant", **switches,
-    )  # fmt: skip
+        start_wd=weight_decay,
+        end_wd=weight_decay,
+        wd_incr_steps=4 * length,
+        wd_incr_style="constant",
+        **switches,
+    )
 
 
 def _train(models: list[Any], optimizer: Any, step: int) -> None:
@@ -155,18 +196,24 @@ def _save(folder: Path, models: list[Any], optimizer: Any, scheduler: Any, shard
         dist_checkpointing.save(_sharded(models, optimizer, scheduler, False), str(folder))
         return
     states = {
-        "models": [model.state_dict() for model in models], "optimizer": optimizer.state_dict(),
+        "models": [model.state_dict() for model in models],
+        "optimizer": optimizer.state_dict(),
         "scheduler": scheduler.state_dict(),
-    }  # fmt: skip
+    }
     torch.save(states, folder / "states.pt")
     if hasattr(_only(optimizer), "save_parameter_state"):
         optimizer.save_parameter_state(str(folder / "optimizer.pt"))
 
 
 def _load(
-    folder: Path, models: list[Any], optimizer: Any, scheduler: Any, order: tuple[str, ...],
-    sharded_files: bool, edit: str,
-) -> None:  # fmt: skip
+    folder: Path,
+    models: list[Any],
+    optimizer: Any,
+    scheduler: Any,
+    order: tuple[str, ...],
+    sharded_files: bool,
+    edit: str,
+) -> None:
     if sharded_files:
         from megatron.core import dist_checkpointing
 

@@ -52,15 +52,22 @@ class Release:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([path, *inherited]),
-            "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo", "NO_VCS_VERSION": "1",
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NO_VCS_VERSION": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        }  # fmt: skip
+        }
         self._log = scratch / "server.log"
         with self._log.open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(HERE / "forks.py"), release],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+            )
         self._expect("ready", START_TIMEOUT_S)
 
     def run(self, function: str, *, ranks: int = 1, **arguments: Any) -> list[dict[str, Any]]:
@@ -178,9 +185,13 @@ def _rank(job: dict[str, Any], rank: int, port: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["ranks"]), LOCAL_WORLD_SIZE=str(job["ranks"]),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(job["ranks"]),
+        LOCAL_WORLD_SIZE=str(job["ranks"]),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, force=True)
     try:
         module, _, name = job["function"].partition(":")

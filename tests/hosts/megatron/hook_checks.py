@@ -48,8 +48,9 @@ def install_twice_and_remove() -> dict[str, Any]:
         "same installation": first is again,
         "changed": sorted(name for name in before if during.get(name) != before[name]),
         "left": sorted(name for name in {*before, *after} if after.get(name) != before.get(name)),
-        "states": states, "tested": sorted(tested),
-    }  # fmt: skip
+        "states": states,
+        "tested": sorted(tested),
+    }
 
 
 def outside_the_range() -> dict[str, Any]:

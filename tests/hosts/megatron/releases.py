@@ -51,9 +51,22 @@ def home(release: str) -> Path:
 
 def _download(release: str, folder: Path) -> Path:
     """The wheel for Python 3.12, the one that every release has; only its Python files are used."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input",
-               "--no-deps", "--only-binary=:all:", "--python-version", "3.12", "--dest", str(folder),
-               f"megatron-core=={release}"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--python-version",
+        "3.12",
+        "--dest",
+        str(folder),
+        f"megatron-core=={release}",
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

@@ -68,9 +68,14 @@ class Record:
 
     def result(self) -> dict[str, Any]:
         return {
-            "steps": self.steps, "samples": self.samples, "clips": self.clips, "first": self.first,
-            "weights": self.weights, "last": self.held(), "random": self.random,
-        }  # fmt: skip
+            "steps": self.steps,
+            "samples": self.samples,
+            "clips": self.clips,
+            "first": self.first,
+            "weights": self.weights,
+            "last": self.held(),
+            "random": self.random,
+        }
 
 
 def _random() -> list[float]:
@@ -91,9 +96,7 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
     return {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in held.items()}
 
 
-def pretrain(
-    arguments: list[str], hooks: bool = True, asked_before: dict[str, Any] | None = None
-) -> dict[str, Any]:  # fmt: skip
+def pretrain(arguments: list[str], hooks: bool = True, asked_before: dict[str, Any] | None = None) -> dict[str, Any]:
     """Run Megatron's own `pretrain` with the command line `arguments`; this rank's record and Megatron's counters.
 
     `asked_before` is a policy that another place, such as a launcher, has given.
@@ -205,9 +208,12 @@ def _datasets() -> Any:
 
 
 def _model(
-    pre_process: bool = True, post_process: bool = True, vp_stage: Any = None, config: Any = None,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: Any = None,
+    config: Any = None,
     pg_collection: Any = None,
-) -> Any:  # fmt: skip
+) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.training import get_args

@@ -17,8 +17,16 @@ BATCH = 4
 DECAY = 40 * BATCH
 SAVED = 5
 POSITION = SAVED * BATCH
-FIRST = {"--lr": "3e-4", "--min-lr": "3e-5", "--train-iters": "5", "--lr-decay-iters": "40", "--weight-decay": "0.01",
-         "--lr-decay-style": "linear", "--micro-batch-size": "2", "--global-batch-size": "4"}  # fmt: skip
+FIRST = {
+    "--lr": "3e-4",
+    "--min-lr": "3e-5",
+    "--train-iters": "5",
+    "--lr-decay-iters": "40",
+    "--weight-decay": "0.01",
+    "--lr-decay-style": "linear",
+    "--micro-batch-size": "2",
+    "--global-batch-size": "4",
+}
 SECOND = {"--lr": "3e-5", "--min-lr": "2e-5", "--train-iters": "8"}
 OVERRIDE = "--override-opt_param-scheduler"
 CHECKPOINT = "--use-checkpoint-opt_param-scheduler"
@@ -68,10 +76,18 @@ class Stages:
         return self._first[key]
 
     def second(
-        self, release: str, flags: str = "", *, options: str = FORMATS["torch-fp32"], ranks: int = 1,
-        hooks: bool = True, saved: str | None = None, folder: Path | None = None,
-        asked_before: dict[str, Any] | None = None, **changes: str,
-    ) -> list[dict[str, Any]]:  # fmt: skip
+        self,
+        release: str,
+        flags: str = "",
+        *,
+        options: str = FORMATS["torch-fp32"],
+        ranks: int = 1,
+        hooks: bool = True,
+        saved: str | None = None,
+        folder: Path | None = None,
+        asked_before: dict[str, Any] | None = None,
+        **changes: str,
+    ) -> list[dict[str, Any]]:
         """Resume the first stage, whose options are `saved`, with `flags`.
 
         `changes` (lr="3e-5"; "" takes a flag away) come on top of SECOND.
@@ -110,9 +126,17 @@ class Stages:
         raise AssertionError(f"resumed with {flags!r}: {used(told[0], 'lr')}")
 
     def untouched(
-        self, release: str, flags: str = "", *, options: str, saved: str | None = None, ranks: int = 1,
-        unreadable: bool = False, folder: Path | None = None, **changes: str,
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        release: str,
+        flags: str = "",
+        *,
+        options: str,
+        saved: str | None = None,
+        ranks: int = 1,
+        unreadable: bool = False,
+        folder: Path | None = None,
+        **changes: str,
+    ) -> dict[str, Any]:
         """A refused load on every rank alike: its error, and what it had changed by then."""
         load = folder if folder is not None else self.first(release, saved or options, ranks).folder
         told: list[dict[str, Any]] = self._releases[release].run(

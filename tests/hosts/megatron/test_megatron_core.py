@@ -249,9 +249,12 @@ def test_hyper_parameters_and_the_report(loops: Loops) -> None:
     )
     assert used(resumed, "betas") == [(0.8, 0.9)] * 2
     assert row(resumed, "group 0 betas") == {
-        "name": "group 0 betas", "checkpoint": [0.9, 0.999], "this_run": [0.8, 0.9], "used": [0.8, 0.9],
+        "name": "group 0 betas",
+        "checkpoint": [0.9, 0.999],
+        "this_run": [0.8, 0.9],
+        "used": [0.8, 0.9],
         "because": "--override-optim-hparams",
-    }  # fmt: skip
+    }
     assert row(resumed, "position (samples)")["used"] == POSITION
 
 

@@ -18,8 +18,11 @@ def group(max_lr: float = 3e-4, min_lr: float = 3e-5, *, wd_mult: float = 1.0, *
 OWN = {"default_config": False}
 MATCHED = {
     "by structure, bounds changed": ([group(), group(wd_mult=0.0)], [group(3e-5, wd_mult=0.0), group(3e-5)], (1, 0)),
-    "names of NeMo": ([group()], [{**{k: v for k, v in group().items() if "mult" not in k}, "pre_wd_mult": 1.0,
-                                   "pre_lr_mult": 1.0}], (0,)),
+    "names of NeMo": (
+        [group()],
+        [{**{k: v for k, v in group().items() if "mult" not in k}, "pre_wd_mult": 1.0, "pre_lr_mult": 1.0}],
+        (0,),
+    ),
     "expert parallel": ([group(), group(is_expert_parallel=True)], [group(is_expert_parallel=True), group()], (1, 0)),
     "own bounds beside the default": ([group(), group(1e-4, **OWN)], [group(1e-3, **OWN), group(1e-2)], (1, 0)),
     "muP and decoupled by eps": (
@@ -28,7 +31,7 @@ MATCHED = {
         (0, 2, 1),
     ),
     "all are equal on either side": ([group(), group()], [group(1e-3), group(1e-3)], (0, 1)),
-}  # fmt: skip
+}
 
 
 HOST, OVERRIDE = ResumePolicy(), ResumePolicy(scheduler="override")
@@ -60,7 +63,7 @@ REFUSED = {
         [group(1e-3), group(3e-4, **OWN)],
         [{**group(), "default_config": None}, {**group(1e-3), "default_config": None}],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("policy", [OVERRIDE, CHECKPOINT, STRICT], ids=["override", "checkpoint", "strict"])

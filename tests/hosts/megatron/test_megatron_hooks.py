@@ -76,9 +76,11 @@ def test_every_order_of_imports(order: str) -> None:
         folder = home(release)
     except NotFetched as error:
         pytest.skip(str(error))
-    text = ORDERS[order].replace("CORE", "import megatron.core.optimizer").replace(
-        "TRAINING", "import megatron.training.training"
-    )  # fmt: skip
+    text = (
+        ORDERS[order]
+        .replace("CORE", "import megatron.core.optimizer")
+        .replace("TRAINING", "import megatron.training.training")
+    )
     path = os.pathsep.join([str(HERE), str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "NO_VCS_VERSION": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

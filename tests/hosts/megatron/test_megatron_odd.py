@@ -47,8 +47,16 @@ def test_moments_of_another_iteration_are_refused(stages: Any, release: str) -> 
     folder, options = _earlier(stages, release, saved), f"{saved} --ckpt-step 5"
     for file in (folder / "iter_0000005").rglob("distrib_optim.pt"):
         file.unlink()
-    alone = stages.second(release, options=options, folder=folder, hooks=False, lr="3e-4", min_lr="3e-5",
-                          train_iters="12", flags="--use-checkpoint-opt_param-scheduler")[0]  # fmt: skip
+    alone = stages.second(
+        release,
+        options=options,
+        folder=folder,
+        hooks=False,
+        lr="3e-4",
+        min_lr="3e-5",
+        train_iters="12",
+        flags="--use-checkpoint-opt_param-scheduler",
+    )[0]
     assert alone["iteration"] == 9
     told = stages.untouched(release, OVERRIDE, options=options, saved=saved, folder=folder)
     assert told["refused"] == "UnsupportedLayout" and told["changed"] == []
@@ -97,9 +105,13 @@ def test_an_abbreviation_is_no_flag(stages: Any, release: str) -> None:
 def test_a_format_in_which_nothing_can_be_chosen_is_named(name: str, tmp_path: Path) -> None:
     """Before anything is read, and only where a checkpoint is; the defaults are Megatron's own."""
     asked = [
-        ResumePolicy(scheduler="override"), ResumePolicy(scheduler="checkpoint"), ResumePolicy(scheduler="strict"),
-        ResumePolicy(scheduler="reset"), ResumePolicy(optimizer="masters"), ResumePolicy(hyperparameters=("betas",)),
-    ]  # fmt: skip
+        ResumePolicy(scheduler="override"),
+        ResumePolicy(scheduler="checkpoint"),
+        ResumePolicy(scheduler="strict"),
+        ResumePolicy(scheduler="reset"),
+        ResumePolicy(optimizer="masters"),
+        ResumePolicy(hyperparameters=("betas",)),
+    ]
     if name == "torch_dcp":
         asked += [ResumePolicy(optimizer="skip"), ResumePolicy(finetune=True)]
     arguments = Namespace(load=str(tmp_path), ckpt_format=name)

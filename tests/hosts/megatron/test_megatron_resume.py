@@ -30,9 +30,12 @@ def test_a_new_learning_rate_takes_effect_at_the_first_step_and_moments_stay(
     assert used(resumed, "step") == [SAVED, SAVED]
     assert (resumed["samples"][:4], resumed["iteration"]) == ([20, 21, 22, 23], SAVED)
     assert row(resumed, "group 0 max_lr") == {
-        "name": "group 0 max_lr", "checkpoint": 3e-4, "this_run": 3e-5, "used": 3e-5,
+        "name": "group 0 max_lr",
+        "checkpoint": 3e-4,
+        "this_run": 3e-5,
+        "used": 3e-5,
         "because": "--override-opt-param-scheduler",
-    }  # fmt: skip
+    }
 
 
 def test_the_defect_is_there_without_the_hooks(stages: Any, release: str) -> None:
@@ -76,10 +79,7 @@ def test_raising_only_the_iterations_names_the_flag_to_add(stages: Any, release:
     told = stages.refused(release, options=options, lr="3e-4", min_lr="3e-5", train_iters="9")
     assert told["error"] == "ScheduleMismatch"
     assert [fault["where"] for fault in told["faults"]] == ["wd_incr_steps (from --train-iters, --train-samples)"]
-    assert (told["faults"][0]["expected"], told["faults"][0]["found"]) == (
-        "20 as in the checkpoint",
-        "36 in this run",
-    )
+    assert (told["faults"][0]["expected"], told["faults"][0]["found"]) == ("20 as in the checkpoint", "36 in this run")
     assert "--override-opt-param-scheduler" in told["message"] and "--use-checkpoint" in told["message"]
 
 

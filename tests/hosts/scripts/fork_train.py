@@ -61,9 +61,12 @@ def main():
     optimizer = torch.optim.AdamW(net.parameters(), lr=args.lr, weight_decay=0.1)
     scheduler = OptimizerParamScheduler(optimizer, args.lr, 400)
     config = {
-        "train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "steps_per_print": 10**9,
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": True},
+        "steps_per_print": 10**9,
+    }
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, lr_scheduler=scheduler, config=config)
     inner = engine.optimizer.optimizer
     if args.load:

@@ -44,8 +44,16 @@ def main() -> None:
     loaded = _held(engine)
     wrong = [key for key, value in saved["tensors"].items() if not _same(value, loaded["tensors"].get(key))]
     rates = _train(engine, STEPS)
-    print(json.dumps({"tensors": len(saved["tensors"]), "wrong": wrong, "first_rate": rates[0],
-                      "scales": [saved["scale"], loaded["scale"]]}))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "tensors": len(saved["tensors"]),
+                "wrong": wrong,
+                "first_rate": rates[0],
+                "scales": [saved["scale"], loaded["scale"]],
+            }
+        )
+    )
 
 
 def _join(device: str) -> None:
@@ -53,9 +61,14 @@ def _join(device: str) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     os.environ.update(
-        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
         DS_ACCELERATOR=device,
-    )  # fmt: skip
+    )
     import deepspeed
     import jobs
 

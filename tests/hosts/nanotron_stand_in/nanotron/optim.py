@@ -41,9 +41,12 @@ class NamedOptimizer(BaseOptimizer):
     def __init__(self, groups: Groups, builder: Callable[[Groups], torch.optim.Optimizer]) -> None:
         names = {id(param): name for group in groups for name, param in group["named_params"]}
         plain = [
-            {**{key: value for key, value in group.items() if key != "named_params"},
-             "params": [param for _, param in group["named_params"]]} for group in groups
-        ]  # fmt: skip
+            {
+                **{key: value for key, value in group.items() if key != "named_params"},
+                "params": [param for _, param in group["named_params"]],
+            }
+            for group in groups
+        ]
         super().__init__(builder(plain), names)
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,10 +85,12 @@ class OptimizerFromGradientAccumulator(BaseOptimizer):
             [pair for group in groups for pair in group["named_params"]]
         )
         masters = self.gradient_accumulator.parameters
-        inner = builder([
-            {**group, "named_params": [(name, masters[name]["fp32"]) for name, _ in group["named_params"]]}
-            for group in groups
-        ])  # fmt: skip
+        inner = builder(
+            [
+                {**group, "named_params": [(name, masters[name]["fp32"]) for name, _ in group["named_params"]]}
+                for group in groups
+            ]
+        )
         super().__init__(inner, inner.id_to_name)
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,11 +113,19 @@ class ZeroDistributedOptimizer(BaseOptimizer):
             name: dict(self._parts(param.numel())) for group in groups for name, param in group["named_params"]
         }
         rank, offsets = dist.get_rank(dp_pg), self.param_name_to_dp_rank_offsets
-        inner = builder([
-            {**group, "named_params": [(name, param.detach().view(-1)[slice(*offsets[name][rank])].requires_grad_())
-                                       for name, param in group["named_params"] if rank in offsets[name]]}
-            for group in groups
-        ])  # fmt: skip
+        inner = builder(
+            [
+                {
+                    **group,
+                    "named_params": [
+                        (name, param.detach().view(-1)[slice(*offsets[name][rank])].requires_grad_())
+                        for name, param in group["named_params"]
+                        if rank in offsets[name]
+                    ],
+                }
+                for group in groups
+            ]
+        )
         super().__init__(inner, inner.id_to_name)
 
     def _parts(self, numel: int) -> Any:

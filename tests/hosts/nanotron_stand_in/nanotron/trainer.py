@@ -22,19 +22,26 @@ class DistributedTrainer:
         self.optimizer = config.build_optimizer()
         if self.init_checkpoint_path is not None and config.checkpoints.load_optimizer:
             load_optimizer(
-                optimizer=self.optimizer, parallel_context=self.parallel_context, root_folder=self.init_checkpoint_path,
-                param_shard_metadata=None, model=None, map_location="cpu",
-            )  # fmt: skip
+                optimizer=self.optimizer,
+                parallel_context=self.parallel_context,
+                root_folder=self.init_checkpoint_path,
+                param_shard_metadata=None,
+                model=None,
+                map_location="cpu",
+            )
         self.lr_scheduler = lr_scheduler_builder(
-            optimizer=self.optimizer, lr_scheduler_args=config.optimizer.learning_rate_scheduler,
+            optimizer=self.optimizer,
+            lr_scheduler_args=config.optimizer.learning_rate_scheduler,
             total_training_steps=config.tokens.train_steps,
-        )  # fmt: skip
+        )
         self.metadata = TrainingMetadata(0, 0, 0, 0, [])
         if self.init_checkpoint_path is not None and config.checkpoints.load_lr_scheduler:
             load_lr_scheduler(
-                lr_scheduler=self.lr_scheduler, is_zero=config.optimizer.zero_stage,
-                parallel_context=self.parallel_context, root_folder=self.init_checkpoint_path,
-            )  # fmt: skip
+                lr_scheduler=self.lr_scheduler,
+                is_zero=config.optimizer.zero_stage,
+                parallel_context=self.parallel_context,
+                root_folder=self.init_checkpoint_path,
+            )
             self.metadata = load_meta(self.parallel_context, self.init_checkpoint_path).metas
 
     def first_step(self) -> None:
@@ -43,6 +50,11 @@ class DistributedTrainer:
 
     def save_checkpoint(self, folder: Any) -> None:
         save(
-            config=self.config, model=None, optimizer=self.optimizer, lr_scheduler=self.lr_scheduler,
-            parallel_context=self.parallel_context, training_metadata=self.metadata, root_folder=folder,
-        )  # fmt: skip
+            config=self.config,
+            model=None,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            parallel_context=self.parallel_context,
+            training_metadata=self.metadata,
+            root_folder=folder,
+        )

@@ -20,6 +20,8 @@ def save(
 ) -> None:
     if should_save_lr_scheduler:
         save_lr_scheduler(
-            lr_scheduler=lr_scheduler, is_zero=config.optimizer.zero_stage, parallel_context=parallel_context,
+            lr_scheduler=lr_scheduler,
+            is_zero=config.optimizer.zero_stage,
+            parallel_context=parallel_context,
             root_folder=root_folder,
-        )  # fmt: skip
+        )
