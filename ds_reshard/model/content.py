@@ -1,15 +1,34 @@
-"""What a checkpoint holds, in the words of no framework: what one format hands another."""
+"""All that a resume needs of a checkpoint, in the words of no framework: what one format hands another."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from ds_reshard.errors import Fault
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.facts import OptimizerFacts
 from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.records import TensorRecord
 
 BASE, LAST, LAMBDAS = "base_lrs", "_last_lr", "lr_lambdas"
+MASTER, WEIGHT = "fp32", "weight"
+SCHEDULER, STEPS, SAMPLES = "lr_scheduler", "global_steps", "global_samples"
+"""The entries that every format has a place for; of DeepSpeed's model files, whose names they have everywhere."""
+USUAL = frozenset(
+    {
+        SCHEDULER,
+        STEPS,
+        SAMPLES,
+        "skipped_steps",
+        "checkpoint_parallel_dims",
+        "sparse_tensor_module_names",
+        "csr_tensor_module_names",
+    }
+)
+"""Entries that are nobody's own: a format that has no place for them loses nothing that it does not say."""
 PER_GROUP = (BASE, LAST, LAMBDAS)
 """The entries of `LambdaLR.state_dict()` that have one value for each param group (torch/optim/lr_scheduler.py)."""
 
@@ -48,36 +67,109 @@ def schedule_of(state: object, groups: int) -> Schedule | None:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
-    """`tensors` has weights and states by parameter and kind, in the model's order; `tied` other names of parameters.
+Path = tuple[object, ...]
+"""The keys that lead to a value in nested dicts."""
 
-    `scheduler` is the state that was saved, of whatever kind, `schedule` the same where it is a LambdaLR's.
-    `batch_size` is the global one. `extra` are entries that the saving script has beside all this, by name.
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """One checkpoint; every format makes one when it is opened, and every format that is written is made of one.
+
+    `tensors` has weights and states by parameter and kind, in the model's order: of a weight that is its own master
+    both kinds are read from one tensor. `tied` has the other names of tied parameters, `buffers` the weights that no
+    optimizer trains because they are no parameters, `beside` tensors that are not the model's, with the keys that lead
+    to them. `records` are those of `buffers` and `beside` that lie in one piece in a file.
+
+    `ranks` is the number of processes that saved it, None where no file tells. `objects` are the values beside tensors
+    and optimizer: counters, the state of a scheduler of whatever kind, and what only one framework or script knows.
+    `schedule` is the scheduler where it is a LambdaLR. `batch_size` is the global one. `faults` keep a run from going
+    on from this; `notes` say what is otherwise here than in the files, and what is left out.
     """
 
     folder: str
-    tag: str
-    dp: int
+    ranks: int | None
     tensors: Mapping[TensorKey, Held]
-    tied: Mapping[str, str] = field(default_factory=dict)
     facts: OptimizerFacts | None
-    scheduler: object = None
+    tied: Mapping[str, str] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
+    beside: Mapping[str, Path] = field(default_factory=dict)
+    records: Mapping[str, TensorRecord] = field(default_factory=dict)
+    objects: Mapping[Path, object] = field(default_factory=dict)
     schedule: Schedule | None = None
-    steps: int | None
-    samples: int | None
-    batch_size: int | None
-    extra: Mapping[str, object] = field(default_factory=dict)
+    batch_size: int | None = None
+    faults: tuple[Fault, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
+    def tag(self) -> str:
+        """The folder's name; where that is the step alone, as in nanotron, the name that DeepSpeed gives a step."""
+        name = os.path.basename(os.path.abspath(self.folder))
+        return f"global_step{name}" if name == str(self.steps) else name
+
+    @cached_property
     def weights(self) -> dict[str, Held]:
-        return {key.name: held for key, held in self.tensors.items() if key.kind == "weight"}
+        """The model's own, buffers with them."""
+        return {
+            key.name: held for key, held in self.tensors.items() if key.kind == WEIGHT and key.name not in self.beside
+        }
 
-    @property
+    @cached_property
     def trained(self) -> dict[str, dict[str, Held]]:
-        """The parameters that the optimizer has states of, with these."""
+        """The parameters that the optimizer has states of, with these and their masters."""
         found: dict[str, dict[str, Held]] = {}
         for key, held in self.tensors.items():
-            if key.kind != "weight":
+            if key.kind != WEIGHT:
                 found.setdefault(key.name, {})[key.kind] = held
         return found
+
+    @cached_property
+    def entries(self) -> dict[str, object]:
+        """The objects, and the tensors beside the model, nested as they were."""
+        made: dict[str, object] = {}
+        for path, value in self.objects.items():
+            _nest(made, tuple(map(str, path)), value)
+        for name, path in self.beside.items():
+            if name in self.records:
+                _nest(made, tuple(map(str, path)), self.records[name])
+        if self.schedule is not None:
+            made[SCHEDULER] = self.schedule.entries()
+        return made
+
+    @property
+    def steps(self) -> int | None:
+        """The updates that the saving run had made."""
+        return _count(self.objects.get((STEPS,)))
+
+    @property
+    def samples(self) -> int | None:
+        return _count(self.objects.get((SAMPLES,)))
+
+    @property
+    def own(self) -> list[str]:
+        """The names of the entries that the saving script or framework has beside the usual ones."""
+        return sorted({str(path[0]) for path in self.objects} - USUAL)
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int else None
+
+
+def flattened(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
+    """The innermost values of nested dicts by the keys that lead to them, as `flatten_state_dict` of torch has them."""
+    if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
+        for key, part in value.items():
+            yield from flattened(part, (*path, key))
+    elif path:
+        yield path, value
+
+
+def _nest(entries: dict[str, object], path: tuple[str, ...], value: object) -> None:
+    """Put a value where it was; where another value is in the way, under its whole name."""
+    at = entries
+    for key in path[:-1]:
+        inner = at.setdefault(key, {})
+        if not isinstance(inner, dict):
+            entries[".".join(path)] = value
+            return
+        at = inner
+    at[path[-1]] = value

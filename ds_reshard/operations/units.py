@@ -5,35 +5,38 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 from ds_reshard.containers.dcp_writer import ArchivesPlan, plan_archives
 from ds_reshard.containers.plain_writer import PlainPlan
 from ds_reshard.containers.safetensors_writer import SafetensorsPlan, plan_safetensors
 from ds_reshard.containers.torch_zip_writer import ArchivePlan, plan_archive
-from ds_reshard.errors import ConfigError, UnsupportedLayout, raise_faults
+from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.dcp.names import ACCELERATE as FOLDERS
 from ds_reshard.formats.dcp.target import dcp_target
 from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint
 from ds_reshard.formats.fsdp.target import fsdp_target
+from ds_reshard.formats.nanotron.adopted import adopt
 from ds_reshard.formats.nanotron.arrangement import Wanted
+from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
+from ds_reshard.formats.nanotron.digest import digest_of
 from ds_reshard.formats.nanotron.target import nanotron_target
-from ds_reshard.formats.zero.adopted import adopt, foreign_faults, foreign_key
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.formats.zero.content import as_zero, optimizer_faults
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.target import FORMATS as ZERO_FORMATS
 from ds_reshard.formats.zero.target import zero_target
 from ds_reshard.formats.zero.universal_target import universal_target
 from ds_reshard.formats.zero.weights_target import WEIGHTS, safetensors_target, torch_target
 from ds_reshard.model.codec import ElementType
+from ds_reshard.model.content import SCHEDULER, Content
 from ds_reshard.model.index import Record
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import StorageRecord
 from ds_reshard.model.target import Target, TargetFile, Unit
-from ds_reshard.operations.crossing import from_nanotron, to_nanotron
+from ds_reshard.operations.content import content_of
 from ds_reshard.operations.finding import find_listing
+from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.options import ACCELERATE, DCP, FSDP, NANOTRON, UNIVERSAL, Asked
-from ds_reshard.operations.portable import contents_of, foreign_of
 from ds_reshard.operations.source import Source
 from ds_reshard.planning.match import Gaps, plan_rank
 from ds_reshard.planning.plan import Copy, Plan
@@ -41,32 +44,81 @@ from ds_reshard.planning.plan import Copy, Plan
 
 def target_of(source: Source, asked: Asked) -> Target:
     """What is to be written. Raises UnsupportedLayout for what the format cannot hold."""
-    if (source.nanotron is not None) is (asked.to == NANOTRON) and asked.names is not None:
-        raise ConfigError("--names: names stay what they are within a framework; leave it out")
+    same = _of_its_own(source, asked)
+    if same is not None:
+        if asked.names is not None:
+            raise ConfigError("--names: names stay what they are within a framework; leave it out")
+        return same
+    if asked.to == FSDP:
+        mend = "--to dcp, which FSDP2 loads, or load it with ds_reshard.dcp.Reader"
+        what = "is not converted to this: files of EasyR1 and verl are made of theirs alone"
+        fault = UnsupportedLayout.fault(source.folder, what, found=f"--to {asked.to}", mend=mend)
+        raise_faults([fault], subject="converting")
+    content, names = content_of(source), None
+    faults = [] if asked.to in WEIGHTS else list(content.faults)
+    if asked.names is not None:
+        names = read_name_map(asked.names)
+        faults += names.faults(content)
+        content = names.applied(content)
+    target = _written(source, content, asked, faults)
+    basis = {**target.basis, **({"names": names.digest} if names is not None else {})}
+    return replace(target, basis=basis)
+
+
+def _of_its_own(source: Source, asked: Asked) -> Target | None:
+    """What a format makes of its own checkpoints, with all that it alone knows of them; None for another format."""
     if isinstance(source.saved, FsdpCheckpoint) and asked.to == FSDP:
         return fsdp_target(source.saved, source.dp if asked.dp is None else asked.dp)
-    if asked.to in (DCP, ACCELERATE) and source.nanotron is None:
-        files = source.dp if asked.dp is None else asked.dp
-        made = dcp_target(contents_of(source), files, folders=FOLDERS if asked.to == ACCELERATE else None)
-        return replace(made, notes=(*made.notes, *_left_out(source)))
-    if source.nanotron is not None and asked.to in (*ZERO_FORMATS, UNIVERSAL, *WEIGHTS):
-        make, optimizer = partial(_deepspeed, asked=asked), asked.to not in WEIGHTS
-        return from_nanotron(source.nanotron, asked.names, make, optimizer=optimizer)
-    if asked.to in (FSDP, DCP, ACCELERATE) or (source.saved is not None and asked.to == NANOTRON):
-        fault = UnsupportedLayout.fault(
-            source.folder,
-            "is not converted to this: to fsdp folders of EasyR1 "
-            "and verl are, to nanotron checkpoints of DeepSpeed, and to dcp all but nanotron's",
-            found=f"--to {asked.to}",
-            mend="convert it to zero1 first, or load it with ds_reshard.dcp.Reader",
-        )
-        raise_faults([fault], subject="converting")
+    if source.nanotron is not None and asked.to == NANOTRON:
+        return nanotron_target(source.nanotron, _wanted(asked), _like(asked))
+    if source.zero is not None and asked.to in (*ZERO_FORMATS, UNIVERSAL, *WEIGHTS):
+        return _deepspeed(source.zero, asked, source.zero_shards)
+    return None
+
+
+def _written(source: Source, content: Content, asked: Asked, faults: list[Fault]) -> Target:
+    """What any content is made into; its tensors are read from where the source has them.
+
+    Raises `faults` with those that the format adds.
+    """
+    subject = f"converting {source.folder} to {asked.to}"
     if asked.to == NANOTRON:
-        return _nanotron(source, asked)
-    if source.saved is not None:
-        return _adopted(source, asked)
-    assert source.zero is not None
-    return _deepspeed(source.zero, asked, source.zero_shards)
+        return _nanotron(content, asked, faults)
+    if asked.to not in (DCP, ACCELERATE, *WEIGHTS):
+        faults += optimizer_faults(content)
+    raise_faults(faults, subject=subject)
+    if asked.to in (DCP, ACCELERATE):
+        files = source.dp if asked.dp is None else asked.dp
+        made = dcp_target(content, files, folders=FOLDERS if asked.to == ACCELERATE else None)
+        return replace(made, notes=(*made.notes, *content.notes))
+    if asked.to in WEIGHTS:
+        return _read_from(_deepspeed(as_zero(content), asked), content)
+    if asked.dp is None and asked.to in ZERO_FORMATS and content.ranks is None:
+        raise ConfigError(
+            f"--dp: no file of {source.folder} tells how many ranks saved it; name the coming run's: --dp N"
+        )
+    target = _read_from(_deepspeed(as_zero(content), asked), content)
+    tag = content.tag
+    pointers = dict.fromkeys(target.pointers, tag)
+    return replace(target, folder=tag, pointers=pointers, notes=(*target.notes, *_said(content)))
+
+
+def _read_from(target: Target, content: Content) -> Target:
+    return replace(target, wants={key: content.tensors[wanted].origin for key, wanted in target.wants.items()})
+
+
+def _said(content: Content) -> Iterator[str]:
+    """What becomes of a content in DeepSpeed's files, and what is left out."""
+    groups = len(content.facts.groups) if content.facts is not None else 0
+    if content.schedule is not None:
+        yield f"the scheduler is the state of a LambdaLR with {groups} param groups: the coming run's must be one, too"
+    elif SCHEDULER not in content.entries:
+        yield "no scheduler was saved, and none is written"
+    if content.batch_size is not None:
+        yield f"the saving run's global batch was {content.batch_size} samples: train_batch_size {content.batch_size}"
+    if content.own:
+        yield f"entries of the saving run are in the client state: {', '.join(content.own)}"
+    yield from content.notes
 
 
 def _deepspeed(checkpoint: ZeroCheckpoint, asked: Asked, shards: ZeroShards | None = None) -> Target:
@@ -78,41 +130,38 @@ def _deepspeed(checkpoint: ZeroCheckpoint, asked: Asked, shards: ZeroShards | No
     return zero_target(checkpoint, asked.to, dp, sub_group_size=asked.sub_group_size, shards=shards)
 
 
-def _adopted(source: Source, asked: Asked) -> Target:
-    """DeepSpeed's files of what FSDP has saved: its weights are the masters."""
-    if asked.dp is None and asked.to in ZERO_FORMATS and source.saved is not None and source.saved.ranks is None:
-        raise ConfigError(
-            f"--dp: no file of {source.folder} tells how many ranks saved it; name the coming run's: --dp N"
-        )
-    foreign = foreign_of(source)
-    if asked.to not in WEIGHTS:
-        raise_faults(list(foreign_faults(foreign)), subject=f"converting {source.folder} to {asked.to}")
-    target = _deepspeed(adopt(foreign), asked)
-    wants = {key: foreign_key(foreign, wanted) for key, wanted in target.wants.items()}
-    return replace(target, wants=wants, notes=(*target.notes, *_left_out(source)))
+def _wanted(asked: Asked) -> Wanted:
+    return Wanted(dp=asked.dp, tp=asked.tp, pp=asked.pp, zero_stage=asked.zero_stage)
 
 
-def _left_out(source: Source) -> Iterator[str]:
-    if isinstance(source.saved, FsdpCheckpoint) and any(name.startswith("extra_state") for name in source.files):
-        yield "the extra_state files (schedule and random states) are not carried over"
-
-
-def _nanotron(source: Source, asked: Asked) -> Target:
+def _like(asked: Asked) -> NanotronCheckpoint | None:
     like = Source(find_listing(asked.like, None)).nanotron if asked.like is not None else None
     if asked.like is not None and like is None:
         raise ConfigError(f"--like {asked.like}: is no checkpoint of nanotron; name one, or leave it out")
-    wanted = Wanted(dp=asked.dp, tp=asked.tp, pp=asked.pp, zero_stage=asked.zero_stage)
-    if source.nanotron is not None:
-        return nanotron_target(source.nanotron, wanted, like)
-    assert source.zero is not None
+    return like
+
+
+def _nanotron(content: Content, asked: Asked, faults: list[Fault]) -> Target:
+    """A content as a checkpoint of nanotron, arranged as that of `--like` is; raises `faults` with its own."""
+    like = _like(asked)
     if like is None:
         what = "does not tell how nanotron cuts parameters, in which order it trains them, and with which config.yaml"
-        fault = UnsupportedLayout.fault(
-            source.folder, what, mend="save a step of the coming run, and name that checkpoint: --like DIR"
-        )
-        raise_faults([fault], subject="converting to nanotron")
+        mend = "save a step of the coming run, and name that checkpoint: --like DIR"
+        raise_faults([UnsupportedLayout.fault(content.folder, what, mend=mend)], subject="converting")
     assert like is not None
-    return to_nanotron(source.zero, like, wanted, asked.names)
+    adoption = adopt(content, like)
+    raise_faults([*faults, *adoption.faults], subject=f"converting {content.folder} to nanotron")
+    assert adoption.checkpoint is not None
+    target = nanotron_target(adoption.checkpoint, _wanted(asked))
+    tag = str(content.steps)
+    return replace(
+        target,
+        wants={key: adoption.origins[wanted] for key, wanted in target.wants.items()},
+        folder=tag,
+        pointers=dict.fromkeys(target.pointers, tag),
+        notes=(*adoption.notes, *target.notes, *content.notes),
+        basis={"like": digest_of(like)},
+    )
 
 
 FilePlan = ArchivePlan | ArchivesPlan | SafetensorsPlan | PlainPlan

@@ -221,7 +221,7 @@ def test_a_plan_tells_what_is_written_and_by_whom(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[Run, dict[str, Any], type[ReshardError], str]] = {
     "stages that no file tells": (Run(), {"pp": 2}, UnsupportedLayout, r"which stage of another pipeline.*--like DIR"),
     "chunks that cannot be cut": (Run(), {"tp": 3}, UnsupportedLayout, r"qkv.weight.*no multiple of 3"),
-    "another format": (Run(), {"to": "dcp"}, UnsupportedLayout, r"is not converted to this.*zero1 first"),
+    "another format": (Run(), {"to": "fsdp"}, UnsupportedLayout, r"is not converted to this.*--to dcp"),
     "a stage that nanotron has not": (Run(), {"zero_stage": 2}, ConfigError, r"stages 0 and 1"),
     "a tensor-parallel size of DeepSpeed": (Run(), {"to": "zero1", "tp": 2}, ConfigError, r"--tp: zero1 has no"),
 }

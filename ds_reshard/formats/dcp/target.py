@@ -7,55 +7,38 @@ and flattened, so that a run finds them in whichever form it asks; both forms na
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from ds_reshard.containers.dcp_directory import METADATA
 from ds_reshard.containers.dcp_writer import Entry, PlacedArchive, plan_archives, write_directory
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
-from ds_reshard.formats.dcp.names import Path
 from ds_reshard.model.codec import ElementType
-from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
+from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, Path
+from ds_reshard.model.facts import GroupFacts, Scalar, ScalarTensor
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
 from ds_reshard.model.records import TensorRecord, new_tensor
 from ds_reshard.model.region import Box
 from ds_reshard.model.target import Target, TargetFile, Unit
 
-_MASTER, _WEIGHT = "fp32", "weight"
 _EXACT_STEPS = 1 << 24
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
-    """What any format has that such a folder can hold.
-
-    `shared` are the names of tied parameters that are saved under another one; `beside` are tensors that are no
-    weights, by their names, and `objects` the values beside model and optimizer, each with its path.
-    """
-
-    folder: str
-    layout: Layout
-    facts: OptimizerFacts | None
-    shared: Mapping[str, str]
-    beside: Mapping[str, Path]
-    objects: Mapping[Path, object]
-
-
-def dcp_target(contents: Contents, files: int, *, folders: tuple[str, str] | None = None) -> Target:
+def dcp_target(content: Content, files: int, *, folders: tuple[str, str] | None = None) -> Target:
     """The folder, with its tensors cut by rows over so many files, as FSDP2 of so many ranks saves them.
 
     Weights are the fp32 masters where there are some. `folders` are the names of two below it, for the model and for
     the optimizer, each whole by itself, as accelerate has them. Raises UnsupportedLayout for what torch could not load.
     """
-    raise_faults(list(_unsupported(contents)), subject=f"converting {contents.folder} to dcp")
+    raise_faults(list(_unsupported(content)), subject=f"converting {content.folder} to dcp")
     parts = (
-        [_Writing(contents=contents, files=files)]
+        [_Writing(content=content, files=files)]
         if folders is None
         else [
-            _Writing(contents=contents, files=files, folder=folder, optimizer=bool(number))
+            _Writing(content=content, files=files, folder=folder, optimizer=bool(number))
             for number, folder in enumerate(folders)
-            if not number or contents.facts is not None
+            if not number or content.facts is not None
         ]
     )
     placements = {key: place for part in parts for key, place in part.placements.items()}
@@ -69,8 +52,8 @@ def _file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def _unsupported(contents: Contents) -> Iterator[Fault]:
-    groups = contents.facts.groups if contents.facts is not None else ()
+def _unsupported(content: Content) -> Iterator[Fault]:
+    groups = content.facts.groups if content.facts is not None else ()
     for number, group in enumerate(groups):
         if group.hyperparameters is None:
             yield _fault(
@@ -78,7 +61,7 @@ def _unsupported(contents: Contents) -> Iterator[Fault]:
                 "has no hyper-parameters (elastic_checkpoint)",
                 "load it in a run with import ds_reshard.auto, and save there",
             )
-    for name, states in contents.facts.scalars.items() if contents.facts is not None else ():
+    for name, states in content.facts.scalars.items() if content.facts is not None else ():
         step = states.get("step")
         if isinstance(step, int) and not 0 <= step < _EXACT_STEPS:
             yield _fault(f"{name}[step]", f"is {step}, which no fp32 step of torch's optimizers is", "another tag")
@@ -92,7 +75,7 @@ def _fault(where: str, what: str, mend: str) -> Fault:
 class _Writing:
     """One directory and its files, in `folder`: of all, of the `optimizer` alone, or of all but it."""
 
-    contents: Contents
+    content: Content
     files: int
     folder: str = ""
     optimizer: bool | None = None
@@ -128,24 +111,21 @@ class _Writing:
     @cached_property
     def wants(self) -> dict[TensorKey, TensorKey]:
         """Each tensor with the source's: a weight's is its master, where that was saved."""
-        found: dict[TensorKey, TensorKey] = {}
-        for key in self.contents.layout.placements:
-            if not self._holds(key.kind not in (_MASTER, _WEIGHT)):
-                continue
-            if key.kind == _WEIGHT and key.name in self.contents.shared:
-                continue  # told as its owner's: the two are one parameter, and its master is the owner's
-            if key.kind in (_MASTER, _WEIGHT):
-                master = TensorKey(name=key.name, kind=_MASTER)
-                found[TensorKey(name=key.name, kind=_WEIGHT)] = master if master in self.contents.layout else key
-            else:
-                found[key] = key
+        return {key: held.origin for key, held in self.held.items()}
+
+    @cached_property
+    def held(self) -> dict[TensorKey, Held]:
+        """Each tensor that is written: of a parameter with a master that, as its weight."""
+        tensors, found = self.content.tensors, {}
+        for key, held in tensors.items():
+            if key.kind != MASTER and self._holds(key.kind != WEIGHT):
+                found[key] = tensors.get(TensorKey(name=key.name, kind=MASTER), held) if key.kind == WEIGHT else held
         return found
 
     @cached_property
     def placements(self) -> dict[TensorKey, Placement]:
         made = {}
-        for key, source in self.wants.items():
-            placed = self.contents.layout[source]
+        for key, placed in self.held.items():
             files = self.files if placed.shape else 1
             boxes = [_rows(placed.shape, rank, files) for rank in range(files)]
             made[key] = chunked(key, placed.shape, placed.dtype, boxes, family=self.shards, buffer=str(key))
@@ -154,8 +134,8 @@ class _Writing:
     @cached_property
     def objects(self) -> dict[Path, object]:
         """Every value that lies in the first file, as torch.save is given it: small tensors, too."""
-        facts = self.contents.facts
-        found: dict[Path, object] = dict(self.contents.objects) if self._holds(False) else {}
+        facts = self.content.facts
+        found: dict[Path, object] = dict(self.content.objects) if self._holds(False) else {}
         if facts is None or not self._holds(True):
             return found
         for name, states in facts.scalars.items():
@@ -172,7 +152,7 @@ class _Writing:
     @cached_property
     def data(self) -> dict[str, bytes]:
         """The bytes of the small tensors among the objects."""
-        facts = self.contents.facts if self._holds(True) else None
+        facts = self.content.facts if self._holds(True) else None
         found: dict[str, bytes] = {}
         for name, states in facts.scalars.items() if facts is not None else ():
             for kind, value in states.items():
@@ -219,12 +199,12 @@ class _Writing:
     def _tensor(self, key: TensorKey, archives: tuple[PlacedArchive, ...]) -> Iterator[Entry]:
         placement = self.placements[key]
         names = [key.name]
-        if key.kind == _WEIGHT:
-            names += [name for name, owner in self.contents.shared.items() if owner == key.name]
+        if key.kind == WEIGHT:
+            names += [name for name, owner in self.content.tied.items() if owner == key.name]
         for name in names:
             path: Path = ("optimizer", "state", name, key.kind)
-            if key.kind == _WEIGHT:
-                path = self.contents.beside.get(name, ("model", name))
+            if key.kind == WEIGHT:
+                path = self.content.beside.get(name, ("model", name))
             yield Entry(path=path, archives=archives, shape=placement.shape, dtype=placement.dtype)
 
     def _object(self, path: Path, archive: PlacedArchive) -> Iterator[Entry]:
@@ -239,7 +219,7 @@ class _Writing:
                 yield Entry(path=("optimizer", f"param_groups.{member}.{path[-1]}"), archives=(archive,))
 
     def _members(self, number: object) -> Sequence[str]:
-        groups: tuple[GroupFacts, ...] = self.contents.facts.groups if self.contents.facts is not None else ()
+        groups: tuple[GroupFacts, ...] = self.content.facts.groups if self.content.facts is not None else ()
         assert isinstance(number, int)
         return groups[number].members
 

@@ -17,7 +17,7 @@ from ds_reshard.formats.nanotron.optimizer_file import MASTER, OptimizerFile
 from ds_reshard.formats.nanotron.position import position_of
 from ds_reshard.formats.nanotron.scheduler import SavedScheduler
 from ds_reshard.model.codec import ElementType
-from ds_reshard.model.content import BASE, LAST, Content
+from ds_reshard.model.content import BASE, LAST, SCHEDULER, WEIGHT, Content
 from ds_reshard.model.facts import OptimizerFacts, Scalar, ScalarTensor, as_scalar, describe, number_of
 from ds_reshard.model.layout import TensorKey
 
@@ -35,8 +35,17 @@ class Adoption:
 
 
 def adopt(content: Content, like: NanotronCheckpoint) -> Adoption:
-    """Every fault at once: parameters, shapes, types, states, steps and param groups that `like` has otherwise."""
-    faults = [*_parameters(content, like), *_optimizer(content, like)]
+    """Every fault at once: an optimizer that is not there, and what `like` has otherwise.
+
+    That is parameters, shapes, types, states, steps and param groups.
+    """
+    faults = list(_parameters(content, like))
+    if content.facts is None:
+        mend = "--to safetensors or torch, for the weights"
+        what = "holds no optimizer"
+        faults.append(UnsupportedLayout.fault(content.folder, what, "param groups and states", mend=mend))
+        return Adoption(checkpoint=None, origins={}, faults=tuple(faults), notes=())
+    faults += _optimizer(content, like)
     scalars, wrong = _scalars(content, like)
     metas, lost = position_of(content, like.metadata)
     groups = Hyperparameters(content)
@@ -66,12 +75,13 @@ def _origins(content: Content, like: NanotronCheckpoint) -> dict[TensorKey, Tens
     found = {key: held.origin for key, held in content.tensors.items()}
     for key in content.tensors:
         master = TensorKey(name=key.name, kind=MASTER)
-        if key.kind == "weight" and not masters and master in found:
+        if key.kind == WEIGHT and not masters and master in found:
             found[key] = found[master]
     return found
 
 
 def _parameters(content: Content, like: NanotronCheckpoint) -> Iterator[Fault]:
+    """Names, shapes and types that differ; a weight that is its own master is cast to the type of the coming run."""
     weights = content.weights
     for name in sorted(set(weights) - set(like.parameters)):
         yield _mismatch(name, "is in the source and not in --like", like.folder, "its name there: --names map.json")
@@ -89,7 +99,7 @@ def _parameters(content: Content, like: NanotronCheckpoint) -> Iterator[Fault]:
             yield _mismatch(
                 name, what, like.folder, "name a checkpoint of the same model: tensors are not cut or fused"
             )
-        elif parameter.dtype is not held.dtype:
+        elif parameter.dtype is not held.dtype and held is not content.trained.get(name, {}).get(MASTER):
             what = f"is {held.dtype.label} in the source and {parameter.dtype.label} in --like"
             yield _mismatch(name, what, like.folder, "name a checkpoint of a run that trains in the same type")
 
@@ -178,10 +188,10 @@ def _scheduler(
 
 
 def _notes(content: Content, like: NanotronCheckpoint) -> Iterator[str]:
-    left = sorted(name for name in content.extra if name != METADATA)
+    left = [name for name in content.own if name != METADATA]
     if left:
         yield f"left out, as nanotron has no place for them: {', '.join(left)}"
-    if content.schedule is None and content.scheduler is not None:
+    if content.schedule is None and SCHEDULER in content.entries:
         yield (
             f"the scheduler's own state is left out: the schedule is that of --like, at step {content.steps}, as "
             "config.yaml has it"
@@ -194,5 +204,5 @@ def _notes(content: Content, like: NanotronCheckpoint) -> Iterator[str]:
     if content.batch_size != wanted:
         known = content.batch_size if content.batch_size is not None else "an unknown number of"
         yield f"the saving run's global batch was {known} samples, and that of config.yaml is {wanted}"
-    if METADATA not in content.extra:
+    if METADATA not in content.own:
         yield f"the data goes on after sample {content.samples} of the one data stage of --like"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
+from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
 from ds_reshard.formats.nanotron.optimizer_file import MASTER
 from ds_reshard.model.codec import ElementType
-from ds_reshard.model.content import Content, Held, Schedule
-from ds_reshard.model.facts import GroupFacts, OptimizerFacts
+from ds_reshard.model.content import BASE, LAST, SAMPLES, SCHEDULER, STEPS, Content, Held, Schedule
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, canonical
 from ds_reshard.model.layout import TensorKey
 
 METADATA = "nanotron"
@@ -28,37 +31,61 @@ def content_of(checkpoint: NanotronCheckpoint) -> Content:
             tensors[key] = Held(shape=parameter.shape, dtype=tensor.dtype, origin=key)
     facts, schedule = _groups(checkpoint)
     metadata = checkpoint.metadata
+    counters = {STEPS: metadata.step, SAMPLES: metadata.samples, METADATA: metadata.entries.get("metas")}
+    if schedule is not None:
+        counters[SCHEDULER] = schedule.entries()
     return Content(
         folder=checkpoint.folder,
-        tag=checkpoint.listing.tag,
-        dp=metadata.dp,
+        ranks=metadata.dp,
         tensors=tensors,
         facts=facts,
-        scheduler=schedule.entries() if schedule is not None else None,
+        objects={(name,): value for name, value in counters.items() if value is not None},
         schedule=schedule,
-        steps=metadata.step,
-        samples=metadata.samples,
         batch_size=metadata.global_batch_size,
-        extra={METADATA: metadata.entries["metas"]} if "metas" in metadata.entries else {},
+        faults=tuple(_faults(checkpoint)),
+        notes=tuple(_notes(checkpoint, len(facts.groups) if facts is not None else 0)),
     )
 
 
+def _faults(checkpoint: NanotronCheckpoint) -> Iterator[Fault]:
+    if checkpoint.metadata.step is None:
+        mend = "--to safetensors or torch, for the weights"
+        expected = "metas in checkpoint_metadata.json"
+        yield UnsupportedLayout.fault(checkpoint.folder, "does not say its step", expected, "none", mend=mend)
+
+
+def _notes(checkpoint: NanotronCheckpoint, groups: int) -> Iterator[str]:
+    saved = sum(bool(group.members) for stage in checkpoint.stages for group in stage.groups)
+    if saved != groups:
+        yield f"{saved} param groups are {groups}, each of equal hyper-parameters, as of torch's AdamW"
+    if any(name.startswith("random/") for name in checkpoint.listing.nbytes):
+        yield "random states are left out: no other format has a place for them"
+
+
 def _groups(checkpoint: NanotronCheckpoint) -> tuple[OptimizerFacts | None, Schedule | None]:
-    """The param groups that have members, a tied parameter's once, and what the scheduler keeps of each."""
+    """The param groups, and what the scheduler keeps of each; those that are alike are one.
+
+    nanotron has a group for each parameter, where torch's AdamW of the same settings would have one. They stand in the
+    order of their first members, a tied parameter in the first of its groups.
+    """
     if checkpoint.facts is None:
         return None, None
-    groups: list[GroupFacts] = []
-    rates = []
+    members: dict[str, list[str]] = {}
+    firsts: dict[str, tuple[Mapping[str, object], Mapping[str, object]]] = {}
     seen: set[str] = set()
     for number, stage in enumerate(checkpoint.stages):
         for at, group in enumerate(stage.groups):
-            members = tuple(name for name in group.members if name not in seen)
-            if members:
-                seen.update(members)
-                groups.append(GroupFacts(members=members, hyperparameters=group.hyperparameters))
-                if checkpoint.schedulers:
-                    rates.append(checkpoint.schedulers[number].of_group(at))
-    facts = OptimizerFacts(groups=tuple(groups), scalars=checkpoint.facts.scalars)
+            names = [name for name in group.members if name not in seen]
+            if names:
+                seen.update(names)
+                rates = checkpoint.schedulers[number].of_group(at) if checkpoint.schedulers else {}
+                values = dict(group.hyperparameters or {})
+                alike = canonical([values, [rates.get(BASE), rates.get(LAST)]])
+                firsts.setdefault(alike, (values, rates))
+                members.setdefault(alike, []).extend(names)
+    groups = tuple(GroupFacts(members=tuple(members[alike]), hyperparameters=firsts[alike][0]) for alike in firsts)
+    facts = OptimizerFacts(groups=groups, scalars=checkpoint.facts.scalars)
     if not checkpoint.schedulers:
         return facts, None
-    return facts, Schedule(counters=checkpoint.schedulers[0].counters, groups=tuple(rates))
+    kept = tuple(rates for _, rates in firsts.values())
+    return facts, Schedule(counters=checkpoint.schedulers[0].counters, groups=kept)

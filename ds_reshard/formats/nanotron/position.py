@@ -19,7 +19,7 @@ _SEQUENCE_LENGTH = 4096  # DataStageMetadata.__post_init__
 
 def position_of(content: Content, like: Metadata) -> tuple[Mapping[str, object], list[Fault]]:
     """The saving run's own where it was one of nanotron; else its samples in the one data stage that `like` has."""
-    own = content.extra.get(METADATA)
+    own = content.entries.get(METADATA)
     if _is_text(own) and isinstance(own, dict) and own.get("last_train_step") == content.steps:
         return own, []
     if content.steps is None or content.samples is None:

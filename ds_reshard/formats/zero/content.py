@@ -1,4 +1,4 @@
-"""What a ZeRO or universal checkpoint holds, for a format of another framework; and such a content as a checkpoint.
+"""A ZeRO or universal checkpoint as the content that any format takes, and any content as a ZeRO checkpoint.
 
 The entries of the model file are those of `_common_checkpoint_state` (deepspeed/runtime/engine.py, 0.19.8).
 """
@@ -10,117 +10,72 @@ from collections.abc import Iterator, Mapping
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.formats.zero.compared import LAYOUT_ENTRIES
 from ds_reshard.formats.zero.layout import by_key, whole
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.model_target import first_names, whole_tensors
 from ds_reshard.formats.zero.names import Listing
+from ds_reshard.formats.zero.plain import plain
 from ds_reshard.formats.zero.target import group_order, refuse_source
 from ds_reshard.model.codec import ElementType
-from ds_reshard.model.content import BASE, LAST, Content, Held, Schedule, schedule_of
-from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, canonical
+from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, flattened, schedule_of
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, ScalarTensor, canonical
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import new_tensor
 
 VERSION = "0.19.8"
 """The DeepSpeed whose files are written; its loaders ask for the version that has saved."""
-_OWN = frozenset(
-    {
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "ds_config",
-        "ds_version",
-        "checkpoint_parallel_dims",
-        "sparse_tensor_module_names",
-        "csr_tensor_module_names",
-        "universal_checkpoint_info",
-    }
-)
 _SIXTEEN = {ElementType.BFLOAT16: "bf16", ElementType.FLOAT16: "fp16"}
 
 
 def content_of(checkpoint: ZeroCheckpoint) -> Content:
     """All of it. Raises UnsupportedLayout, with every reason, where it has no names or no param groups."""
-    refuse_source(checkpoint, "another framework")
+    refuse_source(checkpoint, "another format")
     model, facts, layout = checkpoint.model, checkpoint.facts, checkpoint.layout
     assert facts is not None
     tensors: dict[TensorKey, Held] = {}
     firsts = first_names(model)
     for name, tensor in whole_tensors(model).items():
-        key, master = TensorKey(name=name, kind="weight"), TensorKey(name=name, kind="fp32")
+        key, master = TensorKey(name=name, kind=WEIGHT), TensorKey(name=name, kind=MASTER)
         tensors[key] = Held(shape=tensor.shape, dtype=tensor.dtype, origin=key if key in layout else master)
-    for name in sorted(set(firsts.values()) - {key.name for key in tensors}):
-        raise_faults([_strided(name)], subject=f"converting {checkpoint.listing.folder}")
+    mend = "load it in a run, and save contiguous tensors there"
+    strided = sorted(set(firsts.values()) - {key.name for key in tensors})
+    faults = [UnsupportedLayout.fault(name, "does not lie row-major in the file", mend=mend) for name in strided]
+    raise_faults(faults, subject=f"converting {checkpoint.listing.folder}")
     for group in group_order(checkpoint):
         for name in group:
             for kind in layout.kinds(name):
                 key = TensorKey(name=name, kind=kind)
-                if kind != "weight":
+                if kind != WEIGHT:
                     tensors[key] = Held(shape=layout[key].shape, dtype=layout[key].dtype, origin=key)
-    entries = model.entries
-    scheduler, config = entries.get("lr_scheduler"), entries.get("ds_config")
+    entries, config = model.entries, model.entries.get("ds_config")
+    batch = config.get("train_batch_size") if isinstance(config, dict) else None
+    kept = {name: value for name, value in entries.items() if name not in LAYOUT_ENTRIES and value is not None}
     return Content(
         folder=checkpoint.listing.folder,
-        tag=checkpoint.listing.tag,
-        dp=checkpoint.dp,
+        ranks=checkpoint.dp,
         tensors=tensors,
         facts=facts,
         tied={name: first for name, first in firsts.items() if name != first},
-        scheduler=scheduler,
-        schedule=schedule_of(scheduler, len(facts.groups)),
-        steps=_count(entries.get("global_steps")),
-        samples=_count(entries.get("global_samples")),
-        extra=_extra(checkpoint),
-        batch_size=_count(config.get("train_batch_size")) if isinstance(config, dict) else None,
-    )
-
-
-def _count(value: object) -> int | None:
-    return value if type(value) is int else None
-
-
-def _extra(checkpoint: ZeroCheckpoint) -> dict[str, object]:
-    """The user's entries, and what DeepSpeed or the module keeps that is no tensor."""
-    entries = checkpoint.model.entries
-    kept = {key: value for key, value in entries.items() if key not in _OWN}
-    for key in ("data_sampler", "random_ltd"):
-        if entries.get(key) is not None:
-            kept[key] = entries[key]
-    return {**kept, **{f"module.{name}": value for name, value in checkpoint.model.objects.items()}}
-
-
-def _strided(name: str) -> Fault:
-    return UnsupportedLayout.fault(
-        name, "does not lie row-major in the file", mend="load it in a run, and save contiguous tensors there"
+        buffers=model.buffer_names,
+        objects=dict(flattened(kept)),
+        schedule=schedule_of(entries.get("lr_scheduler"), len(facts.groups)),
+        batch_size=batch if type(batch) is int else None,
+        notes=tuple(f"left out: the module's entry {name}, which is no tensor" for name in sorted(model.objects)),
     )
 
 
 def as_zero(content: Content) -> ZeroCheckpoint:
     """The content as DeepSpeed would have saved it with torch's own optimizer; its tensors lie in no file.
 
-    Param groups of equal hyper-parameters and rates are one. Raises UnsupportedLayout, with every reason, where such a
-    group would be of several steps.
+    `optimizer_faults` says what a content lacks whose optimizer is wanted.
     """
-    groups, schedule = _joined(content)
-    raise_faults(list(_uneven(content, groups)), subject=f"converting {content.folder} to DeepSpeed")
-    weights = content.weights
+    facts, weights = content.facts, content.weights
+    groups = tuple(map(_plain_group, facts.groups)) if facts is not None else ()
     module = OrderedDict((name, new_tensor(f"module/{name}", held.shape, held.dtype)) for name, held in weights.items())
     module.update((name, module[first]) for name, first in content.tied.items())
-    shapes = tuple({name: weights[name].shape for name in group.members} for group in groups)
-    frozen = {name: held.shape for name, held in weights.items() if name not in content.trained}
-    facts = content.facts and OptimizerFacts(groups=groups, scalars=content.facts.scalars)
+    module.update({name: content.records[name] for name in content.buffers if name in content.records})
+    apart = {*content.trained, *content.buffers, *content.tied}
     placements = [
         whole(key.name, key.kind, held.shape, held.dtype, family="content", buffer=f"{key.kind}/{key.name}")
         for key, held in content.tensors.items()
@@ -129,76 +84,113 @@ def as_zero(content: Content) -> ZeroCheckpoint:
         path=content.folder,
         module=module,
         objects={},
-        buffer_names=frozenset(),
+        buffer_names=content.buffers,
         shared=dict(content.tied),
-        entries=_entries(content, module, schedule),
-        param_shapes=shapes if facts is not None else None,
-        frozen_shapes=frozen if facts is not None else {},
+        entries=_entries(content, module),
+        param_shapes=tuple({name: weights[name].shape for name in group.members if name in weights} for group in groups)
+        if facts is not None
+        else None,
+        frozen_shapes={name: held.shape for name, held in weights.items() if name not in apart} if facts else {},
         frozen_fragments={},
-        dp=content.dp,
+        dp=content.ranks or 1,
         version=VERSION,
     )
     return ZeroCheckpoint(
         listing=Listing(folder=content.folder, nbytes={}),
         model=model,
         optim=None,
-        facts=facts,
+        facts=facts and OptimizerFacts(groups=groups, scalars=facts.scalars),
         layout=Layout(by_key(placements), {"content": 1}),
     )
 
 
-def _entries(content: Content, module: Mapping[str, object], schedule: Schedule | None) -> dict[str, object]:
+def _plain_group(group: GroupFacts) -> GroupFacts:
+    """Hyper-parameters that were kept as small tensors are numbers to DeepSpeed."""
+    values = {
+        name: plain(value, {}) if isinstance(value, ScalarTensor) else value
+        for name, value in (group.hyperparameters or {}).items()
+    }
+    return GroupFacts(members=group.members, hyperparameters=values)
+
+
+def _entries(content: Content, module: Mapping[str, object]) -> dict[str, object]:
+    """The entries of a model file; the steps that are not told are those of the optimizer.
+
+    Without `global_samples` DeepSpeed counts them from the steps itself (`_load_checkpoint`, engine.py).
+    """
     types = {held.dtype for name, held in content.weights.items() if name in content.trained}
     config: dict[str, object] = {name: {"enabled": True} for dtype, name in _SIXTEEN.items() if dtype in types}
     if content.batch_size is not None:
         config["train_batch_size"] = content.batch_size
-    return {
-        "module": module,
-        "buffer_names": [],
+    scalars = content.facts.scalars.values() if content.facts is not None else ()
+    steps = [plain(states["step"], {}) for states in scalars if "step" in states]
+    usual: dict[str, object] = {
         "optimizer": None,
         "param_shapes": None,
         "frozen_param_shapes": None,
         "shared_params": None,
         "frozen_param_fragments": None,
-        "lr_scheduler": schedule.entries() if schedule is not None else content.scheduler,
+        "lr_scheduler": None,
         "data_sampler": None,
         "random_ltd": None,
+        "sparse_tensor_module_names": set(),
         "skipped_steps": 0,
-        "global_steps": content.steps or 0,
-        "global_samples": content.samples or 0,
-        "dp_world_size": content.dp,
+        "global_steps": int(max((step for step in steps if isinstance(step, int | float)), default=0)),
+    }
+    return {
+        **usual,
+        **content.entries,
+        "module": module,
+        "buffer_names": sorted(content.buffers),
+        "dp_world_size": content.ranks or 1,
         "mp_world_size": 1,
         "ds_config": config,
         "ds_version": VERSION,
-        **content.extra,
     }
 
 
-def _joined(content: Content) -> tuple[tuple[GroupFacts, ...], Schedule | None]:
-    """The param groups, those that are alike as one, in the order of their first members."""
-    members: dict[str, list[str]] = {}
-    firsts: dict[str, int] = {}
-    groups = content.facts.groups if content.facts is not None else ()
-    for number, group in enumerate(groups):
-        rates = content.schedule.groups[number] if content.schedule is not None else {}
-        alike = canonical([dict(group.hyperparameters or {}), [rates.get(BASE), rates.get(LAST)]])
-        firsts.setdefault(alike, number)
-        members.setdefault(alike, []).extend(group.members)
-    joined = tuple(
-        GroupFacts(members=tuple(members[alike]), hyperparameters=groups[number].hyperparameters)
-        for alike, number in firsts.items()
-    )
-    if content.schedule is None:
-        return joined, None
-    kept = tuple(content.schedule.groups[number] for number in firsts.values())
-    return joined, Schedule(counters=content.schedule.counters, groups=kept)
+def optimizer_faults(content: Content) -> Iterator[Fault]:
+    """What keeps the optimizer of a content from being one of DeepSpeed's.
 
-
-def _uneven(content: Content, groups: tuple[GroupFacts, ...]) -> Iterator[Fault]:
-    """DeepSpeed steps a param group together, and keeps one step of it."""
-    scalars: Mapping[str, Mapping[str, Scalar]] = content.facts.scalars if content.facts is not None else {}
+    DeepSpeed keeps fp32 masters and states of a weight's shape, steps a param group together, and trains every
+    parameter of one; it would make masters that are missing of the weights, and train another model from there.
+    """
+    if content.facts is None:
+        return
+    groups, trained, weights = content.facts.groups, content.trained, content.weights
+    scalars = content.facts.scalars
+    if not groups:
+        yield _fault(content.folder, "has no param groups", "save the whole state dict of the optimizer")
+    members = {name for group in groups for name in group.members}
+    for name in sorted(members - trained.keys() - scalars.keys()):
+        what = "is in a param group, and has no state: whether the coming run trains it, no file says"
+        yield _fault(name, what, "build the optimizer of the trainable parameters alone, step once, and save")
+    for name in sorted({*trained, *scalars} - members) if groups else ():
+        yield _fault(name, "has states, and is in no param group", "save model and optimizer together")
+    for name in sorted({*content.beside, *content.buffers} - content.records.keys()):
+        what = "is a buffer, or a tensor beside the model, that is saved in several pieces"
+        yield _fault(name, what, "save it whole: not as a DTensor that is sharded")
+    for name, states in trained.items():
+        for kind, held in states.items():
+            if name not in weights or held.shape != weights[name].shape:
+                mend = "save model and optimizer together; other shapes have no place in ZeRO"
+                yield _fault(f"{name}[{kind}]", "is not of the shape of a weight that was saved", mend)
+            elif held.dtype is not ElementType.FLOAT32:
+                mend = "train on fp32 parameters (MixedPrecisionPolicy(param_dtype=...)), or load it "
+                mend += "through ds_reshard.dcp.Reader"
+                what = f"is {held.dtype.label}, where DeepSpeed keeps fp32 masters and states"
+                yield _fault(f"{name}[{kind}]", what, mend)
+    lacking = [name for name in {**trained, **scalars} if name in weights and MASTER not in trained.get(name, ())]
+    if lacking:
+        yield UnsupportedLayout.fault(
+            lacking[0],
+            f"and {len(lacking) - 1} other parameters were trained without fp32 masters",
+            f"fp32 masters, or {ElementType.FLOAT32.label} weights",
+            weights[lacking[0]].dtype.label,
+            mend="--to safetensors or torch, for the weights",
+        )
     for group in groups:
-        first = group.members[0]
+        first = group.members[0] if group.members else ""
         for name in group.members[1:]:
             if canonical(dict(scalars.get(name, {}))) != canonical(dict(scalars.get(first, {}))):
                 yield UnsupportedLayout.fault(
@@ -207,5 +199,9 @@ def _uneven(content: Content, groups: tuple[GroupFacts, ...]) -> Iterator[Fault]
                     "hyper-parameters, with which it would be in one param group",
                     f"the counters of {first}",
                     "others",
-                    mend="resume it with nanotron",
+                    mend="resume it with the framework that saved it",
                 )
+
+
+def _fault(where: str, what: str, mend: str) -> Fault:
+    return UnsupportedLayout.fault(where, what, mend=mend)

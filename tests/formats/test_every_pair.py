@@ -1,0 +1,94 @@
+"""Each format that can be read into each that can be written, on one run: every tensor to the bit, steps and groups.
+
+The run is a synthetic one of nanotron; what other formats hold of it is made by `convert`, and is what real frameworks
+load (tests/hosts). Every source is converted to every target, and each target is read back as values.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nanotron_builder import Run, again, values, write
+from test_nanotron_convert import contents, same
+
+from ds_reshard.errors import UnsupportedLayout
+from ds_reshard.operations import Options, convert, diff, fingerprint, inspect, plan, verify
+
+pytestmark = pytest.mark.slow
+
+READ = ("zero1", "zero2", "zero3", "bf16", "universal", "dcp", "accelerate", "nanotron")
+WRITTEN = (*READ, "safetensors", "torch")
+RUNS = {"bf16 with masters": Run(dp=2, tp=2), "fp32": Run(dp=2, pp=2, masters=False)}
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def run(request: pytest.FixtureRequest) -> Run:
+    return RUNS[request.param]
+
+
+@pytest.fixture(scope="module")
+def sources(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The run in each format."""
+    place = tmp_path_factory.mktemp("sources")
+    saved = {"nanotron": write(run, place / "nanotron")}
+    for kind in READ:
+        if kind != "nanotron" and not (kind == "bf16" and not run.masters):
+            saved[kind] = converted(saved["nanotron"], place / kind, kind, {})
+    return saved
+
+
+def converted(source: Path, out: Path, to: str, more: dict[str, Any]) -> Path:
+    sizes = {"zero1": 3, "zero2": 2, "zero3": 2, "bf16": 2, "dcp": 3, "accelerate": 2}
+    dp = {"dp": sizes[to]} if to in sizes else {}
+    convert(str(source), str(out), to=to, options=Options(threads=1, memory_nbytes=1 << 20), **dp, **more)
+    return out
+
+
+@pytest.mark.parametrize("to", WRITTEN)
+@pytest.mark.parametrize("kind", READ)
+def test_every_tensor_of_every_pair(kind: str, to: str, run: Run, sources: dict[str, Path], tmp_path: Path) -> None:
+    """Masters and moments are equal; weights too, or they are the masters, or what is cast from these."""
+    whole = kind in ("dcp", "accelerate")  # whose weights are the masters
+    if (kind == "bf16" and not run.masters) or (to == "bf16" and (whole or not run.masters)):
+        if kind != "bf16":
+            with pytest.raises(UnsupportedLayout, match="was not trained in bf16"):
+                converted(sources[kind], tmp_path / "out", to, {})
+        return
+    like = (
+        {"like": str(write(again(run, seed=5), tmp_path / "like"))} if to == "nanotron" and kind != "nanotron" else {}
+    )
+    out = converted(sources[kind], tmp_path / "out", to, like)
+    if to == "nanotron":
+        same(contents(out), contents(sources["nanotron"]))
+    held = values(run)
+    if to == "safetensors":
+        return
+    found = {(one.name, one.kind): one.fingerprint for one in fingerprint(str(out)).tensors} if to != "torch" else {}
+    masters = "fp32" if run.masters else "weight"
+    for (name, state), value in held.items():
+        if to == "torch":
+            saved = torch.load(out / f"{state}.pt", weights_only=True)[name]
+            kept = value if not whole or state != "weight" else held[name, masters]
+            assert torch.equal(saved, kept), (name, state)
+    if found:
+        expected = {(one.name, one.kind): one.fingerprint for one in fingerprint(str(sources["nanotron"])).tensors}
+        states = {key for key in expected if key[1].startswith("exp_avg")}
+        assert states and {key: found[key] for key in states} == {key: expected[key] for key in states}
+        for name, _ in states:
+            fp32 = expected[name, masters]
+            assert fp32 in (found.get((name, "fp32")), found.get((name, "weight"))), name
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_every_tool_on_every_source(kind: str, run: Run, sources: dict[str, Path], tmp_path: Path) -> None:
+    if kind not in sources:
+        return
+    path = str(sources[kind])
+    assert inspect(path).faults == ()
+    assert verify(path, deep=True).faults == ()
+    assert diff(path, path).equal
+    made = plan(path, to="safetensors")
+    assert made.bytes_written > 0
