@@ -98,7 +98,7 @@ def main() -> None:
     folder, dp, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     started = time.perf_counter(), time.process_time()
     with counted() as calls:
-        found = find_listing(folder, None)
+        found = find_listing(folder, None).listing
         assert isinstance(found, Listing)
         checkpoint = open_checkpoint(found, optimizer=True)
     look = {**timed(started), **vars(calls), "listed": len(found.nbytes)}

@@ -55,3 +55,22 @@ class Target:
     pointers: Mapping[str, str]
     notes: tuple[str, ...] = ()
     basis: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a conversion is to write; None is as it was saved.
+
+    `tp`, `pp`, `zero_stage` and `like`, a checkpoint that shows how the coming run arranges its model, are of nanotron;
+    `names` is the path of a map of parameters' names, between nanotron and DeepSpeed.
+    """
+
+    to: str
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    zero_stage: int | None = None
+    like: str | None = None
+    sub_group_size: int | None = None
+    dtype: str | None = None
+    names: str | None = None

@@ -11,23 +11,18 @@ from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_f
 from ds_reshard.errors import ConfigError, ReshardError
 from ds_reshard.formats.megatron.files import is_megatron
 from ds_reshard.formats.megatron.past import read_past as megatron_past
-from ds_reshard.formats.nanotron.inspection import describe as describe_nanotron
-from ds_reshard.formats.nanotron.inspection import survey as survey_nanotron
-from ds_reshard.formats.nanotron.names import NanotronListing
-from ds_reshard.formats.zero.inspection import describe_survey
 from ds_reshard.formats.zero.past import read_past
-from ds_reshard.formats.zero.survey import survey
 from ds_reshard.model.conversion_plan import ConversionPlan
 from ds_reshard.model.difference import Difference
 from ds_reshard.model.fingerprints import Fingerprinted
 from ds_reshard.model.inspection import Inspection
-from ds_reshard.model.saved import SavedListing
+from ds_reshard.model.target import Asked
 from ds_reshard.model.verification import Verification
 from ds_reshard.operations.finding import find_listing, find_zero
 from ds_reshard.operations.fingerprints import fingerprint
 from ds_reshard.operations.foresight import plan_listing
-from ds_reshard.operations.inspection import describe_saved
-from ds_reshard.operations.options import FORMATS, Asked, Conversion, Options, Progress, Reading
+from ds_reshard.operations.inspection import describe
+from ds_reshard.operations.options import FORMATS, Conversion, Options, Progress, Reading
 from ds_reshard.operations.pickles import scan_files, scan_pickles, siblings, untold
 from ds_reshard.resume import coming, megatron_coming
 from ds_reshard.resume.coming import ComingRun
@@ -71,15 +66,9 @@ def inspect(path: str, *, tag: str | None = None) -> Inspection:
     """
     before = _bytes_asked_for()
     with in_force(PickleRules(rules_in_force().trusted)):
-        listing = find_listing(os.fspath(path), tag)
-        if isinstance(listing, NanotronListing):
-            opening = survey_nanotron(listing)
-            made = describe_nanotron(listing, opening, tag=listing.tag, bytes_read=_since(before))
-        elif isinstance(listing, SavedListing):
-            made = describe_saved(listing, bytes_read=lambda: _since(before))
-        else:
-            made = describe_survey(survey(listing), tag=listing.tag, bytes_read=_since(before))
-        scanned = scan_files(siblings(os.fspath(path), listing.folder))
+        found = find_listing(os.fspath(path), tag)
+        made = describe(found, bytes_read=lambda: _since(before))
+        scanned = scan_files(siblings(os.fspath(path), found.folder))
     faults = (*made.faults, *untold(scanned.faults, made.faults))
     return replace(made, faults=faults, pickles=scanned.pickles, pickles_unread=scanned.unread)
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from ds_reshard.containers.plain import read_scalars, single_elements
+from ds_reshard.errors import ReshardError
 from ds_reshard.execution.deviation import Deviation
 from ds_reshard.execution.ledger import Ledger
-from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
-from ds_reshard.formats.zero.compared import compare_groups, compare_scalars, compare_values, differences
+from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.difference import DIFFERS, EQUAL, Difference, TensorDifference, ValueDifference
-from ds_reshard.model.facts import canonical
+from ds_reshard.model.facts import GroupFacts, ScalarTensor, canonical, describe
 from ds_reshard.model.layout import Placement, TensorKey
+from ds_reshard.model.records import TensorRecord
 from ds_reshard.operations.archives import read_records
 from ds_reshard.operations.options import Progress, Reading
-from ds_reshard.operations.source import Found, Source
+from ds_reshard.operations.source import Found, open_checkpoint
 from ds_reshard.operations.spans import SpanReader, logical
 from ds_reshard.operations.values import index_of
 
@@ -23,7 +24,7 @@ from ds_reshard.operations.values import index_of
 def compare_listings(a: Found, b: Found, *, reading: Reading, progress: Progress | None) -> Difference:
     """Read both side by side, span by span; every byte that is read is checked against its file's checksum."""
     started = time.monotonic()
-    sides = (Source(a), Source(b))
+    sides = (open_checkpoint(a), open_checkpoint(b))
     pairs = _Pairs(*sides)
     deviations = {key: Deviation() for key in pairs.compared}
     keys = list(pairs.compared)
@@ -66,7 +67,7 @@ class _Pairs:
     weight of the other side (FSDP): that is compared with the master.
     """
 
-    def __init__(self, a: Source, b: Source) -> None:
+    def __init__(self, a: Checkpoint, b: Checkpoint) -> None:
         self._sides = (a, b)
         self.compared: dict[TensorKey, tuple[TensorKey, TensorKey]] = {}
         self.other: list[TensorDifference] = []
@@ -110,7 +111,7 @@ class _Pairs:
         self.other.append(TensorDifference(name=key.name, kind=key.kind, state=state, a=_described(a), b=_described(b)))
 
 
-def _key_in(source: Source, key: TensorKey) -> TensorKey | None:
+def _key_in(source: Checkpoint, key: TensorKey) -> TensorKey | None:
     """The tensor of that name, or that of the parameter which it is tied to and which alone was kept.
 
     Of FSDP, the weight of a parameter for its master.
@@ -120,33 +121,94 @@ def _key_in(source: Source, key: TensorKey) -> TensorKey | None:
     return source.master(key.name) if known is None and key.kind == "fp32" else known
 
 
-def _values(a: Source, b: Source) -> Iterator[ValueDifference]:
-    """Counters and hyper-parameters that differ; of two formats the steps alone mean the same in both."""
-    if a.zero is not None and b.zero is not None:
-        yield from compare_values(a.zero, b.zero)
-        return
-    if a.saved is not None and b.saved is not None:
-        named = [
-            {".".join(map(str, path)): value for path, value in side.objects.items()} for side in (a.saved, b.saved)
-        ]
-        yield from differences("", named[0], named[1])
+def _values(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDifference]:
+    """Counters and hyper-parameters that differ; of two frameworks the steps alone mean the same in both."""
+    if a.framework == b.framework:
+        one, two = a.values(), b.values()
+        for section in dict.fromkeys((*one, *two)):
+            yield from differences(section, one.get(section, {}), two.get(section, {}))
+        both = [key for key in a.scaling if key in b.scaling]
+        yield from differences(
+            "optimizer", {key: a.scaling[key] for key in both}, {key: b.scaling[key] for key in both}
+        )
+        yield from compare_scalars(a.rates, b.rates)
+        if a.optimizer != b.optimizer:
+            yield ValueDifference(where="optimizer", a=a.optimizer, b=b.optimizer)
     if a.facts is not None and b.facts is not None:
-        if a.nanotron is not None and b.nanotron is not None:
-            yield from _nanotron_values(a.nanotron, b.nanotron)
-        if (a.saved is None) == (b.saved is None) and (a.nanotron is None) == (b.nanotron is None):
+        if a.framework == b.framework:
             yield from compare_groups(a.facts.groups, b.facts.groups)
         yield from compare_scalars(a.facts.scalars, b.facts.scalars)
 
 
-def _nanotron_values(a: NanotronCheckpoint, b: NanotronCheckpoint) -> Iterator[ValueDifference]:
-    kept = [
-        {key: value for key, value in side.metadata.entries.items() if key not in ("tp", "dp", "version")}
-        for side in (a, b)
-    ]
-    yield from differences("", kept[0], kept[1])
-    counters = [side.schedulers[0].counters if side.schedulers else {} for side in (a, b)]
-    yield from differences("lr_scheduler", counters[0], counters[1])
-    yield from compare_scalars(a.rates, b.rates)
+_ABSENT = object()
+
+
+def compare_groups(a: tuple[GroupFacts, ...], b: tuple[GroupFacts, ...]) -> Iterator[ValueDifference]:
+    home = {name: number for number, group in enumerate(b) for name in group.members}
+    for number, group in enumerate(a):
+        others = dict.fromkeys(home[name] for name in group.members if name in home)
+        for other in others:
+            first = next(name for name in group.members if home.get(name) == other)
+            where = f"param group {number}" + (f" ({other} in B)" if other != number else "") + f", of {first}"
+            if set(group.members) != set(b[other].members):
+                counts = (f"{len(one.members)} parameters" for one in (group, b[other]))
+                yield ValueDifference(where=f"{where}: members", a=next(counts), b=next(counts))
+            yield from differences(where, _read(group.hyperparameters), _read(b[other].hyperparameters))
+
+
+def _read(hyperparameters: Mapping[str, object] | None) -> object:
+    """Hyper-parameters, those that were kept as tensors read; where one cannot be, what stands for it."""
+    if hyperparameters is None:
+        return "none saved (elastic_checkpoint)"
+    read: dict[str, object] = dict(hyperparameters)
+    for name, value in hyperparameters.items():
+        for tensor in single_elements([value]):
+            try:
+                read[name] = read_scalars(tensor.storage.path, [tensor])[tensor]
+            except ReshardError:
+                read[name] = value
+    return read
+
+
+def compare_scalars(
+    a: Mapping[str, Mapping[str, object]], b: Mapping[str, Mapping[str, object]]
+) -> Iterator[ValueDifference]:
+    """Steps and other states that are one value; parameters that differ alike are told together."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for name in dict.fromkeys((*a, *b)):
+        for difference in differences("", a.get(name, {}), b.get(name, {})):
+            alike.setdefault((difference.where, difference.a, difference.b), []).append(name)
+    for (kind, one, other), names in alike.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield ValueDifference(where=f"{kind} of {names[0]}{more}", a=one, b=other)
+
+
+def differences(where: str, a: object, b: object) -> Iterator[ValueDifference]:
+    """The innermost entries of two trees that differ."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in dict.fromkeys((*a, *b)):
+            at = f"{where}.{key}" if where else str(key)
+            yield from differences(at, a.get(key, _ABSENT), b.get(key, _ABSENT))
+    elif _text(a) != _text(b):
+        one, other = _shown(a), _shown(b)
+        if one == other:
+            one, other = f"{one} ({_kind(a)})", f"{other} ({_kind(b)})"
+        yield ValueDifference(where=where, a=one, b=other)
+
+
+def _text(value: object) -> str:
+    return "absent" if value is _ABSENT else canonical(value)
+
+
+def _shown(value: object) -> str:
+    return "absent" if value is _ABSENT else describe(value)
+
+
+def _kind(value: object) -> str:
+    """What tells two values apart that read alike."""
+    if isinstance(value, ScalarTensor | TensorRecord):
+        return f"shape {list(value.shape)}"
+    return f"another {type(value).__name__}"
 
 
 def _described(placement: Placement | None) -> str:
@@ -177,9 +239,9 @@ def _told(pairs: _Pairs, key: TensorKey, found: Deviation) -> TensorDifference:
     )
 
 
-def _strided(a: Source, b: Source) -> Iterator[ValueDifference]:
+def _strided(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDifference]:
     """Entries of the module that do not lie row-major, which no layout has: by the checksums of their files."""
-    modules = [side.zero.model.module if side.zero is not None else {} for side in (a, b)]
+    modules = [side.module for side in (a, b)]
     for name in dict.fromkeys((*a.strided(), *b.strided())):
         one, other = (module.get(name) for module in modules)
         if canonical(one) != canonical(other):
@@ -187,29 +249,8 @@ def _strided(a: Source, b: Source) -> Iterator[ValueDifference]:
             yield ValueDifference(where=where, a=canonical(one), b=canonical(other))
 
 
-def _notes(a: Source, b: Source) -> Iterator[str]:
-    if (a.zero is None, a.saved is None) != (b.zero is None, b.saved is None):
+def _notes(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
+    if a.framework != b.framework:
         yield "of checkpoints of two frameworks hyper-parameters and counters other than the step are not compared"
     for name, side in (("A", a), ("B", b)):
-        if side.zero is not None:
-            yield from _zero_notes(name, side, side.zero)
-
-
-def _zero_notes(name: str, source: Source, checkpoint: ZeroCheckpoint) -> Iterator[str]:
-    weights = [TensorKey(name=parameter, kind="weight") for parameter in checkpoint.model.trainable]
-    unstored = sum(source.unstored(key) and key not in checkpoint.layout for key in weights)
-    if unstored:
-        yield (
-            f"the weights of {unstored} parameters are not stored in {name} (ZeRO 3): they are compared by their "
-            "fp32 masters alone"
-        )
-    if checkpoint.listing.partitioned_model and checkpoint.model.buffer_names and checkpoint.dp > 1:
-        yield f"each rank of ZeRO 3 saves buffers of its own: those of the first rank of {name} are compared"
-    if checkpoint.facts is None and checkpoint.stage == 0:
-        yield (
-            f"the optimizer in {name} (ZeRO 0) names no parameter: its states are compared by their checksums, "
-            "and with those of another stage 0 alone"
-        )
-    for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim is not None else ()):
-        for kind, why in partition.unfollowed.items():
-            yield f"state {kind!r} of flat buffer {number} in {name} is not compared: {why}"
+        yield from side.uncompared(name)

@@ -15,12 +15,13 @@ from ds_reshard.execution.files import ArchiveFile, FileTarget
 from ds_reshard.execution.fingerprint import Fingerprint
 from ds_reshard.execution.staging import StagingExecutor
 from ds_reshard.execution.witness import Witness
+from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Record
 from ds_reshard.model.layout import TensorKey
-from ds_reshard.model.target import Target, Unit
-from ds_reshard.operations.options import Asked, Conversion, Options, Progress, refuse_memory
-from ds_reshard.operations.source import Found, Source
+from ds_reshard.model.target import Asked, Target, Unit
+from ds_reshard.operations.options import Conversion, Options, Progress, refuse, refuse_memory
+from ds_reshard.operations.source import Found, open_checkpoint
 from ds_reshard.operations.units import Units, archive_of, buffer_of, target_of
 from ds_reshard.operations.workspace import Workspace, refuse_places
 from ds_reshard.planning.plan import Copy
@@ -30,23 +31,23 @@ _SYNCING = 8  # units at once: waiting for a disk costs no core, and a journal t
 
 
 def convert_listing(
-    listing: Found, path: str, out: str, *, asked: Asked, options: Options, progress: Progress | None
+    found: Found, path: str, out: str, *, asked: Asked, options: Options, progress: Progress | None
 ) -> Conversion:
-    """Write the checkpoint of `listing`, found in `path`, into the folder `out`, as `asked` says.
+    """Write the checkpoint `found` in `path`, into the folder `out`, as `asked` says.
 
     One pass: what is read is written and checked against the checksums of its files, in buffers of
     `options.memory_nbytes`. `out` is there when all of it is on the disk, and not before.
     """
-    asked.refuse()
+    refuse(asked)
     refuse_memory(options.threads, options.memory_nbytes)
-    source = Source(listing)
+    source = open_checkpoint(found)
     target = target_of(source, asked)
     needed = _nbytes(target)
     refuse_places(path, out, needed)
     what = {
         "ds_reshard": VERSION,
         "source": _files_of(source),
-        "tag": listing.tag,
+        "tag": found.listing.tag,
         **asdict(asked),
         "dp": source.dp if asked.dp is None else asked.dp,
         **target.basis,
@@ -79,7 +80,7 @@ def _nbytes(target: Target) -> int:
     return total
 
 
-def _files_of(source: Source) -> dict[str, list[int]]:
+def _files_of(source: Checkpoint) -> dict[str, list[int]]:
     """What tells the source's files from others of the same names."""
     stats = {name: os.stat(os.path.join(source.folder, name)) for name in sorted(source.files)}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
@@ -94,7 +95,7 @@ class _Work:
 
     def __init__(
         self,
-        source: Source,
+        source: Checkpoint,
         target: Target,
         workspace: Workspace,
         options: Options,

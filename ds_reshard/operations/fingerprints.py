@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from ds_reshard.errors import Fault, InternalError, ReshardError, faults_of, raise_faults
 from ds_reshard.execution.ports import Saw
 from ds_reshard.formats.zero.layout import whole
+from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.fingerprints import Fingerprinted, TensorFingerprint
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.operations.finding import find_listing
 from ds_reshard.operations.options import Progress, Reading
-from ds_reshard.operations.source import Source
+from ds_reshard.operations.source import open_checkpoint
 from ds_reshard.planning.match import plan_rank
 from ds_reshard.planning.plan import Copy, Plan
 
@@ -47,11 +48,11 @@ def fingerprint(
     Raises CheckpointNotFound, and what a load raises for files that are missing, of several saves or not as their
     format says.
     """
-    source = Source(find_listing(os.fspath(path), tag), states=False)
+    source = open_checkpoint(find_listing(os.fspath(path), tag), states=False)
     return _read(source, _planned(source, shard), reading or Reading(), progress)
 
 
-def _planned(source: Source, shard: tuple[int, int]) -> _Planned:
+def _planned(source: Checkpoint, shard: tuple[int, int]) -> _Planned:
     """Every tensor of the share whole into a buffer of its own."""
     index = source.index
     wanted: dict[TensorKey, TensorKey] = {}
@@ -74,7 +75,7 @@ def _planned(source: Source, shard: tuple[int, int]) -> _Planned:
     return _Planned(plan=plan, keys=keys, same=same)
 
 
-def _read(source: Source, planned: _Planned, reading: Reading, progress: Progress | None) -> Fingerprinted:
+def _read(source: Checkpoint, planned: _Planned, reading: Reading, progress: Progress | None) -> Fingerprinted:
     from ds_reshard.execution.checksums import verify
     from ds_reshard.execution.choice import offline_device
     from ds_reshard.execution.fingerprint import Fingerprints, FingerprintTarget, fingerprint_of

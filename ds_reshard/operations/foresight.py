@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.formats.zero.checkpoint import MODEL
-from ds_reshard.formats.zero.names import Listing
 from ds_reshard.model.conversion_plan import ConversionPlan, UnitPlan
-from ds_reshard.model.target import Unit
+from ds_reshard.model.target import Asked, Unit
 from ds_reshard.model.uncollected import uncollected
-from ds_reshard.operations.options import Asked, Reading, refuse_memory
-from ds_reshard.operations.source import Found, Source
+from ds_reshard.operations.options import Reading, refuse, refuse_memory
+from ds_reshard.operations.source import Found, open_checkpoint
 from ds_reshard.operations.units import Units, archive_of, target_of
 from ds_reshard.planning.budget import window_nbytes
 from ds_reshard.planning.plan import Check, Copy
@@ -19,18 +17,18 @@ from ds_reshard.planning.plan import Check, Copy
 
 @uncollected()
 def plan_listing(
-    listing: Found, *, asked: Asked, reading: Reading, bandwidth: float, shard: tuple[int, int]
+    found: Found, *, asked: Asked, reading: Reading, bandwidth: float, shard: tuple[int, int]
 ) -> ConversionPlan:
     """What `convert` does with the same arguments: its plans are made, and none is carried out.
 
     A part of the plan, `shard` being (number, of how many), opens no shard of a ZeRO checkpoint but those that it
     reads, and the first.
     """
-    asked.refuse()
+    refuse(asked)
     refuse_memory(reading.threads, reading.memory_nbytes)
     number, shards = shard
-    in_parts = shards > 1 and isinstance(listing, Listing)
-    source = Source(listing, whole=not in_parts)
+    in_parts = shards > 1 and found.format.in_parts
+    source = open_checkpoint(found, whole=not in_parts)
     if in_parts:
         source.open_first()
     target = target_of(source, asked)
@@ -38,9 +36,8 @@ def plan_listing(
     widest = 0.0
     plans = []
     for unit in target.units[number::shards]:
-        if unit.family == MODEL:
-            source.open_model(unit.shard)
-        made, cast = _unit(listing, units, unit)
+        source.open_for(unit.family, unit.shard)
+        made, cast = _unit(found, units, unit)
         plans.append(made)
         widest = max(widest, cast)
     if in_parts:
@@ -51,7 +48,7 @@ def plan_listing(
     files = source.files
     names = dict.fromkeys((*source.shard_names, *sorted({name for plan in plans for name in plan.reads})))
     return ConversionPlan(
-        folder=listing.folder,
+        folder=found.folder,
         to=asked.to,
         dp=source.dp if asked.dp is None else asked.dp,
         units=tuple(plans),
@@ -62,7 +59,7 @@ def plan_listing(
     )
 
 
-def _unit(listing: Found, units: Units, unit: Unit) -> tuple[UnitPlan, float]:
+def _unit(found: Found, units: Units, unit: Unit) -> tuple[UnitPlan, float]:
     """What one unit reads and writes; and how many bytes a byte becomes, at most, where elements are cast."""
     archives = [archive_of(file) for file in unit.files]
     plan = units.plan(unit, archives)
@@ -70,7 +67,7 @@ def _unit(listing: Found, units: Units, unit: Unit) -> tuple[UnitPlan, float]:
     parts: list[Copy | Check] = [*plan.copies, *plan.checks]
     for part in parts:
         of_path[part.record.path] = of_path.get(part.record.path, 0) + part.nbytes
-    reads = {os.path.relpath(path, listing.folder): nbytes for path, nbytes in of_path.items()}
+    reads = {os.path.relpath(path, found.folder): nbytes for path, nbytes in of_path.items()}
     cast = max(
         (
             copy.target_dtype.itemsize / copy.dtype.itemsize

@@ -1,12 +1,13 @@
-"""`inspect` of the formats that have no facts of their own: told from their layout and facts."""
+"""`inspect`: what a checkpoint says about itself, told by its format, or from its layout and facts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 
+from ds_reshard.containers.plain import plain
 from ds_reshard.errors import Fault, ReshardError, faults_of
-from ds_reshard.formats.zero.plain import plain
+from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.facts import GroupFacts, ScalarTensor
 from ds_reshard.model.inspection import (
     Arrangement,
@@ -17,19 +18,23 @@ from ds_reshard.model.inspection import (
     StateEntry,
     Steps,
 )
-from ds_reshard.model.saved import SavedListing, SavedState
+from ds_reshard.model.saved import SavedListing
 from ds_reshard.model.uncollected import uncollected
-from ds_reshard.operations.source import Source, open_saved
+from ds_reshard.operations.source import Found, open_checkpoint
 
 
 @uncollected()
-def describe_saved(listing: SavedListing, *, bytes_read: Callable[[], int | None]) -> Inspection:
+def describe(found: Found, *, bytes_read: Callable[[], int | None]) -> Inspection:
     """What the files tell, and every fault: where the checkpoint cannot be opened, its files alone."""
-    state, faults = _opened(listing)
+    listing = found.listing
+    if found.format.describe is not None:
+        return found.format.describe(listing, bytes_read)
+    state, faults = _opened(found)
     groups = state.facts.groups if state is not None and state.facts is not None else ()
+    files = listing.files if isinstance(listing, SavedListing) else {}
     return Inspection(
-        format=listing.format,
-        writer=listing.writer,
+        format=listing.format if isinstance(listing, SavedListing) else found.format.name,
+        writer=listing.writer if isinstance(listing, SavedListing) else found.format.name,
         folder=listing.folder,
         tag=listing.tag,
         version=None,
@@ -42,29 +47,30 @@ def describe_saved(listing: SavedListing, *, bytes_read: Callable[[], int | None
         steps=_steps(state),
         arrangement=Arrangement(buffers=None, round_robin=None, alignment_gaps=None, elastic=None, offloaded_to=None),
         parameters=tuple(_parameters(state, groups)) if state is not None else (),
-        files=tuple(FileEntry(name=name, nbytes=file.nbytes, role=file.role) for name, file in listing.files.items()),
+        files=tuple(FileEntry(name=name, nbytes=file.nbytes, role=file.role) for name, file in files.items()),
         faults=tuple(faults),
         bytes_read=bytes_read(),
     )
 
 
-def _opened(listing: SavedListing) -> tuple[SavedState | None, list[Fault]]:
+def _opened(found: Found) -> tuple[Checkpoint | None, list[Fault]]:
+    """The checkpoint, where its first files can be opened, and what is wrong with any."""
     try:
-        state = open_saved(listing.folder)
+        checkpoint = open_checkpoint(found, whole=False)
     except ReshardError as error:
         return None, faults_of(error)
     try:
-        Source(listing)
+        checkpoint.open_all()
     except ReshardError as error:
-        return state, faults_of(error)
-    return state, []
+        return checkpoint, faults_of(error)
+    return checkpoint, []
 
 
-def _shapes(state: SavedState) -> dict[str, tuple[int, ...]]:
+def _shapes(state: Checkpoint) -> dict[str, tuple[int, ...]]:
     return {key.name: place.shape for key, place in state.layout.placements.items() if key.kind == "weight"}
 
 
-def _states(state: SavedState) -> Iterator[StateEntry]:
+def _states(state: Checkpoint) -> Iterator[StateEntry]:
     found: dict[tuple[str, bool], set[str]] = {}
     for key, placement in state.layout.placements.items():
         if key.kind != "weight":
@@ -88,14 +94,14 @@ def _groups(groups: tuple[GroupFacts, ...], shapes: Mapping[str, tuple[int, ...]
         )
 
 
-def _steps(state: SavedState | None) -> Steps:
+def _steps(state: Checkpoint | None) -> Steps:
     scalars = state.facts.scalars if state is not None and state.facts is not None else {}
     said = dict.fromkeys(plain(kinds["step"], {}) for kinds in scalars.values() if "step" in kinds)
     numbers = (int(step) if isinstance(step, float) and step.is_integer() else step for step in said)
     return Steps(global_steps=None, global_samples=None, skipped_steps=None, optimizer_steps=tuple(numbers))
 
 
-def _parameters(state: SavedState, groups: tuple[GroupFacts, ...]) -> Iterator[ParameterEntry]:
+def _parameters(state: Checkpoint, groups: tuple[GroupFacts, ...]) -> Iterator[ParameterEntry]:
     """A weight that no param group has may be frozen, or a buffer: no file tells."""
     group_of = {name: number for number, group in enumerate(groups) for name in group.members}
     for key, placement in sorted(state.layout.placements.items()):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ds_reshard.errors import ConfigError
 from ds_reshard.formats.zero.target import FORMATS as ZERO_FORMATS
 from ds_reshard.formats.zero.weights_target import DTYPES, WEIGHTS
+from ds_reshard.model.target import Asked
 
 UNIVERSAL = "universal"
 NANOTRON = "nanotron"
@@ -20,42 +21,24 @@ Progress = Callable[[int, int], None]
 """Is told the bytes that are written, or read, so far, and in all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What a conversion is to write; None is as it was saved.
-
-    `tp`, `pp`, `zero_stage` and `like`, a checkpoint that shows how the coming run arranges its model, are of nanotron;
-    `names` is the path of a map of parameters' names, between nanotron and DeepSpeed.
-    """
-
-    to: str
-    dp: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    zero_stage: int | None = None
-    like: str | None = None
-    sub_group_size: int | None = None
-    dtype: str | None = None
-    names: str | None = None
-
-    def refuse(self) -> None:
-        """Raise ConfigError for a format that is none, or an argument that it has not."""
-        if self.to not in FORMATS:
-            raise ConfigError(f"{self.to!r} is no format: --to {' | '.join(FORMATS)}")
-        if self.dp is not None and self.to == UNIVERSAL:
-            raise ConfigError("--dp: a universal checkpoint is loaded at any size; leave it out")
-        if self.dp is not None and self.to in WEIGHTS:
-            raise ConfigError(f"--dp: --to {self.to} writes whole tensors; leave it out")
-        if self.dtype is not None and (self.to not in WEIGHTS or self.dtype not in DTYPES):
-            raise ConfigError(f"--dtype {self.dtype}: takes {' | '.join(DTYPES)}, with --to {' | '.join(WEIGHTS)}")
-        if self.sub_group_size is not None and self.to != "zero3":
-            raise ConfigError(f"--sub-group-size: {self.to} has no sub-groups; leave it out, or --to zero3")
-        nanotron = {"--tp": self.tp, "--pp": self.pp, "--zero-stage": self.zero_stage, "--like": self.like}
-        given = [name for name, value in nanotron.items() if value is not None]
-        if given and self.to != NANOTRON:
-            raise ConfigError(f"{', '.join(given)}: {self.to} has no such size; leave it out, or --to {NANOTRON}")
-        if self.zero_stage not in (None, 0, 1):
-            raise ConfigError(f"--zero-stage {self.zero_stage}: nanotron has the stages 0 and 1")
+def refuse(asked: Asked) -> None:
+    """Raise ConfigError for a format that is none, or an argument that it has not."""
+    if asked.to not in FORMATS:
+        raise ConfigError(f"{asked.to!r} is no format: --to {' | '.join(FORMATS)}")
+    if asked.dp is not None and asked.to == UNIVERSAL:
+        raise ConfigError("--dp: a universal checkpoint is loaded at any size; leave it out")
+    if asked.dp is not None and asked.to in WEIGHTS:
+        raise ConfigError(f"--dp: --to {asked.to} writes whole tensors; leave it out")
+    if asked.dtype is not None and (asked.to not in WEIGHTS or asked.dtype not in DTYPES):
+        raise ConfigError(f"--dtype {asked.dtype}: takes {' | '.join(DTYPES)}, with --to {' | '.join(WEIGHTS)}")
+    if asked.sub_group_size is not None and asked.to != "zero3":
+        raise ConfigError(f"--sub-group-size: {asked.to} has no sub-groups; leave it out, or --to zero3")
+    nanotron = {"--tp": asked.tp, "--pp": asked.pp, "--zero-stage": asked.zero_stage, "--like": asked.like}
+    given = [name for name, value in nanotron.items() if value is not None]
+    if given and asked.to != NANOTRON:
+        raise ConfigError(f"{', '.join(given)}: {asked.to} has no such size; leave it out, or --to {NANOTRON}")
+    if asked.zero_stage not in (None, 0, 1):
+        raise ConfigError(f"--zero-stage {asked.zero_stage}: nanotron has the stages 0 and 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from ds_reshard.errors import CheckpointDamaged, Fault
 from ds_reshard.execution.deviation import as_bits, same_bits, shown
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
-from ds_reshard.formats.zero.stage0_states import masters as saved_masters
-from ds_reshard.formats.zero.stage0_states import states, torch_optimizer
+from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.layout import TensorKey
-from ds_reshard.model.records import TensorRecord
-from ds_reshard.operations.source import Source
 from ds_reshard.operations.spans import Column, Span, logical, stored
 
 # Means of squares, and sums of them: of Adam and its kin, Adagrad, RMSprop and Adadelta.
@@ -42,7 +37,7 @@ class _Bad:
     value: str
 
 
-def rows_of(source: Source) -> list[Row]:
+def rows_of(source: Checkpoint) -> list[Row]:
     """Every tensor of a checkpoint, its bytes once; masters and their weights side by side."""
     index, layout = source.index, source.index.layout
     columns = {key: logical(index, key) for key, placement in layout.placements.items() if placement.numel}
@@ -65,20 +60,10 @@ def rows_of(source: Source) -> list[Row]:
             rows.append(Row(key=key, columns=(column, columns[owner]), beside="tied"))
         else:
             rows.append(Row(key=key, columns=(column,), buffer=key.name in source.buffer_names))
-    return [*rows, *(_unnamed(source.zero) if source.zero is not None else ())]
-
-
-def _unnamed(checkpoint: ZeroCheckpoint) -> Iterator[Row]:
-    """What a stage-0 optimizer holds, which names no parameter; its state is numbered."""
-    if checkpoint.stage:
-        return
-    tensors = [(f"master {number}", "fp32", tensor) for number, tensor in enumerate(saved_masters(checkpoint.model))]
-    for number, state in enumerate(states(torch_optimizer(checkpoint.model))):
-        found = ((str(kind), value) for kind, value in state.items() if isinstance(value, TensorRecord))
-        tensors += [(f"optimizer state {number}", kind, value) for kind, value in found]
-    for name, kind, tensor in tensors:
+    for key, tensor in source.unnamed():
         if tensor.numel and tensor.contiguous:
-            yield Row(key=TensorKey(name=name, kind=kind), columns=(stored(tensor),))
+            rows.append(Row(key=key, columns=(stored(tensor),)))
+    return rows
 
 
 class Values:

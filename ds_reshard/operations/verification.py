@@ -12,10 +12,7 @@ from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, ReshardErro
 from ds_reshard.execution.checksums import altered
 from ds_reshard.execution.choice import offline_device
 from ds_reshard.execution.ledger import Ledger
-from ds_reshard.formats.nanotron.checkpoint import try_open
-from ds_reshard.formats.nanotron.names import NanotronListing
-from ds_reshard.formats.zero.survey import Survey, survey
-from ds_reshard.model.facts import canonical, describe
+from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.index import Record
 from ds_reshard.model.saved import SavedListing
 from ds_reshard.model.verification import Verification
@@ -23,17 +20,15 @@ from ds_reshard.operations.archives import CheckedFile, list_files, open_file, r
 from ds_reshard.operations.manifest import MANIFEST, read_manifest
 from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.pickles import scan_files, siblings, untold
-from ds_reshard.operations.source import Found, Source
+from ds_reshard.operations.source import Found, open_checkpoint
 from ds_reshard.operations.spans import SpanReader
 from ds_reshard.operations.values import Values, rows_of
 
 _MEND = "restore the file from a copy, or load another tag"
 
 
-def verify_listing(
-    listing: Found, path: str, *, deep: bool, reading: Reading, progress: Progress | None
-) -> Verification:
-    """Everything that is wrong with the checkpoint of `listing`; reads each byte of its folder once, pickles again.
+def verify_listing(found: Found, path: str, *, deep: bool, reading: Reading, progress: Progress | None) -> Verification:
+    """Everything that is wrong with the checkpoint `found`; reads each byte of its folder once, pickles again.
 
     `path` is the folder that was given: the pickles of the files beside the checkpoint's folder are searched as well.
     """
@@ -41,9 +36,10 @@ def verify_listing(
     if not deep and reading.device == "cuda":
         raise ConfigError("--device cuda: without --deep nothing is computed there; add --deep, or leave it out")
     offline_device(reading.device)
-    surveyed, further = _surveyed(listing)
+    survey, listing = found.format.survey(found.listing), found.listing
     # A record whose checksum is wrong is found below, with all others, and so is what acts in a pickle.
-    faults = [fault for fault in surveyed if fault.error not in ("ChecksumMismatch", *UNSAFE)] + further
+    faults = [fault for fault in survey.faults if fault.error not in ("ChecksumMismatch", *UNSAFE)]
+    faults += survey.further
     inside = listing.archives() if isinstance(listing, SavedListing) else {}
     files = [open_file(listing.folder, name, inside.get(name)) for name in list_files(listing.folder)]
     manifest = _Manifest(listing.folder, files)
@@ -51,7 +47,7 @@ def verify_listing(
     notes: list[str] = []
     tensors = 0
     holders: dict[Record, list[str]] = {}
-    source = None if surveyed else _opened(listing, faults)
+    source = None if survey.faults else _opened(found, faults)
     if source is not None:
         holders = _holders(source)
         if deep:
@@ -81,20 +77,10 @@ def verify_listing(
     )
 
 
-def _surveyed(listing: Found) -> tuple[list[Fault], list[Fault]]:
-    """What keeps the checkpoint from being opened, all of it; and what is wrong besides."""
-    if isinstance(listing, NanotronListing):
-        return try_open(listing).faults, []
-    if isinstance(listing, SavedListing):
-        return [], []
-    found = survey(listing)
-    return list(found.faults), list(_steps(found))
-
-
-def _opened(listing: Found, faults: list[Fault]) -> Source | None:
+def _opened(found: Found, faults: list[Fault]) -> Checkpoint | None:
     """The checkpoint opened whole, None where it cannot be; why not is then among the faults."""
     try:
-        return Source(listing)
+        return open_checkpoint(found)
     except ReshardError as error:
         faults += faults_of(error)
         return None
@@ -106,27 +92,7 @@ def _distinct(faults: Sequence[Fault]) -> list[Fault]:
     return sorted(kept.values(), key=lambda fault: (fault.where, fault.what, fault.found))
 
 
-def _steps(found: Survey) -> Iterator[Fault]:
-    """Param groups, or flat buffers, that were not stepped together, as the first shard has them."""
-    if found.optim is None:
-        return
-    of_buffers = {f"flat buffer {n}": part.scalars.get("step") for n, part in enumerate(found.optim.partitions)}
-    of_groups: dict[str, object] = {f"param group {n}": g.get("step") for n, g in enumerate(found.optim.groups or ())}
-    for steps in (of_buffers, of_groups):
-        said: dict[str, object] = {name: step for name, step in steps.items() if step is not None}
-        first = next(iter(said), "")
-        for name, step in said.items():
-            if canonical(step) != canonical(said[first]):
-                yield CheckpointDamaged.fault(
-                    found.optim.path,
-                    f"{name} is of another step than {first}: a run steps all of them together",
-                    describe(said[first]),
-                    describe(step),
-                    mend=_MEND,
-                )
-
-
-def _holders(source: Source) -> dict[Record, list[str]]:
+def _holders(source: Checkpoint) -> dict[Record, list[str]]:
     """The flat buffers and weights that lie in each record."""
     found: dict[Record, list[str]] = {}
     for family, shard in source.index.opened:
@@ -156,7 +122,7 @@ class _Check:
             self.wanted += sorted(records, key=lambda record: record.byte_offset)
         self.total = sum(record.nbytes for record in self.wanted)
 
-    def look(self, source: Source, faults: list[Fault], notes: list[str]) -> int:
+    def look(self, source: Checkpoint, faults: list[Fault], notes: list[str]) -> int:
         """Look at the values of all tensors, as far as they can be read; how many they are."""
         rows, device = rows_of(source), offline_device(self.reading.device)
         values = Values(rows)

@@ -19,13 +19,13 @@ from sparse_checkpoint import llama_shapes, write_checkpoint
 from ds_reshard.errors import CheckpointDamaged
 from ds_reshard.execution.buffers import TensorTarget
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.formats.zero.checkpoint import open_checkpoint
+from ds_reshard.formats.zero.checkpoint import open_checkpoint as open_zero
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.shards import ZeroShards
+from ds_reshard.model.target import Asked
 from ds_reshard.operations import plan
 from ds_reshard.operations.finding import find_listing
-from ds_reshard.operations.options import Asked
-from ds_reshard.operations.source import Source
+from ds_reshard.operations.source import open_checkpoint
 from ds_reshard.operations.units import Units, archive_of, target_of
 from ds_reshard.planning.plan import Plan
 
@@ -72,7 +72,7 @@ def joined(found: Iterator[Span]) -> list[Span]:
 
 def rank_plan(folder: Path, stage: int, to_dp: int, rank: int) -> Plan:
     """The plan of the optimizer file of one rank, of a source whose shards are opened as they are needed."""
-    source = Source(find_listing(str(folder), None), whole=False)
+    source = open_checkpoint(find_listing(str(folder), None), whole=False)
     target = target_of(source, Asked(to=f"zero{stage}", dp=to_dp))
     (unit,) = (unit for unit in target.units if (unit.family, unit.shard) == ("optim", rank))
     made = Units(source, target).plan(unit, [archive_of(file) for file in unit.files])
@@ -204,9 +204,9 @@ def test_what_a_rank_tells_the_others_is_short(tmp_path: Path) -> None:
     """With 1,200 tensors a hundred bytes a value; a difference at their end is found all the same."""
     write_checkpoint(tmp_path, LLAMA, 2, stage=3)
     path = tmp_path / TAG / model_file(1)
-    listing = find_listing(str(tmp_path), None)
+    listing = find_listing(str(tmp_path), None).listing
     assert isinstance(listing, Listing)
-    shards = ZeroShards(checkpoint=open_checkpoint(listing, optimizer=True))
+    shards = ZeroShards(checkpoint=open_zero(listing, optimizer=True))
     for family in ("model", "optim"):
         for rank in range(2):
             shards.buffers(family, rank)
@@ -216,7 +216,7 @@ def test_what_a_rank_tells_the_others_is_short(tmp_path: Path) -> None:
     content["param_shapes"][0]["head.weight"] = (24576, 128256)
     torch.save(content, path)
     with pytest.raises(CheckpointDamaged, match="param_shapes differs"):
-        Source(find_listing(str(tmp_path), None))
+        open_checkpoint(find_listing(str(tmp_path), None))
     with pytest.raises(CheckpointDamaged, match="param_shapes differs"):
         plan(str(tmp_path), to="zero3", shard=(1, 3))
     assert plan(str(tmp_path), to="zero3", shard=(2, 3)).units

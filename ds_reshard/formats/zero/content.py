@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
+from ds_reshard.containers.plain import plain
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
-from ds_reshard.formats.zero.compared import LAYOUT_ENTRIES
 from ds_reshard.formats.zero.layout import by_key, whole
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.model_target import first_names, whole_tensors
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.plain import plain
 from ds_reshard.formats.zero.target import group_order, refuse_source
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, flattened, schedule_of
@@ -23,6 +22,24 @@ from ds_reshard.model.facts import GroupFacts, OptimizerFacts, ScalarTensor, can
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import new_tensor
 
+# What follows from the layout, and the saved configuration, which the coming run's replaces.
+LAYOUT_ENTRIES = frozenset(
+    {
+        "module",
+        "buffer_names",
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "shared_params",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+        "optimizer",
+        "universal_checkpoint_info",
+    }
+)
 VERSION = "0.19.8"
 """The DeepSpeed whose files are written; its loaders ask for the version that has saved."""
 _SIXTEEN = {ElementType.BFLOAT16: "bf16", ElementType.FLOAT16: "fp16"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from math import prod
 
+from ds_reshard.containers.plain import Scalars, plain
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates
-from ds_reshard.formats.zero.plain import Scalars, plain
 from ds_reshard.formats.zero.stage0_states import masters, param_groups, states, torch_optimizer
 from ds_reshard.formats.zero.survey import Survey
 from ds_reshard.formats.zero.universal import UniversalStates

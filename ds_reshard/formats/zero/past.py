@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ds_reshard.containers.plain import plain, read_scalars, single_elements
 from ds_reshard.errors import fail
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.plain import plain, read_scalars, single_elements
 from ds_reshard.formats.zero.stage0_states import param_groups, torch_optimizer
 from ds_reshard.model.facts import describe
 from ds_reshard.resume.past import Past

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TypeVar
 
+from ds_reshard.containers.plain import Scalars, read_scalars, single_elements
 from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, damaged
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.crosscheck import abridged, compare_prints, compare_signatures
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
-from ds_reshard.formats.zero.plain import Scalars, read_scalars, single_elements
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.stage0_states import param_groups, states, torch_optimizer
 from ds_reshard.formats.zero.universal import UniversalStates

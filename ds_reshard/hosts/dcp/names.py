@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.facts import GroupFacts, Scalar, ScalarTensor
 from ds_reshard.model.layout import TensorKey
-from ds_reshard.operations.source import Source
 
 _WEIGHTS = ("fp32", "weight")
 Path = tuple[str | int, ...]
@@ -64,7 +64,7 @@ class Own:
 Entry = Stored | Single | GroupValue | Own
 
 
-def entries(source: Source, *, model: str, optimizer: str) -> dict[str, Entry]:
+def entries(source: Checkpoint, *, model: str, optimizer: str) -> dict[str, Entry]:
     """Every entry by its key; `model` and `optimizer` are the names at the top, "" for none."""
     found: list[Entry] = [*_weights(source, model)]
     if source.facts is not None:
@@ -74,7 +74,7 @@ def entries(source: Source, *, model: str, optimizer: str) -> dict[str, Entry]:
     return {".".join(map(str, entry.path)): entry for entry in found}
 
 
-def owner(source: Source, name: str) -> str:
+def owner(source: Checkpoint, name: str) -> str:
     """The name under which the optimizer has a parameter: of tied ones, the first."""
     return source.shared.get(name, name)
 
@@ -87,12 +87,12 @@ def _keys(path: tuple[object, ...]) -> Path:
     return tuple(key if isinstance(key, int) else str(key) for key in path)
 
 
-def _names(source: Source) -> list[str]:
+def _names(source: Checkpoint) -> list[str]:
     """Every parameter and buffer, the other names of tied ones too."""
     return list(dict.fromkeys([*(key.name for key in source.layout.placements), *source.shared]))
 
 
-def _weights(source: Source, model: str) -> Iterator[Stored]:
+def _weights(source: Checkpoint, model: str) -> Iterator[Stored]:
     layout = source.layout
     for name in _names(source):
         sources: dict[ElementType, TensorKey] = {}
@@ -102,12 +102,12 @@ def _weights(source: Source, model: str) -> Iterator[Stored]:
                     sources.setdefault(layout[key].dtype, key)
         if sources:
             shape = layout[next(iter(sources.values()))].shape
-            own = source.saved.beside.get(name) if source.saved is not None else None
+            own = source.beside.get(name)
             path = _keys(own) if own is not None else (*_top(model), name)
             yield Stored(path=path, shape=shape, sources=sources)
 
 
-def _states(source: Source, optimizer: str) -> Iterator[Entry]:
+def _states(source: Checkpoint, optimizer: str) -> Iterator[Entry]:
     layout = source.layout
     assert source.facts is not None, "asked for only where there is an optimizer"
     for name in _names(source):
@@ -136,9 +136,9 @@ def _groups(groups: tuple[GroupFacts, ...], optimizer: str) -> Iterator[GroupVal
                 yield GroupValue(path=(*at[:-1], f"param_groups.{member}.{name}"), name=name, member=member)
 
 
-def _own(source: Source) -> Iterator[Own]:
+def _own(source: Checkpoint) -> Iterator[Own]:
     """Values beside model and optimizer; what holds tensors or classes is not offered."""
-    for path, value in source.saved.objects.items() if source.saved is not None else ():
+    for path, value in source.objects.items():
         if _is_plain(value):
             yield Own(path=_keys(path), value=value)
 

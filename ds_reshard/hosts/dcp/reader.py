@@ -31,7 +31,7 @@ from ds_reshard.hosts.dcp.planner import off_mesh
 from ds_reshard.model.uncollected import uncollected
 from ds_reshard.operations.finding import find_listing
 from ds_reshard.operations.ranks import gather, of_all
-from ds_reshard.operations.source import Source
+from ds_reshard.operations.source import open_checkpoint
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -101,7 +101,7 @@ class Reader(StorageReader):
     @uncollected()
     def _open_here(self, path: str | os.PathLike[str]) -> None:
         self.checkpoint_id = os.fspath(path)
-        self._source = Source(find_listing(self.checkpoint_id, self._tag), states=False, whole=False)
+        self._source = open_checkpoint(find_listing(self.checkpoint_id, self._tag), states=False, whole=False)
         self._entries: Mapping[str, Entry] = entries(self._source, **self._names)
         facts = self._source.facts
         self._groups = Groups(facts.groups if facts is not None else (), self._source.shared, where=self._source.folder)

@@ -1,0 +1,27 @@
+"""Folders of torch.distributed.checkpoint, and accelerate's, as the door knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.formats.dcp.checkpoint import is_dcp, list_dcp, open_dcp
+from ds_reshard.formats.dcp.names import ACCELERATE
+from ds_reshard.formats.dcp.target import dcp_target
+from ds_reshard.model.checkpoint import Checkpoint
+from ds_reshard.model.content import Content
+from ds_reshard.model.saved import folder_format
+from ds_reshard.model.target import Asked, Target
+
+
+def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
+    raise_faults([*faults, *content.faults], subject=f"converting {content.folder} to {asked.to}")
+    files = (content.ranks or 1) if asked.dp is None else asked.dp
+    made = dcp_target(content, files, folders=ACCELERATE if asked.to == "accelerate" else None)
+    return replace(made, notes=(*made.notes, *content.notes))
+
+
+DCP = folder_format(
+    "torch.distributed.checkpoint", is_dcp, list_dcp, open_dcp, writes=dict.fromkeys(("dcp", "accelerate"), _write)
+)

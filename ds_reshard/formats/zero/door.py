@@ -1,0 +1,250 @@
+"""DeepSpeed's ZeRO and universal checkpoints, and weights for other programs, as the door knows them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, raise_faults
+from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, open_checkpoint
+from ds_reshard.formats.zero.content import LAYOUT_ENTRIES, as_zero, content_of, optimizer_faults
+from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
+from ds_reshard.formats.zero.inspection import describe_survey
+from ds_reshard.formats.zero.names import Listing, read_listing
+from ds_reshard.formats.zero.shards import ZeroShards
+from ds_reshard.formats.zero.stage0_states import masters as saved_masters
+from ds_reshard.formats.zero.stage0_states import states, torch_optimizer
+from ds_reshard.formats.zero.survey import Survey, survey
+from ds_reshard.formats.zero.target import FORMATS, zero_target
+from ds_reshard.formats.zero.universal_target import universal_target
+from ds_reshard.formats.zero.weights_target import WEIGHTS, safetensors_target, torch_target
+from ds_reshard.model.checkpoint import Checkpoint, Format, Shards, Surveyed
+from ds_reshard.model.checkpoint import Listing as AnyListing
+from ds_reshard.model.content import SCHEDULER, Content
+from ds_reshard.model.facts import canonical, describe
+from ds_reshard.model.index import Index
+from ds_reshard.model.inspection import Inspection
+from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.target import Asked, Target
+
+UNIVERSAL = "universal"
+_SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+
+
+class OpenedZero(Checkpoint):
+    """A checkpoint of DeepSpeed; `states=False` passes over what its optimizer may keep per rank, steps apart."""
+
+    framework = "DeepSpeed"
+
+    def __init__(self, listing: Listing, *, states: bool = True) -> None:
+        self.zero = zero = open_checkpoint(listing, optimizer=True)
+        self._states = states
+        self.folder, self.layout, self.facts, self.ranks = listing.folder, zero.layout, zero.facts, zero.dp
+        self.shared, self.buffer_names = zero.model.shared, zero.model.buffer_names
+        self.notes, self.module = tuple(_notes(zero)), zero.model.module
+        found = zero.listing
+        self.shard_names = [files[rank] for files in (found.model, found.optim) for rank in sorted(files)]
+        names = (*self.shard_names, *(zero.universal.nbytes if zero.universal is not None else ()))
+        self.files = {name: found.nbytes[name] for name in names}
+        self.scaling = (
+            {key: value for key, value in zero.optim.entries.items() if key in _SCALING} if zero.optim else {}
+        )
+        if zero.facts is None:
+            self.optimizer = "names none (ZeRO stage 0): not compared"
+        else:
+            self.optimizer = "names its parameters"
+
+    def shards(self) -> Shards:
+        return self.pieces()[1]
+
+    def pieces(self) -> tuple[ZeroShards, Shards]:
+        """The files of the saving run's ranks, and what opens them."""
+        pieces = ZeroShards(checkpoint=self.zero)
+
+        def compare() -> list[Fault]:
+            mixed = compare_signatures(pieces.signatures, self.folder, states=self._states)
+            return [*mixed, *compare_prints(pieces.prints, self.folder)]
+
+        self._pieces = pieces
+        return pieces, Shards(index=Index(self.layout, pieces), compare=compare)
+
+    def content(self) -> Content:
+        return content_of(self.zero)
+
+    def target(self, asked: Asked, like: Checkpoint | None) -> Target | None:
+        self.opened  # noqa: B018  (its shards are read for model files, too)
+        return _target(self.zero, asked, self._pieces) if asked.to in WRITES else None
+
+    def open_all(self) -> None:
+        for family in {placement.family for placement in self.layout.placements.values()}:
+            for shard in range(self.layout.shards[family]):
+                self.index.open(family, shard)
+        for rank in self.zero.listing.model:
+            self.open_for(MODEL, rank)
+        self.refuse()
+
+    def open_first(self) -> None:
+        if self.zero.optim is not None:
+            self.index.open(OPTIM, 0)
+        self.open_for(MODEL, 0)
+
+    def open_for(self, family: str, shard: int) -> None:
+        """Open the model file of a saved rank: stage 3 has one for each, often without any tensor."""
+        if family == MODEL and self.zero.listing.partitioned_model and shard < self.zero.dp:
+            self.index.open(MODEL, shard)
+
+    def strided(self) -> dict[str, TensorRecord]:
+        return {name: one for name, one in self.zero.model.module.items() if one.numel and not one.contiguous}
+
+    def unnamed(self) -> Iterator[tuple[TensorKey, TensorRecord]]:
+        """What a stage-0 optimizer holds, which names no parameter; its state is numbered."""
+        if self.zero.stage:
+            return
+        for number, tensor in enumerate(saved_masters(self.zero.model)):
+            yield TensorKey(name=f"master {number}", kind="fp32"), tensor
+        for number, state in enumerate(states(torch_optimizer(self.zero.model))):
+            for kind, value in state.items():
+                if isinstance(value, TensorRecord):
+                    yield TensorKey(name=f"optimizer state {number}", kind=str(kind)), value
+
+    def unstored(self, key: TensorKey) -> bool:
+        if key.kind != "weight" or not self.zero.listing.partitioned_model:
+            return False
+        return self.shared.get(key.name, key.name) in self.zero.model.trainable
+
+    def values(self) -> Mapping[str, Mapping[str, object]]:
+        entries = self.zero.model.entries
+        kept = {key: value for key, value in entries.items() if key not in LAYOUT_ENTRIES}
+        return {"": kept, "module": self.zero.model.objects}
+
+    def uncompared(self, name: str) -> Iterator[str]:
+        zero = self.zero
+        weights = [TensorKey(name=parameter, kind="weight") for parameter in zero.model.trainable]
+        unstored = sum(self.unstored(key) and key not in self.layout for key in weights)
+        if unstored:
+            yield (
+                f"the weights of {unstored} parameters are not stored in {name} (ZeRO 3): they are compared by their "
+                "fp32 masters alone"
+            )
+        if zero.listing.partitioned_model and zero.model.buffer_names and zero.dp > 1:
+            yield f"each rank of ZeRO 3 saves buffers of its own: those of the first rank of {name} are compared"
+        if zero.facts is None and zero.stage == 0:
+            yield (
+                f"the optimizer in {name} (ZeRO 0) names no parameter: its states are compared by their checksums, "
+                "and with those of another stage 0 alone"
+            )
+        for number, partition in enumerate(zero.optim.partitions if zero.optim is not None else ()):
+            for kind, why in partition.unfollowed.items():
+                yield f"state {kind!r} of flat buffer {number} in {name} is not compared: {why}"
+
+
+def _notes(zero: ZeroCheckpoint) -> Iterator[str]:
+    if zero.stage == 0:
+        yield "a ZeRO 0 checkpoint names no tensor of its optimizer: weights and buffers only"
+    if zero.listing.partitioned_model and zero.model.buffer_names and zero.dp > 1:
+        yield "each rank of ZeRO 3 saves buffers of its own: those of the first rank are shown"
+    for number, partition in enumerate(zero.optim.partitions if zero.optim else ()):
+        for kind, shape in partition.unfollowed.items():
+            yield f"{kind} of flat buffer {number} ({shape}) is not cut as the parameters are: left out"
+
+
+def list_folder(folder: str) -> Listing:
+    """The files of a folder, whatever they are; raises OSError."""
+    with os.scandir(folder) as scan:
+        entries = [(e.name, e.stat().st_size if e.is_file() else None) for e in scan]
+    files = {name: nbytes for name, nbytes in entries if nbytes is not None}
+    return read_listing(folder, files, frozenset(name for name, nbytes in entries if nbytes is None))
+
+
+def _list(folder: str) -> Listing | None:
+    listing = list_folder(folder)
+    return listing if listing.model or listing.optim or listing.faults else None
+
+
+def _zero(listing: AnyListing) -> Listing:
+    assert isinstance(listing, Listing)
+    return listing
+
+
+def _describe(listing: AnyListing, bytes_read: Callable[[], int | None]) -> Inspection:
+    found = survey(_zero(listing))
+    return describe_survey(found, tag=listing.tag, bytes_read=bytes_read())
+
+
+def _survey(listing: AnyListing) -> Surveyed:
+    found = survey(_zero(listing))
+    return Surveyed(faults=found.faults, further=tuple(_steps(found)))
+
+
+def _steps(found: Survey) -> Iterator[Fault]:
+    """Param groups, or flat buffers, that were not stepped together, as the first shard has them."""
+    if found.optim is None:
+        return
+    of_buffers = {f"flat buffer {n}": part.scalars.get("step") for n, part in enumerate(found.optim.partitions)}
+    of_groups: dict[str, object] = {f"param group {n}": g.get("step") for n, g in enumerate(found.optim.groups or ())}
+    for steps in (of_buffers, of_groups):
+        said: dict[str, object] = {name: step for name, step in steps.items() if step is not None}
+        first = next(iter(said), "")
+        for name, step in said.items():
+            if canonical(step) != canonical(said[first]):
+                yield CheckpointDamaged.fault(
+                    found.optim.path,
+                    f"{name} is of another step than {first}: a run steps all of them together",
+                    describe(said[first]),
+                    describe(step),
+                    mend="restore the file from a copy, or load another tag",
+                )
+
+
+def _target(checkpoint: ZeroCheckpoint, asked: Asked, shards: ZeroShards | None = None) -> Target:
+    if asked.to in WEIGHTS:
+        return (safetensors_target if asked.to == "safetensors" else torch_target)(checkpoint, asked.dtype)
+    if asked.to == UNIVERSAL:
+        return universal_target(checkpoint)
+    dp = checkpoint.dp if asked.dp is None else asked.dp
+    return zero_target(checkpoint, asked.to, dp, sub_group_size=asked.sub_group_size, shards=shards)
+
+
+def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
+    """Any content as DeepSpeed's files, or as its weights alone."""
+    subject = f"converting {content.folder} to {asked.to}"
+    weights = asked.to in WEIGHTS
+    if not weights and asked.dp is None and asked.to in FORMATS and content.ranks is None:
+        raise ConfigError(
+            f"--dp: no file of {content.folder} tells how many ranks saved it; name the coming run's: --dp N"
+        )
+    raise_faults([*faults, *(() if weights else (*content.faults, *optimizer_faults(content)))], subject=subject)
+    target = _target(as_zero(content), asked)
+    target = replace(target, wants={key: content.tensors[wanted].origin for key, wanted in target.wants.items()})
+    if weights:
+        return target
+    pointers = dict.fromkeys(target.pointers, content.tag)
+    return replace(target, folder=content.tag, pointers=pointers, notes=(*target.notes, *_said(content)))
+
+
+def _said(content: Content) -> Iterator[str]:
+    """What becomes of a content in DeepSpeed's files, and what is left out."""
+    groups = len(content.facts.groups) if content.facts is not None else 0
+    if content.schedule is not None:
+        yield f"the scheduler is the state of a LambdaLR with {groups} param groups: the coming run's must be one, too"
+    elif SCHEDULER not in content.entries:
+        yield "no scheduler was saved, and none is written"
+    if content.batch_size is not None:
+        yield f"the saving run's global batch was {content.batch_size} samples: train_batch_size {content.batch_size}"
+    if content.own:
+        yield f"entries of the saving run are in the client state: {', '.join(content.own)}"
+    yield from content.notes
+
+
+WRITES = (*FORMATS, UNIVERSAL, *WEIGHTS)
+ZERO = Format(
+    name="DeepSpeed",
+    list=_list,
+    open=lambda listing, states: OpenedZero(_zero(listing), states=states),
+    describe=_describe,
+    survey=_survey,
+    writes=dict.fromkeys(WRITES, _write),
+    in_parts=True,
+)

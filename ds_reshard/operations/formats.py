@@ -1,0 +1,32 @@
+"""The table of all formats, in the order in which a folder is asked: a format is one line here."""
+
+from __future__ import annotations
+
+from ds_reshard.errors import ReadFailed, UnsupportedLayout, raise_faults
+from ds_reshard.formats.dcp.door import DCP
+from ds_reshard.formats.fsdp.door import FSDP
+from ds_reshard.formats.nanotron.door import NANOTRON
+from ds_reshard.formats.zero.door import ZERO
+from ds_reshard.model.checkpoint import Format, Listing, Writer
+
+FORMATS: tuple[Format, ...] = (NANOTRON, DCP, FSDP, ZERO)
+
+WRITERS: dict[str, Writer] = {to: writer for one in (ZERO, DCP, NANOTRON, FSDP) for to, writer in one.writes.items()}
+"""What makes a target of any content, by the name that `--to` takes."""
+
+
+def format_of(folder: str) -> tuple[Format, Listing] | None:
+    """The format that a folder is of and its files there, None where it is of none.
+
+    Raises UnsupportedLayout for a folder that several formats claim, and ReadFailed where it cannot be listed.
+    """
+    try:
+        found = [(one, listing) for one in FORMATS if (listing := one.list(folder)) is not None]
+    except OSError as error:
+        raise ReadFailed(f"{folder}: cannot be listed: {error}") from error
+    if len(found) > 1:
+        names = " and ".join(one.name for one, _ in found)
+        mend = "move the files of one of them into a folder of their own"
+        fault = UnsupportedLayout.fault(folder, "holds the files of several formats", "one", names, mend=mend)
+        raise_faults([fault], subject=f"checkpoint {folder}")
+    return found[0] if found else None
