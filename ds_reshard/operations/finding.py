@@ -36,14 +36,12 @@ def find_listing(path: str, tag: str | None) -> Found:
             return found
         file, tag = _latest(path)
     folder = os.path.join(path, tag)
-    if not os.path.isdir(folder):
-        raise _no_checkpoint(path, f"has no tag {tag!r}")
-    found = _found(folder)
+    found = _found(folder) if os.path.isdir(folder) else None
+    if found is None and file == _LATEST_NANOTRON:
+        raise _no_checkpoint(path, f"has a file {file!r} that names no checkpoint of nanotron")
     if found is None:
-        named = f"has a file {file!r} that names no checkpoint of nanotron"
-        raise _no_checkpoint(
-            path, named if file == _LATEST_NANOTRON else f"has no DeepSpeed checkpoint in its tag {tag!r}"
-        )
+        there = f"has no DeepSpeed checkpoint in its tag {tag!r}" if os.path.isdir(folder) else f"has no tag {tag!r}"
+        raise _no_checkpoint(path, there)
     return found
 
 
