@@ -40,8 +40,8 @@ def find_listing(path: str, tag: str | None) -> Found:
     if found is None and file == _LATEST_NANOTRON:
         raise _no_checkpoint(path, f"has a file {file!r} that names no checkpoint of nanotron")
     if found is None:
-        there = f"has no DeepSpeed checkpoint in its tag {tag!r}" if os.path.isdir(folder) else f"has no tag {tag!r}"
-        raise _no_checkpoint(path, there)
+        told = f"has no DeepSpeed checkpoint in its tag {tag!r}" if os.path.isdir(folder) else f"has no tag {tag!r}"
+        raise _no_checkpoint(path, told)
     return found
 
 
