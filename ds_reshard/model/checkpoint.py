@@ -160,7 +160,8 @@ class Format:
     (without scalar states of ranks other than steps where its second argument is False). `describe` says all that they
     tell, given a function that counts the bytes read, where a format knows more than a Checkpoint does; `survey`
     collects what is wrong. `writes` has, by the name that `--to` takes, what makes a target of any content; it raises
-    the faults that it is given with its own. `in_parts` is true where a part of a conversion needs only its shards.
+    the faults that it is given with its own. `sized` are those that take a data-parallel size.
+    `in_parts` is true where a part of a conversion needs only its shards.
     """
 
     name: str
@@ -169,4 +170,5 @@ class Format:
     describe: Callable[[Listing, Callable[[], int | None]], Inspection] | None = None
     survey: Callable[[Listing], Surveyed] = lambda listing: Surveyed()
     writes: Mapping[str, Writer] = field(default_factory=dict)
+    sized: frozenset[str] = frozenset()
     in_parts: bool = False

@@ -162,3 +162,10 @@ def as_scalar(number: float, like: ScalarTensor) -> ScalarTensor | None:
         return None
     made = replace(like, data=struct.pack("<" + code, number if code in "fd" else int(number)))
     return made if number_of(made) == number else None
+
+
+def torch_step(value: Scalar) -> Scalar:
+    """A step as torch's optimizers keep it: an fp32 tensor."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return ScalarTensor(dtype=ElementType.FLOAT32, shape=(), data=struct.pack("<f", value))

@@ -201,6 +201,7 @@ def folder_format(
     *,
     opened: type[SavedCheckpoint] = SavedCheckpoint,
     writes: Mapping[str, Writer],
+    sized: frozenset[str] = frozenset(),
 ) -> Format:
     """The format of such folders: how one is known, listed and opened, and what it writes."""
     return Format(
@@ -208,4 +209,5 @@ def folder_format(
         list=lambda folder: files(folder) if known(folder) else None,
         open=lambda listing, states: opened(state(listing.folder), listing.nbytes),
         writes=writes,
+        sized=sized,
     )

@@ -7,15 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ds_reshard.errors import ConfigError
-from ds_reshard.formats.zero.target import FORMATS as ZERO_FORMATS
 from ds_reshard.formats.zero.weights_target import DTYPES, WEIGHTS
 from ds_reshard.model.target import Asked
+from ds_reshard.operations.formats import FORMATS as TABLE
+from ds_reshard.operations.formats import WRITERS
 
-UNIVERSAL = "universal"
-NANOTRON = "nanotron"
-FSDP = "fsdp"
-DCP, ACCELERATE = "dcp", "accelerate"
-FORMATS = (*ZERO_FORMATS, UNIVERSAL, *WEIGHTS, DCP, ACCELERATE, NANOTRON, FSDP)
+FORMATS = tuple(WRITERS)
 THREADS = min(4, os.cpu_count() or 1)
 Progress = Callable[[int, int], None]
 """Is told the bytes that are written, or read, so far, and in all."""
@@ -25,18 +22,16 @@ def refuse(asked: Asked) -> None:
     """Raise ConfigError for a format that is none, or an argument that it has not."""
     if asked.to not in FORMATS:
         raise ConfigError(f"{asked.to!r} is no format: --to {' | '.join(FORMATS)}")
-    if asked.dp is not None and asked.to == UNIVERSAL:
-        raise ConfigError("--dp: a universal checkpoint is loaded at any size; leave it out")
-    if asked.dp is not None and asked.to in WEIGHTS:
-        raise ConfigError(f"--dp: --to {asked.to} writes whole tensors; leave it out")
+    if asked.dp is not None and not any(asked.to in one.sized for one in TABLE):
+        raise ConfigError(f"--dp: --to {asked.to} writes whole tensors, which are loaded at any size; leave it out")
     if asked.dtype is not None and (asked.to not in WEIGHTS or asked.dtype not in DTYPES):
         raise ConfigError(f"--dtype {asked.dtype}: takes {' | '.join(DTYPES)}, with --to {' | '.join(WEIGHTS)}")
     if asked.sub_group_size is not None and asked.to != "zero3":
         raise ConfigError(f"--sub-group-size: {asked.to} has no sub-groups; leave it out, or --to zero3")
     nanotron = {"--tp": asked.tp, "--pp": asked.pp, "--zero-stage": asked.zero_stage, "--like": asked.like}
     given = [name for name, value in nanotron.items() if value is not None]
-    if given and asked.to != NANOTRON:
-        raise ConfigError(f"{', '.join(given)}: {asked.to} has no such size; leave it out, or --to {NANOTRON}")
+    if given and asked.to != "nanotron":
+        raise ConfigError(f"{', '.join(given)}: {asked.to} has no such size; leave it out, or --to nanotron")
     if asked.zero_stage not in (None, 0, 1):
         raise ConfigError(f"--zero-stage {asked.zero_stage}: nanotron has the stages 0 and 1")
 

@@ -19,7 +19,7 @@ from ds_reshard.operations import Options, convert, diff, fingerprint, inspect, 
 
 pytestmark = pytest.mark.slow
 
-READ = ("zero1", "zero2", "zero3", "bf16", "universal", "dcp", "accelerate", "nanotron")
+READ = ("zero1", "zero2", "zero3", "bf16", "universal", "dcp", "accelerate", "pytorch", "nanotron")
 WRITTEN = (*READ, "safetensors", "torch")
 RUNS = {"bf16 with masters": Run(dp=2, tp=2), "fp32": Run(dp=2, pp=2, masters=False)}
 
@@ -51,7 +51,7 @@ def converted(source: Path, out: Path, to: str, more: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("kind", READ)
 def test_every_tensor_of_every_pair(kind: str, to: str, run: Run, sources: dict[str, Path], tmp_path: Path) -> None:
     """Masters and moments are equal; weights too, or they are the masters, or what is cast from these."""
-    whole = kind in ("dcp", "accelerate")  # whose weights are the masters
+    whole = kind in ("dcp", "accelerate", "pytorch")  # whose weights are the masters
     if (kind == "bf16" and not run.masters) or (to == "bf16" and (whole or not run.masters)):
         if kind != "bf16":
             with pytest.raises(UnsupportedLayout, match="was not trained in bf16"):

@@ -22,6 +22,12 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     return replace(made, notes=(*made.notes, *content.notes))
 
 
+_WRITES = ("dcp", "accelerate")
 DCP = folder_format(
-    "torch.distributed.checkpoint", is_dcp, list_dcp, open_dcp, writes=dict.fromkeys(("dcp", "accelerate"), _write)
+    "torch.distributed.checkpoint",
+    is_dcp,
+    list_dcp,
+    open_dcp,
+    writes=dict.fromkeys(_WRITES, _write),
+    sized=frozenset(_WRITES),
 )

@@ -6,7 +6,6 @@ and flattened, so that a run finds them in whichever form it asks; both forms na
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -14,9 +13,8 @@ from functools import cached_property, partial
 from ds_reshard.containers.dcp_directory import METADATA
 from ds_reshard.containers.dcp_writer import Entry, PlacedArchive, plan_archives, write_directory
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, Path
-from ds_reshard.model.facts import GroupFacts, Scalar, ScalarTensor
+from ds_reshard.model.facts import GroupFacts, ScalarTensor, torch_step
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
 from ds_reshard.model.records import TensorRecord, new_tensor
 from ds_reshard.model.region import Box
@@ -141,7 +139,7 @@ class _Writing:
         for name, states in facts.scalars.items():
             for kind, value in states.items():
                 path: Path = ("optimizer", "state", name, kind)
-                found[path] = _recorded(path, _torch_step(value) if kind == "step" else value)
+                found[path] = _recorded(path, torch_step(value) if kind == "step" else value)
         for number, group in enumerate(facts.groups):
             values = {**(group.hyperparameters or {}), "params": list(group.members)}
             for name, setting in values.items():
@@ -156,7 +154,7 @@ class _Writing:
         found: dict[str, bytes] = {}
         for name, states in facts.scalars.items() if facts is not None else ():
             for kind, value in states.items():
-                kept = _torch_step(value) if kind == "step" else value
+                kept = torch_step(value) if kind == "step" else value
                 if isinstance(kept, ScalarTensor):
                     found[_buffer(("optimizer", "state", name, kind))] = kept.data
         for number, group in enumerate(facts.groups if facts is not None else ()):
@@ -231,13 +229,6 @@ def _rows(shape: tuple[int, ...], rank: int, files: int) -> Box:
     rows = -(-shape[0] // files)
     start, stop = min(shape[0], rank * rows), min(shape[0], (rank + 1) * rows)
     return Box(offset=(start, *(0,) * (len(shape) - 1)), size=(stop - start, *shape[1:]))
-
-
-def _torch_step(value: Scalar) -> Scalar:
-    """A step as torch's optimizers keep it: an fp32 tensor."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value
-    return ScalarTensor(dtype=ElementType.FLOAT32, shape=(), data=struct.pack("<f", value))
 
 
 def _buffer(path: Path) -> str:

@@ -35,4 +35,6 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     raise AssertionError
 
 
-FSDP = folder_format("files of FSDP ranks", is_fsdp, list_fsdp, open_fsdp, opened=OpenedFsdp, writes={TO: _write})
+FSDP = folder_format(
+    "files of FSDP ranks", is_fsdp, list_fsdp, open_fsdp, opened=OpenedFsdp, writes={TO: _write}, sized=frozenset({TO})
+)

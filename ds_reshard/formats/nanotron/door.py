@@ -105,4 +105,5 @@ NANOTRON = Format(
     describe=_describe,
     survey=lambda listing: Surveyed(faults=tuple(try_open(_nanotron(listing)).faults)),
     writes={TO: _write},
+    sized=frozenset({TO}),
 )

@@ -246,5 +246,6 @@ ZERO = Format(
     describe=_describe,
     survey=_survey,
     writes=dict.fromkeys(WRITES, _write),
+    sized=frozenset(FORMATS),
     in_parts=True,
 )

@@ -1,0 +1,244 @@
+"""What one process of plain PyTorch leaves: the weights in Hugging Face's files, `Optimizer.state_dict()` beside them.
+
+Weights are `pytorch_model.bin` or `model.safetensors`, or shards of one of them with their index, as transformers'
+`save_pretrained` and DeepSpeed's zero_to_fp32.py name them (5.23, 0.19.8). The optimizer is `optimizer.pt` (Hugging
+Face's Trainer) or `optimizer.bin` (accelerate), the scheduler `scheduler.pt` or `scheduler.bin`. An optimizer numbers
+its parameters (torch/optim/optimizer.py, 2.13): which number is which is told by `param_names` of its groups, where it
+was built of `named_parameters()`; else by `optimizer_names.json`, a list; else it is one group, and the model's order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from ds_reshard.containers.safetensors_reader import read_header
+from ds_reshard.containers.torch_zip import TorchArchive, open_archive
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, fail, raise_faults
+from ds_reshard.model.content import SCHEDULER, WEIGHT, Path, flattened
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
+from ds_reshard.model.index import Extent, extent_of
+from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
+from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.region import Box
+from ds_reshard.model.saved import SavedFile, SavedListing
+
+OPTIMIZERS, SCHEDULERS = ("optimizer.pt", "optimizer.bin"), ("scheduler.pt", "scheduler.bin")
+NAMES = "optimizer_names.json"
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_INDEXES = tuple(f"{name}.index.json" for name in _WEIGHTS)
+# A folder with one of these is another checkpoint's: Trainer and accelerate keep weights beside those of DeepSpeed.
+_OTHERS = ("latest", ".metadata", "zero_to_fp32.py", "pytorch_model_fsdp_0")
+_INDEX_NBYTES = 1 << 28
+
+
+def list_pytorch(folder: str) -> SavedListing | None:
+    """The files of such a folder, None for any other."""
+    names = set(os.listdir(folder)) if os.path.isdir(folder) else set()
+    if names.isdisjoint((*_WEIGHTS, *_INDEXES)) or not names.isdisjoint(_OTHERS):
+        return None
+    files = {}
+    for name in sorted(names):
+        path = os.path.join(folder, name)
+        if os.path.isfile(path):
+            model = name.endswith((".safetensors", ".bin")) and name.startswith(("model", "pytorch_model"))
+            role = "model" if model else "optimizer" if name in OPTIMIZERS else "other"
+            files[name] = SavedFile(nbytes=os.path.getsize(path), role=role)
+    tag = os.path.basename(os.path.abspath(folder))
+    return SavedListing(format="plain PyTorch", writer="torch", folder=folder, tag=tag, files=files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PytorchCheckpoint:
+    """Everything by name; a family of shards is one file, which has one shard."""
+
+    folder: str
+    layout: Layout
+    facts: OptimizerFacts | None
+    objects: Mapping[Path, object]
+    extents: Mapping[str, Mapping[str, Extent]]
+    notes: tuple[str, ...]
+    beside: Mapping[str, Path] = field(default_factory=dict)
+    ranks: int | None = 1
+
+    def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
+        """The tensors of a file by their keys."""
+        return self.extents[family]
+
+
+def open_pytorch(folder: str) -> PytorchCheckpoint:
+    """Read headers and pickles. Raises, with every reason, for files that are missing, damaged or not proved.
+
+    Each number of the optimizer is proved: states are of the shape of the weight that it is said to be.
+    """
+    found: dict[str, dict[TensorKey, TensorRecord]] = {}
+    notes: list[str] = []
+    for name, tensors in _weights(folder, notes):
+        found[name] = {TensorKey(name=key, kind=WEIGHT): tensor for key, tensor in tensors.items()}
+    weights = {key.name: tensor for tensors in found.values() for key, tensor in tensors.items()}
+    facts, objects = None, dict(_scheduler(folder))
+    file = _first(folder, OPTIMIZERS)
+    if file is not None:
+        facts, found[file] = _optimizer(folder, file, weights)
+    placements: dict[TensorKey, Placement] = {}
+    extents: dict[str, dict[str, Extent]] = {}
+    for name, held in found.items():
+        for key, tensor in held.items():
+            if not tensor.contiguous:
+                what = f"{key} does not lie row-major in the file"
+                mend = "save contiguous tensors"
+                raise_faults([UnsupportedLayout.fault(f"{folder}/{name}", what, mend=mend)], subject=folder)
+            boxes = [Box.whole(tensor.shape)]
+            placements[key] = chunked(key, tensor.shape, tensor.dtype, boxes, family=name, buffer=str(key))
+            extents.setdefault(name, {})[str(key)] = extent_of(tensor)
+    layout = Layout(placements, dict.fromkeys(extents, 1))
+    return PytorchCheckpoint(
+        folder=folder, layout=layout, facts=facts, objects=objects, extents=extents, notes=tuple(notes)
+    )
+
+
+def _first(folder: str, names: Sequence[str]) -> str | None:
+    return next((name for name in names if os.path.isfile(os.path.join(folder, name))), None)
+
+
+def _json(path: str) -> object:
+    try:
+        with open(path, "rb") as file:
+            return json.loads(file.read(_INDEX_NBYTES))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{path}: is not JSON: {error}") from None
+
+
+def _weights(folder: str, notes: list[str]) -> Iterator[tuple[str, dict[str, TensorRecord]]]:
+    """The tensors of each file of weights, all of them those that the index lists."""
+    index = _first(folder, _INDEXES)
+    single = _first(folder, _WEIGHTS)
+    if index is None or single is not None:
+        assert single is not None
+        yield single, _tensors(f"{folder}/{single}", notes)
+        return
+    told = _json(f"{folder}/{index}")
+    located = told.get("weight_map") if isinstance(told, dict) else None
+    if not isinstance(located, dict) or not all(isinstance(name, str) for name in located.values()):
+        raise fail(f"{folder}/{index}", "is no index of weights", "'weight_map' of names and files", "another value")
+    for name in dict.fromkeys(located.values()):
+        if os.path.basename(name) != name or not os.path.isfile(f"{folder}/{name}"):
+            raise fail(f"{folder}/{index}", "lists a file that is not there", name, "no such file")
+        tensors = _tensors(f"{folder}/{name}", notes)
+        wanted = {key for key, place in located.items() if place == name}
+        if wanted != set(tensors):
+            differ = ", ".join(sorted(wanted ^ set(tensors))[:4])
+            raise fail(f"{folder}/{name}", f"does not hold what {index} says", f"{len(wanted)} tensors", differ)
+        yield name, tensors
+
+
+def _tensors(path: str, notes: list[str]) -> dict[str, TensorRecord]:
+    if path.endswith(".safetensors"):
+        return dict(read_header(path).tensors)
+    with open_archive(path) as archive:
+        tree = archive.load()
+    if isinstance(tree, dict) and isinstance(tree.get("state_dict"), dict):
+        tree = tree["state_dict"]
+    if not isinstance(tree, dict):
+        raise fail(path, "is no state dict", "a dict of tensors", type(tree).__name__)
+    others = sorted(str(name) for name, value in tree.items() if not isinstance(value, TensorRecord))
+    if others:
+        notes.append(f"{os.path.basename(path)}: {', '.join(others[:4])} are no tensors, and are left out")
+    return {str(name): value for name, value in tree.items() if isinstance(value, TensorRecord)}
+
+
+def _scheduler(folder: str) -> Iterator[tuple[Path, object]]:
+    file = _first(folder, SCHEDULERS)
+    if file is not None:
+        with open_archive(f"{folder}/{file}") as archive:
+            yield from flattened({SCHEDULER: archive.load()})
+
+
+def _optimizer(
+    folder: str, file: str, weights: Mapping[str, TensorRecord]
+) -> tuple[OptimizerFacts, dict[TensorKey, TensorRecord]]:
+    """Groups and counters, and the states of each parameter."""
+    path = f"{folder}/{file}"
+    with open_archive(path) as archive:
+        tree = archive.load()
+        states, groups = (tree.get("state"), tree.get("param_groups")) if isinstance(tree, dict) else (None, None)
+        if not isinstance(states, dict) or not isinstance(groups, list) or not all(map(_is_group, groups)):
+            raise fail(path, "is no state dict of an optimizer", "'state' and 'param_groups'", type(tree).__name__)
+        names = _names(folder, path, groups, weights)
+        faults = [_unknown(path, number) for number in states if number not in names]
+        tensors: dict[TensorKey, TensorRecord] = {}
+        scalars: dict[str, dict[str, Scalar]] = {}
+        for number, kinds in states.items():
+            for kind, value in kinds.items() if number in names and isinstance(kinds, dict) else ():
+                name = names[number]
+                if _is_single(value, kind, weights[name]):
+                    scalars.setdefault(name, {})[str(kind)] = _read(archive, value)
+                elif isinstance(value, TensorRecord) and value.shape == weights[name].shape:
+                    tensors[TensorKey(name=name, kind=str(kind))] = value
+                else:
+                    faults.append(_unproved(path, number, name, kind, value, weights[name]))
+        raise_faults(faults, subject=f"checkpoint {folder}")
+        told = [
+            GroupFacts(
+                members=tuple(names[number] for number in group["params"]),
+                hyperparameters={
+                    key: _read(archive, value) for key, value in group.items() if key not in ("params", "param_names")
+                },
+            )
+            for group in groups
+        ]
+    return OptimizerFacts(groups=tuple(told), scalars=scalars), tensors
+
+
+def _is_group(group: object) -> bool:
+    return isinstance(group, dict) and isinstance(group.get("params"), list)
+
+
+def _is_single(value: object, kind: object, weight: TensorRecord) -> bool:
+    """Whether a state is one value for the parameter, as its step is."""
+    if isinstance(value, TensorRecord):
+        return value.shape == () and (kind == "step" or weight.shape != ())
+    return isinstance(value, int | float | str | None)
+
+
+def _read(archive: TorchArchive, value: object) -> Scalar:
+    if isinstance(value, TensorRecord) and value.numel == 1:
+        return ScalarTensor(dtype=value.dtype, shape=value.shape, data=archive.tensor_bytes(value))
+    return cast("Scalar", value)  # a hyper-parameter may be of any plain type
+
+
+def _names(
+    folder: str, path: str, groups: Sequence[Mapping[str, list[object]]], weights: Mapping[str, TensorRecord]
+) -> dict[object, str]:
+    """Which parameter each number is."""
+    numbers = [number for group in groups for number in group["params"]]
+    told: list[object] = [name for group in groups for name in group.get("param_names", ())]
+    listed = os.path.join(folder, NAMES)
+    where = path
+    if not told and os.path.isfile(listed):
+        read, where = _json(listed), listed
+        told = [*read] if isinstance(read, list) else []
+    elif not told and len(groups) == 1:
+        floats = [name for name, weight in weights.items() if weight.dtype.label.startswith(("float", "bfloat"))]
+        told = [*floats] if len(floats) == len(numbers) else []
+    if len(told) != len(numbers) or len(set(map(str, told))) != len(told) or not set(map(str, told)) <= set(weights):
+        what = "does not tell which parameter is which: its groups have no names, and are several or not all weights"
+        mend = f"write a JSON list of the parameters' names, in the order of their numbers, into {listed}"
+        expected, found = f"{len(numbers)} names of weights", f"{len(told)} names"
+        raise_faults([UnsupportedLayout.fault(where, what, expected, found, mend=mend)], subject=f"checkpoint {folder}")
+    return dict(zip(numbers, map(str, told), strict=True))
+
+
+def _unknown(path: str, number: object) -> Fault:
+    mend = "save the whole state dict of the optimizer"
+    return CheckpointDamaged.fault(path, f"parameter {number} has states, and is in no param group", mend=mend)
+
+
+def _unproved(path: str, number: object, name: str, kind: object, value: object, weight: TensorRecord) -> Fault:
+    found = str(list(value.shape)) if isinstance(value, TensorRecord) else type(value).__name__
+    what = f"parameter {number} is not {name}: its {kind} is of another shape"
+    mend = f"write a JSON list of the parameters' names, in the order of their numbers, into {NAMES} beside it"
+    return UnsupportedLayout.fault(path, what, str(list(weight.shape)), found, mend=mend)

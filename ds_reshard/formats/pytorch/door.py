@@ -1,0 +1,125 @@
+"""Plain PyTorch as the door knows it: what it opens, and what it writes of any content."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.formats.pytorch.checkpoint import OPTIMIZERS, SCHEDULERS, list_pytorch, open_pytorch
+from ds_reshard.model.checkpoint import Checkpoint, Format
+from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content, Held
+from ds_reshard.model.facts import ScalarTensor, torch_step
+from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
+from ds_reshard.model.records import new_tensor
+from ds_reshard.model.region import Box
+from ds_reshard.model.saved import SavedCheckpoint
+from ds_reshard.model.target import Asked, Target, TargetFile, Unit
+
+TO = "pytorch"
+_FILE_NBYTES = 5 * 10**9
+
+
+def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
+    """`model.safetensors`, or shards of 5 GB with their index, and `optimizer.pt`, its groups with their names.
+
+    Weights are the fp32 masters where there are some: a plain optimizer trains the weights themselves.
+    """
+    raise_faults([*faults, *content.faults], subject=f"converting {content.folder} to {asked.to}")
+    weights: dict[TensorKey, Held] = {}
+    for name, held in content.weights.items():
+        weights[TensorKey(name=name, kind=WEIGHT)] = content.trained.get(name, {}).get(MASTER, held)
+    states = {key: held for key, held in content.tensors.items() if key.kind not in (MASTER, WEIGHT)}
+    placements: dict[TensorKey, Placement] = {}
+    units: list[Unit] = []
+    located: dict[str, str] = {}
+    parts = list(_cut(weights))
+    for number, part in enumerate(parts, start=1):
+        file = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        placements |= _placed(part, file)
+        located |= dict.fromkeys((key.name for key in part), file)
+        tensors = {key.name: new_tensor(str(key), held.shape, held.dtype) for key, held in part.items()}
+        made = TargetFile(name=file, tree=partial(dict, tensors), container="safetensors", metadata={"format": "pt"})
+        units.append(Unit(family=file, shard=0, files=(made,)))
+    placements |= _placed(states, TO)
+    beside = tuple(_beside(content))
+    if beside:
+        units.append(Unit(family=TO, shard=0, files=beside))
+    total = sum(placements[key].numel * placements[key].dtype.itemsize for key in weights)
+    index = json.dumps({"metadata": {"total_size": total}, "weight_map": located}, indent=2) + "\n"
+    return Target(
+        layout=Layout(placements, {unit.family: 1 for unit in units}),
+        wants={key: held.origin for key, held in {**weights, **states}.items()},
+        units=units,
+        folder="",
+        pointers={"model.safetensors.index.json": index} if len(parts) > 1 else {},
+        notes=(*_left_out(content), *content.notes),
+    )
+
+
+def _placed(tensors: Mapping[TensorKey, Held], family: str) -> dict[TensorKey, Placement]:
+    return {
+        key: chunked(key, held.shape, held.dtype, [Box.whole(held.shape)], family=family, buffer=str(key))
+        for key, held in tensors.items()
+    }
+
+
+def _cut(weights: Mapping[TensorKey, Held]) -> Iterator[dict[TensorKey, Held]]:
+    part: dict[TensorKey, Held] = {}
+    nbytes = 0
+    for key, held in weights.items():
+        size = Box.whole(held.shape).numel * held.dtype.itemsize
+        if part and nbytes + size > _FILE_NBYTES:
+            yield part
+            part, nbytes = {}, 0
+        part[key] = held
+        nbytes += size
+    yield part
+
+
+def _beside(content: Content) -> Iterator[TargetFile]:
+    """The optimizer's file and the scheduler's, where they were saved; small tensors are buffers with their bytes."""
+    data: dict[str, bytes] = {}
+
+    def plain(value: object, where: str) -> object:
+        if not isinstance(value, ScalarTensor):
+            return value
+        data[where] = value.data
+        return new_tensor(where, value.shape, value.dtype)
+
+    if content.facts is not None:
+        groups: list[dict[str, object]] = []
+        state: dict[int, dict[str, object]] = {}
+        for group in content.facts.groups:
+            numbers = range(len(state), len(state) + len(group.members))
+            values = {key: plain(value, f"{key}/{len(groups)}") for key, value in (group.hyperparameters or {}).items()}
+            groups.append({**values, "params": list(numbers), "param_names": list(group.members)})
+            for number, name in zip(numbers, group.members, strict=True):
+                scalars = content.facts.scalars.get(name, {})
+                kept = {kind: torch_step(value) if kind == "step" else value for kind, value in scalars.items()}
+                state[number] = {kind: plain(value, f"{kind}/{name}") for kind, value in kept.items()}
+                for kind, held in content.trained.get(name, {}).items():
+                    key = TensorKey(name=name, kind=kind)
+                    if kind != MASTER:
+                        state[number][kind] = new_tensor(str(key), held.shape, held.dtype)
+        tree = {"state": {number: kinds for number, kinds in state.items() if kinds}, "param_groups": groups}
+        yield TargetFile(name=OPTIMIZERS[0], tree=lambda: tree, data=data)
+    if SCHEDULER in content.entries:
+        yield TargetFile(name=SCHEDULERS[0], tree=lambda: content.entries[SCHEDULER])
+
+
+def _left_out(content: Content) -> Iterator[str]:
+    if content.own or content.beside:
+        names = ", ".join([*content.own, *content.beside])
+        yield f"left out, as there is no file for them: {names}"
+    for name, first in content.tied.items():
+        yield f"{name} is tied to {first}, and is there under that name alone"
+
+
+PYTORCH = Format(
+    name="plain PyTorch",
+    list=list_pytorch,
+    open=lambda listing, states: SavedCheckpoint(open_pytorch(listing.folder), listing.nbytes),
+    writes={TO: _write},
+)

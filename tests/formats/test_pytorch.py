@@ -1,0 +1,210 @@
+"""What one process of plain PyTorch has saved: into ZeRO and back, to the bit, or refused by name. Real torch saves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ds_reshard.cli.main import main
+from ds_reshard.errors import CheckpointDamaged, ReshardError, UnsafePickle, UnsupportedLayout
+from ds_reshard.operations import Options, convert, diff, inspect, plan, verify
+
+pytestmark = pytest.mark.slow
+ONE_THREAD = Options(threads=1, memory_nbytes=1 << 20)
+
+
+def net() -> torch.nn.Module:
+    """A parameter of one element, one without dimensions, one without elements, one that is frozen."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 1))
+    model.register_parameter("scale", torch.nn.Parameter(torch.tensor(1.5)))
+    model.register_parameter("none", torch.nn.Parameter(torch.zeros(0, 3)))
+    return model
+
+
+def trained(named: bool = True, groups: int = 2) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+    model = net()
+    parts = list(model.named_parameters())
+    cut = [parts[::2], parts[1::2]] if groups == 2 else [parts]
+    given = [part if named else [parameter for _, parameter in part] for part in cut]
+    settings = [{"params": part, "lr": 0.1 / (number + 1)} for number, part in enumerate(given)]
+    optimizer = torch.optim.AdamW(settings, betas=(0.8, 0.9))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for step in range(3):
+        rows = torch.arange(10.0).reshape(2, 5) + step
+        (model(rows).square().sum() * model.scale + model.none.sum()).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return model, optimizer, scheduler
+
+
+def saved(folder: Path, *, named: bool = True, groups: int = 2, safe: bool = False) -> Path:
+    folder.mkdir()
+    model, optimizer, scheduler = trained(named, groups)
+    if safe:
+        save_file(model.state_dict(), folder / "model.safetensors")
+    else:
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    torch.save(scheduler.state_dict(), folder / "scheduler.pt")
+    return folder
+
+
+def states(folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(folder / "optimizer.pt", weights_only=True)
+    names = [name for group in loaded["param_groups"] for name in group["param_names"]]
+    numbers = [number for group in loaded["param_groups"] for number in group["params"]]
+    return {name: loaded["state"].get(number, {}) for name, number in zip(names, numbers, strict=True)}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if isinstance(value, dict):
+            same(value, other[name])
+        else:
+            assert value.dtype == other[name].dtype and torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("to", ["zero1", "zero2", "zero3", "universal", "dcp"])
+@pytest.mark.parametrize("safe", [False, True], ids=["bin", "safetensors"])
+def test_there_and_back(to: str, safe: bool, tmp_path: Path) -> None:
+    """Weights, moments, steps, groups and the schedule; a real optimizer of torch loads what came back."""
+    source = saved(tmp_path / "saved", safe=safe)
+    size = {} if to == "universal" else {"dp": 3}
+    convert(str(source), str(tmp_path / "mid"), to=to, options=ONE_THREAD, **size)
+    assert verify(str(tmp_path / "mid"), deep=True).faults == ()
+    convert(str(tmp_path / "mid"), str(tmp_path / "back"), to="pytorch", options=ONE_THREAD)
+    assert verify(str(tmp_path / "back"), deep=True).faults == () and inspect(str(tmp_path / "back")).faults == ()
+    model, optimizer, scheduler = trained()
+    held = {name: value for name, value in model.state_dict().items() if value.numel()}
+    same({name: one for name, one in load_file(tmp_path / "back" / "model.safetensors").items() if one.numel()}, held)
+    same(
+        {name: kinds for name, kinds in states(tmp_path / "back").items() if name != "none"},
+        {name: kinds for name, kinds in states(source).items() if name != "none"},
+    )
+    back = torch.load(tmp_path / "back" / "optimizer.pt", weights_only=True)
+    optimizer.load_state_dict(back)
+    assert [group["lr"] for group in back["param_groups"]] == [group["lr"] for group in optimizer.param_groups]
+    assert torch.load(tmp_path / "back" / "scheduler.pt")["last_epoch"] == scheduler.last_epoch
+    difference = diff(str(source), str(tmp_path / "back"))
+    assert {one.name for one in difference.differing} <= {"none"}
+
+
+def test_shards_with_an_index(tmp_path: Path) -> None:
+    source = saved(tmp_path / "saved")
+    weights = torch.load(source / "pytorch_model.bin")
+    (source / "pytorch_model.bin").unlink()
+    names = list(weights)
+    located = {}
+    for number in (1, 2):
+        file = f"model-0000{number}-of-00002.safetensors"
+        part = {name: weights[name] for name in names[number - 1 :: 2]}
+        save_file(part, source / file)
+        located |= dict.fromkeys(part, file)
+    index = source / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": located}))
+    convert(str(source), str(tmp_path / "out"), to="zero2", dp=2, options=ONE_THREAD)
+    assert verify(str(tmp_path / "out"), deep=True).faults == ()
+    index.write_text(json.dumps({"weight_map": {**located, "ghost": file}}))
+    assert any("does not hold what" in fault.what for fault in inspect(str(source)).faults)
+    index.write_text(json.dumps({"weight_map": {**located, "ghost": "../other.safetensors"}}))
+    assert any("is not there" in fault.what for fault in inspect(str(source)).faults)
+    index.write_text("{")
+    assert any("is not JSON" in fault.what for fault in inspect(str(source)).faults)
+
+
+def test_numbers_without_names(tmp_path: Path) -> None:
+    """One group is in the model's order; several are told by a list, or refused; a list that is wrong is found out."""
+    one = saved(tmp_path / "one", named=False, groups=1)
+    convert(str(one), str(tmp_path / "a"), to="zero1", dp=1, options=ONE_THREAD)
+    same(_states_of(tmp_path / "a", tmp_path), _states_of_named(tmp_path))
+    two = saved(tmp_path / "two", named=False)
+    with pytest.raises(UnsupportedLayout, match=r"(?s)does not tell which parameter is which.*optimizer_names\.json"):
+        convert(str(two), str(tmp_path / "b"), to="zero1", dp=1)
+    names = [name for name, _ in net().named_parameters()]
+    (two / "optimizer_names.json").write_text(json.dumps([*names[::2], *names[1::2]]))
+    convert(str(two), str(tmp_path / "b"), to="zero1", dp=1, options=ONE_THREAD)
+    (two / "optimizer_names.json").write_text(json.dumps(names))
+    with pytest.raises(UnsupportedLayout, match=r"parameter \d is not .*: its exp_avg is of another shape"):
+        convert(str(two), str(tmp_path / "c"), to="zero1", dp=1)
+
+
+def _states_of(folder: Path, place: Path) -> dict[str, Any]:
+    convert(str(folder), str(place / "states"), to="pytorch", options=ONE_THREAD)
+    return {name: kinds for name, kinds in states(place / "states").items() if name != "none"}
+
+
+def _states_of_named(place: Path) -> dict[str, Any]:
+    found = states(saved(place / "named", groups=1))
+    return {name: kinds for name, kinds in found.items() if name != "none"}
+
+
+def test_weights_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As zero_to_fp32 leaves them: every tool but a conversion to a run's files takes them."""
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    torch.save({"state_dict": net().state_dict()}, folder / "pytorch_model.bin")
+    assert inspect(str(folder)).faults == ()
+    assert plan(str(folder), to="safetensors").units
+    convert(str(folder), str(tmp_path / "out"), to="safetensors", options=ONE_THREAD)
+    same(load_file(tmp_path / "out" / "model.safetensors"), dict(net().state_dict()))
+    assert main(["convert", str(folder), str(tmp_path / "zero"), "--to", "zero1", "--dp", "2"]) == 2
+    assert "holds an optimizer that names no parameter" in capsys.readouterr().err
+
+
+def _cut(folder: Path) -> None:
+    path = folder / "optimizer.pt"
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def _act(folder: Path) -> None:
+    class Act:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return print, ("ran",)
+
+    torch.save({"state": {}, "param_groups": [], "more": Act()}, folder / "optimizer.pt")
+
+
+def _value(folder: Path) -> None:
+    torch.save([1, 2], folder / "optimizer.pt")
+
+
+def _extra(folder: Path) -> None:
+    loaded = torch.load(folder / "optimizer.pt")
+    loaded["state"][99] = {"exp_avg": torch.ones(2)}
+    torch.save(loaded, folder / "optimizer.pt")
+
+
+DAMAGED: dict[str, tuple[Any, type[ReshardError], str]] = {
+    "cut short": (_cut, CheckpointDamaged, "optimizer.pt"),
+    "acts": (_act, UnsafePickle, "builtins.print"),
+    "another value": (_value, CheckpointDamaged, "is no state dict of an optimizer"),
+    "states of nobody": (_extra, CheckpointDamaged, "parameter 99 has states, and is in no param group"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_what_is_wrong_is_named_and_nothing_is_written(case: str, tmp_path: Path) -> None:
+    change, error, said = DAMAGED[case]
+    source = saved(tmp_path / "saved")
+    change(source)
+    assert inspect(str(source)).faults
+    with pytest.raises(error, match=said):
+        convert(str(source), str(tmp_path / "out"), to="zero1", dp=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_two_formats_is_refused(tmp_path: Path) -> None:
+    source = saved(tmp_path / "saved")
+    convert(str(source), str(tmp_path / "zero"), to="zero1", dp=1, options=ONE_THREAD)
+    for path in (tmp_path / "zero" / "saved").iterdir():
+        path.rename(source / path.name)
+    with pytest.raises(UnsupportedLayout, match="holds the files of several formats"):
+        inspect(str(source))
