@@ -12,7 +12,9 @@ from typing import Any
 import fresh
 import pytest
 import torch
+from every_pair import FROM_FSDP
 from gathered import assert_moments, same_bits
+from safetensors.torch import load_file
 
 import ds_reshard
 from ds_reshard.execution.fingerprint import fingerprint_of
@@ -84,6 +86,32 @@ def test_it_is_told_and_converted_as_any_other(saves: Any, tmp_path: Path) -> No
     convert(folder, str(tmp_path / "dcp"), to="dcp", dp=3)
     convert(folder, str(tmp_path / "zero"), to="zero2", dp=2)
     assert diff(folder, str(tmp_path / "dcp")).equal and diff(str(tmp_path / "zero"), str(tmp_path / "dcp")).equal
+
+
+@pytest.mark.parametrize("to", FROM_FSDP)
+def test_folders_of_fsdp_are_written_in_other_formats(saves: Any, tmp_path: Path, to: str) -> None:
+    """Every moment, and every weight as the master that it is, to the bit."""
+    folder = saves(2, False)[0]
+    sizes = {"dp": 3} if to in ("zero1", "zero2", "zero3", "dcp", "accelerate") else {}
+    convert(str(folder), str(tmp_path / "out"), to=to, **sizes)
+    expected = {(one.name, one.kind): one.fingerprint for one in fingerprint(str(folder)).tensors}
+    if to == "safetensors":
+        saved = load_file(tmp_path / "out" / "model.safetensors")
+        assert {name: str(fingerprint_of(value)) for name, value in saved.items()} == {
+            name: value for (name, kind), value in expected.items() if kind == "weight"
+        }
+        return
+    if to == "torch":
+        for kind in ("weight", "exp_avg", "exp_avg_sq"):
+            saved = torch.load(tmp_path / "out" / f"{kind}.pt", weights_only=True)
+            for name, value in saved.items():
+                assert str(fingerprint_of(value)) == expected[name, kind], (name, kind)
+        return
+    assert verify(str(tmp_path / "out"), deep=True).faults == ()
+    found = {(one.name, one.kind): one.fingerprint for one in fingerprint(str(tmp_path / "out")).tensors}
+    for (name, kind), value in expected.items():
+        kept = found.get((name, "fp32"), found.get((name, kind))) if kind == "weight" else found[name, kind]
+        assert kept == value, (name, kind)
 
 
 @pytest.mark.parametrize("orig", [True, False])
