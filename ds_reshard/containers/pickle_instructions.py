@@ -15,8 +15,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ds_reshard.containers.pickle_calls import call
-from ds_reshard.containers.pickle_machine import SET_COST, CutShort, Handler, OverLimit, PickleMachine
+from ds_reshard.containers.pickle_machine import SET_COST, CutShort, Handler, OverLimit, PickleMachine, call
 from ds_reshard.containers.pickle_rules import CALLEES, shown
 from ds_reshard.model.records import ObjectRecord
 

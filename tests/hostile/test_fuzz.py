@@ -31,11 +31,11 @@ from payloads import ACTING, NAMED, Payload, at, places
 from ds_reshard.containers.pickle_machine import UNKNOWN, PickleMachine
 from ds_reshard.containers.pickle_reader import DEFAULT_LIMITS, keep_as_record, read_pickle, run_pickle
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, PickleRules
-from ds_reshard.containers.pickle_scan import scan_bytes
+from ds_reshard.containers.pickle_reader import scan_bytes
 from ds_reshard.containers.pickle_table import ALLOWED
 from ds_reshard.containers.revive import revive
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.containers.zip_frame import frame_faults
+from ds_reshard.containers.zip_directory import frame_faults
 from ds_reshard.errors import ReshardError, UnsafePickle
 from ds_reshard.formats.zero.plain import plain
 from ds_reshard.model.facts import canonical, describe

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_reshard.containers.alike import AlikeArchives
+from ds_reshard.containers.dcp_directory import AlikeArchives
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import ReshardError
 from ds_reshard.model.records import TensorRecord
@@ -52,7 +52,7 @@ def test_another_archive_is_not_parsed_and_says_the_same(tmp_path: Path, monkeyp
     path.write_bytes(b"x" * 100 + data + b"y" * 7)
     expected = parsed(path, part)
     assert isinstance(expected, TensorRecord) and expected.byte_offset > 100 and expected.storage.crc32
-    monkeypatch.setattr("ds_reshard.containers.alike.open_archive", None)
+    monkeypatch.setattr("ds_reshard.containers.dcp_directory.open_archive", None)
     assert archives.load(str(path), part, KIND) == expected
 
 
