@@ -1,7 +1,7 @@
 """The `.metadata` of torch.distributed.checkpoint: which tensors a folder has, in which boxes, where each box lies.
 
 A pickle of `Metadata` (torch/distributed/checkpoint/metadata.py and `_StorageInfo` of filesystem.py, 2.13), read here
-as inert values. Each box, and each object, is an archive of torch.save of its own inside a file.
+as inert values, and written. Each box, and each object, is an archive of torch.save of its own inside a file.
 """
 
 from __future__ import annotations
@@ -133,13 +133,10 @@ def _contradictions(
     for what, keys in lacking.items():
         if keys:
             some = ", ".join(sorted(keys)[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
-            yield CheckpointDamaged.fault(
-                path,
-                f"contradicts itself: {some}: {what}",
-                "each key in all parts of the directory",
-                f"{len(keys)} that are not",
-                mend="restore the folder from a copy, or save it again",
-            )
+            expected = "each key in all parts of the directory"
+            mend = "restore the folder from a copy, or save it again"
+            told = f"contradicts itself: {some}: {what}"
+            yield CheckpointDamaged.fault(path, told, expected, f"{len(keys)} that are not", mend=mend)
 
 
 def _is(key: str, names: tuple[object, ...]) -> bool:
@@ -201,6 +198,8 @@ def _refuse(identity: object) -> object:
     raise ValueError("names an object outside the file")
 
 
+# -- archives that are alike -------------------------------------------------------------------------------------------
+
 _CRC32 = struct.Struct("<I")
 _IN_HEADER, _IN_ENTRY = 14, 16  # where a checksum stands: PKWARE's APPNOTE.TXT 6.3.10, sections 4.3.7 and 4.3.12
 _IDENTITY = ".data/serialization_id"  # caffe2/serialize/inline_container.cc, kSerializationIdRecordName, torch 2.13
@@ -209,7 +208,11 @@ Span = tuple[int, int]
 
 
 class AlikeArchives:
-    """Opens archives of one tensor, and remembers the frames that it has seen."""
+    """Opens archives of one tensor, many in one file: of those that are framed alike, one is parsed.
+
+    torch.distributed.checkpoint saves every chunk as an archive of its own. Chunks of one shape and type are the same
+    bytes, but for the tensor's bytes, their checksum, and the id that torch makes of checksums.
+    """
 
     def __init__(self) -> None:
         self._frames: dict[tuple[object, int], _Frame] = {}
@@ -250,27 +253,11 @@ class _Frame:
             if outside[start:stop] != self.outside[start:stop]:
                 return None
         told = [(_CRC32.unpack_from(outside, a)[0], _CRC32.unpack_from(outside, b)[0]) for a, b in self.checksums]
-        for in_header, crc in told:
-            if in_header not in (0, crc):
-                return None
+        if any(in_header not in (0, crc) for in_header, crc in told):
+            return None
         held, storage = self.held, self.held.storage
-        placed = StorageRecord(
-            path=path,
-            key=storage.key,
-            dtype=storage.dtype,
-            numel=storage.numel,
-            nbytes=storage.nbytes,
-            byte_offset=part[0] + self.start,
-            crc32=told[0][1],
-        )
-        return TensorRecord(
-            storage=placed,
-            dtype=held.dtype,
-            element_offset=held.element_offset,
-            shape=held.shape,
-            stride=held.stride,
-            requires_grad=held.requires_grad,
-        )
+        placed = replace(storage, path=path, byte_offset=part[0] + self.start, crc32=told[0][1])
+        return replace(held, storage=placed)
 
 
 def _outside(path: str, part: Span, start: int, stop: int) -> bytes:
@@ -287,6 +274,8 @@ def _frame(archive: TorchArchive, held: object, path: str, part: Span) -> _Frame
     stored = [member for name, member in archive.members.items() if name.startswith("data/")]
     if not isinstance(held, TensorRecord) or len(stored) != 1 or stored[0].crc32 is None:
         return None
+    if held.dtype.itemsize == 1:
+        return None  # bytes may be a pickle, which `load` looks for in each
     data = stored[0]
     members = sorted(archive.members.values(), key=lambda member: member.header_offset)
     directory = min(member.entry_offset for member in members)
@@ -315,6 +304,9 @@ def _frame(archive: TorchArchive, held: object, path: str, part: Span) -> _Frame
     )
 
 
+# -- files to be written -----------------------------------------------------------------------------------------------
+
+# Classes and attributes are those that torch's FileSystemReader unpickles (torch 2.13); they are named, never imported.
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FORMAT = "1.0.0"  # CURRENT_DCP_VERSION of filesystem.py
 
@@ -420,9 +412,8 @@ def write_directory(entries: Sequence[Entry]) -> bytes:
 def _told(entry: Entry) -> ObjectRecord:
     if entry.dtype is None:
         return _made("BytesStorageMetadata", None)
-    layout = ObjectRecord(
-        callable=GlobalName(module="torch.serialization", name="_get_layout"), args=("torch.strided",)
-    )
+    get_layout = GlobalName(module="torch.serialization", name="_get_layout")
+    layout = ObjectRecord(callable=get_layout, args=("torch.strided",))
     memory_format = ObjectRecord(callable=GlobalName(module=_METADATA, name="_MEM_FORMAT_ENCODING"), args=(0,))
     dtype = GlobalName(module="torch", name=entry.dtype.label)
     chunks = [

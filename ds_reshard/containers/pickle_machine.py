@@ -6,7 +6,7 @@ import _compat_pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ds_reshard.containers.pickle_rules import CALLEES, Callee, CalleeArguments, Finding, PickleRules, shown, shown_call
@@ -59,6 +59,7 @@ class PickleLimits:
     integer_nbytes: int = 1024
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PickleMachine:
     """A pickle's bytes and the values made from them so far.
 
@@ -74,62 +75,36 @@ class PickleMachine:
     have gone on, or elsewhere.
     """
 
-    __slots__ = (
-        "_alike",
-        "astray",
-        "cut_short",
-        "data",
-        "end",
-        "findings",
-        "frame_end",
-        "lacks",
-        "limits",
-        "marked",
-        "memo",
-        "named",
-        "nested",
-        "outside",
-        "over_limit",
-        "persistent",
-        "protocol",
-        "reduce",
-        "refused",
-        "result",
-        "room",
-        "rules",
-        "stack",
-        "stopped_at",
-        "uses",
-        "work",
-    )
+    data: bytes
+    persistent: Persistent
+    reduce: Reduce
+    limits: PickleLimits
+    rules: PickleRules
+    end: int = field(init=False)
+    work: int = field(init=False)
+    room: int = _MOST_CONTAINERS
+    protocol: int = 0
+    stack: list[object] = field(default_factory=list)
+    marked: list[list[object]] = field(default_factory=list)
+    memo: dict[int, object] = field(default_factory=dict)
+    named: dict[tuple[str, str, bool], GlobalName | Callee] = field(default_factory=dict)
+    uses: dict[int, Allowed | None] = field(default_factory=lambda: {id(UNKNOWN): None})
+    outside: ObjectRecord = field(default_factory=lambda: ObjectRecord(callable=UNKNOWN))
+    findings: dict[tuple[str, int], Finding] = field(default_factory=dict)
+    nested: dict[bytes, tuple[int, bool]] = field(default_factory=dict)
+    refused: bool = False
+    frame_end: int = 0
+    result: object = None
+    stopped_at: int = 0
+    lacks: CutShort | None = None
+    cut_short: bool = False
+    over_limit: bool = False
+    astray: bool = False
+    _alike: dict[int, dict[int, int]] = field(default_factory=dict)
 
-    def __init__(
-        self, data: bytes, persistent: Persistent, reduce: Reduce, limits: PickleLimits, rules: PickleRules
-    ) -> None:
-        self.data = data
-        self.end = len(data)
-        self.limits = limits
-        self.persistent = persistent
-        self.reduce = reduce
-        self.rules = rules
-        self.stack: list[object] = []
-        self.marked: list[list[object]] = []
-        self.memo: dict[int, object] = {}
-        self.protocol = 0
-        self.work = 16 * len(data) + (1 << 16)
-        self.room = _MOST_CONTAINERS
-        self.result: object = None
-        self.stopped_at = 0
-        self.frame_end = 0
-        self._alike: dict[int, dict[int, int]] = {}
-        self.named: dict[tuple[str, str, bool], GlobalName | Callee] = {}
-        self.uses: dict[int, Allowed | None] = {id(UNKNOWN): None}
-        self.findings: dict[tuple[str, int], Finding] = {}
-        self.cut_short = self.over_limit = self.astray = False
-        self.lacks: CutShort | None = None
-        self.refused = False
-        self.outside = ObjectRecord(callable=UNKNOWN)
-        self.nested: dict[bytes, tuple[int, bool]] = {}
+    def __post_init__(self) -> None:
+        self.end = len(self.data)
+        self.work = 16 * len(self.data) + (1 << 16)
 
     def since_mark(self) -> list[object]:
         """Take everything above the last mark off the stack, and the mark; ValueError when there is none."""
@@ -138,9 +113,6 @@ class PickleMachine:
             raise ValueError("there is no mark on the stack")
         self.stack = self.marked.pop()
         return items
-
-    def text(self, start: int, nbytes: int) -> str:
-        return self.take(start, nbytes).decode("utf-8", "surrogatepass")
 
     def take(self, start: int, nbytes: int) -> bytes:
         """The bytes [start, start + nbytes); CutShort when they leave the pickle, before any copy."""
@@ -373,20 +345,15 @@ def _size(machine: PickleMachine, args: tuple[object, ...]) -> object:
     return SizeRecord(size for size in sizes if isinstance(size, int))
 
 
-def _set(machine: PickleMachine, args: tuple[object, ...]) -> object:
-    members = _keys(machine, args)
-    return NotImplemented if members is None else set(members)
+def _of_keys(make: Callable[[Iterable[object]], object]) -> _Call:
+    """A set or a frozenset of the elements that are given."""
 
+    def made(machine: PickleMachine, args: tuple[object, ...]) -> object:
+        members = _elements(machine, args)
+        machine.check_keys(members or ())
+        return NotImplemented if members is None else make(members)
 
-def _frozen(machine: PickleMachine, args: tuple[object, ...]) -> object:
-    members = _keys(machine, args)
-    return NotImplemented if members is None else frozenset(members)
-
-
-def _keys(machine: PickleMachine, args: tuple[object, ...]) -> list[object] | tuple[object, ...] | None:
-    members = _elements(machine, args)
-    machine.check_keys(members or ())
-    return members
+    return made
 
 
 def _bytes(machine: PickleMachine, args: tuple[object, ...]) -> object:
@@ -431,8 +398,8 @@ def _range(_: PickleMachine, args: tuple[object, ...]) -> object:
 _HARMLESS: dict[tuple[str, str], _Call] = {
     ("collections", "OrderedDict"): _ordered_dict,
     ("torch", "Size"): _size,
-    ("builtins", "set"): _set,
-    ("builtins", "frozenset"): _frozen,
+    ("builtins", "set"): _of_keys(set),
+    ("builtins", "frozenset"): _of_keys(frozenset),
     ("builtins", "bytes"): _bytes,
     ("builtins", "bytearray"): _bytearray,
     ("builtins", "complex"): _complex,
