@@ -89,11 +89,8 @@ def read_directory(folder: str, name: str = METADATA) -> Directory:
     than a directory of torch.distributed.checkpoint.
     """
     path = os.path.join(folder, name)
-    file = PositionedFile(path)
-    try:
+    with PositionedFile(path) as file:
         held = read_pickle(file.read(0, file.nbytes), where=path, persistent=_refuse)
-    finally:
-        file.close()
     top = _state(held)
     said, storage = top.get("state_dict_metadata"), top.get("storage_data")
     if not isinstance(said, dict) or not isinstance(storage, dict):
@@ -262,11 +259,8 @@ class _Frame:
 
 def _outside(path: str, part: Span, start: int, stop: int) -> bytes:
     """The bytes of a part of a file before `start` and from `stop` on."""
-    file = PositionedFile(path, part)
-    try:
+    with PositionedFile(path, part) as file:
         return file.read(0, start) + file.read(stop, part[1] - stop)
-    finally:
-        file.close()
 
 
 def _frame(archive: TorchArchive, held: object, path: str, part: Span) -> _Frame | None:

@@ -220,16 +220,13 @@ def scan_file(path: str, rules: PickleRules, parts: Iterable[tuple[int, int]] = 
     """
     found = Scanned()
     try:
-        file = PositionedFile(path)
-    except ReshardError as error:
-        found.faults += faults_of(error)
-        return found
-    try:
-        if whole:
-            found.add(scan_source(file, "", rules, strict=path.endswith(_NAMED)))
-        known = set(_archives(file) or ()) if whole else set()
-        for offset, nbytes in parts:
-            if (offset, nbytes) not in known:
+        with PositionedFile(path) as file:
+            if whole:
+                found.add(scan_source(file, "", rules, strict=path.endswith(_NAMED)))
+            known = set(_archives(file) or ()) if whole else set()
+            for offset, nbytes in parts:
+                if (offset, nbytes) in known:
+                    continue
                 if min(offset, nbytes) < 0 or offset + nbytes > file.nbytes:
                     what = f"{nbytes} bytes at {offset} are meant to be there; it ends at {file.nbytes}"
                     found.faults.append(_fault(path, what))
@@ -238,8 +235,6 @@ def scan_file(path: str, rules: PickleRules, parts: Iterable[tuple[int, int]] = 
                 found.add(scan_source(view, f"{nbytes} bytes at {offset}", rules, strict=True))
     except ReshardError as error:
         found.faults += faults_of(error)
-    finally:
-        file.close()
     return found
 
 

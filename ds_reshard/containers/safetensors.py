@@ -94,16 +94,13 @@ class SafetensorsHeader:
 
 def read_header(path: str) -> SafetensorsHeader:
     """Read a file's header. Raises CheckpointNotFound, ReadFailed, CheckpointDamaged or UnsupportedLayout."""
-    file = PositionedFile(path)
-    try:
+    with PositionedFile(path) as file:
         if file.nbytes < _LENGTH.size:
             raise CheckpointDamaged(f"{path}: {file.nbytes} bytes: no safetensors file, which begins with eight")
         (length,) = _LENGTH.unpack(file.read(0, _LENGTH.size))
         if length > min(_HEADER_NBYTES, file.nbytes - _LENGTH.size):
             raise CheckpointDamaged(f"{path}: a header of {length} bytes is declared, in a file of {file.nbytes}")
         header = _parsed(path, file.read(_LENGTH.size, length))
-    finally:
-        file.close()
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointDamaged(f"{path}: the header's metadata is not text by name")

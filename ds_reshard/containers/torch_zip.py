@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import TypeGuard
 
 from ds_reshard.containers.crc import crc32
@@ -146,7 +146,8 @@ class TorchArchive:
         """All bytes of member `name`, checked; raises ChecksumMismatch, CheckpointDamaged or ReadFailed."""
         member = self._member(name)
         data = self._file.read(member.byte_offset - self._start, member.nbytes)
-        self._check(f"member {name!r}", data, member.crc32)
+        if (mismatch := self._mismatch(f"member {name!r}", data, member.crc32)) is not None:
+            raise mismatch
         return data
 
     def tensor_bytes(self, tensor: TensorRecord) -> bytes:
@@ -164,13 +165,10 @@ class TorchArchive:
                 "is not contiguous; save it with .contiguous()"
             )
         data = self._file.read(tensor.byte_offset - self._start, tensor.nbytes)
-        if tensor.nbytes == storage.nbytes:
-            self._check(f"storage {storage.key!r}", data, storage.crc32)
+        crc = storage.crc32 if tensor.nbytes == storage.nbytes else None
+        if (mismatch := self._mismatch(f"storage {storage.key!r}", data, crc)) is not None:
+            raise mismatch
         return data
-
-    def storage_bytes(self, storage: StorageRecord) -> bytes:
-        """All bytes of a storage, checked; raises ChecksumMismatch, CheckpointDamaged or ReadFailed."""
-        return self.read(f"data/{storage.key}")
 
     def close(self) -> None:
         self._file.close()
@@ -178,9 +176,7 @@ class TorchArchive:
     def __enter__(self) -> TorchArchive:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _member(self, name: str) -> ArchiveMember:
@@ -188,11 +184,6 @@ class TorchArchive:
         if member is None:
             raise CheckpointDamaged(f"{self.path}: the archive has no member {name!r}")
         return member
-
-    def _check(self, what: str, data: bytes, recorded: int | None) -> None:
-        mismatch = self._mismatch(what, data, recorded)
-        if mismatch is not None:
-            raise mismatch
 
     def _mismatch(self, what: str, data: bytes, recorded: int | None) -> ChecksumMismatch | None:
         if recorded is None or (found := crc32(data)) == recorded:

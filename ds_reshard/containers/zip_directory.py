@@ -329,8 +329,7 @@ def frame_faults(path: str, part: tuple[int, int] | None = None) -> Iterator[Fau
     a descriptor with checksum and sizes follow the bytes. No reader looks at all of it. `part` is the offset and number
     of bytes of an archive inside a file.
     """
-    file = PositionedFile(path, part)
-    try:
+    with PositionedFile(path, part) as file:
         place = find_directory(file)
         entries = _entries(file, place)
         for entry, after in zip(entries, [*entries[1:], None], strict=True):
@@ -342,8 +341,6 @@ def frame_faults(path: str, part: tuple[int, int] | None = None) -> Iterator[Fau
         if not _end_fits(file.read(stop, file.nbytes - stop), place):
             mend = "restore the file from a copy, or save it anew"
             yield CheckpointDamaged.fault(path, "has an end record that no writer makes", mend=mend)
-    finally:
-        file.close()
 
 
 def _frame_of(file: PositionedFile, entry: _Entry, first: _Entry, stop: int) -> Iterator[str]:
