@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from ds_reshard.containers.positioned import PositionedFile
@@ -20,6 +21,7 @@ LOCAL = struct.Struct("<4sHHHHHIIIHH")
 END = struct.Struct("<4sHHHHIIH")
 END64_LOCATOR = struct.Struct("<4sIQI")
 END64 = struct.Struct("<4sQHHIIQQQQ")
+_ENTRY_IN_USE = struct.Struct("<8xHH4xIIIHHHH6xI")  # what opening an archive needs of an entry
 WIDE = 0xFFFFFFFF
 """Stands in a field of 32 bits whose value is among the 64-bit sizes."""
 
@@ -61,21 +63,13 @@ class DirectoryPlace(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """One line of the directory: the member's whole name, and what is said of it.
-
-    `writer` is what one writer says of all its members alike: its version and attributes; `repeated` is what the
-    local header says again: version, flags, method, time and date.
-    """
+    """One line of the directory, at `entry_offset`: the member's whole name, and what is said of it."""
 
     name: str
     header_offset: int
     nbytes: int
     crc32: int
     entry_offset: int
-    writer: tuple[int, ...]
-    repeated: tuple[int, ...]
-    extra: bytes
-    comment_nbytes: int
 
 
 def read_members(file: PositionedFile, max_directory_nbytes: int) -> tuple[str, dict[str, ArchiveMember]]:
@@ -191,23 +185,20 @@ def _entries(file: PositionedFile, place: DirectoryPlace) -> list[_Entry]:
     for number in range(place.entries):
         if at + ENTRY.size > len(directory) or directory[at : at + 4] != b"PK\x01\x02":
             raise CheckpointDamaged(f"{path}: the zip directory has {number} entries, and declares {place.entries}")
-        fields = ENTRY.unpack_from(directory, at)
-        _, made_by, *repeated, crc, packed, nbytes = fields[:10]
-        name_nbytes, extra_nbytes, comment_nbytes, disk, *attributes, header = fields[10:]
+        fields = _ENTRY_IN_USE.unpack_from(directory, at)
+        flags, method, crc, packed, nbytes, name_nbytes, extra_nbytes, comment_nbytes, disk, header = fields
         entry_offset, name_at = place.byte_offset + at, at + ENTRY.size
         extra_at = name_at + name_nbytes
         at = extra_at + extra_nbytes + comment_nbytes
         if at > len(directory):
             raise CheckpointDamaged(f"{path}: entry {number} of the zip directory leaves it")
         name = _decoded(path, directory[name_at:extra_at])
-        _, flags, method, _, _ = repeated
         _check_stored(path, name, flags, method)
         extra = directory[extra_at : extra_at + extra_nbytes]
         nbytes, packed, header = _wide_fields(path, name, extra, [nbytes, packed, header])
         if packed != nbytes or disk:
             raise CheckpointDamaged(f"{path}: {name!r} takes {packed} bytes for {nbytes} of content, and is not stored")
-        writer = (made_by, *attributes)
-        found.append(_Entry(name, header, nbytes, crc, entry_offset, writer, tuple(repeated), extra, comment_nbytes))
+        found.append(_Entry(name, header, nbytes, crc, entry_offset))
     if at != len(directory):
         raise CheckpointDamaged(f"{path}: {len(directory) - at} bytes follow the last entry of the zip directory")
     return sorted(found, key=lambda entry: entry.header_offset)
@@ -286,8 +277,7 @@ def _data_offsets(file: PositionedFile, members: Sequence[_Entry], directory_off
 def _window_stop(members: Sequence[_Entry], first: int, directory_offset: int) -> int:
     """Where to stop reading so that headers close to the first are in the same read."""
     start = stop = members[first].header_offset
-    for i in range(first, len(members)):
-        member = members[i]
+    for member in islice(members, first, None):
         header_stop = member.header_offset + LOCAL.size + len(member.name.encode()) + _EXTRA_NBYTES
         if stop > start and (member.header_offset > stop + 1024 or header_stop > start + _WINDOW_NBYTES):
             break
@@ -345,19 +335,21 @@ def frame_faults(path: str, part: tuple[int, int] | None = None) -> Iterator[Fau
 
 def _frame_of(file: PositionedFile, entry: _Entry, first: _Entry, stop: int) -> Iterator[str]:
     """What is wrong with one member's entry, header and descriptor, which ends where the next member begins."""
-    if entry.writer != first.writer or entry.comment_nbytes:
+    _, made_by, *said, _, _, _, name_nbytes, extra_nbytes, comment_nbytes, _, inner, outer, _ = _fields(file, entry)
+    _, first_by, *_, first_inner, first_outer, _ = _fields(file, first)
+    if (made_by, inner, outer) != (first_by, first_inner, first_outer) or comment_nbytes:
         yield "has a directory entry unlike those of the other members"
-    _, *repeated, crc, packed, nbytes, name_nbytes, extra_nbytes = LOCAL.unpack(
-        file.read(entry.header_offset, LOCAL.size)
-    )
-    if tuple(repeated) != entry.repeated:
+    extra = file.read(entry.entry_offset + ENTRY.size + name_nbytes, extra_nbytes)
+    kinds = {kind for kind, _ in _extra_fields(extra)}
+    header = LOCAL.unpack(file.read(entry.header_offset, LOCAL.size))
+    _, *repeated, crc, packed, nbytes, name_nbytes, extra_nbytes = header
+    if repeated != said:
         yield "has a header that does not repeat its directory entry"
     described = bool(repeated[1] & _DESCRIBED)
     sizes = {0, WIDE} if described else {min(entry.nbytes, WIDE)}
     if crc != (0 if described else entry.crc32) or not {packed, nbytes} <= sizes or packed != nbytes:
         yield "has another size or checksum in its header than in the directory"
     extra_at = entry.header_offset + LOCAL.size + name_nbytes
-    kinds = {kind for kind, _ in _extra_fields(entry.extra)}
     for kind, content in _extra_fields(file.read(extra_at, extra_nbytes)):
         if kind == _PADDING_KIND:
             if content.strip(b"Z"):
@@ -378,6 +370,10 @@ def _frame_of(file: PositionedFile, entry: _Entry, first: _Entry, stop: int) -> 
         yield "is followed by bytes that do not belong there, or by a size or checksum other than the directory's"
     if not entry.nbytes and entry.crc32:
         yield "has no bytes, and a checksum of some"
+
+
+def _fields(file: PositionedFile, entry: _Entry) -> tuple[int, ...]:
+    return ENTRY.unpack(file.read(entry.entry_offset, ENTRY.size))
 
 
 def _end_fits(end: bytes, place: DirectoryPlace) -> bool:
