@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ds_reshard.containers.dcp_directory import ArchivesPlan, plan_archives
-from ds_reshard.containers.safetensors import SafetensorsPlan, plan_safetensors
-from ds_reshard.containers.torch_zip_writer import ArchivePlan, PlainPlan, plan_archive
+from ds_reshard.containers.dcp_writer import ArchivesPlan, plan_archives
+from ds_reshard.containers.plain_writer import PlainPlan
+from ds_reshard.containers.safetensors_writer import SafetensorsPlan, plan_safetensors
+from ds_reshard.containers.torch_zip_writer import ArchivePlan, plan_archive
 from ds_reshard.errors import ConfigError, UnsupportedLayout, raise_faults
 from ds_reshard.formats.dcp.names import ACCELERATE as FOLDERS
 from ds_reshard.formats.dcp.target import dcp_target
