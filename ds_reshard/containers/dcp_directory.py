@@ -1,21 +1,25 @@
 """The `.metadata` of torch.distributed.checkpoint: which tensors a folder has, in which boxes, where each box lies.
 
 A pickle of `Metadata` (torch/distributed/checkpoint/metadata.py and `_StorageInfo` of filesystem.py, 2.13), read here
-as inert values. Each box, and each object, is an archive of torch.save of its own inside a file.
+as inert values, and written. Each box, and each object, is an archive of torch.save of its own inside a file.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from ds_reshard.containers.pickle_reader import read_pickle
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
-from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
-from ds_reshard.model.records import GlobalName, ObjectRecord
+from ds_reshard.containers.torch_zip_writer import ArchivePlan, Member, plan_archive, write_pickle
+from ds_reshard.errors import CheckpointDamaged, Fault, InternalError, UnsupportedLayout, raise_faults
+from ds_reshard.model.codec import ElementType
+from ds_reshard.model.records import GlobalName, ObjectRecord, SizeRecord, StorageRecord, TensorRecord
 
 METADATA = ".metadata"
 _OF_RANK = re.compile(r"__[0-9]+\.metadata")
@@ -85,11 +89,8 @@ def read_directory(folder: str, name: str = METADATA) -> Directory:
     than a directory of torch.distributed.checkpoint.
     """
     path = os.path.join(folder, name)
-    file = PositionedFile(path)
-    try:
+    with PositionedFile(path) as file:
         held = read_pickle(file.read(0, file.nbytes), where=path, persistent=_refuse)
-    finally:
-        file.close()
     top = _state(held)
     said, storage = top.get("state_dict_metadata"), top.get("storage_data")
     if not isinstance(said, dict) or not isinstance(storage, dict):
@@ -129,13 +130,10 @@ def _contradictions(
     for what, keys in lacking.items():
         if keys:
             some = ", ".join(sorted(keys)[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
-            yield CheckpointDamaged.fault(
-                path,
-                f"contradicts itself: {some}: {what}",
-                "each key in all parts of the directory",
-                f"{len(keys)} that are not",
-                mend="restore the folder from a copy, or save it again",
-            )
+            expected = "each key in all parts of the directory"
+            mend = "restore the folder from a copy, or save it again"
+            told = f"contradicts itself: {some}: {what}"
+            yield CheckpointDamaged.fault(path, told, expected, f"{len(keys)} that are not", mend=mend)
 
 
 def _is(key: str, names: tuple[object, ...]) -> bool:
@@ -195,3 +193,237 @@ def _state(record: object) -> Mapping[object, object]:
 
 def _refuse(identity: object) -> object:
     raise ValueError("names an object outside the file")
+
+
+# -- archives that are alike -------------------------------------------------------------------------------------------
+
+_CRC32 = struct.Struct("<I")
+_IN_HEADER, _IN_ENTRY = 14, 16  # where a checksum stands: PKWARE's APPNOTE.TXT 6.3.10, sections 4.3.7 and 4.3.12
+_IDENTITY = ".data/serialization_id"  # caffe2/serialize/inline_container.cc, kSerializationIdRecordName, torch 2.13
+_FRAME_NBYTES = 64 << 10
+Span = tuple[int, int]
+
+
+class AlikeArchives:
+    """Opens archives of one tensor, many in one file: of those that are framed alike, one is parsed.
+
+    torch.distributed.checkpoint saves every chunk as an archive of its own. Chunks of one shape and type are the same
+    bytes, but for the tensor's bytes, their checksum, and the id that torch makes of checksums.
+    """
+
+    def __init__(self) -> None:
+        self._frames: dict[tuple[object, int], _Frame] = {}
+
+    def load(self, path: str, part: Span, kind: object) -> object:
+        """What `TorchArchive.load` gives for a part of a file, and raises; archives of one `kind` may be alike."""
+        frame = self._frames.get((kind, part[1]))
+        tensor = frame.tensor(path, part) if frame is not None else None
+        if tensor is not None:
+            return tensor
+        with open_archive(path, part=part) as archive:
+            held = archive.load()
+            frame = _frame(archive, held, path, part)
+        if frame is not None:
+            self._frames.setdefault((kind, part[1]), frame)
+        return held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Frame:
+    """All of an archive but the bytes [start, stop), which are those of its one tensor: `outside`.
+
+    The spans `same` of it are the same in all archives that are alike; `checksums` are where the header and the
+    directory tell those of the members that differ, the tensor's first. A header may leave it out.
+    """
+
+    held: TensorRecord
+    start: int
+    stop: int
+    outside: bytes
+    same: tuple[Span, ...]
+    checksums: tuple[tuple[int, int], ...]
+
+    def tensor(self, path: str, part: Span) -> TensorRecord | None:
+        """The tensor of another archive of the same size; None where that is not like this one."""
+        outside = _outside(path, part, self.start, self.stop)
+        for start, stop in self.same:
+            if outside[start:stop] != self.outside[start:stop]:
+                return None
+        told = [(_CRC32.unpack_from(outside, a)[0], _CRC32.unpack_from(outside, b)[0]) for a, b in self.checksums]
+        if any(in_header not in (0, crc) for in_header, crc in told):
+            return None
+        held, storage = self.held, self.held.storage
+        placed = replace(storage, path=path, byte_offset=part[0] + self.start, crc32=told[0][1])
+        return replace(held, storage=placed)
+
+
+def _outside(path: str, part: Span, start: int, stop: int) -> bytes:
+    """The bytes of a part of a file before `start` and from `stop` on."""
+    with PositionedFile(path, part) as file:
+        return file.read(0, start) + file.read(stop, part[1] - stop)
+
+
+def _frame(archive: TorchArchive, held: object, path: str, part: Span) -> _Frame | None:
+    """The frame of an archive; None where it holds anything but one tensor with a checksum, or is of a large frame."""
+    stored = [member for name, member in archive.members.items() if name.startswith("data/")]
+    if not isinstance(held, TensorRecord) or len(stored) != 1 or stored[0].crc32 is None:
+        return None
+    if held.dtype.itemsize == 1:
+        return None  # bytes may be a pickle, which `load` looks for in each
+    data = stored[0]
+    members = sorted(archive.members.values(), key=lambda member: member.header_offset)
+    directory = min(member.entry_offset for member in members)
+    begin = {member.name: member.byte_offset - part[0] for member in members}
+    end = {a.name: b.header_offset for a, b in pairwise(members)} | {members[-1].name: directory}
+    varied = [data, *(member for member in members if member.name == _IDENTITY)]
+    start, stop = begin[data.name], end[data.name]
+    if part[1] - (stop - start) > _FRAME_NBYTES:
+        return None
+
+    def at(offset: int) -> int:
+        return offset if offset < stop else offset - (stop - start)
+
+    checksums = tuple((at(one.header_offset + _IN_HEADER), at(one.entry_offset + _IN_ENTRY)) for one in varied)
+    spans = [(place, place + _CRC32.size) for places in checksums for place in places]
+    spans += [(at(begin[one.name]), at(end[one.name])) for one in varied[1:]]
+    outside = _outside(path, part, start, stop)
+    edges = [0, *(edge for span in sorted(spans) for edge in span), len(outside)]
+    return _Frame(
+        held=held,
+        start=start,
+        stop=stop,
+        outside=outside,
+        checksums=checksums,
+        same=tuple(zip(edges[::2], edges[1::2], strict=True)),
+    )
+
+
+# -- files to be written -----------------------------------------------------------------------------------------------
+
+# Classes and attributes are those that torch's FileSystemReader unpickles (torch 2.13); they are named, never imported.
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FORMAT = "1.0.0"  # CURRENT_DCP_VERSION of filesystem.py
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchivesPlan:
+    """A file of several archives; a storage's key is the archive's number and its key there."""
+
+    archives: tuple[ArchivePlan, ...]
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each archive begins."""
+        found = [0]
+        for archive in self.archives:
+            found.append(found[-1] + archive.nbytes)
+        return found[:-1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(archive.nbytes for archive in self.archives)
+
+    @property
+    def storages(self) -> dict[str, StorageRecord]:
+        return {
+            f"{number}/{key}": storage
+            for number, archive in enumerate(self.archives)
+            for key, storage in archive.storages.items()
+        }
+
+    @property
+    def places(self) -> dict[str, Member]:
+        return {
+            f"{number}/{key}": replace(member, byte_offset=start + member.byte_offset)
+            for number, (start, archive) in enumerate(zip(self.starts, self.archives, strict=True))
+            for key, member in archive.places.items()
+        }
+
+    def parts(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+        """All bytes but those of the storages, each with its offset; `checksums` are the storages' crc32 by key."""
+        for number, (start, archive) in enumerate(zip(self.starts, self.archives, strict=True)):
+            own = {key: checksums[f"{number}/{key}"] for key in archive.storages}
+            for at, data in archive.parts(own):
+                yield start + at, data
+
+
+def plan_archives(values: Sequence[object]) -> ArchivesPlan:
+    """Where everything lies in a file that holds each value as an archive of its own."""
+    return ArchivesPlan(archives=tuple(plan_archive("archive", value) for value in values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedArchive:
+    """An archive of a file: of the box of a tensor that begins at `offset`, or of an object (None)."""
+
+    file: str
+    byte_offset: int
+    nbytes: int
+    offset: Shape | None = None
+    size: Shape | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A key of the directory: a tensor of this shape and type, or an object, where `dtype` is None.
+
+    `path` are the keys of the nested state dict.
+    """
+
+    path: tuple[object, ...]
+    archives: tuple[PlacedArchive, ...]
+    shape: Shape = ()
+    dtype: ElementType | None = None
+
+    @property
+    def key(self) -> str:
+        return ".".join(map(str, self.path))
+
+
+def write_directory(entries: Sequence[Entry]) -> bytes:
+    """The `.metadata` of files that hold these entries."""
+    storage: dict[object, object] = {}
+    for entry in entries:
+        for number, archive in enumerate(entry.archives):
+            index: dict[str, object] = {"fqn": entry.key, "offset": None, "index": None}
+            if archive.offset is not None:
+                index |= {"offset": SizeRecord(archive.offset), "index": number}
+            storage[_made("MetadataIndex", index)] = _made(
+                "_StorageInfo",
+                {"relative_path": archive.file, "offset": archive.byte_offset, "length": archive.nbytes},
+                module="torch.distributed.checkpoint.filesystem",
+            )
+    top = {
+        "state_dict_metadata": {entry.key: _told(entry) for entry in entries},
+        "planner_data": {entry.key: entry.path for entry in entries},
+        "storage_data": storage,
+        "storage_meta": None,
+        "version": _FORMAT,
+    }
+    return write_pickle(_made("Metadata", top), _no_storage)
+
+
+def _told(entry: Entry) -> ObjectRecord:
+    if entry.dtype is None:
+        return _made("BytesStorageMetadata", None)
+    get_layout = GlobalName(module="torch.serialization", name="_get_layout")
+    layout = ObjectRecord(callable=get_layout, args=("torch.strided",))
+    memory_format = ObjectRecord(callable=GlobalName(module=_METADATA, name="_MEM_FORMAT_ENCODING"), args=(0,))
+    dtype = GlobalName(module="torch", name=entry.dtype.label)
+    chunks = [
+        _made("ChunkStorageMetadata", {"offsets": SizeRecord(one.offset or ()), "sizes": SizeRecord(one.size or ())})
+        for one in entry.archives
+    ]
+    properties = _made("TensorProperties", (dtype, layout, False, memory_format, False))
+    told = {"properties": properties, "size": SizeRecord(entry.shape), "chunks": chunks}
+    return _made("TensorStorageMetadata", told)
+
+
+def _made(name: str, state: object, module: str = _METADATA) -> ObjectRecord:
+    """An instance as pickle makes one: by __new__, then its state."""
+    made = GlobalName(module=module, name=name)
+    return ObjectRecord(callable=made, by_new=True, state=state, has_state=state is not None)
+
+
+def _no_storage(storage: StorageRecord) -> str:
+    raise InternalError(f"a directory holds no tensor, and {storage.key} is one")

@@ -15,8 +15,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ds_reshard.containers.pickle_calls import call
-from ds_reshard.containers.pickle_machine import SET_COST, CutShort, Handler, OverLimit, PickleMachine
+from ds_reshard.containers.pickle_machine import SET_COST, CutShort, Handler, OverLimit, PickleMachine, call
 from ds_reshard.containers.pickle_rules import CALLEES, shown
 from ds_reshard.model.records import ObjectRecord
 
@@ -165,13 +164,7 @@ def _unicode(m: PickleMachine, pos: int) -> int:
 
 def _text1(m: PickleMachine, pos: int) -> int:
     nbytes = m.data[pos]
-    m.stack.append(m.text(pos + 1, nbytes))
-    return pos + 1 + nbytes
-
-
-def _string1(m: PickleMachine, pos: int) -> int:
-    nbytes = m.data[pos]
-    m.stack.append(_old_text(m.take(pos + 1, nbytes)))
+    m.stack.append(m.take(pos + 1, nbytes).decode("utf-8", "surrogatepass"))
     return pos + 1 + nbytes
 
 
@@ -191,19 +184,19 @@ def _text4(m: PickleMachine, pos: int) -> int:
     return stop
 
 
-def _text8(m: PickleMachine, pos: int) -> int:
-    nbytes: int = _U8(m.data, pos)[0]
-    m.stack.append(m.text(pos + 8, nbytes))
-    return pos + 8 + nbytes
+def _counted(size: struct.Struct, make: Callable[[bytes], object] = bytes) -> Handler:
+    """Bytes behind their number, and what is made of them."""
 
-
-def _bytes(size: struct.Struct, make: Callable[[bytes], object] = bytes) -> Handler:
     def push(m: PickleMachine, pos: int) -> int:
         start, nbytes = pos + size.size, size.unpack_from(m.data, pos)[0]
         m.stack.append(make(m.take(start, nbytes)))
         return start + int(nbytes)
 
     return push
+
+
+def _utf8(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
 
 
 def _mark(m: PickleMachine, pos: int) -> int:
@@ -539,15 +532,15 @@ _INSTRUCTIONS: dict[bytes, Handler] = {
     b"F": _float,
     b"S": _string,
     b"V": _unicode,
-    b"U": _string1,
+    b"U": _counted(struct.Struct("<B"), _old_text),
     b"\x8c": _text1,
     b"T": _string4,
     b"X": _text4,
-    b"\x8d": _text8,
-    b"C": _bytes(struct.Struct("<B")),
-    b"B": _bytes(struct.Struct("<I")),
-    b"\x8e": _bytes(struct.Struct("<Q")),
-    b"\x96": _bytes(struct.Struct("<Q"), bytearray),
+    b"\x8d": _counted(struct.Struct("<Q"), _utf8),
+    b"C": _counted(struct.Struct("<B")),
+    b"B": _counted(struct.Struct("<I")),
+    b"\x8e": _counted(struct.Struct("<Q")),
+    b"\x96": _counted(struct.Struct("<Q"), bytearray),
     b"(": _mark,
     b"0": _pop,
     b"1": _pop_mark,

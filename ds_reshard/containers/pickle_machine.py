@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import _compat_pickle
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ds_reshard.containers.pickle_rules import CALLEES, Callee, CalleeArguments, Finding, PickleRules, shown, shown_call
 from ds_reshard.containers.pickle_table import Allowed, plain_state, reconstructed
-from ds_reshard.model.records import GlobalName, ObjectRecord
+from ds_reshard.model.records import GlobalName, ObjectRecord, SizeRecord
 
 Persistent = Callable[[object], object]
 Reduce = Callable[[GlobalName, tuple[object, ...]], object]
@@ -58,6 +59,7 @@ class PickleLimits:
     integer_nbytes: int = 1024
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PickleMachine:
     """A pickle's bytes and the values made from them so far.
 
@@ -73,62 +75,36 @@ class PickleMachine:
     have gone on, or elsewhere.
     """
 
-    __slots__ = (
-        "_alike",
-        "astray",
-        "cut_short",
-        "data",
-        "end",
-        "findings",
-        "frame_end",
-        "lacks",
-        "limits",
-        "marked",
-        "memo",
-        "named",
-        "nested",
-        "outside",
-        "over_limit",
-        "persistent",
-        "protocol",
-        "reduce",
-        "refused",
-        "result",
-        "room",
-        "rules",
-        "stack",
-        "stopped_at",
-        "uses",
-        "work",
-    )
+    data: bytes
+    persistent: Persistent
+    reduce: Reduce
+    limits: PickleLimits
+    rules: PickleRules
+    end: int = field(init=False)
+    work: int = field(init=False)
+    room: int = _MOST_CONTAINERS
+    protocol: int = 0
+    stack: list[object] = field(default_factory=list)
+    marked: list[list[object]] = field(default_factory=list)
+    memo: dict[int, object] = field(default_factory=dict)
+    named: dict[tuple[str, str, bool], GlobalName | Callee] = field(default_factory=dict)
+    uses: dict[int, Allowed | None] = field(default_factory=lambda: {id(UNKNOWN): None})
+    outside: ObjectRecord = field(default_factory=lambda: ObjectRecord(callable=UNKNOWN))
+    findings: dict[tuple[str, int], Finding] = field(default_factory=dict)
+    nested: dict[bytes, tuple[int, bool]] = field(default_factory=dict)
+    refused: bool = False
+    frame_end: int = 0
+    result: object = None
+    stopped_at: int = 0
+    lacks: CutShort | None = None
+    cut_short: bool = False
+    over_limit: bool = False
+    astray: bool = False
+    _alike: dict[int, dict[int, int]] = field(default_factory=dict)
 
-    def __init__(
-        self, data: bytes, persistent: Persistent, reduce: Reduce, limits: PickleLimits, rules: PickleRules
-    ) -> None:
-        self.data = data
-        self.end = len(data)
-        self.limits = limits
-        self.persistent = persistent
-        self.reduce = reduce
-        self.rules = rules
-        self.stack: list[object] = []
-        self.marked: list[list[object]] = []
-        self.memo: dict[int, object] = {}
-        self.protocol = 0
-        self.work = 16 * len(data) + (1 << 16)
-        self.room = _MOST_CONTAINERS
-        self.result: object = None
-        self.stopped_at = 0
-        self.frame_end = 0
-        self._alike: dict[int, dict[int, int]] = {}
-        self.named: dict[tuple[str, str, bool], GlobalName | Callee] = {}
-        self.uses: dict[int, Allowed | None] = {id(UNKNOWN): None}
-        self.findings: dict[tuple[str, int], Finding] = {}
-        self.cut_short = self.over_limit = self.astray = False
-        self.lacks: CutShort | None = None
-        self.refused = False
-        self.outside = ObjectRecord(callable=UNKNOWN)
-        self.nested: dict[bytes, tuple[int, bool]] = {}
+    def __post_init__(self) -> None:
+        self.end = len(self.data)
+        self.work = 16 * len(self.data) + (1 << 16)
 
     def since_mark(self) -> list[object]:
         """Take everything above the last mark off the stack, and the mark; ValueError when there is none."""
@@ -137,9 +113,6 @@ class PickleMachine:
             raise ValueError("there is no mark on the stack")
         self.stack = self.marked.pop()
         return items
-
-    def text(self, start: int, nbytes: int) -> str:
-        return self.take(start, nbytes).decode("utf-8", "surrogatepass")
 
     def take(self, start: int, nbytes: int) -> bytes:
         """The bytes [start, start + nbytes); CutShort when they leave the pickle, before any copy."""
@@ -310,3 +283,127 @@ class PickleMachine:
                 return cost
             level = inner
         raise OverLimit(f"a key is nested deeper than {self.limits.depth}")
+
+
+_Call = Callable[[PickleMachine, tuple[object, ...]], object]
+
+
+def call(
+    machine: PickleMachine, function: object, args: object, kwargs: dict[str, object], byte: int, *, by_new: bool
+) -> object:
+    """What `function(*args, **kwargs)` gives in a pickle: a plain value, the hook's record, or an ObjectRecord."""
+    if not isinstance(args, tuple):
+        machine.refuse(byte, f"calls {shown(function)} with a {type(args).__name__} for a tuple of arguments")
+        args = ()
+    if type(function) is Callee:
+        function = function.name
+    if not isinstance(function, GlobalName):
+        machine.keep((args,), byte)
+        machine.refuse(byte, f"calls {shown(function)}{shown(args)}, which is no name")
+        return ObjectRecord(callable=UNKNOWN, args=args, kwargs=kwargs, by_new=by_new)
+    if type(args) is CalleeArguments:
+        args = machine.arguments(function, args, byte)
+    machine.use(function, args, kwargs, byte, by_new=by_new)
+    if not kwargs:
+        harmless = _HARMLESS.get((function.module, function.name))
+        made = harmless(machine, args) if harmless is not None else NotImplemented
+        if made is NotImplemented and not by_new:
+            made = machine.reduce(function, args)
+        if made is not NotImplemented:
+            return made
+    return ObjectRecord(callable=function, args=args, kwargs=kwargs, by_new=by_new)
+
+
+def _ordered_dict(machine: PickleMachine, args: tuple[object, ...]) -> object:
+    if not args:
+        return OrderedDict()
+    pairs = args[0]
+    if len(args) != 1 or not isinstance(pairs, list):
+        return NotImplemented
+    machine.charge(len(pairs))
+    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
+        return NotImplemented
+    machine.check_keys(pair[0] for pair in pairs)
+    return OrderedDict(pairs)
+
+
+def _elements(machine: PickleMachine, args: tuple[object, ...]) -> list[object] | tuple[object, ...] | None:
+    """The one list or tuple that is given, () when nothing is, None for anything else; its copy is paid for."""
+    if not args:
+        return ()
+    given = args[0]
+    if len(args) != 1 or not isinstance(given, (list, tuple)):
+        return None
+    machine.charge(len(given))
+    return given
+
+
+def _size(machine: PickleMachine, args: tuple[object, ...]) -> object:
+    sizes = _elements(machine, args)
+    if sizes is None or not all(isinstance(size, int) for size in sizes):
+        return NotImplemented
+    return SizeRecord(size for size in sizes if isinstance(size, int))
+
+
+def _of_keys(make: Callable[[Iterable[object]], object]) -> _Call:
+    """A set or a frozenset of the elements that are given."""
+
+    def made(machine: PickleMachine, args: tuple[object, ...]) -> object:
+        members = _elements(machine, args)
+        machine.check_keys(members or ())
+        return NotImplemented if members is None else make(members)
+
+    return made
+
+
+def _bytes(machine: PickleMachine, args: tuple[object, ...]) -> object:
+    if not args:
+        return b""
+    given = args[0]
+    if len(args) != 1 or not isinstance(given, (bytes, bytearray)):
+        return NotImplemented
+    machine.charge(len(given))
+    return bytes(given)
+
+
+def _bytearray(machine: PickleMachine, args: tuple[object, ...]) -> object:
+    made = _encode(machine, args) if len(args) == 2 else _bytes(machine, args)
+    return bytearray(made) if isinstance(made, bytes) else NotImplemented
+
+
+def _encode(machine: PickleMachine, args: tuple[object, ...]) -> object:
+    """Bytes as protocols 0 to 2 write them: pickle.py `save_bytes`, `codecs.encode(str, "latin1")`."""
+    if len(args) != 2 or args[1] not in ("latin1", "latin-1") or not isinstance(args[0], str):
+        return NotImplemented
+    machine.charge(len(args[0]))
+    return args[0].encode("latin-1")
+
+
+def _complex(_: PickleMachine, args: tuple[object, ...]) -> object:
+    parts = [part for part in args if isinstance(part, (int, float))]
+    return complex(*parts) if len(parts) == len(args) == 2 else NotImplemented
+
+
+def _slice(_: PickleMachine, args: tuple[object, ...]) -> object:
+    if len(args) != 3 or not all(part is None or type(part) is int for part in args):
+        return NotImplemented
+    return slice(*args)
+
+
+def _range(_: PickleMachine, args: tuple[object, ...]) -> object:
+    bounds = [part for part in args if type(part) is int]
+    return range(*bounds) if 1 <= len(bounds) == len(args) <= 3 else NotImplemented
+
+
+_HARMLESS: dict[tuple[str, str], _Call] = {
+    ("collections", "OrderedDict"): _ordered_dict,
+    ("torch", "Size"): _size,
+    ("builtins", "set"): _of_keys(set),
+    ("builtins", "frozenset"): _of_keys(frozenset),
+    ("builtins", "bytes"): _bytes,
+    ("builtins", "bytearray"): _bytearray,
+    ("builtins", "complex"): _complex,
+    ("builtins", "slice"): _slice,
+    ("builtins", "range"): _range,
+    ("_codecs", "encode"): _encode,
+}

@@ -155,71 +155,27 @@ ALLOW_ALL = PickleRules(everything=True)
 
 # -- what certainly acts -----------------------------------------------------------------------------------------------
 
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Functions of torch and numpy that open files, run code or call what they are given; a name ending with a point is all
 # of a module.
-_ACTING = (
-    "torch.load",
-    "torch.save",
-    "torch.jit.",
-    "torch.hub.",
-    "torch.package.",
-    "torch.serialization.",
-    "torch.ops.",
-    "torch.utils.",
-    "torch._dynamo.",
-    "torch._inductor.",
-    "torch._C.",
-    "torch.fx.",
-    "torch.export.",
-    "torch.compile",
-    "torch.distributed.rpc.",
-    "torch.distributed.elastic.",
-    "torch.distributed.run.",
-    "torch.multiprocessing.",
-    "numpy.load",
-    "numpy.save",
-    "numpy.loadtxt",
-    "numpy.savetxt",
-    "numpy.fromfile",
-    "numpy.memmap",
-    "numpy.lib.",
-    "numpy.f2py.",
-    "numpy.testing.",
-    "numpy.distutils.",
-    "numpy.ctypeslib.",
-    "numpy.vectorize",
-    "numpy.frompyfunc",
+_ACTING = _names(
+    "torch.load torch.save torch.jit. torch.hub. torch.package. torch.serialization. torch.ops. torch.utils. "
+    "torch._dynamo. torch._inductor. torch._C. torch.fx. torch.export. torch.compile torch.distributed.rpc. "
+    "torch.distributed.elastic. torch.distributed.run. torch.multiprocessing. numpy.load numpy.save numpy.loadtxt "
+    "numpy.savetxt numpy.fromfile numpy.memmap numpy.lib. numpy.f2py. numpy.testing. numpy.distutils. "
+    "numpy.ctypeslib. numpy.vectorize numpy.frompyfunc"
 )
 # Modules of the standard library whose classes hold data alone; what a user derives from them may be trusted.
-_HOLDING = frozenset(
-    {
-        "argparse",
-        "array",
-        "collections",
-        "dataclasses",
-        "datetime",
-        "decimal",
-        "enum",
-        "fractions",
-        "ipaddress",
-        "numbers",
-        "pathlib",
-        "random",
-        "re",
-        "statistics",
-        "string",
-        "time",
-        "typing",
-        "uuid",
-        "zoneinfo",
-    }
+_HOLDING = _names(
+    "argparse array collections dataclasses datetime decimal enum fractions ipaddress numbers pathlib random re "
+    "statistics string time typing uuid zoneinfo"
 )
-_PYTHON_2 = frozenset(
-    {"__builtin__", "commands", "copy_reg", "cPickle", "cStringIO", "exceptions", "popen2", "urllib2"}
-)
-_RUNNING = frozenset(
-    {"pip", "test", "_pyrepl", "setuptools", "pkg_resources", "cloudpickle", "dill", "joblib", "IPython"}
-)
+_PYTHON_2 = _names("__builtin__ cPickle cStringIO commands copy_reg exceptions popen2 urllib2")
+_RUNNING = _names("IPython _pyrepl cloudpickle dill joblib pip pkg_resources setuptools test")
 
 
 def acts(dotted: str) -> bool:

@@ -174,17 +174,9 @@ def _is_tensor_type(kind: object, rules: PickleRules) -> bool:
     return str(kind) in _TENSOR_TYPES or allowed is TRUSTED or allowed is None
 
 
-_TENSOR_TYPES = frozenset(
-    {
-        "torch.Tensor",
-        "torch._tensor.Tensor",
-        "torch.nn.parameter.Parameter",
-        "torch.nn.parameter.Buffer",
-        "torch.distributed.tensor.DTensor",
-        "torch.distributed._tensor.api.DTensor",
-        "torch.distributed._tensor.DTensor",
-    }
-)
+_TENSOR_TYPES = frozenset({"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter"})
+_TENSOR_TYPES |= {"torch.nn.parameter.Buffer", "torch.distributed.tensor.DTensor"}
+_TENSOR_TYPES |= {"torch.distributed._tensor.api.DTensor", "torch.distributed._tensor.DTensor"}
 
 
 def _wrapper(args: Args, rules: PickleRules) -> bool:
@@ -284,6 +276,7 @@ _TENSOR = "torch rebuilds a tensor from its storage"
 _STORAGE = "a kind of storage"
 _PLAIN = "a plain value of Python"
 _KIND = "stands for a type"
+_RANDOM = "a kind of random generator"
 _TABLE: dict[tuple[str, str], Allowed] = {}
 
 
@@ -352,24 +345,12 @@ _allow("fractions", "Fraction", _PLAIN, fits=_ratio)
 _objects("uuid", "UUID", _PLAIN)
 _enums("uuid", "SafeUUID", "Python")
 _enums("signal", "Signals", "Python: Megatron-LM keeps --exit-signal")
+_PATHS = "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath"
 for _module in ("pathlib", "pathlib._local"):  # where Python 3.13 has them
-    _allow(
-        _module,
-        "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath",
-        "a path, not opened",
-        call=True,
-        value=True,
-    )
+    _allow(_module, _PATHS, "a path, not opened", call=True, value=True)
+_HELD = "holds bytes; a pickle in it is read as well"
 for _module in ("io", "_io"):
-    _allow(
-        _module,
-        "BytesIO",
-        "holds bytes; a pickle in it is read as well",
-        new=True,
-        state=True,
-        nested="held",
-        fits=_literal,
-    )
+    _allow(_module, "BytesIO", _HELD, new=True, state=True, nested="held", fits=_literal)
     _allow(_module, "StringIO", "holds text", call=True, new=True, state=True)
 _allow("operator", "itemgetter", "an index or a key", fits=_words)
 
@@ -384,22 +365,13 @@ for _module in ("numpy.core", "numpy._core"):
     _allow(f"{_module}.multiarray", "_reconstruct", "an array", fits=_array, state=True, fits_state=_array_state)
     _allow(f"{_module}.multiarray", "scalar", "a number", fits=_of_numbers)
     _allow(f"{_module}.numeric", "_frombuffer", "an array", fits=_of_numbers)
-for _module, _names in (
-    ("_mt19937", "MT19937"),
-    ("_pcg64", "PCG64 PCG64DXSM"),
-    ("_philox", "Philox"),
-    ("_sfc64", "SFC64"),
-    ("bit_generator", "SeedSequence"),
-):
-    _allow(f"numpy.random.{_module}", _names, "a kind of random generator")
-_allow(
-    "numpy.random._pickle",
-    "__bit_generator_ctor __generator_ctor __randomstate_ctor",
-    "a random state",
-    fits=_generator,
-    state=True,
-    callee_at=1,
-)
+_allow("numpy.random._mt19937", "MT19937", _RANDOM)
+_allow("numpy.random._pcg64", "PCG64 PCG64DXSM", _RANDOM)
+_allow("numpy.random._philox", "Philox", _RANDOM)
+_allow("numpy.random._sfc64", "SFC64", _RANDOM)
+_allow("numpy.random.bit_generator", "SeedSequence", _RANDOM)
+_MAKERS = "__bit_generator_ctor __generator_ctor __randomstate_ctor"
+_allow("numpy.random._pickle", _MAKERS, "a random state", fits=_generator, state=True, callee_at=1)
 _allow("numpy.random.bit_generator", "__pyx_unpickle_SeedSequence", "a random state's seed", fits=_seed, state=True)
 
 # torch's tensors, and what they are made of.
@@ -448,28 +420,19 @@ _allow("torch._utils", "_rebuild_parameter_with_state", _TENSOR, fits=_with_stat
 _allow("torch._utils", "_rebuild_wrapper_subclass", _TENSOR, fits=_wrapper)
 for _module in ("torch._tensor", "torch.tensor"):  # torch.load reads the second as the first
     _allow(_module, "_rebuild_from_type_v2", "a tensor of a class that torch has", fits=_retyped, callee_at=0)
-_allow(
-    "torch.storage",
-    "_load_from_bytes",
-    "a file of torch.save, which is read as well",
-    nested="opened",
-    fits=_one_literal,
-)
+_OPENED = "a file of torch.save, which is read as well"
+_allow("torch.storage", "_load_from_bytes", _OPENED, nested="opened", fits=_one_literal)
 
 # torch.distributed: DTensors, and the directory of torch.distributed.checkpoint.
-_allow("torch.distributed.tensor", "DTensor", _KIND)
-_allow("torch.distributed._tensor", "DTensor", _KIND)
-_allow("torch.distributed._tensor.api", "DTensor", _KIND)
+for _module in ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._tensor.api"):
+    _allow(_module, "DTensor", _KIND)
 for _module in ("torch.distributed.device_mesh", "torch.distributed._tensor.device_mesh"):
     _objects(_module, "DeviceMesh", "the mesh of a DTensor")
 _objects("torch.distributed._mesh_layout", "_FlatLayout _MeshLayout", "the mesh of a DTensor")
+_SPECS = "DTensorSpec TensorMeta"
 for _module in ("torch.distributed.tensor", "torch.distributed._tensor"):
-    _objects(
-        f"{_module}.placement_types",
-        "Shard Replicate Partial _StridedShard DTensorSpec TensorMeta",
-        "how a DTensor lies",
-    )
-    _objects(f"{_module}._dtensor_spec", "DTensorSpec TensorMeta ShardOrderEntry", "how a DTensor lies")
+    _objects(f"{_module}.placement_types", f"Shard Replicate Partial _StridedShard {_SPECS}", "how a DTensor lies")
+    _objects(f"{_module}._dtensor_spec", f"{_SPECS} ShardOrderEntry", "how a DTensor lies")
 _DIRECTORY = "the directory of torch.distributed.checkpoint"
 _objects(
     "torch.distributed.checkpoint.metadata",

@@ -67,6 +67,12 @@ class PositionedFile:
         if descriptor >= 0:
             os.close(descriptor)
 
+    def __enter__(self) -> PositionedFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
 
 class PositionedBytes(PositionedFile):
     """Bytes in memory, read as a file is; `path` names the file that they were taken from."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
+from typing import TypeGuard
 
 from ds_reshard.containers.crc import crc32
-from ds_reshard.containers.pickle_reader import DEFAULT_LIMITS, PickleLimits, read_pickle
+from ds_reshard.containers.pickle_reader import DEFAULT_LIMITS, PickleLimits, begins_marked, read_pickle, scan_source
 from ds_reshard.containers.pickle_rules import PickleRules, rules_in_force
 from ds_reshard.containers.positioned import PositionedFile, PositionedView
-from ds_reshard.containers.torch_tensors import TensorCalls
+from ds_reshard.containers.torch_zip_writer import STORAGES
 from ds_reshard.containers.zip_directory import ArchiveMember, read_members
 from ds_reshard.errors import (
     CheckpointDamaged,
@@ -23,9 +24,11 @@ from ds_reshard.errors import (
     faults_of,
     raise_faults,
 )
-from ds_reshard.model.records import StorageRecord, TensorRecord
+from ds_reshard.model.codec import ElementType
+from ds_reshard.model.records import GlobalName, ObjectRecord, StorageRecord, TensorRecord
 
 __all__ = ["ArchiveLimits", "ArchiveMember", "TorchArchive", "check_root", "open_archive"]
+
 
 # caffe2/serialize/versions.h, kMinSupportedFileFormatVersion and kMaxSupportedFileFormatVersion, torch 2.13.
 _VERSIONS = range(1, 11)
@@ -56,10 +59,9 @@ class TorchArchive:
         self._file = file
         self._start = start
         try:
-            root, members = read_members(self._file, limits.directory_nbytes)
-            self.root = root
-            if self._start:
-                members = {n: replace(one, byte_offset=self._start + one.byte_offset) for n, one in members.items()}
+            self.root, members = read_members(file, limits.directory_nbytes)
+            if start:
+                members = {n: replace(one, byte_offset=start + one.byte_offset) for n, one in members.items()}
             self.members: Mapping[str, ArchiveMember] = MappingProxyType(members)
             self._calls = TensorCalls(path, members)
             self._check_kind()
@@ -125,8 +127,6 @@ class TorchArchive:
 
         Where the elements do not follow each other, only how they begin is looked at.
         """
-        from ds_reshard.containers.pickle_scan import begins_marked, scan_source  # which opens archives
-
         faults: list[Fault] = []
         for tensor in dict.fromkeys(self._calls.of_bytes):
             at, member = tensor.byte_offset - self._start, self._told(f"storage {tensor.storage.key!r}")
@@ -146,7 +146,8 @@ class TorchArchive:
         """All bytes of member `name`, checked; raises ChecksumMismatch, CheckpointDamaged or ReadFailed."""
         member = self._member(name)
         data = self._file.read(member.byte_offset - self._start, member.nbytes)
-        self._check(f"member {name!r}", data, member.crc32)
+        if (mismatch := self._mismatch(f"member {name!r}", data, member.crc32)) is not None:
+            raise mismatch
         return data
 
     def tensor_bytes(self, tensor: TensorRecord) -> bytes:
@@ -164,13 +165,10 @@ class TorchArchive:
                 "is not contiguous; save it with .contiguous()"
             )
         data = self._file.read(tensor.byte_offset - self._start, tensor.nbytes)
-        if tensor.nbytes == storage.nbytes:
-            self._check(f"storage {storage.key!r}", data, storage.crc32)
+        crc = storage.crc32 if tensor.nbytes == storage.nbytes else None
+        if (mismatch := self._mismatch(f"storage {storage.key!r}", data, crc)) is not None:
+            raise mismatch
         return data
-
-    def storage_bytes(self, storage: StorageRecord) -> bytes:
-        """All bytes of a storage, checked; raises ChecksumMismatch, CheckpointDamaged or ReadFailed."""
-        return self.read(f"data/{storage.key}")
 
     def close(self) -> None:
         self._file.close()
@@ -178,9 +176,7 @@ class TorchArchive:
     def __enter__(self) -> TorchArchive:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _member(self, name: str) -> ArchiveMember:
@@ -188,11 +184,6 @@ class TorchArchive:
         if member is None:
             raise CheckpointDamaged(f"{self.path}: the archive has no member {name!r}")
         return member
-
-    def _check(self, what: str, data: bytes, recorded: int | None) -> None:
-        mismatch = self._mismatch(what, data, recorded)
-        if mismatch is not None:
-            raise mismatch
 
     def _mismatch(self, what: str, data: bytes, recorded: int | None) -> ChecksumMismatch | None:
         if recorded is None or (found := crc32(data)) == recorded:
@@ -244,17 +235,157 @@ def check_root(path: str, stem: str, root: str) -> None:
     torch names the root of its zip after the file it writes to (the stem), or "archive" when it writes
     to a stream: then nothing can be told.
     """
-    if root in (stem, "archive"):
-        return
-    raise_faults(
-        [
-            CheckpointDamaged.fault(
-                path,
-                "was written under another name: a shard was copied or swapped",
-                f"root {stem!r} inside the file",
-                repr(root),
-                mend="restore each shard under the name that it was saved with",
+    if root not in (stem, "archive"):
+        what = "was written under another name: a shard was copied or swapped"
+        mend = "restore each shard under the name that it was saved with"
+        fault = CheckpointDamaged.fault(path, what, f"root {stem!r} inside the file", repr(root), mend=mend)
+        raise_faults([fault], subject="reading a checkpoint")
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+_STORAGES = {name: dtype for dtype, name in STORAGES.items()} | {"UntypedStorage": ElementType.UINT8}
+_STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
+_PLAIN_TYPES = frozenset({"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter"})
+_MAX_DIMENSION = (1 << 63) - 1
+_MAX_NDIM = 64  # of torch (c10/core/WrapDimMinimal, dim_list_to_bitset); also keeps checking a view cheap
+
+
+class TensorCalls:
+    """Gives meaning to the persistent ids and the calls by which torch pickles tensors of one archive.
+
+    The calls are those of torch/_utils.py and torch/_tensor.py (2.13). Each tensor is checked to lie inside its
+    storage. `of_bytes` are the tensors that were rebuilt whose elements are bytes.
+    """
+
+    def __init__(self, path: str, members: Mapping[str, ArchiveMember]) -> None:
+        self._path = path
+        self._members = members
+        self._storages: dict[tuple[str, str, int], StorageRecord] = {}
+        self.of_bytes: list[TensorRecord] = []
+
+    def storage(self, identity: object) -> object:
+        """The StorageRecord of a persistent id ("storage", class, key, location, numel).
+
+        A storage of an element type that has no name here becomes an ObjectRecord. Raises
+        CheckpointDamaged when the member is missing or not exactly of the size that the id declares.
+        """
+        if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
+            raise CheckpointDamaged(f"{self._path}: a persistent id is not that of a torch storage")
+        _, kind, key, location, numel = identity
+        if not isinstance(kind, GlobalName) or not isinstance(key, str) or type(numel) is not int or numel < 0:
+            raise CheckpointDamaged(f"{self._path}: the persistent id of a storage is malformed")
+        dtype = _STORAGES.get(kind.name) if kind.module in _STORAGE_MODULES else None
+        if dtype is None:
+            return ObjectRecord(callable=kind, args=(key, location, numel))
+        known = self._storages.get((key, kind.name, numel))
+        if known is not None:
+            return known
+        member = self._members.get(f"data/{key}")
+        if member is None:
+            raise CheckpointDamaged(f"{self._path}: storage {key[:80]!r} has no bytes in the archive")
+        if member.nbytes != numel * dtype.itemsize:
+            raise CheckpointDamaged(
+                f"{self._path}: storage {key[:80]!r} of {numel} {dtype.label} elements: expected "
+                f"{numel * dtype.itemsize} bytes, found {member.nbytes}"
             )
-        ],
-        subject="reading a checkpoint",
-    )
+        record = StorageRecord(
+            path=self._path,
+            key=key,
+            dtype=dtype,
+            numel=numel,
+            byte_offset=member.byte_offset,
+            nbytes=member.nbytes,
+            crc32=member.crc32,
+        )
+        self._storages[key, kind.name, numel] = record
+        return record
+
+    def call(self, function: GlobalName, args: tuple[object, ...]) -> object:
+        """The TensorRecord that the call rebuilds; NotImplemented for every other call.
+
+        NotImplemented too for tensors that a record cannot say: of an element type that has no name here,
+        conjugated or negated lazily, or of a subclass. Raises CheckpointDamaged for a malformed call.
+        """
+        name = function.name
+        if function.module not in ("torch._utils", "torch._tensor", "torch.tensor"):
+            return NotImplemented
+        if name == "_rebuild_tensor_v2" and len(args) in (6, 7):
+            return self._tensor(args[:4], None, args[4], args[6:])
+        if name == "_rebuild_tensor_v3" and len(args) in (7, 8):
+            return self._tensor(args[:4], args[6], args[4], args[7:])
+        if name == "_rebuild_tensor" and len(args) == 4:
+            return self._tensor(args, None, False, ())
+        if name in ("_rebuild_parameter", "_rebuild_parameter_with_state") and len(args) in (3, 4):
+            if isinstance(args[0], TensorRecord):
+                return replace(args[0], requires_grad=args[1] is True)
+            return NotImplemented
+        if name == "_rebuild_from_type_v2" and len(args) == 4:
+            inner, kind, inner_args, _ = args
+            if not isinstance(kind, GlobalName) or str(kind) not in _PLAIN_TYPES:
+                return NotImplemented
+            if isinstance(inner, GlobalName) and isinstance(inner_args, tuple) and inner.name != name:
+                return self.call(inner, inner_args)
+        return NotImplemented
+
+    def _tensor(
+        self, view: tuple[object, ...], named_dtype: object, requires_grad: object, metadata: tuple[object, ...]
+    ) -> object:
+        storage, offset, shape, stride = view
+        if not isinstance(storage, StorageRecord):
+            if isinstance(storage, ObjectRecord):
+                return NotImplemented
+            raise CheckpointDamaged(f"{self._path}: a tensor is rebuilt from a {type(storage).__name__}, not a storage")
+        dtype = storage.dtype
+        if named_dtype is not None:
+            if not isinstance(named_dtype, GlobalName) or named_dtype.module != "torch":
+                raise CheckpointDamaged(f"{self._path}: a tensor of storage {storage.key!r} has no element type")
+            try:
+                dtype = ElementType.named(named_dtype.name)
+            except KeyError:
+                return NotImplemented
+        if any(metadata):
+            return NotImplemented
+        sizes, strides = _dimensions(shape), _dimensions(stride)
+        if sizes is None or strides is None or len(sizes) != len(strides) or not _is_dimension(offset):
+            raise CheckpointDamaged(f"{self._path}: a tensor of storage {storage.key!r} is malformed")
+        made = TensorRecord(
+            storage=storage,
+            dtype=dtype,
+            element_offset=self._inside(storage, dtype, offset, sizes, strides),
+            shape=sizes,
+            stride=strides,
+            requires_grad=requires_grad is True,
+        )
+        if dtype.itemsize == 1 and made.nbytes:
+            self.of_bytes.append(made)
+        return made
+
+    def _inside(
+        self, storage: StorageRecord, dtype: ElementType, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> int:
+        """The view's offset, checked to stay in the storage; of an empty view, moved there: it reads nothing."""
+        numel = storage.nbytes // dtype.itemsize
+        if 0 in shape:
+            return min(offset, numel)
+        stop = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        if stop > numel:
+            raise CheckpointDamaged(
+                f"{self._path}: a tensor of shape {shape}, stride {stride} and offset {offset} ends at element "
+                f"{stop} of storage {storage.key!r}, which has {numel} of {dtype.label}"
+            )
+        return offset
+
+
+def _dimensions(value: object) -> tuple[int, ...] | None:
+    """The sizes, strides or offsets that `value` holds; None when they are not non-negative 64-bit integers."""
+    if not isinstance(value, (tuple, list)) or len(value) > _MAX_NDIM:
+        return None
+    for size in value:
+        if not _is_dimension(size):
+            return None
+    return tuple(value)
+
+
+def _is_dimension(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value <= _MAX_DIMENSION

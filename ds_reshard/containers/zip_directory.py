@@ -1,7 +1,8 @@
-"""The directory of a torch archive, with every claim in it checked against the file.
+"""The zip format of torch.save: where each member lies, with every claim of the file checked against the file.
 
-The format is PKWARE's APPNOTE.TXT 6.3.10, sections 4.3.7 (local header), 4.3.12 (directory) and 4.5.3
-(64-bit sizes). Only what torch.save writes is accepted: stored, not encrypted, one root folder.
+PKWARE's APPNOTE.TXT 6.3.10: sections 4.3.7 (local header), 4.3.9 (descriptor), 4.3.12 (directory), 4.3.14 to 4.3.16
+(end records) and 4.5.3 (64-bit sizes). torch's writer is miniz (caffe2/serialize/inline_container.cc, torch 2.13). Only
+what it writes is accepted: members stored, not encrypted, below one root; no comment, nothing before or between.
 """
 
 from __future__ import annotations
@@ -9,20 +10,33 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from ds_reshard.containers.positioned import PositionedFile
-from ds_reshard.containers.zip_end import DirectoryPlace, find_directory
-from ds_reshard.errors import CheckpointDamaged, UnsafePickle
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsafePickle
 
-_ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
-_WIDE = 0xFFFFFFFF
-# Sizes follow the bytes (bit 3), names are UTF-8 (bit 11): all that torch's writer sets.
-_KNOWN_FLAGS = 0x0808
+ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
+LOCAL = struct.Struct("<4sHHHHHIIIHH")
+END = struct.Struct("<4sHHHHIIH")
+END64_LOCATOR = struct.Struct("<4sIQI")
+END64 = struct.Struct("<4sQHHIIQQQQ")
+_ENTRY_IN_USE = struct.Struct("<8xHH4xIIIHHHH6xI")  # what opening an archive needs of an entry
+WIDE = 0xFFFFFFFF
+"""Stands in a field of 32 bits whose value is among the 64-bit sizes."""
+
+# pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2): how torch.save began before 1.6.
+LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+
+_TAIL_NBYTES = 4 << 10
+# A descriptor follows the bytes (bit 3), names are UTF-8 (bit 11): all that torch's writer sets.
+_DESCRIBED, _KNOWN_FLAGS = 0x0008, 0x0808
+_WIDE_KIND, _PADDING_KIND = 1, 0x4246  # of extra fields; "FB" pads a header so that the bytes behind it are aligned
 _WINDOW_NBYTES = 64 << 10
 # Torch writes the 64-bit sizes (28 bytes) and then padding, of which the first 4 bytes are read.
 _EXTRA_NBYTES = 64
+# What torch's writer (0x031e, 45), this package's (20, 45) and Python's zipfile (45) put into end records.
+_VERSIONS = (20, 45, 0x031E)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +54,24 @@ class ArchiveMember:
     entry_offset: int
 
 
+class DirectoryPlace(NamedTuple):
+    """`entries` entries in the bytes [byte_offset, byte_offset + nbytes)."""
+
+    entries: int
+    byte_offset: int
+    nbytes: int
+
+
+class _Entry(NamedTuple):
+    """One line of the directory, at `entry_offset`: the member's whole name, and what is said of it."""
+
+    name: str
+    header_offset: int
+    nbytes: int
+    crc32: int
+    entry_offset: int
+
+
 def read_members(file: PositionedFile, max_directory_nbytes: int) -> tuple[str, dict[str, ArchiveMember]]:
     """The root folder's name and every member by its name below the root, in the order of their bytes.
 
@@ -52,68 +84,124 @@ def read_members(file: PositionedFile, max_directory_nbytes: int) -> tuple[str, 
         raise CheckpointDamaged(
             f"{file.path}: a zip directory of {place.nbytes} bytes; at most {max_directory_nbytes} are read"
         )
-    if place.byte_offset >= place.tail_offset:
-        start = place.byte_offset - place.tail_offset
-        directory = place.tail[start : start + place.nbytes]
-    else:
-        directory = file.read(place.byte_offset, place.nbytes)
-    entries = sorted(_entries(file.path, directory, place), key=lambda entry: entry.header_offset)
+    entries = _entries(file, place)
     if not entries:
         raise CheckpointDamaged(f"{file.path}: the zip file is empty")
-    offsets = _placed(file, entries, place.byte_offset)
-    return _by_name(file.path, entries, offsets)
+    root = entries[0].name.split("/")[0]
+    bare = not any(entry.crc32 for entry in entries)  # as torch.serialization.set_crc32_options(False) writes them
+    found: dict[str, ArchiveMember] = {}
+    offsets = list(_data_offsets(file, entries, place.byte_offset))
+    for entry, byte_offset in zip(entries, offsets, strict=True):
+        folder, slash, name = entry.name.partition("/")
+        if folder != root or not slash:
+            raise CheckpointDamaged(f"{file.path}: {entry.name!r} lies outside the archive's one folder {root!r}")
+        if name in found:
+            what = f"{file.path}: {entry.name!r} is in the zip directory twice"
+            if name.endswith(".pkl"):
+                raise UnsafePickle(f"{what}: readers may take either; nothing was run")
+            raise CheckpointDamaged(what)
+        found[name] = ArchiveMember(
+            name=name,
+            header_offset=entry.header_offset,
+            byte_offset=byte_offset,
+            nbytes=entry.nbytes,
+            crc32=None if bare else entry.crc32,
+            entry_offset=entry.entry_offset,
+        )
+    return root, found
 
 
-class _Entry(NamedTuple):
-    """One line of the directory: the member's whole name, and what is said of it."""
-
-    name: str
-    header_offset: int
-    nbytes: int
-    crc32: int
-    entry_offset: int
+# -- where the directory lies ------------------------------------------------------------------------------------------
 
 
-def _entries(path: str, directory: bytes, place: DirectoryPlace) -> Iterator[_Entry]:
+def find_directory(file: PositionedFile) -> DirectoryPlace:
+    """Where the directory lies, checked to end where its end records begin.
+
+    Reads the last 4 KiB. Raises CheckpointDamaged, naming what the file is when it is no zip file.
+    """
+    if file.nbytes == 0:
+        raise CheckpointDamaged(f"{file.path}: the file is empty: the writer was interrupted, or the disk was full")
+    head = file.read(0, min(file.nbytes, 512))
+    if not head.startswith(b"PK\x03\x04"):
+        raise CheckpointDamaged(f"{file.path}: not a file of torch.save: {_what_it_is(head)}")
+    tail_offset = max(0, file.nbytes - _TAIL_NBYTES)
+    tail = file.read(tail_offset, file.nbytes - tail_offset)
+    at = len(tail) - END.size
+    if at < 0 or tail[at : at + 4] != b"PK\x05\x06":
+        raise CheckpointDamaged(
+            f"{file.path}: the zip file does not end with its directory: it was cut short, or bytes were added "
+            f"(file size {file.nbytes})"
+        )
+    _, disk, first_disk, *narrow, comment = END.unpack_from(tail, at)
+    here, entries, nbytes, byte_offset = narrow
+    fits = not (disk or first_disk or comment)
+    locator_at = at - END64_LOCATOR.size
+    if locator_at >= 0 and tail[locator_at : locator_at + 4] == b"PK\x06\x07":
+        _, disk, wide_offset, disks = END64_LOCATOR.unpack_from(tail, locator_at)
+        at = locator_at - END64.size
+        if disk or disks > 1 or at < 0 or wide_offset != tail_offset + at or tail[at : at + 4] != b"PK\x06\x06":
+            raise CheckpointDamaged(f"{file.path}: the zip file's 64-bit end record is not where its locator says")
+        _, nbytes_after, _, _, disk, first_disk, *wide = END64.unpack_from(tail, at)
+        here, entries, nbytes, byte_offset = wide
+        unset = (0xFFFF, 0xFFFF, WIDE, WIDE)
+        agree = all(value in said for value, *said in zip(narrow, unset, wide, strict=True))
+        fits = fits and agree and nbytes_after == END64.size - 12 and not (disk or first_disk)
+    if not fits or here != entries:
+        raise CheckpointDamaged(f"{file.path}: the zip file's end records are not those that torch.save writes")
+    if byte_offset + nbytes != tail_offset + at:
+        raise CheckpointDamaged(
+            f"{file.path}: the zip directory should end at byte {tail_offset + at}, and declares to end at "
+            f"{byte_offset + nbytes}"
+        )
+    return DirectoryPlace(entries, byte_offset, nbytes)
+
+
+def _what_it_is(head: bytes) -> str:
+    if head.startswith(LEGACY_MAGIC) or head[257:262] == b"ustar":
+        return "legacy torch.save format: re-save with torch.save(torch.load(f), f)"
+    if head.startswith(b"\x80"):
+        return "a bare pickle"
+    if head.lstrip()[:1] == b"<":
+        return "an HTML or XML page, such as a server's error message"
+    if head.startswith(b"version https://"):
+        return "a Git LFS pointer: run: git lfs pull"
+    if head.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")):
+        return "a compressed file: decompress it"
+    if head[8:9] == b"{":
+        return "a safetensors file, perhaps"
+    if not head.strip(b"\0"):
+        return "zeros: its blocks were never written"
+    return f"it begins with {head[:8]!r}"
+
+
+# -- the directory -----------------------------------------------------------------------------------------------------
+
+
+def _entries(file: PositionedFile, place: DirectoryPlace) -> list[_Entry]:
+    """The lines of the directory in the order of their members' bytes; each member is stored, and of a sane name."""
+    path, directory = file.path, file.read(place.byte_offset, place.nbytes)
+    found: list[_Entry] = []
     at = 0
     for number in range(place.entries):
-        if at + _ENTRY.size > len(directory) or directory[at : at + 4] != b"PK\x01\x02":
+        if at + ENTRY.size > len(directory) or directory[at : at + 4] != b"PK\x01\x02":
             raise CheckpointDamaged(f"{path}: the zip directory has {number} entries, and declares {place.entries}")
-        (
-            _,
-            _,
-            _,
-            flags,
-            method,
-            _,
-            _,
-            crc,
-            packed,
-            nbytes,
-            name_nbytes,
-            extra_nbytes,
-            comment_nbytes,
-            disk,
-            _,
-            _,
-            header,
-        ) = _ENTRY.unpack_from(directory, at)
-        entry_offset = place.byte_offset + at
-        name_at = at + _ENTRY.size
+        fields = _ENTRY_IN_USE.unpack_from(directory, at)
+        flags, method, crc, packed, nbytes, name_nbytes, extra_nbytes, comment_nbytes, disk, header = fields
+        entry_offset, name_at = place.byte_offset + at, at + ENTRY.size
         extra_at = name_at + name_nbytes
         at = extra_at + extra_nbytes + comment_nbytes
         if at > len(directory):
             raise CheckpointDamaged(f"{path}: entry {number} of the zip directory leaves it")
         name = _decoded(path, directory[name_at:extra_at])
         _check_stored(path, name, flags, method)
-        nbytes, packed, header = wide_fields(
-            path, name, directory[extra_at : extra_at + extra_nbytes], [nbytes, packed, header]
-        )
+        extra = directory[extra_at : extra_at + extra_nbytes]
+        nbytes, packed, header = _wide_fields(path, name, extra, [nbytes, packed, header])
         if packed != nbytes or disk:
             raise CheckpointDamaged(f"{path}: {name!r} takes {packed} bytes for {nbytes} of content, and is not stored")
-        yield _Entry(name, header, nbytes, crc, entry_offset)
+        found.append(_Entry(name, header, nbytes, crc, entry_offset))
     if at != len(directory):
         raise CheckpointDamaged(f"{path}: {len(directory) - at} bytes follow the last entry of the zip directory")
+    return sorted(found, key=lambda entry: entry.header_offset)
 
 
 def _decoded(path: str, raw: bytes) -> str:
@@ -137,29 +225,36 @@ def _check_stored(path: str, name: str, flags: int, method: int) -> None:
         raise CheckpointDamaged(f"{path}: {name!r} has zip flags 0x{flags:04x}, which torch.save does not set")
 
 
-def wide_fields(path: str, name: str, extra: bytes, fields: list[int]) -> list[int]:
-    """`fields` (content, stored size, header offset) with those that did not fit taken from the 64-bit extra."""
-    if _WIDE not in fields:
-        return fields
+def _extra_fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
+    """The extra fields that are there whole: the number that says what each is, and its bytes."""
     at = 0
     while at + 4 <= len(extra):
         kind, nbytes = struct.unpack_from("<HH", extra, at)
-        if kind == 1:
-            wanted = fields.count(_WIDE)
-            if nbytes < 8 * wanted or at + 4 + nbytes > len(extra):
-                break
-            values = iter(struct.unpack_from(f"<{wanted}Q", extra, at + 4))
-            return [next(values) if value == _WIDE else value for value in fields]
-        at += 4 + nbytes
-    raise CheckpointDamaged(f"{path}: {name!r} lacks the 64-bit sizes that its entry refers to")
+        start, at = at + 4, at + 4 + nbytes
+        if at <= len(extra):
+            yield kind, extra[start:at]
 
 
-def _placed(file: PositionedFile, members: Sequence[_Entry], directory_offset: int) -> list[int]:
+def _wide_fields(path: str, name: str, extra: bytes, fields: list[int]) -> list[int]:
+    """`fields` (content, stored size, header offset) with those that did not fit taken from the 64-bit extra."""
+    if WIDE not in fields:
+        return fields
+    wanted = fields.count(WIDE)
+    content = next((content for kind, content in _extra_fields(extra) if kind == _WIDE_KIND), b"")
+    if len(content) < 8 * wanted:
+        raise CheckpointDamaged(f"{path}: {name!r} lacks the 64-bit sizes that its entry refers to")
+    values = iter(struct.unpack_from(f"<{wanted}Q", content))
+    return [next(values) if value == WIDE else value for value in fields]
+
+
+# -- the local headers -------------------------------------------------------------------------------------------------
+
+
+def _data_offsets(file: PositionedFile, members: Sequence[_Entry], directory_offset: int) -> Iterator[int]:
     """The offset of each member's bytes, from their local headers; near headers are read together."""
-    placed: list[int] = []
     free_from, window, window_offset = 0, b"", 0
     for i, member in enumerate(members):
-        start, stop = member.header_offset, member.header_offset + _LOCAL.size + len(member.name.encode())
+        start, stop = member.header_offset, member.header_offset + LOCAL.size + len(member.name.encode())
         if start < free_from:
             raise CheckpointDamaged(f"{file.path}: {member.name!r} begins at byte {start}, inside another member")
         if stop + member.nbytes > directory_offset:
@@ -176,16 +271,14 @@ def _placed(file: PositionedFile, members: Sequence[_Entry], directory_offset: i
         free_from = byte_offset + member.nbytes
         if free_from > directory_offset:
             raise CheckpointDamaged(f"{file.path}: {member.name!r} runs into the zip directory")
-        placed.append(byte_offset)
-    return placed
+        yield byte_offset
 
 
 def _window_stop(members: Sequence[_Entry], first: int, directory_offset: int) -> int:
     """Where to stop reading so that headers close to the first are in the same read."""
-    start = members[first].header_offset
-    stop = start
-    for member in members[first:]:
-        header_stop = member.header_offset + _LOCAL.size + len(member.name.encode()) + _EXTRA_NBYTES
+    start = stop = members[first].header_offset
+    for member in islice(members, first, None):
+        header_stop = member.header_offset + LOCAL.size + len(member.name.encode()) + _EXTRA_NBYTES
         if stop > start and (member.header_offset > stop + 1024 or header_stop > start + _WINDOW_NBYTES):
             break
         stop = header_stop
@@ -194,15 +287,15 @@ def _window_stop(members: Sequence[_Entry], first: int, directory_offset: int) -
 
 def _extra_nbytes(path: str, member: _Entry, header: bytes) -> int:
     """The length of the extra field in a local header, which must agree with the directory's entry."""
-    signature, _, flags, method, _, _, crc, packed, nbytes, name_nbytes, extra_nbytes = _LOCAL.unpack_from(header)
-    extra_at = _LOCAL.size + len(member.name.encode())
-    name = header[_LOCAL.size : extra_at]
+    signature, _, flags, method, _, _, crc, packed, nbytes, name_nbytes, extra_nbytes = LOCAL.unpack_from(header)
+    extra_at = LOCAL.size + len(member.name.encode())
+    name = header[LOCAL.size : extra_at]
     if signature != b"PK\x03\x04" or name_nbytes != len(name) or name != member.name.encode():
         raise CheckpointDamaged(
             f"{path}: the header at byte {member.header_offset} is not that of {member.name!r}, as the directory says"
         )
     _check_stored(path, member.name, flags, method)
-    if any(size not in (0, _WIDE, member.nbytes) for size in (packed, nbytes)) or crc not in (0, member.crc32):
+    if any(size not in (0, WIDE, member.nbytes) for size in (packed, nbytes)) or crc not in (0, member.crc32):
         raise CheckpointDamaged(
             f"{path}: {member.name!r} has another size or checksum in its header than in the directory"
         )
@@ -216,25 +309,81 @@ def _extra_nbytes(path: str, member: _Entry, header: bytes) -> int:
     return extra_stop - extra_at
 
 
-def _by_name(path: str, entries: Sequence[_Entry], offsets: Sequence[int]) -> tuple[str, dict[str, ArchiveMember]]:
-    root = entries[0].name.split("/")[0]
-    bare = not any(entry.crc32 for entry in entries)  # as torch.serialization.set_crc32_options(False) writes them
-    found: dict[str, ArchiveMember] = {}
-    for entry, byte_offset in zip(entries, offsets, strict=True):
-        folder, slash, name = entry.name.partition("/")
-        if folder != root or not slash:
-            raise CheckpointDamaged(f"{path}: {entry.name!r} lies outside the archive's one folder {root!r}")
-        if name in found:
-            what = f"{path}: {entry.name!r} is in the zip directory twice"
-            if name.endswith(".pkl"):
-                raise UnsafePickle(f"{what}: readers may take either; nothing was run")
-            raise CheckpointDamaged(what)
-        found[name] = ArchiveMember(
-            name=name,
-            header_offset=entry.header_offset,
-            byte_offset=byte_offset,
-            nbytes=entry.nbytes,
-            crc32=None if bare else entry.crc32,
-            entry_offset=entry.entry_offset,
-        )
-    return root, found
+# -- what lies between the members -------------------------------------------------------------------------------------
+
+
+def frame_faults(path: str, part: tuple[int, int] | None = None) -> Iterator[Fault]:
+    """What is wrong between the members of an archive that can be opened: bytes that nobody would have written so.
+
+    torch's writer repeats in a member's local header what its directory entry says, pads the header with "Z", and lets
+    a descriptor with checksum and sizes follow the bytes. No reader looks at all of it. `part` is the offset and number
+    of bytes of an archive inside a file.
+    """
+    with PositionedFile(path, part) as file:
+        place = find_directory(file)
+        entries = _entries(file, place)
+        for entry, after in zip(entries, [*entries[1:], None], strict=True):
+            stop = after.header_offset if after is not None else place.byte_offset
+            for what in _frame_of(file, entry, entries[0], stop):
+                mend = "the members' own bytes may be whole: restore the file from a copy, or save it anew"
+                yield CheckpointDamaged.fault(path, f"{entry.name!r} {what}", mend=mend)
+        stop = place.byte_offset + place.nbytes
+        if not _end_fits(file.read(stop, file.nbytes - stop), place):
+            mend = "restore the file from a copy, or save it anew"
+            yield CheckpointDamaged.fault(path, "has an end record that no writer makes", mend=mend)
+
+
+def _frame_of(file: PositionedFile, entry: _Entry, first: _Entry, stop: int) -> Iterator[str]:
+    """What is wrong with one member's entry, header and descriptor, which ends where the next member begins."""
+    _, made_by, *said, _, _, _, name_nbytes, extra_nbytes, comment_nbytes, _, inner, outer, _ = _fields(file, entry)
+    _, first_by, *_, first_inner, first_outer, _ = _fields(file, first)
+    if (made_by, inner, outer) != (first_by, first_inner, first_outer) or comment_nbytes:
+        yield "has a directory entry unlike those of the other members"
+    extra = file.read(entry.entry_offset + ENTRY.size + name_nbytes, extra_nbytes)
+    kinds = {kind for kind, _ in _extra_fields(extra)}
+    header = LOCAL.unpack(file.read(entry.header_offset, LOCAL.size))
+    _, *repeated, crc, packed, nbytes, name_nbytes, extra_nbytes = header
+    if repeated != said:
+        yield "has a header that does not repeat its directory entry"
+    described = bool(repeated[1] & _DESCRIBED)
+    sizes = {0, WIDE} if described else {min(entry.nbytes, WIDE)}
+    if crc != (0 if described else entry.crc32) or not {packed, nbytes} <= sizes or packed != nbytes:
+        yield "has another size or checksum in its header than in the directory"
+    extra_at = entry.header_offset + LOCAL.size + name_nbytes
+    for kind, content in _extra_fields(file.read(extra_at, extra_nbytes)):
+        if kind == _PADDING_KIND:
+            if content.strip(b"Z"):
+                yield "has padding that is not what torch pads with"
+        elif kind == _WIDE_KIND:
+            values = (value for (value,) in struct.iter_unpack("<Q", content[: len(content) // 8 * 8]))
+            if len(content) % 8 or any(value not in (0, entry.nbytes, entry.header_offset) for value in values):
+                yield "has other 64-bit sizes in its header than in the directory"
+        elif kind not in kinds:
+            yield "has a field in its header that its directory entry does not have"
+    data_stop = extra_at + extra_nbytes + entry.nbytes
+    after = file.read(data_stop, min(stop - data_stop, 64))
+    narrow, wide = (
+        struct.pack(f"<4sI{code * 2}", b"PK\x07\x08", entry.crc32, *[entry.nbytes & limit] * 2)
+        for code, limit in (("I", WIDE), ("Q", 2**64 - 1))
+    )
+    if stop - data_stop != len(after) or after not in ((narrow, wide) if described else (b"",)):
+        yield "is followed by bytes that do not belong there, or by a size or checksum other than the directory's"
+    if not entry.nbytes and entry.crc32:
+        yield "has no bytes, and a checksum of some"
+
+
+def _fields(file: PositionedFile, entry: _Entry) -> tuple[int, ...]:
+    return ENTRY.unpack(file.read(entry.entry_offset, ENTRY.size))
+
+
+def _end_fits(end: bytes, place: DirectoryPlace) -> bool:
+    """Whether the fields of the end records that no reader uses are as they are written."""
+    if len(end) == END.size:
+        return True
+    made_by, needs = struct.unpack_from("<HH", end, 12)
+    *_, disks = END64_LOCATOR.unpack_from(end, END64.size)
+    *_, count, nbytes, byte_offset, _ = END.unpack_from(end, len(end) - END.size)
+    said = (count, nbytes, byte_offset)
+    most = (min(place.entries, 0xFFFF), min(place.nbytes, WIDE), min(place.byte_offset, WIDE))
+    fits = (value in (expected, 0xFFFF, WIDE) for value, expected in zip(said, most, strict=True))
+    return made_by in _VERSIONS and needs in _VERSIONS and disks == 1 and all(fits)

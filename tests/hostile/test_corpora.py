@@ -20,8 +20,8 @@ import torch
 from archives import member_of, rebuilt
 from listener import heard
 
+from ds_reshard.containers.pickle_reader import scan_file
 from ds_reshard.containers.pickle_rules import UNSAFE, PickleRules
-from ds_reshard.containers.pickle_scan import scan_file
 
 SRC = os.environ.get("PICKLE_CORPORA", "")
 pytestmark = pytest.mark.skipif(not SRC, reason="no corpora: make test-corpora SRC=FOLDER names them")

@@ -14,9 +14,8 @@ import torch
 from listener import heard
 from payloads import ACTING, NAMED, before
 
-from ds_reshard.containers.pickle_reader import read_pickle
+from ds_reshard.containers.pickle_reader import read_pickle, scan_bytes
 from ds_reshard.containers.pickle_rules import UNSAFE, PickleRules, acts
-from ds_reshard.containers.pickle_scan import scan_bytes
 from ds_reshard.containers.pickle_table import ALLOWED
 from ds_reshard.containers.revive_recipes import RECIPES, VALUES
 from ds_reshard.errors import TrustRequired, UnsafePickle

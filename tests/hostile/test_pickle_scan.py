@@ -28,9 +28,8 @@ from safetensors.torch import save_file
 
 from ds_reshard.cli.main import main
 from ds_reshard.containers import pickle_rules
-from ds_reshard.containers.pickle_reader import read_pickle
+from ds_reshard.containers.pickle_reader import Scanned, read_pickle, scan_file
 from ds_reshard.containers.pickle_rules import PickleRules
-from ds_reshard.containers.pickle_scan import Scanned, scan_file
 from ds_reshard.errors import ConfigError, ReadFailed, ReshardError, TrustRequired, UnsafePickle
 from ds_reshard.hosts.fsdp.settings import ask_settings
 from ds_reshard.operations import pickles, scan_pickles

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_reshard.containers.alike import AlikeArchives
+from ds_reshard.containers.dcp_directory import AlikeArchives
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import ReshardError
+from ds_reshard.errors import ReshardError, UnsafePickle
 from ds_reshard.model.records import TensorRecord
 
 KIND = ("float32", (3, 5))
@@ -52,7 +52,7 @@ def test_another_archive_is_not_parsed_and_says_the_same(tmp_path: Path, monkeyp
     path.write_bytes(b"x" * 100 + data + b"y" * 7)
     expected = parsed(path, part)
     assert isinstance(expected, TensorRecord) and expected.byte_offset > 100 and expected.storage.crc32
-    monkeypatch.setattr("ds_reshard.containers.alike.open_archive", None)
+    monkeypatch.setattr("ds_reshard.containers.dcp_directory.open_archive", None)
     assert archives.load(str(path), part, KIND) == expected
 
 
@@ -101,3 +101,15 @@ def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
     path.write_bytes(data[:-9])
     with pytest.raises(ReshardError, match="ends at"):
         archives.load(str(path), (0, len(data)), KIND)
+
+
+def test_a_pickle_in_a_tensor_of_bytes_is_found_in_each_archive(tmp_path: Path) -> None:
+    """The first holds zeros; the second, framed alike, a pickle that would act, which is refused as by parsing."""
+    evil = b"\x80\x02cposix\nsystem\nX\x04\x00\x00\x00true\x85R."
+    archives, path = AlikeArchives(), tmp_path / "bytes"
+    for content in (bytes(len(evil)), evil):
+        data = saved(torch.frombuffer(bytearray(content), dtype=torch.uint8).clone())
+        path.write_bytes(data)
+        found = loaded(archives, path, (0, len(data)))
+        assert found == parsed(path, (0, len(data)))
+    assert isinstance(found, tuple) and found[0] is UnsafePickle

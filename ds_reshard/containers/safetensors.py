@@ -1,21 +1,81 @@
-"""A safetensors file's header as records, every claim in it checked against the file; no tensor's bytes are read.
+"""A safetensors file whose every byte has its place before the first is written.
 
-Eight bytes with the length of a JSON header, the header, and the tensors end to end
-(https://github.com/huggingface/safetensors, "Format").
+Eight bytes with the length of a JSON header, the header, padded with spaces to a multiple of eight, and the tensors
+without gaps, in the header's order (https://github.com/huggingface/safetensors, "Format").
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from ds_reshard.containers.positioned import PositionedFile
-from ds_reshard.containers.safetensors_writer import DTYPES
+from ds_reshard.containers.torch_zip_writer import Member
 from ds_reshard.errors import CheckpointDamaged, UnsupportedLayout
+from ds_reshard.model.codec import ElementType
 from ds_reshard.model.records import StorageRecord, TensorRecord
+
+DTYPES = {
+    ElementType.FLOAT64: "F64",
+    ElementType.FLOAT32: "F32",
+    ElementType.FLOAT16: "F16",
+    ElementType.BFLOAT16: "BF16",
+    ElementType.FLOAT8_E4M3FN: "F8_E4M3",
+    ElementType.FLOAT8_E5M2: "F8_E5M2",
+    ElementType.INT64: "I64",
+    ElementType.INT32: "I32",
+    ElementType.INT16: "I16",
+    ElementType.INT8: "I8",
+    ElementType.UINT8: "U8",
+    ElementType.UINT16: "U16",
+    ElementType.UINT32: "U32",
+    ElementType.UINT64: "U64",
+    ElementType.BOOL: "BOOL",
+}
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SafetensorsPlan:
+    """One file to be written: its header, and the place of each storage, by key."""
+
+    header: bytes
+    storages: Mapping[str, StorageRecord]
+    places: Mapping[str, Member]
+    nbytes: int
+
+    def parts(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+        """All bytes but those of the storages, each with its offset; the format has no checksums."""
+        yield 0, self.header
+
+
+def plan_safetensors(tensors: Mapping[str, TensorRecord], metadata: Mapping[str, str]) -> SafetensorsPlan:
+    """Where everything lies in a file of these tensors, each row-major and alone in its storage.
+
+    Raises UnsupportedLayout for an element type that the format has not.
+    """
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, tensor in tensors.items():
+        dtype = DTYPES.get(tensor.dtype)
+        if dtype is None:
+            raise UnsupportedLayout(f"{name}: safetensors has no {tensor.dtype.label}; --to torch has")
+        entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
+        at += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % _ALIGNMENT)
+    header = struct.pack("<Q", len(text)) + text
+    places, start = {}, len(header)
+    for name, tensor in tensors.items():
+        key = tensor.storage.key
+        places[key] = Member(name=name, header_offset=start, byte_offset=start, nbytes=tensor.nbytes)
+        start += tensor.nbytes
+    storages = {tensor.storage.key: tensor.storage for tensor in tensors.values()}
+    return SafetensorsPlan(header=header, storages=storages, places=places, nbytes=start)
+
 
 _LENGTH = struct.Struct("<Q")
 _HEADER_NBYTES = 100_000_000  # MAX_HEADER_SIZE of safetensors (src/tensor.rs, 0.5)
@@ -34,16 +94,13 @@ class SafetensorsHeader:
 
 def read_header(path: str) -> SafetensorsHeader:
     """Read a file's header. Raises CheckpointNotFound, ReadFailed, CheckpointDamaged or UnsupportedLayout."""
-    file = PositionedFile(path)
-    try:
+    with PositionedFile(path) as file:
         if file.nbytes < _LENGTH.size:
             raise CheckpointDamaged(f"{path}: {file.nbytes} bytes: no safetensors file, which begins with eight")
         (length,) = _LENGTH.unpack(file.read(0, _LENGTH.size))
         if length > min(_HEADER_NBYTES, file.nbytes - _LENGTH.size):
             raise CheckpointDamaged(f"{path}: a header of {length} bytes is declared, in a file of {file.nbytes}")
         header = _parsed(path, file.read(_LENGTH.size, length))
-    finally:
-        file.close()
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointDamaged(f"{path}: the header's metadata is not text by name")
