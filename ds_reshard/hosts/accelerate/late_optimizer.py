@@ -354,9 +354,11 @@ def _restore(plugin: DeepSpeedPlugin) -> None:
         return
     config = copy.deepcopy(plugin.deepspeed_config)
     for section, name in untouched:
-        del config[section]["params"][name]
+        params = config[section]["params"]
         if (section, name) in before:
-            config[section]["params"][name] = before[section, name]
+            params[name] = before[section, name]
+        else:
+            del params[name]
     plugin.deepspeed_config = plugin.hf_ds_config.config = config
 
 

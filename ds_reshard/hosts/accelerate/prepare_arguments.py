@@ -236,6 +236,8 @@ def prepare(
     one. `dataloader` is one or a list. `clock` is "engine" or "accelerate" (docs/init_order.md). Puts the hooks
     of accelerate on. Collective; raises PrepareError on every rank before the engine is built, ConfigError for a clock.
     """
+    from accelerate.utils import DummyScheduler
+
     hooks.install(HOOKS)
     raise_faults(_wrong_arguments(accelerator, model, optimizer, scheduler, dataloader), subject=_SUBJECT)
     config = accelerator.state.deepspeed_plugin.deepspeed_config
@@ -243,10 +245,11 @@ def prepare(
     logger.info("prepare: model %s", type(model).__name__)
     made = _made_optimizer(config, model, optimizer)
     logger.info("prepare: optimizer %s", "none" if made is None else type(made).__name__)
-    scheme = _made_scheduler(made, scheduler)
-    logger.info("prepare: scheduler %s", "none" if scheme is None else type(scheme).__name__)
+    if scheduler is not None and not is_scheduler(scheduler):  # a function, called with the real optimizer
+        scheduler = DummyScheduler(made, lr_scheduler_callable=scheduler)
+    logger.info("prepare: scheduler %s", "none" if scheduler is None else type(scheduler).__name__)
     loaders = dataloader if isinstance(dataloader, Sequence) else [dataloader]
-    engine, ready, driven, *fed = accelerator.prepare(model, made, scheme, *loaders)
+    engine, ready, driven, *fed = accelerator.prepare(model, made, scheduler, *loaders)
     logger.info(
         "prepare: DeepSpeed trains with %s, at the rates %s",
         type(engine.basic_optimizer).__name__,
@@ -311,12 +314,3 @@ def _made_optimizer(config: Mapping[str, object], model: Module, optimizer: obje
         mend = "optimizer=lambda params: AdamW(params, lr=...)"
         raise_faults([PrepareError.fault("optimizer", what, mend=mend)], subject=_SUBJECT)
     return made
-
-
-def _made_scheduler(optimizer: object, scheduler: object) -> object:
-    """A function becomes a `DummyScheduler`, which is called with the real optimizer."""
-    from accelerate.utils import DummyScheduler
-
-    if scheduler is None or is_scheduler(scheduler):
-        return scheduler
-    return DummyScheduler(optimizer, lr_scheduler_callable=scheduler)

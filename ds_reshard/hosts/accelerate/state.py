@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ds_reshard import hosts
 from ds_reshard.containers.pickle_rules import trust_in
 from ds_reshard.errors import HookError, UnsupportedLayout, raise_faults
+from ds_reshard.hosts.accelerate.prepare_arguments import without_params
 from ds_reshard.operations.pickles import refuse_unsafe_folder
 from ds_reshard.operations.ranks import gather
 from ds_reshard.resume import asked, schedulers
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ds_reshard")
 
 RECORD = "ds_reshard_clock.json"
-_SCHEDULER = "scheduler.bin"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +69,7 @@ def track(accelerator: Accelerator, wrapper: AcceleratedScheduler, *, clock: str
         wrapper=wrapper,
         clock=clock,
         steps=None if by_script or (clock != ENGINE and not accelerator.step_scheduler_with_optimizer) else steps,
-        groups=tuple(
-            copy.deepcopy({name: value for name, value in group.items() if name != "params"})
-            for group in scheduler.optimizer.param_groups
-        ),
+        groups=tuple(copy.deepcopy(without_params(group)) for group in scheduler.optimizer.param_groups),
         beginning=Beginning(scheduler) if kind_of(scheduler) != UNKNOWN else None,
     )
 
@@ -272,10 +269,7 @@ def _refuse(mine: Tracked, saved: Saved, policy: ResumePolicy, where: str | None
 
 
 def _saved_clock(folder: str) -> Saved:
-    """What the record says.
-
-    Without one, the schedule lies in scheduler.bin on accelerate's clock alone.
-    """
+    """What the record says; without one, the schedule lies in scheduler.bin on accelerate's clock alone."""
     try:
         names = os.listdir(folder)
         if RECORD in names:
@@ -287,7 +281,7 @@ def _saved_clock(folder: str) -> Saved:
         return Saved()  # accelerate says that it is not there
     except (ValueError, KeyError, TypeError):
         pass  # the files tell it as well
-    return Saved(ACCELERATE if _SCHEDULER in names else ENGINE)
+    return Saved(ACCELERATE if "scheduler.bin" in names else ENGINE)
 
 
 def _latest(accelerator: Accelerator) -> str | None:
