@@ -35,8 +35,8 @@ from ds_reshard.version import VERSION
 
 if TYPE_CHECKING:
     from ds_reshard.hosts import install, installed, uninstall
-    from ds_reshard.hosts.accelerate.diagnostic import diagnose
-    from ds_reshard.hosts.accelerate.prepare_arguments import prepare
+    from ds_reshard.hosts.accelerate.explicit import prepare
+    from ds_reshard.hosts.accelerate.rules import diagnose
     from ds_reshard.hosts.fsdp.order import save_units
     from ds_reshard.hosts.fsdp.saved import verify_saved
     from ds_reshard.resume.policy import ResumePolicy
@@ -82,11 +82,11 @@ __all__ = [
 _HOME = {
     "ResumePolicy": "ds_reshard.resume.policy",
     "add_arguments": "ds_reshard.run",
-    "diagnose": "ds_reshard.hosts.accelerate.diagnostic",
+    "diagnose": "ds_reshard.hosts.accelerate.rules",
     "install": "ds_reshard.hosts",
     "installed": "ds_reshard.hosts",
     "last_report": "ds_reshard.resume.report",
-    "prepare": "ds_reshard.hosts.accelerate.prepare_arguments",
+    "prepare": "ds_reshard.hosts.accelerate.explicit",
     "save_units": "ds_reshard.hosts.fsdp.order",
     "uninstall": "ds_reshard.hosts",
     "verify_saved": "ds_reshard.hosts.fsdp.saved",
