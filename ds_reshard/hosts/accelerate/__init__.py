@@ -6,59 +6,54 @@ Importing this loads neither accelerate nor torch; the seams are in the modules 
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 from ds_reshard.errors import HookError
 from ds_reshard.hooks import Function, HostHooks, Patch
 from ds_reshard.resume.clock import clock_in
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 
 def wrap_dummy_optim(original: Function) -> Function:
     @functools.wraps(original)
     def __init__(self: object, *args: object, **kwargs: object) -> None:
-        from ds_reshard.hosts.accelerate.placeholder import make_late
+        from ds_reshard.hosts.accelerate.late_optimizer import make_late
 
-        make_late(self, original, args, kwargs)
+        make_late(self, original, *args, **kwargs)
 
     return __init__
 
 
 def wrap_prepare(original: Function) -> Function:
     @functools.wraps(original)
-    def _prepare_deepspeed(self: object, *args: object) -> object:
-        from ds_reshard.hosts.accelerate.prepare import prepare_deepspeed
+    def _prepare_deepspeed(self: Accelerator, *args: object) -> object:
+        from ds_reshard.hosts.accelerate.late_optimizer import prepare_deepspeed
 
-        return prepare_deepspeed(self, functools.partial(original, self), args)  # type: ignore[arg-type]
+        return prepare_deepspeed(self, functools.partial(original, self), *args)  # type: ignore[arg-type]
 
     return _prepare_deepspeed
 
 
 def wrap_save_state(original: Function) -> Function:
     @functools.wraps(original)
-    def save_state(self: object, *args: object, **kwargs: object) -> object:
+    def save_state(self: Accelerator, *args: object, **kwargs: object) -> object:
         from ds_reshard.hosts.accelerate.state import save_state as seam
 
-        by_accelerate = functools.partial(original, self, *args, **kwargs)
-        return seam(self, by_accelerate) if _deepspeed(self) else by_accelerate()
+        return seam(self, functools.partial(original, self, *args, **kwargs))
 
     return save_state
 
 
 def wrap_load_state(original: Function) -> Function:
     @functools.wraps(original)
-    def load_state(self: object, input_dir: object = None, *args: object, **kwargs: object) -> object:
+    def load_state(self: Accelerator, input_dir: str | None = None, *args: object, **kwargs: object) -> object:
         from ds_reshard.hosts.accelerate.state import load_state as seam
-        from ds_reshard.hosts.accelerate.state import refuse_unsafe_state
 
-        refuse_unsafe_state(self, input_dir)  # type: ignore[arg-type]
-        by_accelerate = functools.partial(original, self, input_dir, *args, **kwargs)
-        return seam(self, by_accelerate, input_dir, **kwargs) if _deepspeed(self) else by_accelerate()  # type: ignore[arg-type]
+        return seam(self, functools.partial(original, self, input_dir, *args, **kwargs), input_dir, **kwargs)
 
     return load_state
-
-
-def _deepspeed(accelerator: object) -> bool:
-    """Whether an accelerator trains with DeepSpeed: all others are accelerate's own."""
-    return getattr(getattr(accelerator, "state", None), "deepspeed_plugin", None) is not None
 
 
 def _refuse_clock(original: Function) -> Function:

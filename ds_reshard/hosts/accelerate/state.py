@@ -8,33 +8,76 @@ engine keeps. Rung 2: accelerate's `register_load_state_pre_hook` runs after the
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import logging
 import os
 import re
+import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard import hosts
 from ds_reshard.containers.pickle_rules import trust_in
 from ds_reshard.errors import HookError, UnsupportedLayout, raise_faults
-from ds_reshard.hosts.accelerate.tracked import Tracked, began, tracked
+from ds_reshard.hosts.accelerate.prepare_arguments import without_params
 from ds_reshard.operations.pickles import refuse_unsafe_folder
 from ds_reshard.operations.ranks import gather
 from ds_reshard.resume import asked, schedulers
 from ds_reshard.resume.clock import ACCELERATE, CLOCKS, ENGINE
 from ds_reshard.resume.policy import ResumePolicy, from_json
-from ds_reshard.resume.schedulers import PLATEAU, kind_of, set_groups
+from ds_reshard.resume.schedulers import PLATEAU, UNKNOWN, Beginning, kind_of, set_groups
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from deepspeed.runtime.engine import DeepSpeedEngine
+    from accelerate.scheduler import AcceleratedScheduler
+    from torch.optim.lr_scheduler import LRScheduler
 
 logger = logging.getLogger("ds_reshard")
 
 RECORD = "ds_reshard_clock.json"
-_SCHEDULER = "scheduler.bin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tracked:
+    """`steps` is how many steps the scheduler takes an update, None where the script alone decides.
+
+    `groups` are the param groups' values, and `beginning` the scheduler's, before the first update. `began` is the
+    number of updates of the engine after which the schedule began, other than 0 where a resume has begun it anew.
+    """
+
+    scheduler: LRScheduler
+    wrapper: AcceleratedScheduler
+    clock: str
+    steps: int | None
+    groups: tuple[Mapping[str, object], ...]
+    beginning: Beginning | None
+    began: int = 0
+
+
+_TRACKED: weakref.WeakKeyDictionary[Accelerator, Tracked] = weakref.WeakKeyDictionary()
+
+
+def track(accelerator: Accelerator, wrapper: AcceleratedScheduler, *, clock: str, by_script: bool) -> None:
+    """Note what was prepared; accelerate's own clock steps once for each process unless batches are split."""
+    scheduler = wrapper.scheduler
+    steps = 1 if clock == ENGINE or accelerator.split_batches else accelerator.num_processes
+    _TRACKED[accelerator] = Tracked(
+        scheduler=scheduler,
+        wrapper=wrapper,
+        clock=clock,
+        steps=None if by_script or (clock != ENGINE and not accelerator.step_scheduler_with_optimizer) else steps,
+        groups=tuple(copy.deepcopy(without_params(group)) for group in scheduler.optimizer.param_groups),
+        beginning=Beginning(scheduler) if kind_of(scheduler) != UNKNOWN else None,
+    )
+
+
+def tracked(accelerator: Accelerator) -> Tracked | None:
+    """What was prepared last, unless `free_memory` has let go of it since."""
+    mine = _TRACKED.get(accelerator)
+    return mine if mine is not None and any(one is mine.wrapper for one in accelerator._schedulers) else None
 
 
 class Saved(NamedTuple):
@@ -50,6 +93,8 @@ class Saved(NamedTuple):
 
 def save_state(accelerator: Accelerator, original: Callable[[], object]) -> object:
     """Save as accelerate does, and record the clock. Collective; every rank's files are there when it returns."""
+    if not _by_deepspeed(accelerator):
+        return original()
     _warn_of_what_is_left_out(accelerator)
     location = original()
     mine = tracked(accelerator)
@@ -86,9 +131,15 @@ def load_state(
 ) -> object:
     """Load as accelerate does, the schedule also from the other clock, and `accelerator.step` on every rank.
 
+    Raises UnsafePickle on every rank where anything below the folder acts when it is unpickled, also without DeepSpeed.
     Collective. `original` takes what differs from the caller's arguments by name.
     """
-    where = folder if folder is not None else _latest(accelerator)
+    where = os.path.expanduser(os.fspath(folder)) if folder is not None else _latest(accelerator)
+    if where is not None:
+        plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+        refuse_unsafe_folder(where, trust=trust_in(getattr(plugin, "deepspeed_config", None)))
+    if not _by_deepspeed(accelerator):
+        return original()
     mine, policy = tracked(accelerator), _policy(accelerator)
     _insist(policy)
     saved = gather(_saved_clock(where))[0] if mine is not None and where is not None else Saved()
@@ -98,21 +149,15 @@ def load_state(
         _refuse(mine, saved, policy, where, alone=len(accelerator._schedulers) == 1)
         result = _translated(accelerator, original, mine, saved.since, policy, given)
     if mine is not None:
-        began(accelerator, saved.since if policy.keeps_position else _updates(accelerator))
+        since = saved.since if policy.keeps_position else _updates(accelerator)
+        _TRACKED[accelerator] = replace(mine, began=since)
     _agree_on_step(accelerator, where)
     return result
 
 
-def refuse_unsafe_state(accelerator: Accelerator, folder: str | os.PathLike[str] | None) -> None:
-    """Raise UnsafePickle on every rank where anything in the folder acts when it is unpickled. Collective.
-
-    What lies deeper is DeepSpeed's, torch's or Megatron's, and is searched as well.
-    """
-    where = os.path.expanduser(os.fspath(folder)) if folder is not None else _latest(accelerator)
-    if where is None:
-        return
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    refuse_unsafe_folder(where, trust=trust_in(getattr(plugin, "deepspeed_config", None)))
+def _by_deepspeed(accelerator: Accelerator) -> bool:
+    """Whether an accelerator trains with DeepSpeed: all others are accelerate's own."""
+    return getattr(getattr(accelerator, "state", None), "deepspeed_plugin", None) is not None
 
 
 def _translated(
@@ -143,12 +188,12 @@ def _translated(
         logger.warning("the schedule was saved on another clock: it goes on at position %d of this run's", position)
     elif mine.clock == ACCELERATE:
         # Of a state that a scheduler is given, the policy takes the position; the hooks of DeepSpeed apply it.
-        mine.scheduler.load_state_dict({"last_epoch": position})  # type: ignore[attr-defined]
+        mine.scheduler.load_state_dict({"last_epoch": position})
     return result
 
 
 def _updates(accelerator: Accelerator) -> int:
-    engine: DeepSpeedEngine = accelerator._models[-1]
+    engine = accelerator._models[-1]
     return int(engine.global_steps - engine.skipped_steps)
 
 
@@ -187,7 +232,7 @@ def _insist(policy: ResumePolicy) -> None:
 
 def _place(mine: Tracked, position: int) -> None:
     """This run's scheduler at a position of its own schedule, which is this run's in every respect."""
-    groups = mine.scheduler.optimizer.param_groups  # type: ignore[attr-defined]
+    groups = mine.scheduler.optimizer.param_groups
     bases = [group.get("initial_lr") for group in groups]
     began = [group.get("initial_lr") for group in mine.groups]
     if bases != began:
@@ -224,10 +269,7 @@ def _refuse(mine: Tracked, saved: Saved, policy: ResumePolicy, where: str | None
 
 
 def _saved_clock(folder: str) -> Saved:
-    """What the record says.
-
-    Without one, the schedule lies in scheduler.bin on accelerate's clock alone.
-    """
+    """What the record says; without one, the schedule lies in scheduler.bin on accelerate's clock alone."""
     try:
         names = os.listdir(folder)
         if RECORD in names:
@@ -239,7 +281,7 @@ def _saved_clock(folder: str) -> Saved:
         return Saved()  # accelerate says that it is not there
     except (ValueError, KeyError, TypeError):
         pass  # the files tell it as well
-    return Saved(ACCELERATE if _SCHEDULER in names else ENGINE)
+    return Saved(ACCELERATE if "scheduler.bin" in names else ENGINE)
 
 
 def _latest(accelerator: Accelerator) -> str | None:
