@@ -13,6 +13,19 @@ from collections.abc import Callable
 from ds_reshard.hooks import Function, HostHooks, Patch
 
 
+def wrap_build_scheduler(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: object, *args: object, **kwargs: object) -> None:
+        from ds_reshard.hosts.megatron.scheduler import note_built
+
+        original(self, *args, **kwargs)
+        note_built(self, signature.bind(self, *args, **kwargs).arguments)  # type: ignore[arg-type]
+
+    return __init__
+
+
 def wrap_load_scheduler(original: Function) -> Function:
     @functools.wraps(original)
     def load_state_dict(self: object, state_dict: object) -> None:
@@ -187,6 +200,12 @@ HOOKS = HostHooks(
     tested=("0.16.1", "0.18.2", "0.19.2"),
     version_attribute="megatron.core:__version__",
     patches=(
+        _patch(
+            "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.__init__",
+            wrap_build_scheduler,
+            ("optimizer",),
+            "what a scheduler was built to do counts for the load of its optimizer, whichever is loaded first",
+        ),
         _patch(
             "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.load_state_dict",
             wrap_load_scheduler,

@@ -18,7 +18,7 @@ from ds_reshard.hosts.megatron.current import Load, current, is_building
 from ds_reshard.hosts.megatron.groups import OF_SCHEDULE, Shapes, match_groups
 from ds_reshard.hosts.megatron.live import Group, Optimizer, live_groups
 from ds_reshard.hosts.megatron.moments import fresh_moments, masters_faults
-from ds_reshard.hosts.megatron.scheduler import given_by, scheduler_of
+from ds_reshard.hosts.megatron.scheduler import asked_checkpoint, given_by, loaded_scheduler_of, scheduler_of
 from ds_reshard.hosts.megatron.settle import group_differences, hyperparameter_faults, remember, run_groups, settle
 from ds_reshard.resume.asked import asked_policy
 
@@ -55,7 +55,9 @@ def load_optimizer(optimizer: Optimizer, original: Callable[[object], object], s
         wrong = [*hyperparameter_faults(optimizer, policy), *masters_faults(optimizer, policy)]
         raise_faults(wrong, subject="resuming the optimizer")
     faults, saved, order = matched_groups(optimizer, state_dict, load)
-    if not faults and (policy.scheduler == "strict" or (policy.scheduler == "host" and compares_bounds())):
+    takes_saved = load.own_loop and asked_checkpoint(scheduler_of(optimizer))
+    compares = policy.scheduler == "host" and compares_bounds() and not takes_saved
+    if not faults and (policy.scheduler == "strict" or compares):
         differ = group_differences(run, saved, policy=policy)
         faults = [] if policy.schedule_is_this_runs else differ
     raise_faults(faults, subject="resuming the optimizer" if load.own_loop else LATE)
@@ -72,16 +74,16 @@ def load_optimizer(optimizer: Optimizer, original: Callable[[object], object], s
     if scaler is not None and scale is not None:
         scaler.load_state_dict(scale)
     remember(optimizer, run, saved)
-    scheduler = scheduler_of(optimizer)
-    if scheduler is not None:
-        scheduler.step(0)
+    loaded = loaded_scheduler_of(optimizer)
+    if loaded is not None:
+        loaded.step(0)
     if load.own_loop and policy.optimizer == "masters":
         fresh_moments(optimizer)
     return load
 
 
 def _own_load(optimizer: Optimizer) -> Load:
-    """A load of a loop of the user's own; a scheduler that was loaded before, and built to override, asks for that."""
+    """A load of a loop of the user's own; a scheduler that was built to override asks for that."""
     policy = asked_policy(*given_by(scheduler_of(optimizer)))
     return Load(policy=policy, optimizer=optimizer, scheduler=None, own_loop=True)
 

@@ -9,7 +9,7 @@ same in 0.18.2 and 0.19.2).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ds_reshard.errors import Fault, raise_faults
@@ -23,6 +23,7 @@ from ds_reshard.resume.policy import Given, ResumePolicy
 
 _REMEMBERED = "_ds_reshard_schedule"
 _OF_OPTIMIZER = "_ds_reshard_scheduler"
+_ASKED_CHECKPOINT = "_ds_reshard_asked_checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,22 @@ class Remembered:
 
     run: Schedule
     used: Schedule
+
+
+def note_built(scheduler: Scheduler, arguments: Mapping[str, object]) -> None:
+    """Note on the optimizer which scheduler was built for it: the optimizer may be loaded first.
+
+    `arguments` are what the caller gave the constructor. Its default for `use_checkpoint_opt_param_scheduler` is
+    True, so the attribute alone does not say that anybody asked for that.
+    """
+    asked = bool(arguments.get("use_checkpoint_opt_param_scheduler"))
+    setattr(scheduler, _ASKED_CHECKPOINT, asked)
+    _note_scheduler(scheduler)
+
+
+def _note_scheduler(scheduler: Scheduler) -> None:
+    for part in leaves(scheduler.optimizer):
+        setattr(part, _OF_OPTIMIZER, weakref.ref(scheduler))
 
 
 def load_scheduler(scheduler: Scheduler, original: Callable[[State], object], state_dict: State) -> Load:
@@ -66,7 +83,7 @@ def load_scheduler(scheduler: Scheduler, original: Callable[[State], object], st
             raise
     for part in leaves(scheduler.optimizer):
         settle_remembered(part, policy)
-        setattr(part, _OF_OPTIMIZER, weakref.ref(scheduler))
+    _note_scheduler(scheduler)
     scheduler.step(0)
     setattr(scheduler, _REMEMBERED, Remembered(run=run, used=live_schedule(scheduler)))
     return load
@@ -81,9 +98,20 @@ def run_schedule(scheduler: Scheduler) -> Schedule:
 
 
 def scheduler_of(part: object) -> Scheduler | None:
-    """The scheduler that was loaded for an optimizer before the optimizer itself was."""
+    """The scheduler that was last built, or loaded, for an optimizer."""
     found = getattr(part, _OF_OPTIMIZER, None)
     return found() if found is not None else None
+
+
+def loaded_scheduler_of(part: object) -> Scheduler | None:
+    """The same if it has been loaded, so that it knows the position of the optimizer's groups."""
+    found = scheduler_of(part)
+    return found if hasattr(found, _REMEMBERED) else None
+
+
+def asked_checkpoint(scheduler: Scheduler | None) -> bool:
+    """Whether a scheduler was built with `use_checkpoint_opt_param_scheduler=True` in so many words."""
+    return bool(getattr(scheduler, _ASKED_CHECKPOINT, False))
 
 
 def schedule_faults(scheduler: Scheduler, saved: Schedule, load: Load) -> list[Fault]:
