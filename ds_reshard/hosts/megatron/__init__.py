@@ -18,7 +18,7 @@ def wrap_build_scheduler(original: Function) -> Function:
 
     @functools.wraps(original)
     def __init__(self: object, *args: object, **kwargs: object) -> None:
-        from ds_reshard.hosts.megatron.scheduler import note_built
+        from ds_reshard.hosts.megatron.parts import note_built
 
         original(self, *args, **kwargs)
         note_built(self, signature.bind(self, *args, **kwargs).arguments)  # type: ignore[arg-type]
@@ -29,8 +29,8 @@ def wrap_build_scheduler(original: Function) -> Function:
 def wrap_load_scheduler(original: Function) -> Function:
     @functools.wraps(original)
     def load_state_dict(self: object, state_dict: object) -> None:
+        from ds_reshard.hosts.megatron.parts import load_scheduler
         from ds_reshard.hosts.megatron.report import publish_part
-        from ds_reshard.hosts.megatron.scheduler import load_scheduler
 
         publish_part(load_scheduler(self, functools.partial(original, self), state_dict))  # type: ignore[arg-type]
 
@@ -40,7 +40,7 @@ def wrap_load_scheduler(original: Function) -> Function:
 def wrap_load_optimizer(original: Function) -> Function:
     @functools.wraps(original)
     def load_state_dict(self: object, state_dict: object) -> None:
-        from ds_reshard.hosts.megatron.optimizers import load_optimizer
+        from ds_reshard.hosts.megatron.parts import load_optimizer
         from ds_reshard.hosts.megatron.report import publish_part
 
         publish_part(load_optimizer(self, functools.partial(original, self), state_dict))  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ def wrap_load_optimizer(original: Function) -> Function:
 def wrap_build_state(original: Function) -> Function:
     @functools.wraps(original)
     def sharded_state_dict(self: object, *args: object, **kwargs: object) -> object:
-        from ds_reshard.hosts.megatron.current import building
+        from ds_reshard.hosts.megatron.live import building
 
         with building():
             return original(self, *args, **kwargs)
@@ -62,7 +62,7 @@ def wrap_build_state(original: Function) -> Function:
 def wrap_load_parameter_state(original: Function) -> Function:
     @functools.wraps(original)
     def load_parameter_state(self: object, *args: object, **kwargs: object) -> object:
-        from ds_reshard.hosts.megatron.optimizers import load_parameter_state as seam
+        from ds_reshard.hosts.megatron.parts import load_parameter_state as seam
 
         return seam(self, functools.partial(original, self, *args, **kwargs))  # type: ignore[arg-type]
 
@@ -72,7 +72,7 @@ def wrap_load_parameter_state(original: Function) -> Function:
 def wrap_parse_args(original: Function) -> Function:
     @functools.wraps(original)
     def parse_args(extra_args_provider: object = None, ignore_unknown_args: bool = False) -> object:
-        from ds_reshard.hosts.megatron.arguments import parse_args as seam
+        from ds_reshard.hosts.megatron.training import parse_args as seam
 
         return seam(original, extra_args_provider, ignore_unknown_args)  # type: ignore[arg-type]
 
@@ -84,7 +84,7 @@ def wrap_load_checkpoint(original: Function) -> Function:
 
     @functools.wraps(original)
     def load_checkpoint(*args: object, **kwargs: object) -> object:
-        from ds_reshard.hosts.megatron.load import load_checkpoint as seam
+        from ds_reshard.hosts.megatron.training import load_checkpoint as seam
 
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -105,7 +105,7 @@ def wrap_load_base_checkpoint(original: Function) -> Function:
 
     @functools.wraps(original)
     def load_base_checkpoint(*args: object, **kwargs: object) -> object:
-        from ds_reshard.hosts.megatron.look import load_base_checkpoint as seam
+        from ds_reshard.hosts.megatron.training import load_base_checkpoint as seam
 
         bound = signature.bind(*args, **kwargs).arguments
         return seam(functools.partial(original, *args, **kwargs), bound["load_dir"], bound["args"])  # type: ignore[arg-type]
@@ -155,7 +155,7 @@ def wrap_load_file(original: Function) -> Function:
 def wrap_build_data_loaders(original: Function) -> Function:
     @functools.wraps(original)
     def build_data_loaders(*args: object, **kwargs: object) -> object:
-        from ds_reshard.hosts.megatron.samples import build_data_loaders as seam
+        from ds_reshard.hosts.megatron.training import build_data_loaders as seam
 
         return seam(functools.partial(original, *args, **kwargs), _arguments())  # type: ignore[arg-type]
 

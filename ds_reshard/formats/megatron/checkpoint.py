@@ -7,12 +7,16 @@ megatron/core/dist_checkpointing (0.16.1 to 0.19.2).
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 from ds_reshard.containers.dcp_directory import METADATA, Place, read_directory
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, ReadFailed, UnsupportedLayout
+from ds_reshard.model.records import ObjectRecord
+from ds_reshard.resume.megatron import MegatronPast, extra_values, read_schedule
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _COMMON, _BACKEND = "common.pt", "metadata.json"
@@ -114,3 +118,82 @@ def _not_found(where: str, what: str, mend: str) -> CheckpointNotFound:
 
 def _fault(error: str, where: str, what: str, mend: str) -> Fault:
     return Fault(error=error, where=where, what=what, mend=mend)
+
+
+Group = dict[str, object]
+"""A param group: `params` and the values that the optimizer and the scheduler read."""
+
+
+def saved_groups(state: object) -> list[Group] | None:
+    """The param groups of one optimizer's saved state; None where they are not in it.
+
+    `FP32Optimizer` saves its torch optimizer's state; `Float16OptimizerWithFloat16Params` and
+    `DistributedOptimizer` put that under "optimizer", "optimizer_state_dict" in old ones
+    (core/optimizer/optimizer.py and distrib_optimizer.py, 0.16.1 to 0.19.2). In a `torch_dist` checkpoint of
+    sharding type `dp_reshardable` they lie in a sharded object, which is read with the tensors.
+    """
+    if not isinstance(state, Mapping):
+        return None
+    for holder in (state, state.get("optimizer"), state.get("optimizer_state_dict")):
+        groups = holder.get("param_groups") if isinstance(holder, Mapping) else None
+        if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
+            return groups
+    return None
+
+
+_GROUPS = re.compile(r"((?:chained_\d+\.)*)optimizer\.distributed\.dp_group_idx_(\d+)\.optimizer/shard_0_1")
+
+
+def read_past(path: str, *, tag: str | None = None) -> MegatronPast:
+    """Position, schedule, groups and arguments as they were saved; nothing of the files is executed.
+
+    `path` is the folder of `--save`, or of one iteration. Raises CheckpointNotFound, UnsupportedLayout for a
+    checkpoint without a schedule, and what reading a damaged file raises.
+    """
+    folder = find_iteration(path, tag)
+    common, places = read_common(folder)
+    state = common.get("opt_param_scheduler", common.get("lr_scheduler"))
+    if state is None:
+        what = "holds no scheduler state: it is a release, or was saved with --no-save-optim"
+        raise UnsupportedLayout(f"{folder}: {what}; name another iteration: --tag ITERATION")
+    arguments = _arguments(common.get("args"))
+    schedule = read_schedule(state, where=folder, extra=extra_values(SimpleNamespace(**arguments)))
+    return MegatronPast(
+        where=folder, schedule=schedule, groups=_groups(common.get("optimizer"), places), arguments=arguments
+    )
+
+
+def _arguments(held: object) -> dict[str, object]:
+    """The attributes of a pickled `argparse.Namespace`."""
+    state = held.state if isinstance(held, ObjectRecord) else None
+    return {name: value for name, value in state.items() if isinstance(name, str)} if isinstance(state, dict) else {}
+
+
+def _groups(state: object, places: Mapping[str, Place]) -> tuple[Group, ...] | None:
+    """All groups in the order of the chain of optimizers; None where any cannot be found."""
+    found = saved_groups(state)
+    if found is not None:
+        return tuple(found)
+    chain: list[object] = []
+    if isinstance(state, list):
+        chain = state
+    elif isinstance(state, Mapping):
+        chain = [state[key] for key in sorted(key for key in state if isinstance(key, int))]
+    of_chain = [saved_groups(one) for one in chain]
+    if of_chain and all(groups is not None for groups in of_chain):
+        return tuple(group for groups in of_chain for group in groups or ())
+    return _sharded_groups(places)
+
+
+def _sharded_groups(places: Mapping[str, Place]) -> tuple[Group, ...] | None:
+    """Those that lie among the tensors, of the first model-parallel rank of each optimizer: all ranks have the same."""
+    first: dict[str, tuple[int, Place]] = {}
+    for name, place in places.items():
+        match = _GROUPS.fullmatch(name)
+        if match is not None:
+            prefix, number = match[1], int(match[2])
+            first[prefix] = min(first.get(prefix, (number, place)), (number, place))
+    held = [saved_groups(read_object(first[prefix][1])) for prefix in sorted(first)]
+    if not held or any(groups is None for groups in held):
+        return None
+    return tuple(group for groups in held for group in groups or ())
