@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -112,15 +112,13 @@ def as_number(value: object) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a checkpoint says of the run that wrote it; `groups` by leaf optimizer, None where not readable yet."""
+    """What a checkpoint says of the run that wrote it; `schedule` is None where nothing is taken from it."""
 
-    name: str
     release: bool
     iteration: int | None
     arguments: object | None
     schedule: Schedule | None
     scheduler_state: object | None
-    groups: Sequence[list[Group] | None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,7 +130,8 @@ class Load:
     what the load goes into, `where` how messages name the checkpoint. `read_in_place` says that states go by the
     name of their parameter, as in `torch_dist` checkpoints, and are read into the live ones. `another_model` says
     that it reads the weights of `--pretrained-checkpoint`, to which the policy was not meant to apply: it is then
-    `finetune` alone. `scanned` is the folder whose pickles have passed.
+    `finetune` alone. `matched` are the optimizers whose saved groups have been looked at, with these in live order.
+    `scanned` is the folder whose pickles have passed.
     """
 
     policy: ResumePolicy
@@ -143,6 +142,7 @@ class Load:
     read_in_place: bool = False
     found: Found | None = None
     another_model: bool = False
+    matched: list[tuple[Optimizer, list[Group]]] = field(default_factory=list)
     scanned: str = ""
     warnings: list[str] = field(default_factory=list)
 

@@ -43,7 +43,7 @@ from ds_reshard.hosts.megatron.live import (
     leaves,
     live_groups,
 )
-from ds_reshard.resume.megatron import EXTRA, FIELDS, WEIGHT_DECAY, Schedule, differences, extra_values, read_schedule
+from ds_reshard.resume.megatron import EXTRA, FIELDS, WEIGHT_DECAY, Schedule, differences, read_schedule
 from ds_reshard.resume.policy import Given, ResumePolicy
 from ds_reshard.resume.policy_sources import asked_policy
 
@@ -82,8 +82,7 @@ def note_built(scheduler: Scheduler, arguments: Mapping[str, object]) -> None:
     `arguments` are what the caller gave the constructor. Its default for `use_checkpoint_opt_param_scheduler` is
     True, so the attribute alone does not say that anybody asked for that.
     """
-    asked = bool(arguments.get("use_checkpoint_opt_param_scheduler"))
-    setattr(scheduler, _ASKED_CHECKPOINT, asked)
+    setattr(scheduler, _ASKED_CHECKPOINT, bool(arguments.get("use_checkpoint_opt_param_scheduler")))
     _note_scheduler(scheduler)
 
 
@@ -100,15 +99,16 @@ def load_scheduler(scheduler: Scheduler, original: Callable[[State], object], st
     differs, UnsupportedLayout for another class's state, ConfigError where the scheduler was built with one
     request and the policy is another. Returns the load that it was part of.
     """
-    load = current() or own_load(scheduler)
+    load = current() or _own_load(scheduler.optimizer, scheduler, scheduler)
     policy, run, before = load.policy, run_schedule(scheduler), live_schedule(scheduler)
     if policy.schedule_is_this_runs and not policy.keeps_position:
         put_schedule(scheduler, run)
         scheduler.num_steps = 0
     else:
-        arguments = load.found.arguments if load.found is not None else None
-        saved = read_schedule(state_dict, where=load.where, extra=extra_values(arguments))
-        raise_faults(schedule_faults(scheduler, saved, load), subject="resuming the schedule")
+        saved = load.found.schedule if load.found is not None else None
+        if saved is None:  # not looked at before: a loop of one's own, or nothing but the position is taken
+            saved = read_schedule(state_dict, where=load.where)
+            raise_faults(schedule_faults(scheduler, saved, policy), subject="resuming the schedule")
         try:
             put_schedule(scheduler, run)
             _by_megatron(scheduler, original, state_dict, policy)
@@ -145,20 +145,8 @@ def scheduler_of(part: object) -> Scheduler | None:
     return found() if found is not None else None
 
 
-def loaded_scheduler_of(part: object) -> Scheduler | None:
-    """The same if it has been loaded, so that it knows the position of the optimizer's groups."""
-    found = scheduler_of(part)
-    return found if hasattr(found, _REMEMBERED) else None
-
-
-def asked_checkpoint(scheduler: Scheduler | None) -> bool:
-    """Whether a scheduler was built with `use_checkpoint_opt_param_scheduler=True` in so many words."""
-    return bool(getattr(scheduler, _ASKED_CHECKPOINT, False))
-
-
-def schedule_faults(scheduler: Scheduler, saved: Schedule, load: Load) -> list[Fault]:
+def schedule_faults(scheduler: Scheduler, saved: Schedule, policy: ResumePolicy) -> list[Fault]:
     """What differs, where the policy or Megatron's own default wants both sides equal."""
-    policy = load.policy
     lenient = scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler
     if policy.schedule_is_this_runs or policy.scheduler == "checkpoint" or (policy.scheduler == "host" and lenient):
         return []
@@ -168,24 +156,16 @@ def schedule_faults(scheduler: Scheduler, saved: Schedule, load: Load) -> list[F
     return differences(saved, run_schedule(scheduler), without=left_out)
 
 
-def own_load(scheduler: Scheduler) -> Load:
-    """A load of a loop of the user's own; a scheduler that was built to override asks for that."""
-    return Load(
-        policy=asked_policy(*given_by(scheduler)), optimizer=scheduler.optimizer, scheduler=scheduler, own_loop=True
-    )
+def _own_load(optimizer: Optimizer, scheduler: Scheduler | None, built: Scheduler | None) -> Load:
+    """A load of a loop of the user's own; a scheduler that was `built` to override asks for that.
 
-
-def given_by(scheduler: object) -> tuple[Given, ...]:
-    """What the arguments that a scheduler was built with ask for; the other one is Megatron's default, so not asked."""
-    if not getattr(scheduler, "override_opt_param_scheduler", False):
-        return ()
-    return (
-        Given(
-            place="OptimizerParamScheduler",
-            values={"scheduler": "override"},
-            spelled={"scheduler": "override_opt_param_scheduler=True"},
-        ),
-    )
+    `use_checkpoint_opt_param_scheduler` is True by default, so it is no policy that could contradict another.
+    """
+    asked = []
+    if getattr(built, "override_opt_param_scheduler", False):
+        spelled = {"scheduler": "override_opt_param_scheduler=True"}
+        asked = [Given(place="OptimizerParamScheduler", values={"scheduler": "override"}, spelled=spelled)]
+    return Load(policy=asked_policy(*asked), optimizer=optimizer, scheduler=scheduler, own_loop=True)
 
 
 def _by_megatron(
@@ -229,13 +209,14 @@ def load_optimizer(optimizer: Optimizer, original: Callable[[object], object], s
     if is_building():
         _put(optimizer, original, state_dict, saved, None)
         return None
-    load = current() or _own_load(optimizer)
+    load = current() or _own_load(optimizer, None, scheduler_of(optimizer))
     policy, run = load.policy, run_groups(optimizer)
     if load.own_loop:
         wrong = [*hyperparameter_faults(optimizer, policy), *masters_faults(optimizer, policy)]
         raise_faults(wrong, subject="resuming the optimizer")
     faults, saved, order = matched_groups(optimizer, state_dict, load)
-    takes_saved = load.own_loop and asked_checkpoint(scheduler_of(optimizer))
+    scheduler = scheduler_of(optimizer)
+    takes_saved = load.own_loop and getattr(scheduler, _ASKED_CHECKPOINT, False)
     compares = policy.scheduler == "host" and compares_bounds() and not takes_saved
     if not faults and (policy.scheduler == "strict" or compares):
         differ = group_differences(run, saved, policy=policy)
@@ -254,18 +235,11 @@ def load_optimizer(optimizer: Optimizer, original: Callable[[object], object], s
     if scaler is not None and scale is not None:
         scaler.load_state_dict(scale)
     remember(optimizer, run, saved)
-    loaded = loaded_scheduler_of(optimizer)
-    if loaded is not None:
-        loaded.step(0)
+    if scheduler is not None and hasattr(scheduler, _REMEMBERED):  # it was loaded, so it knows the position
+        scheduler.step(0)
     if load.own_loop and policy.optimizer == "masters":
         fresh_moments(optimizer)
     return load
-
-
-def _own_load(optimizer: Optimizer) -> Load:
-    """A load of a loop of the user's own; a scheduler that was built to override asks for that."""
-    policy = asked_policy(*given_by(scheduler_of(optimizer)))
-    return Load(policy=policy, optimizer=optimizer, scheduler=None, own_loop=True)
 
 
 def load_parameter_state(optimizer: Optimizer, original: Callable[[], object]) -> object:

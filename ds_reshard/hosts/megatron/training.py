@@ -109,11 +109,9 @@ def _tell_megatron(policy: ResumePolicy, arguments: Namespace) -> None:
 
 def _contradictions(policy: ResumePolicy, arguments: Namespace) -> list[Fault]:
     """Arguments of Megatron under which a reset would not do what it says."""
-    faults = []
+    pairs = []
     if policy.iteration == "reset" and getattr(arguments, "override_ckpt_iteration", None) is not None:
-        faults.append(
-            _contradiction("--reset-iteration", "--override-ckpt-iteration", "both say which iteration it is")
-        )
+        pairs.append(("--reset-iteration", "--override-ckpt-iteration", "both say which iteration it is"))
     by_samples = {
         "rampup_batch_size": "the batch size grows with the samples that are set to 0",
         "step_batch_size_schedule": "the batch size follows the samples that are set to 0",
@@ -121,29 +119,25 @@ def _contradictions(policy: ResumePolicy, arguments: Namespace) -> list[Fault]:
     }
     for name, why in by_samples.items():
         if policy.dataloader == "reset" and policy.iteration == "load" and getattr(arguments, name, None):
-            faults.append(_contradiction("--reset-dataloader", "--" + name.replace("_", "-"), why))
+            pairs.append(("--reset-dataloader", "--" + name.replace("_", "-"), why))
     if policy.dataloader == "reset" and getattr(arguments, "dataloader_type", None) == "external":
         why = "an external data loader keeps its own place, which Megatron does not know"
-        faults.append(_contradiction("--reset-dataloader", "--dataloader-type external", why))
-    return faults
-
-
-def _contradiction(one: str, other: str, why: str) -> Fault:
-    what = f"contradict each other: {why}"
-    return ConfigError.fault(f"{one} with {other}", what, mend=f"leave out one of {one} and {other}")
+        pairs.append(("--reset-dataloader", "--dataloader-type external", why))
+    return [
+        ConfigError.fault(
+            f"{one} with {other}", f"contradict each other: {why}", mend=f"leave out one of {one} and {other}"
+        )
+        for one, other, why in pairs
+    ]
 
 
 def _schedule_alone(load: Load) -> None:
     """The schedule for an optimizer that was not loaded, which Megatron leaves out together with it."""
-    found, scheduler = load.found, cast(Scheduler, load.scheduler)
-    assert found is not None
-    takes_bounds = load.policy.scheduler == "checkpoint"
-    for part, groups in zip(leaves(load.optimizer), found.groups, strict=True) if takes_bounds else ():
-        faults, ordered, _ = matched_groups(part, {"param_groups": groups}, load)
-        assert not faults, "groups that cannot be matched were refused when they were looked at"
-        remember(part, run_groups(part), ordered)
-    assert isinstance(found.scheduler_state, dict), "its absence was refused when it was looked at"
-    scheduler.load_state_dict(found.scheduler_state)
+    if load.policy.scheduler == "checkpoint":
+        for part, saved in load.matched:
+            remember(part, run_groups(part), saved)
+    assert load.found is not None and isinstance(load.found.scheduler_state, dict), "refused when it was looked at"
+    cast(Scheduler, load.scheduler).load_state_dict(load.found.scheduler_state)
 
 
 def _counters(load: Load, arguments: Namespace, iteration: int) -> int:
@@ -216,11 +210,22 @@ def load_base_checkpoint(original: Callable[[], Base], load_dir: str, arguments:
 
 def _look(load: Load, state: Mapping[str, object], release: bool, kind: object, arguments: object) -> list[Fault]:
     """Note what was found, and say what of it cannot be resumed as asked."""
-    saved = state.get("optimizer")
-    if load.read_in_place and not release and load.optimizer is not None and _reads_groups(load.policy):
-        saved = with_sharded_groups(load.optimizer, saved, load.where)
-    load.found = _found(load, state, saved, release)
-    return [*_refusals(load, kind, release, arguments), *_faults(load, load.found, saved)]
+    policy, name, optimizer = load.policy, getattr(kind, "name", ""), load.optimizer
+    groups = state.get("optimizer")
+    if load.read_in_place and not release and optimizer is not None and _reads_groups(policy):
+        groups = with_sharded_groups(optimizer, groups, load.where)
+    load.found = _found(load, state, release)
+    faults = [] if load.another_model else format_faults(load.where, name.lower(), policy)
+    if release:
+        return faults + release_faults(load.where, policy)
+    if name == "LEGACY" and optimizer is not None and policy.loads_masters:
+        faults += step_faults(load.where, arguments)
+    if not policy.finetune:
+        differing = _schedule_faults(load, load.found)
+        faults += differing
+        if optimizer is not None and _reads_groups(policy):
+            faults += _group_faults(load, groups, differing)
+    return faults
 
 
 def _folder(name: str) -> str:
@@ -234,86 +239,62 @@ def _reads_groups(policy: ResumePolicy) -> bool:
     return not policy.finetune and (policy.optimizer != "skip" or policy.scheduler in ("checkpoint", "strict"))
 
 
-def _found(load: Load, state: Mapping[str, object], saved: object, release: bool) -> Found:
-    arguments = state.get("args")
+def _found(load: Load, state: Mapping[str, object], release: bool) -> Found:
+    policy, arguments = load.policy, state.get("args")
     scheduler = state.get("opt_param_scheduler", state.get("lr_scheduler"))
     iteration = state.get("iteration", state.get("total_iters"))
-    wanted = load.scheduler is not None and scheduler is not None and _reads_schedule(load.policy)
-    schedule = read_schedule(scheduler, where=load.where, extra=extra_values(arguments)) if wanted else None
-    parts = with_saved(load.optimizer, saved)
+    schedule = None
+    compared = policy.scheduler == "strict" or (policy.loads_moments and policy.scheduler == "host")
+    if load.scheduler is not None and scheduler is not None and (policy.keeps_position or compared):
+        schedule = read_schedule(scheduler, where=load.where, extra=extra_values(arguments))
     return Found(
-        name=load.where,
         release=release,
         iteration=iteration if isinstance(iteration, int) else None,
         arguments=arguments,
         schedule=schedule,
         scheduler_state=scheduler,
-        groups=tuple(saved_groups(part) for _, part in parts),
     )
 
 
-def _reads_schedule(policy: ResumePolicy) -> bool:
-    """Whether anything is taken from, or compared with, the saved schedule."""
-    return (
-        policy.keeps_position or policy.scheduler == "strict" or (policy.loads_moments and policy.scheduler == "host")
-    )
-
-
-def _refusals(load: Load, kind: object, release: bool, arguments: object) -> list[Fault]:
-    """What no checkpoint of this kind can be made to do."""
-    name = getattr(kind, "name", "")
-    faults = [] if load.another_model else format_faults(load.where, name.lower(), load.policy)
-    if release:
-        faults += release_faults(load.where, load.policy)
-    elif name == "LEGACY" and load.optimizer is not None and load.policy.loads_masters:
-        faults += step_faults(load.where, arguments)
-    return faults
-
-
-def _faults(load: Load, found: Found, state: object) -> list[Fault]:
-    """What differs that must not, and what is not there."""
+def _schedule_faults(load: Load, found: Found) -> list[Fault]:
+    """What differs of the schedule that must not; a fault where there is none and one is needed."""
     policy = load.policy
-    if found.release or policy.finetune:
+    if load.scheduler is None:
         return []
-    faults: list[Fault] = []
-    wants_schedule = policy.scheduler in ("checkpoint", "strict") or (
-        policy.scheduler == "override" and policy.keeps_position
-    )
-    if load.scheduler is not None and found.scheduler_state is None and wants_schedule:
+    wanted = policy.scheduler in ("checkpoint", "strict") or (policy.scheduler == "override" and policy.keeps_position)
+    if found.scheduler_state is None and wanted:
         asked = because(policy, "schedule")
         what = f"has no scheduler state, which {asked} takes the position from"
         mend = f"leave out {asked}, or add --no-load-lr-state for this run's schedule from its beginning"
-        faults.append(ScheduleMismatch.fault(load.where, what, mend=mend))
-    if found.schedule is not None and (policy.optimizer != "skip" or policy.scheduler == "strict"):
-        faults += schedule_faults(_scheduler(load), found.schedule, load)
-    if load.optimizer is None or not _reads_groups(policy):
-        return faults
+        return [ScheduleMismatch.fault(load.where, what, mend=mend)]
+    if found.schedule is None or (policy.optimizer == "skip" and policy.scheduler != "strict"):
+        return []
+    return schedule_faults(cast(Scheduler, load.scheduler), found.schedule, policy)
+
+
+def _group_faults(load: Load, state: object, said: list[Fault]) -> list[Fault]:
+    """What differs of the param groups that must not, but for what is `said` of the schedule; notes the pairs.
+
+    Groups may be absent, or come only with the tensors. That is a fault where nothing else brings them in time.
+    """
+    policy, faults = load.policy, []
     bounds = policy.scheduler == "strict" or (policy.scheduler == "host" and compares_bounds())
+    load.matched = []
     for part, saved in with_saved(load.optimizer, state):
         if saved_groups(saved) is None:
-            faults += _unread(load)
+            if policy.scheduler == "strict" or (policy.optimizer == "skip" and policy.scheduler == "checkpoint"):
+                asked = because(policy, "schedule")
+                what = f"its param groups cannot be read, and {asked} needs their learning rates"
+                faults.append(UnsupportedLayout.fault(load.where, what, mend=f"leave out {asked}"))
             continue
         wrong, ordered, _ = matched_groups(part, saved, load)
         faults += wrong
-        if not wrong and bounds and not policy.schedule_is_this_runs:
-            faults += group_differences(run_groups(part), ordered, policy=policy, said=faults)
+        if wrong:
+            continue
+        load.matched.append((part, ordered))
+        if bounds and not policy.schedule_is_this_runs:
+            faults += group_differences(run_groups(part), ordered, policy=policy, said=[*said, *faults])
     return faults
-
-
-def _unread(load: Load) -> list[Fault]:
-    """Groups that are not there, or cannot be read before the tensors, where nothing else brings them in time."""
-    policy = load.policy
-    if policy.scheduler != "strict" and (policy.optimizer != "skip" or policy.scheduler != "checkpoint"):
-        return []
-    what = f"its param groups cannot be read, and {because(policy, 'schedule')} needs their learning rates"
-    mend = f"leave out {because(policy, 'schedule')}"
-    return [UnsupportedLayout.fault(load.where, what, mend=mend)]
-
-
-def _scheduler(load: Load) -> Scheduler:
-    assert load.scheduler is not None, "a schedule is read for a scheduler alone"
-    scheduler: Scheduler = load.scheduler  # type: ignore[assignment]
-    return scheduler
 
 
 _OTHER_FORMATS = ("torch_dcp", "fsdp_dtensor")
