@@ -1,4 +1,4 @@
-"""The files of a Megatron-LM checkpoint: which iteration, which format, and the objects that lie in them.
+"""A Megatron-LM checkpoint: which iteration, which format, the objects in its files, and its schedule and groups.
 
 Names from megatron/training/checkpointing.py `get_checkpoint_name`, `_get_checkpoint_format`, and from
 megatron/core/dist_checkpointing (0.16.1 to 0.19.2).
@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from ds_reshard.containers.dcp_directory import METADATA, Place, read_directory
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, ReadFailed, UnsupportedLayout
+from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReadFailed, UnsupportedLayout
 from ds_reshard.model.records import ObjectRecord
 from ds_reshard.resume.megatron import MegatronPast, extra_values, read_schedule
 
@@ -57,7 +57,7 @@ def read_common(folder: str) -> tuple[Mapping[object, object], Mapping[str, Plac
         if _BACKEND not in names:
             mend = "start the run with --resume-report FILE, or save with --ckpt-format torch_dist"
             what = "is a checkpoint of format torch_dcp or fsdp_dtensor, whose rates are not drawn"
-            raise UnsupportedLayout(f"{folder}: {what}; {mend}", [_fault("UnsupportedLayout", folder, what, mend)])
+            raise UnsupportedLayout(f"{folder}: {what}; {mend}", [UnsupportedLayout.fault(folder, what, mend=mend)])
         places = read_directory(folder).objects
         if _COMMON in names:
             common = _load(os.path.join(folder, _COMMON))
@@ -113,11 +113,7 @@ def _names(path: str) -> frozenset[str]:
 
 
 def _not_found(where: str, what: str, mend: str) -> CheckpointNotFound:
-    return CheckpointNotFound(f"{where}: {what}; {mend}", [_fault("CheckpointNotFound", where, what, mend)])
-
-
-def _fault(error: str, where: str, what: str, mend: str) -> Fault:
-    return Fault(error=error, where=where, what=what, mend=mend)
+    return CheckpointNotFound(f"{where}: {what}; {mend}", [CheckpointNotFound.fault(where, what, mend=mend)])
 
 
 Group = dict[str, object]

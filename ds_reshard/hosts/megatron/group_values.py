@@ -1,4 +1,4 @@
-"""The values of a param group: what this run gave, what the checkpoint has, and which of them a policy takes."""
+"""The values of a param group: what this run gave, what the checkpoint has, and which a policy takes; fresh moments."""
 
 from __future__ import annotations
 

@@ -4,6 +4,11 @@ Megatron matches by `param_group_identifier_keys`, up to 0.18.2 (wd_mult, lr_mul
 is_decoupled_lr): groups that differ in their bounds alone (muP; `decoupled_lr`, for which is_decoupled_lr stays
 False) share a key, and the last one's values go to all of them. From 0.19 the key holds the bounds themselves,
 and a run that changes one matches nothing (core/optimizer/optimizer.py and distrib_optimizer.py).
+
+Groups that a `torch_dist` checkpoint keeps among its tensors are read here before any tensor is.
+`DistributedOptimizer.sharded_state_dict` (distrib_optimizer.py, 0.16.1 to 0.19.2) makes a sharded object of them for
+every sharding type but `fully_reshardable`. Megatron reads it together with the tensors, so an error about groups
+would come when weights have been replaced.
 """
 
 from __future__ import annotations

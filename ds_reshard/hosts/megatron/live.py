@@ -1,4 +1,4 @@
-"""What this host touches of Megatron's live objects, as types; and the optimizers inside an optimizer."""
+"""What this host touches of Megatron's live objects, as types; and the load that is going on."""
 
 from __future__ import annotations
 
