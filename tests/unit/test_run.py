@@ -16,12 +16,12 @@ parser.add_argument("--steps", type=int)
 parser.add_argument("--local_rank", type=int, default=-1)
 parser.add_argument("--no-load-optim", action="store_true")
 args = parser.parse_args()
-from ds_reshard.resume import policy_sources
+from ds_reshard.resume import asked
 from ds_reshard.hooks.registry import REGISTRY
 import beside
 print(json.dumps({
     "name": __name__, "argv": sys.argv, "local_rank": args.local_rank, "steps": args.steps,
-    "policy": repr(policy_sources.asked_policy()), "hosts": sorted(REGISTRY.deferred), "beside": beside.HERE,
+    "policy": repr(asked.asked_policy()), "hosts": sorted(REGISTRY.deferred), "beside": beside.HERE,
 }))
 """
 

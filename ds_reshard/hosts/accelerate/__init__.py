@@ -9,7 +9,7 @@ import functools
 
 from ds_reshard.errors import HookError
 from ds_reshard.hooks import Function, HostHooks, Patch
-from ds_reshard.resume.schedulers import clock_in
+from ds_reshard.resume.clock import clock_in
 
 
 def wrap_dummy_optim(original: Function) -> Function:

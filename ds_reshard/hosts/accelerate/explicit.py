@@ -12,7 +12,7 @@ from ds_reshard.errors import ConfigError, Fault, PrepareError, raise_faults
 from ds_reshard.hosts.accelerate import HOOKS
 from ds_reshard.hosts.accelerate.given import is_module, is_optimizer, is_scheduler
 from ds_reshard.hosts.accelerate.running import trains
-from ds_reshard.resume.schedulers import PLACE, clock_faults, clock_in
+from ds_reshard.resume.clock import PLACE, clock_faults, clock_in
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

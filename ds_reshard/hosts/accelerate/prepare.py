@@ -36,7 +36,7 @@ from ds_reshard.hosts.accelerate.running import is_the_scripts
 from ds_reshard.hosts.accelerate.several import trains_alone
 from ds_reshard.hosts.accelerate.tracked import track
 from ds_reshard.operations.ranks import of_all
-from ds_reshard.resume.schedulers import ACCELERATE, ENGINE, clock_in
+from ds_reshard.resume.clock import ACCELERATE, ENGINE, clock_in
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -25,7 +25,8 @@ from ds_reshard.hosts.accelerate.given import (
 )
 from ds_reshard.hosts.accelerate.running import GivenAccelerator, counted, given_accelerator
 from ds_reshard.hosts.accelerate.values import optimizer_values, scheduler_values
-from ds_reshard.resume.schedulers import ACCELERATE, clock_in, innermost
+from ds_reshard.resume.clock import ACCELERATE, clock_in
+from ds_reshard.resume.schedulers import innermost
 
 _ADD_OPTIMIZER = (
     'add "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}} to the DeepSpeed JSON, '

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ds_reshard.hosts.accelerate.finding import Finding, refused, told
 from ds_reshard.hosts.accelerate.given import CALLABLE, DUMMY, NONE, TORCH, GivenOptimizer, GivenScheduler
-from ds_reshard.resume.schedulers import ACCELERATE, ENGINE, clock_in
+from ds_reshard.resume.clock import ACCELERATE, ENGINE, clock_in
 
 BACKWARD = "make a new Accelerator for each model, or call model.backward(loss) and model.step() of the engine itself"
 _CLOCK = '"ds_reshard": {"accelerate": {"clock": "%s"}} in the DeepSpeed JSON'

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ds_reshard.resume.schedulers import ENGINE, UNKNOWN, Beginning, kind_of
+from ds_reshard.resume.clock import ENGINE
+from ds_reshard.resume.schedulers import UNKNOWN, Beginning, kind_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

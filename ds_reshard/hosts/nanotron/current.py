@@ -9,8 +9,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from ds_reshard.errors import ConfigError, raise_faults
+from ds_reshard.resume.asked import asked_policy
 from ds_reshard.resume.policy import ResumePolicy
-from ds_reshard.resume.policy_sources import asked_policy
 from ds_reshard.resume.report import Row
 
 Group = dict[str, object]

@@ -16,7 +16,7 @@ from ds_reshard.hosts.nanotron.current import Load, config_of, in_force
 from ds_reshard.hosts.nanotron.live import ParallelContext
 from ds_reshard.hosts.nanotron.random_states import file_of, read_random_states, restore
 from ds_reshard.operations.ranks import gather
-from ds_reshard.resume.policy_sources import asked_policy
+from ds_reshard.resume.asked import asked_policy
 
 
 class Trainer(Protocol):
