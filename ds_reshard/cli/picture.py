@@ -7,7 +7,7 @@ import tempfile
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import ConfigError
-from ds_reshard.resume.coming import CHECKPOINT, HOST, OVERRIDE, ComingRun
+from ds_reshard.resume.lr_preview import CHECKPOINT, HOST, OVERRIDE, ComingRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

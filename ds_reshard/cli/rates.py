@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_reshard.cli.render import printable
-from ds_reshard.resume.coming import CHECKPOINT, HOST, OVERRIDE, ComingRun, Curve
+from ds_reshard.resume.lr_preview import CHECKPOINT, HOST, OVERRIDE, ComingRun, Curve
 
 COLORS = {CHECKPOINT: "bright_black", HOST: "red", OVERRIDE: "green"}
 _EIGHTHS = " ▁▂▃▄▅▆▇█"

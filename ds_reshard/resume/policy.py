@@ -141,16 +141,9 @@ def combine(places: Iterable[Given]) -> ResumePolicy:
     for given in places:
         for key, value in given.values.items():
             first = chosen.setdefault(key, given)
-            if not _same(key, first.values[key], value):
-                faults.append(
-                    ConfigError.fault(
-                        key,
-                        "is given in two places and differs",
-                        first.say(key),
-                        given.say(key),
-                        mend=f"give {key} in one place, or the same in both",
-                    )
-                )
+            if _comparable(first.values[key]) != _comparable(value):
+                what, mend = "is given in two places and differs", f"give {key} in one place, or the same in both"
+                faults.append(ConfigError.fault(key, what, first.say(key), given.say(key), mend=mend))
     raise_faults(faults, subject="resume policy")
     values = {key: given.values[key] for key, given in chosen.items()}
     return ResumePolicy(**values)  # type: ignore[arg-type]
@@ -165,15 +158,10 @@ def policy_differences(policies: Sequence[ResumePolicy]) -> list[Fault]:
             ranks.setdefault(repr(getattr(policy, key)), []).append(number)
         if len(ranks) > 1:
             (first, where), *others = ranks.items()
-            faults.append(
-                ConfigError.fault(
-                    f"resume policy: {key}",
-                    "differs between ranks",
-                    f"{first} everywhere, as on {_named(where)}",
-                    ", ".join(f"{value} on {_named(numbers)}" for value, numbers in others),
-                    mend=f"give every rank the same flags and the same configuration ({key})",
-                )
-            )
+            wanted = f"{first} everywhere, as on {_named(where)}"
+            found = ", ".join(f"{value} on {_named(numbers)}" for value, numbers in others)
+            mend = f"give every rank the same flags and the same configuration ({key})"
+            faults.append(ConfigError.fault(f"resume policy: {key}", "differs between ranks", wanted, found, mend=mend))
     return faults
 
 
@@ -182,58 +170,39 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def _same(key: str, one: object, other: object) -> bool:
-    if key == "hyperparameters":
-        assert isinstance(one, tuple) and isinstance(other, tuple)
-        return set(one) == set(other)
-    return one == other
+def _comparable(value: object) -> object:
+    return frozenset(value) if isinstance(value, tuple) else value  # names of hyper-parameters, in any order
 
 
 def _check(key: str, value: object, place: str) -> list[Fault]:
+    where = f"{place}: {key}"
     if key not in defaults():
-        allowed = ", ".join(defaults())
-        mend = f"remove or correct {key!r} in {place}"
-        return [
-            ConfigError.fault(
-                f"{place}: {key}", "is not a key of the resume policy", f"one of {allowed}", repr(key), mend=mend
-            )
-        ]
+        what, mend = "is not a key of the resume policy", f"remove or correct {key!r} in {place}"
+        return [ConfigError.fault(where, what, f"one of {', '.join(defaults())}", repr(key), mend=mend)]
     if key in _CHOICES:
-        return [] if value in _CHOICES[key] else [wrong_value(f"{place}: {key}", _one_of(_CHOICES[key]), value)]
-    if key in _SWITCHES:
-        return [] if isinstance(value, bool) else [wrong_value(f"{place}: {key}", "true or false", value)]
-    if key == "report":
-        return [] if isinstance(value, str) and value else [wrong_value(f"{place}: {key}", "the path of a file", value)]
-    names = isinstance(value, (list, tuple)) and all(isinstance(name, str) and name.isidentifier() for name in value)
-    return [] if names else [wrong_value(f"{place}: {key}", 'a list of names such as ["betas", "eps"]', value)]
-
-
-def _one_of(values: Iterable[str]) -> str:
-    return "one of " + ", ".join(f'"{value}"' for value in values)
+        expected, fits = "one of " + ", ".join(f'"{one}"' for one in _CHOICES[key]), value in _CHOICES[key]
+    elif key in _SWITCHES:
+        expected, fits = "true or false", isinstance(value, bool)
+    elif key == "report":
+        expected, fits = "the path of a file", isinstance(value, str) and value != ""
+    else:
+        expected = 'a list of names such as ["betas", "eps"]'
+        fits = isinstance(value, (list, tuple)) and all(isinstance(one, str) and one.isidentifier() for one in value)
+    return [] if fits else [wrong_value(where, expected, value)]
 
 
 def _contradictions(policy: ResumePolicy) -> list[Fault]:
-    faults = []
-    for name, value in (("scheduler", policy.scheduler), ("optimizer", policy.optimizer)):
-        kept = {"scheduler": ("host", "reset"), "optimizer": ("load", "skip")}[name]
+    wrong = []
+    for name, value, kept in (
+        ("scheduler", policy.scheduler, ("host", "reset")),
+        ("optimizer", policy.optimizer, ("load", "skip")),
+    ):
         if policy.finetune and value not in kept:
-            faults.append(
-                _contradiction(
-                    f'finetune with {name} "{value}"',
-                    "finetune takes weights alone and starts at iteration 0",
-                    f'leave out one of finetune and {name} "{value}"',
-                )
-            )
+            what = "finetune takes weights alone and starts at iteration 0"
+            mend = f'leave out one of finetune and {name} "{value}"'
+            wrong.append((f'finetune with {name} "{value}"', what, mend))
     if "lr" in policy.hyperparameters and policy.scheduler in ("checkpoint", "strict"):
-        faults.append(
-            _contradiction(
-                f'hyperparameters "lr" with scheduler "{policy.scheduler}"',
-                "the learning rate cannot be this run's and the checkpoint's",
-                'leave "lr" out of the hyper-parameters, or ask for --override-opt-param-scheduler',
-            )
-        )
-    return faults
-
-
-def _contradiction(where: str, what: str, mend: str) -> Fault:
-    return ConfigError.fault(where, f"contradict each other: {what}", mend=mend)
+        what = "the learning rate cannot be this run's and the checkpoint's"
+        mend = 'leave "lr" out of the hyper-parameters, or ask for --override-opt-param-scheduler'
+        wrong.append((f'hyperparameters "lr" with scheduler "{policy.scheduler}"', what, mend))
+    return [ConfigError.fault(where, f"contradict each other: {what}", mend=mend) for where, what, mend in wrong]

@@ -11,30 +11,25 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 
-from ds_reshard.errors import UnsupportedLayout
+from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_faults
 
 DEEPSPEED, TORCH, COUNTED, PLATEAU, UNKNOWN = "deepspeed", "torch", "counted", "plateau", "unknown"
 
 # Their learning rate is a function of the position alone, so they can be put there in one step.
 _CLOSED = ("LambdaLR", "OneCycleLR", "CyclicLR")
 # What a torch scheduler's state says of where it is, rather than of what it is.
-_WHERE = frozenset(
-    {
-        "last_epoch",
-        "_step_count",
-        "_last_lr",
-        "_get_lr_called_within_step",
-        "_is_initial",
-        "T_cur",
-        "T_i",
-        "_schedulers",
-        "best",
-        "num_bad_epochs",
-        "cooldown_counter",
-    }
-)
+_WHERE = {"last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "_schedulers"}
+_WHERE |= {"T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}
+
+ENGINE, ACCELERATE = "engine", "accelerate"
+CLOCKS = (ENGINE, ACCELERATE)
+"""Who counts the steps of a schedule. DeepSpeed's engine steps its own once an update (deepspeed/runtime/engine.py,
+0.19.8, `_take_model_step`). accelerate steps a torch scheduler `num_processes` times an update
+(accelerate/scheduler.py, 1.15.0, `AcceleratedScheduler.step`). The same schedule is
+another curve on the other clock."""
+PLACE = "ds_reshard.accelerate"
 
 
 def kind_of(scheduler: object) -> str:
@@ -259,3 +254,107 @@ def write_rates(scheduler: object) -> None:
         scheduler.step(increment=0)  # type: ignore[attr-defined]
     else:
         set_groups(groups, _rates(scheduler), ("lr", "initial_lr"))
+
+
+def needs_rates(scheduler: object, params: Mapping[str, object]) -> bool:
+    """Whether what configures one of DeepSpeed's schedulers depends on the rates of the groups it is built for."""
+    one, other = (configuration(_with_rate(scheduler, params, rate)) for rate in (1.0, 2.0))
+    return one != other
+
+
+def base_rates(
+    scheduler: object, params: Mapping[str, object], rates: Sequence[float], position: int
+) -> list[float] | None:
+    """The rates that groups had when one of DeepSpeed's schedulers was built, from what they are at a position.
+
+    None where the position says nothing (a factor of 0) or no number gives the very rate.
+    """
+    found = []
+    for group, rate in enumerate(rates):
+
+        def at(base: float, group: int = group) -> float:
+            made = _with_rate(scheduler, params, base)
+            if position:
+                made.step(position - 1)  # type: ignore[attr-defined]
+            return float(made.optimizer.param_groups[group]["lr"])  # type: ignore[attr-defined]
+
+        base = shortest_decimal(at, rate)
+        if base is None:
+            return None
+        found.append(base)
+    return found
+
+
+def shortest_decimal(at: Callable[[float], float], rate: float) -> float | None:
+    """The base rate from which a schedule gives this very `rate` at a position, `at` being affine in the base rate.
+
+    Of those that do the shortest decimal is taken: that is how a person wrote it. None where there is none.
+    """
+    zero, one = at(0.0), at(1.0)
+    if one == zero:
+        return None
+    about = (rate - zero) / (one - zero)
+    written = (float(f"{about:.{digits}g}") for digits in range(1, 18))
+    return next((base for base in written if at(base) == rate), None)
+
+
+def describes(
+    scheduler: object, params: Mapping[str, object], built_for: Sequence[float], position: int, rates: Sequence[float]
+) -> bool:
+    """Whether a scheduler of this class with these parameters has, at a position, the rates that were saved."""
+    groups = zip(scheduler.optimizer.param_groups, built_for, strict=True)  # type: ignore[attr-defined]
+    made = like(scheduler, params, [{**group, "lr": rate} for group, rate in groups])
+    if position:
+        made.step(position - 1)  # type: ignore[attr-defined]
+    return [float(group["lr"]) for group in made.optimizer.param_groups] == list(rates)  # type: ignore[attr-defined]
+
+
+def _with_rate(scheduler: object, params: Mapping[str, object], rate: float) -> object:
+    groups = scheduler.optimizer.param_groups  # type: ignore[attr-defined]
+    return like(scheduler, params, [{**group, "lr": rate} for group in groups])
+
+
+def adopt_configuration(
+    scheduler: object, params: Mapping[str, object], groups: Sequence[Mapping[str, object]]
+) -> None:
+    """Give one of DeepSpeed's schedulers the configuration that `params` of the JSON describe.
+
+    `groups` are the param groups that it is built for (WarmupLR without a maximum and WarmupCosineLR take their
+    rates): they are copied, not changed.
+    """
+    made = like(scheduler, params, groups)
+    for name, value in vars(made).items():
+        if name not in ("optimizer", "last_batch_iteration", "_last_lr"):
+            setattr(scheduler, name, value)
+
+
+def like(scheduler: object, params: Mapping[str, object], groups: Sequence[Mapping[str, object]]) -> object:
+    """A scheduler of the same class with other parameters, bound to copies of the groups."""
+    optimizer = type(scheduler.optimizer)  # type: ignore[attr-defined]
+    stand_in = object.__new__(optimizer)
+    vars(stand_in).update(vars(scheduler.optimizer))  # type: ignore[attr-defined]
+    stand_in.param_groups = [copy.deepcopy({n: v for n, v in group.items() if n != "params"}) for group in groups]
+    return type(scheduler)(stand_in, **params)  # type: ignore[call-arg]
+
+
+def clock_faults(section: object) -> list[Fault]:
+    """What is wrong with the value of `"ds_reshard": {"accelerate": ...}`."""
+    wrong: list[tuple[str, str, str, object]] = []
+    if not isinstance(section, Mapping):
+        wrong.append((PLACE, "has a value that is not allowed", "an object", section))
+    else:
+        wrong += [(f"{PLACE}.{key}", "is not a setting", "clock", key) for key in section if key != "clock"]
+        clock = section.get("clock")
+        if clock is not None and clock not in CLOCKS:
+            wrong.append((f"{PLACE}.clock", "has a value that is not allowed", '"engine" or "accelerate"', clock))
+    mend = f'write "ds_reshard": {{"accelerate": {{"clock": "{ENGINE}"}}}} in the DeepSpeed JSON'
+    return [ConfigError.fault(where, what, wanted, repr(found), mend=mend) for where, what, wanted, found in wrong]
+
+
+def clock_in(config: Mapping[str, object]) -> str | None:
+    """The clock that a DeepSpeed JSON asks for, None where it asks for none; ConfigError for anything else."""
+    section = config.get("ds_reshard")
+    asked = section.get("accelerate", {}) if isinstance(section, Mapping) else {}
+    raise_faults(clock_faults(asked), subject="DeepSpeed config")
+    clock = asked.get("clock")
+    return clock if isinstance(clock, str) else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ds_reshard.resume.flags import FLAGS
 from ds_reshard.resume.policy import OPTIMIZER, SCHEDULER, defaults
+from ds_reshard.resume.policy_sources import FLAGS
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "resume.md").read_text(encoding="utf-8")
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ds_reshard.errors import ConfigError
-from ds_reshard.resume.coming import CHECKPOINT, HOST, OVERRIDE, ComingRun, coming_run
-from ds_reshard.resume.past import Past
+from ds_reshard.resume.lr_preview import CHECKPOINT, HOST, OVERRIDE, ComingRun, Past, coming_run
 
 
 def _config(lr: object = None, kind: str | None = None, **params: object) -> dict[str, Any]:

@@ -12,22 +12,22 @@ from hypothesis import strategies as st
 
 import ds_reshard
 from ds_reshard import ConfigError, ResumePolicy
-from ds_reshard.resume import asked
-from ds_reshard.resume.flags import FLAGS
+from ds_reshard.resume import policy_sources
 from ds_reshard.resume.policy import DATALOADER, ITERATION, OPTIMIZER, SCHEDULER, Given, combine, defaults, from_json
+from ds_reshard.resume.policy_sources import FLAGS
 from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish
 
 
 @pytest.fixture(autouse=True)
 def nothing_asked() -> Iterator[None]:
-    asked.forget()
+    policy_sources.forget()
     yield
-    asked.forget()
+    policy_sources.forget()
 
 
 def parse(*flags: str, parser: argparse.ArgumentParser | None = None) -> ResumePolicy:
     ds_reshard.add_arguments(parser or argparse.ArgumentParser()).parse_args(list(flags))
-    return asked.asked_policy()
+    return policy_sources.asked_policy()
 
 
 EACH = {
@@ -78,7 +78,7 @@ def test_flags_that_a_script_has_are_adopted() -> None:
     )
     assert parser._option_string_actions["--no-load-optim"] is before
     assert "--override-opt-param-scheduler" not in parser._option_string_actions
-    assert asked.adopted("optimizer") and not asked.adopted("iteration")
+    assert policy_sources.adopted("optimizer") and not policy_sources.adopted("iteration")
 
 
 def test_adding_the_arguments_twice_adds_them_once() -> None:
@@ -141,16 +141,16 @@ def test_flags_that_contradict_each_other_are_refused(flags: list[str], words: s
     with pytest.raises(ConfigError, match=words) as caught:
         parse(*flags)
     assert "To mend" in str(caught.value)
-    assert asked.asked_policy().is_default, "what was refused must not stay asked for"
+    assert policy_sources.asked_policy().is_default, "what was refused must not stay asked for"
 
 
 def test_two_places_that_differ_are_both_named() -> None:
     parse("--override-opt-param-scheduler")
     with pytest.raises(ConfigError) as caught:
-        asked.asked_policy(from_json({"scheduler": "reset"}))
+        policy_sources.asked_policy(from_json({"scheduler": "reset"}))
     assert "--override-opt-param-scheduler (command line)" in str(caught.value)
     assert "\"scheduler\": 'reset' (ds_reshard.resume in the DeepSpeed JSON)" in str(caught.value)
-    agreed = asked.asked_policy(from_json({"scheduler": "override", "rng": True}))
+    agreed = policy_sources.asked_policy(from_json({"scheduler": "override", "rng": True}))
     assert agreed == ResumePolicy(scheduler="override")
 
 

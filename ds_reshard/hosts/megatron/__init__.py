@@ -13,11 +13,24 @@ from collections.abc import Callable
 from ds_reshard.hooks import Function, HostHooks, Patch
 
 
+def wrap_build_scheduler(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: object, *args: object, **kwargs: object) -> None:
+        from ds_reshard.hosts.megatron.parts import note_built
+
+        original(self, *args, **kwargs)
+        note_built(self, signature.bind(self, *args, **kwargs).arguments)  # type: ignore[arg-type]
+
+    return __init__
+
+
 def wrap_load_scheduler(original: Function) -> Function:
     @functools.wraps(original)
     def load_state_dict(self: object, state_dict: object) -> None:
+        from ds_reshard.hosts.megatron.parts import load_scheduler
         from ds_reshard.hosts.megatron.report import publish_part
-        from ds_reshard.hosts.megatron.scheduler import load_scheduler
 
         publish_part(load_scheduler(self, functools.partial(original, self), state_dict))  # type: ignore[arg-type]
 
@@ -27,7 +40,7 @@ def wrap_load_scheduler(original: Function) -> Function:
 def wrap_load_optimizer(original: Function) -> Function:
     @functools.wraps(original)
     def load_state_dict(self: object, state_dict: object) -> None:
-        from ds_reshard.hosts.megatron.optimizers import load_optimizer
+        from ds_reshard.hosts.megatron.parts import load_optimizer
         from ds_reshard.hosts.megatron.report import publish_part
 
         publish_part(load_optimizer(self, functools.partial(original, self), state_dict))  # type: ignore[arg-type]
@@ -38,7 +51,7 @@ def wrap_load_optimizer(original: Function) -> Function:
 def wrap_build_state(original: Function) -> Function:
     @functools.wraps(original)
     def sharded_state_dict(self: object, *args: object, **kwargs: object) -> object:
-        from ds_reshard.hosts.megatron.current import building
+        from ds_reshard.hosts.megatron.live import building
 
         with building():
             return original(self, *args, **kwargs)
@@ -49,7 +62,7 @@ def wrap_build_state(original: Function) -> Function:
 def wrap_load_parameter_state(original: Function) -> Function:
     @functools.wraps(original)
     def load_parameter_state(self: object, *args: object, **kwargs: object) -> object:
-        from ds_reshard.hosts.megatron.optimizers import load_parameter_state as seam
+        from ds_reshard.hosts.megatron.parts import load_parameter_state as seam
 
         return seam(self, functools.partial(original, self, *args, **kwargs))  # type: ignore[arg-type]
 
@@ -59,7 +72,7 @@ def wrap_load_parameter_state(original: Function) -> Function:
 def wrap_parse_args(original: Function) -> Function:
     @functools.wraps(original)
     def parse_args(extra_args_provider: object = None, ignore_unknown_args: bool = False) -> object:
-        from ds_reshard.hosts.megatron.arguments import parse_args as seam
+        from ds_reshard.hosts.megatron.training import parse_args as seam
 
         return seam(original, extra_args_provider, ignore_unknown_args)  # type: ignore[arg-type]
 
@@ -71,7 +84,7 @@ def wrap_load_checkpoint(original: Function) -> Function:
 
     @functools.wraps(original)
     def load_checkpoint(*args: object, **kwargs: object) -> object:
-        from ds_reshard.hosts.megatron.load import load_checkpoint as seam
+        from ds_reshard.hosts.megatron.training import load_checkpoint as seam
 
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -92,7 +105,7 @@ def wrap_load_base_checkpoint(original: Function) -> Function:
 
     @functools.wraps(original)
     def load_base_checkpoint(*args: object, **kwargs: object) -> object:
-        from ds_reshard.hosts.megatron.look import load_base_checkpoint as seam
+        from ds_reshard.hosts.megatron.training import load_base_checkpoint as seam
 
         bound = signature.bind(*args, **kwargs).arguments
         return seam(functools.partial(original, *args, **kwargs), bound["load_dir"], bound["args"])  # type: ignore[arg-type]
@@ -142,7 +155,7 @@ def wrap_load_file(original: Function) -> Function:
 def wrap_build_data_loaders(original: Function) -> Function:
     @functools.wraps(original)
     def build_data_loaders(*args: object, **kwargs: object) -> object:
-        from ds_reshard.hosts.megatron.samples import build_data_loaders as seam
+        from ds_reshard.hosts.megatron.training import build_data_loaders as seam
 
         return seam(functools.partial(original, *args, **kwargs), _arguments())  # type: ignore[arg-type]
 
@@ -187,6 +200,12 @@ HOOKS = HostHooks(
     tested=("0.16.1", "0.18.2", "0.19.2"),
     version_attribute="megatron.core:__version__",
     patches=(
+        _patch(
+            "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.__init__",
+            wrap_build_scheduler,
+            ("optimizer",),
+            "what a scheduler was built to do counts for the load of its optimizer, whichever is loaded first",
+        ),
         _patch(
             "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.load_state_dict",
             wrap_load_scheduler,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, cast
 
 from ds_reshard.containers.dcp_directory import METADATA
 from ds_reshard.errors import Fault, ReshardError
-from ds_reshard.formats.megatron.files import MODEL, find_iteration
-from ds_reshard.hosts.megatron.current import Load
+from ds_reshard.formats.megatron.checkpoint import MODEL, find_iteration
+from ds_reshard.hosts.megatron.live import Load
 from ds_reshard.operations.pickles import already_scanned, refuse_unsafe, refuse_unsafe_folder, walk
 
 if TYPE_CHECKING:

@@ -6,19 +6,17 @@ import logging
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 
-from ds_reshard.hosts.megatron.current import Load
+from ds_reshard.hosts.megatron.group_values import remembered
 from ds_reshard.hosts.megatron.groups import BOUNDS
-from ds_reshard.hosts.megatron.live import Group, Optimizer, Scheduler, as_number, leaves, live_groups
-from ds_reshard.hosts.megatron.schedule import live_schedule
-from ds_reshard.hosts.megatron.scheduler import run_schedule
-from ds_reshard.hosts.megatron.settle import remembered
-from ds_reshard.resume.megatron_schedule import FIELDS, Schedule
+from ds_reshard.hosts.megatron.live import Group, Load, Optimizer, Scheduler, as_number, leaves, live_groups
+from ds_reshard.hosts.megatron.parts import live_schedule, run_schedule
+from ds_reshard.resume.megatron import FIELDS, Schedule
 from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish
 
 logger = logging.getLogger("ds_reshard")
 
 _OF_GROUP = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "weight_decay", "betas", "eps", "momentum")
-_OF_SCHEDULE = tuple(field.name for field in FIELDS if field.name not in BOUNDS)
+_OF_SCHEDULE = tuple(name for name in FIELDS if name not in BOUNDS)
 _PRETRAINED = "--pretrained-checkpoint"
 
 

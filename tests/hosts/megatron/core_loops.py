@@ -39,7 +39,7 @@ def loop(
     """Build, load if asked, train, save if asked; what each optimizer step used, and the scheduler's own values.
 
     `groups` gives parameters by name (a glob) a max_lr of their own; `built` sets a switch of the scheduler's
-    constructor; `edit` harms what was saved.
+    constructor ("default" leaves both out); `edit` harms what was saved.
     """
     import ds_reshard
 
@@ -160,6 +160,8 @@ def _scheduler(optimizer: Any, lr: float, min_lr: float, weight_decay: float, bu
         "use_checkpoint_opt_param_scheduler": built == "use_checkpoint",
         "override_opt_param_scheduler": built == "override",
     }
+    if built == "default":
+        switches = {}
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -12,7 +12,7 @@ import ds_reshard
 from ds_reshard import hooks
 from ds_reshard.errors import HookError
 from ds_reshard.hosts import table
-from ds_reshard.resume import asked
+from ds_reshard.resume import policy_sources
 from ds_reshard.resume.policy import Given
 
 HOOKS = table("megatron")
@@ -67,7 +67,7 @@ def outside_the_range() -> dict[str, Any]:
     told["auto"] = _refusal(lambda: importlib.import_module("ds_reshard.auto"))
     told["warnings"] = list(messages)
     policy = Given(place="a test", values={"scheduler": "override"})
-    told["asked after"] = _refusal(lambda: asked.ask(policy))
+    told["asked after"] = _refusal(lambda: policy_sources.ask(policy))
     hooks.uninstall("megatron")
     told["asked before"] = _refusal(lambda: importlib.reload(sys.modules["ds_reshard.auto"]))
     told["left"] = sorted(name for name, held in everything().items() if before.get(name) != held)

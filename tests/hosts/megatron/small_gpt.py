@@ -102,13 +102,13 @@ def pretrain(arguments: list[str], hooks: bool = True, asked_before: dict[str, A
     `asked_before` is a policy that another place, such as a launcher, has given.
     """
     import ds_reshard
-    from ds_reshard.resume import asked
+    from ds_reshard.resume import policy_sources
     from ds_reshard.resume.policy import Given
 
     if hooks:
         ds_reshard.install("megatron")
     if asked_before is not None:
-        asked.ask(Given(place="the launcher", values=asked_before))
+        policy_sources.ask(Given(place="the launcher", values=asked_before))
     sys.argv = ["pretrain_small_gpt.py", *MODEL.split(), *arguments]
     from megatron.core.enums import ModelType
     from megatron.core.optimizer import optimizer
@@ -153,12 +153,12 @@ def refused(arguments: list[str], unreadable: bool = False) -> dict[str, Any]:
 
     import ds_reshard
     from ds_reshard.errors import ReshardError
-    from ds_reshard.hosts.megatron import sharded_groups
+    from ds_reshard.hosts.megatron import groups
 
     ds_reshard.install("megatron")
     changed: list[str] = []
     if unreadable:
-        sharded_groups._places = lambda folder: {}
+        groups._places = lambda folder: {}
     load = training.load_checkpoint
 
     def watched(models: Any, optimizer: Any, scheduler: Any, *rest: Any, **more: Any) -> Any:

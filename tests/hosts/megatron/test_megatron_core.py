@@ -110,14 +110,42 @@ def test_weight_decay_is_right_at_once(loops: Loops, release: str) -> None:
     assert sorted(used(resumed, "weight_decay")) == [0.0, 0.3]
 
 
-def test_a_scheduler_built_to_override_asks_for_it(loops: Loops) -> None:
+@BOTH
+@pytest.mark.parametrize("kind", ["fp32", "sharded"])
+def test_a_scheduler_built_to_override_asks_for_it(loops: Loops, release: str, kind: str) -> None:
     """`override_opt_param_scheduler=True` means it without any flag; with a flag that says otherwise it is an error."""
-    folder, _ = loops.saved("0.16.1", "fp32")
+    folder, saved = loops.saved(release, kind)
     for order in (("optimizer", "scheduler"), ("scheduler", "optimizer")):
-        resumed = loops.load("0.16.1", "fp32", folder, built="override", order=order, **NEW)
+        resumed = loops.load(release, kind, folder, built="override", order=order, **NEW)
         assert used(resumed, "lr") == pytest.approx([curve(POSITION, 3e-5, 2e-5)] * 2), order
-    told = loops.refused("0.16.1", "fp32", folder, built="override", flags=CHECKPOINT, **NEW)
-    assert told["error"] == "ConfigError" and "override_opt_param_scheduler=True" in told["message"]
+        assert same_state(saved, resumed, EVERYTHING) == []
+        told = loops.refused(release, kind, folder, built="override", flags=CHECKPOINT, order=order, **NEW)
+        assert told["error"] == "ConfigError" and "override_opt_param_scheduler=True" in told["message"]
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["fp32", "sharded"])
+def test_a_scheduler_built_to_use_the_checkpoint_asks_for_it(loops: Loops, release: str, kind: str) -> None:
+    """`use_checkpoint_opt_param_scheduler=True` in so many words: the old curve, on every release, in either order."""
+    folder, saved = loops.saved(release, kind)
+    for order in (("optimizer", "scheduler"), ("scheduler", "optimizer")):
+        resumed = loops.load(release, kind, folder, built="use_checkpoint", order=order, **NEW)
+        assert used(resumed, "lr") == pytest.approx([curve(POSITION, 3e-4, 3e-5)] * 2), order
+        assert same_state(saved, resumed, EVERYTHING) == []
+
+
+def test_megatrons_default_asks_for_nothing(loops: Loops) -> None:
+    """The constructor's own `use_checkpoint_opt_param_scheduler=True` is no word of the user's: 0.19.2 refuses."""
+    folder, _ = loops.saved("0.19.2", "fp32")
+    told = loops.refused("0.19.2", "fp32", folder, built="default", **NEW)
+    assert told["error"] == "ScheduleMismatch" and "param group 0: max_lr" in told["message"]
+
+
+def test_an_optimizer_alone_keeps_its_saved_rates(loops: Loops) -> None:
+    """A scheduler that was built and is not loaded knows no position, so it writes no rates."""
+    folder, saved = loops.saved("0.16.1", "fp32")
+    resumed = loops.load("0.16.1", "fp32", folder, order=("optimizer",), built="use_checkpoint")
+    assert used(resumed, "lr") == [group["lr"] for group in saved["groups"]]
 
 
 @pytest.mark.parametrize("kind", KINDS)

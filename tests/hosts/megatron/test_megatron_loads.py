@@ -9,7 +9,7 @@ import pytest
 from releases import WITH_TRAINING
 from stages import CHECKPOINT, FORMATS, OVERRIDE, POSITION, curve, row, same_state, used
 
-from ds_reshard.hosts.megatron.load import load_checkpoint
+from ds_reshard.hosts.megatron.training import load_checkpoint
 
 EVERYTHING = ("master", "exp_avg", "exp_avg_sq")
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("release", WITH_TRAINING)]

@@ -10,8 +10,7 @@ from stages import CHECKPOINT, FIRST, FORMATS, OVERRIDE, POSITION, SECOND, curve
 
 from ds_reshard.cli.main import main
 from ds_reshard.operations import coming_run
-from ds_reshard.resume.megatron_past import rates_of, weight_decay_of
-from ds_reshard.resume.megatron_run import read_run
+from ds_reshard.resume.megatron import rates_of, read_run, weight_decay_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("release", TRAINED)]
 DECOUPLED = "--decoupled-lr 1e-3 --decoupled-min-lr 1e-4"

@@ -11,7 +11,7 @@ import pytest
 from releases import WITH_TRAINING
 from stages import FORMATS, OVERRIDE, POSITION, SAVED, curve, same_state, used
 
-from ds_reshard.hosts.megatron.refusals import announced_format_faults, format_faults
+from ds_reshard.hosts.megatron.training import announced_format_faults, format_faults
 from ds_reshard.resume.policy import ResumePolicy
 
 EVERYTHING = ("master", "exp_avg", "exp_avg_sq")

@@ -1,17 +1,18 @@
-"""The resume policy as command-line flags, for any argparse script and for the launcher.
+"""Where a resume policy comes from: command-line flags, and every other place that asked this process for one.
 
-Flags that a framework or a fork has already are adopted: read where it put them, not defined again.
+Flags serve any argparse script and the launcher. Those that a framework or a fork has already are adopted: read
+where it put them, not defined again. What the places asked for is kept here.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ds_reshard.errors import ConfigError, raise_faults
-from ds_reshard.resume import asked
-from ds_reshard.resume.policy import Given
+from ds_reshard.resume.policy import Given, ResumePolicy, combine
 
 PLACE = "command line"
 
@@ -107,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, place: str = PLACE) -> arg
 
     def parse_known_args(args: object = None, namespace: object = None) -> tuple[argparse.Namespace, list[str]]:
         parsed, rest = plain(args, namespace)  # type: ignore[call-overload]
-        asked.ask(given(parsed, dests, place=place, adopted=adopted))
+        ask(given(parsed, dests, place=place, adopted=adopted))
         return parsed, rest
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
@@ -128,13 +129,10 @@ def given(
             continue
         meant = _value(flag, value)
         if flag.key in values and values[flag.key] != meant:
-            faults.append(
-                ConfigError.fault(
-                    f"{spelled[flag.key]} with {flag.names[0]}",
-                    f"contradict each other: both say what becomes of the {flag.key}",
-                    mend=f"leave out one of {spelled[flag.key]} and {flag.names[0]}",
-                )
-            )
+            one, other = spelled[flag.key], flag.names[0]
+            what = f"contradict each other: both say what becomes of the {flag.key}"
+            mend = f"leave out one of {one} and {other}"
+            faults.append(ConfigError.fault(f"{one} with {other}", what, mend=mend))
         values[flag.key], spelled[flag.key] = meant, flag.names[0]
     raise_faults(faults, subject=place)
     return Given(place=place, values=values, spelled=spelled, adopted=adopted & set(values))
@@ -158,15 +156,11 @@ def define(parser: argparse.ArgumentParser) -> tuple[dict[str, Flag], frozenset[
             else:
                 group.add_argument(*flag.names, dest=dest, action="store_true", default=None, help=flag.help)
         elif not _alike(theirs, flag):
-            faults.append(
-                ConfigError.fault(
-                    flag.names[0],
-                    "this parser has a flag of that name which is of another kind",
-                    "a switch that is off unless given" if flag.value is not None else "a flag with a value",
-                    type(theirs).__name__.strip("_"),
-                    mend="give the policy in the DeepSpeed JSON or through `python -m ds_reshard.run`",
-                )
-            )
+            what = "this parser has a flag of that name which is of another kind"
+            wanted = "a switch that is off unless given" if flag.value is not None else "a flag with a value"
+            mend = "give the policy in the DeepSpeed JSON or through `python -m ds_reshard.run`"
+            found = type(theirs).__name__.strip("_")
+            faults.append(ConfigError.fault(flag.names[0], what, wanted, found, mend=mend))
         dests[theirs.dest if theirs is not None else dest] = flag
         if theirs is not None:
             had.add(flag.key)
@@ -188,14 +182,55 @@ def _value(flag: Flag, value: object) -> object:
         return str(value)
     names = value if isinstance(value, Sequence) and not isinstance(value, str) else str(value).split(",")
     clean = tuple(dict.fromkeys(str(name).strip() for name in names if str(name).strip()))
-    wrong = [name for name in clean if not name.isidentifier()]
-    if wrong or not clean:
-        fault = ConfigError.fault(
-            flag.names[0],
-            "takes names separated by commas",
-            "names such as betas,eps",
-            repr(value),
-            mend=f"write {flag.names[0]} betas,eps",
-        )
+    if not clean or not all(name.isidentifier() for name in clean):
+        what, mend = "takes names separated by commas", f"write {flag.names[0]} betas,eps"
+        fault = ConfigError.fault(flag.names[0], what, "names such as betas,eps", repr(value), mend=mend)
         raise_faults([fault], subject=PLACE)
     return clean
+
+
+_LOCK = threading.Lock()
+_PLACES: dict[str, Given] = {}
+_LISTENERS: list[Callable[[ResumePolicy], None]] = []
+
+
+def ask(given: Given) -> None:
+    """Note what a place gave, instead of what it gave before; ConfigError where places differ.
+
+    A place that gives nothing takes nothing back: scripts parse again for defaults, or with a second parser.
+    """
+    if not given.values:
+        return
+    with _LOCK:
+        others = [one for place, one in _PLACES.items() if place != given.place]
+        policy = combine([*others, given])
+        _PLACES[given.place] = given
+    for listener in list(_LISTENERS):
+        listener(policy)
+
+
+def on_asked(listener: Callable[[ResumePolicy], None]) -> None:
+    """Call `listener` with the policy whenever one is asked for, and now if one was; each listener once."""
+    if listener not in _LISTENERS:
+        _LISTENERS.append(listener)
+    policy = asked_policy()
+    if not policy.is_default:
+        listener(policy)
+
+
+def asked_policy(*more: Given) -> ResumePolicy:
+    """The policy of every place together with `more` (a host's own configuration)."""
+    with _LOCK:
+        return combine([*_PLACES.values(), *more])
+
+
+def adopted(key: str) -> bool:
+    """Whether `key` was given through a flag of the script's own, which the script acts on as well."""
+    with _LOCK:
+        return any(key in given.adopted for given in _PLACES.values())
+
+
+def forget() -> None:
+    """Forget what was asked."""
+    with _LOCK:
+        _PLACES.clear()

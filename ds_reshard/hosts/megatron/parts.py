@@ -1,29 +1,189 @@
-"""The seams of the optimizers' `load_state_dict`: states and fp32 masters by Megatron, param groups as asked.
+"""The seams of `load_state_dict` of Megatron's scheduler and optimizers: each part is loaded as the policy says.
 
-Rung 2 of the ladder (methods on classes): Megatron publishes no extension point, and matches groups inside these
-methods by `param_group_identifier_keys`, which the modules look up when they are called (core/optimizer/
-optimizer.py and distrib_optimizer.py, 0.16.1 to 0.19.2). Here the groups are matched first, brought into the
-order of the live ones, and identified to Megatron by their position.
+Rung 2 of the ladder (methods on classes), as Megatron publishes no extension point here.
+
+* `OptimizerParamScheduler.load_state_dict` adds the saved position to the present one, computes weight decay before
+  it has loaded it, and knows nothing of the bounds in the param groups, which are what counts
+  (core/optimizer_param_scheduler.py:223 and :384 of 0.16.1, the same in 0.18.2 and 0.19.2).
+* The optimizers match groups inside their methods by `param_group_identifier_keys`, which the modules look up when
+  they are called (core/optimizer/optimizer.py and distrib_optimizer.py, 0.16.1 to 0.19.2). Here the groups are
+  matched first, brought into the order of the live ones, and identified to Megatron by their position. States and
+  fp32 masters are loaded by Megatron.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from ds_reshard.errors import Fault, raise_faults
-from ds_reshard.formats.megatron.groups import saved_groups
-from ds_reshard.hosts.megatron.current import Load, current, is_building
+from ds_reshard.formats.megatron.checkpoint import saved_groups
+from ds_reshard.hosts.megatron.group_values import (
+    fresh_moments,
+    group_differences,
+    hyperparameter_faults,
+    masters_faults,
+    remember,
+    run_groups,
+    settle,
+    settle_remembered,
+)
 from ds_reshard.hosts.megatron.groups import OF_SCHEDULE, Shapes, match_groups
-from ds_reshard.hosts.megatron.live import Group, Optimizer, live_groups
-from ds_reshard.hosts.megatron.moments import fresh_moments, masters_faults
-from ds_reshard.hosts.megatron.scheduler import given_by, scheduler_of
-from ds_reshard.hosts.megatron.settle import group_differences, hyperparameter_faults, remember, run_groups, settle
-from ds_reshard.resume.asked import asked_policy
+from ds_reshard.hosts.megatron.live import (
+    Group,
+    Load,
+    Optimizer,
+    Scheduler,
+    State,
+    current,
+    is_building,
+    leaves,
+    live_groups,
+)
+from ds_reshard.resume.megatron import EXTRA, FIELDS, WEIGHT_DECAY, Schedule, differences, read_schedule
+from ds_reshard.resume.policy import Given, ResumePolicy
+from ds_reshard.resume.policy_sources import asked_policy
 
 if TYPE_CHECKING:
     import torch
+
+
+def live_schedule(scheduler: Scheduler) -> Schedule:
+    """The schedule that a scheduler has at this moment."""
+    return Schedule(values={name: getattr(scheduler, name) for name in (*FIELDS, *EXTRA)}, position=scheduler.num_steps)
+
+
+def put_schedule(scheduler: Scheduler, schedule: Schedule, names: Iterable[str] | None = None) -> None:
+    """Give a scheduler these values (all that are known, or `names`); its position is left alone."""
+    for name in schedule.values if names is None else names:
+        if name in schedule.values:
+            setattr(scheduler, name, schedule.values[name])
+
+
+_REMEMBERED = "_ds_reshard_schedule"
+_OF_OPTIMIZER = "_ds_reshard_scheduler"
+_ASKED_CHECKPOINT = "_ds_reshard_asked_checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remembered:
+    """What this run built a scheduler with, and what the last load left in it."""
+
+    run: Schedule
+    used: Schedule
+
+
+def note_built(scheduler: Scheduler, arguments: Mapping[str, object]) -> None:
+    """Note on the optimizer which scheduler was built for it: the optimizer may be loaded first.
+
+    `arguments` are what the caller gave the constructor. Its default for `use_checkpoint_opt_param_scheduler` is
+    True, so the attribute alone does not say that anybody asked for that.
+    """
+    setattr(scheduler, _ASKED_CHECKPOINT, bool(arguments.get("use_checkpoint_opt_param_scheduler")))
+    _note_scheduler(scheduler)
+
+
+def _note_scheduler(scheduler: Scheduler) -> None:
+    for part in leaves(scheduler.optimizer):
+        setattr(part, _OF_OPTIMIZER, weakref.ref(scheduler))
+
+
+def load_scheduler(scheduler: Scheduler, original: Callable[[State], object], state_dict: State) -> Load:
+    """Load a schedule as the policy in force says; the scheduler is unchanged where this raises.
+
+    Every rank calls it with the same state. The position is set, not added to, and learning rates and weight
+    decay of the optimizer's groups are right when this returns. Raises ScheduleMismatch with every value that
+    differs, UnsupportedLayout for another class's state, ConfigError where the scheduler was built with one
+    request and the policy is another. Returns the load that it was part of.
+    """
+    load = current() or _own_load(scheduler.optimizer, scheduler, scheduler)
+    policy, run, before = load.policy, run_schedule(scheduler), live_schedule(scheduler)
+    if policy.schedule_is_this_runs and not policy.keeps_position:
+        put_schedule(scheduler, run)
+        scheduler.num_steps = 0
+    else:
+        saved = load.found.schedule if load.found is not None else None
+        if saved is None:  # not looked at before: a loop of one's own, or nothing but the position is taken
+            saved = read_schedule(state_dict, where=load.where)
+            raise_faults(schedule_faults(scheduler, saved, policy), subject="resuming the schedule")
+        try:
+            put_schedule(scheduler, run)
+            _by_megatron(scheduler, original, state_dict, policy)
+            if policy.scheduler == "checkpoint":
+                put_schedule(scheduler, saved)
+            elif policy.schedule_is_this_runs:
+                put_schedule(scheduler, run)
+            if policy.takes("weight_decay"):
+                put_schedule(scheduler, run, WEIGHT_DECAY)
+            scheduler.num_steps = saved.position if policy.keeps_position else 0
+        except BaseException:
+            put_schedule(scheduler, before)
+            scheduler.num_steps = before.position
+            raise
+    for part in leaves(scheduler.optimizer):
+        settle_remembered(part, policy)
+    _note_scheduler(scheduler)
+    scheduler.step(0)
+    setattr(scheduler, _REMEMBERED, Remembered(run=run, used=live_schedule(scheduler)))
+    return load
+
+
+def run_schedule(scheduler: Scheduler) -> Schedule:
+    """What this run built the scheduler with, also when an earlier load has put the checkpoint's values in place."""
+    now, earlier = live_schedule(scheduler), getattr(scheduler, _REMEMBERED, None)
+    if isinstance(earlier, Remembered) and now.values == earlier.used.values:
+        return earlier.run
+    return now
+
+
+def scheduler_of(part: object) -> Scheduler | None:
+    """The scheduler that was last built, or loaded, for an optimizer."""
+    found = getattr(part, _OF_OPTIMIZER, None)
+    return found() if found is not None else None
+
+
+def schedule_faults(scheduler: Scheduler, saved: Schedule, policy: ResumePolicy) -> list[Fault]:
+    """What differs, where the policy or Megatron's own default wants both sides equal."""
+    lenient = scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler
+    if policy.schedule_is_this_runs or policy.scheduler == "checkpoint" or (policy.scheduler == "host" and lenient):
+        return []
+    left_out = set(EXTRA) if policy.scheduler == "host" else set()
+    if policy.takes("weight_decay"):
+        left_out.update(WEIGHT_DECAY)
+    return differences(saved, run_schedule(scheduler), without=left_out)
+
+
+def _own_load(optimizer: Optimizer, scheduler: Scheduler | None, built: Scheduler | None) -> Load:
+    """A load of a loop of the user's own; a scheduler that was `built` to override asks for that.
+
+    `use_checkpoint_opt_param_scheduler` is True by default, so it is no policy that could contradict another.
+    """
+    asked = []
+    if getattr(built, "override_opt_param_scheduler", False):
+        spelled = {"scheduler": "override_opt_param_scheduler=True"}
+        asked = [Given(place="OptimizerParamScheduler", values={"scheduler": "override"}, spelled=spelled)]
+    return Load(policy=asked_policy(*asked), optimizer=optimizer, scheduler=scheduler, own_loop=True)
+
+
+def _by_megatron(
+    scheduler: Scheduler, original: Callable[[State], object], state_dict: State, policy: ResumePolicy
+) -> None:
+    """Megatron's own method with the two switches as the policy has them, from position 0."""
+    asked = scheduler.override_opt_param_scheduler, scheduler.use_checkpoint_opt_param_scheduler
+    if policy.scheduler != "host" or policy.schedule_is_this_runs:
+        scheduler.override_opt_param_scheduler = policy.schedule_is_this_runs
+        scheduler.use_checkpoint_opt_param_scheduler = not policy.schedule_is_this_runs
+    elif policy.takes("weight_decay"):
+        scheduler.use_checkpoint_opt_param_scheduler = True  # what else differs has been refused above
+    scheduler.num_steps = 0
+    try:
+        original(state_dict)
+    finally:
+        scheduler.override_opt_param_scheduler, scheduler.use_checkpoint_opt_param_scheduler = asked
+
 
 _POSITION = "_ds_reshard_position"
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
@@ -49,13 +209,16 @@ def load_optimizer(optimizer: Optimizer, original: Callable[[object], object], s
     if is_building():
         _put(optimizer, original, state_dict, saved, None)
         return None
-    load = current() or _own_load(optimizer)
+    load = current() or _own_load(optimizer, None, scheduler_of(optimizer))
     policy, run = load.policy, run_groups(optimizer)
     if load.own_loop:
         wrong = [*hyperparameter_faults(optimizer, policy), *masters_faults(optimizer, policy)]
         raise_faults(wrong, subject="resuming the optimizer")
     faults, saved, order = matched_groups(optimizer, state_dict, load)
-    if not faults and (policy.scheduler == "strict" or (policy.scheduler == "host" and compares_bounds())):
+    scheduler = scheduler_of(optimizer)
+    takes_saved = load.own_loop and getattr(scheduler, _ASKED_CHECKPOINT, False)
+    compares = policy.scheduler == "host" and compares_bounds() and not takes_saved
+    if not faults and (policy.scheduler == "strict" or compares):
         differ = group_differences(run, saved, policy=policy)
         faults = [] if policy.schedule_is_this_runs else differ
     raise_faults(faults, subject="resuming the optimizer" if load.own_loop else LATE)
@@ -72,18 +235,11 @@ def load_optimizer(optimizer: Optimizer, original: Callable[[object], object], s
     if scaler is not None and scale is not None:
         scaler.load_state_dict(scale)
     remember(optimizer, run, saved)
-    scheduler = scheduler_of(optimizer)
-    if scheduler is not None:
+    if scheduler is not None and hasattr(scheduler, _REMEMBERED):  # it was loaded, so it knows the position
         scheduler.step(0)
     if load.own_loop and policy.optimizer == "masters":
         fresh_moments(optimizer)
     return load
-
-
-def _own_load(optimizer: Optimizer) -> Load:
-    """A load of a loop of the user's own; a scheduler that was loaded before, and built to override, asks for that."""
-    policy = asked_policy(*given_by(scheduler_of(optimizer)))
-    return Load(policy=policy, optimizer=optimizer, scheduler=None, own_loop=True)
 
 
 def load_parameter_state(optimizer: Optimizer, original: Callable[[], object]) -> object:

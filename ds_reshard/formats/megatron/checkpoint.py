@@ -1,0 +1,195 @@
+"""A Megatron-LM checkpoint: which iteration, which format, the objects in its files, and its schedule and groups.
+
+Names from megatron/training/checkpointing.py `get_checkpoint_name`, `_get_checkpoint_format`, and from
+megatron/core/dist_checkpointing (0.16.1 to 0.19.2).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from types import SimpleNamespace
+
+from ds_reshard.containers.dcp_directory import METADATA, Place, read_directory
+from ds_reshard.containers.positioned import PositionedFile
+from ds_reshard.containers.torch_zip import open_archive
+from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReadFailed, UnsupportedLayout
+from ds_reshard.model.records import ObjectRecord
+from ds_reshard.resume.megatron import MegatronPast, extra_values, read_schedule
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_COMMON, _BACKEND = "common.pt", "metadata.json"
+MODEL = "model_optim_rng.pt"
+_NUMBER = 20
+
+
+def is_megatron(path: str) -> bool:
+    """Whether a folder is Megatron-LM's; Megatron-DeepSpeed leaves the tracker beside DeepSpeed's own files."""
+    names = _names(path)
+    ranks = any(name.startswith("mp_rank_") and os.path.isdir(os.path.join(path, name)) for name in names)
+    return "latest" not in names and (ranks or not names.isdisjoint((TRACKER, METADATA, _COMMON)))
+
+
+def find_iteration(path: str, tag: str | None) -> str:
+    """The folder of one iteration: `path` itself, the one that `tag` names (5, iter_0000005), or the latest.
+
+    Raises CheckpointNotFound, ReadFailed.
+    """
+    names = _names(path)
+    if tag is None and TRACKER not in names:
+        return path
+    name = _folder_name(tag if tag is not None else _latest(path))
+    if name not in names:
+        there = sorted(name for name in names if name.startswith("iter_") or name == "release")
+        mend = f"name one that is there: --tag {' | '.join(there[:12])}" if there else "give the folder of --save"
+        raise _not_found(path, f"has no checkpoint {name!r}", mend)
+    return os.path.join(path, name)
+
+
+def read_common(folder: str) -> tuple[Mapping[object, object], Mapping[str, Place]]:
+    """What all ranks share, and where the other objects lie by name; no tensor's bytes are read.
+
+    Raises UnsupportedLayout for torch_dcp and fsdp_dtensor, and what reading a damaged file raises.
+    """
+    names = _names(folder)
+    if METADATA in names:
+        if _BACKEND not in names:
+            mend = "start the run with --resume-report FILE, or save with --ckpt-format torch_dist"
+            what = "is a checkpoint of format torch_dcp or fsdp_dtensor, whose rates are not drawn"
+            raise UnsupportedLayout(f"{folder}: {what}; {mend}", [UnsupportedLayout.fault(folder, what, mend=mend)])
+        places = read_directory(folder).objects
+        if _COMMON in names:
+            common = _load(os.path.join(folder, _COMMON))
+        elif "common_state/shard_0_1" in places:
+            common = read_object(places["common_state/shard_0_1"])
+        else:
+            raise CheckpointDamaged(f"{folder}: holds neither {_COMMON} nor the object common_state: it is incomplete")
+        return _mapping(folder, common), places
+    ranks = sorted(name for name in names if name.startswith("mp_rank_"))
+    if not ranks:
+        raise _not_found(folder, "holds no checkpoint of Megatron-LM", "give the folder of --save")
+    path = os.path.join(folder, ranks[0], MODEL)
+    return _mapping(path, _load(path)), {}
+
+
+def read_object(place: Place) -> object:
+    """An object that was saved among the tensors (`ShardedObject`): its pickle as inert values."""
+    with place.open() as archive:
+        held = archive.load()
+    return held[0] if isinstance(held, list) and len(held) == 1 else held
+
+
+def _load(path: str) -> object:
+    with open_archive(path) as archive:
+        return archive.load()
+
+
+def _mapping(where: str, held: object) -> Mapping[object, object]:
+    if not isinstance(held, dict):
+        raise CheckpointDamaged(f"{where}: holds a {type(held).__name__}, where Megatron saves a dict")
+    return held
+
+
+def _latest(path: str) -> str:
+    file = PositionedFile(os.path.join(path, TRACKER))
+    try:
+        return file.read(0, min(file.nbytes, _NUMBER)).decode("utf-8", errors="replace").strip()
+    finally:
+        file.close()
+
+
+def _folder_name(tag: str) -> str:
+    return f"iter_{int(tag):07d}" if tag.isdecimal() and len(tag) <= _NUMBER else tag
+
+
+def _names(path: str) -> frozenset[str]:
+    try:
+        return frozenset(os.listdir(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return frozenset()
+    except OSError as error:
+        raise ReadFailed(f"{path}: cannot be listed: {error}") from error
+
+
+def _not_found(where: str, what: str, mend: str) -> CheckpointNotFound:
+    return CheckpointNotFound(f"{where}: {what}; {mend}", [CheckpointNotFound.fault(where, what, mend=mend)])
+
+
+Group = dict[str, object]
+"""A param group: `params` and the values that the optimizer and the scheduler read."""
+
+
+def saved_groups(state: object) -> list[Group] | None:
+    """The param groups of one optimizer's saved state; None where they are not in it.
+
+    `FP32Optimizer` saves its torch optimizer's state; `Float16OptimizerWithFloat16Params` and
+    `DistributedOptimizer` put that under "optimizer", "optimizer_state_dict" in old ones
+    (core/optimizer/optimizer.py and distrib_optimizer.py, 0.16.1 to 0.19.2). In a `torch_dist` checkpoint of
+    sharding type `dp_reshardable` they lie in a sharded object, which is read with the tensors.
+    """
+    if not isinstance(state, Mapping):
+        return None
+    for holder in (state, state.get("optimizer"), state.get("optimizer_state_dict")):
+        groups = holder.get("param_groups") if isinstance(holder, Mapping) else None
+        if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
+            return groups
+    return None
+
+
+_GROUPS = re.compile(r"((?:chained_\d+\.)*)optimizer\.distributed\.dp_group_idx_(\d+)\.optimizer/shard_0_1")
+
+
+def read_past(path: str, *, tag: str | None = None) -> MegatronPast:
+    """Position, schedule, groups and arguments as they were saved; nothing of the files is executed.
+
+    `path` is the folder of `--save`, or of one iteration. Raises CheckpointNotFound, UnsupportedLayout for a
+    checkpoint without a schedule, and what reading a damaged file raises.
+    """
+    folder = find_iteration(path, tag)
+    common, places = read_common(folder)
+    state = common.get("opt_param_scheduler", common.get("lr_scheduler"))
+    if state is None:
+        what = "holds no scheduler state: it is a release, or was saved with --no-save-optim"
+        raise UnsupportedLayout(f"{folder}: {what}; name another iteration: --tag ITERATION")
+    arguments = _arguments(common.get("args"))
+    schedule = read_schedule(state, where=folder, extra=extra_values(SimpleNamespace(**arguments)))
+    return MegatronPast(
+        where=folder, schedule=schedule, groups=_groups(common.get("optimizer"), places), arguments=arguments
+    )
+
+
+def _arguments(held: object) -> dict[str, object]:
+    """The attributes of a pickled `argparse.Namespace`."""
+    state = held.state if isinstance(held, ObjectRecord) else None
+    return {name: value for name, value in state.items() if isinstance(name, str)} if isinstance(state, dict) else {}
+
+
+def _groups(state: object, places: Mapping[str, Place]) -> tuple[Group, ...] | None:
+    """All groups in the order of the chain of optimizers; None where any cannot be found."""
+    found = saved_groups(state)
+    if found is not None:
+        return tuple(found)
+    chain: list[object] = []
+    if isinstance(state, list):
+        chain = state
+    elif isinstance(state, Mapping):
+        chain = [state[key] for key in sorted(key for key in state if isinstance(key, int))]
+    of_chain = [saved_groups(one) for one in chain]
+    if of_chain and all(groups is not None for groups in of_chain):
+        return tuple(group for groups in of_chain for group in groups or ())
+    return _sharded_groups(places)
+
+
+def _sharded_groups(places: Mapping[str, Place]) -> tuple[Group, ...] | None:
+    """Those that lie among the tensors, of the first model-parallel rank of each optimizer: all ranks have the same."""
+    first: dict[str, tuple[int, Place]] = {}
+    for name, place in places.items():
+        match = _GROUPS.fullmatch(name)
+        if match is not None:
+            prefix, number = match[1], int(match[2])
+            first[prefix] = min(first.get(prefix, (number, place)), (number, place))
+    held = [saved_groups(read_object(first[prefix][1])) for prefix in sorted(first)]
+    if not held or any(groups is None for groups in held):
+        return None
+    return tuple(group for groups in held for group in groups or ())

@@ -1,0 +1,399 @@
+"""The seams of `megatron.training`: arguments, `load_checkpoint`, the look at what it has read, and data loaders.
+
+Rung 3 of the ladder: module functions, as Megatron publishes no extension points around them (0.18.2 and 0.19.2).
+
+* `arguments.parse_args` is what every entry point of every version ends in. Its `extra_args_provider` is Megatron's
+  extension point, but only the entry script may give one.
+* `checkpointing.load_checkpoint` is called by `setup_model_and_optimizer` under the name that `training.py` has
+  imported. A method lower down sees neither iteration nor samples. Its first three parameters have not changed from
+  0.12 to 0.19.2. Optimizers and scheduler are loaded through their own seams (`parts`), inside.
+* `checkpointing._load_base_checkpoint` is where what was read is looked at before anything of this run changes. Above
+  it nothing has been read; below it the weights have been replaced. For `torch_dist` Megatron calls it twice: first
+  for what all ranks share, and only then for tensors, into the live weights. Whatever is refused is refused in the
+  first call, also about groups that lie among the tensors.
+* `training.build_train_valid_test_data_loaders`: Megatron takes an iteration above 0 with no consumed samples for a
+  checkpoint from before it counted them, and counts iteration x batch size instead. So setting the samples to 0 is
+  not enough.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import cast
+
+from ds_reshard.errors import (
+    ConfigError,
+    Fault,
+    InternalError,
+    ReshardError,
+    ScheduleMismatch,
+    UnsupportedLayout,
+    faults_of,
+    raise_faults,
+)
+from ds_reshard.formats.megatron.checkpoint import TRACKER, saved_groups
+from ds_reshard.hosts.megatron.group_values import (
+    fresh_moments,
+    group_differences,
+    hyperparameter_faults,
+    masters_faults,
+    remember,
+    run_groups,
+)
+from ds_reshard.hosts.megatron.groups import with_sharded_groups
+from ds_reshard.hosts.megatron.live import Found, Load, Scheduler, as_number, current, in_force, leaves, with_saved
+from ds_reshard.hosts.megatron.parts import LATE, compares_bounds, matched_groups, schedule_faults
+from ds_reshard.hosts.megatron.pickles import refuse_iteration
+from ds_reshard.hosts.megatron.report import publish_training
+from ds_reshard.operations.ranks import of_all
+from ds_reshard.resume import policy_sources
+from ds_reshard.resume.megatron import extra_values, read_schedule
+from ds_reshard.resume.policy import Given, ResumePolicy
+from ds_reshard.resume.policy_sources import FLAGS, add_arguments, given
+from ds_reshard.resume.report import because
+
+logger = logging.getLogger("ds_reshard")
+
+Result = tuple[int, object]
+_SAMPLES = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+
+
+def load_checkpoint(
+    original: Callable[[], Result], arguments: Namespace, *, optimizer: object, scheduler: object, load_arg: str
+) -> Result:
+    """Load a checkpoint as the resume policy says; iteration and floating-point operations so far.
+
+    Every rank calls it, and `arguments` are Megatron's own. A load without optimizer and scheduler, or from
+    another argument than `--load`, brings in another model's weights (a teacher, a reference, a dense model to
+    be upcycled) and is left to Megatron, the policy waiting for the load that it is about. Raises ConfigError
+    for a policy that contradicts the arguments, and what the seams inside raise.
+    """
+    if (optimizer is None and scheduler is None) or load_arg != "load":
+        return original()
+    policy = policy_of(arguments)
+    load = Load(policy=policy, optimizer=optimizer, scheduler=scheduler, where=str(getattr(arguments, "load", None)))
+    faults = [*hyperparameter_faults(optimizer, policy), *masters_faults(optimizer, policy)]
+    faults += announced_format_faults(policy, arguments)
+    raise_faults([*faults, *_contradictions(policy, arguments)], subject="resume policy")
+    _tell_megatron(policy, arguments)
+    with in_force(load):
+        iteration, operations = original()
+        if load.found is None:
+            if not policy.is_default:
+                logger.warning("%s holds no checkpoint: the resume flags had nothing to act on", load.where)
+            return iteration, operations
+        if policy.optimizer == "skip" and load.policy.keeps_position and scheduler is not None:
+            _schedule_alone(load)
+    if load.policy.optimizer == "masters":
+        for part in leaves(optimizer):
+            fresh_moments(part)
+    iteration = _counters(load, arguments, iteration)
+    _verify(load)
+    publish_training(load, arguments, iteration)
+    return iteration, operations
+
+
+def _tell_megatron(policy: ResumePolicy, arguments: Namespace) -> None:
+    """Megatron's own flags for what it does itself, as if they had been given to it."""
+    if policy.optimizer == "skip":
+        arguments.no_load_optim = True
+    if policy.finetune:
+        arguments.finetune = True
+    if not policy.rng:
+        arguments.no_load_rng = True
+
+
+def _contradictions(policy: ResumePolicy, arguments: Namespace) -> list[Fault]:
+    """Arguments of Megatron under which a reset would not do what it says."""
+    pairs = []
+    if policy.iteration == "reset" and getattr(arguments, "override_ckpt_iteration", None) is not None:
+        pairs.append(("--reset-iteration", "--override-ckpt-iteration", "both say which iteration it is"))
+    by_samples = {
+        "rampup_batch_size": "the batch size grows with the samples that are set to 0",
+        "step_batch_size_schedule": "the batch size follows the samples that are set to 0",
+        "phase_transition_iterations": "the place in a phase is found from the iteration, which is kept",
+    }
+    for name, why in by_samples.items():
+        if policy.dataloader == "reset" and policy.iteration == "load" and getattr(arguments, name, None):
+            pairs.append(("--reset-dataloader", "--" + name.replace("_", "-"), why))
+    if policy.dataloader == "reset" and getattr(arguments, "dataloader_type", None) == "external":
+        why = "an external data loader keeps its own place, which Megatron does not know"
+        pairs.append(("--reset-dataloader", "--dataloader-type external", why))
+    return [
+        ConfigError.fault(
+            f"{one} with {other}", f"contradict each other: {why}", mend=f"leave out one of {one} and {other}"
+        )
+        for one, other, why in pairs
+    ]
+
+
+def _schedule_alone(load: Load) -> None:
+    """The schedule for an optimizer that was not loaded, which Megatron leaves out together with it."""
+    if load.policy.scheduler == "checkpoint":
+        for part, saved in load.matched:
+            remember(part, run_groups(part), saved)
+    assert load.found is not None and isinstance(load.found.scheduler_state, dict), "refused when it was looked at"
+    cast(Scheduler, load.scheduler).load_state_dict(load.found.scheduler_state)
+
+
+def _counters(load: Load, arguments: Namespace, iteration: int) -> int:
+    """Iteration and samples as the policy says; the iteration that training goes on from."""
+    policy = load.policy
+    if policy.iteration == "reset" or policy.dataloader == "reset":
+        for name in _SAMPLES:
+            if hasattr(arguments, name):
+                setattr(arguments, name, 0)
+    if policy.iteration == "reset":
+        from megatron.core.num_microbatches_calculator import update_num_microbatches
+
+        update_num_microbatches(consumed_samples=0)
+        load.warnings.append(
+            "the iteration starts from 0 again: saves into the same folder will replace those of the earlier run"
+        )
+        return 0
+    return iteration
+
+
+def _verify(load: Load) -> None:
+    """The values that the next step uses are those of the schedule: anything else would train on silently wrong."""
+    if load.scheduler is None:
+        return
+    scheduler = cast(Scheduler, load.scheduler)
+    for index, group in enumerate(scheduler.optimizer.param_groups):
+        wanted = scheduler.get_lr(group), scheduler.get_wd(group) * cast(float, group.get("wd_mult", 1.0))
+        found = cast(float, as_number(group["lr"])), cast(float, as_number(group["weight_decay"]))
+        if any(abs(a - b) > 1e-6 * abs(b) for a, b in zip(found, wanted, strict=True)):
+            raise InternalError(
+                f"{load.where}: param group {index} has lr and weight decay {found} after the load, its schedule says "
+                f"{wanted}; report this with the resume flags that were given"
+            )
+
+
+_BY_NAME = ("GLOBAL", "LOCAL")
+"""Types of checkpoint whose states are read into the live ones, by the name of the parameter."""
+
+Base = tuple[object, str, bool, object]
+"""What `_load_base_checkpoint` returns: state, name, whether it is a release, and `CheckpointType`."""
+
+
+def load_base_checkpoint(original: Callable[[], Base], load_dir: str, arguments: object) -> Base:
+    """Read as Megatron does, and refuse here what the policy in force cannot make of it.
+
+    Every rank calls it; `arguments` are Megatron's, which it changes where it falls back to a pretrained
+    checkpoint. Raises UnsafePickle before anything is read, ScheduleMismatch, ParamGroupMismatch, ConfigError or
+    UnsupportedLayout.
+    """
+    load = current()
+    with refuse_iteration(load_dir, getattr(arguments, "ckpt_step", None), load):
+        result = original()
+    state, name, release, kind = result
+    if load is None or not isinstance(state, Mapping):
+        return result
+    if getattr(arguments, "finetune", False) and not load.policy.finetune:
+        load.another_model = True
+        load.policy = ResumePolicy(finetune=True, rng=load.policy.rng, report=load.policy.report)
+    read = load.found is not None  # this is the second call, which has read the tensors
+    load.where = _folder(name)
+    load.read_in_place = getattr(kind, "name", "") in _BY_NAME
+    try:
+        faults = _look(load, state, release, kind, arguments)
+    except ReshardError as error:
+        faults = faults_of(error)
+    subject = LATE if read and load.read_in_place else f"resuming from {load.where}"
+    raise_faults(of_all(faults), subject=subject)
+    return result
+
+
+def _look(load: Load, state: Mapping[str, object], release: bool, kind: object, arguments: object) -> list[Fault]:
+    """Note what was found, and say what of it cannot be resumed as asked."""
+    policy, name, optimizer = load.policy, getattr(kind, "name", ""), load.optimizer
+    groups = state.get("optimizer")
+    if load.read_in_place and not release and optimizer is not None and _reads_groups(policy):
+        groups = with_sharded_groups(optimizer, groups, load.where)
+    load.found = _found(load, state, release)
+    faults = [] if load.another_model else format_faults(load.where, name.lower(), policy)
+    if release:
+        return faults + release_faults(load.where, policy)
+    if name == "LEGACY" and optimizer is not None and policy.loads_masters:
+        faults += step_faults(load.where, arguments)
+    if not policy.finetune:
+        differing = _schedule_faults(load, load.found)
+        faults += differing
+        if optimizer is not None and _reads_groups(policy):
+            faults += _group_faults(load, groups, differing)
+    return faults
+
+
+def _folder(name: str) -> str:
+    """The folder of a checkpoint: for `torch`, where each rank names its own file, the same on all of them."""
+    path = PurePath(name)
+    return str(next((one for one in (path, *path.parents) if one.name.startswith(("iter_", "release"))), path))
+
+
+def _reads_groups(policy: ResumePolicy) -> bool:
+    """Whether saved groups are matched with the live ones, or tell the bounds of a schedule that is taken alone."""
+    return not policy.finetune and (policy.optimizer != "skip" or policy.scheduler in ("checkpoint", "strict"))
+
+
+def _found(load: Load, state: Mapping[str, object], release: bool) -> Found:
+    policy, arguments = load.policy, state.get("args")
+    scheduler = state.get("opt_param_scheduler", state.get("lr_scheduler"))
+    iteration = state.get("iteration", state.get("total_iters"))
+    schedule = None
+    compared = policy.scheduler == "strict" or (policy.loads_moments and policy.scheduler == "host")
+    if load.scheduler is not None and scheduler is not None and (policy.keeps_position or compared):
+        schedule = read_schedule(scheduler, where=load.where, extra=extra_values(arguments))
+    return Found(
+        release=release,
+        iteration=iteration if isinstance(iteration, int) else None,
+        arguments=arguments,
+        schedule=schedule,
+        scheduler_state=scheduler,
+    )
+
+
+def _schedule_faults(load: Load, found: Found) -> list[Fault]:
+    """What differs of the schedule that must not; a fault where there is none and one is needed."""
+    policy = load.policy
+    if load.scheduler is None:
+        return []
+    wanted = policy.scheduler in ("checkpoint", "strict") or (policy.scheduler == "override" and policy.keeps_position)
+    if found.scheduler_state is None and wanted:
+        asked = because(policy, "schedule")
+        what = f"has no scheduler state, which {asked} takes the position from"
+        mend = f"leave out {asked}, or add --no-load-lr-state for this run's schedule from its beginning"
+        return [ScheduleMismatch.fault(load.where, what, mend=mend)]
+    if found.schedule is None or (policy.optimizer == "skip" and policy.scheduler != "strict"):
+        return []
+    return schedule_faults(cast(Scheduler, load.scheduler), found.schedule, policy)
+
+
+def _group_faults(load: Load, state: object, said: list[Fault]) -> list[Fault]:
+    """What differs of the param groups that must not, but for what is `said` of the schedule; notes the pairs.
+
+    Groups may be absent, or come only with the tensors. That is a fault where nothing else brings them in time.
+    """
+    policy, faults = load.policy, []
+    bounds = policy.scheduler == "strict" or (policy.scheduler == "host" and compares_bounds())
+    load.matched = []
+    for part, saved in with_saved(load.optimizer, state):
+        if saved_groups(saved) is None:
+            if policy.scheduler == "strict" or (policy.optimizer == "skip" and policy.scheduler == "checkpoint"):
+                asked = because(policy, "schedule")
+                what = f"its param groups cannot be read, and {asked} needs their learning rates"
+                faults.append(UnsupportedLayout.fault(load.where, what, mend=f"leave out {asked}"))
+            continue
+        wrong, ordered, _ = matched_groups(part, saved, load)
+        faults += wrong
+        if wrong:
+            continue
+        load.matched.append((part, ordered))
+        if bounds and not policy.schedule_is_this_runs:
+            faults += group_differences(run_groups(part), ordered, policy=policy, said=[*said, *faults])
+    return faults
+
+
+_OTHER_FORMATS = ("torch_dcp", "fsdp_dtensor")
+"""Formats whose optimizer state does not come through the optimizers' `load_state_dict`."""
+
+
+def format_faults(where: str, name: str, policy: ResumePolicy) -> list[Fault]:
+    """A fault for what was asked of a format in which it cannot be chosen.
+
+    `torch_dcp` is read into the live moments even where Megatron's flags leave the optimizer out
+    (`load_checkpoint`, training/checkpointing.py, 0.18.2 and 0.19.2).
+    """
+    asked = policy.scheduler != "host" or policy.optimizer == "masters" or bool(policy.hyperparameters)
+    if name == "torch_dcp":
+        asked = asked or not policy.loads_moments
+    if name not in _OTHER_FORMATS or not asked:
+        return []
+    what = f"is of format {name}, in which schedule, masters, moments and hyper-parameters cannot be chosen"
+    mend = "save it with --ckpt-format torch_dist, or leave these flags out"
+    return [UnsupportedLayout.fault(where, what, "torch or torch_dist", name, mend=mend)]
+
+
+def announced_format_faults(policy: ResumePolicy, arguments: Namespace) -> list[Fault]:
+    """The same before anything is read, which these formats are into the live tensors."""
+    folder = getattr(arguments, "load", None)
+    if getattr(arguments, "auto_detect_ckpt_format", False) or folder is None:
+        return []
+    if not os.path.isfile(os.path.join(folder, TRACKER)):
+        return []
+    return format_faults(folder, getattr(arguments, "ckpt_format", ""), policy)
+
+
+def release_faults(where: str, policy: ResumePolicy) -> list[Fault]:
+    """A release holds weights alone."""
+    if policy.optimizer != "masters" and policy.scheduler == "host":
+        return []
+    what = "is a release: weights alone, with no optimizer, schedule or position to resume"
+    return [ConfigError.fault(where, what, mend="add --finetune and leave out the others")]
+
+
+def step_faults(where: str, arguments: object) -> list[Fault]:
+    """Moments of another iteration: for `torch` with the distributed optimizer Megatron reads `distrib_optim.pt`, and
+    the iteration to go on from, by the tracker file and not by `--ckpt-step` (`load_checkpoint`, 0.18.2 and 0.19.2).
+    """
+    if not getattr(arguments, "ckpt_step", None) or not getattr(arguments, "use_distributed_optimizer", False):
+        return []
+    folder = PurePath(where)
+    try:
+        with open(folder.parent / TRACKER, encoding="utf-8") as file:
+            latest = file.read(20).strip()
+    except (OSError, ValueError):
+        latest = "nothing that can be read"
+    if latest.isdecimal() and folder.name == f"iter_{int(latest):07d}":
+        return []
+    what = "Megatron-LM would load its weights, and moments and iteration of the checkpoint that the tracker file names"
+    mend = f"write the iteration into {folder.parent / TRACKER} in place of --ckpt-step, or add --no-load-optim"
+    return [UnsupportedLayout.fault(where, what, folder.name, latest, mend=mend)]
+
+
+Provider = Callable[[ArgumentParser], ArgumentParser]
+
+
+def parse_args(
+    original: Callable[[Provider, bool], Namespace], extra_args_provider: Provider | None, ignore_unknown_args: bool
+) -> Namespace:
+    """Megatron's arguments, its own flags and those of the script adopted, and the resume flags that it has not.
+
+    What was given is this process's policy from here on; what a YAML file says instead of the command line is met
+    by `policy_of`. Raises ConfigError for flags that contradict each other or another place.
+    """
+
+    def with_resume_flags(parser: ArgumentParser) -> ArgumentParser:
+        return add_arguments(extra_args_provider(parser) if extra_args_provider is not None else parser)
+
+    return original(with_resume_flags, ignore_unknown_args)
+
+
+def policy_of(arguments: Namespace) -> ResumePolicy:
+    """What every place has asked for, and what a program has set in Megatron's arguments since they were parsed.
+
+    Megatron itself sets `finetune` when it falls back to `--pretrained-checkpoint`: nobody has asked for that.
+    """
+    set_now = given(arguments, _DESTS)
+    if getattr(arguments, "pretrained_checkpoint", None) is not None and not policy_sources.asked_policy().finetune:
+        values = {key: value for key, value in set_now.values.items() if key != "finetune"}
+        set_now = Given(place=set_now.place, values=values, spelled=set_now.spelled)
+    return policy_sources.asked_policy(set_now)
+
+
+_DESTS = {flag.dest: flag for flag in FLAGS}
+
+
+def build_data_loaders(original: Callable[[], object], arguments: Namespace) -> object:
+    """Megatron's data loaders, from the data's start where that was asked for and the load has set it so."""
+    iteration = arguments.iteration
+    if iteration == 0 or arguments.consumed_train_samples != 0 or policy_of(arguments).dataloader != "reset":
+        return original()
+    arguments.iteration = 0
+    try:
+        return original()
+    finally:
+        arguments.iteration = iteration
