@@ -108,9 +108,8 @@ def _gaps(directory: Directory, key: str, tensor: SavedTensor) -> Iterator[Fault
     try:
         check_cover(boxes, tensor.shape)
     except ValueError as error:
-        yield _damaged(
-            directory.path, f"{key}: its chunks do not add up: {error}", "each element once", "another cover"
-        )
+        what = f"{key}: its chunks do not add up: {error}"
+        yield _damaged(directory.path, what, "each element once", "another cover")
 
 
 def _unlike(directory: Directory, plan: SavePlan, planner: SavePlanner) -> Iterator[Fault]:
@@ -167,11 +166,17 @@ def _is_plain(value: Tensor) -> bool:
 
 
 def _told(value: Tensor, whole: Sequence[int]) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} of {list(whole)}"
+    return f"{_type(value)} of {list(whole)}"
+
+
+def _type(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 def _unlike_values(chunk: Chunk, what: str, value: Tensor) -> Iterator[Fault]:
     """Compare the bytes of a chunk with a tensor's, in bounded memory."""
+    import torch
+
     from ds_reshard.execution.ledger import Ledger
     from ds_reshard.operations.spans import SpanReader, stored
 
@@ -179,7 +184,7 @@ def _unlike_values(chunk: Chunk, what: str, value: Tensor) -> Iterator[Fault]:
     assert place is not None
     with place.open() as archive:
         held = archive.load(rules=ALLOW_ALL)
-    if not isinstance(held, TensorRecord) or (held.dtype.label, held.shape) != (_label(value), tuple(value.shape)):
+    if not isinstance(held, TensorRecord) or f"{held.dtype.label} {list(held.shape)}" != _type(value):
         yield _damaged(place.path, what, _told(value, chunk.size), type(held).__name__)
         return
     # torch saves a tensor that is not row-major as it lies: its axes are taken in the order of the file.
@@ -191,22 +196,12 @@ def _unlike_values(chunk: Chunk, what: str, value: Tensor) -> Iterator[Fault]:
     ledger = Ledger()
     reader = SpanReader(ledger, threads=1, memory_nbytes=_MEMORY_NBYTES, progress=None, total=0)
     for span in reader.read([(stored(flat),)]):
-        if not _same(span.values[0], live[span.start : span.stop]):
-            yield FingerprintMismatch.fault(
-                place.path, what, "the same bytes", f"others among its elements {span.start} to {span.stop}", mend=_MEND
-            )
+        part = live[span.start : span.stop].cpu().contiguous()
+        if not torch.equal(span.values[0].view(torch.uint8), part.view(torch.uint8)):
+            found = f"others among its elements {span.start} to {span.stop}"
+            yield FingerprintMismatch.fault(place.path, what, "the same bytes", found, mend=_MEND)
             return
     yield from ledger.mismatches()
-
-
-def _label(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
-
-
-def _same(found: Tensor, live: Tensor) -> bool:
-    import torch
-
-    return torch.equal(found.view(torch.uint8), live.cpu().contiguous().view(torch.uint8))
 
 
 def _damaged(where: str, what: str, expected: str, found: str) -> Fault:
