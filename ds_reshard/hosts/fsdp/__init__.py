@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
+from ds_reshard.errors import ConfigError
 from ds_reshard.hooks import Function, HostHooks, Patch
 from ds_reshard.hosts.fsdp.settings import asks_to_verify
 
@@ -62,20 +63,6 @@ def wrap_save(original: Function) -> Function:
         return save(dict(bound.arguments), _changed(original, bound))
 
     return _save_state_dict
-
-
-def wrap_async_save(original: Function) -> Function:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def async_save(*args: object, **kwargs: object) -> object:
-        if asks_to_verify():
-            from ds_reshard.hosts.fsdp.dcp_saves import refuse_process
-
-            refuse_process(_bound(signature, args, kwargs).arguments.get("async_checkpointer_type"))
-        return original(*args, **kwargs)
-
-    return async_save
 
 
 def wrap_save_checkpoint(original: Function) -> Function:
@@ -139,6 +126,16 @@ def refuse_manager(arguments: Mapping[str, object]) -> None:
         refuse_unsafe_folder(os.fspath(given[0]))
 
 
+def refuse_process(arguments: Mapping[str, object]) -> None:
+    """Of `async_save`: ConfigError where saves are to be verified and this one is made in a process of its own."""
+    if asks_to_verify() and getattr(arguments.get("async_checkpointer_type"), "value", None) == "process":
+        raise ConfigError(
+            "verify_after_save: async_save in a process of its own is not reached by the hooks; use "
+            "async_checkpointer_type=AsyncCheckpointerType.THREAD, or leave out verify_after_save"
+        )
+
+
+wrap_async_save = _refusing(refuse_process)
 wrap_load = _refusing(refuse_directory)
 wrap_load_checkpoint = _refusing(refuse_manager)
 

@@ -11,7 +11,6 @@ from ds_reshard.containers.dcp_directory import Chunk, Directory, SavedTensor, r
 from ds_reshard.containers.pickle_rules import ALLOW_ALL
 from ds_reshard.errors import (
     CheckpointDamaged,
-    ConfigError,
     Fault,
     FingerprintMismatch,
     ReshardError,
@@ -32,15 +31,6 @@ if TYPE_CHECKING:
 _MEMORY_NBYTES = 64 << 20
 _MEND = "save again into another folder, and do not resume from this one"
 logger = logging.getLogger("ds_reshard")
-
-
-def refuse_process(kind: object) -> None:
-    """Raise ConfigError for an `AsyncCheckpointerType` that saves in a process of its own."""
-    if getattr(kind, "value", None) == "process":
-        raise ConfigError(
-            "verify_after_save: async_save in a process of its own is not reached by the hooks; use "
-            "async_checkpointer_type=AsyncCheckpointerType.THREAD, or leave out verify_after_save"
-        )
 
 
 def save(arguments: Mapping[str, object], by_torch: Callable[[dict[str, object]], object]) -> object:

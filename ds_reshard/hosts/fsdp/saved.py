@@ -375,7 +375,7 @@ def verify_save(arguments: Mapping[str, object]) -> None:
     if not getattr(manager, "should_save_model", True):
         logger.warning("verify_after_save: %s is not verified: its manager saves no model", folder)
         return
-    optimizer = getattr(manager, "optimizer", None)
+    optimizer = cast("Optimizer | None", getattr(manager, "optimizer", None))
     if arguments.get("save_model_only") or not getattr(manager, "should_save_optimizer", True):
         optimizer = None
     path, model = os.fspath(cast("str", folder)), cast("Module", manager.model)  # type: ignore[attr-defined]
@@ -384,15 +384,15 @@ def verify_save(arguments: Mapping[str, object]) -> None:
         logger.warning("verify_after_save: %s holds a part of the model: its values are not compared", path)
         return
     try:
-        verify_saved(path, model=model, optimizer=cast("Optimizer | None", optimizer))
+        verify_saved(path, model=model, optimizer=optimizer)
     except UnsupportedLayout:
         if optimizer is None:
             raise
-        if reason := _without_units(path, model, cast("Optimizer", optimizer)):
+        if reason := _without_units(path, model, optimizer):
             verify_saved(path, model=model)
             logger.warning("verify_after_save: the optimizer's files in %s are not compared: %s", path, reason)
             return
-        verify_saved(path, model=model, optimizer=cast("Optimizer", optimizer))
+        verify_saved(path, model=model, optimizer=optimizer)
 
 
 def _without_units(path: str, model: Module, optimizer: Optimizer) -> str:

@@ -149,13 +149,9 @@ def refuse_contradiction(load: Load) -> None:
         return
     wanted = load.policy.scheduler in ("override", "checkpoint", "strict")
     if wanted and config_of(load, "checkpoints.load_lr_scheduler") is False:
-        fault = ConfigError.fault(
-            "checkpoints.load_lr_scheduler",
-            "contradicts the resume policy",
-            f"true, for scheduler {load.policy.scheduler!r}",
-            "false",
-            mend="checkpoints.load_lr_scheduler: true, or leave out the flag",
-        )
+        where, expected = "checkpoints.load_lr_scheduler", f"true, for scheduler {load.policy.scheduler!r}"
+        mend = f"{where}: true, or leave out the flag"
+        fault = ConfigError.fault(where, "contradicts the resume policy", expected, "false", mend=mend)
         raise_faults([fault], subject="resume policy")
 
 

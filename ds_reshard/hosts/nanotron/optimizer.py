@@ -290,14 +290,13 @@ def other_cuts(live: Live, checkpoint: NanotronCheckpoint) -> Iterator[Fault]:
             yield _mismatch(name, "is cut over the tensor-parallel ranks in other chunks", *said)
 
 
-def left_over(checkpoint: NanotronCheckpoint, held: Collection[str], shapes: Mapping[str, Shape]) -> Iterator[Fault]:
-    """Parameters that no rank of this run has, and other totals; `held` and `shapes` are of all ranks."""
+def left_over(checkpoint: NanotronCheckpoint, shapes: Mapping[str, Shape]) -> Iterator[Fault]:
+    """Parameters that no rank of this run has, and other totals; `shapes` are those of all ranks."""
     saved = states_of(checkpoint)
-    beyond = [name for name in saved if name not in held]
+    beyond = [name for name in saved if name not in shapes]
     if beyond:
-        yield _mismatch(
-            checkpoint.folder, "has optimizer states of parameters that this run has not", some(beyond), "none of them"
-        )
+        what = "has optimizer states of parameters that this run has not"
+        yield _mismatch(checkpoint.folder, what, some(beyond), "none of them")
     total = sum(prod(checkpoint.parameters[name].shape) for name in saved)
     now = sum(prod(shape) for shape in shapes.values())
     if total != now:
@@ -328,13 +327,9 @@ def _group(checkpoint: NanotronCheckpoint, names: Sequence[str], group: Group, p
     saved = saved_group(checkpoint, names)
     if len(saved) > 1:
         differ = sorted({key for values in saved for key in values if values.get(key) != saved[0].get(key)})
-        yield ParamGroupMismatch.fault(
-            some(names),
-            f"are in one param group, and were in several that differ in {', '.join(differ)}",
-            f"{len(saved)} groups",
-            "one",
-            mend="build the param groups as the saving run did, or --no-load-optim",
-        )
+        what = f"are in one param group, and were in several that differ in {', '.join(differ)}"
+        mend = "build the param groups as the saving run did, or --no-load-optim"
+        yield ParamGroupMismatch.fault(some(names), what, f"{len(saved)} groups", "one", mend=mend)
     for values in saved[:1] if policy.loads_moments else ():
         for key, kind in _KINDS.items():
             if (key in values) != (key in group):
@@ -343,13 +338,9 @@ def _group(checkpoint: NanotronCheckpoint, names: Sequence[str], group: Group, p
         if policy.scheduler == "strict" and not policy.takes("weight_decay"):
             then, now = values.get("weight_decay"), group.get("weight_decay")
             if then != now:
-                yield ScheduleMismatch.fault(
-                    f"weight_decay of {some(names)}",
-                    "differs from the checkpoint's",
-                    str(then),
-                    str(now),
-                    mend="give the saved value, or --override-opt-param-scheduler to go on with this run's",
-                )
+                where, what = f"weight_decay of {some(names)}", "differs from the checkpoint's"
+                mend = "give the saved value, or --override-opt-param-scheduler to go on with this run's"
+                yield ScheduleMismatch.fault(where, what, str(then), str(now), mend=mend)
 
 
 def some(names: Collection[str]) -> str:
@@ -384,7 +375,7 @@ def prepare(live: Live, listing: NanotronListing, policy: ResumePolicy, before: 
     first = live.replica == live.rank.tp == live.rank.dp == 0  # which has a part of every parameter of its stage
     mine: dict[str, Shape] = {name: held.shape for name, held in live.held.items()} if first else {}
     shapes = {name: shape for of_rank in gather(mine, live.world) for name, shape in of_rank.items()}
-    found = [*before, *(found or []), *left_over(checkpoint, set(shapes), shapes)]
+    found = [*before, *(found or []), *left_over(checkpoint, shapes)]
     agree([*faults, *found], live.world, subject=subject, cause=cause)
     return together(lambda: _plan(live, checkpoint, policy), live.world, subject=subject)
 

@@ -132,11 +132,8 @@ def load_random_states(arguments: Mapping[str, object], _: object) -> object:
     context = cast(ParallelContext, arguments["parallel_context"])
     path = file_of(context, str(arguments["root_folder"]))
     if not os.path.exists(path):
-        fault = CheckpointNotFound.fault(
-            path,
-            "does not exist: random states are of the ranks that were saved, and fit no other number of them",
-            mend="--no-load-rng, or the topology that was saved",
-        )
+        what = "does not exist: random states are of the ranks that were saved, and fit no other number of them"
+        fault = CheckpointNotFound.fault(path, what, mend="--no-load-rng, or the topology that was saved")
         raise CheckpointNotFound(f"{fault.line()}; {fault.mend}", [fault])
     return read_random_states(path)
 
@@ -171,11 +168,9 @@ def restore(live: object, found: object, path: str) -> None:
     """Put what was read into the `RandomStates` that the model's modules share; CheckpointDamaged for other names."""
     mine, read = cast("dict[str, object]", live), cast("dict[str, object]", found)
     if set(mine) != set(read):
-        raise fail(
-            path, "holds the random states of other names than this run has", str(sorted(mine)), str(sorted(read))
-        )
-    for name, value in read.items():
-        mine[name] = value
+        what = "holds the random states of other names than this run has"
+        raise fail(path, what, str(sorted(mine)), str(sorted(read)))
+    mine.update(read)
 
 
 def _state(record: ObjectRecord | GlobalName) -> Mapping[object, object]:
@@ -201,9 +196,5 @@ def _check(path: str, name: str, one: RandomState) -> None:
     except ReshardError:
         raise
     except Exception as error:
-        raise fail(
-            path,
-            f"{name} is no state that this process can take ({str(error)[:120]})",
-            "random, numpy, torch",
-            "others",
-        ) from error
+        what = f"{name} is no state that this process can take ({str(error)[:120]})"
+        raise fail(path, what, "random, numpy, torch", "others") from error
