@@ -56,7 +56,7 @@ def contradicts(folder: str, name: str, shape: tuple[int, ...], rows: int, torch
 
 def breaks(folder: str, name: str, shape: tuple[int, ...], broken: str) -> str:
     """What a load says of which one step raises on rank 1."""
-    from ds_reshard.hosts.dcp.filling import Filling
+    from ds_reshard.hosts.dcp.reader import Filling
 
     tensor = distribute_tensor(torch.zeros(shape), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
     step = mock.patch.object(Filling, broken, side_effect=KeyError("surprise"))

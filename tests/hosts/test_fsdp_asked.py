@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ds_reshard
-from ds_reshard.hosts.fsdp import dcp_saves, rank_saves
+from ds_reshard.hosts.fsdp import dcp_saves, saved
 from ds_reshard.hosts.fsdp.settings import ask_settings, ask_to_verify, asks_to_verify
 
 DCP = {
@@ -83,9 +83,9 @@ def test_units_that_cannot_be_written_for_a_reason_nobody_foresaw_are_told(monke
     def torch_has_changed(*given: object) -> None:
         raise AttributeError("'FlatParamHandle' object has no attribute '_get_flat_param_offsets'")
 
-    monkeypatch.setattr(rank_saves, "save_units", torch_has_changed)
+    monkeypatch.setattr(saved, "save_units", torch_has_changed)
     net = torch.nn.Linear(1, 1)
-    reason = rank_saves._without_units("folder", net, torch.optim.AdamW(net.parameters()))
+    reason = saved._without_units("folder", net, torch.optim.AdamW(net.parameters()))
     assert reason == "'FlatParamHandle' object has no attribute '_get_flat_param_offsets'"
 
 

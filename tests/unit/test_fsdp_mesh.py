@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from ds_reshard.errors import UnsupportedLayout
-from ds_reshard.formats.fsdp.held import held_of
-from ds_reshard.formats.fsdp.mesh import Meshes, ranks_data
+from ds_reshard.formats.fsdp.checkpoint import shard_of
+from ds_reshard.formats.fsdp.target import Meshes, ranks_data
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.records import GlobalName, ObjectRecord, TensorRecord, new_tensor
 
@@ -87,7 +87,7 @@ def test_what_depends_on_the_ranks_is_that_of_the_new_ones() -> None:
 
 def test_the_new_tensor_is_the_new_rank_s_and_on_the_cpu() -> None:
     written = _written(MESH)
-    held = held_of("file", "name", written)
+    held = shard_of("file", "name", written)
     assert held is not None and (held.shape, held.dim, held.rank, held.local.shape) == ((8,), 0, 2, (2,))
     made = written.args[2]
     assert isinstance(made, tuple) and made[6].args == ("cpu",)

@@ -1,29 +1,161 @@
-"""Folders of EasyR1 and verl: `{model,optim}_world_size_W_rank_R.pt`, a state dict of DTensors on each rank.
+"""Folders of EasyR1 and verl: `{model,optim,extra_state}_world_size_W_rank_R.pt`, state dicts of DTensors of each rank.
 
 EasyR1 saves what `get_state_dict` gives for FSDP1 and FSDP2, by names; verl `model.state_dict()` and
-`optimizer.state_dict()`, whose states have numbers (verl/utils/checkpoint/fsdp_checkpoint_manager.py of each).
+`optimizer.state_dict()`, whose states have numbers (verl/utils/checkpoint/fsdp_checkpoint_manager.py of each). The
+extra state is the schedule, which is the same on each rank, and each rank's own random states.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import CheckpointNotFound, Fault, raise_faults
-from ds_reshard.formats.fsdp.files import MODEL, OPTIM, files_of, missing, path_of
-from ds_reshard.formats.fsdp.flat import FlatStates, read_flat
-from ds_reshard.formats.fsdp.held import Held, Shape, damaged, held_of, other_groups
-from ds_reshard.formats.fsdp.order import line_to_add, read_order
-from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
+from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed, UnsupportedLayout, raise_faults
+from ds_reshard.formats.fsdp.flat_parameters import (
+    FlatStates,
+    Shape,
+    damaged,
+    group_facts,
+    groups_of,
+    line_to_add,
+    other_groups,
+    read_flat,
+    read_order,
+    refuse,
+)
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, chunked
+from ds_reshard.model.records import ObjectRecord, TensorRecord
 from ds_reshard.model.region import Box
+from ds_reshard.model.saved import SavedFile, SavedListing
 
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+MODEL, OPTIM, EXTRA = "model", "optim", "extra_state"
 UNNAMED = "the optimizer's files name no parameter (verl saves optimizer.state_dict()): left out"
 """How the note of such files begins; the line that mends it follows."""
+_NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,9})_rank_(\d{1,9})\.pt")
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+_SAVE = "save with FSDP(model, use_orig_params=True, device_mesh=...) and get_state_dict, as EasyR1 does"
+
+
+def is_fsdp(folder: str) -> bool:
+    return any(family == MODEL for family, _ in _ranks(folder))
+
+
+def list_fsdp(folder: str) -> SavedListing:
+    """The files of such a folder."""
+    roles = {MODEL: "model", OPTIM: "optimizer"}
+    files = {}
+    for name in sorted(os.listdir(folder)):
+        path, match = os.path.join(folder, name), _NAME.fullmatch(name)
+        if os.path.isfile(path):
+            role = roles.get(match[1], "other") if match is not None else "other"
+            files[name] = SavedFile(nbytes=os.path.getsize(path), role=role)
+    tag = os.path.basename(os.path.abspath(folder))
+    return SavedListing(format="files of FSDP ranks", writer="EasyR1 or verl", folder=folder, tag=tag, files=files)
+
+
+def file_name(family: str, size: int, rank: int) -> str:
+    return f"{family}_world_size_{size}_rank_{rank}.pt"
+
+
+def read_top(path: str, what: str = "is no state dict", expected: str = "names and tensors") -> dict[object, object]:
+    """What torch.save was given, as records; CheckpointDamaged where it is no dict."""
+    with open_archive(path) as archive:
+        top = archive.load()
+    if not isinstance(top, dict):
+        refuse(damaged(path, what, expected, type(top).__name__))
+    return top
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorShard:
+    """A tensor of one rank's file, plain or a DTensor: `local` of the whole `shape`, sharded by axis `dim` if any.
+
+    `rank` is the one that saved it, by its place on the mesh, and `ranks` how many are on that; None of a plain tensor.
+    Of HSDP, `replicas` groups of ranks, one after another, hold the same shards each.
+    """
+
+    shape: Shape
+    dim: int | None
+    rank: int | None
+    local: TensorRecord
+    replicas: int = 1
+    ranks: int | None = None
+
+    def box(self, rank: int, size: int) -> Box:
+        """What a rank of `size` holds, as torch.chunk cuts: ceil(n / shards) rows each, the last ones fewer or none."""
+        if self.dim is None:
+            return Box.whole(self.shape)
+        shards = size // self.replicas
+        whole, number = self.shape[self.dim], rank % shards
+        rows = -(-whole // shards)
+        start, stop = min(whole, number * rows), min(whole, (number + 1) * rows)
+        offset, extent = [0] * len(self.shape), list(self.shape)
+        offset[self.dim], extent[self.dim] = start, stop - start
+        return Box(offset=tuple(offset), size=tuple(extent))
+
+
+def shard_of(path: str, name: str, value: object) -> TensorShard | None:
+    """A DTensor or a plain tensor; None for any other value. UnsupportedLayout for a placement that is not read."""
+    if isinstance(value, TensorRecord):
+        return TensorShard(shape=value.shape, dim=None, rank=None, local=_row_major(path, name, value))
+    if not isinstance(value, ObjectRecord) or str(value.callable) != "torch._tensor._rebuild_from_type_v2":
+        return None
+    made, state = value.args[2], value.args[3]
+    inner = state[1] if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict) else {}
+    local, spec = inner.get("_local_tensor"), _state(inner.get("_spec"))
+    placements = spec.get("placements")
+    shape = made[2] if isinstance(made, tuple) and len(made) > 2 else None
+    if not isinstance(local, TensorRecord) or not isinstance(shape, tuple) or not isinstance(placements, tuple):
+        what = f"{name} is no DTensor that is known: {value.args[1]}"
+        refuse(UnsupportedLayout.fault(path, what, mend=_SAVE))
+    kinds = [str(one.callable).rpartition(".")[2] for one in placements if isinstance(one, ObjectRecord)]
+    if kinds not in (["Shard"], ["Replicate"], ["Replicate", "Shard"], ["Replicate", "Replicate"]):
+        what = f"{name} is placed as {', '.join(kinds)}: sharded or replicated, or shards that are replicated, are read"
+        refuse(UnsupportedLayout.fault(path, what, mend=_SAVE))
+    dim = _state(placements[-1]).get("dim") if kinds[-1] == "Shard" else None
+    if kinds[-1] == "Shard" and not (isinstance(dim, int) and 0 <= dim < len(shape)):
+        refuse(damaged(path, f"{name} is sharded by axis {dim}", f"of {len(shape)}", "another"))
+    mesh = _state(spec.get("mesh"))
+    sizes, at = _mesh_sizes(mesh), mesh.get("_coordinate_on_dim")
+    if len(kinds) == 2 and (sizes is None or len(sizes) != 2 or not isinstance(at, list | tuple) or len(at) != 2):
+        refuse(UnsupportedLayout.fault(path, f"{name} lies on a mesh of unknown sizes", mend=_SAVE))
+    rank = 0
+    for size, coordinate in zip(sizes or (1,), at if isinstance(at, list | tuple) else (), strict=False):
+        rank = rank * size + (coordinate if isinstance(coordinate, int) else 0)
+    return TensorShard(
+        shape=tuple(shape),
+        dim=dim if isinstance(dim, int) else None,
+        rank=rank,
+        local=_row_major(path, name, local),
+        replicas=sizes[0] if sizes and kinds == ["Replicate", "Shard"] else 1,
+        ranks=prod(sizes) if sizes is not None else None,
+    )
+
+
+def _mesh_sizes(mesh: Mapping[object, object]) -> tuple[int, ...] | None:
+    """The sizes of a mesh's dimensions, by its layout (torch 2.13), else the tensor of its ranks; None if neither."""
+    axes = _state(mesh.get("_layout")).get("axes")
+    if isinstance(axes, tuple):
+        shapes = [_state(axis).get("shape") for axis in axes]
+        return tuple(prod(shape) for shape in shapes if isinstance(shape, tuple))
+    ranks = mesh.get("mesh")
+    return ranks.shape if isinstance(ranks, TensorRecord) else None
+
+
+def _row_major(path: str, name: str, tensor: TensorRecord) -> TensorRecord:
+    if not tensor.contiguous:
+        refuse(UnsupportedLayout.fault(path, f"{name} does not lie row-major", mend=_SAVE))
+    return tensor
+
+
+def _state(record: object) -> Mapping[object, object]:
+    return record.state if isinstance(record, ObjectRecord) and isinstance(record.state, dict) else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +169,11 @@ class FsdpCheckpoint:
     ranks: int
     layout: Layout
     facts: OptimizerFacts | None
-    objects: Mapping[tuple[object, ...], object]
-    beside: Mapping[str, tuple[object, ...]]
-    first: Mapping[str, Mapping[TensorKey, Held]]
+    first: Mapping[str, Mapping[TensorKey, TensorShard]]
     notes: tuple[str, ...]
     flat: FlatStates | None = None
+    objects: Mapping[tuple[object, ...], object] = field(default_factory=dict)
+    beside: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
     @property
     def unnamed(self) -> bool:
@@ -52,49 +184,48 @@ class FsdpCheckpoint:
     def parameters(self) -> Mapping[str, Shape]:
         return _parameters(self.first[MODEL], self.ranks)
 
+    def path(self, family: str, rank: int) -> str:
+        return os.path.join(self.folder, file_name(family, self.ranks, rank))
+
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
         """The tensors of one rank's file, by the text of their keys, each checked against rank 0's."""
         if family == OPTIM and self.flat is not None:
             return self.flat.buffers(shard)
-        path = path_of(self.folder, family, self.ranks, shard)
-        expected = self.first[family]
+        path = self.path(family, shard)
+        first = self.first[family]
         file = _read(path, family, self.parameters)
-        held = file.tensors
         faults = [
             damaged(path, f"{key} is in one of its file and rank 0's alone", "the same tensors", "others")
-            for key in sorted(held.keys() ^ expected.keys())
+            for key in sorted(file.tensors.keys() ^ first.keys())
         ]
         if family == OPTIM and self.facts is not None and file.groups != self.facts.groups:
             faults.append(other_groups(path))
-        for key in held.keys() & expected.keys():
-            faults += _differs(path, key, held[key], expected[key], shard, self.ranks, same=family == OPTIM)
+        for key in file.tensors.keys() & first.keys():
+            faults += _differs(path, key, file.tensors[key], first[key], shard, self.ranks, same=family == OPTIM)
         raise_faults(faults, subject=f"checkpoint {self.folder}")
-        raise_faults(list(self._unlike_replicas(path, family, shard, held)), subject=f"checkpoint {self.folder}")
-        return {str(key): extent_of(one.local) for key, one in held.items()}
+        raise_faults(self._unlike_replicas(family, shard, file.tensors), subject=f"checkpoint {self.folder}")
+        return {str(key): extent_of(one.local) for key, one in file.tensors.items()}
 
-    def _unlike_replicas(self, path: str, family: str, shard: int, held: Mapping[TensorKey, Held]) -> Iterator[Fault]:
+    def _unlike_replicas(self, family: str, shard: int, tensors: Mapping[TensorKey, TensorShard]) -> Iterator[Fault]:
         """The shards of HSDP that are not those of the first group of ranks."""
-        shards = min((self.ranks // one.replicas for one in held.values()), default=self.ranks)
+        shards = min((self.ranks // one.replicas for one in tensors.values()), default=self.ranks)
         if shard < shards:
             return
-        first = _read(path_of(self.folder, family, self.ranks, shard % shards), family, self.parameters).tensors
-        for key, one in held.items():
+        number = shard % shards
+        first = _read(self.path(family, number), family, self.parameters).tensors
+        for key, one in tensors.items():
             if one.replicas > 1 and (key not in first or _checksum(one) != _checksum(first[key])):
-                yield damaged(
-                    path,
-                    f"{key} is another than rank {shard % shards}'s, which holds the same shard",
-                    "the same",
-                    "others",
-                )
+                what = f"{key} is another than rank {number}'s, which holds the same shard"
+                yield damaged(self.path(family, shard), what, "the same", "others")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """One rank's file: its tensors, what is not among them, and its param groups."""
+    """One rank's file: its tensors, its param groups, and whether it has states whose parameters nothing names."""
 
-    tensors: dict[TensorKey, Held]
-    notes: tuple[str, ...] = ()
+    tensors: dict[TensorKey, TensorShard]
     groups: tuple[GroupFacts, ...] = ()
+    unnamed: bool = False
 
 
 def open_fsdp(folder: str) -> FsdpCheckpoint:
@@ -103,56 +234,78 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
     Raises CheckpointNotFound, CheckpointDamaged for files of several world sizes or missing ones, UnsupportedLayout for
     tensors that are sharded over several dimensions of a mesh, and what reading a damaged file raises.
     """
-    files = [match for match in files_of(folder) if match["family"] in (MODEL, OPTIM)]
-    sizes = sorted({int(match["size"]) for match in files})
+    subject = f"checkpoint {folder}"
+    ranks = {at: found for at, found in _ranks(folder).items() if at[0] != EXTRA}
+    sizes = sorted({size for _, size in ranks})
     if not sizes:
         mend = "give the folder that holds them"
         fault = CheckpointNotFound.fault(folder, "holds no model_world_size_*.pt", mend=mend)
         raise CheckpointNotFound(f"{fault.line()}; {mend}", [fault])
     if len(sizes) > 1:
-        raise_faults(
-            [damaged(folder, "holds files of several world sizes", "one", ", ".join(map(str, sizes)))],
-            subject=f"checkpoint {folder}",
-        )
-    size = sizes[0]
-    faults = list(missing(folder, files, size))
-    raise_faults(faults, subject=f"checkpoint {folder}")
-    families = sorted({match["family"] for match in files})
-    read = {MODEL: _read(path_of(folder, MODEL, size, 0), MODEL, {})}
-    if OPTIM in families:
-        read[OPTIM] = _read(path_of(folder, OPTIM, size, 0), OPTIM, _parameters(read[MODEL].tensors, size))
-    shapes = {key.name: held.shape for key, held in read[MODEL].tensors.items()}
-    flat = _flat(folder, size, read[MODEL], shapes) if OPTIM in read and UNNAMED in read[OPTIM].notes else None
-    states = read[OPTIM].tensors if OPTIM in read else {}
+        several = damaged(folder, "holds files of several world sizes", "one", ", ".join(map(str, sizes)))
+        raise_faults([several], subject=subject)
+    (size,) = sizes
+    families = sorted({MODEL, *(family for family, _ in ranks)})
     raise_faults(
-        list(_of_another_model(path_of(folder, OPTIM, size, 0), states, shapes)), subject=f"checkpoint {folder}"
+        [fault for family in families for fault in _missing(folder, family, size, ranks.get((family, size), set()))],
+        subject=subject,
     )
-    single = {key: held for key, held in states.items() if _is_single(key, held, shapes)}
+    paths = {family: os.path.join(folder, file_name(family, size, 0)) for family in families}
+    model = _read(paths[MODEL], MODEL, {})
+    shapes = {key.name: shard.shape for key, shard in model.tensors.items()}
+    optim = _read(paths[OPTIM], OPTIM, _parameters(model.tensors, size)) if OPTIM in paths else None
+    read = {MODEL: model} if optim is None else {MODEL: model, OPTIM: optim}
+    flat: FlatStates | None = None
+    facts: OptimizerFacts | None = None
+    notes: tuple[str, ...] = ()
+    single: dict[TensorKey, TensorShard] = {}
+    if optim is not None and optim.unnamed:
+        flat = _flat(folder, size, model, shapes)
+        facts = flat.facts if flat is not None else None
+        notes = (f"{UNNAMED}; {line_to_add(folder)}",) if flat is None else ()
+    elif optim is not None and optim.tensors:
+        raise_faults(_of_another_model(paths[OPTIM], optim.tensors, shapes), subject=subject)
+        single = {key: shard for key, shard in optim.tensors.items() if _is_single(key, shard, shapes)}
+        facts = OptimizerFacts(groups=optim.groups, scalars=_scalars(paths[OPTIM], single))
     placements = {
-        key: _placement(key, held, family, size)
+        key: _placement(key, shard, family, size)
         for family, file in read.items()
-        for key, held in file.tensors.items()
+        for key, shard in file.tensors.items()
         if key not in single
     }
-    facts = None
-    if states:
-        scalars = _scalars(path_of(folder, OPTIM, size, 0), single)
-        facts = OptimizerFacts(groups=read[OPTIM].groups, scalars=scalars)
-    notes = [note for file in read.values() for note in file.notes]
     if flat is not None:
         placements |= {placement.key: placement for placement in flat.placements(flat.shards)}
-        facts, notes = flat.facts, []
     return FsdpCheckpoint(
         folder=folder,
         ranks=size,
         layout=Layout(placements, dict.fromkeys(families, size)),
         facts=facts,
-        objects={},
-        beside={},
         first={family: file.tensors for family, file in read.items()},
         flat=flat,
-        notes=tuple(f"{note}; {line_to_add(folder)}" for note in notes),
+        notes=notes,
     )
+
+
+def _ranks(folder: str) -> dict[tuple[str, int], set[int]]:
+    """The ranks of which the folder has a file, by family and world size."""
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise ReadFailed(f"{folder}: cannot be listed: {error}") from error
+    found: dict[tuple[str, int], set[int]] = {}
+    for match in map(_NAME.fullmatch, names):
+        if match is not None:
+            found.setdefault((match[1], int(match[2])), set()).add(int(match[3]))
+    return found
+
+
+def _missing(folder: str, family: str, size: int, there: set[int]) -> Iterator[Fault]:
+    if there != set(range(size)):
+        shown = ", ".join(map(str, sorted(set(range(size)) - there)[:16])) or "none"
+        what = f"files {family}_world_size_{size}_rank_*.pt are not those of {size} ranks"
+        yield damaged(folder, what, f"ranks 0 to {size - 1}", f"{len(there)} files; missing {shown}")
 
 
 def _flat(folder: str, size: int, model: _File, shapes: Mapping[str, Shape]) -> FlatStates | None:
@@ -160,102 +313,82 @@ def _flat(folder: str, size: int, model: _File, shapes: Mapping[str, Shape]) -> 
     order = read_order(folder, shapes)
     if order is None:
         return None
-    paths = [path_of(folder, OPTIM, size, rank) for rank in range(size)]
-    replicas = max((held.replicas for held in model.tensors.values()), default=1)
-    return read_flat(paths, [_top(path) for path in paths], order, family=OPTIM, shards=size // replicas)
+    paths = [os.path.join(folder, file_name(OPTIM, size, rank)) for rank in range(size)]
+    replicas = max((shard.replicas for shard in model.tensors.values()), default=1)
+    return read_flat(paths, [read_top(path) for path in paths], order, family=OPTIM, shards=size // replicas)
 
 
-def _of_another_model(path: str, states: Mapping[TensorKey, Held], shapes: Mapping[str, Shape]) -> Iterator[Fault]:
-    for key, held in states.items():
+def _of_another_model(
+    path: str, states: Mapping[TensorKey, TensorShard], shapes: Mapping[str, Shape]
+) -> Iterator[Fault]:
+    for key, shard in states.items():
         if key.name not in shapes:
-            yield damaged(
-                path, f"{key} is of no parameter of the model's files: of another model", "its names", "others"
-            )
-        elif key.kind in _MOMENTS and held.shape != shapes[key.name]:
+            what = f"{key} is of no parameter of the model's files: of another model"
+            yield damaged(path, what, "its names", "others")
+        elif key.kind in _MOMENTS and shard.shape != shapes[key.name]:
             what = f"{key} is of another shape than its parameter: of another model"
-            yield damaged(path, what, str(list(shapes[key.name])), str(list(held.shape)))
+            yield damaged(path, what, str(list(shapes[key.name])), str(list(shard.shape)))
 
 
-def _is_single(key: TensorKey, held: Held, shapes: Mapping[str, Shape]) -> bool:
+def _is_single(key: TensorKey, shard: TensorShard, shapes: Mapping[str, Shape]) -> bool:
     """Whether a state is one value of its parameter."""
-    return held.shape == () and (key.kind == "step" or shapes.get(key.name, ()) != ())
+    return shard.shape == () and (key.kind == "step" or shapes.get(key.name, ()) != ())
 
 
-def _scalars(path: str, single: Mapping[TensorKey, Held]) -> dict[str, dict[str, Scalar]]:
+def _scalars(path: str, single: Mapping[TensorKey, TensorShard]) -> dict[str, dict[str, Scalar]]:
     found: dict[str, dict[str, Scalar]] = {}
     with open_archive(path) as archive:
-        for key, held in single.items():
-            data = archive.tensor_bytes(held.local)
-            found.setdefault(key.name, {})[key.kind] = ScalarTensor(dtype=held.local.dtype, shape=(), data=data)
+        for key, shard in single.items():
+            data = archive.tensor_bytes(shard.local)
+            found.setdefault(key.name, {})[key.kind] = ScalarTensor(dtype=shard.local.dtype, shape=(), data=data)
     return found
 
 
-def _checksum(held: Held) -> tuple[object, ...]:
-    return held.local.storage.crc32, held.local.element_offset, held.local.shape
+def _checksum(shard: TensorShard) -> tuple[object, ...]:
+    return shard.local.storage.crc32, shard.local.element_offset, shard.local.shape
 
 
-def _placement(key: TensorKey, held: Held, family: str, size: int) -> Placement:
-    if held.dim is not None:
-        boxes = [held.box(rank, size) for rank in range(size // held.replicas)]
-        return chunked(key, held.shape, held.local.dtype, boxes, family=family, buffer=str(key))
+def _placement(key: TensorKey, shard: TensorShard, family: str, size: int) -> Placement:
+    if shard.dim is not None:
+        boxes = [shard.box(rank, size) for rank in range(size // shard.replicas)]
+        return chunked(key, shard.shape, shard.local.dtype, boxes, family=family, buffer=str(key))
     return Placement(
         key=key,
-        shape=held.shape,
-        dtype=held.local.dtype,
+        shape=shard.shape,
+        dtype=shard.local.dtype,
         family=family,
         buffer=str(key),
-        cut=Cut(chunk=max(1, prod(held.shape))),
-        box=Box.whole(held.shape),
+        cut=Cut(chunk=max(1, prod(shard.shape))),
+        box=Box.whole(shard.shape),
         replicated=True,
     )
 
 
-def _parameters(tensors: Mapping[TensorKey, Held], size: int) -> Mapping[str, Shape]:
+def _parameters(tensors: Mapping[TensorKey, TensorShard], size: int) -> Mapping[str, Shape]:
     """The shapes of a model's parameters by names, in the order of its modules: what several ranks have sharded."""
-    return {key.name: held.shape for key, held in tensors.items() if size == 1 or held.rank is not None}
-
-
-def _top(path: str) -> dict[object, object]:
-    """What torch.save was given, as records."""
-    with open_archive(path) as archive:
-        top = archive.load()
-    if not isinstance(top, dict):
-        raise_faults([_no_state_dict(path, top)], subject="reading a checkpoint")
-        raise AssertionError
-    return top
-
-
-def _no_state_dict(path: str, found: object) -> Fault:
-    return damaged(path, "is no state dict", "names and tensors", type(found).__name__)
+    return {key.name: shard.shape for key, shard in tensors.items() if size == 1 or shard.rank is not None}
 
 
 def _read(path: str, family: str, parameters: Mapping[str, Shape]) -> _File:
-    top = _top(path)
-    tree = top.get("state") if family == OPTIM else top
-    if not isinstance(tree, dict):
-        raise_faults([_no_state_dict(path, tree)], subject="reading a checkpoint")
-        raise AssertionError
+    top = read_top(path)
     if family == MODEL:
-        entries = [(str(name), "weight", value) for name, value in tree.items()]
-        return _File(tensors=_tensors(path, entries))
+        return _File(tensors=_tensors(path, ((str(name), "weight", value) for name, value in top.items())))
+    tree = top.get("state")
+    if not isinstance(tree, dict):
+        refuse(damaged(path, "is no state dict", "names and tensors", type(tree).__name__))
     groups = groups_of(top)
     names = state_names(groups, parameters)
-    states = [
+    states = (
         (names.get(name, str(name)), str(kind), value)
         for name, kinds in tree.items()
         if isinstance(kinds, dict)
         for kind, value in kinds.items()
-    ]
+    )
     found = _tensors(path, states)
     numbered = any(isinstance(name, int) for name in tree)
-    if numbered and (not names or any(held.shape not in ((), parameters[key.name]) for key, held in found.items())):
-        return _File(tensors={}, notes=(UNNAMED,))
-    return _File(tensors=found, groups=tuple(_groups(groups, names)))
-
-
-def groups_of(optimizer: Mapping[object, object]) -> list[Mapping[object, object]]:
-    groups = optimizer.get("param_groups")
-    return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    if numbered and (not names or any(shard.shape not in ((), parameters[key.name]) for key, shard in found.items())):
+        return _File(tensors={}, unnamed=True)
+    return _File(tensors=found, groups=group_facts(top, lambda member: [names.get(member, str(member))]))
 
 
 def state_names(groups: Sequence[Mapping[object, object]], parameters: Iterable[str]) -> Mapping[object, str]:
@@ -270,47 +403,65 @@ def state_names(groups: Sequence[Mapping[object, object]], parameters: Iterable[
     return dict(enumerate(named))
 
 
-def _tensors(path: str, entries: Iterable[tuple[str, str, object]]) -> dict[TensorKey, Held]:
-    found = {}
-    for name, kind, value in entries:
-        held = held_of(path, name, value)
-        if held is not None:
-            found[TensorKey(name=name, kind=kind)] = held
-    return found
-
-
-def _groups(groups: Iterable[Mapping[object, object]], names: Mapping[object, str]) -> Iterator[GroupFacts]:
-    for group in groups:
-        members = group.get("params")
-        yield GroupFacts(
-            members=tuple(names.get(one, str(one)) for one in members) if isinstance(members, list | tuple) else (),
-            hyperparameters={str(name): value for name, value in group.items() if name != "params"},
-        )
+def _tensors(path: str, entries: Iterable[tuple[str, str, object]]) -> dict[TensorKey, TensorShard]:
+    found = {TensorKey(name=name, kind=kind): shard_of(path, name, value) for name, kind, value in entries}
+    return {key: shard for key, shard in found.items() if shard is not None}
 
 
 def _differs(
-    path: str, key: TensorKey, held: Held, first: Held, rank: int, size: int, *, same: bool
+    path: str, key: TensorKey, shard: TensorShard, first: TensorShard, rank: int, size: int, *, same: bool
 ) -> Iterator[Fault]:
     """What is wrong with a tensor of a rank's file beside rank 0's; replicas hold the `same` values."""
     expected = f"{first.local.dtype.label} {list(first.shape)}, axis {first.dim}, {first.replicas} times"
-    found = f"{held.local.dtype.label} {list(held.shape)}, axis {held.dim}, {held.replicas} times"
-    if held.ranks not in (None, size):
-        yield damaged(
-            path,
-            f"{key} lies on a mesh of another size than the file's name says",
-            f"{size} ranks",
-            f"{held.ranks} ranks",
-        )
-    elif expected != found:
+    found = f"{shard.local.dtype.label} {list(shard.shape)}, axis {shard.dim}, {shard.replicas} times"
+    if shard.ranks not in (None, size):
+        what = f"{key} lies on a mesh of another size than the file's name says"
+        yield damaged(path, what, f"{size} ranks", f"{shard.ranks} ranks")
+        return
+    if expected != found:
         yield damaged(path, f"{key} is of another shape, type or placement than rank 0's", expected, found)
-    elif held.local.shape != held.box(rank, size).size and (held.local.numel or held.box(rank, size).numel):
-        yield damaged(
-            path,
-            f"{key}: its part is not rank {rank}'s of {size}",
-            str(list(held.box(rank, size).size)),
-            str(list(held.local.shape)),
-        )
-    elif held.rank not in (None, rank):
-        yield damaged(path, f"{key} was saved by another rank than the file's name says", f"{rank}", f"{held.rank}")
-    elif same and held.dim is None and held.local.storage.crc32 != first.local.storage.crc32:
+        return
+    box, local = shard.box(rank, size), shard.local
+    if local.shape != box.size and (local.numel or box.numel):
+        what = f"{key}: its part is not rank {rank}'s of {size}"
+        yield damaged(path, what, str(list(box.size)), str(list(local.shape)))
+    elif shard.rank not in (None, rank):
+        yield damaged(path, f"{key} was saved by another rank than the file's name says", f"{rank}", f"{shard.rank}")
+    elif same and shard.dim is None and local.storage.crc32 != first.local.storage.crc32:
         yield damaged(path, f"{key} has another value than rank 0's: of another step or run", "the same", "others")
+
+
+def missing_extra(folder: str, ranks: int) -> list[Fault]:
+    """The extra states that lack, where some rank has saved one."""
+    paths = [os.path.join(folder, file_name(EXTRA, ranks, rank)) for rank in range(ranks)]
+    missing = [path for path in paths if not os.path.exists(path)]
+    some = missing if len(missing) < len(paths) else []
+    return [damaged(path, "is missing", "a file of each rank", "none") for path in some]
+
+
+def extra_trees(folder: str, ranks: int, size: int) -> list[object]:
+    """What each of `size` ranks is given, of the files of the `ranks` that saved; nothing where these have no files.
+
+    A rank that was there keeps its random states. A rank that was not has none, and both frameworks then leave those
+    that the run has seeded: two ranks never draw the same numbers. Everything else must be alike on all ranks.
+    Raises CheckpointDamaged where it is not, or where a rank's file is missing.
+    """
+    raise_faults(missing_extra(folder, ranks), subject="reading a checkpoint")
+    paths = [os.path.join(folder, file_name(EXTRA, ranks, rank)) for rank in range(ranks)]
+    if not os.path.exists(paths[0]):
+        return []
+    saved = [read_top(path, "is no extra state", "lr_scheduler and rng") for path in paths]
+    shared = {name: value for name, value in saved[0].items() if name != "rng"}
+    faults = []
+    for path, entries in zip(paths[1:], saved[1:], strict=True):
+        others = {name: value for name, value in entries.items() if name != "rng"}
+        differ = [
+            str(name)
+            for name in {**shared, **others}
+            if name not in shared or name not in others or canonical(shared[name]) != canonical(others[name])
+        ]
+        if differ:
+            what = f"{', '.join(differ)} is another than rank 0's: of another step or run"
+            faults.append(damaged(path, what, "the same on each rank", "others"))
+    raise_faults(faults, subject="reading a checkpoint")
+    return [saved[rank] if rank < len(saved) else shared for rank in range(size)]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -17,26 +19,147 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlanner as TorchPlanner
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 
-from ds_reshard.errors import Fault, as_faults, raise_faults, wrong_value
-from ds_reshard.execution.buffers import torch_dtype
-from ds_reshard.execution.checksums import PartialSum, combine, read_again
-from ds_reshard.hosts.dcp.filling import Filling, single
-from ds_reshard.hosts.dcp.groups import Groups
-from ds_reshard.hosts.dcp.names import Entry, GroupValue, Own, Stored, entries
-from ds_reshard.hosts.dcp.planner import off_mesh
+from ds_reshard.errors import Fault, ModelMismatch, as_faults, raise_faults, wrong_value
+from ds_reshard.execution.buffers import TensorTarget, element_type, tensor_from_bytes, torch_dtype
+from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
+from ds_reshard.execution.choice import choose
+from ds_reshard.execution.ports import Outcome
+from ds_reshard.hosts.dcp.entries import Entry, Groups, GroupValue, Own, Single, Stored, entries
+from ds_reshard.model.facts import ScalarTensor
+from ds_reshard.model.index import Index
+from ds_reshard.model.region import Box, box_region
 from ds_reshard.model.uncollected import uncollected
 from ds_reshard.operations.finding import find_listing
 from ds_reshard.operations.ranks import gather, of_all
 from ds_reshard.operations.source import open_checkpoint
+from ds_reshard.planning.coalesce import coalesce
+from ds_reshard.planning.plan import Copy, Plan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _SUBJECT = "torch.distributed.checkpoint"
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """torch's `DefaultLoadPlanner`, of any storage, that raises ModelMismatch with all missing keys and other shapes.
+
+    With `allow_partial_load` missing keys are left as they are, and other shapes are still an error; so is a DTensor of
+    which a rank holds another part than its mesh says.
+    """
+
+    def create_local_plan(self) -> LoadPlan:
+        raise_faults(self._faults(), subject=_SUBJECT)
+        return super().create_local_plan()
+
+    def _faults(self) -> Iterator[Fault]:
+        assert self.metadata is not None, "torch gives the metadata before it asks for a plan"
+        saved = self.metadata.state_dict_metadata
+        for key, value in self.state_dict.items():
+            told = saved.get(key)
+            if told is None and not self.allow_partial_load:
+                mend = "leave it out of the state dict, or LoadPlanner(allow_partial_load=True) to keep it"
+                yield ModelMismatch.fault(key, "is asked for, and the checkpoint has no such key", mend=mend)
+            size = getattr(value, "size", None)
+            if isinstance(told, TensorStorageMetadata) and callable(size) and told.size != size():
+                what, mend = "has another shape in the checkpoint", "build the model that was saved"
+                yield ModelMismatch.fault(key, what, str(list(size())), str(list(told.size)), mend=mend)
+            yield from off_mesh(key, value)
+
+
+def off_mesh(key: str, value: object) -> Iterator[Fault]:
+    """A DTensor's part of another shape than torch cuts for this rank of the mesh, where it has elements."""
+    if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is None:
+        return
+    expected = tuple(compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)[0])
+    found = tuple(value.to_local().shape)
+    if found != expected and prod(found) + prod(expected):
+        what = "is held in another shape than its mesh says"
+        mend = "make it with fully_shard or distribute_tensor on the mesh of this run"
+        yield ModelMismatch.fault(key, what, str(list(expected)), str(list(found)), mend=mend)
+
+
+class Filling:
+    """The tensors of one load: collects what is asked for, then reads it."""
+
+    def __init__(self, index: Index, *, cast: bool) -> None:
+        self.filled: list[tuple[ReadItem, torch.Tensor]] = []
+        self._index = index
+        self._cast = cast
+        self._copies: list[Copy] = []
+        self._targets: dict[str, TensorTarget] = {}
+        self._scattered: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._outcome = Outcome()
+
+    def add(self, item: ReadItem, entry: Stored, tensor: torch.Tensor) -> None:
+        """Have `tensor` filled with the box of the entry that the item names; ModelMismatch for another type."""
+        dtype = element_type(tensor.dtype)
+        if dtype not in entry.sources and not self._cast:
+            raise ModelMismatch("", [_other_type(entry, dtype.label)])
+        tensor = tensor.detach()
+        self.filled.append((item, tensor))
+        target = tensor
+        if not tensor.is_contiguous():
+            target = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._scattered.append((tensor, target))
+        buffer = str(len(self._targets))
+        self._targets[buffer] = TensorTarget(target)
+        key = entry.sources.get(dtype, entry.sources[entry.dtype])
+        box = Box(offset=tuple(item.storage_offsets), size=tuple(item.lengths))
+        for at, fragment in self._index.locate(key, box_region(entry.shape, box)):
+            extent = fragment.extent
+            self._copies.append(
+                Copy(
+                    record=extent.record,
+                    byte_offset=extent.byte_offset,
+                    numel=extent.numel,
+                    dtype=extent.dtype,
+                    buffer=buffer,
+                    element_offset=at,
+                    target_dtype=dtype,
+                )
+            )
+
+    def execute(self, *, threads: int, memory_nbytes: int) -> int:
+        """Read every byte once; how many they were."""
+        executor = choose("auto", self._targets, threads=threads, memory_nbytes=memory_nbytes, checksum=True)
+        self._outcome = executor.execute(Plan(copies=coalesce(self._copies)), self._targets)
+        for tensor, target in self._scattered:
+            tensor.copy_(target)
+        return self._outcome.bytes_read
+
+    def checked(self) -> tuple[list[Fault], list[PartialSum]]:
+        """The faults of reading, and of records that were read whole; the sums of those that were read in part."""
+        pending, faults = settle(partial_sums(self._outcome))
+        return [*self._outcome.faults, *faults], pending
+
+
+def single(entry: Single, dtype: torch.dtype, *, cast: bool) -> torch.Tensor:
+    """The value in that type; ModelMismatch where the type cannot hold it, unless it may be `cast`."""
+    value = entry.value
+    saved = tensor_from_bytes(value.data, value.dtype, ()) if isinstance(value, ScalarTensor) else torch.tensor(value)
+    found = saved.to(dtype)
+    if not cast and not torch.allclose(found.to(saved.dtype), saved, rtol=0, atol=0, equal_nan=True):
+        raise ModelMismatch("", [_other_type(entry, str(dtype))])
+    return found
+
+
+def _other_type(entry: Stored | Single, dtype: str) -> Fault:
+    saved = ", ".join(one.label for one in entry.sources) if isinstance(entry, Stored) else "its value exactly"
+    return ModelMismatch.fault(
+        ".".join(map(str, entry.path)),
+        "the target is of a type that was not saved",
+        saved,
+        dtype.removeprefix("torch."),
+        mend="build the model in a type that was saved, or ds_reshard.dcp.Reader(path, cast=True)",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +257,7 @@ class Reader(StorageReader):
         return plans
 
     @uncollected()
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: TorchPlanner) -> Future[None]:
         """Fill what the plan asks for; all faults of the plan are raised at once, before the first byte is moved."""
         try:
             asked, faults = self._asked(plan, planner)
@@ -158,7 +281,7 @@ class Reader(StorageReader):
         done.set_result(None)
         return done
 
-    def _asked(self, plan: LoadPlan, planner: LoadPlanner) -> tuple[_Asked, list[Fault]]:
+    def _asked(self, plan: LoadPlan, planner: TorchPlanner) -> tuple[_Asked, list[Fault]]:
         """What this rank is to fill, and everything that is wrong with it: other ranks wait to hear it."""
         shards = self._source.shards()
         asked = _Asked(filling=Filling(shards.index, cast=self._cast))
@@ -212,7 +335,7 @@ def _told(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:
     return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=shape, chunks=[chunk])
 
 
-def _members(planner: LoadPlanner, entry: GroupValue) -> Sequence[str] | None:
+def _members(planner: TorchPlanner, entry: GroupValue) -> Sequence[str] | None:
     """The members of this run's param group, as its state dict names them."""
     if entry.position is None:
         return None

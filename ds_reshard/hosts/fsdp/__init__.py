@@ -11,10 +11,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, cast
 
+from ds_reshard.errors import ConfigError
 from ds_reshard.hooks import Function, HostHooks, Patch
 from ds_reshard.hosts.fsdp.settings import asks_to_verify
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def wrap_optim_state_dict(original: Function) -> Function:
@@ -22,7 +28,7 @@ def wrap_optim_state_dict(original: Function) -> Function:
 
     @functools.wraps(original)
     def _optim_state_dict_impl(*args: object, **kwargs: object) -> object:
-        from ds_reshard.hosts.fsdp.gather import gather
+        from ds_reshard.hosts.fsdp.optimizer_state import gather
 
         bound = _bound(signature, args, kwargs)
         return gather(dict(bound.arguments), _changed(original, bound))
@@ -35,7 +41,7 @@ def wrap_flatten(original: Function) -> Function:
     def _init_flat_param_and_metadata(
         self: object, params: list[object], module: object, aligned_numel: int, use_orig_params: bool
     ) -> object:
-        from ds_reshard.hosts.fsdp.flatten import refuse_mixed
+        from ds_reshard.hosts.fsdp.optimizer_state import refuse_mixed
 
         if not use_orig_params:
             refuse_mixed(params, module)  # type: ignore[arg-type]
@@ -59,20 +65,6 @@ def wrap_save(original: Function) -> Function:
     return _save_state_dict
 
 
-def wrap_async_save(original: Function) -> Function:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def async_save(*args: object, **kwargs: object) -> object:
-        if asks_to_verify():
-            from ds_reshard.hosts.fsdp.dcp_saves import refuse_process
-
-            refuse_process(_bound(signature, args, kwargs).arguments.get("async_checkpointer_type"))
-        return original(*args, **kwargs)
-
-    return async_save
-
-
 def wrap_save_checkpoint(original: Function) -> Function:
     signature = inspect.signature(original)
 
@@ -80,7 +72,7 @@ def wrap_save_checkpoint(original: Function) -> Function:
     def save_checkpoint(*args: object, **kwargs: object) -> object:
         saved = original(*args, **kwargs)
         if asks_to_verify():
-            from ds_reshard.hosts.fsdp.rank_saves import verify_save
+            from ds_reshard.hosts.fsdp.saved import verify_save
 
             verify_save(dict(_bound(signature, args, kwargs).arguments))
         return saved
@@ -88,17 +80,15 @@ def wrap_save_checkpoint(original: Function) -> Function:
     return save_checkpoint
 
 
-def _refusing(check: str) -> Callable[[Function], Function]:
-    """A wrapper that has a function of `pickles.py` look at the arguments before the original is called."""
+def _refusing(check: Callable[[Mapping[str, object]], None]) -> Callable[[Function], Function]:
+    """A wrapper that looks at the arguments before the original is called."""
 
     def wrap(original: Function) -> Function:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
         def load(*args: object, **kwargs: object) -> object:
-            from ds_reshard.hosts.fsdp import pickles
-
-            getattr(pickles, check)(_bound(signature, args, kwargs).arguments)
+            check(_bound(signature, args, kwargs).arguments)
             return original(*args, **kwargs)
 
         return load
@@ -106,8 +96,48 @@ def _refusing(check: str) -> Callable[[Function], Function]:
     return wrap
 
 
-wrap_load = _refusing("refuse_directory")
-wrap_load_checkpoint = _refusing("refuse_manager")
+def refuse_directory(arguments: Mapping[str, object]) -> None:
+    """Of `_load_state_dict`, and of what reads a directory before it: UnsafePickle where it or an object of it acts.
+
+    Collective, unless the load is one of this process alone. A reader of anything else than files in a folder is its
+    owner's affair.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+
+    from ds_reshard.operations.pickles import refuse_unsafe_folder
+
+    reader = arguments["storage_reader"]
+    if not isinstance(reader, FileSystemReader) or type(reader.fs) is not FileSystem:
+        return
+    folder = os.fspath(reader.path)
+    group = cast("ProcessGroup | None", arguments.get("process_group"))
+    refuse_unsafe_folder(folder, group=group, alone=bool(arguments.get("no_dist")))
+
+
+def refuse_manager(arguments: Mapping[str, object]) -> None:
+    """Of `FSDPCheckpointManager.load_checkpoint`, which unpickles each rank's files below its first argument.
+
+    Without a folder it loads nothing. Collective.
+    """
+    from ds_reshard.operations.pickles import refuse_unsafe_folder
+
+    given = [value for name, value in arguments.items() if name != "self"]
+    if given and isinstance(given[0], str | os.PathLike):
+        refuse_unsafe_folder(os.fspath(given[0]))
+
+
+def refuse_process(arguments: Mapping[str, object]) -> None:
+    """Of `async_save`: ConfigError where saves are to be verified and this one is made in a process of its own."""
+    if asks_to_verify() and getattr(arguments.get("async_checkpointer_type"), "value", None) == "process":
+        raise ConfigError(
+            "verify_after_save: async_save in a process of its own is not reached by the hooks; use "
+            "async_checkpointer_type=AsyncCheckpointerType.THREAD, or leave out verify_after_save"
+        )
+
+
+wrap_async_save = _refusing(refuse_process)
+wrap_load = _refusing(refuse_directory)
+wrap_load_checkpoint = _refusing(refuse_manager)
 
 
 def _bound(signature: inspect.Signature, args: tuple[object, ...], kwargs: dict[str, object]) -> inspect.BoundArguments:

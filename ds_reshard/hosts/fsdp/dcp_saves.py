@@ -11,7 +11,6 @@ from ds_reshard.containers.dcp_directory import Chunk, Directory, SavedTensor, r
 from ds_reshard.containers.pickle_rules import ALLOW_ALL
 from ds_reshard.errors import (
     CheckpointDamaged,
-    ConfigError,
     Fault,
     FingerprintMismatch,
     ReshardError,
@@ -32,15 +31,6 @@ if TYPE_CHECKING:
 _MEMORY_NBYTES = 64 << 20
 _MEND = "save again into another folder, and do not resume from this one"
 logger = logging.getLogger("ds_reshard")
-
-
-def refuse_process(kind: object) -> None:
-    """Raise ConfigError for an `AsyncCheckpointerType` that saves in a process of its own."""
-    if getattr(kind, "value", None) == "process":
-        raise ConfigError(
-            "verify_after_save: async_save in a process of its own is not reached by the hooks; use "
-            "async_checkpointer_type=AsyncCheckpointerType.THREAD, or leave out verify_after_save"
-        )
 
 
 def save(arguments: Mapping[str, object], by_torch: Callable[[dict[str, object]], object]) -> object:
@@ -108,9 +98,8 @@ def _gaps(directory: Directory, key: str, tensor: SavedTensor) -> Iterator[Fault
     try:
         check_cover(boxes, tensor.shape)
     except ValueError as error:
-        yield _damaged(
-            directory.path, f"{key}: its chunks do not add up: {error}", "each element once", "another cover"
-        )
+        what = f"{key}: its chunks do not add up: {error}"
+        yield _damaged(directory.path, what, "each element once", "another cover")
 
 
 def _unlike(directory: Directory, plan: SavePlan, planner: SavePlanner) -> Iterator[Fault]:
@@ -167,11 +156,17 @@ def _is_plain(value: Tensor) -> bool:
 
 
 def _told(value: Tensor, whole: Sequence[int]) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} of {list(whole)}"
+    return f"{_type(value)} of {list(whole)}"
+
+
+def _type(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 def _unlike_values(chunk: Chunk, what: str, value: Tensor) -> Iterator[Fault]:
     """Compare the bytes of a chunk with a tensor's, in bounded memory."""
+    import torch
+
     from ds_reshard.execution.ledger import Ledger
     from ds_reshard.operations.spans import SpanReader, stored
 
@@ -179,7 +174,7 @@ def _unlike_values(chunk: Chunk, what: str, value: Tensor) -> Iterator[Fault]:
     assert place is not None
     with place.open() as archive:
         held = archive.load(rules=ALLOW_ALL)
-    if not isinstance(held, TensorRecord) or (held.dtype.label, held.shape) != (_label(value), tuple(value.shape)):
+    if not isinstance(held, TensorRecord) or f"{held.dtype.label} {list(held.shape)}" != _type(value):
         yield _damaged(place.path, what, _told(value, chunk.size), type(held).__name__)
         return
     # torch saves a tensor that is not row-major as it lies: its axes are taken in the order of the file.
@@ -191,22 +186,12 @@ def _unlike_values(chunk: Chunk, what: str, value: Tensor) -> Iterator[Fault]:
     ledger = Ledger()
     reader = SpanReader(ledger, threads=1, memory_nbytes=_MEMORY_NBYTES, progress=None, total=0)
     for span in reader.read([(stored(flat),)]):
-        if not _same(span.values[0], live[span.start : span.stop]):
-            yield FingerprintMismatch.fault(
-                place.path, what, "the same bytes", f"others among its elements {span.start} to {span.stop}", mend=_MEND
-            )
+        part = live[span.start : span.stop].cpu().contiguous()
+        if not torch.equal(span.values[0].view(torch.uint8), part.view(torch.uint8)):
+            found = f"others among its elements {span.start} to {span.stop}"
+            yield FingerprintMismatch.fault(place.path, what, "the same bytes", found, mend=_MEND)
             return
     yield from ledger.mismatches()
-
-
-def _label(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
-
-
-def _same(found: Tensor, live: Tensor) -> bool:
-    import torch
-
-    return torch.equal(found.view(torch.uint8), live.cpu().contiguous().view(torch.uint8))
 
 
 def _damaged(where: str, what: str, expected: str, found: str) -> Fault:

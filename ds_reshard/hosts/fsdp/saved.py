@@ -1,39 +1,50 @@
-"""`verify_saved`: what the ranks have just saved, read again before training goes on."""
+"""Folders that the ranks of EasyR1 and verl have just saved, read again before training goes on; `save_units` for them.
+
+Nothing is gathered but sums: the parts of tensors that the ranks hold stay where they lie.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ds_reshard.errors import (
     Fault,
     FingerprintMismatch,
     ReshardError,
     UnsupportedLayout,
+    WriteFailed,
     as_faults,
     damaged,
     faults_of,
     raise_faults,
 )
-from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint, open_fsdp
-from ds_reshard.formats.fsdp.extra_state import missing_extra
-from ds_reshard.formats.fsdp.order import line_to_add
-from ds_reshard.hosts.fsdp.live import parts_of, second_names, steps_of
+from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint, missing_extra, open_fsdp
+from ds_reshard.formats.fsdp.flat_parameters import ORDER, FlatOrder, Member, line_to_add
+from ds_reshard.hosts.fsdp.optimizer_state import local
 from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.region import Box, Region
 from ds_reshard.operations import Reading, fingerprint
-from ds_reshard.operations.ranks import gather
+from ds_reshard.operations.ranks import gather, rank, world_size
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
+    from torch.distributed.fsdp._optim_utils import FSDPParamInfo
     from torch.nn import Module
     from torch.optim import Optimizer
 
     from ds_reshard.execution.fingerprint import Fingerprint
 
+
+logger = logging.getLogger("ds_reshard")
 _MEMORY_NBYTES = 64 << 20
+_MEND = "save again into another folder, and do not resume from this one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +82,11 @@ def verify_saved(
 
     folder = os.fspath(path)
     together = dist.is_available() and dist.is_initialized()
-    if together:
-        gather(None, group)  # nobody reads before all have saved
-    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if together else (0, None)
-    mine = _seen(folder, rank, size, model, optimizer)
-    seen = gather(mine, group) if together else [mine]
+    gather(None, group)  # nobody reads before all have saved
+    seen = gather(_seen(folder, rank(group), world_size(group) if together else None, model, optimizer), group)
     raise_faults([fault for one in seen for fault in one.faults], subject=f"verifying {folder}")
     if model is not None:
-        raise_faults(list(_differences(folder, seen, states=optimizer is not None)), subject=f"verifying {folder}")
+        raise_faults(_differences(folder, seen, states=optimizer is not None), subject=f"verifying {folder}")
 
 
 def _seen(folder: str, rank: int, size: int | None, model: Module | None, optimizer: Optimizer | None) -> _Seen:
@@ -136,12 +144,8 @@ def _other_steps(checkpoint: FsdpCheckpoint, model: Module, optimizer: Optimizer
     for name, kind, data in steps_of(model, optimizer):
         found = saved.get(name, {}).get(kind)
         if not isinstance(found, ScalarTensor) or found.data != data:
-            yield _mismatch(
-                checkpoint.folder,
-                f"{name}[{kind}]",
-                data.hex(),
-                found.data.hex() if isinstance(found, ScalarTensor) else "nothing",
-            )
+            told = found.data.hex() if isinstance(found, ScalarTensor) else "nothing"
+            yield _mismatch(checkpoint.folder, f"{name}[{kind}]", data.hex(), told)
 
 
 def _differences(folder: str, seen: Sequence[_Seen], *, states: bool) -> Iterator[Fault]:
@@ -165,10 +169,238 @@ def _differences(folder: str, seen: Sequence[_Seen], *, states: bool) -> Iterato
 
 
 def _mismatch(folder: str, name: str, expected: str, found: str) -> Fault:
-    return FingerprintMismatch.fault(
-        folder,
-        f"{name} is not what the ranks hold",
-        expected,
-        found,
-        mend="save again into another folder, and do not resume from this one",
+    return FingerprintMismatch.fault(folder, f"{name} is not what the ranks hold", expected, found, mend=_MEND)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Elements of a tensor, in the order of `region`."""
+
+    key: TensorKey
+    shape: tuple[int, ...]
+    region: Region
+    values: Tensor
+
+
+def parts_of(model: Module, optimizer: Optimizer | None) -> Iterator[Part]:
+    """This rank's parts of every parameter and of every state that is of its parameter's shape.
+
+    Of what several ranks hold alike the first rank's part alone.
+    """
+    from torch.distributed.fsdp._optim_utils import _get_fqn_to_fsdp_param_info
+
+    infos = _get_fqn_to_fsdp_param_info(model)
+    for name, info in infos.items():
+        if _is_first_replica(info):
+            yield from _flat_parts(name, info, optimizer)
+    if infos:
+        return
+    for name, param in model.named_parameters():
+        region = _local_region(param)
+        if region is not None:
+            yield from _held(name, tuple(param.shape), region, param, optimizer, param, slice(None))
+
+
+def steps_of(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[str, str, bytes]]:
+    """The states that are one number, of the parameters of which this rank has a state: name, kind and bytes."""
+    import torch
+
+    from ds_reshard.execution.buffers import memory_of
+
+    for name, param in _params(model):
+        states = optimizer.state.get(param, {}) if optimizer is not None else {}
+        for kind, value in states.items():
+            if isinstance(value, torch.Tensor) and not value.dim() and param.dim():
+                yield name, kind, bytes(memory_of(value.detach().cpu().reshape(1)))
+
+
+def second_names(model: Module) -> frozenset[str]:
+    """The names of buffers, and all names of parameters: of a tied one, the first alone is compared."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp._common_utils import clean_tensor_name
+
+    named = [*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)]
+    handles = [
+        (prefix, module._handle)
+        for prefix, module in model.named_modules()
+        if isinstance(module, FullyShardedDataParallel)
+    ]
+    tied = [
+        ".".join(part for part in (prefix, info.module_name, info.param_name) if part)
+        for prefix, handle in handles
+        if handle is not None
+        for info in handle.flat_param._shared_param_infos
+    ]
+    return frozenset(clean_tensor_name(name) for name in (*tied, *(name for name, _ in named)))
+
+
+def _params(model: Module) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter and the tensor under which the optimizer keeps its state."""
+    from torch.distributed.fsdp._optim_utils import _get_fqn_to_fsdp_param_info
+
+    infos = _get_fqn_to_fsdp_param_info(model)
+    for name, info in infos.items():
+        flat = info.handle.flat_param
+        yield name, flat if flat._params is None else flat._params[info.param_indices[name]]
+    if not infos:
+        yield from model.named_parameters()
+
+
+def _flat_parts(name: str, info: FSDPParamInfo, optimizer: Optimizer | None) -> Iterator[Part]:
+    """Of one parameter of FSDP1: a span of it, inside the rank's span of the flat parameter of its unit."""
+    flat = info.handle.flat_param
+    number = info.param_indices[name]
+    shape = tuple(flat._shapes[number])
+    whole = Box.whole(shape)
+    start, stop, offset = 0, whole.numel, info.handle._get_flat_param_offsets()[number][0]
+    if info.handle.uses_sharded_strategy:
+        shard = flat._shard_param_infos[number]
+        if not shard.in_shard:
+            return
+        assert shard.intra_param_start_idx is not None and shard.numel_in_shard is not None
+        assert shard.offset_in_shard is not None
+        start, offset = shard.intra_param_start_idx, shard.offset_in_shard
+        stop = start + shard.numel_in_shard
+    region = Region(box=whole, start=start, stop=stop)
+    if flat._params is not None:
+        own = flat._params[number]
+        yield from _held(name, shape, region, own, optimizer, own, slice(None))
+    else:
+        yield from _held(name, shape, region, flat, optimizer, flat, slice(offset, offset + stop - start))
+
+
+def _held(
+    name: str,
+    shape: tuple[int, ...],
+    region: Region,
+    weight: Tensor,
+    optimizer: Optimizer | None,
+    param: Tensor,
+    inside: slice,
+) -> Iterator[Part]:
+    """The weight and the states of one parameter; `inside` is where it lies in tensors of several."""
+    import torch
+
+    states = optimizer.state.get(param, {}) if optimizer is not None else {}
+    for kind, value in [("weight", weight), *states.items()]:
+        if isinstance(value, torch.Tensor) and (value.dim() or not shape):
+            values = local(value).detach().reshape(-1)[inside]
+            yield Part(key=TensorKey(name=name, kind=kind), shape=shape, region=region, values=values)
+
+
+def _is_first_replica(info: FSDPParamInfo) -> bool:
+    """Whether no rank before this one holds the same elements of a unit of FSDP1."""
+    import torch.distributed as dist
+
+    if not info.handle.uses_sharded_strategy:
+        return dist.get_rank() == 0
+    replicas = getattr(info.state, "_inter_node_pg", None)  # of HYBRID_SHARD alone
+    return replicas is None or dist.get_rank(replicas) == 0
+
+
+def _local_region(param: Tensor) -> Region | None:
+    """What this rank holds of a parameter of FSDP2; None where a rank before it holds the same."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(param, DTensor):
+        if dist.is_initialized() and dist.get_rank():
+            return None
+        box = Box.whole(tuple(param.shape))
+    else:
+        coordinates = param.device_mesh.get_coordinate() or ()
+        if any(at for at, placed in zip(coordinates, param.placements, strict=True) if placed.is_replicate()):
+            return None
+        size, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+        box = Box(offset=tuple(offset), size=tuple(size))
+    return Region(box=box, start=0, stop=box.numel)
+
+
+def save_units(path: str | os.PathLike[str], model: Module, optimizer: Optimizer) -> None:
+    """Write `fsdp_units.json` into the folder of a checkpoint of FSDP1: with it the optimizer's own state dict is read.
+
+    verl saves `optimizer.state_dict()`, which tells of no parameter's name, shape or place in its flat parameter. Not
+    collective: one rank suffices, each writes the same. Raises UnsupportedLayout for a model without flat parameters or
+    an optimizer of others, and WriteFailed.
+    """
+    text = _order(os.fspath(path), model, optimizer).text()
+    file = os.path.join(path, ORDER)
+    beside = f"{file}.{uuid.uuid4().hex}"
+    try:
+        os.makedirs(path, exist_ok=True)
+        with open(beside, "w", encoding="utf-8") as written:
+            written.write(text)
+        os.replace(beside, file)
+    except OSError as error:
+        raise WriteFailed(f"{file}: cannot be written: {error}") from error
+
+
+def _order(where: str, model: Module, optimizer: Optimizer) -> FlatOrder:
+    from torch.distributed.fsdp._optim_utils import _get_fqn_to_fsdp_param_info
+
+    infos = _get_fqn_to_fsdp_param_info(model)
+    units: dict[int, dict[str, Member]] = {id(info.handle): {} for info in infos.values()}
+    numbered: dict[int, str] = {}
+    for name, info in infos.items():
+        flat, number = info.handle.flat_param, info.param_indices[name]
+        # With use_orig_params there is padding between parameters, of which offsets are told as well.
+        told = zip(info.handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
+        offset = [start for (start, _), padding in told if not padding][number]
+        units[id(info.handle)][name] = Member(shape=tuple(flat._shapes[number]), offset=offset)
+        numbered.setdefault(id(flat if flat._params is None else flat._params[number]), name)
+    counted = [param for group in optimizer.param_groups for param in group["params"]]
+    others = sum(id(param) not in numbered for param in counted)
+    if others or not units:
+        what = f"the optimizer has {others} parameters of no unit" if units else "the model has no flat parameters"
+        mend = "give the model that FullyShardedDataParallel returned, and the optimizer that was made of it"
+        fault = UnsupportedLayout.fault(where, what, "FSDP1", mend=mend)
+        raise_faults([fault], subject=f"the units of {where}")
+    return FlatOrder(
+        use_orig_params=any(info.handle._use_orig_params for info in infos.values()),
+        parameters=tuple(numbered[id(param)] for param in counted),
+        units=tuple(dict(sorted(unit.items(), key=lambda one: one[1].offset)) for unit in units.values()),
     )
+
+
+def verify_save(arguments: Mapping[str, object]) -> None:
+    """Verify what a call of `FSDPCheckpointManager.save_checkpoint` has saved, given its arguments; collective.
+
+    The folder is its first argument, `path` of EasyR1 and `local_path` of verl, None for no save
+    (verl/utils/checkpoint/fsdp_checkpoint_manager.py of EasyR1 1537764 and of verl 0.9.1).
+    """
+    manager, folder, *_ = arguments.values()
+    if folder is None:
+        return
+    if not getattr(manager, "should_save_model", True):
+        logger.warning("verify_after_save: %s is not verified: its manager saves no model", folder)
+        return
+    optimizer = cast("Optimizer | None", getattr(manager, "optimizer", None))
+    if arguments.get("save_model_only") or not getattr(manager, "should_save_optimizer", True):
+        optimizer = None
+    path, model = os.fspath(cast("str", folder)), cast("Module", manager.model)  # type: ignore[attr-defined]
+    if getattr(manager, "should_save_lora_only", False):
+        verify_saved(path)
+        logger.warning("verify_after_save: %s holds a part of the model: its values are not compared", path)
+        return
+    try:
+        verify_saved(path, model=model, optimizer=optimizer)
+    except UnsupportedLayout:
+        if optimizer is None:
+            raise
+        if reason := _without_units(path, model, optimizer):
+            verify_saved(path, model=model)
+            logger.warning("verify_after_save: the optimizer's files in %s are not compared: %s", path, reason)
+            return
+        verify_saved(path, model=model, optimizer=optimizer)
+
+
+def _without_units(path: str, model: Module, optimizer: Optimizer) -> str:
+    """Note what flat parameters are made of, where the model has some; else why not. Collective."""
+    reason = ""
+    if rank() == 0:
+        try:
+            save_units(path, model, optimizer)
+        except Exception as error:  # whatever it is, the other ranks wait to hear of it
+            reason = str(error) or type(error).__name__
+    return max(gather(reason))

@@ -1,108 +1,40 @@
 """nanotron: its trainer, and loops of one's own on `nanotron.serialize`.
 
-Importing this loads neither nanotron nor torch. The seams that the `wrap_*` below call are in the modules beside.
+Importing this loads neither nanotron nor torch: the seams are in the modules beside, and are imported when they are
+called first.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from importlib import import_module
 
 from ds_reshard.hooks import Function, HostHooks, Patch
 
-_Seam = Callable[[Mapping[str, object], Callable[[], object]], object]
 
+def _calls(module: str, seam: str, *, may_lack: bool = False) -> Callable[[Function], Function]:
+    """A wrapper that calls a seam with the arguments, by the names of the original's signature, and the call itself.
 
-def _bound(original: Function, seam: Callable[[], _Seam]) -> Function:
-    """`original`, its arguments bound by name against its own signature and handed to the seam."""
-    signature = inspect.signature(original)
+    Where arguments `may_lack`, the seam gets those that were passed, and the original.
+    """
 
-    @functools.wraps(original)
-    def wrapped(*args: object, **kwargs: object) -> object:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return seam()(dict(bound.arguments), functools.partial(original, *args, **kwargs))
+    def wrap(original: Function) -> Function:
+        signature = inspect.signature(original)
 
-    return wrapped
+        @functools.wraps(original)
+        def wrapped(*args: object, **kwargs: object) -> object:
+            call = getattr(import_module(f"{__name__}.{module}"), seam)
+            if may_lack:
+                return call(signature.bind_partial(*args, **kwargs).arguments, original)
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return call(dict(bound.arguments), functools.partial(original, *args, **kwargs))
 
+        return wrapped
 
-def wrap_save(original: Function) -> Function:
-    def seam() -> _Seam:
-        from ds_reshard.hosts.nanotron.is_zero import save
-
-        return save
-
-    return _bound(original, seam)
-
-
-def wrap_save_lr_scheduler(original: Function) -> Function:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def save_lr_scheduler(*args: object, **kwargs: object) -> object:
-        from ds_reshard.hosts.nanotron.is_zero import save_lr_scheduler as seam
-
-        return seam(signature.bind_partial(*args, **kwargs).arguments, original)
-
-    return save_lr_scheduler
-
-
-def wrap_load_lr_scheduler(original: Function) -> Function:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def load_lr_scheduler(*args: object, **kwargs: object) -> None:
-        from ds_reshard.hosts.nanotron.scheduler import load_lr_scheduler as seam
-
-        seam(signature.bind_partial(*args, **kwargs).arguments)
-
-    return load_lr_scheduler
-
-
-def wrap_load_optimizer(original: Function) -> Function:
-    def seam() -> _Seam:
-        from ds_reshard.hosts.nanotron.optimizer import load_optimizer
-
-        return load_optimizer
-
-    return _bound(original, seam)
-
-
-def wrap_state_dict_to_device(original: Function) -> Function:
-    def seam() -> _Seam:
-        from ds_reshard.hosts.nanotron.optimizer import state_dict_to_device
-
-        return state_dict_to_device
-
-    return _bound(original, seam)
-
-
-def wrap_load_meta(original: Function) -> Function:
-    def seam() -> _Seam:
-        from ds_reshard.hosts.nanotron.counters import load_meta
-
-        return lambda _, by_nanotron: load_meta(by_nanotron)
-
-    return _bound(original, seam)
-
-
-def wrap_load_random_states(original: Function) -> Function:
-    def seam() -> _Seam:
-        from ds_reshard.hosts.nanotron.random_states import load_random_states
-
-        return lambda arguments, _: load_random_states(arguments)
-
-    return _bound(original, seam)
-
-
-def wrap_build_scheduler(original: Function) -> Function:
-    def seam() -> _Seam:
-        from ds_reshard.hosts.nanotron.scheduler import build
-
-        return build
-
-    return _bound(original, seam)
+    return wrap
 
 
 def wrap_trainer(original: Function) -> Function:
@@ -114,6 +46,15 @@ def wrap_trainer(original: Function) -> Function:
 
     return __init__
 
+
+wrap_save = _calls("scheduler", "save")
+wrap_save_lr_scheduler = _calls("scheduler", "save_lr_scheduler", may_lack=True)
+wrap_load_lr_scheduler = _calls("scheduler", "load_lr_scheduler", may_lack=True)
+wrap_build_scheduler = _calls("scheduler", "build")
+wrap_load_optimizer = _calls("optimizer", "load_optimizer")
+wrap_state_dict_to_device = _calls("optimizer", "state_dict_to_device")
+wrap_load_meta = _calls("trainer", "load_meta")
+wrap_load_random_states = _calls("trainer", "load_random_states")
 
 _SERIALIZE = "nanotron.serialize"
 _SCHEDULER = ("lr_scheduler", "is_zero", "parallel_context", "root_folder")

@@ -48,7 +48,7 @@ class Optimizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class TrainedPart:
     """Elements [start, stop) of this rank's tensor-parallel shard of a parameter: what its optimizer trains of it.
 
     `number` counts the optimizer's parameters on this rank, `tensor` is the one that it steps.
@@ -85,7 +85,7 @@ class Live:
     cp: int
     replica: int
     world: ProcessGroup
-    held: Mapping[str, Held]
+    held: Mapping[str, TrainedPart]
     groups: tuple[tuple[str, ...], ...]
     accumulator: object | None
 
@@ -169,25 +169,21 @@ def _parameters(optimizer: Optimizer) -> tuple[dict[str, Tensor], tuple[tuple[st
     return found, tuple(tuple(names[id(param)] for param in group["params"]) for group in groups)
 
 
-def _held(optimizer: Optimizer, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Held]]:
+def _held(optimizer: Optimizer, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, TrainedPart]]:
     import torch.distributed as dist
 
-    zero = next(
-        (wrapper for wrapper in _wrappers(optimizer) if hasattr(wrapper, "param_name_to_dp_rank_offsets")), None
-    )
-
-    number = 0
-    for group in optimizer.get_base_optimizer().param_groups:
-        for tensor in group["params"]:
-            name = optimizer.id_to_name[id(tensor)]
-            param = whole[name]
-            start, stop = 0, param.numel()
-            if zero is not None:
-                start, stop = map(int, zero.param_name_to_dp_rank_offsets[name][dist.get_rank(zero.dp_pg)])  # type: ignore[attr-defined]
-            shape, tiles = _tiles(name, param)
-            held = Held(name=name, number=number, shape=shape, tiles=tiles, start=start, stop=stop, tensor=tensor)
-            number += 1
-            yield name, held
+    zero = next((one for one in _wrappers(optimizer) if hasattr(one, "param_name_to_dp_rank_offsets")), None)
+    tensors = [tensor for group in optimizer.get_base_optimizer().param_groups for tensor in group["params"]]
+    for number, tensor in enumerate(tensors):
+        name = optimizer.id_to_name[id(tensor)]
+        start, stop = 0, whole[name].numel()
+        if zero is not None:
+            start, stop = map(int, zero.param_name_to_dp_rank_offsets[name][dist.get_rank(zero.dp_pg)])  # type: ignore[attr-defined]
+        shape, tiles = _tiles(name, whole[name])
+        yield (
+            name,
+            TrainedPart(name=name, number=number, shape=shape, tiles=tiles, start=start, stop=stop, tensor=tensor),
+        )
 
 
 def _tiles(name: str, param: Tensor) -> tuple[Shape, tuple[Tile, ...]]:

@@ -6,26 +6,71 @@ and the methods below take a state dict that is complete (serialize/optimizer.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from math import prod
+from typing import TYPE_CHECKING, cast
 
-from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_faults
-from ds_reshard.execution.checksums import read_again
-from ds_reshard.formats.nanotron.checkpoint import OPTIM, open_checkpoint
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    ConfigError,
+    Fault,
+    ModelMismatch,
+    ParamGroupMismatch,
+    ScheduleMismatch,
+    UnsupportedLayout,
+    raise_faults,
+)
+from ds_reshard.execution.buffers import TensorTarget, element_type, tensor_from_bytes, torch_dtype
+from ds_reshard.execution.checksums import combine, partial_sums, read_again, settle
+from ds_reshard.execution.ports import Outcome
+from ds_reshard.execution.threads import ThreadExecutor
+from ds_reshard.execution.whole import read_tensor
+from ds_reshard.formats.nanotron.checkpoint import OPTIM, NanotronCheckpoint, open_checkpoint
 from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
-from ds_reshard.formats.nanotron.names import NanotronListing, read_listing
-from ds_reshard.formats.nanotron.optimizer_file import OptimizerFile
+from ds_reshard.formats.nanotron.names import CONFIG, NanotronListing, read_listing
+from ds_reshard.formats.nanotron.optimizer_file import MASTER, OptimizerFile
 from ds_reshard.formats.nanotron.shards import NanotronShards
-from ds_reshard.hosts.nanotron import report
-from ds_reshard.hosts.nanotron.agree import same_policy, together
-from ds_reshard.hosts.nanotron.batch import BATCH, other_batch
-from ds_reshard.hosts.nanotron.compare import other_cuts, unlike
-from ds_reshard.hosts.nanotron.current import Group, Memory, current, refuse_contradiction, remember, values_of
-from ds_reshard.hosts.nanotron.fill import prepare, read, saved_groups, state_dict
-from ds_reshard.hosts.nanotron.live import Live, Optimizer, ParallelContext, live_of
-from ds_reshard.operations.ranks import agree, gather
+from ds_reshard.hosts.nanotron.live import Live, Optimizer, ParallelContext, Shape, TrainedPart, live_of
+from ds_reshard.hosts.nanotron.load import (
+    BATCH,
+    Group,
+    Load,
+    Memory,
+    batch_of_run,
+    current,
+    other_batch,
+    refuse_contradiction,
+    remember,
+    run_of,
+    same_policy,
+    together,
+    values_of,
+)
+from ds_reshard.model.codec import ElementType
+from ds_reshard.model.facts import ScalarTensor
+from ds_reshard.model.index import Index
+from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.records import TensorRecord
+from ds_reshard.operations.ranks import agree, attempt, gather, rank
+from ds_reshard.planning.coalesce import coalesce
+from ds_reshard.planning.plan import Copy, Plan
 from ds_reshard.resume.policy import ResumePolicy
+from ds_reshard.resume.report import batch_size_warning, because
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_FACTORY = "the same model and optimizer.optimizer_factory, or --no-load-optim to begin the optimizer anew"
+_SHOWN = 8
+# One of the hyper-parameters that only this kind of optimizer has.
+_KINDS = {"betas": "Adam", "momentum": "SGD"}
+_MEMORY_NBYTES = 64 << 20
+_THREADS = 4
+_OF_GROUP = ("weight_decay", "betas", "eps", "momentum")
 # Values of a run that are in no param group of nanotron, and always this run's.
 _ALWAYS_THIS_RUNS = ("clip_grad", BATCH)
 
@@ -52,7 +97,8 @@ def load_optimizer(arguments: Mapping[str, object], original: Callable[[], objec
     found = other_batch(load, live.dp, metadata)
     saved: list[Group] | None = None
     if policy.loads_masters:
-        found += _experts(live)
+        if live.topology.exp != 1:
+            found.append(_experts(live))
         if any(gather(bool(found), live.world)) or _takes_over(live, listing, metadata, policy):
             saved = _reshard(live, listing, policy, found, arguments.get("map_location"))
         else:
@@ -64,7 +110,7 @@ def load_optimizer(arguments: Mapping[str, object], original: Callable[[], objec
     if not policy.loads_moments:
         _begin_anew(live, masters=not policy.loads_masters)
     _settle(live, memory, policy)
-    report.optimizer(load, live, listing, metadata, saved)
+    report_optimizer(load, live, listing, metadata, saved)
 
 
 def _reshard(
@@ -76,7 +122,7 @@ def _reshard(
     saved = saved_groups(live, states.checkpoint)
 
     def put() -> None:
-        made = state_dict(live, states)
+        made = state_dict(live, states, saved)
         if policy.loads_moments:
             if live.held:  # of no part of any parameter, nanotron takes no state: "Loading empty state dict"
                 live.optimizer.load_state_dict(made, map_location=map_location)
@@ -133,19 +179,15 @@ def _fits(live: Live, own: OptimizerFile, policy: ResumePolicy) -> bool:
     return True
 
 
-def _experts(live: Live) -> list[Fault]:
-    if live.topology.exp == 1:
-        return []
-    return [
-        UnsupportedLayout.fault(
-            "this run",
-            "has expert parallelism: ranks of other experts hold "
-            "parameters of one name, which nanotron's files tell apart by that rank alone",
-            "expert_parallel_size 1",
-            str(live.topology.exp),
-            mend="resume it with nanotron alone, at the topology that saved it; or --no-load-optim",
-        )
-    ]
+def _experts(live: Live) -> Fault:
+    return UnsupportedLayout.fault(
+        "this run",
+        "has expert parallelism: ranks of other experts hold "
+        "parameters of one name, which nanotron's files tell apart by that rank alone",
+        "expert_parallel_size 1",
+        str(live.topology.exp),
+        mend="resume it with nanotron alone, at the topology that saved it; or --no-load-optim",
+    )
 
 
 def _begin_anew(live: Live, *, masters: bool) -> None:
@@ -184,3 +226,288 @@ def state_dict_to_device(arguments: Mapping[str, object], original: Callable[[],
     """The trainer moves loaded states in its first step: there are none where the optimizer was asked to begin anew."""
     state_dict = cast("Mapping[str, object]", arguments["state_dict"])
     return original() if state_dict["state"] else None
+
+
+def findings(live: Live, checkpoint: NanotronCheckpoint, policy: ResumePolicy) -> Iterator[Fault]:
+    """What does not fit of what this rank trains: names, shapes, kinds of states, element types, masters, groups."""
+    states = states_of(checkpoint)
+    lacking = [name for name in live.held if name not in states]
+    if lacking:
+        what = "has no optimizer states of parameters of this run"
+        yield _mismatch(checkpoint.folder, what, "states of each", some(lacking))
+    for name, held in live.held.items():
+        if name not in states:
+            continue
+        shape = checkpoint.parameters[name].shape
+        if shape != held.shape:
+            yield _mismatch(name, "has another shape", str(list(shape)), str(list(held.shape)))
+        yield from unlike(live, held, states[name], policy)
+    yield from other_cuts(live, checkpoint)
+    for names, run in zip(live.groups, run_of(live.base), strict=True):
+        yield from _group(checkpoint, names, run, policy)
+
+
+def unlike(live: Live, held: TrainedPart, kinds: Mapping[str, ElementType], policy: ResumePolicy) -> Iterator[Fault]:
+    """What does not fit of the saved states of one parameter."""
+    if (MASTER in kinds) != (live.accumulator is not None):
+        with_masters = "with fp32 masters (accumulate_grad_in_fp32: true)"
+        said = (with_masters, "without") if MASTER in kinds else ("without fp32 masters", "with them")
+        yield ModelMismatch.fault(
+            "fp32 masters",
+            "are on one side only",
+            f"saved {said[0]}",
+            f"this run is {said[1]}",
+            mend=f"optimizer.accumulate_grad_in_fp32: {str(MASTER in kinds).lower()}, "
+            "or --no-load-optim to begin the optimizer anew from the weights",
+        )
+    if not policy.loads_moments:
+        return
+    wanted = element_type(held.tensor.dtype)
+    for kind, dtype in kinds.items():
+        if kind != MASTER and dtype is not wanted:
+            yield _mismatch(f"{kind} of {held.name}", "is of another element type", dtype.label, wanted.label)
+
+
+def other_cuts(live: Live, checkpoint: NanotronCheckpoint) -> Iterator[Fault]:
+    """Parameters of equal shape that are cut over the tensor-parallel ranks in other chunks.
+
+    nanotron takes the weights of a rank as they are where tp and pp are those that were saved, so weights and states
+    would be of different rows.
+    """
+    sizes = (live.topology.pp, live.topology.tp)
+    if live.topology.tp == 1 or sizes != (checkpoint.topology.pp, checkpoint.topology.tp):
+        return
+    for name, held in live.held.items():
+        parameter = checkpoint.parameters.get(name)
+        if parameter is None or parameter.shape != held.shape:
+            continue
+        then = tuple(parameter.tiles_at(live.rank.tp))
+        if then != held.tiles:
+            said = (
+                ", ".join(f"{list(tile.box.size)} at {list(tile.box.offset)}" for tile in tiles[:4])
+                for tiles in (then, held.tiles)
+            )
+            yield _mismatch(name, "is cut over the tensor-parallel ranks in other chunks", *said)
+
+
+def left_over(checkpoint: NanotronCheckpoint, shapes: Mapping[str, Shape]) -> Iterator[Fault]:
+    """Parameters that no rank of this run has, and other totals; `shapes` are those of all ranks."""
+    saved = states_of(checkpoint)
+    beyond = [name for name in saved if name not in shapes]
+    if beyond:
+        what = "has optimizer states of parameters that this run has not"
+        yield _mismatch(checkpoint.folder, what, some(beyond), "none of them")
+    total = sum(prod(checkpoint.parameters[name].shape) for name in saved)
+    now = sum(prod(shape) for shape in shapes.values())
+    if total != now:
+        yield _mismatch(checkpoint.folder, "is of another number of elements in all", str(total), str(now))
+
+
+def states_of(checkpoint: NanotronCheckpoint) -> dict[str, dict[str, ElementType]]:
+    """The element type of each kind of state, by parameter."""
+    return {
+        name: {kind: tensor.dtype for kind, tensor in kinds.items()}
+        for stage in reversed(checkpoint.stages)
+        for name, kinds in stage.states.items()
+    }
+
+
+def saved_group(checkpoint: NanotronCheckpoint, names: Sequence[str]) -> list[Mapping[str, object]]:
+    """The values of the saved param groups that these parameters were in, each once."""
+    assert checkpoint.facts is not None
+    found: list[Mapping[str, object]] = []
+    for group in checkpoint.facts.groups:
+        values = group.hyperparameters
+        if values is not None and set(names) & set(group.members) and values not in found:
+            found.append(values)
+    return found
+
+
+def _group(checkpoint: NanotronCheckpoint, names: Sequence[str], group: Group, policy: ResumePolicy) -> Iterator[Fault]:
+    saved = saved_group(checkpoint, names)
+    if len(saved) > 1:
+        differ = sorted({key for values in saved for key in values if values.get(key) != saved[0].get(key)})
+        what = f"are in one param group, and were in several that differ in {', '.join(differ)}"
+        mend = "build the param groups as the saving run did, or --no-load-optim"
+        yield ParamGroupMismatch.fault(some(names), what, f"{len(saved)} groups", "one", mend=mend)
+    for values in saved[:1] if policy.loads_moments else ():
+        for key, kind in _KINDS.items():
+            if (key in values) != (key in group):
+                said = (f"saved by {kind}", "another") if key in values else ("saved by another", kind)
+                yield _mismatch(some(names), "would be trained by another optimizer", *said)
+        if policy.scheduler == "strict" and not policy.takes("weight_decay"):
+            then, now = values.get("weight_decay"), group.get("weight_decay")
+            if then != now:
+                where, what = f"weight_decay of {some(names)}", "differs from the checkpoint's"
+                mend = "give the saved value, or --override-opt-param-scheduler to go on with this run's"
+                yield ScheduleMismatch.fault(where, what, str(then), str(now), mend=mend)
+
+
+def some(names: Collection[str]) -> str:
+    shown = sorted(names)
+    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return ", ".join(shown[:_SHOWN]) + more
+
+
+def _mismatch(where: str, what: str, expected: str, found: str) -> Fault:
+    return ModelMismatch.fault(where, what, expected, found, mend=_FACTORY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """Tensors of this rank by (name, kind), which are there to be filled, and the copies that fill them."""
+
+    checkpoint: NanotronCheckpoint
+    tensors: Mapping[tuple[str, str], Tensor]
+    plan: Plan
+
+
+def prepare(live: Live, listing: NanotronListing, policy: ResumePolicy, before: Sequence[Fault]) -> States:
+    """Open what this rank needs and compare it with the optimizer. Collective: every finding of every rank at once.
+
+    `before` are findings that this rank had already.
+    """
+    subject = f"loading {listing.folder}"
+    checkpoint, faults, cause = attempt(lambda: _open(listing))
+    agree([*faults, *before] if faults else [], live.world, subject=subject, cause=cause)
+    assert checkpoint is not None
+    found, faults, cause = attempt(lambda: list(findings(live, checkpoint, policy)))
+    first = live.replica == live.rank.tp == live.rank.dp == 0  # which has a part of every parameter of its stage
+    mine: dict[str, Shape] = {name: held.shape for name, held in live.held.items()} if first else {}
+    shapes = {name: shape for of_rank in gather(mine, live.world) for name, shape in of_rank.items()}
+    found = [*before, *(found or []), *left_over(checkpoint, shapes)]
+    agree([*faults, *found], live.world, subject=subject, cause=cause)
+    return together(lambda: _plan(live, checkpoint, policy), live.world, subject=subject)
+
+
+def read(live: Live, states: States) -> None:
+    """Fill the tensors; every byte is read once and verified. Collective: a fault on any rank raises on every rank."""
+    executor = ThreadExecutor(threads=min(_THREADS, os.cpu_count() or 1), memory_nbytes=_MEMORY_NBYTES, checksum=True)
+    targets = {_buffer(*at): TensorTarget(tensor) for at, tensor in states.tensors.items()}
+    outcome, faults, cause = attempt(lambda: executor.execute(states.plan, targets))
+    outcome = outcome or Outcome()
+    pending, wrong = settle(partial_sums(outcome))
+    told = gather((live.replica, pending), live.world)
+    combined, again = combine([sums if replica == live.replica else [] for replica, sums in told])
+    mine = [record for record, reader in again.items() if reader == rank(live.world)]
+    reread, failed, _ = attempt(lambda: read_again(mine))
+    found = [*faults, *outcome.faults, *wrong, *combined, *(reread or []), *failed]
+    agree(found, live.world, subject=f"loading {states.checkpoint.folder}", cause=cause)
+
+
+def state_dict(live: Live, states: States, saved: Sequence[Group]) -> dict[str, object]:
+    """What nanotron's `load_state_dict` takes: as `torch.load` gives it of the file that this rank would have saved.
+
+    `saved` are the values of each param group.
+    """
+    facts = states.checkpoint.facts
+    assert facts is not None
+    state: dict[int, dict[str, object]] = {one.number: {} for one in live.held.values()}
+    masters: dict[str, Tensor] = {}
+    for one in live.held.values():
+        for kind, value in facts.scalars.get(one.name, {}).items():
+            scalar = isinstance(value, ScalarTensor)
+            state[one.number][kind] = tensor_from_bytes(value.data, value.dtype, value.shape) if scalar else value  # type: ignore[union-attr]
+    for (name, kind), tensor in states.tensors.items():
+        if kind == MASTER:
+            masters[name] = tensor
+        else:
+            state[live.held[name].number][kind] = tensor
+    numbers = count()
+    groups = [
+        {**values, "params": [next(numbers) for _ in group["params"]]}
+        for values, group in zip(saved, live.base.param_groups, strict=True)
+    ]
+    names = {one.number: one.name for one in live.held.values()}
+    made: dict[str, object] = {"state": state, "names": names, "param_groups": groups}
+    return {**made, "gradient_accumulator": masters} if live.accumulator is not None else made
+
+
+def saved_groups(live: Live, checkpoint: NanotronCheckpoint) -> list[Group]:
+    """The saved values of each of this run's param groups; its own where no member was saved."""
+    found = []
+    for names, own in zip(live.groups, values_of(live.base.param_groups), strict=True):
+        values = (saved_group(checkpoint, names) or [own])[0]
+        found.append({key: read_tensor(v) if isinstance(v, TensorRecord) else v for key, v in values.items()})
+    return found
+
+
+def _open(listing: NanotronListing) -> NanotronCheckpoint:
+    checkpoint = open_checkpoint(listing)
+    if checkpoint.facts is None:
+        fault = CheckpointDamaged.fault(
+            f"{listing.folder}/optimizer",
+            "holds no states of an optimizer",
+            "the file of each rank",
+            "none",
+            mend="--no-load-optim, or load another step",
+        )
+        raise_faults([fault], subject=f"checkpoint {listing.folder}")
+    return checkpoint
+
+
+def _plan(live: Live, checkpoint: NanotronCheckpoint, policy: ResumePolicy) -> States:
+    import torch
+
+    shards = NanotronShards(checkpoint=checkpoint)
+    index = Index(checkpoint.layout, shards)
+    saved = states_of(checkpoint)
+    tensors: dict[tuple[str, str], Tensor] = {}
+    copies: list[Copy] = []
+    for name, held in live.held.items():
+        for kind, dtype in saved[name].items():
+            if kind != MASTER and not policy.loads_moments:
+                continue
+            tensors[name, kind] = torch.empty(tuple(held.tensor.shape), dtype=torch_dtype(dtype), device="cpu")
+            copies += (
+                Copy(
+                    record=fragment.extent.record,
+                    byte_offset=fragment.extent.byte_offset,
+                    numel=fragment.extent.numel,
+                    dtype=fragment.extent.dtype,
+                    buffer=_buffer(name, kind),
+                    element_offset=first + at,
+                    target_dtype=fragment.extent.dtype,
+                )
+                for region, first in held.regions()
+                for at, fragment in index.locate(TensorKey(name=name, kind=kind), region)
+            )
+    raise_faults(index.faults or shards.compare(), subject=f"loading {checkpoint.folder}")
+    return States(checkpoint=checkpoint, tensors=tensors, plan=Plan(copies=coalesce(copies)))
+
+
+def _buffer(name: str, kind: str) -> str:
+    return f"{kind}/{name}"
+
+
+def report_optimizer(
+    load: Load, live: Live, listing: NanotronListing, metadata: Metadata | None, saved: Sequence[Group] | None
+) -> None:
+    """What became of the optimizer; published at once in a loop of the user's own."""
+    policy, then, now = load.policy, listing.topology, live.topology
+    for name in ("pp", "tp"):
+        load.row(name, getattr(now, name), "host", saved=getattr(then, name, None), run=getattr(now, name))
+    load.row("dp", live.dp, "host", saved=metadata.dp if metadata is not None else None, run=live.dp)
+    stage = int(now.dp is not None)
+    load.row("zero stage", stage, "host", saved=int(then.dp is not None) if then is not None else None, run=stage)
+    batch = batch_of_run(load, live.dp)
+    if batch is not None:
+        size = metadata.global_batch_size if metadata is not None else None
+        load.row("global batch size", batch.size, because(policy, "schedule", BATCH), saved=size, run=batch.size)
+        load.warnings += batch_size_warning(size, batch.size)
+        told = metadata is not None and metadata.batch is not None
+        if not told and not policy.schedule_is_this_runs and not policy.takes(BATCH):
+            what = f"tells no global batch size: this run's {batch.size} is not compared with it"
+            load.warnings.append(f"{CONFIG} of the checkpoint {what}")
+    why = because(policy, "optimizer")
+    load.row("fp32 masters", "from the checkpoint" if policy.loads_masters else "from the loaded weights", why)
+    load.row("moments and step", "from the checkpoint" if policy.loads_moments else "zero", why)
+    for number, (run, used) in enumerate(zip(run_of(live.base), live.base.param_groups, strict=True)):
+        values = saved[number] if saved is not None else {}
+        for name in dict.fromkeys((*_OF_GROUP, *policy.hyperparameters)):
+            if name in used:
+                what = "schedule" if name == "weight_decay" and not policy.takes(name) else name
+                why = because(policy, what, name)
+                load.row(f"group {number} {name}", used[name], why, saved=values.get(name), run=run.get(name))
+    if load.trainer is None:
+        load.publish()

@@ -1,29 +1,57 @@
-"""The seams of `lr_scheduler_builder` and `load_lr_scheduler`: the rates of an uninterrupted run, at any topology.
+"""The seams of nanotron's schedule: the rates of an uninterrupted run, at any topology.
 
-nanotron builds the scheduler after it has loaded the optimizer, whose groups then have the rate of the moment where
-the initial one is looked for (helpers.py), and makes a step after loading (serialize/optimizer.py, commit 2411b02).
+nanotron builds the scheduler after it has loaded the optimizer, whose groups then have the rate of the moment where the
+initial one is looked for (helpers.py), and makes a step after loading (serialize/optimizer.py, commit 2411b02). The
+trainer passes the ZeRO stage's number as `is_zero`, which is not `True`: every data-parallel rank of ZeRO-1 then writes
+the one file without a data-parallel rank in its name (`lr_scheduler_filename`, the same file).
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Protocol, cast
 
-from ds_reshard.errors import Fault, ScheduleMismatch, UnsupportedLayout, raise_faults
-from ds_reshard.formats.nanotron.metadata import read_metadata
-from ds_reshard.formats.nanotron.names import read_listing, state_name
-from ds_reshard.hosts.nanotron import report
-from ds_reshard.hosts.nanotron.agree import same_policy, together
-from ds_reshard.hosts.nanotron.batch import other_batch
-from ds_reshard.hosts.nanotron.current import Group, Memory, current, recall, refuse_contradiction, remember
-from ds_reshard.hosts.nanotron.is_zero import check_is_zero, missing
+from ds_reshard.errors import (
+    ConfigError,
+    Fault,
+    ParamGroupMismatch,
+    ScheduleMismatch,
+    UnsupportedLayout,
+    damaged,
+    fail,
+    raise_faults,
+)
+from ds_reshard.formats.nanotron.checkpoint import open_checkpoint
+from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
+from ds_reshard.formats.nanotron.names import CONFIG, NanotronListing, read_listing, state_name
+from ds_reshard.formats.nanotron.scheduler import SavedScheduler, read_scheduler
 from ds_reshard.hosts.nanotron.live import Optimizer, ParallelContext, is_zero, live_of, place_of
-from ds_reshard.hosts.nanotron.saved_schedule import SavedRates, read_position, read_rates, saved_arguments
-from ds_reshard.resume.policy import ResumePolicy
+from ds_reshard.hosts.nanotron.load import (
+    Group,
+    Load,
+    Memory,
+    current,
+    other_batch,
+    recall,
+    refuse_contradiction,
+    remember,
+    same_policy,
+    together,
+)
+from ds_reshard.model.content import BASE, LAST
+from ds_reshard.operations.ranks import agree, gather
+from ds_reshard.resume.report import because
 from ds_reshard.resume.schedulers import set_groups
 
-FIELDS = (
+_NEEDED = ("lr_scheduler", "parallel_context", "root_folder")
+_NAMED = "name every argument: f(lr_scheduler=..., is_zero=..., parallel_context=..., root_folder=...)"
+_ARGUMENTS = "optimizer.learning_rate_scheduler"
+_STEPS = "tokens.train_steps"
+_FIELDS = (
     "learning_rate",
     "lr_warmup_steps",
     "lr_warmup_style",
@@ -33,6 +61,7 @@ FIELDS = (
     "min_decay_lr",
 )
 """`LRSchedulerArgs` of config/config.py."""
+_Lambda = Callable[[int], float]
 
 
 class Scheduler(Protocol):
@@ -40,16 +69,89 @@ class Scheduler(Protocol):
 
     optimizer: object
     base_lrs: list[float]
-    lr_lambdas: list[Callable[[int], float]]
+    lr_lambdas: list[_Lambda]
     last_epoch: int
     _step_count: int
     _last_lr: list[float]
 
 
+def save(arguments: Mapping[str, object], original: Callable[[], object]) -> object:
+    """nanotron's `save`, once configuration and optimizer agree and each file has one writer. Collective, as `save`."""
+    import torch.distributed as dist
+
+    optimizer = cast(Optimizer, arguments["optimizer"])
+    context = cast(ParallelContext, arguments["parallel_context"])
+    remember(optimizer)
+    stage = getattr(getattr(arguments["config"], "optimizer", None), "zero_stage", None)
+    faults = check_is_zero(stage, is_zero(optimizer), where="optimizer.zero_stage")
+    file = ""
+    if arguments.get("should_save_lr_scheduler", True) and dist.get_rank(context.dp_cp_pg) == 0:
+        from nanotron.serialize.optimizer import lr_scheduler_filename
+
+        file = os.path.join(str(arguments["root_folder"]), "lr_scheduler", lr_scheduler_filename(context, False))
+    files = gather(file, context.world_pg)
+    for one in sorted({file for file in files if file and files.count(file) > 1}):
+        ranks = ", ".join(str(rank) for rank, file in enumerate(files) if file == one)
+        faults.append(
+            UnsupportedLayout.fault(
+                one,
+                "would be written by several ranks at the same time",
+                "one writer",
+                f"ranks {ranks}",
+                mend="give each rank a place of its own in the parallel context",
+            )
+        )
+    agree(faults, context.world_pg, subject=f"saving {arguments['root_folder']}")
+    return original()
+
+
+def save_lr_scheduler(arguments: Mapping[str, object], original: Callable[..., object]) -> object:
+    """Save once for all data-parallel ranks, who have one schedule, under the name that nanotron's trainer asks for.
+
+    `is_zero` may be left out where the optimizer is known. Raises ConfigError for missing or shifted arguments.
+    """
+    _, _, derived = _optimizer_of(arguments, subject="save_lr_scheduler")
+    raise_faults(check_is_zero(arguments.get("is_zero"), derived), subject="save_lr_scheduler")
+    return original(is_zero=False, **{name: arguments[name] for name in _NEEDED})
+
+
+def _optimizer_of(
+    arguments: Mapping[str, object], *, subject: str
+) -> tuple[Memory | None, Optimizer | None, bool | None]:
+    """The optimizer of the scheduler that was passed, where it is known, and whether that is ZeRO's.
+
+    Raises ConfigError for each argument that was not passed; `is_zero` may be left out where it is derived.
+    """
+    memory = recall(getattr(arguments.get("lr_scheduler"), "optimizer", None))
+    outer = cast(Optimizer, memory.outer) if memory is not None else None
+    derived = is_zero(outer) if outer is not None else None
+    needed = (*_NEEDED, *(("is_zero",) if derived is None else ()))
+    missing = [
+        ConfigError.fault(name, "is not passed", ", ".join(needed), "none", mend=_NAMED)
+        for name in needed
+        if name not in arguments
+    ]
+    raise_faults(missing, subject=subject)
+    return memory, outer, derived
+
+
+def check_is_zero(given: object, derived: bool | None, *, where: str = "is_zero") -> list[Fault]:
+    """A fault where what was passed is no switch or stage, or not what the optimizer is."""
+    if given is None and derived is not None:
+        return []
+    if not isinstance(given, int):  # a bool is one
+        what = "is neither a switch nor a ZeRO stage: an argument was left out before it"
+        return [ConfigError.fault(where, what, "True, False or the stage", type(given).__name__, mend=_NAMED)]
+    if derived is None or bool(given) == derived:
+        return []
+    kind = "ZeroDistributedOptimizer" if derived else "an optimizer that is not cut over data-parallel ranks"
+    expected, mend = f"{int(derived)}, for {kind}", f"optimizer.zero_stage: {int(derived)}"
+    return [ConfigError.fault(where, "is not what the optimizer is", expected, str(given), mend=mend)]
+
+
 def build(arguments: Mapping[str, object], original: Callable[[], object]) -> object:
     """Build the scheduler on the rates that this run gave its groups, also after an optimizer was loaded."""
-    load = current()
-    refuse_contradiction(load)
+    refuse_contradiction(current())
     outer = arguments["optimizer"]
     memory = remember(outer)
     if memory.decayed:
@@ -68,15 +170,12 @@ def base_rate(run: Group) -> object:
     return run.get("initial_lr", run["lr"])
 
 
-def load_lr_scheduler(arguments: Mapping[str, object]) -> None:
+def load_lr_scheduler(arguments: Mapping[str, object], _: object) -> None:
     """Put the scheduler where the saved one was; collective, and nothing has changed where it raises.
 
     The rates of a param group are found by the names of its members, whatever the topology of the files is.
     """
-    memory = recall(getattr(arguments.get("lr_scheduler"), "optimizer", None))
-    outer = cast("Optimizer | None", memory.outer if memory is not None else None)
-    derived = is_zero(outer) if outer is not None else None
-    raise_faults(missing(arguments, derived), subject="load_lr_scheduler")
+    memory, outer, derived = _optimizer_of(arguments, subject="load_lr_scheduler")
     load, folder = current(), str(arguments["root_folder"])
     scheduler = cast(Scheduler, arguments["lr_scheduler"])
     context = cast(ParallelContext, arguments["parallel_context"])
@@ -84,76 +183,58 @@ def load_lr_scheduler(arguments: Mapping[str, object]) -> None:
     same_policy(policy, world, subject=f"loading {folder}")
 
     def look() -> SavedRates | None:
-        metadata, _ = read_metadata(read_listing(folder))
+        listing = read_listing(folder)
+        metadata, _ = read_metadata(listing)
         found = [*check_is_zero(arguments.get("is_zero"), derived), *other_batch(load, context.dp_pg.size(), metadata)]
         raise_faults(found, subject="load_lr_scheduler")
         if not hasattr(scheduler, "lr_lambdas"):
             raise_faults([_no_lambdas(scheduler)], subject="load_lr_scheduler")
         if policy.schedule_is_this_runs:
-            return read_position(folder) if policy.keeps_position else None
+            return read_position(listing, metadata) if policy.keeps_position else None
         groups = live_of(outer, context).groups if outer is not None else [()] * len(scheduler.base_lrs)
-        places = [place_of(context, zero=zero) for zero in (False, True)]
-        return read_rates(folder, groups, [state_name("lr_scheduler", *place) for place in places])
+        own = [state_name("lr_scheduler", *place_of(context, zero=zero)) for zero in (False, True)]
+        return read_rates(listing, metadata, groups, own)
 
     saved = together(look, world, subject=f"loading {folder}")
-    run = (
-        [float(cast(float, base_rate(group))) for group in memory.run]
-        if memory is not None
-        else list(scheduler.base_lrs)
-    )
+    run = list(scheduler.base_lrs)
+    if memory is not None:
+        run = [float(cast(float, base_rate(group))) for group in memory.run]
 
-    def choose() -> tuple[list[float], list[Callable[[int], float]], int]:
-        lambdas = memory.lambdas if memory is not None and memory.lambdas is not None else scheduler.lr_lambdas
-        bases, lambdas = _schedule(run, lambdas, saved, policy, folder)
-        position = saved.position if saved is not None and policy.keeps_position else 0
+    def choose() -> tuple[list[float], list[_Lambda]]:
+        """The base rates and lambdas that the policy takes: of nanotron itself the saved rates and this run's shape."""
+        bases = list(run if saved is None or policy.schedule_is_this_runs else saved.bases)
+        lambdas = scheduler.lr_lambdas if memory is None or memory.lambdas is None else list(memory.lambdas)
+        if saved is not None and policy.scheduler == "checkpoint":
+            lambdas = _lambdas_of(saved_arguments(saved), bases)
+        lambdas = [_based(one, base) for one, base in zip(lambdas, bases, strict=True)]
         if policy.scheduler == "strict" and saved is not None:
-            raise_faults(_differences(run, lambdas, memory, saved, folder), subject="resuming the schedule")
-        return bases, lambdas, position
+            raise_faults(_differences(run, lambdas, memory, saved), subject="resuming the schedule")
+        return bases, lambdas
 
-    bases, lambdas, position = together(choose, world, subject=f"loading {folder}")
-    _put(scheduler, bases, lambdas, position)
-    report.schedule(load, scheduler, saved, run)
-
-
-def _schedule(
-    run: Sequence[float],
-    lambdas: Sequence[Callable[[int], float]],
-    saved: SavedRates | None,
-    policy: ResumePolicy,
-    folder: str,
-) -> tuple[list[float], list[Callable[[int], float]]]:
-    """The base rates and lambdas that the policy takes: nanotron itself takes the saved rates and this run's shape."""
-    bases = list(run if saved is None or policy.schedule_is_this_runs else saved.bases)
-    if saved is not None and policy.scheduler == "checkpoint":
-        lambdas = _lambdas_of(saved_arguments(folder, FIELDS), bases)
-    return bases, [_based(one, base) for one, base in zip(lambdas, bases, strict=True)]
+    bases, lambdas = together(choose, world, subject=f"loading {folder}")
+    _put(scheduler, bases, lambdas, saved.position if saved is not None and policy.keeps_position else 0)
+    report_schedule(load, scheduler, saved, run)
 
 
-def _based(one: Callable[[int], float], base: float) -> Callable[[int], float]:
+def _based(one: _Lambda, base: float) -> _Lambda:
     """nanotron's lambda divides by the initial rate that it was made with, which must be the base rate."""
     if isinstance(one, functools.partial) and "initial_lr" in one.keywords:
         return functools.partial(one.func, *one.args, **{**one.keywords, "initial_lr": base})
     return one
 
 
-def _lambdas_of(saved: tuple[object, int], bases: Sequence[float]) -> list[Callable[[int], float]]:
+def _lambdas_of(saved: tuple[object, int], bases: Sequence[float]) -> list[_Lambda]:
     """What nanotron's own builder makes of the saved configuration."""
     import torch
     from nanotron.helpers import lr_scheduler_builder
 
-    class Holder:
-        def __init__(self) -> None:
-            groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": base} for base in bases]
-            self._base = torch.optim.SGD(groups, lr=1.0)
-
-        def get_base_optimizer(self) -> torch.optim.Optimizer:
-            return self._base
-
-    built: Scheduler = lr_scheduler_builder(Holder(), saved[0], saved[1])
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": base} for base in bases]
+    base = torch.optim.SGD(groups, lr=1.0)
+    built: Scheduler = lr_scheduler_builder(SimpleNamespace(get_base_optimizer=lambda: base), *saved)
     return list(built.lr_lambdas)
 
 
-def _put(scheduler: Scheduler, bases: list[float], lambdas: list[Callable[[int], float]], position: int) -> None:
+def _put(scheduler: Scheduler, bases: list[float], lambdas: list[_Lambda], position: int) -> None:
     rates = [base * one(position) for base, one in zip(bases, lambdas, strict=True)]
     scheduler.base_lrs, scheduler.lr_lambdas = bases, lambdas
     scheduler.last_epoch, scheduler._step_count, scheduler._last_lr = position, position + 1, rates
@@ -163,41 +244,25 @@ def _put(scheduler: Scheduler, bases: list[float], lambdas: list[Callable[[int],
 
 
 def _differences(
-    run: Sequence[float],
-    lambdas: Sequence[Callable[[int], float]],
-    memory: Memory | None,
-    saved: SavedRates,
-    folder: str,
+    run: Sequence[float], lambdas: Sequence[_Lambda], memory: Memory | None, saved: SavedRates
 ) -> list[Fault]:
     """What differs between the saved schedule and this run's: base rates, what shapes it, and the rate it has now."""
-    found = [
-        _mismatch(f"group {number}: initial learning rate", then, now)
-        for number, (then, now) in enumerate(zip(saved.bases, run, strict=True))
-        if then != now
+    rates = enumerate(zip(saved.bases, run, strict=True))
+    pairs: list[tuple[str, object, object]] = [
+        (f"group {number}: initial learning rate", then, now) for number, (then, now) in rates
     ]
     if memory is not None and memory.schedule is not None and saved.has_config:
-        then, now = saved_arguments(folder, FIELDS), memory.schedule
-        found += [
-            _mismatch(name, getattr(then[0], name), getattr(now[0], name, None))
-            for name in FIELDS
-            if getattr(then[0], name) != getattr(now[0], name, None)
-        ]
-        if then[1] != now[1] and getattr(then[0], "lr_decay_steps", None) is None:
-            found.append(_mismatch("train_steps", then[1], now[1]))
-    rates = [base * one(saved.position) for base, one in zip(run, lambdas, strict=True)]
-    if not found and rates != list(saved.last):
-        found.append(_mismatch(f"learning rate at step {saved.position}", list(saved.last), rates))
-    return found
-
-
-def _mismatch(where: str, then: object, now: object) -> Fault:
-    return ScheduleMismatch.fault(
-        where,
-        "differs from the checkpoint's",
-        str(then),
-        str(now),
-        mend="give the saved values, or --override-opt-param-scheduler to go on with this run's",
-    )
+        (shape, steps), (own, own_steps) = saved_arguments(saved), memory.schedule
+        pairs += [(name, getattr(shape, name), getattr(own, name, None)) for name in _FIELDS]
+        if getattr(shape, "lr_decay_steps", None) is None:
+            pairs.append(("train_steps", steps, own_steps))
+    found = [pair for pair in pairs if pair[1] != pair[2]]
+    last = [base * one(saved.position) for base, one in zip(run, lambdas, strict=True)]
+    if not found and last != list(saved.last):
+        found = [(f"learning rate at step {saved.position}", list(saved.last), last)]
+    what = "differs from the checkpoint's"
+    mend = "give the saved values, or --override-opt-param-scheduler to go on with this run's"
+    return [ScheduleMismatch.fault(where, what, str(then), str(now), mend=mend) for where, then, now in found]
 
 
 def _no_lambdas(scheduler: object) -> Fault:
@@ -208,3 +273,169 @@ def _no_lambdas(scheduler: object) -> Fault:
         type(scheduler).__name__,
         mend="nanotron.helpers.lr_scheduler_builder(optimizer, lr_scheduler_args, total_training_steps)",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRates:
+    """Of each param group of this run the base rate and the last one; `position` counts the steps.
+
+    Where the position alone is wanted, there are none. `has_config` says that config.yaml was saved.
+    """
+
+    folder: str
+    position: int
+    metadata: Metadata | None
+    has_config: bool
+    bases: tuple[float, ...] = ()
+    last: tuple[float, ...] = ()
+
+    @property
+    def step(self) -> int | None:
+        """The iteration after which the checkpoint was saved."""
+        return self.metadata.step if self.metadata is not None else None
+
+
+def read_position(listing: NanotronListing, metadata: Metadata | None) -> SavedRates:
+    """How many steps the saved scheduler had made, without rates. Raises CheckpointDamaged where none was saved."""
+    _refuse_missing(listing)
+    return _saved(listing, metadata, read_scheduler(listing.path(next(iter(listing.schedulers.values()))), None))
+
+
+def read_rates(
+    listing: NanotronListing, metadata: Metadata | None, groups: Sequence[Sequence[str]], own: Sequence[str]
+) -> SavedRates:
+    """The rates of this run's groups, by the names of their members.
+
+    Where no file tells the members, they are those of this rank's own file, whose possible names are `own`, or of any
+    where all rates are one. Raises CheckpointDamaged where no scheduler was saved or its files differ,
+    ParamGroupMismatch where the members of a group had several rates.
+    """
+    _refuse_missing(listing)
+    cp = metadata.cp if metadata is not None else 1
+    if listing.topology is None or listing.topology.exp != 1 or cp > 1 or not all(groups):
+        return _by_number(listing, metadata, len(groups), own)
+    checkpoint = open_checkpoint(listing)
+    first = checkpoint.schedulers[0]
+    for saved in checkpoint.schedulers:
+        if saved.counters != first.counters:
+            what = f"is at another position than {first.path}"
+            raise fail(saved.path, what, str(first.counters), str(saved.counters))
+        _floats(saved, BASE)
+        _floats(saved, LAST)
+    rates, faults = checkpoint.rates, []
+    found: list[tuple[float, float]] = []
+    for names in groups:
+        held = {(float(str(rates[name][BASE])), float(str(rates[name][LAST]))) for name in names if name in rates}
+        shown = ", ".join(names[:4])
+        if not held:
+            faults.append(damaged(shown, "has no saved learning rate", "one", "none"))
+        elif len(held) > 1:
+            what = "are in one param group, and had several learning rates"
+            mend = "build the param groups as the saving run did, or --override-opt-param-scheduler"
+            faults.append(ParamGroupMismatch.fault(shown, what, "one", str(sorted(map(str, held))), mend=mend))
+        found += held
+    raise_faults(faults, subject=f"checkpoint {listing.folder}")
+    return _saved(listing, metadata, first, [base for base, _ in found], [last for _, last in found])
+
+
+def _by_number(listing: NanotronListing, metadata: Metadata | None, number: int, own: Sequence[str]) -> SavedRates:
+    mine = next((name for name in own if name in listing.nbytes), None)
+    one = read_scheduler(listing.path(mine or next(iter(listing.schedulers.values()))), None)
+    bases, last = _floats(one, BASE), _floats(one, LAST)
+    if len(set(bases)) == 1 and len(set(last)) == 1:
+        bases, last = bases[:1] * number, last[:1] * number
+    if len(bases) != number or (mine is None and len(set(bases)) > 1):
+        what = "does not tell the rates of this run's param groups"
+        raise fail(one.path, what, f"{number} groups of this rank", f"{len(bases)}")
+    return _saved(listing, metadata, one, bases, last)
+
+
+def _saved(
+    listing: NanotronListing,
+    metadata: Metadata | None,
+    saved: SavedScheduler,
+    bases: Sequence[float] = (),
+    last: Sequence[float] = (),
+) -> SavedRates:
+    position = saved.entries.get("last_epoch")
+    if type(position) is not int or position < 0:
+        raise fail(saved.path, "does not say how many steps it has made", "last_epoch, from 0 on", repr(position)[:80])
+    return SavedRates(
+        folder=listing.folder,
+        position=position,
+        metadata=metadata,
+        has_config=CONFIG in listing.nbytes,
+        bases=tuple(bases),
+        last=tuple(last),
+    )
+
+
+def _refuse_missing(listing: NanotronListing) -> None:
+    faults = [fault for fault in listing.faults if "/lr_scheduler" in fault.where]
+    raise_faults(faults, subject=f"checkpoint {listing.folder}")
+    if not listing.schedulers:
+        raise fail(f"{listing.folder}/lr_scheduler", "holds no scheduler", "the file of each rank", "none")
+
+
+def saved_arguments(saved: SavedRates) -> tuple[object, int]:
+    """The arguments and the number of steps that the saving run's scheduler was built for, from its config.yaml."""
+    texts = saved.metadata.config if saved.metadata is not None else {}
+    values = {name: _value(texts[f"{_ARGUMENTS}.{name}"]) for name in _FIELDS if f"{_ARGUMENTS}.{name}" in texts}
+    steps = _value(texts.get(_STEPS, ""))
+    missing = [name for name in _FIELDS if name not in values]
+    if missing or not isinstance(steps, int):
+        fault = UnsupportedLayout.fault(
+            f"{saved.folder}/{CONFIG}",
+            "does not say how the schedule was shaped, which is in no other file",
+            f"{_ARGUMENTS} and {_STEPS}",
+            f"no {', '.join(missing) or _STEPS}",
+            mend="restore the config.yaml of that run, or leave out the flag that asks for the checkpoint's schedule",
+        )
+        raise_faults([fault], subject="resuming the schedule")
+    assert isinstance(steps, int)
+    return SimpleNamespace(**values), steps
+
+
+def _value(text: str) -> object:
+    """A scalar of YAML as nanotron writes it."""
+    plain = text.strip("'\"")
+    if plain in ("null", "~", ""):
+        return None
+    for kind in (int, float):
+        try:
+            return kind(plain)
+        except ValueError:
+            continue
+    return plain
+
+
+def _floats(saved: SavedScheduler, key: str) -> tuple[float, ...]:
+    values = saved.entries[key]
+    if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
+        raise fail(saved.path, f"has a {key} that is no list of rates", "numbers", str(values)[:80])
+    return tuple(map(float, values))
+
+
+def report_schedule(load: Load, scheduler: Scheduler, saved: SavedRates | None, before: Sequence[float]) -> None:
+    """What became of the schedule; `before` are the base rates that this run built it with."""
+    policy, why = load.policy, because(load.policy, "schedule")
+    position = saved.position if saved is not None else None
+    load.row("position", scheduler.last_epoch, because(policy, "position"), saved=position, run=0)
+    if saved is not None and policy.keeps_position and saved.step not in (None, position):
+        load.warnings.append(
+            f"the scheduler was saved at step {position} and the checkpoint at iteration {saved.step}: the "
+            f"learning rates go on from step {position}; nanotron alone makes one step too many at each resume"
+        )
+    bases = saved.bases if saved is not None and saved.bases else [None] * len(before)
+    for number, (base, run, used) in enumerate(zip(bases, before, scheduler.base_lrs, strict=True)):
+        load.row(f"group {number} initial lr", used, why, saved=base, run=run)
+        if run != used and policy.scheduler == "host":
+            load.warnings.append(
+                f"group {number}: the initial learning rate is {used}, the checkpoint's; this run's {run} is not used: "
+                "add --override-opt-param-scheduler to use it"
+            )
+    last = saved.last if saved is not None and saved.last else [None] * len(before)
+    for number, (rate, used) in enumerate(zip(last, scheduler._last_lr, strict=True)):
+        load.row(f"group {number} lr", used, why, saved=rate)
+    if load.trainer is None:
+        load.publish()

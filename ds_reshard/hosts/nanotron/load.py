@@ -1,0 +1,187 @@
+"""One load into nanotron: what was asked of it, what its seams tell each other, and the resume report that they write.
+
+An iteration, and a step of the schedule, counts a global batch: micro batch x accumulation x dp, in samples
+(`global_batch_size` of trainer.py, commit 2411b02). nanotron compares the saving run's and this one's nowhere: another
+one moves the learning rates against the samples without a word.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from ds_reshard.errors import ConfigError, Fault, ScheduleMismatch, raise_faults
+from ds_reshard.formats.nanotron.metadata import Metadata
+from ds_reshard.formats.nanotron.names import CONFIG
+from ds_reshard.formats.nanotron.run_config import Batch
+from ds_reshard.operations.ranks import agree, attempt, gather, rank
+from ds_reshard.resume.asked import asked_policy
+from ds_reshard.resume.policy import ResumePolicy, policy_differences
+from ds_reshard.resume.report import ResumeReport, Row, publish
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+logger = logging.getLogger("ds_reshard")
+T = TypeVar("T")
+Group = dict[str, object]
+BATCH = "global_batch_size"
+"""What `--override-optim-hparams` calls it."""
+_MEMORY = "_ds_reshard_nanotron"
+
+
+def same_policy(policy: ResumePolicy, world: ProcessGroup, *, subject: str) -> None:
+    """Refuse what ranks were not asked for alike: they would part ways. Collective."""
+    raise_faults(policy_differences(gather(policy, world)), subject=subject)
+
+
+def together(work: Callable[[], T], world: ProcessGroup, *, subject: str) -> T:
+    """What `work` gives on this rank, once it has succeeded on all; else its faults on every rank. Collective."""
+    value, faults, cause = attempt(work)
+    agree(faults, world, subject=subject, cause=cause)
+    return value  # type: ignore[return-value]
+
+
+@dataclass(slots=True, kw_only=True)
+class Load:
+    """One start of nanotron's trainer, or one call in a loop of the user's own, where `trainer` is None."""
+
+    policy: ResumePolicy
+    trainer: object | None = None
+    where: str = "checkpoint"
+    rows: list[Row] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def row(self, name: str, used: object, why: str, *, saved: object = None, run: object = None) -> None:
+        """Note a value for the report: the checkpoint's, this run's, the one used, and why."""
+        self.rows.append(Row(name=name, checkpoint=saved, this_run=run, used=used, because=why))
+
+    def publish(self) -> None:
+        """Log the report once and publish it, on rank 0."""
+        if rank() != 0:
+            return
+        warnings = tuple(dict.fromkeys(self.warnings))
+        report = ResumeReport(host="nanotron", checkpoint=self.where, rows=tuple(self.rows), warnings=warnings)
+        publish(report, path=self.policy.report)
+        for warning in warnings:
+            logger.warning("%s", warning)
+        logger.info("%s", report)
+
+
+_CURRENT: ContextVar[Load | None] = ContextVar("ds_reshard_nanotron_load", default=None)
+
+
+def current() -> Load:
+    """The start of the trainer that is going on in this thread, else a load of its own."""
+    return _CURRENT.get() or Load(policy=asked_policy())
+
+
+@contextmanager
+def in_force(load: Load) -> Iterator[None]:
+    """While inside, `current()` is this load."""
+    token = _CURRENT.set(load)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+@dataclass(slots=True, kw_only=True)
+class Memory:
+    """What is known of a torch optimizer inside nanotron's: it ends with the optimizer, and is in no checkpoint.
+
+    `outer` is nanotron's own, `run` the values that this run gave each param group, `schedule` the arguments and the
+    number of steps that its scheduler was built for, with `lambdas`. `decayed` says that a load has put the saved rate
+    of that moment where nanotron's scheduler looks for the initial one.
+    """
+
+    outer: object
+    run: tuple[Group, ...]
+    lambdas: tuple[Callable[[int], float], ...] | None = None
+    decayed: bool = False
+    schedule: tuple[object, int] | None = None
+
+
+def remember(outer: object) -> Memory:
+    """The memory of an optimizer, begun with the values that its groups have now."""
+    base = outer.get_base_optimizer()  # type: ignore[attr-defined]
+    found = recall(base)
+    if found is None:
+        found = Memory(outer=outer, run=tuple(copy.deepcopy(list(values_of(base.param_groups)))))
+        setattr(base, _MEMORY, found)
+    return found
+
+
+def recall(base: object) -> Memory | None:
+    """The memory of a torch optimizer, None where no seam has met it."""
+    found = getattr(base, _MEMORY, None)
+    return found if isinstance(found, Memory) else None
+
+
+def run_of(base: object) -> tuple[Group, ...]:
+    """The values that this run gave each param group of a torch optimizer that `remember` has met."""
+    memory = recall(base)
+    assert memory is not None, "load_optimizer has remembered it"
+    return memory.run
+
+
+def values_of(groups: Sequence[Mapping[str, object]]) -> Iterator[Group]:
+    for group in groups:
+        yield {name: value for name, value in group.items() if name != "params"}
+
+
+def config_of(load: Load, path: str) -> object:
+    """A value of the trainer's configuration by its dotted name, None where there is none."""
+    value: object = getattr(load.trainer, "config", None)
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def refuse_contradiction(load: Load) -> None:
+    """A schedule that was asked for and that the trainer is told not to load."""
+    if load.trainer is None or getattr(load.trainer, "init_checkpoint_path", None) is None:
+        return
+    wanted = load.policy.scheduler in ("override", "checkpoint", "strict")
+    if wanted and config_of(load, "checkpoints.load_lr_scheduler") is False:
+        where, expected = "checkpoints.load_lr_scheduler", f"true, for scheduler {load.policy.scheduler!r}"
+        mend = f"{where}: true, or leave out the flag"
+        fault = ConfigError.fault(where, "contradicts the resume policy", expected, "false", mend=mend)
+        raise_faults([fault], subject="resume policy")
+
+
+def batch_of_run(load: Load, dp: int) -> Batch | None:
+    """This run's; None in a loop of the user's own, which has no configuration."""
+    sizes = [config_of(load, f"tokens.{name}") for name in ("micro_batch_size", "batch_accumulation_per_replica")]
+    micro, accumulation = (size if isinstance(size, int) else None for size in sizes)
+    if micro is None or accumulation is None:
+        return None
+    return Batch(micro=micro, accumulation=accumulation, dp=dp)
+
+
+def other_batch(load: Load, dp: int, metadata: Metadata | None) -> list[Fault]:
+    """A fault where the sizes differ, unless the policy takes this run's, or this run's schedule."""
+    saved, now, policy = metadata.batch if metadata is not None else None, batch_of_run(load, dp), load.policy
+    if saved is None or now is None or saved.size == now.size or policy.schedule_is_this_runs or policy.takes(BATCH):
+        return []
+    same = saved.at(dp)
+    keep = f"tokens: {same}, or " if same is not None else ""
+    return [
+        ScheduleMismatch.fault(
+            "global batch size",
+            "is not the saving run's, in steps of which the learning rates and the iteration count",
+            f"{saved.size} samples: {_product(saved)}, of {CONFIG}",
+            f"{now.size}: {_product(now)}",
+            mend=f"{keep}--override-optim-hparams {BATCH} where this one is wanted, with the saved schedule, or "
+            "--override-opt-param-scheduler with this run's",
+        )
+    ]
+
+
+def _product(batch: Batch) -> str:
+    return f"micro batch {batch.micro} x accumulation {batch.accumulation} x dp {batch.dp}"
