@@ -132,17 +132,16 @@ class Fingerprints:
 
     def add(self, key: TensorKey, byte_position: int, data: Bytes | torch.Tensor) -> None:
         """Add bytes that begin at `byte_position` of the whole tensor: memory, or a contiguous tensor."""
-        if isinstance(data, torch.Tensor):
-            if data.device.type != "cpu":
-                self.add_elsewhere(key, byte_position, data)
-                return
-            data = memory_of(data)
-        data = memoryview(data).cast("B")
+        if isinstance(data, torch.Tensor) and data.device.type != "cpu":
+            self.add_elsewhere(key, byte_position, data)
+            return
+        # A name of its own: `data` keeps the memory of a tensor alive until it is summed.
+        memory = memory_of(data) if isinstance(data, torch.Tensor) else memoryview(data).cast("B")
         if not hasattr(self._scratch, "wide"):
             self._scratch.wide = numpy.empty(_HOST_PORTION_NBYTES // 4, dtype=numpy.int64)
-        value = _sum_on_host(byte_position, data, self._scratch.wide)
+        value = _sum_on_host(byte_position, memory, self._scratch.wide)
         with self._lock:
-            self._add(key, value, len(data))
+            self._add(key, value, len(memory))
 
     def add_elsewhere(self, key: TensorKey, byte_position: int, data: torch.Tensor) -> None:
         """The same for a tensor of any device, by operations of that device."""
