@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from ds_reshard.execution.checksums import Ledger
 from ds_reshard.execution.deviation import Deviation
+from ds_reshard.execution.ledger import Ledger
 from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.compared import compare_groups, compare_scalars, compare_values, differences

@@ -13,7 +13,8 @@ from ds_reshard.model.uncollected import uncollected
 from ds_reshard.operations.options import Asked, Reading, refuse_memory
 from ds_reshard.operations.source import Found, Source
 from ds_reshard.operations.units import Units, archive_of, target_of
-from ds_reshard.planning.plan import Check, Copy, window_nbytes
+from ds_reshard.planning.budget import window_nbytes
+from ds_reshard.planning.plan import Check, Copy
 
 
 @uncollected()

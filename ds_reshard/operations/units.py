@@ -35,7 +35,8 @@ from ds_reshard.operations.finding import find_listing
 from ds_reshard.operations.options import ACCELERATE, DCP, FSDP, NANOTRON, UNIVERSAL, Asked
 from ds_reshard.operations.portable import contents_of, foreign_of
 from ds_reshard.operations.source import Source
-from ds_reshard.planning.plan import Copy, Gaps, Plan, plan_rank
+from ds_reshard.planning.match import Gaps, plan_rank
+from ds_reshard.planning.plan import Copy, Plan
 
 
 def target_of(source: Source, asked: Asked) -> Target:

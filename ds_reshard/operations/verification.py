@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from ds_reshard.containers.pickle_rules import UNSAFE
 from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, ReshardError, faults_of
-from ds_reshard.execution.checksums import Ledger, altered
-from ds_reshard.execution.cuda import offline_device
+from ds_reshard.execution.checksums import altered
+from ds_reshard.execution.choice import offline_device
+from ds_reshard.execution.ledger import Ledger
 from ds_reshard.formats.nanotron.checkpoint import try_open
 from ds_reshard.formats.nanotron.names import NanotronListing
 from ds_reshard.formats.zero.survey import Survey, survey

@@ -9,13 +9,14 @@ import torch
 from ds_reshard.errors import Fault, ModelMismatch
 from ds_reshard.execution.buffers import TensorTarget, element_type, tensor_from_bytes
 from ds_reshard.execution.checksums import PartialSum, partial_sums, settle
-from ds_reshard.execution.cuda import choose
-from ds_reshard.execution.interfaces import Outcome
+from ds_reshard.execution.choice import choose
+from ds_reshard.execution.ports import Outcome
 from ds_reshard.hosts.dcp.names import Single, Stored
 from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.index import Index
 from ds_reshard.model.region import Box, box_region
-from ds_reshard.planning.plan import Copy, Plan, coalesce
+from ds_reshard.planning.coalesce import coalesce
+from ds_reshard.planning.plan import Copy, Plan
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem

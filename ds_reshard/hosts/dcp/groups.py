@@ -8,7 +8,8 @@ import torch
 
 from ds_reshard.containers.revive import revive
 from ds_reshard.errors import Fault, ParamGroupMismatch
-from ds_reshard.execution.buffers import read_tensor, tensor_from_bytes
+from ds_reshard.execution.buffers import tensor_from_bytes
+from ds_reshard.execution.whole import read_tensor
 from ds_reshard.hosts.dcp.names import GroupValue
 from ds_reshard.model.facts import GroupFacts, ScalarTensor, canonical, describe
 

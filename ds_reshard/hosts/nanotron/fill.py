@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import CheckpointDamaged, Fault, raise_faults
-from ds_reshard.execution.buffers import TensorTarget, read_tensor, tensor_from_bytes, torch_dtype
+from ds_reshard.execution.buffers import TensorTarget, tensor_from_bytes, torch_dtype
 from ds_reshard.execution.checksums import combine, partial_sums, read_again, settle
-from ds_reshard.execution.interfaces import Outcome
+from ds_reshard.execution.ports import Outcome
 from ds_reshard.execution.threads import ThreadExecutor
+from ds_reshard.execution.whole import read_tensor
 from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint, open_checkpoint
 from ds_reshard.formats.nanotron.names import NanotronListing
 from ds_reshard.formats.nanotron.optimizer_file import MASTER
@@ -24,7 +25,8 @@ from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.operations.ranks import agree, attempt, gather
-from ds_reshard.planning.plan import Copy, Plan, coalesce
+from ds_reshard.planning.coalesce import coalesce
+from ds_reshard.planning.plan import Copy, Plan
 from ds_reshard.resume.policy import ResumePolicy
 
 if TYPE_CHECKING:
