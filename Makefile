@@ -102,14 +102,13 @@ bench: venv
 	$(BIN)/python -m benchmarks
 
 # GPU_PYTHON is an interpreter that has torch >= 2.11 with CUDA; what it lacks is unpacked from the wheels of WHEELS.
-GPU_TESTS := tests/unit/test_cuda_executor.py tests/unit/test_executor_choice.py tests/unit/test_fingerprint.py tests/unit/test_word_kernel.py \
+GPU_TESTS := tests/unit/test_cuda_executor.py tests/unit/test_executor_choice.py tests/unit/test_fingerprint.py \
 	tests/hosts/test_one_rank.py
 GPU_WHEELS := numpy isal safetensors hypothesis attrs sortedcontainers pytest pytest-timeout iniconfig pluggy packaging pygments
 GPU_TAGS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 GPU_PACKAGES := .gpu-packages
 WHEELS ?= wheels
-# NVRTC comes with torch, which asks for CUDA_HOME all the same, and for no file of it.
-GPU_RUN = CUDA_HOME=$${CUDA_HOME:-/usr/local/cuda} $(if $(GPU_PYTHON),PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_PACKAGES) $(GPU_PYTHON),$(BIN)/python)
+GPU_RUN = $(if $(GPU_PYTHON),PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_PACKAGES) $(GPU_PYTHON),$(BIN)/python)
 
 gpu: $(if $(GPU_PYTHON),gpu-packages,venv)
 	$(GPU_RUN) -m pytest -m gpu $(GPU_TESTS)

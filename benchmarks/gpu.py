@@ -26,9 +26,8 @@ from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import raise_faults
 from ds_reshard.execution.buffers import TensorTarget, torch_dtype
 from ds_reshard.execution.checksums import verify
-from ds_reshard.execution.cuda import CudaExecutor
-from ds_reshard.execution.device import Device
-from ds_reshard.execution.factors import kernel_on, sum_on_device
+from ds_reshard.execution.cuda import CudaExecutor, Device
+from ds_reshard.execution.fingerprint import sum_on_device
 from ds_reshard.execution.scatter import INDEX_NUMEL, Block, Portion, Scatter, Scattering, deal
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Record
@@ -240,7 +239,6 @@ def measured(options: argparse.Namespace, place: Place) -> dict[str, Any]:
         "gigabytes_per_second": {name: spread(found) for name, found in rates.items()},
         "ratios": ratios(rates, options.threads),
         "goals": GOALS,
-        "fingerprint_by_kernel": kernel_on(torch.device(place.name, 0)) is not None,
         "same_bits_as_saved": sorted(loading),
         "not_importable": [name for name in ("safetensors", "fastsafetensors") if not util.find_spec(name)],
     }

@@ -27,8 +27,7 @@ from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, Placement
 from ds_reshard.model.uncollected import uncollected
 from ds_reshard.operations.finding import find_listing
-from ds_reshard.planning.match import plan_rank
-from ds_reshard.planning.plan import Plan
+from ds_reshard.planning.plan import Plan, plan_rank
 
 RUN = "run"
 KINDS = dict.fromkeys(("fp32", "exp_avg", "exp_avg_sq"), ElementType.FLOAT32)

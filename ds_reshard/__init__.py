@@ -35,10 +35,9 @@ from ds_reshard.version import VERSION
 
 if TYPE_CHECKING:
     from ds_reshard.hosts import install, installed, uninstall
-    from ds_reshard.hosts.accelerate.explicit import prepare
-    from ds_reshard.hosts.accelerate.rules import diagnose
-    from ds_reshard.hosts.fsdp.order import save_units
-    from ds_reshard.hosts.fsdp.saved import verify_saved
+    from ds_reshard.hosts.accelerate.diagnostic import diagnose
+    from ds_reshard.hosts.accelerate.prepare_arguments import prepare
+    from ds_reshard.hosts.fsdp.saved import save_units, verify_saved
     from ds_reshard.resume.policy import ResumePolicy
     from ds_reshard.resume.report import last_report
     from ds_reshard.run import add_arguments
@@ -82,12 +81,12 @@ __all__ = [
 _HOME = {
     "ResumePolicy": "ds_reshard.resume.policy",
     "add_arguments": "ds_reshard.run",
-    "diagnose": "ds_reshard.hosts.accelerate.rules",
+    "diagnose": "ds_reshard.hosts.accelerate.diagnostic",
     "install": "ds_reshard.hosts",
     "installed": "ds_reshard.hosts",
     "last_report": "ds_reshard.resume.report",
-    "prepare": "ds_reshard.hosts.accelerate.explicit",
-    "save_units": "ds_reshard.hosts.fsdp.order",
+    "prepare": "ds_reshard.hosts.accelerate.prepare_arguments",
+    "save_units": "ds_reshard.hosts.fsdp.saved",
     "uninstall": "ds_reshard.hosts",
     "verify_saved": "ds_reshard.hosts.fsdp.saved",
 }

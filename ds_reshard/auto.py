@@ -14,12 +14,12 @@ from ds_reshard.errors import ConfigError, HookError
 from ds_reshard.hooks import install_on_import, refused
 from ds_reshard.hosts import tables
 from ds_reshard.hosts.fsdp.settings import ask_settings, asks_to_verify
-from ds_reshard.resume import asked
+from ds_reshard.resume import policy_sources
 from ds_reshard.resume.policy import ResumePolicy
 
 
 def _asked_for() -> bool:
-    return not asked.asked_policy().is_default
+    return not policy_sources.asked_policy().is_default
 
 
 def _insist(policy: ResumePolicy) -> None:
@@ -49,10 +49,10 @@ if os.environ.get("DS_RESHARD_DISABLE", "") in ("", "0"):
             install_on_import(_table, insist=asks_to_verify)
         else:
             install_on_import(_table)
-    asked.on_asked(_insist)
+    policy_sources.on_asked(_insist)
 elif _settings:
     raise ConfigError(
         "DS_RESHARD_DISABLE is set, and DS_RESHARD_SETTINGS as well: what it asks for cannot be done; unset one of them"
     )
 else:
-    asked.on_asked(_refuse)
+    policy_sources.on_asked(_refuse)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ds_reshard.hosts.dcp.planner import LoadPlanner
-from ds_reshard.hosts.dcp.reader import Reader
+from ds_reshard.hosts.dcp.reader import LoadPlanner, Reader
 
 __all__ = ["LoadPlanner", "Reader"]

@@ -15,7 +15,7 @@ from rich.text import Text
 from ds_reshard.cli.render import printable
 from ds_reshard.hooks import HostHooks
 from ds_reshard.hosts import tables
-from ds_reshard.hosts.accelerate.finding import Finding
+from ds_reshard.hosts.accelerate.diagnostic import Finding
 
 TESTED, IN_RANGE, OUTSIDE, ABSENT = "tested", "in range, not tested", "outside the range", "absent"
 _STYLE = {TESTED: "green", IN_RANGE: "yellow", OUTSIDE: "bold red", ABSENT: "dim"}

@@ -29,7 +29,7 @@ from ds_reshard.cli.verification import add_verify
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, trust_faults
 from ds_reshard.errors import ReshardError, raise_faults
 from ds_reshard.hosts import installed
-from ds_reshard.hosts.accelerate.rules import diagnose
+from ds_reshard.hosts.accelerate.diagnostic import diagnose
 from ds_reshard.operations import coming_run, fingerprint, inspect, read_config
 
 OK, FINDING, UNUSABLE = 0, 1, 2

@@ -8,14 +8,15 @@ that it read of a record to one number, and ranks exclusive-or theirs.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ds_reshard.containers.crc import crc32, shift
 from ds_reshard.errors import ChecksumMismatch, Fault
-from ds_reshard.execution.ports import Outcome
-from ds_reshard.execution.reading import read_failed
+from ds_reshard.execution.interfaces import Outcome, Slice
+from ds_reshard.execution.threads import read_failed
 from ds_reshard.model.index import Record
+from ds_reshard.planning.plan import Check
 
 _CHUNK_NBYTES = 1 << 20
 
@@ -93,7 +94,10 @@ def combine(by_rank: Iterable[Iterable[PartialSum]]) -> tuple[list[Fault], dict[
 
 
 def verify(outcome: Outcome) -> list[Fault]:
-    """The faults of all records that one process read, with nobody to combine sums with."""
+    """The faults of all records that one process read, with nobody to combine sums with.
+
+    Records that were not read whole, each byte once, are read again.
+    """
     pending, faults = settle(partial_sums(outcome))
     combined, again = combine([pending])
     return [*faults, *combined, *read_again(again)]
@@ -139,3 +143,54 @@ def mismatch(record: Record, crc: int) -> Fault:
         f"{crc:08x}",
         mend="restore the file from a copy, or load an older tag; the file on disk is damaged",
     )
+
+
+class Ledger:
+    """Slices of records as they are read, in any order; `faults` are those of reading."""
+
+    def __init__(self) -> None:
+        self._read = Outcome()
+
+    @property
+    def bytes_read(self) -> int:
+        return self._read.bytes_read
+
+    @property
+    def faults(self) -> list[Fault]:
+        return self._read.faults
+
+    @property
+    def records(self) -> list[Record]:
+        """The records of which something was read."""
+        return list(self._read.slices)
+
+    def note(self, outcome: Outcome) -> None:
+        self._read.add(outcome)
+
+    def missing(self, record: Record) -> Iterator[Check]:
+        """What is still to be read of a record for its checksum."""
+        at = 0
+        for part in sorted(self._read.slices.get(record, ())):
+            if part.byte_offset > at:
+                yield Check(record=record, byte_offset=record.byte_offset + at, nbytes=part.byte_offset - at)
+            at = max(at, part.byte_offset + part.nbytes)
+        if at < record.nbytes:
+            yield Check(record=record, byte_offset=record.byte_offset + at, nbytes=record.nbytes - at)
+
+    def crc32_of(self, records: Iterable[Record], nbytes: int) -> int:
+        """The crc32 of the first `nbytes` bytes of a file, whose records lie end to end and were read.
+
+        A record whose slices overlap is read again. Raises OSError.
+        """
+        total = 0
+        for record in records:
+            parts = set(self._read.slices.get(record, ()))
+            if sum(part.nbytes for part in parts) != record.nbytes:
+                parts = {Slice(byte_offset=0, nbytes=record.nbytes, crc32=crc32_on_disk(record)[0])}
+            for part in parts:
+                total ^= shift(part.crc32, nbytes - record.byte_offset - part.byte_offset - part.nbytes)
+        return total
+
+    def mismatches(self) -> list[Fault]:
+        """The records whose bytes are not those that were written."""
+        return verify(self._read)

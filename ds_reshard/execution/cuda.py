@@ -1,7 +1,7 @@
-"""The executor for buffers on a GPU: read into pinned memory, copied and dealt out on streams of their own.
+"""The executor for buffers on a GPU, what it needs of a device, and the choice between it and that of the host.
 
-Each of `threads` threads takes the next chunk of the plan and a slot of the ring, reads the chunk's bytes into the
-slot's pinned memory and sums them there, and gives the device two pieces of work: the copy to the slot's scratch memory
+Each of `threads` threads takes the next chunk of the plan and a slot of a ring of pinned memory, and reads the chunk's
+bytes into the slot and sums them there. It gives the device two pieces of work: the copy to the slot's scratch memory
 on one stream, and the dealing out into the buffers on another, which waits for the copy. An event of that second stream
 says when the slot is free again. So one chunk is read while another is copied and a third is dealt out.
 
@@ -16,20 +16,165 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
+from typing import Protocol
 
 import torch
 
 from ds_reshard.containers.crc import crc32
-from ds_reshard.errors import Fault
-from ds_reshard.execution.buffers import TensorTarget
-from ds_reshard.execution.chunks import ROW_NBYTES, Chunk, Named, Run, chunks
-from ds_reshard.execution.device import CudaDevice, Device
-from ds_reshard.execution.ports import Outcome, Saw, Slice, Target
-from ds_reshard.execution.reading import OpenFiles, ended_early, read_failed
-from ds_reshard.execution.ring import SMALLEST_NBYTES, Slot, device_failed, ring
-from ds_reshard.execution.scatter import INDEX_NUMEL, deal, scattering
-from ds_reshard.execution.threads import ThreadExecutor
+from ds_reshard.errors import ConfigError, DeviceFailed, Fault, raise_faults
+from ds_reshard.execution.buffers import TensorTarget, memory_of
+from ds_reshard.execution.interfaces import Executor, Outcome, Saw, Slice, Target
+from ds_reshard.execution.scatter import INDEX_NUMEL, ROW_NBYTES, Chunk, Named, Run, chunks, deal, scattering
+from ds_reshard.execution.threads import OpenFiles, ThreadExecutor, ended_early, read_failed
 from ds_reshard.planning.plan import Copy, Plan
+
+
+class Event(Protocol):
+    """The work that a stream had been given at some moment."""
+
+    def synchronize(self) -> None:
+        """Wait for that work. Raises RuntimeError where some of it failed."""
+
+
+class Stream(Protocol):
+    """Work that a device does in order, after the host went on."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Give the stream the tensor operations that `work` makes. Raises RuntimeError where they cannot be given."""
+
+    def record(self) -> Event: ...
+
+    def wait(self, event: Event) -> None:
+        """Work that is given from now on begins after the event's; the host does not wait."""
+
+
+class Device(Protocol):
+    """Memory and streams; RuntimeError where memory cannot be had."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the device's memory."""
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Host memory that is copied to the device beside other work; one byte an element."""
+
+    def scratch(self, nbytes: int) -> torch.Tensor:
+        """Memory of the device; one byte an element."""
+
+    def stream(self) -> Stream: ...
+
+    def given(self) -> Event:
+        """All work that the caller has given the device so far."""
+
+    def give_back(self) -> None:
+        """Give memory that nothing uses back to the device."""
+
+    def free_nbytes(self) -> int:
+        """Memory of the device that is free."""
+
+
+class CudaStream:
+    """A stream of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def run(self, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        self._stream.wait_event(event)
+
+
+class CudaDevice:
+    """A CUDA device, by number."""
+
+    def __init__(self, number: int) -> None:
+        self._device = torch.device("cuda", number)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self._device
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def scratch(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def stream(self) -> CudaStream:
+        return CudaStream(self._device)
+
+    def given(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def give_back(self) -> None:
+        torch.cuda.empty_cache()
+
+    def free_nbytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+
+SMALLEST_NBYTES = 4096
+
+
+class Slot:
+    """A place of the ring: pinned memory, scratch memory of the device, and what they were last used for."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.pinned = device.pinned(nbytes)
+        self.scratch = device.scratch(nbytes)
+        self.memory = memory_of(self.pinned)
+        self.used: tuple[Chunk, Event] | None = None
+
+    def wait(self) -> Fault | None:
+        """Wait until the device is done with the slot; what went wrong, if it did."""
+        if self.used is not None:
+            chunk, event = self.used
+            try:
+                event.synchronize()
+            except RuntimeError as error:
+                return device_failed(chunk, error)
+        return None
+
+
+def ring(device: Device, slots: int, nbytes: int) -> list[Slot] | Fault:
+    """So many slots of `nbytes`, or of the largest half, quarter, ... that there is memory for; or what is missing."""
+    while True:
+        try:
+            return [Slot(device, nbytes) for _ in range(slots)]
+        except RuntimeError as error:
+            device.give_back()
+            if nbytes // 2 < SMALLEST_NBYTES:
+                return DeviceFailed.fault(
+                    "scratch memory of the load",
+                    f"the device or the host has no memory left for it: {_first_line(error)}",
+                    f"{slots * nbytes} bytes of each, in small pieces",
+                    f"{device.free_nbytes()} bytes free on the device",
+                    mend='free memory of the device before the load, or load with "reshard": {"device": "cpu"}',
+                )
+            nbytes //= 2
+
+
+def device_failed(chunk: Chunk, error: RuntimeError) -> Fault:
+    """A device failed at a chunk, or at work before it."""
+    return DeviceFailed.fault(
+        chunk.runs[0].record.path,
+        f"the device failed at {chunk.described()}: {_first_line(error)}",
+        mend='load again in a new process, with "reshard": {"device": "cpu"} if it comes back',
+    )
+
+
+def _first_line(error: RuntimeError) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
 
 _SLOTS_A_THREAD = 2
 _LARGEST_NBYTES = 8 << 20
@@ -178,7 +323,7 @@ class _Load:
                     smaller = scattering(runs, chunk.nbytes, self._tensors, _SCARCE_NUMEL)
                     self._dealing.run(lambda: deal(slot.scratch, smaller, table, self._tensors))
                 self._dealing.run(shown)
-                slot.used(chunk, self._dealing.record())
+                slot.used = chunk, self._dealing.record()
             except RuntimeError as error:
                 return device_failed(chunk, error)
         return None
@@ -189,9 +334,11 @@ class _Load:
         What is cast is shown there whatever its size: the NaN of a cast has other bits on a GPU than on the host.
         """
         saw, there = self._executor.saw, self._executor.saw_there
-        placed = [one for run in runs for one in run.placed()]
-        others = [(copy, at) for copy, at in placed if there is not None and _shown_there(copy)]
-        small = [one for one in placed if there is None or not _shown_there(one[0])]
+        small: list[tuple[Copy, int]] = []
+        others: list[tuple[Copy, int]] = []
+        for copy, at in (placed for run in runs for placed in run.placed()):
+            apart = copy.nbytes >= _SHOWN_THERE_NBYTES or copy.dtype is not copy.target_dtype
+            (others if there is not None and apart else small).append((copy, at))
         if saw is not None and small:
             saw([copy for copy, _ in small], [slot.memory[at : at + copy.nbytes] for copy, at in small])
 
@@ -236,9 +383,64 @@ class _Load:
             self._outcome.faults.append(fault)
 
 
-def _shown_there(copy: Copy) -> bool:
-    return copy.nbytes >= _SHOWN_THERE_NBYTES or copy.dtype is not copy.target_dtype
-
-
 def _copy(slot: Slot, nbytes: int) -> None:
     slot.scratch[:nbytes].copy_(slot.pinned[:nbytes], non_blocking=True)
+
+
+def choose(
+    device: str,
+    targets: Mapping[str, TensorTarget],
+    *,
+    threads: int,
+    memory_nbytes: int,
+    checksum: bool,
+    saw: Saw | None = None,
+    saw_there: SawThere | None = None,
+    named: Named | None = None,
+) -> Executor:
+    """An executor for these targets; with "auto" and "cuda" that of a GPU, if some of them lie on one.
+
+    With "cpu" bytes for a GPU are cast on the host, and copied from memory that is not pinned.
+    """
+    gpu = gpu_of(targets) if device != "cpu" else None
+    if gpu is None:
+        return ThreadExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=checksum, saw=saw)
+    return CudaExecutor(
+        threads=threads,
+        memory_nbytes=memory_nbytes,
+        checksum=checksum,
+        saw=saw,
+        saw_there=saw_there,
+        device=gpu,
+        named=named,
+    )
+
+
+def gpu_of(targets: Mapping[str, TensorTarget]) -> Device | None:
+    """The GPU that the targets lie on; the first, where there are several: the host's executor fills the others."""
+    for target in targets.values():
+        if target.tensor.device.type == "cuda":
+            return CudaDevice(target.tensor.device.index)
+    return None
+
+
+def offline_device(device: str) -> torch.device | None:
+    """The GPU that a tool without an engine computes on: that of "cuda" alone; None is the host.
+
+    Raises ConfigError for "cuda" where there is none. Bytes of a file are summed on the host whatever is asked for.
+    """
+    raise_faults(device_faults("--device", device), subject=f"--device {device}")
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None
+
+
+def device_faults(where: str, device: str) -> Iterator[Fault]:
+    """What is wrong with a `device` that was asked for by name: "cuda" where there is none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        yield ConfigError.fault(
+            where,
+            "asks for a CUDA device, and this process has none",
+            "torch.cuda.is_available()",
+            f"torch {torch.__version__}, {built}",
+            mend=f'set {where} to "auto", which uses a GPU where there is one, or run where torch sees one',
+        )

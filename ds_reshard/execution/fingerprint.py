@@ -1,4 +1,4 @@
-"""A 64-bit fingerprint of a tensor's bytes that does not depend on how the tensor is cut.
+"""Fingerprints: 64 bits of a tensor's bytes that do not depend on how the tensor is cut, and two ways to find them.
 
 The row-major little-endian bytes, zero-padded to whole words, are signed 32-bit words w_0, w_1, ...; word i is
 number j = i mod 16384 of block b = i div 16384, and
@@ -8,29 +8,87 @@ number j = i mod 16384 of block b = i div 16384, and
 
 The sum is linear in the bytes: any range of them, padded with zeros to whole words, is summed by itself, and the
 parts are added in any order. docs/fingerprint.md has test vectors, and what the function sees.
+
+Host memory is summed by numpy, which is twice as fast as torch on a CPU, many times for small parts, and starts no
+threads beside the readers. Memory of a device is summed there by operations of torch, which run on any device.
+
+A load is proved by two sums of the same tensor. Bytes that are read count at the place that the source's layout gives
+them in the file (`Witness`); bytes in memory count at the place that the target's layout gives them there (`held`). A
+plan, an executor or a framework that puts bytes elsewhere, loses or changes some, makes the two differ.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise
+from math import prod
+from typing import NamedTuple, TypeVar
 
 import numpy
 import torch
 
-from ds_reshard.execution.buffers import memory_of
-from ds_reshard.execution.factors import BLOCK_NBYTES, BLOCK_WORDS, Wide, block_factor, sum_on_device, word_factors
+from ds_reshard.execution.buffers import memory_of, torch_dtype
 from ds_reshard.model.codec import ElementType
-from ds_reshard.model.layout import TensorKey
-from ds_reshard.model.region import Box, Region, overlap
+from ds_reshard.model.index import Index
+from ds_reshard.model.layout import Layout, Placement, TensorKey
+from ds_reshard.model.region import Box, Region, Run, overlap
+from ds_reshard.planning.plan import Copy, wanted_pieces
 
-_WORD_NBYTES = 4
-_BLOCKS = 16
+BLOCK_WORDS = 16384
+BLOCK_NBYTES = 4 * BLOCK_WORDS
+_HOST_PORTION_NBYTES = 16 * BLOCK_NBYTES
+# Products take twice as much: what stays of them in the cache of a device is not brought from memory to be summed.
+_DEVICE_PORTION_NBYTES = 256 * BLOCK_NBYTES
 _MASK = 2**64 - 1
+_FIRST_BLOCK = 2**32
 
 Bytes = bytes | bytearray | memoryview
+_Bytes = TypeVar("_Bytes", memoryview, torch.Tensor)
+_Words = numpy.ndarray[tuple[int], numpy.dtype[numpy.int32]]
+_Wide = numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]
+_Factors = TypeVar("_Factors", _Wide, torch.Tensor)
+
+
+def _signed(value: int) -> int:
+    """The int64 that has the bits of `value` modulo 2**64."""
+    return (value + 2**63 & _MASK) - 2**63
+
+
+def _factors(numbers: _Factors, first: int) -> _Factors:
+    """splitmix64(first + number) | 1 of each number: int64, modulo 2**64.
+
+    splitmix64(x) is the first output of the generator of that name (Steele, Lea, Flood 2014) that is seeded with x.
+    A shift to the right of an int64 brings in copies of its sign, which the masks take away.
+    """
+    x = numbers + _signed(first + 0x9E3779B97F4A7C15)
+    x = (x ^ (x >> 30 & 2**34 - 1)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> 27 & 2**37 - 1)) * _signed(0x94D049BB133111EB)
+    return (x ^ (x >> 31 & 2**33 - 1)) | 1
+
+
+@cache
+def word_factors() -> _Wide:
+    """T of every word of a block."""
+    return _factors(numpy.arange(BLOCK_WORDS), 0)
+
+
+@cache
+def _word_factors_on(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(word_factors()).to(device)
+
+
+def _block_factors(first: int, number: int) -> _Wide:
+    """K of `number` blocks from `first` on."""
+    return _factors(numpy.arange(number), _FIRST_BLOCK + first)
+
+
+@lru_cache(maxsize=1 << 16)
+def _block_factor(block: int) -> int:
+    return int(_block_factors(block, 1)[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +113,7 @@ class Fingerprints:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[TensorKey, tuple[int, int]] = {}
+        self._sums: dict[TensorKey, Fingerprint] = {}
         self._elsewhere: dict[TensorKey, list[torch.Tensor]] = {}
         self._lock = threading.Lock()
         self._scratch = threading.local()
@@ -63,31 +121,33 @@ class Fingerprints:
     def __getitem__(self, key: TensorKey) -> Fingerprint:
         """What was added so far; nothing for a key that is not known."""
         with self._lock:
-            value, nbytes = self._sums.get(key, (0, 0))
-            if key in self._elsewhere:
-                value = (value + sum(int(part) for part in self._elsewhere.pop(key))) & _MASK
-                self._sums[key] = value, nbytes
-        return Fingerprint(value=value, nbytes=nbytes)
+            value = sum(int(part) for part in self._elsewhere.pop(key, ()))
+            if value:
+                self._add(key, value, 0)
+            return self._sums.get(key, Fingerprint())
+
+    def _add(self, key: TensorKey, value: int, nbytes: int) -> None:
+        """Add a sum, not reduced, over so many bytes; the lock is held."""
+        self._sums[key] = self._sums.get(key, Fingerprint()) + Fingerprint(value=value, nbytes=nbytes)
 
     def add(self, key: TensorKey, byte_position: int, data: Bytes | torch.Tensor) -> None:
         """Add bytes that begin at `byte_position` of the whole tensor: memory, or a contiguous tensor."""
-        if not isinstance(data, torch.Tensor):
-            value, nbytes = self._sum(byte_position, memoryview(data).cast("B"))
-        elif data.device.type == "cpu":
-            value, nbytes = self._sum(byte_position, memory_of(data))
-        else:
+        if isinstance(data, torch.Tensor) and data.device.type != "cpu":
             self.add_elsewhere(key, byte_position, data)
             return
+        # A name of its own: `data` keeps the memory of a tensor alive until it is summed.
+        memory = memory_of(data) if isinstance(data, torch.Tensor) else memoryview(data).cast("B")
+        if not hasattr(self._scratch, "wide"):
+            self._scratch.wide = numpy.empty(_HOST_PORTION_NBYTES // 4, dtype=numpy.int64)
+        value = _sum_on_host(byte_position, memory, self._scratch.wide)
         with self._lock:
-            before, seen = self._sums.get(key, (0, 0))
-            self._sums[key] = (before + value) & _MASK, seen + nbytes
+            self._add(key, value, len(memory))
 
     def add_elsewhere(self, key: TensorKey, byte_position: int, data: torch.Tensor) -> None:
         """The same for a tensor of any device, by operations of that device."""
         part = sum_on_device(byte_position, data)
         with self._lock:
-            value, seen = self._sums.get(key, (0, 0))
-            self._sums[key] = value, seen + data.numel() * data.element_size()
+            self._add(key, 0, data.numel() * data.element_size())
             parts = self._elsewhere.setdefault(key, [])
             if parts and parts[-1].device == part.device:
                 parts[-1] += part
@@ -96,30 +156,24 @@ class Fingerprints:
 
     def add_all(self, parts: Iterable[tuple[TensorKey, int, memoryview]]) -> None:
         """Add many parts, each a key, a position and bytes as for `add`; small ones are summed together."""
-        small: list[tuple[TensorKey, int, int, Words]] = []
+        small: list[tuple[TensorKey, int, int, _Words]] = []
         for key, byte_position, data in parts:
-            if len(data) > BLOCK_NBYTES or byte_position % _WORD_NBYTES or len(data) % _WORD_NBYTES or not data:
+            if len(data) > BLOCK_NBYTES or byte_position % 4 or len(data) % 4 or not data:
                 self.add(key, byte_position, data)
                 continue
-            block, inside = divmod(byte_position // _WORD_NBYTES, BLOCK_WORDS)
-            words, left = _as_words(data), BLOCK_WORDS - inside
+            block, inside = divmod(byte_position // 4, BLOCK_WORDS)
+            words, left = numpy.frombuffer(data, "<i4"), BLOCK_WORDS - inside
             small.append((key, block, inside, words[:left]))
             if len(words) > left:
                 small.append((key, block + 1, 0, words[left:]))
-        if small:
-            self._add_small(small)
-
-    def _add_small(self, parts: list[tuple[TensorKey, int, int, Words]]) -> None:
-        """Add words, each run inside one block."""
-        factors = word_factors()
-        runs = [factors[inside : inside + len(words)] for _, _, inside, words in parts]
-        starts = list(accumulate((len(words) for *_, words in parts[:-1]), initial=0))
-        products = numpy.concatenate([words for *_, words in parts]) * numpy.concatenate(runs)
-        totals = numpy.add.reduceat(products, starts).tolist()
+        if not small:
+            return
+        factors = [word_factors()[inside : inside + len(words)] for _, _, inside, words in small]
+        products = numpy.concatenate([words for *_, words in small]) * numpy.concatenate(factors)
+        starts = list(accumulate((len(words) for *_, words in small[:-1]), initial=0))
         with self._lock:
-            for (key, block, _, words), total in zip(parts, totals, strict=True):
-                before, seen = self._sums.get(key, (0, 0))
-                self._sums[key] = (before + block_factor(block) * total) & _MASK, seen + words.nbytes
+            for (key, block, _, words), total in zip(small, numpy.add.reduceat(products, starts).tolist(), strict=True):
+                self._add(key, _block_factor(block) * total, words.nbytes)
 
     def add_region(self, key: TensorKey, shape: tuple[int, ...], region: Region, data: torch.Tensor) -> None:
         """Add the elements of `region` of a tensor of that shape; `data` holds them as the region stores them."""
@@ -128,12 +182,6 @@ class Fingerprints:
         for run in overlap(region, Region(box=whole, start=0, stop=whole.numel)):
             part = flat[run.first_offset : run.first_offset + run.numel]
             self.add(key, run.second_offset * flat.element_size(), part)
-
-    def _sum(self, byte_position: int, data: memoryview) -> tuple[int, int]:
-        """The sum over some bytes, not reduced, and their number."""
-        if not hasattr(self._scratch, "wide"):
-            self._scratch.wide = numpy.empty(_BLOCKS * BLOCK_WORDS, dtype=numpy.int64)
-        return sum(_sum_of_words(*run, self._scratch.wide) for run in _words(byte_position, data)), len(data)
 
 
 class FingerprintTarget:
@@ -166,46 +214,175 @@ def fingerprint_of(data: Bytes | torch.Tensor) -> Fingerprint:
     return sums[key]
 
 
-Words = numpy.ndarray[tuple[int], numpy.dtype[numpy.int32]]
-_WORD = numpy.dtype("<i4")
-
-
-def _words(byte_position: int, data: memoryview) -> Iterator[tuple[int, Words]]:
-    """The bytes as words, each run with the number of its first; what is cut of a word is zero."""
-    first, lead = divmod(byte_position, _WORD_NBYTES)
-    if not lead and data and not len(data) % _WORD_NBYTES:
-        yield first, _as_words(data)
-        return
-    head = data[: _WORD_NBYTES - lead] if lead else data[:0]
-    if head:
-        yield first, _as_words(bytes(lead) + bytes(head) + bytes(_WORD_NBYTES - lead - len(head)))
-        first += 1
-    whole = (len(data) - len(head)) // _WORD_NBYTES
-    if whole:
-        yield first, _as_words(data[len(head) : len(head) + whole * _WORD_NBYTES])
-    tail = bytes(data[len(head) + whole * _WORD_NBYTES :])
-    if tail:
-        yield first + whole, _as_words(tail + bytes(_WORD_NBYTES - len(tail)))
-
-
-def _as_words(data: bytes | memoryview) -> Words:
-    return numpy.frombuffer(data, _WORD)
-
-
-def _sum_of_words(first: int, words: Words, wide: Wide) -> int:
-    """The sum over words that begin with number `first`; numpy, unlike torch, starts no threads beside the readers."""
-    block, inside = divmod(first, BLOCK_WORDS)
-    if inside + len(words) <= BLOCK_WORDS:
-        return block_factor(block) * int(numpy.dot(words, word_factors()[inside : inside + len(words)]))
-    total, at = 0, 0
-    while at < len(words):
-        block, inside = divmod(first + at, BLOCK_WORDS)
-        part = words[at : at + len(wide) - inside]
-        rows = -(-(inside + len(part)) // BLOCK_WORDS)
-        wide[:inside] = 0
-        numpy.copyto(wide[inside : inside + len(part)], part)
-        wide[inside + len(part) : rows * BLOCK_WORDS] = 0
-        sums = numpy.einsum("ij,j->i", wide[: rows * BLOCK_WORDS].reshape(rows, -1), word_factors()).tolist()
-        total += sum(block_factor(block + row) * value for row, value in enumerate(sums))
-        at += len(part)
+def _sum_on_host(byte_position: int, data: memoryview, wide: _Wide) -> int:
+    """The sum over bytes, not reduced; `wide` is room for the words of a portion as int64."""
+    total, start = 0, 0
+    while start < len(data):
+        stop = min(len(data), start + _HOST_PORTION_NBYTES - (byte_position + start) % _HOST_PORTION_NBYTES)
+        number, lead = divmod(byte_position + start, 4)
+        part: Bytes = data[start:stop]
+        if lead or len(part) % 4:
+            part = bytes(lead) + bytes(part) + bytes(-(lead + len(part)) % 4)
+        words: _Words = numpy.frombuffer(part, "<i4")
+        block, inside = divmod(number, BLOCK_WORDS)
+        rows, end = -(-(inside + len(words)) // BLOCK_WORDS), inside + len(words)
+        if rows == 1:
+            total += _block_factor(block) * int(numpy.dot(words, word_factors()[inside:end]))
+        else:
+            wide[:inside] = 0
+            wide[inside:end] = words
+            wide[end : rows * BLOCK_WORDS] = 0
+            sums = numpy.einsum("ij,j->i", wide[: rows * BLOCK_WORDS].reshape(rows, -1), word_factors())
+            total += int(numpy.dot(sums, _block_factors(block, rows)))
+        start = stop
     return total
+
+
+def sum_on_device(byte_position: int, data: torch.Tensor) -> torch.Tensor:
+    """The sum over a contiguous tensor that begins at `byte_position` of the whole: one int64, modulo 2**64.
+
+    It lies where the tensor lies, and is not waited for. CUDA has no matrix product of integers (torch 2.13), so
+    products are made, then summed, a portion at a time. Whole blocks are read in place, if they begin at a multiple of
+    four bytes of memory; others are padded.
+    """
+    flat = data.detach().view(-1).view(torch.uint8)
+    first, lead = divmod(byte_position, BLOCK_NBYTES)
+    sums = torch.zeros(-(-(lead + len(flat)) // BLOCK_NBYTES), dtype=torch.int64, device=flat.device)
+    head = min(len(flat), -byte_position % BLOCK_NBYTES)
+    tail = len(flat) - (len(flat) - head) % BLOCK_NBYTES
+    for start, stop in pairwise((0, *range(head, tail, _DEVICE_PORTION_NBYTES), tail, len(flat))):
+        if start < stop:
+            block, inside = divmod(lead + start, BLOCK_NBYTES)
+            words = _in_blocks(flat[start:stop], inside)
+            torch.sum(words * _word_factors_on(flat.device), 1, out=sums[block : block + len(words)])
+    blocks = torch.arange(len(sums), dtype=torch.int64, device=flat.device)
+    return (sums * _factors(blocks, _FIRST_BLOCK + first)).sum()
+
+
+def _in_blocks(part: torch.Tensor, inside: int) -> torch.Tensor:
+    """Bytes that begin at `inside` of a block, as rows of words: in place where that can be, else with zeros around."""
+    rows = -(-(inside + len(part)) // BLOCK_NBYTES)
+    if len(part) != rows * BLOCK_NBYTES or part.storage_offset() % 4 or part.data_ptr() % 4:
+        padded = torch.zeros(rows * BLOCK_NBYTES, dtype=torch.uint8, device=part.device)
+        padded[inside : inside + len(part)] = part
+        part = padded
+    return part.view(torch.int32).view(rows, BLOCK_WORDS)
+
+
+class _Span(NamedTuple):
+    """Bytes [start, stop) of a file: elements of `key` from number `element` on.
+
+    They are wanted among `room` elements of a buffer, from number `element_offset` on.
+    """
+
+    start: int
+    stop: int
+    key: TensorKey
+    element: int
+    element_offset: int
+    room: int
+
+    def holds(self, element_offset: int) -> bool:
+        return 0 <= element_offset - self.element_offset < self.room
+
+
+class _Spans:
+    """The spans of one file that are wanted in one buffer; tied tensors share bytes, so spans may overlap."""
+
+    def __init__(self, spans: list[_Span]) -> None:
+        self._spans = sorted(spans, key=lambda span: span.start)
+        self._reach = list(accumulate((span.stop for span in self._spans), max))
+
+    def over(self, start: int, stop: int) -> Iterator[_Span]:
+        for at in range(bisect_right(self._reach, start), len(self._spans)):
+            span = self._spans[at]
+            if span.start >= stop:
+                return
+            if span.stop > start:
+                yield span
+
+
+class Witness:
+    """Sums what a rank reads, by target tensor, in the target's type: bytes that are cast count as they are cast.
+
+    `wants` maps target tensors to source tensors, as for `plan_rank`; `sums` has the fingerprints of the parts that
+    were seen. `saw` may be called from any thread.
+    """
+
+    def __init__(self, source: Index, target: Layout, rank: int, wants: Mapping[TensorKey, TensorKey]) -> None:
+        self.sums = Fingerprints()
+        found: dict[tuple[str, str], list[_Span]] = {}
+        for placement, piece in wanted_pieces(target, rank, wants):
+            origin, region = source.layout[wants[placement.key]], placement.region(piece)
+            for path, span in _source_spans(source, origin, placement.key, region, piece.element_offset):
+                found.setdefault((path, placement.buffer), []).append(span)
+        self._spans = {place: _Spans(spans) for place, spans in found.items()}
+
+    def saw(self, copies: Sequence[Copy], views: Sequence[memoryview]) -> None:
+        """Count the bytes of copies, as they were read."""
+        self.sums.add_all(
+            (key, position, _cast(copy, part))
+            for copy, data in zip(copies, views, strict=True)
+            for key, position, part in self._parts(copy, data)
+        )
+
+    def saw_there(self, copies: Sequence[Copy], tensors: Sequence[torch.Tensor]) -> None:
+        """The same of copies whose bytes are tensors on a device, by operations of that device."""
+        for copy, data in zip(copies, tensors, strict=True):
+            for key, position, part in self._parts(copy, data):
+                self.sums.add(key, position, part.view(torch_dtype(copy.dtype)).to(torch_dtype(copy.target_dtype)))
+
+    def _parts(self, copy: Copy, data: _Bytes) -> Iterator[tuple[TensorKey, int, _Bytes]]:
+        """The tensors that a copy holds bytes of, with their position in the tensor and themselves."""
+        spans = self._spans.get((copy.path, copy.buffer))
+        begin, itemsize = copy.byte_offset, copy.dtype.itemsize
+        stop = begin + copy.numel * itemsize
+        for span in spans.over(begin, stop) if spans is not None else ():
+            first, last = max(span.start, begin), min(span.stop, stop)
+            if (first - span.start) % itemsize or (first - begin) % itemsize:
+                continue  # between two elements of the tensor: nothing that it holds
+            if not span.holds(copy.element_offset + (first - begin) // itemsize):
+                continue
+            part = data[first - begin : last - begin]
+            position = (span.element + (first - span.start) // itemsize) * copy.target_dtype.itemsize
+            yield span.key, position, part
+
+
+def held(layout: Layout, rank: int, buffers: Mapping[str, torch.Tensor]) -> Fingerprints:
+    """The fingerprints of a rank's parts as its buffers hold them now; a buffer that is not there holds nothing."""
+    sums = Fingerprints()
+    for key, placement in layout.placements.items():
+        flat = buffers.get(placement.buffer)
+        if flat is None:
+            continue
+        for region, element_offset in placement.regions(rank):
+            part = flat.detach().reshape(-1)[element_offset : element_offset + region.numel]
+            sums.add_region(key, placement.shape, region, part)
+    return sums
+
+
+def _source_spans(
+    source: Index, origin: Placement, key: TensorKey, wanted: Region, wanted_offset: int
+) -> Iterator[tuple[str, _Span]]:
+    """Where the files hold elements of `wanted`, a region of the target `key` at `wanted_offset` of its buffer."""
+    whole = Region(box=Box.whole(origin.shape), start=0, stop=prod(origin.shape))
+    room = wanted.numel
+    for part, piece in source.pieces(origin, wanted):
+        extent = source.open(origin.family, piece.shard).get(origin.buffer)
+        if extent is None:
+            continue
+        if part.box == whole.box:
+            runs: Iterable[Run] = (Run(0, piece.start, piece.stop - piece.start),)
+        else:
+            runs = overlap(part.region(piece), whole)
+        itemsize = extent.dtype.itemsize
+        for first, element, numel in runs:
+            start = extent.byte_offset + (piece.element_offset + first) * itemsize
+            yield extent.path, _Span(start, start + numel * itemsize, key, element, wanted_offset, room)
+
+
+def _cast(copy: Copy, data: memoryview) -> memoryview:
+    if copy.dtype is copy.target_dtype:
+        return data
+    cast = torch.frombuffer(data, dtype=torch_dtype(copy.dtype)).to(torch_dtype(copy.target_dtype))
+    return cast.view(torch.uint8).numpy().data

@@ -1,21 +1,117 @@
-"""Elements of one buffer to their places in others, by as few tensor operations as their pattern allows.
+"""Copies of a plan as chunks that are read into one buffer each, and dealt out from there to the places they are for.
 
-Rows at equal distances (the rows of a tensor-parallel shard, interleaved heads) are one strided copy; rows without a
-pattern go by an index that is made where the tensors lie. No operation is made for a row of its own, unless the row is
-a large part of the chunk.
+A chunk is bytes of files in a buffer of bounded size. It is dealt out by as few tensor operations as the pattern of its
+rows allows: rows at equal distances (the rows of a tensor-parallel shard, interleaved heads) are one strided copy, and
+rows without a pattern go by an index that is made where the tensors lie. No operation is made for a row of its own,
+unless the row is a large part of the chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd, prod
 
 import torch
 
 from ds_reshard.execution.buffers import torch_dtype
-from ds_reshard.execution.chunks import Run
 from ds_reshard.model.codec import ElementType
+from ds_reshard.model.index import Record
+from ds_reshard.planning.plan import Copy
+
+_ALIGNMENT = 16  # of the widest element type, complex128
+ROW_NBYTES = 24
+"""Room that a chunk keeps behind its bytes for each copy: three int64 that say where its elements come from and go."""
+
+
+Named = Callable[[Copy], str]
+"""Says of which tensors the elements of a copy are, for whoever reads of a failure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Copies of one type that follow each other in a record: they are read together, to `position` of a chunk."""
+
+    position: int
+    copies: list[Copy]
+
+    @property
+    def record(self) -> Record:
+        return self.copies[0].record
+
+    @property
+    def byte_offset(self) -> int:
+        return self.copies[0].byte_offset
+
+    @property
+    def nbytes(self) -> int:
+        return self.copies[-1].byte_offset + self.copies[-1].nbytes - self.byte_offset
+
+    def continues_with(self, copy: Copy) -> bool:
+        """Whether the copy may be the next; bytes of another type might not be aligned there."""
+        last = self.copies[-1]
+        return (
+            last.record == copy.record
+            and last.byte_offset + last.nbytes == copy.byte_offset
+            and last.dtype is copy.dtype
+        )
+
+    def placed(self) -> Iterator[tuple[Copy, int]]:
+        """Each copy with its place in the chunk, in bytes."""
+        at = self.position
+        for copy in self.copies:
+            yield copy, at
+            at += copy.nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Runs that lie one behind the other in `nbytes` bytes, each aligned for its elements."""
+
+    runs: tuple[Run, ...]
+    nbytes: int
+    named: Named | None = None
+
+    def described(self) -> str:
+        """Which elements of which buffers, and of which tensors, it fills; the first of many."""
+        copies = [copy for run in self.runs for copy in run.copies]
+        named = [
+            f"{copy.buffer} elements [{copy.element_offset}, {copy.element_offset + copy.numel})"
+            + (f" ({self.named(copy)})" if self.named is not None else "")
+            for copy in copies[:4]
+        ]
+        return ", ".join(named) + (f" and {len(copies) - 4} more" if len(copies) > 4 else "")
+
+
+def chunks(copies: Iterable[Copy], capacity_nbytes: int, named: Named | None = None) -> Iterator[Chunk]:
+    """The same copies, in order, cut so that each chunk with the rows of its copies stays within the capacity.
+
+    ValueError for a capacity that one element and its row do not fit in.
+    """
+    if capacity_nbytes < 2 * _ALIGNMENT + ROW_NBYTES:
+        raise ValueError(f"no element fits in {capacity_nbytes} bytes beside its row")
+    runs: list[Run] = []
+    rows = stop = 0
+    for copy in copies:
+        at = 0
+        while at < copy.numel:
+            joins = bool(runs) and runs[-1].continues_with(copy)
+            start = stop if joins else -(-stop // _ALIGNMENT) * _ALIGNMENT
+            room = capacity_nbytes - start - _ALIGNMENT - (rows + 1) * ROW_NBYTES
+            numel = min(copy.numel - at, room // copy.dtype.itemsize)
+            if numel < 1:
+                yield Chunk(runs=tuple(runs), nbytes=stop, named=named)
+                runs, rows, stop = [], 0, 0
+                continue
+            part = copy.part(at, numel)
+            if joins:
+                runs[-1].copies.append(part)
+            else:
+                runs.append(Run(position=start, copies=[part]))
+            at, rows, stop = at + numel, rows + 1, start + part.nbytes
+    if runs:
+        yield Chunk(runs=tuple(runs), nbytes=stop, named=named)
+
 
 _FEW = 8
 _LARGE_SHARE = 16
@@ -38,6 +134,13 @@ class Block:
     @property
     def numel(self) -> int:
         return prod(self.sizes)
+
+    def rows(self) -> list[tuple[int, int]]:
+        """Where each row begins, in the source and in the target."""
+        found = [(self.source, self.target)]
+        for size, here, there in zip(self.sizes[:-1], self.source_steps, self.target_steps, strict=False):
+            found = [(source + i * here, target + i * there) for source, target in found for i in range(size)]
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +185,15 @@ def scattering(
     for run in runs:
         for copy, at in run.placed():
             group = groups.setdefault((copy.buffer, copy.dtype), [])
-            group.append(_row(at // copy.dtype.itemsize, copy.element_offset, copy.numel))
+            group.append(
+                Block(
+                    source=at // copy.dtype.itemsize,
+                    target=copy.element_offset,
+                    sizes=(copy.numel,),
+                    source_steps=(1,),
+                    target_steps=(1,),
+                )
+            )
     table: tuple[list[int], list[int], list[int]] = ([], [], [])
     scatters = []
     for (buffer, dtype), group in groups.items():
@@ -93,7 +204,9 @@ def scattering(
         small = [block for block in blocks if block.numel < small_numel]
         unit, first = _unit(small, targets[buffer], dtype), len(table[0])
         for block in small:
-            _tabulate(block, unit // dtype.itemsize, table)
+            for row in block.rows():
+                for column, value in zip(table, (*row, block.sizes[-1]), strict=True):
+                    column.append(value * dtype.itemsize // unit)
         large = tuple(block for block in blocks if block.numel >= small_numel)
         portions = tuple(_portions(table[2], first, index_numel))
         scatters.append(Scatter(buffer=buffer, dtype=dtype, blocks=large, portions=portions, unit_nbytes=unit))
@@ -109,10 +222,6 @@ def _unit(blocks: Iterable[Block], target: torch.Tensor, dtype: ElementType) -> 
         common = gcd(common, block.source, block.target, block.sizes[-1])
         common = gcd(common, *block.source_steps[:-1], *block.target_steps[:-1])
     return next(unit for unit in _UNITS if common * dtype.itemsize % unit == 0)
-
-
-def _row(source: int, target: int, numel: int) -> Block:
-    return Block(source=source, target=target, sizes=(numel,), source_steps=(1,), target_steps=(1,))
 
 
 def joined(blocks: Iterable[Block]) -> list[Block]:
@@ -150,23 +259,6 @@ def _stacked(alike: list[Block]) -> Block:
         source_steps=(source_step, *first.source_steps),
         target_steps=(target_step, *first.target_steps),
     )
-
-
-def _tabulate(block: Block, divisor: int, table: tuple[list[int], list[int], list[int]]) -> None:
-    """Add the rows of a block to the table, in units of so many elements."""
-    if len(block.sizes) == 1:
-        for column, value in zip(table, (block.source, block.target, block.numel), strict=True):
-            column.append(value // divisor)
-        return
-    for i in range(block.sizes[0]):
-        inner = Block(
-            source=block.source + i * block.source_steps[0],
-            target=block.target + i * block.target_steps[0],
-            sizes=block.sizes[1:],
-            source_steps=block.source_steps[1:],
-            target_steps=block.target_steps[1:],
-        )
-        _tabulate(inner, divisor, table)
 
 
 def deal(chunk: torch.Tensor, how: Scattering, table: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> None:

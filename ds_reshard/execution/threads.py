@@ -4,25 +4,73 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ds_reshard.containers.crc import crc32
-from ds_reshard.errors import Fault
-from ds_reshard.execution.ports import Outcome, Saw, Slice, Target
-from ds_reshard.execution.reading import OpenFiles, ended_early, read_failed
+from ds_reshard.errors import CheckpointDamaged, Fault, ReadFailed
+from ds_reshard.execution.interfaces import Outcome, Saw, Slice, Target
 from ds_reshard.model.index import Record
-from ds_reshard.planning.budget import cut_checks, cut_copies
-from ds_reshard.planning.plan import Check, Copy, Plan
+from ds_reshard.planning.plan import Copy, Plan, cut_checks, cut_copies
+
+
+class OpenFiles:
+    """File descriptors by path, each closed when its last reader is done; `paths` names one for each reader."""
+
+    def __init__(self, paths: Iterable[str], outcome: Outcome) -> None:
+        self._left = Counter(paths)
+        self._open: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._outcome = outcome
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+        self._open.clear()
+
+    def acquire(self, path: str) -> int:
+        with self._lock:
+            if path not in self._open:
+                self._open[path] = os.open(path, os.O_RDONLY)
+                self._outcome.files_opened += 1
+            return self._open[path]
+
+    def release(self, path: str) -> None:
+        with self._lock:
+            self._left[path] -= 1
+            if not self._left[path] and path in self._open:
+                os.close(self._open.pop(path))
+
+
+def read_failed(path: str, error: OSError) -> Fault:
+    """What the operating system said when it could not read."""
+    return ReadFailed.fault(
+        path, f"cannot read: {error.strerror or error}", mend="check the file system, then load again"
+    )
+
+
+def ended_early(path: str, byte_offset: int, nbytes: int, end: int) -> Fault:
+    """A file that ends at `end`, before the `nbytes` bytes at `byte_offset` that it had when it was opened."""
+    return CheckpointDamaged.fault(
+        path,
+        "the file ended while it was read: it was truncated after it was opened",
+        f"{nbytes} bytes at {byte_offset}",
+        f"end of file at {end}",
+        mend="restore the file, then load again",
+    )
+
 
 # Large enough that a system call costs nothing, small enough that the checksum finds the bytes in cache.
 _CHUNK_NBYTES = 2 << 20
 _VECTORS = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Batch:
+class _Batch(NamedTuple):
     """Reads that lie together in one record: one vectored system call fills all of them."""
 
     record: Record
@@ -47,15 +95,16 @@ class ThreadExecutor:
         outcome = Outcome()
         for fill in plan.fills:
             targets[fill.buffer].zero(fill.element_offset, fill.numel)
-        batches = list(self._batches(plan, targets))
-        work = _Work(targets=targets, outcome=outcome, executor=self)
+        batches = list(self._batches(plan))
+        files = OpenFiles((batch.record.path for batch in batches), outcome)
+        work = _Work(targets=targets, outcome=outcome, files=files, executor=self)
         left = iter(batches)  # next() of a list's iterator is atomic: each thread takes the next batch
-        with work.files(batches), ThreadPoolExecutor(self.threads, thread_name_prefix="ds-reshard") as pool:
+        with files, ThreadPoolExecutor(self.threads, thread_name_prefix="ds-reshard") as pool:
             for done in [pool.submit(work.run_all, left) for _ in range(min(self.threads, len(batches)))]:
                 done.result()
         return outcome
 
-    def _batches(self, plan: Plan, targets: Mapping[str, Target]) -> Iterator[_Batch]:
+    def _batches(self, plan: Plan) -> Iterator[_Batch]:
         pending: list[Copy] = []
         size = 0
         for copy in cut_copies(plan.copies, self.chunk_nbytes):
@@ -67,57 +116,40 @@ class ThreadExecutor:
                 and len(pending) < _VECTORS
             )
             if pending and not joins:
-                yield _batch(pending)
+                yield _Batch(pending[0].record, pending[0].byte_offset, size, tuple(pending))
                 pending, size = [], 0
             pending.append(copy)
             size += copy.nbytes
         if pending:
-            yield _batch(pending)
+            yield _Batch(pending[0].record, pending[0].byte_offset, size, tuple(pending))
         if self.checksum:
-            yield from _check_batches(cut_checks(plan.checks, self.chunk_nbytes))
-
-
-def _batch(copies: list[Copy]) -> _Batch:
-    return _Batch(
-        record=copies[0].record,
-        byte_offset=copies[0].byte_offset,
-        nbytes=sum(copy.nbytes for copy in copies),
-        copies=tuple(copies),
-    )
-
-
-def _check_batches(checks: Iterable[Check]) -> Iterator[_Batch]:
-    for check in checks:
-        yield _Batch(record=check.record, byte_offset=check.byte_offset, nbytes=check.nbytes, copies=())
+            for check in cut_checks(plan.checks, self.chunk_nbytes):
+                yield _Batch(*check, copies=())
 
 
 class _Work:
     """One execution: what the threads share."""
 
-    def __init__(self, *, targets: Mapping[str, Target], outcome: Outcome, executor: ThreadExecutor) -> None:
+    def __init__(
+        self, *, targets: Mapping[str, Target], outcome: Outcome, files: OpenFiles, executor: ThreadExecutor
+    ) -> None:
         self._targets = targets
         self._outcome = outcome
+        self._files = files
         self._executor = executor
         self._lock = threading.Lock()
         self._scratch = threading.local()
 
-    def files(self, batches: list[_Batch]) -> OpenFiles:
-        self._files = OpenFiles((batch.record.path for batch in batches), self._outcome)
-        return self._files
-
     def run_all(self, batches: Iterator[_Batch]) -> None:
         """Run batches until none is left; the iterator is shared with the other threads."""
         for batch in batches:
-            self.run(batch)
-
-    def run(self, batch: _Batch) -> None:
-        path = batch.record.path
-        try:
-            self._move(batch, self._files.acquire(path))
-        except OSError as error:
-            self._fault(read_failed(path, error))
-        finally:
-            self._files.release(path)
+            path = batch.record.path
+            try:
+                self._move(batch, self._files.acquire(path))
+            except OSError as error:
+                self._fault(read_failed(path, error))
+            finally:
+                self._files.release(path)
 
     def _move(self, batch: _Batch, fd: int) -> None:
         views, staged = self._views(batch)

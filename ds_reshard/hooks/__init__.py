@@ -8,8 +8,7 @@ imported; `installed` lists. A host that does not look as its table says is a Ho
 from __future__ import annotations
 
 from ds_reshard.hooks.declare import Function, HostHooks, Patch, Wrapper
-from ds_reshard.hooks.install import install, install_on_import, refused, uninstall
-from ds_reshard.hooks.installation import Installation
+from ds_reshard.hooks.installation import Installation, install, install_on_import, refused, uninstall
 from ds_reshard.hooks.status import HookStatus, installed
 
 __all__ = [

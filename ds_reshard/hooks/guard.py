@@ -1,21 +1,117 @@
-"""Whether a host looks as its table says: every deviation is found, not the first."""
+"""Where a target lives, and whether a host looks as its table says: every deviation is found, not the first."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 from packaging.version import InvalidVersion
 
 from ds_reshard.errors import Fault, HookError
 from ds_reshard.hooks.declare import Function, HostHooks, Patch
-from ds_reshard.hooks.site import locate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """The class or module that a patch names, and the attribute exactly as it is stored there.
+
+    `stored` is what `__dict__` holds, so a staticmethod is still one; `inherited` says that the class
+    that was named does not hold the attribute itself.
+    """
+
+    owner: type | ModuleType
+    name: str
+    stored: object
+    inherited: bool
+
+    def holds(self, value: object) -> bool:
+        """Whether `value` itself is what the owner holds at this moment."""
+        return vars(self.owner).get(self.name) is value
+
+    def put_back(self) -> None:
+        """Leave the owner as it was found: the identical object, or no attribute where it was inherited."""
+        if self.inherited:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.stored)
+
+    def function(self) -> Function | None:
+        """The function to wrap, or None where the attribute is of a kind that cannot be wrapped safely."""
+        stored = self.stored
+        if isinstance(stored, type):
+            return None
+        if isinstance(self.owner, ModuleType):
+            return stored if callable(stored) else None
+        if issubclass(type(stored), (staticmethod, classmethod, property)):
+            inner = stored.fget if isinstance(stored, property) else getattr(stored, "__func__", None)
+            return inner if callable(inner) else None
+        if type(stored) is FunctionType:
+            return stored
+        # An object proxy (wrapt) reports the class of what it wraps, hence type() above. A proxy of a
+        # method is bound at each call, as Python does; a proxy of another descriptor is refused.
+        if isinstance(stored, (staticmethod, classmethod, property)) or not hasattr(type(stored), "__get__"):
+            return None
+        return _bound_at_call(stored) if callable(stored) else None
+
+    def dressed(self, function: Function) -> object:
+        """`function` as the same kind of descriptor as the attribute that it replaces."""
+        stored = self.stored
+        if isinstance(self.owner, ModuleType):
+            return function
+        if issubclass(type(stored), staticmethod):
+            return staticmethod(function)
+        if issubclass(type(stored), classmethod):
+            return classmethod(function)
+        if isinstance(stored, property) and issubclass(type(stored), property):
+            return property(function, stored.fset, stored.fdel, stored.__doc__)
+        return function
+
+
+def locate(patch: Patch) -> Site | None:
+    """The site of a target whose module is loaded, or None where it has no such attribute. Imports nothing."""
+    owner: object = sys.modules.get(patch.module)
+    for name in patch.path[:-1]:
+        owner = inspect.getattr_static(owner, name, None)
+    name = patch.path[-1]
+    if isinstance(owner, ModuleType):
+        return Site(owner=owner, name=name, stored=vars(owner)[name], inherited=False) if name in vars(owner) else None
+    if not isinstance(owner, type):
+        return None
+    for holder in owner.__mro__:
+        if name in vars(holder):
+            return Site(owner=owner, name=name, stored=vars(holder)[name], inherited=holder is not owner)
+    return None
+
+
+def holders(package: str, value: object) -> Iterator[tuple[ModuleType, str]]:
+    """Every loaded module of `package` that holds `value` itself, and under which name.
+
+    `from m import f` copies the reference; a patch of `m.f` alone would miss such copies.
+    """
+    for name, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType) or not (name == package or name.startswith(package + ".")):
+            continue
+        # object.__getattribute__: a module behind importlib.util.LazyLoader loads when it is looked at.
+        for attribute, held in list(object.__getattribute__(module, "__dict__").items()):
+            if held is value:
+                yield module, attribute
+
+
+def _bound_at_call(descriptor: Function) -> Function:
+    def method(self: object, *args: object, **kwargs: object) -> object:
+        bound: Function = descriptor.__get__(self, type(self))
+        return bound(*args, **kwargs)
+
+    return functools.wraps(descriptor)(method)
 
 
 def load(hooks: HostHooks) -> list[Fault]:
@@ -69,15 +165,8 @@ def version_faults(hooks: HostHooks) -> list[Fault]:
             return []
     except InvalidVersion:
         pass  # not a PEP 440 version, so in no range: the fault below shows it
-    return [
-        HookError.fault(
-            hooks.distribution,
-            "version outside the range that the patches were written for",
-            hooks.versions,
-            version or "not installed",
-            mend=_tested_install(hooks),
-        )
-    ]
+    what, mend = "version outside the range that the patches were written for", _tested_install(hooks)
+    return [HookError.fault(hooks.distribution, what, hooks.versions, version or "not installed", mend=mend)]
 
 
 def patch_faults(hooks: HostHooks, patch: Patch) -> list[Fault]:
@@ -86,22 +175,14 @@ def patch_faults(hooks: HostHooks, patch: Patch) -> list[Fault]:
         what = f"vendored: {patch.module} carries the source patch ({patch.vendored_marker} is set)"
         mend = "leave out the install, as the source patch does its work, or revert the source patch"
         return [HookError.fault(patch.target, what, mend=mend)]
-    site = locate(patch)
+    site, mend = locate(patch), _tested_install(hooks)
     if site is None:
-        what = "no such attribute"
-        return [HookError.fault(patch.target, what, mend=_tested_install(hooks))]
+        return [HookError.fault(patch.target, "no such attribute", mend=mend)]
     function = site.function()
     if function is None:
-        return [
-            HookError.fault(
-                patch.target,
-                "cannot be wrapped",
-                "function, method, staticmethod, classmethod or property",
-                type(site.stored).__name__,
-                mend=_tested_install(hooks),
-            )
-        ]
-    return _signature_faults(hooks, patch, function)
+        kinds, found = "function, method, staticmethod, classmethod or property", type(site.stored).__name__
+        return [HookError.fault(patch.target, "cannot be wrapped", kinds, found, mend=mend)]
+    return _signature_faults(patch, function, mend)
 
 
 def vendored(patch: Patch) -> bool:
@@ -128,27 +209,20 @@ def beside_vendored(hooks: HostHooks) -> tuple[Patch, ...]:
     return tuple(patch for patch in hooks.patches if patch.vendored_marker is None)
 
 
-def _signature_faults(hooks: HostHooks, patch: Patch, function: Function) -> list[Fault]:
-    mend = _tested_install(hooks)
+def _signature_faults(patch: Patch, function: Function, mend: str) -> list[Fault]:
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        parameters = inspect.signature(function).parameters.values()
+        names = [str(one.replace(annotation=one.empty, default=one.empty)) for one in parameters]
     except (TypeError, ValueError):  # a builtin without a signature
         names = ["?"]
-    else:
-        names = [
-            str(parameter.replace(annotation=parameter.empty, default=parameter.empty)) for parameter in parameters
-        ]
     expected, found = _without_receiver(patch.signature), _without_receiver(names)
     if found[: len(expected)] == expected:
         return []
     if found and all(name.startswith("*") for name in found):
         place = getattr(function, "__module__", "another library")
         mend = f"install ds_reshard before {place} wraps {patch.target}, or have that wrapper use functools.wraps"
-    return [
-        HookError.fault(
-            patch.target, "another signature", f"({', '.join(expected)}, ...)", f"({', '.join(found)})", mend=mend
-        )
-    ]
+    wanted, there = f"({', '.join(expected)}, ...)", f"({', '.join(found)})"
+    return [HookError.fault(patch.target, "another signature", wanted, there, mend=mend)]
 
 
 def _without_receiver(names: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from packaging.version import InvalidVersion
 
 from ds_reshard.hooks import guard
 from ds_reshard.hooks.declare import HostHooks, Patch
-from ds_reshard.hooks.registry import REGISTRY
+from ds_reshard.hooks.installation import REGISTRY
 
 State = Literal["installed", "available", "vendored", "refused", "framework absent"]
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force
 from ds_reshard.errors import ConfigError, ReshardError
-from ds_reshard.formats.megatron.files import is_megatron
-from ds_reshard.formats.megatron.past import read_past as megatron_past
+from ds_reshard.formats.megatron.checkpoint import is_megatron
+from ds_reshard.formats.megatron.checkpoint import read_past as megatron_past
 from ds_reshard.formats.zero.past import read_past
 from ds_reshard.model.conversion_plan import ConversionPlan
 from ds_reshard.model.difference import Difference
@@ -24,9 +24,9 @@ from ds_reshard.operations.foresight import plan_listing
 from ds_reshard.operations.inspection import describe
 from ds_reshard.operations.options import FORMATS, Conversion, Options, Progress, Reading
 from ds_reshard.operations.pickles import scan_files, scan_pickles, siblings, untold
-from ds_reshard.resume import coming, megatron_coming
-from ds_reshard.resume.coming import ComingRun
-from ds_reshard.resume.megatron_run import read_run
+from ds_reshard.resume import lr_preview, megatron
+from ds_reshard.resume.lr_preview import ComingRun
+from ds_reshard.resume.megatron import read_run
 
 __all__ = [
     "FORMATS",
@@ -238,7 +238,7 @@ def coming_run(
     """The learning rates of the run that will resume the checkpoint in `path`.
 
     The run is given as its DeepSpeed JSON `config`, or as the `flags` of its command line for a checkpoint of
-    Megatron-LM. `path` and `tag` as for `inspect`; `steps` and `version` as for `resume.coming.coming_run`. Opens
+    Megatron-LM. `path` and `tag` as for `inspect`; `steps` and `version` as for `resume.lr_preview.coming_run`. Opens
     one model file and one optimizer file, and executes nothing from them.
 
     Raises what a load raises for files that are missing or damaged, ConfigError for a JSON or flags that cannot be
@@ -252,14 +252,14 @@ def coming_run(
         run = read_run(flags)
         if tag is not None and run.tag is not None:
             raise _config_error("--tag with --ckpt-step", "both name the iteration", "leave out --tag")
-        return megatron_coming.coming_run(megatron_past(folder, tag=tag or run.tag), run, steps=steps)
+        return megatron.coming_run(megatron_past(folder, tag=tag or run.tag), run, steps=steps)
     if flags is not None or config is None:
         mend = "name the DeepSpeed JSON: --config FILE; flags after -- are for checkpoints of Megatron-LM"
         raise _config_error(folder, "is not a checkpoint of Megatron-LM", mend)
     where = os.fspath(config)
     read = read_config(where)
     past = read_past(find_zero(folder, tag, tool="the picture of a coming run's rates"))
-    return coming.coming_run(past, read, where=where, steps=steps, version=version)
+    return lr_preview.coming_run(past, read, where=where, steps=steps, version=version)
 
 
 def read_config(path: str) -> Mapping[str, object]:

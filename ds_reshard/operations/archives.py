@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.containers.zip_frame import frame_faults
+from ds_reshard.containers.zip_directory import frame_faults
 from ds_reshard.errors import Fault, ReadFailed, ReshardError, faults_of
-from ds_reshard.execution.ledger import Ledger
+from ds_reshard.execution.checksums import Ledger
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.index import Record
 from ds_reshard.operations.options import Progress

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from ds_reshard.containers.plain import read_scalars, single_elements
 from ds_reshard.errors import ReshardError
+from ds_reshard.execution.checksums import Ledger
 from ds_reshard.execution.deviation import Deviation
-from ds_reshard.execution.ledger import Ledger
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.difference import DIFFERS, EQUAL, Difference, TensorDifference, ValueDifference
 from ds_reshard.model.facts import GroupFacts, ScalarTensor, canonical, describe

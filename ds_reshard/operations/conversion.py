@@ -11,10 +11,8 @@ from dataclasses import asdict
 from ds_reshard.errors import InternalError, raise_faults
 from ds_reshard.execution import disk
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
-from ds_reshard.execution.files import ArchiveFile, FileTarget
-from ds_reshard.execution.fingerprint import Fingerprint
-from ds_reshard.execution.staging import StagingExecutor
-from ds_reshard.execution.witness import Witness
+from ds_reshard.execution.files import ArchiveFile, FileTarget, StagingExecutor
+from ds_reshard.execution.fingerprint import Fingerprint, Witness
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Record

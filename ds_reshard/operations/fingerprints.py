@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_reshard.errors import Fault, InternalError, ReshardError, faults_of, raise_faults
-from ds_reshard.execution.ports import Saw
+from ds_reshard.execution.interfaces import Saw
 from ds_reshard.formats.zero.layout import whole
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.fingerprints import Fingerprinted, TensorFingerprint
@@ -16,8 +16,7 @@ from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.operations.finding import find_listing
 from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.source import open_checkpoint
-from ds_reshard.planning.match import plan_rank
-from ds_reshard.planning.plan import Copy, Plan
+from ds_reshard.planning.plan import Copy, Plan, plan_rank
 
 _FILE = "fingerprint"
 
@@ -76,11 +75,11 @@ def _planned(source: Checkpoint, shard: tuple[int, int]) -> _Planned:
 
 
 def _read(source: Checkpoint, planned: _Planned, reading: Reading, progress: Progress | None) -> Fingerprinted:
+    from ds_reshard.execution.buffers import read_tensor
     from ds_reshard.execution.checksums import verify
-    from ds_reshard.execution.choice import offline_device
+    from ds_reshard.execution.cuda import offline_device
     from ds_reshard.execution.fingerprint import Fingerprints, FingerprintTarget, fingerprint_of
     from ds_reshard.execution.threads import ThreadExecutor
-    from ds_reshard.execution.whole import read_tensor
 
     layout, sums, device = source.layout, Fingerprints(), offline_device(reading.device)
     targets = {str(key): FingerprintTarget(sums, key, device) for key in planned.keys if key not in planned.same}

@@ -11,8 +11,7 @@ from ds_reshard.model.uncollected import uncollected
 from ds_reshard.operations.options import Reading, refuse, refuse_memory
 from ds_reshard.operations.source import Found, open_checkpoint
 from ds_reshard.operations.units import Units, archive_of, target_of
-from ds_reshard.planning.budget import window_nbytes
-from ds_reshard.planning.plan import Check, Copy
+from ds_reshard.planning.plan import Check, Copy, window_nbytes
 
 
 @uncollected()

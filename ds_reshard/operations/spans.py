@@ -10,7 +10,7 @@ import torch
 
 from ds_reshard.errors import raise_faults
 from ds_reshard.execution.buffers import TensorTarget, fresh, torch_dtype
-from ds_reshard.execution.ledger import Ledger
+from ds_reshard.execution.checksums import Ledger
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Extent, Index, extent_of
@@ -18,8 +18,7 @@ from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Box, Region
 from ds_reshard.operations.options import Progress
-from ds_reshard.planning.coalesce import coalesce
-from ds_reshard.planning.plan import Copy, Plan
+from ds_reshard.planning.plan import Copy, Plan, coalesce
 
 # Small enough that values are still in a cache when they are looked at.
 _UNIT_NBYTES = 16 << 20

@@ -6,10 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ds_reshard.containers.dcp_writer import ArchivesPlan, plan_archives
-from ds_reshard.containers.plain_writer import PlainPlan
-from ds_reshard.containers.safetensors_writer import SafetensorsPlan, plan_safetensors
-from ds_reshard.containers.torch_zip_writer import ArchivePlan, plan_archive
+from ds_reshard.containers.dcp_directory import ArchivesPlan, plan_archives
+from ds_reshard.containers.safetensors import SafetensorsPlan, plan_safetensors
+from ds_reshard.containers.torch_zip_writer import ArchivePlan, PlainPlan, plan_archive
 from ds_reshard.errors import ConfigError
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.codec import ElementType
@@ -21,8 +20,7 @@ from ds_reshard.operations.finding import find_listing
 from ds_reshard.operations.formats import WRITERS
 from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.source import open_checkpoint
-from ds_reshard.planning.match import Gaps, plan_rank
-from ds_reshard.planning.plan import Copy, Plan
+from ds_reshard.planning.plan import Copy, Gaps, Plan, plan_rank
 
 
 def target_of(source: Checkpoint, asked: Asked) -> Target:

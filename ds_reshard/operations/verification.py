@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from ds_reshard.containers.pickle_rules import UNSAFE
 from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, ReshardError, faults_of
-from ds_reshard.execution.checksums import altered
-from ds_reshard.execution.choice import offline_device
-from ds_reshard.execution.ledger import Ledger
+from ds_reshard.execution.checksums import Ledger, altered
+from ds_reshard.execution.cuda import offline_device
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.index import Record
 from ds_reshard.model.saved import SavedListing

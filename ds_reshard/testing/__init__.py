@@ -10,7 +10,6 @@ The suites are plain classes: their `test_*` methods take no arguments, use asse
 under pytest or by hand.
 """
 
-from ds_reshard.testing.executor_suite import ExecutorSuite
-from ds_reshard.testing.format_suite import FormatSuite, SavedCheckpoint
+from ds_reshard.testing.suites import ExecutorSuite, FormatSuite, SavedCheckpoint
 
 __all__ = ["ExecutorSuite", "FormatSuite", "SavedCheckpoint"]

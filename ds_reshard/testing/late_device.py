@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_reshard.execution.device import Event
+from ds_reshard.execution.cuda import Event
 
 _POISON = 0xA5
 

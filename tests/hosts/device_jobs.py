@@ -18,7 +18,7 @@ HELD: dict[str, Callable[[torch.Tensor], bool]] = {
 
 def load_there(run: Run, model: Model, folder: str, held: str, harm: str = "") -> dict[str, Any]:
     """`load_proved`, with the buffers of a kind on the device; that of the last rank may have no memory, or fail."""
-    from ds_reshard.execution import choice, cuda
+    from ds_reshard.execution import cuda
     from ds_reshard.testing.late_device import LateDevice
 
     last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
@@ -29,6 +29,6 @@ def load_there(run: Run, model: Model, folder: str, held: str, harm: str = "") -
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     deal = failing if harm == "kernel" and last else cuda.deal
-    with mock.patch.object(choice, "gpu_of", lambda targets: device), mock.patch.object(cuda, "deal", deal):
+    with mock.patch.object(cuda, "gpu_of", lambda targets: device), mock.patch.object(cuda, "deal", deal):
         told = load_proved(run, model, folder)
     return {**told, "scratch_nbytes": device.scratch_nbytes}

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ds_reshard
-from ds_reshard.resume import asked
+from ds_reshard.resume import policy_sources
 from ds_reshard.resume.policy import from_json
 from ds_reshard.resume.report import last_report
 
@@ -40,14 +40,14 @@ SCHEDULE = {
 
 @contextmanager
 def hooked(policy: dict[str, Any] | None = None) -> Iterator[None]:
-    asked.forget()
+    policy_sources.forget()
     if policy:
-        asked.ask(from_json(policy, place="test"))
+        policy_sources.ask(from_json(policy, place="test"))
     try:
         with ds_reshard.install("nanotron"):
             yield
     finally:
-        asked.forget()
+        policy_sources.forget()
 
 
 def context_of(run: Run) -> Any:

@@ -167,12 +167,12 @@ def resume(
 ) -> dict[str, Any]:
     """Load under the setup's policy and the flags; what is held then, and what the next steps use."""
     import ds_reshard
-    from ds_reshard.resume import asked
+    from ds_reshard.resume import policy_sources
 
     engine = make(setup, seed=99)
     dead = weakref.proxy(torch.nn.Linear(1, 1)) if dead_proxy and torch.distributed.get_rank() == 0 else None
     before = jobs.contents(engine)
-    asked.forget()
+    policy_sources.forget()
     try:
         if flags is not None:
             _parse(flags)
@@ -184,7 +184,7 @@ def resume(
         unchanged = jobs.same(before, after) and before["scheduler"] == after["scheduler"]
         return {"error": type(error).__name__, "text": str(error), "unchanged": unchanged}
     finally:
-        asked.forget()
+        policy_sources.forget()
     held = jobs.contents(engine)
     report = ds_reshard.last_report()
     held["report"] = report.to_json() if report is not None and torch.distributed.get_rank() == 0 else None

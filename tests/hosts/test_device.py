@@ -12,7 +12,7 @@ from gathered import assert_same
 from saves import Saves
 
 from ds_reshard.cli.main import main
-from ds_reshard.execution import choice
+from ds_reshard.execution import cuda
 from ds_reshard.execution.fingerprint import Fingerprints
 from ds_reshard.operations import Reading, fingerprint, verification, verify
 
@@ -80,7 +80,7 @@ def test_fingerprints_and_findings_of_a_device_are_the_hosts(saves: Saves, monke
     here, calls = fingerprint(str(folder)), []
     add = Fingerprints.add_elsewhere
     device = torch.device("cpu")
-    monkeypatch.setattr(choice, "offline_device", lambda name: device if name == "cuda" else None)
+    monkeypatch.setattr(cuda, "offline_device", lambda name: device if name == "cuda" else None)
     monkeypatch.setattr(verification, "offline_device", lambda name: device if name == "cuda" else None)
     monkeypatch.setattr(Fingerprints, "add_elsewhere", lambda *args: calls.append(args[1]) or add(*args))
     there = fingerprint(str(folder), reading=Reading(device="cuda"))

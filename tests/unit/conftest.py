@@ -10,7 +10,7 @@ import pytest
 from fake_framework import Framework, write_framework
 
 from ds_reshard import hooks
-from ds_reshard.hooks.registry import REGISTRY
+from ds_reshard.hooks.installation import REGISTRY
 
 
 @pytest.fixture

@@ -144,13 +144,13 @@ def test_a_policy_is_an_error_where_a_host_that_follows_it_is_refused(
     """One that loads no checkpoint of ours may stand aside."""
     script = f"""
 import dataclasses, json
-from ds_reshard.resume import asked
+from ds_reshard.resume import policy_sources
 from ds_reshard.resume.policy import Given
 host.HOOKS = dataclasses.replace(host.HOOKS, resumes={resumes})
 import ds_reshard.auto
 {first}
 try:
-    asked.ask(Given(place="here", values={{"scheduler": "override"}}))
+    policy_sources.ask(Given(place="here", values={{"scheduler": "override"}}))
     import fakeframe
     raised = False
 except ds_reshard.HookError:

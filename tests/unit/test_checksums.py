@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ds_reshard.containers.crc import crc32
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
-from ds_reshard.execution.ports import Outcome, Slice
+from ds_reshard.execution.interfaces import Outcome, Slice
 from ds_reshard.model.index import Record
 
 QUICK = settings(deadline=None, max_examples=40)

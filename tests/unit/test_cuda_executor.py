@@ -11,19 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_reshard.errors import DeviceFailed, raise_faults
-from ds_reshard.execution import cuda, ring
+from ds_reshard.execution import cuda
 from ds_reshard.execution.buffers import TensorTarget
-from ds_reshard.execution.chunks import ROW_NBYTES, chunks
-from ds_reshard.execution.cuda import CudaExecutor
-from ds_reshard.execution.device import CudaDevice
-from ds_reshard.execution.ring import Slot
-from ds_reshard.execution.scatter import deal, scattering
+from ds_reshard.execution.cuda import CudaDevice, CudaExecutor, Slot
+from ds_reshard.execution.scatter import ROW_NBYTES, chunks, deal, scattering
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Record
 from ds_reshard.planning.plan import Check, Copy, Plan
 from ds_reshard.testing import ExecutorSuite
 from ds_reshard.testing.late_device import LateDevice
-from ds_reshard.testing.recorded import checksum_faults, open_files, write_record
+from ds_reshard.testing.suites import checksum_faults, open_files, write_record
 
 FP32, BF16, FP16, UINT8 = ElementType.FLOAT32, ElementType.BFLOAT16, ElementType.FLOAT16, ElementType.UINT8
 QUICK = settings(deadline=None, max_examples=60)
@@ -60,7 +57,7 @@ def test_a_slot_that_is_not_waited_for_leaves_other_bytes(tmp_path, monkeypatch)
     plan, target, saved = long_copy(tmp_path, numel=40_000)
     assert loaded(plan, target).faults == [] and torch.equal(target.tensor, saved)
     target.tensor.zero_()
-    monkeypatch.setattr(ring, "Slot", Forgetful)
+    monkeypatch.setattr(cuda, "Slot", Forgetful)
     loaded(plan, target)
     assert not torch.equal(target.tensor, saved)
 

@@ -11,10 +11,9 @@ import torch
 from ds_reshard.execution.buffers import TensorTarget, element_type, fresh, tensor_from_bytes, torch_dtype
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.codec import ElementType
-from ds_reshard.planning.budget import cut_checks, cut_copies
-from ds_reshard.planning.plan import Check, Copy, Plan
+from ds_reshard.planning.plan import Check, Copy, Plan, cut_checks, cut_copies
 from ds_reshard.testing import ExecutorSuite
-from ds_reshard.testing.recorded import checksum_faults, open_files, write_record
+from ds_reshard.testing.suites import checksum_faults, open_files, write_record
 
 KNOWN = [dtype for dtype in ElementType if hasattr(torch, dtype.label)]
 FP32, BF16, UINT8 = ElementType.FLOAT32, ElementType.BFLOAT16, ElementType.UINT8

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from ds_reshard.errors import ConfigError, raise_faults
-from ds_reshard.execution import choice
+from ds_reshard.execution import cuda
 from ds_reshard.execution.buffers import TensorTarget
-from ds_reshard.execution.choice import choose, device_faults
-from ds_reshard.execution.cuda import CudaExecutor
+from ds_reshard.execution.cuda import CudaExecutor, choose, device_faults
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.testing.late_device import LateDevice
 
@@ -24,7 +23,7 @@ def test_host_memory_is_filled_by_the_host(device):
 
 @pytest.mark.parametrize(("device", "executor"), [("auto", CudaExecutor), ("cpu", ThreadExecutor)])
 def test_memory_of_a_gpu_is_filled_by_the_gpu_unless_cpu_is_asked_for(monkeypatch, device, executor):
-    monkeypatch.setattr(choice, "gpu_of", lambda targets: LateDevice())
+    monkeypatch.setattr(cuda, "gpu_of", lambda targets: LateDevice())
     assert type(choose(device, HOST, **LIMITS)) is executor
 
 

@@ -15,9 +15,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ds_reshard.execution import factors
-from ds_reshard.execution.factors import BLOCK_WORDS, block_factor, block_factors, word_factor
-from ds_reshard.execution.fingerprint import Fingerprints, fingerprint_of
+from ds_reshard.execution import fingerprint
+from ds_reshard.execution.fingerprint import BLOCK_WORDS, Fingerprints, fingerprint_of, sum_on_device, word_factors
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.region import Box, Region
 
@@ -102,7 +101,7 @@ def test_a_device_sums_as_the_host_does(cuts, shift, portion):
     Parts are added up there; words that two parts share are of both.
     """
     there, here = Fingerprints(), Fingerprints()
-    with mock.patch.object(factors, "_PORTION_NBYTES", portion * BLOCK_NBYTES):
+    with mock.patch.object(fingerprint, "_DEVICE_PORTION_NBYTES", portion * BLOCK_NBYTES):
         for start, stop in pairwise(cuts):
             memory = torch.frombuffer(bytearray(shift) + bytearray(BIG[start:stop]) + b"\0", dtype=torch.uint8)
             there.add_elsewhere(KEY, start, memory[shift : shift + stop - start])
@@ -125,11 +124,40 @@ def test_a_gpu_sums_as_the_host_does() -> None:
         assert sums[KEY] == whole
 
 
-def test_factors_of_blocks_are_made_on_a_device() -> None:
-    """Of any range of blocks, also where their numbers wrap around 2**64."""
-    for first in (0, 1, 16384, 2**40 - 3):
-        made = block_factors(first, 5, torch.device("cpu"))
-        assert [value % 2**64 for value in made.tolist()] == [block_factor(first + i) for i in range(5)]
+DTYPES = sorted(name for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype))
+SIZES = (0, 1, 3, BLOCK_NBYTES - 1, BLOCK_NBYTES, 16 * BLOCK_NBYTES + 6, 33 * BLOCK_NBYTES + 1)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_type_is_summed_on_a_device_as_on_the_host(name: str) -> None:
+    """By its bits, whatever they mean; a type that bytes cannot be viewed as is no tensor's that is saved."""
+    try:
+        tensor = torch.frombuffer(bytearray(BIG[:4096]), dtype=torch.uint8).view(getattr(torch, name))
+        tensor.view(torch.uint8)
+    except RuntimeError:
+        pytest.skip("no view of bytes as this type")
+    there = Fingerprints()
+    there.add_elsewhere(KEY, 0, tensor)
+    assert there[KEY] == fingerprint_of(tensor)
+    assert str(there[KEY]) == by_the_book(BIG[:4096])
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("position", (0, 1, 2, 4, BLOCK_NBYTES - 2, 15 * BLOCK_NBYTES + 4, 2**40 + 6, 2**62 + 3))
+def test_sums_wrap_alike_far_away_and_over_portions(nbytes: int, position: int) -> None:
+    """The largest and smallest words, of more blocks than the host has room for at once, at any address and place."""
+    for value in (0x7F, 0x80, 0xFF):
+        memory = torch.full((nbytes + 4,), value, dtype=torch.uint8)
+        memory[3::4] = 0x80
+        for shift in (0, 1, 4):
+            part = memory[shift : shift + nbytes]
+            here = Fingerprints()
+            here.add(KEY, position, part)
+            assert int(sum_on_device(position, part)) % 2**64 == here[KEY].value
+            pieces = Fingerprints()
+            for start in range(0, nbytes, 3 * BLOCK_NBYTES + 2):
+                pieces.add_elsewhere(KEY, position + start, part[start : start + 3 * BLOCK_NBYTES + 2])
+            assert pieces[KEY] == here[KEY]
 
 
 @pytest.mark.parametrize("itemsize", (1, 2, 4, 8, 16))
@@ -217,7 +245,7 @@ def test_two_words_of_a_block_never_stand_in_for_each_other() -> None:
     A swap changes the sum by (w - v) * (T(i) - T(j)) * K and |w - v| < 2**32; two sign flips change it by
     2**31 * (+-T(i) +-T(j)) * K. Neither is 0 modulo 2**64 where T(i) is not +-T(j) modulo 2**33.
     """
-    factors = [word_factor(j) % 2**33 for j in range(BLOCK_WORDS)]
+    factors = [factor % 2**33 for factor in word_factors().tolist()]
     assert len({*factors, *(2**33 - factor for factor in factors)}) == 2 * BLOCK_WORDS
 
 

@@ -13,8 +13,7 @@ import pytest
 from fake_framework import CALLS, FUNCTION, METHOD, Framework, attributes, engine, patch, table
 
 from ds_reshard import HookError, hooks
-from ds_reshard.hooks.deferred import Deferred
-from ds_reshard.hooks.registry import REGISTRY
+from ds_reshard.hooks.installation import REGISTRY, Deferred
 
 
 def test_on_import_installs_at_once_where_the_module_is_loaded(framework: Framework) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_reshard.execution.ledger import Ledger
-from ds_reshard.execution.ports import Outcome, Slice
+from ds_reshard.execution.checksums import Ledger
+from ds_reshard.execution.interfaces import Outcome, Slice
 from ds_reshard.model.index import Record
 
 CONTENT = bytes(range(251)) * 4

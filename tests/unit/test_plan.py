@@ -33,9 +33,9 @@ from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Extent, Index, Record
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
 from ds_reshard.model.region import Box
-from ds_reshard.planning.match import extents_overlap, plan_rank
+from ds_reshard.planning.plan import extents_overlap, plan_rank
 from ds_reshard.testing import FormatSuite, SavedCheckpoint
-from ds_reshard.testing.recorded import checksum_faults
+from ds_reshard.testing.suites import checksum_faults
 
 SOME = settings(deadline=None, max_examples=25)
 GOLDEN = Path(__file__).parent / "golden"

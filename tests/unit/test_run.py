@@ -16,12 +16,12 @@ parser.add_argument("--steps", type=int)
 parser.add_argument("--local_rank", type=int, default=-1)
 parser.add_argument("--no-load-optim", action="store_true")
 args = parser.parse_args()
-from ds_reshard.resume import asked
-from ds_reshard.hooks.registry import REGISTRY
+from ds_reshard.resume import policy_sources
+from ds_reshard.hooks.installation import REGISTRY
 import beside
 print(json.dumps({
     "name": __name__, "argv": sys.argv, "local_rank": args.local_rank, "steps": args.steps,
-    "policy": repr(asked.asked_policy()), "hosts": sorted(REGISTRY.deferred), "beside": beside.HERE,
+    "policy": repr(policy_sources.asked_policy()), "hosts": sorted(REGISTRY.deferred), "beside": beside.HERE,
 }))
 """
 
@@ -87,7 +87,7 @@ def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 _PARSE = """
 import argparse, ds_reshard
-from ds_reshard.hooks.registry import REGISTRY
+from ds_reshard.hooks.installation import REGISTRY
 parser = ds_reshard.add_arguments(argparse.ArgumentParser())
 parser.parse_args([])
 print(sorted(REGISTRY.deferred))

@@ -15,9 +15,8 @@ from ds_reshard.execution import cuda
 from ds_reshard.execution.buffers import TensorTarget, torch_dtype
 from ds_reshard.execution.checksums import verify
 from ds_reshard.execution.cuda import CudaExecutor
-from ds_reshard.execution.fingerprint import fingerprint_of
+from ds_reshard.execution.fingerprint import Witness, fingerprint_of, held
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.execution.witness import Witness, held
 from ds_reshard.formats.zero.layout import whole
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Extent, Index, Record

@@ -10,7 +10,7 @@ import torch
 
 from ds_reshard.containers.torch_zip_writer import plan_archive
 from ds_reshard.containers.zip_directory import frame_faults
-from ds_reshard.execution.ledger import Ledger
+from ds_reshard.execution.checksums import Ledger
 from ds_reshard.operations.archives import open_file, read_records
 
 

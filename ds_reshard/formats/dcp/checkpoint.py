@@ -9,8 +9,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 
-from ds_reshard.containers.alike import AlikeArchives
-from ds_reshard.containers.dcp_directory import METADATA, Chunk, Directory, Place, SavedTensor, read_directory
+from ds_reshard.containers.dcp_directory import (
+    METADATA,
+    AlikeArchives,
+    Chunk,
+    Directory,
+    Place,
+    SavedTensor,
+    read_directory,
+)
 from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, UnsupportedLayout, raise_faults
 from ds_reshard.formats.dcp.facts import read_values
 from ds_reshard.formats.dcp.names import ACCELERATE, MODELS, Path, group_key, tensor_key

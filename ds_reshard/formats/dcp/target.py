@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from ds_reshard.containers.dcp_directory import METADATA
-from ds_reshard.containers.dcp_writer import Entry, PlacedArchive, plan_archives, write_directory
+from ds_reshard.containers.dcp_directory import METADATA, Entry, PlacedArchive, plan_archives, write_directory
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, Path
 from ds_reshard.model.facts import GroupFacts, ScalarTensor, torch_step

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
-from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint, open_fsdp
-from ds_reshard.formats.fsdp.files import is_fsdp, list_fsdp
+from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint, is_fsdp, list_fsdp, open_fsdp
 from ds_reshard.formats.fsdp.target import fsdp_target
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.content import Content

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ds_reshard.containers.safetensors_reader import read_header
+from ds_reshard.containers.safetensors import read_header
 from ds_reshard.errors import Fault, ReshardError, damaged, fail, faults_of
 from ds_reshard.formats.nanotron.names import NanotronListing
 from ds_reshard.formats.nanotron.slices import SlicesPair, Tile, parse_pairs, parse_shape, tiles_of

@@ -14,7 +14,7 @@ from ds_reshard.formats.nanotron.parameters import DATA
 from ds_reshard.formats.nanotron.scheduler import read_scheduler
 from ds_reshard.model.facts import canonical, describe
 from ds_reshard.model.index import Extent, extent_of
-from ds_reshard.planning.match import extents_overlap
+from ds_reshard.planning.plan import extents_overlap
 
 _COMPARED_NBYTES = 1 << 20
 

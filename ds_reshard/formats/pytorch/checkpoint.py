@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from ds_reshard.containers.safetensors_reader import read_header
+from ds_reshard.containers.safetensors import read_header
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, fail, raise_faults
 from ds_reshard.model.content import SCHEDULER, WEIGHT, Path, flattened

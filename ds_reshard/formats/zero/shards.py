@@ -16,7 +16,7 @@ from ds_reshard.formats.zero.universal import BUFFER, check_tensor
 from ds_reshard.formats.zero.universal_files import read_state
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.index import Extent, Record, extent_of
-from ds_reshard.planning.match import extents_overlap
+from ds_reshard.planning.plan import extents_overlap
 
 
 @dataclass(slots=True, kw_only=True)

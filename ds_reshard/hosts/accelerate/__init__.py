@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.errors import HookError
 from ds_reshard.hooks import Function, HostHooks, Patch
-from ds_reshard.resume.clock import clock_in
+from ds_reshard.resume.schedulers import clock_in
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

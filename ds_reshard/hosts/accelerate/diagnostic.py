@@ -29,8 +29,7 @@ from ds_reshard.hosts.accelerate.prepare_arguments import (
     parts,
     trains,
 )
-from ds_reshard.resume.clock import ACCELERATE, ENGINE, clock_in
-from ds_reshard.resume.schedulers import innermost
+from ds_reshard.resume.schedulers import ACCELERATE, ENGINE, clock_in, innermost
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -53,8 +53,7 @@ from ds_reshard.hosts.accelerate.prepare_arguments import (
 )
 from ds_reshard.hosts.accelerate.state import track
 from ds_reshard.operations.ranks import of_all
-from ds_reshard.resume.clock import ACCELERATE, ENGINE, clock_in
-from ds_reshard.resume.schedulers import innermost
+from ds_reshard.resume.schedulers import ACCELERATE, ENGINE, clock_in, innermost
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

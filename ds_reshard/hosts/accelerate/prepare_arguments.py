@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from ds_reshard import hooks
 from ds_reshard.errors import ConfigError, Fault, PrepareError, raise_faults
 from ds_reshard.hosts.accelerate import HOOKS
-from ds_reshard.resume.clock import PLACE, clock_faults, clock_in
-from ds_reshard.resume.schedulers import innermost
+from ds_reshard.resume.schedulers import PLACE, clock_faults, clock_in, innermost
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

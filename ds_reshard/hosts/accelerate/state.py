@@ -25,10 +25,9 @@ from ds_reshard.errors import HookError, UnsupportedLayout, raise_faults
 from ds_reshard.hosts.accelerate.prepare_arguments import without_params
 from ds_reshard.operations.pickles import refuse_unsafe_folder
 from ds_reshard.operations.ranks import gather
-from ds_reshard.resume import asked, schedulers
-from ds_reshard.resume.clock import ACCELERATE, CLOCKS, ENGINE
+from ds_reshard.resume import policy_sources, schedulers
 from ds_reshard.resume.policy import ResumePolicy, from_json
-from ds_reshard.resume.schedulers import PLATEAU, UNKNOWN, Beginning, kind_of, set_groups
+from ds_reshard.resume.schedulers import ACCELERATE, CLOCKS, ENGINE, PLATEAU, UNKNOWN, Beginning, kind_of, set_groups
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -217,7 +216,7 @@ def _without_state(accelerator: Accelerator, mine: Tracked, original: Callable[.
 
 def _policy(accelerator: Accelerator) -> ResumePolicy:
     section = accelerator.state.deepspeed_plugin.deepspeed_config.get("ds_reshard")
-    return asked.asked_policy(from_json(section.get("resume", {}) if isinstance(section, Mapping) else {}))
+    return policy_sources.asked_policy(from_json(section.get("resume", {}) if isinstance(section, Mapping) else {}))
 
 
 def _insist(policy: ResumePolicy) -> None:

@@ -14,8 +14,7 @@ import torch
 
 from ds_reshard.containers.revive import revive
 from ds_reshard.errors import Fault, ParamGroupMismatch
-from ds_reshard.execution.buffers import tensor_from_bytes
-from ds_reshard.execution.whole import read_tensor
+from ds_reshard.execution.buffers import read_tensor, tensor_from_bytes
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.facts import GroupFacts, Scalar, ScalarTensor, canonical, describe

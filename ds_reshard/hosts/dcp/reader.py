@@ -29,8 +29,8 @@ from torch.futures import Future
 from ds_reshard.errors import Fault, ModelMismatch, as_faults, raise_faults, wrong_value
 from ds_reshard.execution.buffers import TensorTarget, element_type, tensor_from_bytes, torch_dtype
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
-from ds_reshard.execution.choice import choose
-from ds_reshard.execution.ports import Outcome
+from ds_reshard.execution.cuda import choose
+from ds_reshard.execution.interfaces import Outcome
 from ds_reshard.hosts.dcp.entries import Entry, Groups, GroupValue, Own, Single, Stored, entries
 from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.index import Index
@@ -39,8 +39,7 @@ from ds_reshard.model.uncollected import uncollected
 from ds_reshard.operations.finding import find_listing
 from ds_reshard.operations.ranks import gather, of_all
 from ds_reshard.operations.source import open_checkpoint
-from ds_reshard.planning.coalesce import coalesce
-from ds_reshard.planning.plan import Copy, Plan
+from ds_reshard.planning.plan import Copy, Plan, coalesce
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force, trusted
 from ds_reshard.errors import Fault, raise_faults
-from ds_reshard.execution.choice import device_faults
+from ds_reshard.execution.cuda import device_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
 from ds_reshard.hosts.deepspeed.choose import Considered, as_saved, disagreement, leave_to_deepspeed

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault, ModelMismatch
-from ds_reshard.execution.buffers import TensorTarget
+from ds_reshard.execution.buffers import TensorTarget, read_tensor
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
-from ds_reshard.execution.choice import choose
-from ds_reshard.execution.ports import Executor, Outcome
-from ds_reshard.execution.whole import read_tensor
-from ds_reshard.execution.witness import Witness
+from ds_reshard.execution.cuda import choose
+from ds_reshard.execution.fingerprint import Witness
+from ds_reshard.execution.interfaces import Executor, Outcome
 from ds_reshard.hosts.deepspeed.adopt import adopt
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer

@@ -24,8 +24,7 @@ from ds_reshard.hosts.deepspeed.wants import Wants, want_model, want_optimizer
 from ds_reshard.model.index import Index
 from ds_reshard.model.uncollected import uncollected
 from ds_reshard.operations.ranks import rank
-from ds_reshard.planning.match import plan_rank
-from ds_reshard.planning.plan import Plan
+from ds_reshard.planning.plan import Plan, plan_rank
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine

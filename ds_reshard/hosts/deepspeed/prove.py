@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.containers.crc import crc32
 from ds_reshard.errors import Fault, FingerprintMismatch, InternalError
-from ds_reshard.execution.fingerprint import Fingerprint, Fingerprints
-from ds_reshard.execution.witness import Witness, held
+from ds_reshard.execution.fingerprint import Fingerprint, Fingerprints, Witness, held
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_optimizer
 from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.model.layout import Layout, Placement, TensorKey

@@ -23,7 +23,7 @@ from ds_reshard.hosts.deepspeed.states import (
     reduced,
 )
 from ds_reshard.hosts.deepspeed.unowned import refused
-from ds_reshard.resume import asked, described, schedulers
+from ds_reshard.resume import policy_sources, schedulers
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.schedulers import DEEPSPEED, PLATEAU, UNKNOWN
 
@@ -88,10 +88,10 @@ def _against_arguments(engine: DeepSpeedEngine, request: Request, policy: Resume
     if not policy.loads_moments and (own.begun or own.last is not None):
         what = "has taken steps or loaded before: its moments are not fresh, and are not made so"
         faults.append(fault("the running engine", what, "build the engine anew for a load without moments"))
-    if policy.dataloader == "reset" and own.sampler is None and not asked.adopted("dataloader"):
+    if policy.dataloader == "reset" and own.sampler is None and not policy_sources.adopted("dataloader"):
         what = "DeepSpeed stores a data position for curriculum learning alone: there is nothing to reset"
         faults.append(fault("dataloader", what, "leave out --reset-dataloader; the script starts its own data anew"))
-    if not policy.rng and not policy.finetune and not asked.adopted("rng"):
+    if not policy.rng and not policy.finetune and not policy_sources.adopted("rng"):
         what = "DeepSpeed's checkpoints hold no random states: there is nothing to leave out"
         faults.append(fault("rng", what, "leave out --no-load-rng; the script restores what it saved itself"))
     return faults
@@ -210,13 +210,13 @@ def _undescribed(engine: DeepSpeedEngine, scheduler: object, saved: Saved) -> li
             )
         ]
     built_for = [0.0] * count
-    if described.needs_rates(scheduler, params):
+    if schedulers.needs_rates(scheduler, params):
         bases = base_rates(scheduler, saved, params, count)
         if bases is None:
             return [_unknown_rates(saved, f"{name} was built from the optimizer's learning rates")]
         built_for = bases
     rates = [float(str(saved.groups[n]["lr"])) for n in range(count) if n in saved.groups]
-    if len(rates) == count and not described.describes(scheduler, params, built_for, saved.position, rates):
+    if len(rates) == count and not schedulers.describes(scheduler, params, built_for, saved.position, rates):
         return [
             fault(saved.where, f"{what}: {name} there gives other rates than were saved", mend, "UnsupportedLayout")
         ]
@@ -275,7 +275,7 @@ def _differences(own: Own, scheduler: object, saved: Saved) -> list[Fault]:
         if theirs == ours and params is not None:
             rates = base_rates(scheduler, saved, params, len(own.groups)) or [0.0] * len(own.groups)
             built_for = [{**group, "lr": rate} for group, rate in zip(own.groups, rates, strict=True)]
-            other = schedulers.configuration(described.like(scheduler, params, built_for))
+            other = schedulers.configuration(schedulers.like(scheduler, params, built_for))
             pairs |= compared(other, schedulers.configuration(scheduler))
     else:
         pairs |= compared(schedulers.saved_configuration(saved.scheduler), schedulers.configuration(scheduler))

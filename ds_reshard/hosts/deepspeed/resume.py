@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ds_reshard.hosts.deepspeed.beginnings import beginning_of
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.saved import Saved
-from ds_reshard.resume import described, schedulers
+from ds_reshard.resume import schedulers
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.schedulers import DEEPSPEED, UNKNOWN, Beginning, innermost, set_groups
 
@@ -193,7 +193,7 @@ def _continue(scheduler: object, saved: Saved, policy: ResumePolicy, groups: lis
         assert params is not None
         rates = base_rates(scheduler, saved, params, len(groups))
         built_for = [{**group, "lr": rate} for group, rate in zip(groups, rates, strict=True)] if rates else groups
-        described.adopt_configuration(scheduler, params, built_for)
+        schedulers.adopt_configuration(scheduler, params, built_for)
     if not policy.loads_masters:
         schedulers.write_rates(scheduler)
 
@@ -212,11 +212,11 @@ def saved_values(saved: Saved, count: int) -> list[Mapping[str, object]] | None:
 
 def base_rates(scheduler: object, saved: Saved, params: Mapping[str, object], count: int) -> list[float] | None:
     """The rates that the saved scheduler was built from: the JSON's for one group, else what its rates imply."""
-    if not described.needs_rates(scheduler, params):
+    if not schedulers.needs_rates(scheduler, params):
         return None
     if not saved.groups and count == 1 and "lr" in saved.optimizer_params:
         return [float(str(saved.optimizer_params["lr"]))]
     values = saved_values(saved, count)
     if values is None:
         return None
-    return described.base_rates(scheduler, params, [float(str(v["lr"])) for v in values], saved.position)
+    return schedulers.base_rates(scheduler, params, [float(str(v["lr"])) for v in values], saved.position)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ds_reshard.hooks.registry import REGISTRY
+from ds_reshard.hooks.installation import REGISTRY
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.resume import SCHEDULED, Beside, Own, live_groups
 from ds_reshard.hosts.deepspeed.saved import Saved

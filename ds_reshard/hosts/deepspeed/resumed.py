@@ -19,7 +19,7 @@ from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.hosts.deepspeed.unowned import take_given
 from ds_reshard.hosts.deepspeed.usable import refuse_use, restore_use
 from ds_reshard.operations.ranks import agree, attempt, broadcast, rank
-from ds_reshard.resume import asked
+from ds_reshard.resume import policy_sources
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import publish
 from ds_reshard.resume.schedulers import position_of
@@ -37,7 +37,7 @@ def policy_of(engine: DeepSpeedEngine, settings: Settings, *, module_only: bool)
 
     The default one for what is no resume: `load_module_only`, and engines without an optimizer (a reference model).
     """
-    policy = asked.asked_policy(settings.resume)
+    policy = policy_sources.asked_policy(settings.resume)
     if module_only or live_kind(engine) == "none":
         return ResumePolicy(report=policy.report)
     if not settings.enabled and not policy.is_default:

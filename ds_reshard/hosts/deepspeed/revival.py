@@ -6,8 +6,7 @@ import io
 from collections.abc import Callable, Mapping
 
 from ds_reshard.containers.revive import revive
-from ds_reshard.execution.buffers import tensor_from_bytes
-from ds_reshard.execution.whole import read_tensor
+from ds_reshard.execution.buffers import read_tensor, tensor_from_bytes
 from ds_reshard.model.codec import ElementType
 from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.records import GlobalName, ObjectRecord

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from ds_reshard.containers.pickle_rules import trust_faults
 from ds_reshard.errors import ConfigError, Fault, raise_faults, wrong_value
-from ds_reshard.resume.clock import clock_faults, clock_in
 from ds_reshard.resume.policy import Given, from_json
+from ds_reshard.resume.schedulers import clock_faults, clock_in
 
 SECTION = "ds_reshard"
 _TOP = ("enabled", "reshard", "resume", "trust", "accelerate")

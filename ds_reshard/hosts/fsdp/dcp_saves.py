@@ -167,7 +167,7 @@ def _unlike_values(chunk: Chunk, what: str, value: Tensor) -> Iterator[Fault]:
     """Compare the bytes of a chunk with a tensor's, in bounded memory."""
     import torch
 
-    from ds_reshard.execution.ledger import Ledger
+    from ds_reshard.execution.checksums import Ledger
     from ds_reshard.operations.spans import SpanReader, stored
 
     place = chunk.place

@@ -20,8 +20,8 @@ from ds_reshard.formats.nanotron.metadata import Metadata
 from ds_reshard.formats.nanotron.names import CONFIG
 from ds_reshard.formats.nanotron.run_config import Batch
 from ds_reshard.operations.ranks import agree, attempt, gather, rank
-from ds_reshard.resume.asked import asked_policy
 from ds_reshard.resume.policy import ResumePolicy, policy_differences
+from ds_reshard.resume.policy_sources import asked_policy
 from ds_reshard.resume.report import ResumeReport, Row, publish
 
 if TYPE_CHECKING:

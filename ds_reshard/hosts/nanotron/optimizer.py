@@ -23,11 +23,10 @@ from ds_reshard.errors import (
     UnsupportedLayout,
     raise_faults,
 )
-from ds_reshard.execution.buffers import TensorTarget, element_type, tensor_from_bytes, torch_dtype
+from ds_reshard.execution.buffers import TensorTarget, element_type, read_tensor, tensor_from_bytes, torch_dtype
 from ds_reshard.execution.checksums import combine, partial_sums, read_again, settle
-from ds_reshard.execution.ports import Outcome
+from ds_reshard.execution.interfaces import Outcome
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.execution.whole import read_tensor
 from ds_reshard.formats.nanotron.checkpoint import OPTIM, NanotronCheckpoint, open_checkpoint
 from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
 from ds_reshard.formats.nanotron.names import CONFIG, NanotronListing, read_listing
@@ -55,8 +54,7 @@ from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.operations.ranks import agree, attempt, gather, rank
-from ds_reshard.planning.coalesce import coalesce
-from ds_reshard.planning.plan import Copy, Plan
+from ds_reshard.planning.plan import Copy, Plan, coalesce
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import batch_size_warning, because
 
