@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ds_reshard.errors import Fault, ReshardError, as_faults, raise_faults
 
@@ -74,3 +74,57 @@ def raise_caused(faults: Iterable[Fault], *, subject: str, cause: Exception | No
         raise_faults(faults, subject=subject)
     except ReshardError as error:
         raise error from cause
+
+
+class Told(NamedTuple):
+    """What one rank says after its steps: how far it came, what it found there, and a value for the others."""
+
+    step: int
+    subject: str
+    faults: tuple[Fault, ...]
+    value: object
+
+
+class Steps:
+    """One rank's steps between two collectives, so that one collective serves for all of them.
+
+    After a failure the rest of the steps are passed over. Every rank takes the same steps, and all of them then raise
+    what the earliest step that failed anywhere has found.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._subject = ""
+        self._faults: list[Fault] = []
+        self._cause: Exception | None = None
+
+    def take(self, work: Callable[[], T], *, subject: str, always: bool = False) -> T | None:
+        """What `work` gives; None where it fails, or where a step before it has failed.
+
+        `always` is for work that other ranks wait for: it is done after a failure too.
+        """
+        if self._faults:
+            return attempt(work)[0] if always else None
+        self._step, self._subject = self._step + 1, subject
+        value, self._faults, self._cause = attempt(work)
+        return value
+
+    @property
+    def failed(self) -> bool:
+        return bool(self._faults)
+
+    def tell(self, value: object = None) -> list[Told]:
+        """What each rank says, on every rank. Collective."""
+        return gather(Told(self._step, self._subject, tuple(self._faults), value))
+
+    def raise_first(self, told: Iterable[Told]) -> None:
+        """Raise what the earliest failed step of any rank found; the same error on every rank."""
+        failed = [one for one in told if one.faults]
+        if failed:
+            first = min(failed, key=lambda one: one.step)
+            faults = [fault for one in failed if one.step == first.step for fault in one.faults]
+            raise_caused(faults, subject=first.subject, cause=self._cause if self._step == first.step else None)
+
+    def agree(self) -> None:
+        """Raise the same error on every rank when a step of any rank has failed. Collective."""
+        self.raise_first(self.tell())

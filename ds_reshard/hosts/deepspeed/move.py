@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial, reduce
+from hashlib import blake2b
+from itertools import pairwise
+from operator import xor
+from typing import TYPE_CHECKING, NamedTuple
 
-from ds_reshard.errors import Fault, ModelMismatch
+from ds_reshard.errors import ModelMismatch, raise_faults
 from ds_reshard.execution.buffers import TensorTarget
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.choice import choose
@@ -22,7 +27,7 @@ from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.hosts.deepspeed.prove import Proof, place, prove, seen_by
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.hosts.deepspeed.wants import EXTRA_STATE
-from ds_reshard.operations.ranks import agree, attempt, gather, rank
+from ds_reshard.operations.ranks import Steps, agree, attempt, gather, raise_caused, rank
 
 if TYPE_CHECKING:
     import torch
@@ -41,15 +46,34 @@ class Moved:
     proof: Proof | None
 
 
-def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings: Settings) -> Moved:
-    """Fill the engine. Collective; a fault on any rank raises on every rank, and the engine is then unusable."""
+def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings: Settings, steps: Steps) -> Moved:
+    """Fill the engine. Collective; a fault on any rank raises on every rank, and the engine is then unusable.
+
+    What goes wrong after all bytes were read and checked is left to `steps`: every rank still takes part in
+    DeepSpeed's own collectives, and its caller agrees on the faults.
+    """
     subject = f"loading {prepared.checkpoint.listing.folder}"
+    witness, outcome = _read(engine, prepared, settings, subject)
+    steps.take(lambda: _settle_model(engine, prepared, request, settings), subject=subject)
+    steps.take(lambda: _adopt(engine, prepared, request), subject=subject)
+    steps.take(lambda: _settle_masters(engine, prepared, request), subject=subject, always=True)
+    proof = None
+    if witness is not None:
+        proof = prove(engine, prepared, witness, steps, unproved=unproved(engine, prepared, request))
+    files = prepared.plan.files
+    return Moved(bytes_read=outcome.bytes_read, read_calls=outcome.read_calls, files=files, proof=proof)
+
+
+def _read(
+    engine: DeepSpeedEngine, prepared: Prepared, settings: Settings, subject: str
+) -> tuple[Witness | None, Outcome]:
+    """Read this rank's bytes, and agree with all ranks that every record has its checksum. Collective."""
     begun, faults, cause = attempt(lambda: _begin(engine, prepared, settings))
-    agree(faults, subject=subject, cause=cause)
-    assert begun is not None
-    witness, targets, executor = begun
-    outcome, faults, cause = attempt(lambda: executor.execute(prepared.plan, targets))
-    outcome = outcome or Outcome()
+    witness, outcome = None, Outcome()
+    if begun is not None:
+        witness, targets, executor = begun
+        done, faults, cause = attempt(lambda: executor.execute(prepared.plan, targets))
+        outcome = done or outcome
     bare = sum(record.crc32 is None for record in outcome.slices)
     if bare:
         logger.warning(
@@ -57,31 +81,88 @@ def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings
             prepared.checkpoint.listing.folder,
             bare,
         )
-    sums, found, failed = attempt(lambda: settle(partial_sums(outcome)))
-    faults += found + outcome.faults
-    pending: list[PartialSum] = []
-    if sums is not None:
-        pending, mismatched = sums
-        faults += mismatched
+    settled, found, failed = attempt(lambda: settle(partial_sums(outcome)))
+    pending, mismatched = settled or ([], [])
     mine = _replica(engine, prepared)
-    told = gather((faults, pending, mine))
-    everyone = [fault for of_rank, _, _ in told for fault in of_rank]
-    combined, again = combine([sums if replica == mine else [] for _, sums, replica in told])
-    if not everyone:
+    sums = None if pending and _shares_bytes(prepared) else Sums.of(pending, mine)
+    told = gather((faults + found + outcome.faults + mismatched, sums))
+    raise_caused([fault for of_rank, _ in told for fault in of_rank], subject=subject, cause=cause or failed)
+    if not whole([of_rank for _, of_rank in told]):
+        everyone = gather((pending, mine))
+        combined, again = combine([parts if replica == mine else [] for parts, replica in everyone])
         combined += read_again([record for record, at in again.items() if at == rank()])
-    agree([*faults, *(combined if not everyone else [])], subject=subject, cause=cause or failed)
-    late, faults, cause = attempt(lambda: _settle_model(engine, prepared, request, settings))
-    agree([*faults, *(late or [])], subject=subject, cause=cause)
-    _, faults, cause = attempt(lambda: _adopt(engine, prepared, request))
-    agree(faults, subject=subject, cause=cause)
-    _, faults, cause = attempt(lambda: _settle_masters(engine, prepared, request))
-    agree(faults, subject=subject, cause=cause)
-    proof = prove(engine, prepared, witness, unproved=_unproved(engine, prepared, request)) if witness else None
-    files = prepared.plan.files
-    return Moved(bytes_read=outcome.bytes_read, read_calls=outcome.read_calls, files=files, proof=proof)
+        agree(combined, subject=subject)
+    return witness, outcome
 
 
-def _unproved(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> frozenset[str]:
+class Sums(NamedTuple):
+    """All partial sums of one rank in two numbers, which are zero over all ranks where every record is as it was saved.
+
+    `crc` is the exclusive or, over the records, of what the rank read, multiplied by a number that is drawn from the
+    record: crc32 is linear, so the parts of a record give its own checksum, which the rank adds that read its first
+    byte. `spans` is a sum of numbers that are drawn from the ends of the spans: they cancel where spans follow each
+    other and cover the record.
+    """
+
+    crc: int
+    spans: int
+
+    @classmethod
+    def of(cls, sums: Iterable[PartialSum], replica: int) -> Sums:
+        crc = spans = 0
+        for one in sums:
+            record = one.record
+            drawn = partial(_drawn, repr((os.path.basename(record.path), *record[1:], replica)))
+            total = one.crc32
+            for start, stop in one.spans:
+                spans += drawn(stop) - drawn(start)
+                if start == 0:
+                    assert record.crc32 is not None
+                    total ^= record.crc32
+                    spans -= drawn(record.nbytes) - drawn(0)
+            crc ^= _multiplied(total, drawn(-1) | 1)
+        return cls(crc, spans % 2**64)
+
+
+def whole(sums: Sequence[Sums | None]) -> bool:
+    """Whether what all ranks read are whole records with their checksums; None is of a rank that cannot tell."""
+    said = [one for one in sums if one is not None]
+    crc = reduce(xor, (one.crc for one in said), 0)
+    return len(said) == len(sums) and crc == 0 and sum(one.spans for one in said) % 2**64 == 0
+
+
+def _drawn(record: str, offset: int) -> int:
+    """A number of 64 bits that stands for an offset of a record."""
+    return int.from_bytes(blake2b(f"{record} {offset}".encode(), digest_size=8).digest(), "little")
+
+
+def _multiplied(value: int, factor: int) -> int:
+    """The product of two polynomials over the field of two elements; it is linear in `value`, and one to one."""
+    product = 0
+    while value:
+        lowest = value & -value
+        product ^= factor * lowest
+        value ^= lowest
+    return product
+
+
+def _shares_bytes(prepared: Prepared) -> bool:
+    """Whether two tensors that are wanted lie in the same bytes, which several ranks may then read.
+
+    They are tied in the checkpoint's module and not in this run's. Sums that are combined by exclusive or would hide a
+    fault that two ranks have read.
+    """
+    module, layout = prepared.checkpoint.model.module, prepared.checkpoint.layout
+    found = [
+        module[key.name]
+        for key in prepared.wants.sources.values()
+        if key.name in module and layout[key].buffer == f"module/{key.name}"
+    ]
+    spans = sorted((one.byte_offset, one.byte_offset + one.nbytes) for one in found if one.numel)
+    return any(one[1] > other[0] for one, other in pairwise(spans))
+
+
+def unproved(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> frozenset[str]:
     """The kinds of tensors that this load changes after it has read them."""
     kinds = {
         "weight": request.custom_load_fn is not None or _loads_itself(engine.module, prepared.wants.state),
@@ -124,7 +205,7 @@ def _begin(
     return witness, targets, executor
 
 
-def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings: Settings) -> list[Fault]:
+def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings: Settings) -> None:
     """Fill in the parts of the module that the executor does not move, then compare weights with masters."""
     import torch
 
@@ -138,7 +219,9 @@ def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, request: Request,
             _run_loaders(engine.module, prepared.wants.state)
         for name, extra in prepared.extra.items():
             engine.module.get_submodule(name).set_extra_state(extra)
-    return [] if not settings.checksum else list(masters_against_weights(engine, prepared))
+    if settings.checksum:
+        folder = prepared.checkpoint.listing.folder
+        raise_faults(masters_against_weights(engine, prepared), subject=f"loading {folder}")
 
 
 def _loads_itself(module: torch.nn.Module, state: Mapping[str, object]) -> bool:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from ds_reshard.hosts.deepspeed.look import latest_tag, tag_files
 from ds_reshard.hosts.deepspeed.resumed import policy_of
 from ds_reshard.hosts.deepspeed.settings import parse_settings
-from ds_reshard.operations.ranks import agree, attempt, broadcast, rank
-from ds_reshard.resume.policy import ResumePolicy
+from ds_reshard.operations.ranks import attempt, rank
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -42,27 +41,19 @@ def _note(engine: DeepSpeedEngine, folder: Path) -> None:
         _SAVED.setdefault(engine, set()).add(seen)
 
 
-def is_resume(engine: DeepSpeedEngine, policy: ResumePolicy, load_dir: str, tag: object) -> bool:
-    """Whether a policy is meant for this load: not where the engine reads what it has saved itself. Collective."""
-    if policy.is_default:
-        return True
-    universal = engine.load_universal_checkpoint()
-    own, faults, cause = attempt(lambda: rank() == 0 and _saved_by(engine, load_dir, tag, universal=universal))
-    agree(faults, subject=f"loading {load_dir}", cause=cause)
-    if not broadcast(bool(own)):
-        return True
-    if rank() == 0:
-        logger.info("%s holds what this run has saved: it is loaded as it is, without the resume policy", load_dir)
-    return False
+def saved_by(engine: DeepSpeedEngine, load_dir: str, tag: object, *, universal: bool) -> bool:
+    """Rank 0: whether the files of a tag, or of the latest one, are those that this engine wrote.
 
-
-def _saved_by(engine: DeepSpeedEngine, load_dir: str, tag: object, *, universal: bool) -> bool:
-    """Whether the files of a tag, or of the latest one, are those that this engine wrote."""
+    No resume policy is meant for them.
+    """
     tag = tag if tag is not None else latest_tag(load_dir, *tag_files(universal=universal))
     if tag is None:
         return False
     seen = _prints(Path(load_dir, str(tag)))
-    return any(noted <= seen for noted in _SAVED.get(engine, ()))
+    own = any(noted <= seen for noted in _SAVED.get(engine, ()))
+    if own:
+        logger.info("%s holds what this run has saved: it is loaded as it is, without the resume policy", load_dir)
+    return own
 
 
 def _prints(folder: Path) -> Prints:

@@ -8,13 +8,13 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ds_reshard.containers.crc import crc32
-from ds_reshard.errors import Fault, FingerprintMismatch, InternalError
+from ds_reshard.errors import Fault, FingerprintMismatch, raise_faults
 from ds_reshard.execution.fingerprint import Fingerprint, Fingerprints
 from ds_reshard.execution.witness import Witness, held
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_optimizer
 from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.model.layout import Layout, Placement, TensorKey
-from ds_reshard.operations.ranks import agree, attempt, gather, rank
+from ds_reshard.operations.ranks import Steps, rank
 
 if TYPE_CHECKING:
     import torch
@@ -44,25 +44,41 @@ def seen_by(prepared: Prepared) -> Witness:
     return Witness(prepared.index, prepared.wants.layout(size), position, prepared.wants.sources)
 
 
-def prove(engine: DeepSpeedEngine, prepared: Prepared, witness: Witness, *, unproved: frozenset[str]) -> Proof:
+def divided_names(prepared: Prepared, *, unproved: frozenset[str]) -> int:
+    """A digest of the tensors that ranks hold parts of: they add up what they hold of one list of tensors."""
+    layout = prepared.wants.layout(place(prepared.live)[1])
+    return crc32("\n".join(map(str, _divided(layout, unproved))).encode())
+
+
+def _divided(layout: Layout, unproved: frozenset[str]) -> list[TensorKey]:
+    return sorted(key for key, at in layout.placements.items() if not at.replicated and key.kind not in unproved)
+
+
+def prove(
+    engine: DeepSpeedEngine, prepared: Prepared, witness: Witness, steps: Steps, *, unproved: frozenset[str]
+) -> Proof | None:
     """Compare each part in the engine's memory with what was read of it, and the parts with the whole. Collective.
 
     The kinds in `unproved` are left out, as are tensors that were read whole or made from masters. One sum over
-    the ranks that share the optimizer, of two numbers a tensor. Raises FingerprintMismatch on every rank.
+    the ranks that share the optimizer, of two numbers a tensor, in which a rank that failed takes part too. What
+    differs is a FingerprintMismatch among the faults of `steps`; then there is no proof.
     """
     subject = f"loading {prepared.checkpoint.listing.folder}"
     position, size = place(prepared.live)
     layout = prepared.wants.layout(size)
     proved = sorted(key for key in layout.placements if key.kind not in unproved)
-    now, faults, cause = attempt(lambda: held(layout, position, _buffers(engine, prepared)))
-    if now is not None:
-        faults += list(_differences(witness.sums, now, proved))
-    divided = [key for key in proved if not layout[key].replicated]
-    names = crc32("\n".join(map(str, divided)).encode())
-    agree([*faults, *_other_tensors(gather(names), subject)], subject=subject, cause=cause)
-    assert now is not None
-    whole = {key: now[key] for key in proved} | _summed(engine, prepared.live, {key: now[key] for key in divided})
-    agree(_incomplete(layout, whole), subject=subject)
+
+    def compared() -> Fingerprints:
+        now = held(layout, position, _buffers(engine, prepared))
+        raise_faults(_differences(witness.sums, now, proved), subject=subject)
+        return now
+
+    now = steps.take(compared, subject=subject) or Fingerprints()
+    parts = {key: now[key] for key in _divided(layout, unproved)}
+    whole = {key: now[key] for key in proved} | _summed(engine, prepared.live, parts)
+    steps.take(lambda: raise_faults(_incomplete(layout, whole), subject=subject), subject=subject)
+    if steps.failed:
+        return None
     wants = prepared.wants
     left = len(layout.placements) - len(proved) + len(wants.whole_reads) + len(wants.from_masters)
     return Proof(tensors=whole, unproved=left)
@@ -100,13 +116,6 @@ def _differences(read: Fingerprints, now: Fingerprints, keys: list[TensorKey]) -
                 f"{now[key]} of {now[key].nbytes}",
                 mend=_MEND,
             )
-
-
-def _other_tensors(names: list[int], subject: str) -> list[Fault]:
-    """The sum over ranks is of one list of tensors: a rank with another must not take part in it."""
-    if len(set(names)) == 1:
-        return []
-    return [InternalError.fault(subject, "ranks hold parts of other tensors", mend=_MEND)]
 
 
 def _summed(

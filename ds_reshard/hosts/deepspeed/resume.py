@@ -96,8 +96,8 @@ def own_values(engine: DeepSpeedEngine) -> Own:
     return _OWN[engine]
 
 
-def loaded(engine: DeepSpeedEngine, last: Last) -> None:
-    """Note a load that has ended."""
+def loaded(engine: DeepSpeedEngine, last: Last | None) -> None:
+    """Note the last load that has ended."""
     _OWN[engine] = replace(own_values(engine), last=last)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import ConfigError, UnsupportedLayout, raise_faults
+from ds_reshard.errors import ConfigError, ReshardError, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.hosts.deepspeed import refuse, resume
 from ds_reshard.hosts.deepspeed.entries import Request
@@ -18,7 +17,7 @@ from ds_reshard.hosts.deepspeed.saved import Saved, read_saved, saved_of
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.hosts.deepspeed.unowned import take_given
 from ds_reshard.hosts.deepspeed.usable import refuse_use, restore_use
-from ds_reshard.operations.ranks import agree, attempt, broadcast, rank
+from ds_reshard.operations.ranks import Steps, agree, attempt, rank
 from ds_reshard.resume import asked
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import publish
@@ -54,13 +53,16 @@ LEFT_TO_DEEPSPEED = "no tensor was proved: DeepSpeed loaded it"
 
 
 class Resume:
-    """What the policy makes of the caller's `request`; `request` is then what the load itself is asked for."""
+    """What the policy makes of the caller's `request`; `request` is then what the load itself is asked for.
 
-    def __init__(self, engine: DeepSpeedEngine, policy: ResumePolicy, request: Request) -> None:
+    `proof` says how many tensors were proved, None where nobody asked for it.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, policy: ResumePolicy, request: Request, *, prove: bool) -> None:
         self.policy = policy
         self.asked = request
         self.request = resume.narrowed(request, policy)
-        self.proof: str | None = None
+        self.proof = LEFT_TO_DEEPSPEED if prove else None
         self._engine = engine
         self._saved: Saved | None = None
         self._beside: resume.Beside | None = None
@@ -70,15 +72,13 @@ class Resume:
 
     def refuse(self) -> None:
         """Raise what cannot be done of the policy with this engine, whatever the checkpoint."""
-        if self.policy.is_default:
-            return
-        found, faults, cause = attempt(lambda: refuse.refusals(self._engine, self.asked, self.policy))
-        agree([*faults, *(found or [])], subject=self._subject, cause=cause)
+        if not self.policy.is_default:
+            raise_faults(refuse.refusals(self._engine, self.asked, self.policy), subject=self._subject)
 
-    def without_files(self, look: Callable[[], Aside]) -> None:
+    def without_files(self, aside: Aside | None) -> None:
         """The load is DeepSpeed's, of tensors that are not read here: raise what then cannot be done.
 
-        `look` tells rank 0 what the model file says beside them.
+        `aside` is what the model file says beside them.
         """
         if self.policy.is_default:
             return
@@ -96,63 +96,74 @@ class Resume:
             for name, present in unread.items()
             if present
         ]
-        agree(faults, subject=self._subject)
-        aside = broadcast(look() if rank() == 0 else Aside())
-        saved, faults, cause = attempt(lambda: self._aside(aside))
-        self._saved = saved
-        agree([*aside.faults, *faults] if rank() == 0 else faults, subject=self._subject, cause=cause)
-
-    def _aside(self, aside: Aside) -> Saved | None:
-        engine, settings = self._engine, parse_settings(self._engine._config._param_dict)
-        if aside.entries is None:
-            return None
-        return saved_of(
-            aside.entries, settings, where=aside.folder, stage=int(engine.zero_optimization_stage()), scheduler=True
-        )
+        aside = aside or Aside()
+        raise_faults(faults or aside.faults, subject=self._subject)
+        if aside.entries is not None:
+            settings, stage = parse_settings(self._engine._config._param_dict), self._engine.zero_optimization_stage()
+            self._saved = saved_of(aside.entries, settings, where=aside.folder, stage=int(stage), scheduler=True)
 
     def read(self, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, settings: Settings) -> None:
         """Read the checkpoint's facts, and raise what it cannot give of what the policy asks for."""
         engine, policy = self._engine, self.policy
         wants = engine.lr_scheduler is not None or policy.scheduler in ("checkpoint", "strict")
-        saved, faults, cause = attempt(lambda: read_saved(engine, live, checkpoint, settings, scheduler=wants))
+        saved, _, cause = attempt(lambda: read_saved(engine, live, checkpoint, settings, scheduler=wants))
         self._saved = saved
         if policy.is_default:
             return  # the facts are for the report alone; what is wrong with them, the load itself will say
-        if saved is not None:
-            found, more, failed = attempt(lambda: refuse.checkpoint_faults(engine, saved, policy))
-            faults, cause = faults + more + (found or []), cause or failed
-        agree(faults, subject=self._subject, cause=cause)
+        if saved is None:
+            assert cause is not None
+            raise cause
+        raise_faults(refuse.checkpoint_faults(engine, saved, policy), subject=self._subject)
 
-    def finish(self, result: Result) -> Result:
-        """Apply the policy to the engine that was loaded, and publish the report; the load's own result."""
+    def after_deepspeed(self, result: Result) -> Result:
+        """Apply the policy to the engine that DeepSpeed has loaded; its own result. Collective."""
         if self.proof == LEFT_TO_DEEPSPEED and rank() == 0:
             logger.warning("%s: %s", self._subject, self.proof)
+        steps = Steps()
+        if not self.policy.is_default and result[0] is not None and not self.asked.module_only:
+            refuse_use(self._engine, f"the resume policy was not applied after {self._subject}")
+            self.apply(steps)
+            restore_use(self._engine)
+        elif result[0] is not None and not self.asked.module_only:
+            self._note()
+        return result
+
+    def apply(self, steps: Steps) -> None:
+        """Apply the policy to the engine that was loaded, once all ranks' steps have gone well. Collective."""
+        before = resume.own_values(self._engine).last if not self.asked.module_only else None
+        steps.take(self._apply, subject=self._subject)
+        try:
+            steps.agree()
+        except ReshardError:
+            if not self.asked.module_only:
+                resume.loaded(self._engine, before)
+            raise
+
+    def _apply(self) -> None:
+        if self.asked.module_only:
+            return
+        if not self.policy.is_default:
+            resume.apply(self._engine, self._saved or self._from_engine(), self.policy)
+        self._note()
+        if not self.policy.is_default:
+            self._beside = take_given(self._engine)
+
+    def _note(self) -> None:
+        request, iteration = replace(self.request, custom_load_fn=None), self._engine.global_steps
+        saved = self._saved or self._from_engine()
+        last = resume.Last(policy=self.policy, saved=saved, request=request, iteration=iteration, proof=self.proof)
+        resume.loaded(self._engine, last)
+
+    def report(self, result: Result) -> Result:
+        """Publish the report of a load that has ended; the load's own result. Collective where a file was asked for."""
         if result[0] is None or self.asked.module_only:
             return result
-        engine, policy = self._engine, self.policy
-        saved = self._saved or self._from_engine()
-        if policy.is_default:
-            resume.loaded(engine, self._last(saved))
-        else:
-            refuse_use(engine, f"the resume policy was not applied after {self._subject}")
-            _, faults, cause = attempt(lambda: self._apply(saved))
-            agree(faults, subject=self._subject, cause=cause)
-            restore_use(engine)
         _, faults, cause = attempt(self._report) if rank() == 0 else (None, [], None)
-        if policy.report is not None:
-            agree(faults, subject=f"resume report {policy.report}", cause=cause)
+        if self.policy.report is not None:
+            agree(faults, subject=f"resume report {self.policy.report}", cause=cause)
         elif faults:
             logger.error("no resume report: %s", "; ".join(fault.line() for fault in faults))
         return result
-
-    def _apply(self, saved: Saved) -> None:
-        resume.apply(self._engine, saved, self.policy)
-        resume.loaded(self._engine, self._last(saved))
-        self._beside = take_given(self._engine)
-
-    def _last(self, saved: Saved) -> resume.Last:
-        request, iteration = replace(self.request, custom_load_fn=None), self._engine.global_steps
-        return resume.Last(policy=self.policy, saved=saved, request=request, iteration=iteration, proof=self.proof)
 
     def _report(self) -> None:
         made = report(self._engine, resume.own_values(self._engine), self._beside)
