@@ -208,6 +208,7 @@ def _decide(
     )
     if resume is None:
         return made
+    steps.take(resume.refuse, subject=subject)
     if not mine.direct or _is_unread(engine, mine, found):
         made.loader = "DeepSpeed, unread"
         if found.tag or not mine.direct:  # else there is nothing to load, and nothing to apply a policy to
@@ -236,7 +237,8 @@ def _agree_ready(
     """Raise the same error on every rank where any is not ready, or where ranks differ. Collective."""
     subject = f"loading {request.load_dir}"
     folder = found.checkpoint.listing.folder if found.checkpoint is not None else request.load_dir
-    told = steps.tell(_ready(engine, mine, decision, request))
+    ready, _, _ = attempt(lambda: _ready(engine, mine, decision, request))
+    told = steps.tell(ready or Ready(view="", policy=None, loader=""))
     said = [one.value for one in told if isinstance(one.value, Ready)]
     if any(one.step == 1 and one.faults for one in told):
         steps.raise_first(told)
@@ -250,7 +252,8 @@ def _agree_ready(
         what = "ranks hold parts of other tensors"
         raise_faults([InternalError.fault(folder, what, mend=_BUILD_ALIKE)], subject=f"loading {folder}")
     if found.checkpoint is not None and (failed or _shards_differ(said)):
-        told = _compare_shards(told, decision, folder)
+        states = any(one.loader == "ds_reshard" for one in said)
+        told = _compare_shards(told, decision.shards, folder, states=states)
     steps.raise_first(told)
 
 
@@ -289,11 +292,9 @@ def _shards_differ(said: Sequence[Ready]) -> bool:
     return len(families) > len({family for family, _ in families}) or len(prints) > len({mark for mark, _ in prints})
 
 
-def _compare_shards(told: list[Told], decision: _Decision, folder: str) -> list[Told]:
+def _compare_shards(told: list[Told], shards: ZeroShards | None, folder: str, *, states: bool) -> list[Told]:
     """What ranks said, with what is found where all that their shards say is compared. Collective."""
-    shards = decision.shards
     seen = gather((shards.signatures, shards.prints) if shards is not None else ({}, {}))
-    states = decision.prepared is not None
     last = max(one.step for one in told)
     faults = compare_signatures({k: v for one, _ in seen for k, v in one.items()}, folder, states=states)
     faults += compare_prints({k: v for _, one in seen for k, v in one.items()}, folder)
