@@ -15,6 +15,14 @@ pytestmark = pytest.mark.distributed
 FOUND, READY, READ, DONE = "broadcast_object_list", *["all_gather_object"] * 3
 """What rank 0 found; every rank is ready; what every rank read, as checksums; every rank is done."""
 
+
+def own(collectives: list[tuple[str, int]], stage: int | str) -> list[tuple[str, int]]:
+    """Without the one barrier in which stage 3 over gloo waits for what DeepSpeed gathers: it carries no bytes."""
+    barriers = [one for one in collectives if one == ("barrier", 0)]
+    assert len(barriers) == (stage == 3)
+    return [one for one in collectives if one not in barriers]
+
+
 LAYOUTS = [
     (Run(1, 4), Run(1, 2)),
     (Run(2, 2), Run(2, 3)),
@@ -33,7 +41,7 @@ def test_a_load_costs_four_collectives(worlds: Any, saves: Saves, saved: Run, lo
     folder, truth = saves(saved, model)
     told = worlds[loaded.dp].run("collective_jobs.load_counted", run=loaded, model=model, folder=str(folder))
     for collectives, _ in told:
-        assert [name for name, _ in collectives] == [FOUND, READY, READ, DONE]
+        assert [name for name, _ in own(collectives, loaded.stage)] == [FOUND, READY, READ, DONE]
     assert_same(truth, [held for _, held in told])
 
 
@@ -54,6 +62,7 @@ def test_what_ranks_exchange_does_not_grow_with_the_model(worlds: Any, tmp_path:
         folder = str(tmp_path / str(count))
         worlds[2].run("collective_jobs.save_wide", run=Run(stage, 2), count=count, folder=folder)
         told = worlds[3].run("collective_jobs.load_wide", run=Run(stage, 3), count=count, folder=folder)
+        told = [own(collectives, stage) for collectives in told]
         assert [[name for name, _ in collectives] for collectives in told] == [[FOUND, READY, READ, DONE]] * 3
         said.append([[nbytes for _, nbytes in collectives[1:]] for collectives in told])
     few, many = said

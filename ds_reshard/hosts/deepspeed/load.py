@@ -7,7 +7,8 @@ can be reached; it has had one signature from 0.14 to 0.19.8.
 
 A load has four collectives of ours where nothing is wrong: what rank 0 found is broadcast; every rank says that it is
 ready; every rank says what it read, as checksums; every rank says that it is done. None but the first grows with the
-model. Details are gathered only after a difference. A fingerprint or a report file, where one was asked for, adds one.
+model. Details are gathered only after a difference. A fingerprint or a report file, where one was asked for, adds one;
+over gloo stage 3 waits for DeepSpeed's gathers with a barrier, which carries nothing.
 """
 
 from __future__ import annotations
@@ -27,20 +28,23 @@ from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
 from ds_reshard.formats.zero.optim_states import STATE
 from ds_reshard.formats.zero.shards import ZeroShards
-from ds_reshard.hosts.deepspeed.compare import same_layout
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries, scheduler_faults
-from ds_reshard.hosts.deepspeed.events import event
-from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_kind, live_optimizer, unsupported
-from ds_reshard.hosts.deepspeed.look import Found, latest_tag, look, look_aside, tag_files
-from ds_reshard.hosts.deepspeed.move import Moved, move, unproved
-from ds_reshard.hosts.deepspeed.own_saves import saved_by
-from ds_reshard.hosts.deepspeed.prepare import Prepared, prepare
-from ds_reshard.hosts.deepspeed.prove import divided_names
-from ds_reshard.hosts.deepspeed.resume import narrowed
-from ds_reshard.hosts.deepspeed.resumed import Resume, policy_of
+from ds_reshard.hosts.deepspeed.external_schedulers import as_it_is
+from ds_reshard.hosts.deepspeed.find_checkpoint import Found, latest_tag, look, look_aside, tag_files
+from ds_reshard.hosts.deepspeed.live import (
+    LiveOptimizer,
+    event,
+    live_kind,
+    live_optimizer,
+    refuse_use,
+    restore_use,
+    unsupported,
+)
+from ds_reshard.hosts.deepspeed.move import Moved, divided_names, move, unproved
+from ds_reshard.hosts.deepspeed.prepare import Prepared, prepare, same_layout
+from ds_reshard.hosts.deepspeed.resume_session import Resume, policy_of, saved_by
+from ds_reshard.hosts.deepspeed.resume_values import narrowed
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
-from ds_reshard.hosts.deepspeed.unowned import as_it_is
-from ds_reshard.hosts.deepspeed.usable import refuse_use, restore_use
 from ds_reshard.model.index import Index
 from ds_reshard.operations.pickles import refuse_unsafe, scan_files, walk
 from ds_reshard.operations.ranks import Steps, Told, attempt, broadcast, gather, rank
