@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial, reduce
-from hashlib import blake2b
 from itertools import pairwise
 from math import prod
-from operator import xor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ds_reshard.containers.crc import crc32
 from ds_reshard.errors import CheckpointDamaged, Fault, FingerprintMismatch, ModelMismatch, raise_faults
 from ds_reshard.execution.buffers import TensorTarget
-from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
+from ds_reshard.execution.checksums import combine, partial_sums, read_again, settle
 from ds_reshard.execution.choice import choose
 from ds_reshard.execution.deviation import same_bits
 from ds_reshard.execution.fingerprint import Fingerprint, Fingerprints
@@ -30,7 +26,7 @@ from ds_reshard.hosts.deepspeed.load_targets import EXTRA_STATE
 from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.layout import Layout, Placement, TensorKey
-from ds_reshard.operations.ranks import Steps, agree, attempt, gather, raise_caused, rank
+from ds_reshard.operations.ranks import Steps, Sums, agree, attempt, gather, raise_caused, rank, whole
 
 if TYPE_CHECKING:
     import torch
@@ -97,57 +93,6 @@ def _read(
         combined += read_again([record for record, at in again.items() if at == rank()])
         agree(combined, subject=subject)
     return witness, outcome
-
-
-class Sums(NamedTuple):
-    """All partial sums of one rank in two numbers, which are zero over all ranks where every record is as it was saved.
-
-    `crc` is the exclusive or, over the records, of what the rank read, multiplied by a number that is drawn from the
-    record: crc32 is linear, so the parts of a record give its own checksum, which the rank adds that read its first
-    byte. `spans` is a sum of numbers that are drawn from the ends of the spans: they cancel where spans follow each
-    other and cover the record.
-    """
-
-    crc: int
-    spans: int
-
-    @classmethod
-    def of(cls, sums: Iterable[PartialSum], replica: int) -> Sums:
-        crc = spans = 0
-        for one in sums:
-            record = one.record
-            drawn = partial(_drawn, repr((os.path.basename(record.path), *record[1:], replica)))
-            total = one.crc32
-            for start, stop in one.spans:
-                spans += drawn(stop) - drawn(start)
-                if start == 0:
-                    assert record.crc32 is not None
-                    total ^= record.crc32
-                    spans -= drawn(record.nbytes) - drawn(0)
-            crc ^= _multiplied(total, drawn(-1) | 1)
-        return cls(crc, spans % 2**64)
-
-
-def whole(sums: Sequence[Sums | None]) -> bool:
-    """Whether what all ranks read are whole records with their checksums; None is of a rank that cannot tell."""
-    said = [one for one in sums if one is not None]
-    crc = reduce(xor, (one.crc for one in said), 0)
-    return len(said) == len(sums) and crc == 0 and sum(one.spans for one in said) % 2**64 == 0
-
-
-def _drawn(record: str, offset: int) -> int:
-    """A number of 64 bits that stands for an offset of a record."""
-    return int.from_bytes(blake2b(f"{record} {offset}".encode(), digest_size=8).digest(), "little")
-
-
-def _multiplied(value: int, factor: int) -> int:
-    """The product of two polynomials over the field of two elements; it is linear in `value`, and one to one."""
-    product = 0
-    while value:
-        lowest = value & -value
-        product ^= factor * lowest
-        value ^= lowest
-    return product
 
 
 def _shares_bytes(prepared: Prepared) -> bool:
