@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.collectives import counted
 from benchmarks.engines import engine, join
 from benchmarks.gpt import Shape
 from benchmarks.memory import Counters, forget_peak, opened, resident, take_back, touch
@@ -69,7 +70,7 @@ def load(
         from benchmarks.floor import compare, watch_executor
 
         executions = watch_executor()
-    with opened(folder) as files:
+    with opened(folder) as files, counted() as collectives:
         gc.collect()
         forget_peak()
         before_rss = resident()
@@ -85,6 +86,8 @@ def load(
         "seconds": seconds,
         **{name: getattr(spent, name) for name in spent.__slots__},
         **owned,
+        "collectives": len(collectives),
+        "collective_nbytes": [one.nbytes for one in collectives],
         "files_opened": len(files.read),
         "files_written": sorted(files.written),
         "memory_above_nbytes": growth - owned["adopted_nbytes"],

@@ -46,9 +46,11 @@ WIDTH = 130
 def line(run: dict[str, Any]) -> str:
     """One run in one line, for whoever watches."""
     faults = max(rank["minor_faults"] for rank in run["ranks"])
+    told = max((rank["collective_nbytes"] for rank in run["ranks"]), key=sum)
+    own = f"  {len(told)} collectives of {', '.join(map(str, told))} bytes" if told else ""
     return (
         f"ZeRO-{run['stage']} {run['condition']:<8} {run['contestant']:<10} {run['seconds']:8.3f} s  "
-        f"cpu {run['cpu_s']:7.3f} s  {faults:>8} page faults"
+        f"cpu {run['cpu_s']:7.3f} s  {faults:>8} page faults{own}"
     )
 
 

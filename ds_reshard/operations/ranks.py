@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeVar
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, reduce
+from hashlib import blake2b
+from operator import xor
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ds_reshard.errors import Fault, ReshardError, as_faults, raise_faults
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from ds_reshard.execution.checksums import PartialSum
 
 T = TypeVar("T")
 
@@ -74,3 +80,108 @@ def raise_caused(faults: Iterable[Fault], *, subject: str, cause: Exception | No
         raise_faults(faults, subject=subject)
     except ReshardError as error:
         raise error from cause
+
+
+class Told(NamedTuple):
+    """What one rank says after its steps: how far it came, what it found there, and a value for the others."""
+
+    step: int
+    subject: str
+    faults: tuple[Fault, ...]
+    value: object
+
+
+class Steps:
+    """One rank's steps between two collectives, so that one collective serves for all of them.
+
+    After a failure the rest of the steps are passed over. Every rank takes the same steps, and all of them then raise
+    what the earliest step that failed anywhere has found.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._subject = ""
+        self._faults: list[Fault] = []
+        self._cause: Exception | None = None
+
+    def take(self, work: Callable[[], T], *, subject: str, always: bool = False) -> T | None:
+        """What `work` gives; None where it fails, or where a step before it has failed.
+
+        `always` is for work that other ranks wait for: it is done after a failure too.
+        """
+        if self._faults:
+            return attempt(work)[0] if always else None
+        self._step, self._subject = self._step + 1, subject
+        value, self._faults, self._cause = attempt(work)
+        return value
+
+    @property
+    def failed(self) -> bool:
+        return bool(self._faults)
+
+    def tell(self, value: object = None) -> list[Told]:
+        """What each rank says, on every rank. Collective."""
+        return gather(Told(self._step, self._subject, tuple(self._faults), value))
+
+    def raise_first(self, told: Iterable[Told]) -> None:
+        """Raise what the earliest failed step of any rank found; the same error on every rank."""
+        failed = [one for one in told if one.faults]
+        if failed:
+            first = min(failed, key=lambda one: one.step)
+            faults = [fault for one in failed if one.step == first.step for fault in one.faults]
+            raise_caused(faults, subject=first.subject, cause=self._cause if self._step == first.step else None)
+
+    def agree(self) -> None:
+        """Raise the same error on every rank when a step of any rank has failed. Collective."""
+        self.raise_first(self.tell())
+
+
+class Sums(NamedTuple):
+    """All partial sums of one rank in two numbers, which are zero over all ranks where every record is as it was saved.
+
+    `crc` is the exclusive or, over the records, of what the rank read, multiplied by a number that is drawn from the
+    record: crc32 is linear, so the parts of a record give its own checksum, which the rank adds that read its first
+    byte. `spans` is a sum of numbers that are drawn from the ends of the spans: they cancel where spans follow each
+    other and cover the record.
+    """
+
+    crc: int
+    spans: int
+
+    @classmethod
+    def of(cls, sums: Iterable[PartialSum], replica: int) -> Sums:
+        crc = spans = 0
+        for one in sums:
+            record = one.record
+            drawn = partial(_drawn, repr((os.path.basename(record.path), *record[1:], replica)))
+            total = one.crc32
+            for start, stop in one.spans:
+                spans += drawn(stop) - drawn(start)
+                if start == 0:
+                    assert record.crc32 is not None
+                    total ^= record.crc32
+                    spans -= drawn(record.nbytes) - drawn(0)
+            crc ^= _multiplied(total, drawn(-1) | 1)
+        return cls(crc, spans % 2**64)
+
+
+def whole(sums: Sequence[Sums | None]) -> bool:
+    """Whether what all ranks read are whole records with their checksums; None is of a rank that cannot tell."""
+    said = [one for one in sums if one is not None]
+    crc = reduce(xor, (one.crc for one in said), 0)
+    return len(said) == len(sums) and crc == 0 and sum(one.spans for one in said) % 2**64 == 0
+
+
+def _drawn(record: str, offset: int) -> int:
+    """A number of 64 bits that stands for an offset of a record."""
+    return int.from_bytes(blake2b(f"{record} {offset}".encode(), digest_size=8).digest(), "little")
+
+
+def _multiplied(value: int, factor: int) -> int:
+    """The product of two polynomials over the field of two elements; it is linear in `value`, and one to one."""
+    product = 0
+    while value:
+        lowest = value & -value
+        product ^= factor * lowest
+        value ^= lowest
+    return product

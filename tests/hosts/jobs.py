@@ -523,7 +523,7 @@ def break_rank_1(fault: str) -> Any:
     from unittest import mock
 
     from ds_reshard.execution import threads
-    from ds_reshard.hosts.deepspeed import choose, load, move, prepare
+    from ds_reshard.hosts.deepspeed import load, move, prepare
 
     if torch.distributed.get_rank() != 1:
         return lambda: None
@@ -541,7 +541,7 @@ def break_rank_1(fault: str) -> Any:
         "crash": (prepare, "plan_rank"),
         "crash in settings": (load, "parse_settings"),
         "crash in live": (load, "live_optimizer"),
-        "crash in check": (choose, "Index"),
+        "crash in check": (load, "Index"),
         "crash in adopt": (move, "adopt"),
         "crash in client": (load, "client_entries"),
     }[fault]

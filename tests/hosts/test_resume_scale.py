@@ -14,8 +14,7 @@ def test_the_loss_scaler_of_this_run_replaces_the_loaded_one() -> None:
     """DeepSpeed's load replaces the scaler object wholesale (`load_state_dict`, runtime/zero/stage_1_and_2.py)."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    from ds_reshard.hosts.deepspeed.resume import apply, own_values
-    from ds_reshard.hosts.deepspeed.saved import Saved
+    from ds_reshard.hosts.deepspeed.resume_values import Saved, apply, own_values
     from ds_reshard.resume.policy import ResumePolicy
 
     class Engine(SimpleNamespace):

@@ -131,8 +131,7 @@ def kept_alive(setup: Setup, folder: str) -> list[str]:
     import types
 
     import ds_reshard
-    from ds_reshard.hosts.deepspeed.beginnings import beginning_of
-    from ds_reshard.hosts.deepspeed.resume import own_values
+    from ds_reshard.hosts.deepspeed.resume_values import beginning_of, own_values
 
     engine = make(setup, seed=99)
     with ds_reshard.install("deepspeed"):

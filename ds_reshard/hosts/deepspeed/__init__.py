@@ -1,7 +1,7 @@
 """DeepSpeed: `engine.load_checkpoint` under any ZeRO stage and data-parallel size, and as the resume policy says.
 
-Importing this loads neither DeepSpeed nor torch; the seams are in `load.py`, `own_saves.py`, `stepping.py` and
-`unowned.py`.
+Importing this loads neither DeepSpeed nor torch; the seams are in `load.py`, `resume_session.py` and
+`external_schedulers.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def wrap_load_checkpoint(original: Callable[..., object]) -> Callable[..., objec
 
 
 def wrap_save_checkpoint(original: Callable[..., object]) -> Callable[..., object]:
-    from ds_reshard.hosts.deepspeed.own_saves import note_save as seam
+    from ds_reshard.hosts.deepspeed.resume_session import note_save as seam
 
     signature = inspect.signature(original)
 
@@ -51,7 +51,7 @@ def wrap_save_checkpoint(original: Callable[..., object]) -> Callable[..., objec
 
 
 def wrap_take_model_step(original: Callable[..., object]) -> Callable[..., object]:
-    from ds_reshard.hosts.deepspeed.stepping import take_model_step as seam
+    from ds_reshard.hosts.deepspeed.external_schedulers import take_model_step as seam
 
     @functools.wraps(original)
     def _take_model_step(self: object, *args: object, **kwargs: object) -> None:
@@ -61,7 +61,7 @@ def wrap_take_model_step(original: Callable[..., object]) -> Callable[..., objec
 
 
 def wrap_load_state_dict(original: Callable[..., object]) -> Callable[..., object]:
-    from ds_reshard.hosts.deepspeed.unowned import load_state_dict as seam
+    from ds_reshard.hosts.deepspeed.external_schedulers import load_state_dict as seam
 
     @functools.wraps(original)
     def load_state_dict(self: object, *args: object, **kwargs: object) -> object:

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault, UnsupportedLayout
+from ds_reshard.errors import EngineUnusable, Fault, UnsupportedLayout
 from ds_reshard.formats.zero.layout import flat_numel, partition_numel, sub_group_numel
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
     from deepspeed.runtime.engine import DeepSpeedEngine
+
 
 Shape = tuple[int, ...]
 
@@ -239,3 +241,44 @@ def _torch(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> 
         for param in group["params"]
         if param.requires_grad
     ]
+
+
+def event(engine: DeepSpeedEngine, when: str) -> None:
+    """ZeRO-3's own work around a load: partition all parameters before, gather the persistent ones after."""
+    optimizer = engine.optimizer
+    if optimizer is not None and hasattr(optimizer, f"checkpoint_event_{when}"):
+        getattr(optimizer, f"checkpoint_event_{when}")()
+        if when == "epilogue":
+            _complete_gathers(optimizer.dp_process_group)
+
+
+def _complete_gathers(group: dist.ProcessGroup) -> None:
+    """Wait until what was gathered has arrived. Collective over gloo, and nothing elsewhere.
+
+    DeepSpeed waits for the last of several gathers alone (`_allgather_params_coalesced`,
+    runtime/zero/partition_parameters.py, 0.14.5 to 0.18.9), which on gloo leaves the others on their way; gloo's
+    barrier waits for all work before it.
+    """
+    import torch.distributed as dist
+
+    if dist.get_backend(group) == "gloo":
+        dist.barrier(group=group)
+
+
+_GUARDED = ("step", "save_checkpoint", "save_16bit_model", "save_fp16_model")
+
+
+def refuse_use(engine: DeepSpeedEngine, why: str) -> None:
+    """Let the engine neither step nor save: it may hold half a checkpoint."""
+
+    def refuse(*_: object, **__: object) -> object:
+        raise EngineUnusable(f"{why}: the engine may hold parts of it; load a good checkpoint or build the engine anew")
+
+    for name in _GUARDED:
+        object.__setattr__(engine, name, refuse)
+
+
+def restore_use(engine: DeepSpeedEngine) -> None:
+    """Undo `refuse_use`, after a load that succeeded."""
+    for name in _GUARDED:
+        engine.__dict__.pop(name, None)

@@ -1,9 +1,14 @@
-"""The seam of this host: `load_checkpoint`, around DeepSpeed's own.
+"""The seam of this host: `load_checkpoint`, around DeepSpeed's own; who loads, and in which order.
 
 Rung 2 of the ladder (a method on a class). DeepSpeed publishes no extension point that sees a load before
 the data-parallel size is refused (inside `_load_zero_checkpoint`), and model files are looked up by the own
 rank before that (`_get_all_ckpt_names`), so the public method is the lowest place from which every layout
 can be reached; it has had one signature from 0.14 to 0.19.8.
+
+A load has four collectives of ours where nothing is wrong: what rank 0 found is broadcast; every rank says that it is
+ready; every rank says what it read, as checksums; every rank says that it is done. None but the first grows with the
+model. Details are gathered only after a difference. A fingerprint or a report file, where one was asked for, adds one;
+over gloo stage 3 waits for DeepSpeed's gathers with a barrier, which carries nothing.
 """
 
 from __future__ import annotations
@@ -11,29 +16,38 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force, trusted
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, InternalError, UnsupportedLayout, raise_faults
 from ds_reshard.execution.cuda import device_faults
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
-from ds_reshard.hosts.deepspeed.choose import Considered, as_saved, disagreement, leave_to_deepspeed
-from ds_reshard.hosts.deepspeed.entries import Request, client_entries
-from ds_reshard.hosts.deepspeed.events import event
-from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_kind, live_optimizer, unsupported
-from ds_reshard.hosts.deepspeed.look import Found, latest_tag, look, look_aside, tag_files
-from ds_reshard.hosts.deepspeed.move import Moved, move
-from ds_reshard.hosts.deepspeed.own_saves import is_resume
-from ds_reshard.hosts.deepspeed.prepare import Prepared, prepare
-from ds_reshard.hosts.deepspeed.resumed import LEFT_TO_DEEPSPEED, Resume, policy_of
+from ds_reshard.formats.zero.optim_states import STATE
+from ds_reshard.formats.zero.shards import ZeroShards
+from ds_reshard.hosts.deepspeed.entries import Request, client_entries, scheduler_faults
+from ds_reshard.hosts.deepspeed.external_schedulers import as_it_is
+from ds_reshard.hosts.deepspeed.find_checkpoint import Found, latest_tag, look, look_aside, tag_files
+from ds_reshard.hosts.deepspeed.live import (
+    LiveOptimizer,
+    event,
+    live_kind,
+    live_optimizer,
+    refuse_use,
+    restore_use,
+    unsupported,
+)
+from ds_reshard.hosts.deepspeed.move import Moved, divided_names, move, unproved
+from ds_reshard.hosts.deepspeed.prepare import Prepared, prepare, same_layout
+from ds_reshard.hosts.deepspeed.resume_session import Resume, policy_of, saved_by
+from ds_reshard.hosts.deepspeed.resume_values import narrowed
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
-from ds_reshard.hosts.deepspeed.unowned import as_it_is
-from ds_reshard.hosts.deepspeed.usable import refuse_use, restore_use
-from ds_reshard.operations.pickles import refuse_unsafe, walk
-from ds_reshard.operations.ranks import agree, attempt, broadcast, gather, raise_caused, rank
+from ds_reshard.model.index import Index
+from ds_reshard.operations.pickles import refuse_unsafe, scan_files, walk
+from ds_reshard.operations.ranks import Steps, Told, attempt, broadcast, gather, rank
 from ds_reshard.resume.policy import ResumePolicy, policy_differences
 
 if TYPE_CHECKING:
@@ -44,6 +58,43 @@ logger = logging.getLogger("ds_reshard")
 Result = tuple[object, object]
 Original = Callable[[dict[str, object]], Result]
 """DeepSpeed's own method with the user's arguments, but for those given here by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Considered:
+    """One rank's view of its engine before anything is read; `direct` is False where DeepSpeed loads anyway."""
+
+    direct: bool
+    settings: Settings
+    live: LiveOptimizer | None
+    features: tuple[str, ...]
+    policy: ResumePolicy
+
+
+class Ready(NamedTuple):
+    """What a rank says before anything changes; its size does not depend on the model.
+
+    `view` decides which way a rank takes, and `loader` is who loads. `signatures` are digests of what the model and
+    optimizer shards say that this rank opened. `prints` is a digest of the checksums of each optimizer shard, with its
+    name. `names` is a digest of the tensors whose fingerprints the ranks will add up.
+    """
+
+    view: str
+    policy: ResumePolicy | None
+    loader: str
+    signatures: frozenset[tuple[str, bytes]] = frozenset()
+    prints: frozenset[tuple[bytes, str]] = frozenset()
+    names: int | None = None
+
+
+@dataclass(slots=True)
+class _Decision:
+    """Which way a load takes, as this rank sees it."""
+
+    resume: Resume | None = None
+    loader: str = ""
+    shards: ZeroShards | None = None
+    prepared: Prepared | None = None
 
 
 def load_checkpoint(
@@ -73,53 +124,270 @@ def load_checkpoint(
         module_only=load_module_only,
         custom_load_fn=custom_load_fn,
     )
+    steps = Steps()
     with as_it_is():
-        mine = _considered(engine, request)
-        with in_force(PickleRules(mine.settings.trust)):
-            return _load(engine, mine, original, request, tag)
+        mine = steps.take(
+            lambda: _consider(engine, module_only=request.module_only), subject=f"loading {request.load_dir}"
+        )
+        with in_force(PickleRules(mine.settings.trust if mine is not None else frozenset())):
+            return _load(engine, mine, original, request, tag, steps)
 
 
-def _considered(engine: DeepSpeedEngine, request: Request) -> Considered:
-    """What this rank has, where all ranks have the same. Collective."""
-    load_dir = request.load_dir
-    mine, faults, cause = attempt(lambda: _consider(engine, module_only=request.module_only))
-    considered = gather(((mine.direct, mine.policy) if mine else None, faults))
-    faults = [fault for _, of_rank in considered for fault in of_rank]
-    if not faults:
-        faults = policy_differences([view[1] for view, _ in considered if view is not None])
-    if len({repr(view) for view, _ in considered}) > 1 and not faults:
-        faults.append(disagreement(load_dir))
-    raise_caused(faults, subject=f"loading {load_dir}", cause=cause)
-    assert mine is not None
-    return mine
+def _consider(engine: DeepSpeedEngine, *, module_only: bool) -> Considered:
+    """This rank's settings, policy and engine; a pending save is finished first."""
+    settings = parse_settings(engine._config._param_dict)
+    settings = replace(settings, trust=trusted(settings.trust))
+    policy = policy_of(engine, settings, module_only=module_only)
+    if settings.enabled:
+        raise_faults(device_faults("ds_reshard.reshard.device", settings.device), subject="DeepSpeed config")
+    features = tuple(unsupported(engine)) if settings.enabled else ()
+    by_universal = bool(features) and engine.load_universal_checkpoint()
+    if not settings.enabled or by_universal or live_kind(engine) == "offload":
+        return Considered(direct=False, settings=settings, live=None, features=features, policy=policy)
+    _commit_pending_save(engine)
+    return Considered(direct=True, settings=settings, live=live_optimizer(engine), features=features, policy=policy)
 
 
-def _load(engine: DeepSpeedEngine, mine: Considered, original: Original, request: Request, tag: object) -> Result:
-    load_dir = request.load_dir
-    policy = mine.policy if is_resume(engine, mine.policy, load_dir, tag) else ResumePolicy(report=mine.policy.report)
-    resume = Resume(engine, policy, request)
-    resume.proof = LEFT_TO_DEEPSPEED if mine.settings.prove else None
-    resume.refuse()
-    universal = engine.load_universal_checkpoint()
-    if not mine.direct:
-        resume.without_files(lambda: look_aside(load_dir, tag, universal=universal))
-        if mine.settings.enabled:
-            _refuse_unsafe(load_dir, tag, universal=universal)
-        return resume.finish(_by_deepspeed(engine, original, resume.request, tag))
-    wanted = resume.request.load_optimizer
-    found = broadcast(look(load_dir, tag, optimizer=wanted, universal=universal) if rank() == 0 else Found())
-    if found.checkpoint is None and (not found.faults or as_saved(engine, found, mine.features)):
-        if found.tag:  # else there is nothing to load, and nothing to apply a policy to
-            resume.without_files(lambda: look_aside(load_dir, found.tag, universal=universal))
-            _refuse_unsafe(load_dir, found.tag, universal=universal)
-        return resume.finish(_by_deepspeed(engine, original, resume.request, found.tag or tag))
-    raise_faults(found.faults, subject=f"loading {load_dir}")
-    assert found.checkpoint is not None
-    resume.read(mine.live, found.checkpoint, mine.settings)
-    request = replace(resume.request, tag=found.tag)
-    if leave_to_deepspeed(engine, mine, found.checkpoint, request):
-        return resume.finish(_by_deepspeed(engine, original, request, found.tag))
-    return resume.finish(_load_directly(engine, mine.live, found.checkpoint, request, mine.settings, resume))
+def _commit_pending_save(engine: DeepSpeedEngine) -> None:
+    """A decoupled checkpoint engine may still be writing what is to be read: let it finish first.
+
+    DeepSpeed's method ends with a barrier: no rank reads before all have finished.
+    """
+    writer = getattr(engine, "checkpoint_engine", None)
+    if getattr(writer, "is_decoupled", lambda: False)():
+        engine._commit_decoupled_checkpoint()
+
+
+def _load(
+    engine: DeepSpeedEngine, mine: Considered | None, original: Original, request: Request, tag: object, steps: Steps
+) -> Result:
+    found = Found()
+    if mine is not None and rank() == 0:
+        seen, faults, _ = attempt(lambda: _find(engine, mine, request, tag))
+        found = seen or Found(faults=tuple(faults))
+    found = broadcast(found)
+    decision = _decide(engine, mine, found, request, steps)
+    _agree_ready(engine, steps, mine, found, decision, request)
+    assert mine is not None and decision.resume is not None
+    resume, tag = decision.resume, found.tag or tag
+    if decision.prepared is not None:
+        return resume.report(_load_directly(engine, decision.prepared, mine.settings, resume))
+    if decision.loader == "DeepSpeed, unread" and mine.settings.enabled and (found.tag or not mine.direct):
+        _refuse_unsafe(request.load_dir, tag, universal=engine.load_universal_checkpoint())
+    result = _by_deepspeed(engine, original, resume.request, tag)
+    return resume.report(resume.after_deepspeed(result))
+
+
+def _find(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: object) -> Found:
+    """Rank 0: what the folder holds, and what the resume policy needs to know of it."""
+    load_dir, universal = request.load_dir, engine.load_universal_checkpoint()
+    own_save = not mine.policy.is_default and saved_by(engine, load_dir, tag, universal=universal)
+    policy = mine.policy if not own_save else ResumePolicy(report=mine.policy.report)
+    found = Found(own_save=own_save)
+    if mine.direct:
+        wanted = narrowed(request, policy).load_optimizer
+        found = replace(look(load_dir, tag, optimizer=wanted, universal=universal), own_save=own_save)
+        tag = found.tag
+    unread = not mine.direct or (found.tag and _is_unread(engine, mine, found))
+    if unread and not policy.is_default:
+        return replace(found, aside=look_aside(load_dir, tag, universal=universal))
+    return found
+
+
+def _is_unread(engine: DeepSpeedEngine, mine: Considered, found: Found) -> bool:
+    """Whether DeepSpeed loads, as there is nothing that is read here."""
+    return found.checkpoint is None and (not found.faults or as_saved(engine, found, mine.features))
+
+
+def _decide(
+    engine: DeepSpeedEngine, mine: Considered | None, found: Found, request: Request, steps: Steps
+) -> _Decision:
+    """What this rank does with what rank 0 found; every fault that can be known before the engine changes."""
+    made, subject = _Decision(), f"loading {request.load_dir}"
+    if mine is None:
+        return made
+    policy = mine.policy if not found.own_save else ResumePolicy(report=mine.policy.report)
+    made.resume = resume = steps.take(
+        lambda: Resume(engine, policy, request, prove=mine.settings.prove), subject=subject
+    )
+    if resume is None:
+        return made
+    steps.take(resume.refuse, subject=subject)
+    if not mine.direct or _is_unread(engine, mine, found):
+        made.loader = "DeepSpeed, unread"
+        if found.tag or not mine.direct:  # else there is nothing to load, and nothing to apply a policy to
+            steps.take(lambda: raise_faults(found.faults if not mine.direct else (), subject=subject), subject=subject)
+            steps.take(lambda: resume.without_files(found.aside), subject=subject)
+        return made
+    steps.take(lambda: raise_faults(found.faults, subject=subject), subject=subject)
+    checkpoint = found.checkpoint
+    if checkpoint is None:
+        return made
+    steps.take(lambda: resume.read(mine.live, checkpoint, mine.settings), subject=subject)
+    made.shards, asked = ZeroShards(checkpoint=checkpoint), replace(resume.request, tag=found.tag)
+    resume.request, folder = asked, f"loading {checkpoint.listing.folder}"
+    shards = made.shards
+    leave = steps.take(lambda: leave_to_deepspeed(engine, mine, checkpoint, asked, shards), subject=folder)
+    made.loader = {True: "DeepSpeed", False: "ds_reshard", None: ""}[leave]
+    if leave is False:
+        made.prepared = steps.take(lambda: prepare(engine, mine.live, checkpoint, asked, mine.settings), subject=folder)
+        made.shards = made.prepared.shards if made.prepared is not None else None
+    return made
+
+
+def _agree_ready(
+    engine: DeepSpeedEngine, steps: Steps, mine: Considered | None, found: Found, decision: _Decision, request: Request
+) -> None:
+    """Raise the same error on every rank where any is not ready, or where ranks differ. Collective."""
+    subject = f"loading {request.load_dir}"
+    folder = found.checkpoint.listing.folder if found.checkpoint is not None else request.load_dir
+    ready, _, _ = attempt(lambda: _ready(engine, mine, decision, request))
+    told = steps.tell(ready or Ready(view="", policy=None, loader=""))
+    said = [one.value for one in told if isinstance(one.value, Ready)]
+    if any(one.step == 1 and one.faults for one in told):
+        steps.raise_first(told)
+    raise_faults(policy_differences([one.policy for one in said if one.policy is not None]), subject=subject)
+    if len({one.view for one in said}) > 1:
+        raise_faults([_disagreement(request.load_dir)], subject=subject)
+    failed = any(one.faults for one in told)
+    if not failed and len({one.loader for one in said}) > 1:
+        raise_faults([_disagreement(folder)], subject=f"loading {folder}")
+    if not failed and len({one.names for one in said}) > 1:
+        what = "ranks hold parts of other tensors"
+        raise_faults([InternalError.fault(folder, what, mend=_BUILD_ALIKE)], subject=f"loading {folder}")
+    if found.checkpoint is not None and (failed or _shards_differ(said)):
+        states = any(one.loader == "ds_reshard" for one in said)
+        told = _compare_shards(told, decision.shards, folder, states=states)
+    steps.raise_first(told)
+
+
+def _ready(engine: DeepSpeedEngine, mine: Considered | None, decision: _Decision, request: Request) -> Ready:
+    if mine is None:
+        return Ready(view="", policy=None, loader="")
+    view, shards, prepared = repr((mine.direct, mine.settings.enabled, mine.policy)), decision.shards, decision.prepared
+    ready = Ready(view=view, policy=mine.policy, loader=decision.loader)
+    if shards is None:
+        return ready
+    signatures = frozenset(
+        (OPTIM if name.endswith("optim_states.pt") else MODEL, _digest(_told_by_all(said, states=prepared is not None)))
+        for name, said in shards.signatures.items()
+    )
+    prints = frozenset(
+        (_digest(marks), name) for name, marks in shards.prints.items() if sum(crc is not None for _, crc in marks) > 1
+    )
+    names = None
+    if prepared is not None and mine.settings.prove:
+        names = divided_names(prepared, unproved=unproved(engine, prepared, request))
+    return ready._replace(signatures=signatures, prints=prints, names=names)
+
+
+def _told_by_all(said: Mapping[str, str], *, states: bool) -> list[tuple[str, str]]:
+    return sorted((key, text) for key, text in said.items() if states or not key.startswith(STATE))
+
+
+def _digest(value: object) -> bytes:
+    return blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _shards_differ(said: Sequence[Ready]) -> bool:
+    """Whether shards of one family say different things, or two optimizer shards have the same checksums."""
+    families = {one for ready in said for one in ready.signatures}
+    prints = {one for ready in said for one in ready.prints}
+    return len(families) > len({family for family, _ in families}) or len(prints) > len({mark for mark, _ in prints})
+
+
+def _compare_shards(told: list[Told], shards: ZeroShards | None, folder: str, *, states: bool) -> list[Told]:
+    """What ranks said, with what is found where all that their shards say is compared. Collective."""
+    seen = gather((shards.signatures, shards.prints) if shards is not None else ({}, {}))
+    last = max(one.step for one in told)
+    faults = compare_signatures({k: v for one, _ in seen for k, v in one.items()}, folder, states=states)
+    faults += compare_prints({k: v for _, one in seen for k, v in one.items()}, folder)
+    return [*told, Told(last, f"loading {folder}", tuple(faults), None)]
+
+
+_BUILD_ALIKE = "give every rank the same DeepSpeed config and build the same engine"
+
+
+def _disagreement(where: str) -> Fault:
+    return InternalError.fault(where, "ranks disagree on who loads", mend=_BUILD_ALIKE)
+
+
+def as_saved(engine: DeepSpeedEngine, found: Found, features: tuple[str, ...]) -> bool:
+    """Whether files of a kind that is not read here (pipeline, experts, tensor parallel) are this engine's own.
+
+    Of a universal checkpoint DeepSpeed loads other sizes too, when it is asked to.
+    """
+    if any(fault.error != "UnsupportedLayout" for fault in found.faults):
+        return False
+    if found.universal and engine.load_universal_checkpoint():
+        return True
+    return bool(features) and found.sizes == (engine.seq_dp_world_size, engine.mp_world_size)
+
+
+def leave_to_deepspeed(
+    engine: DeepSpeedEngine, mine: Considered, checkpoint: ZeroCheckpoint, request: Request, shards: ZeroShards
+) -> bool:
+    """Whether DeepSpeed's own path takes this load, as this rank sees it; raises what can be loaded by neither.
+
+    What is left to DeepSpeed has had its structure checked. At
+    stage 3 a load without optimizer states is not left to DeepSpeed: with `load_module_only` it loads
+    nothing, and with `load_optimizer_states=False` the weights of `latest`, whatever the tag
+    (`_load_checkpoint`, runtime/engine.py, 0.19.8; issue 8499 of DeepSpeed). With "load_universal" DeepSpeed
+    takes every folder for a universal one.
+    """
+    same = same_layout(engine, mine.live, checkpoint)
+    faults: list[Fault] = []
+    if mine.features and not same:
+        faults.append(_unsupported_fault(engine, mine.features, checkpoint))
+    partial = ((checkpoint.stage == 3 or _keeps_own_masters(mine)) and not request.load_optimizer) or (
+        request.load_optimizer and not request.moments
+    )
+    asked = mine.settings.always or mine.settings.prove or engine.load_universal_checkpoint()
+    always = asked and checkpoint.stage != 0
+    leave = same and (bool(mine.features) or not (always or partial))
+    if leave and request.load_optimizer and not request.moments:
+        faults.append(_unsupported_fault(engine, (*mine.features, "masters without moments"), checkpoint))
+    if leave and not faults:
+        faults += _check_own(mine.live, checkpoint, shards) + scheduler_faults(engine, checkpoint.model, request)
+    raise_faults(faults, subject=f"loading {checkpoint.listing.folder}")
+    return leave
+
+
+def _keeps_own_masters(mine: Considered) -> bool:
+    """Whether weights alone, loaded by DeepSpeed, would be undone by the first step.
+
+    At stage 0 `FP16_Optimizer` and `FP16_UnfusedOptimizer` (runtime/fp16, 0.19.8) step on masters of their own, which
+    a load without optimizer states leaves as they were initialised.
+    """
+    return mine.live is not None and mine.live.kind in ("fused", "unfused")
+
+
+def _check_own(live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, shards: ZeroShards) -> list[Fault]:
+    """Open the shards that DeepSpeed will load on this rank, and say what is wrong with them.
+
+    The model file was read by rank 0, maybe on another node: its pickle is searched as it lies here.
+    """
+    index = Index(checkpoint.layout, shards)
+    listing = checkpoint.listing
+    name = listing.model.get(live.rank if live is not None and listing.partitioned_model else 0)
+    model = [listing.path(name)] if name is not None else []
+    if live is not None and live.stage != 0:
+        if checkpoint.optim is not None:
+            index.open(OPTIM, live.rank)
+        index.open(MODEL, live.rank if checkpoint.listing.partitioned_model else 0)
+    return [*index.faults, *scan_files(model).faults]
+
+
+def _unsupported_fault(engine: DeepSpeedEngine, features: tuple[str, ...], checkpoint: ZeroCheckpoint) -> Fault:
+    return UnsupportedLayout.fault(
+        checkpoint.listing.folder,
+        f"a load under another layout is not supported with {', '.join(features)}",
+        f"stage {checkpoint.stage}, dp={checkpoint.dp}, as saved",
+        f"stage {engine.zero_optimization_stage()}, dp={engine.seq_dp_world_size}",
+        mend='set "checkpoint": {"load_universal": true}: DeepSpeed then loads it'
+        if checkpoint.listing.universal
+        else "resume with the layout that was saved",
+    )
 
 
 def _refuse_unsafe(load_dir: str, tag: object, *, universal: bool) -> None:
@@ -145,56 +413,23 @@ def _by_deepspeed(engine: DeepSpeedEngine, original: Original, request: Request,
     return result
 
 
-def _consider(engine: DeepSpeedEngine, *, module_only: bool) -> Considered:
-    """This rank's settings, policy and engine; a pending save is finished first."""
-    settings = parse_settings(engine._config._param_dict)
-    settings = replace(settings, trust=trusted(settings.trust))
-    policy = policy_of(engine, settings, module_only=module_only)
-    if settings.enabled:
-        raise_faults(device_faults("ds_reshard.reshard.device", settings.device), subject="DeepSpeed config")
-    features = tuple(unsupported(engine)) if settings.enabled else ()
-    by_universal = bool(features) and engine.load_universal_checkpoint()
-    if not settings.enabled or by_universal or live_kind(engine) == "offload":
-        return Considered(direct=False, settings=settings, live=None, features=features, policy=policy)
-    _commit_pending_save(engine)
-    return Considered(direct=True, settings=settings, live=live_optimizer(engine), features=features, policy=policy)
-
-
-def _commit_pending_save(engine: DeepSpeedEngine) -> None:
-    """A decoupled checkpoint engine may still be writing what is to be read: let it finish first."""
-    writer = getattr(engine, "checkpoint_engine", None)
-    if getattr(writer, "is_decoupled", lambda: False)():
-        engine._commit_decoupled_checkpoint()
-
-
-def _load_directly(
-    engine: DeepSpeedEngine,
-    live: LiveOptimizer | None,
-    checkpoint: ZeroCheckpoint,
-    request: Request,
-    settings: Settings,
-    resume: Resume,
-) -> Result:
-    """Read the checkpoint into this engine, whatever layout either has. Collective."""
-    folder = checkpoint.listing.folder
+def _load_directly(engine: DeepSpeedEngine, prepared: Prepared, settings: Settings, resume: Resume) -> Result:
+    """Read the checkpoint into this engine, whatever layout either has, and apply the resume policy. Collective."""
+    folder, steps = prepared.checkpoint.listing.folder, Steps()
     started = time.perf_counter()
-    prepared, faults, cause = attempt(lambda: prepare(engine, live, checkpoint, request, settings))
-    signatures = gather((prepared.shards.signatures, prepared.shards.prints) if prepared is not None else ({}, {}))
-    if rank() == 0:
-        faults += compare_signatures({k: v for said, _ in signatures for k, v in said.items()}, folder)
-        faults += compare_prints({k: v for _, seen in signatures for k, v in seen.items()}, folder)
-    agree(faults, subject=f"loading {folder}", cause=cause)
-    assert prepared is not None
     refuse_use(engine, f"a load of {folder} did not finish")
     event(engine, "prologue")
-    moved = move(engine, prepared, request, settings)
+    moved = move(engine, prepared, resume.request, settings, steps)
     event(engine, "epilogue")
-    client, faults, cause = attempt(lambda: client_entries(engine, prepared.model, prepared.entries, request))
-    agree(faults, subject=f"loading {folder}", cause=cause)
-    restore_use(engine)
+    client = steps.take(
+        lambda: client_entries(engine, prepared.model, prepared.entries, resume.request), subject=f"loading {folder}"
+    )
     resume.proof = str(moved.proof) if moved.proof is not None else None
+    result = (prepared.model.path, client)
+    resume.apply(steps)
+    restore_use(engine)
     _log(prepared, moved, time.perf_counter() - started)
-    return prepared.model.path, client
+    return result
 
 
 def _log(prepared: Prepared, moved: Moved, seconds: float) -> None:

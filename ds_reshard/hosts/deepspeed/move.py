@@ -1,31 +1,35 @@
-"""Carry out a prepared load: move bytes, verify them, hand them to DeepSpeed."""
+"""Carry out a prepared load: move bytes, verify them, hand them to DeepSpeed, and prove them where asked."""
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault, ModelMismatch
+from ds_reshard.containers.crc import crc32
+from ds_reshard.errors import CheckpointDamaged, Fault, FingerprintMismatch, ModelMismatch, raise_faults
 from ds_reshard.execution.buffers import TensorTarget, read_tensor
-from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
+from ds_reshard.execution.checksums import combine, partial_sums, read_again, settle
 from ds_reshard.execution.cuda import choose
-from ds_reshard.execution.fingerprint import Witness
+from ds_reshard.execution.deviation import same_bits
+from ds_reshard.execution.fingerprint import Fingerprint, Fingerprints, Witness, held
 from ds_reshard.execution.interfaces import Executor, Outcome
-from ds_reshard.hosts.deepspeed.adopt import adopt
-from ds_reshard.hosts.deepspeed.entries import Request
-from ds_reshard.hosts.deepspeed.live import LiveOptimizer
-from ds_reshard.hosts.deepspeed.masters import masters_against_weights, masters_read
+from ds_reshard.hosts.deepspeed.entries import OptimizerValues, Request
+from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_optimizer
+from ds_reshard.hosts.deepspeed.load_targets import EXTRA_STATE
 from ds_reshard.hosts.deepspeed.prepare import Prepared
-from ds_reshard.hosts.deepspeed.prove import Proof, place, prove, seen_by
 from ds_reshard.hosts.deepspeed.settings import Settings
-from ds_reshard.hosts.deepspeed.wants import EXTRA_STATE
-from ds_reshard.operations.ranks import agree, attempt, gather, rank
+from ds_reshard.model.layout import Layout, Placement, TensorKey
+from ds_reshard.operations.ranks import Steps, Sums, agree, attempt, gather, raise_caused, rank, whole
 
 if TYPE_CHECKING:
     import torch
     from deepspeed.runtime.engine import DeepSpeedEngine
+
 
 logger = logging.getLogger("ds_reshard")
 
@@ -40,15 +44,34 @@ class Moved:
     proof: Proof | None
 
 
-def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings: Settings) -> Moved:
-    """Fill the engine. Collective; a fault on any rank raises on every rank, and the engine is then unusable."""
+def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings: Settings, steps: Steps) -> Moved:
+    """Fill the engine. Collective; a fault on any rank raises on every rank, and the engine is then unusable.
+
+    What goes wrong after all bytes were read and checked is left to `steps`: every rank still takes part in
+    DeepSpeed's own collectives, and its caller agrees on the faults.
+    """
     subject = f"loading {prepared.checkpoint.listing.folder}"
+    witness, outcome = _read(engine, prepared, settings, subject)
+    steps.take(lambda: _settle_model(engine, prepared, request, settings), subject=subject)
+    steps.take(lambda: _adopt(engine, prepared, request), subject=subject)
+    steps.take(lambda: _settle_masters(engine, prepared, request), subject=subject, always=True)
+    proof = None
+    if witness is not None:
+        proof = prove(engine, prepared, witness, steps, unproved=unproved(engine, prepared, request))
+    files = prepared.plan.files
+    return Moved(bytes_read=outcome.bytes_read, read_calls=outcome.read_calls, files=files, proof=proof)
+
+
+def _read(
+    engine: DeepSpeedEngine, prepared: Prepared, settings: Settings, subject: str
+) -> tuple[Witness | None, Outcome]:
+    """Read this rank's bytes, and agree with all ranks that every record has its checksum. Collective."""
     begun, faults, cause = attempt(lambda: _begin(engine, prepared, settings))
-    agree(faults, subject=subject, cause=cause)
-    assert begun is not None
-    witness, targets, executor = begun
-    outcome, faults, cause = attempt(lambda: executor.execute(prepared.plan, targets))
-    outcome = outcome or Outcome()
+    witness, outcome = None, Outcome()
+    if begun is not None:
+        witness, targets, executor = begun
+        done, faults, cause = attempt(lambda: executor.execute(prepared.plan, targets))
+        outcome = done or outcome
     bare = sum(record.crc32 is None for record in outcome.slices)
     if bare:
         logger.warning(
@@ -56,31 +79,37 @@ def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings
             prepared.checkpoint.listing.folder,
             bare,
         )
-    sums, found, failed = attempt(lambda: settle(partial_sums(outcome)))
-    faults += found + outcome.faults
-    pending: list[PartialSum] = []
-    if sums is not None:
-        pending, mismatched = sums
-        faults += mismatched
+    settled, found, failed = attempt(lambda: settle(partial_sums(outcome)))
+    pending, mismatched = settled or ([], [])
     mine = _replica(engine, prepared)
-    told = gather((faults, pending, mine))
-    everyone = [fault for of_rank, _, _ in told for fault in of_rank]
-    combined, again = combine([sums if replica == mine else [] for _, sums, replica in told])
-    if not everyone:
+    sums = None if pending and _shares_bytes(prepared) else Sums.of(pending, mine)
+    told = gather((faults + found + outcome.faults + mismatched, sums))
+    raise_caused([fault for of_rank, _ in told for fault in of_rank], subject=subject, cause=cause or failed)
+    if not whole([of_rank for _, of_rank in told]):
+        everyone = gather((pending, mine))
+        combined, again = combine([parts if replica == mine else [] for parts, replica in everyone])
         combined += read_again([record for record, at in again.items() if at == rank()])
-    agree([*faults, *(combined if not everyone else [])], subject=subject, cause=cause or failed)
-    late, faults, cause = attempt(lambda: _settle_model(engine, prepared, request, settings))
-    agree([*faults, *(late or [])], subject=subject, cause=cause)
-    _, faults, cause = attempt(lambda: _adopt(engine, prepared, request))
-    agree(faults, subject=subject, cause=cause)
-    _, faults, cause = attempt(lambda: _settle_masters(engine, prepared, request))
-    agree(faults, subject=subject, cause=cause)
-    proof = prove(engine, prepared, witness, unproved=_unproved(engine, prepared, request)) if witness else None
-    files = prepared.plan.files
-    return Moved(bytes_read=outcome.bytes_read, read_calls=outcome.read_calls, files=files, proof=proof)
+        agree(combined, subject=subject)
+    return witness, outcome
 
 
-def _unproved(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> frozenset[str]:
+def _shares_bytes(prepared: Prepared) -> bool:
+    """Whether two tensors that are wanted lie in the same bytes, which several ranks may then read.
+
+    They are tied in the checkpoint's module and not in this run's. Sums that are combined by exclusive or would hide a
+    fault that two ranks have read.
+    """
+    module, layout = prepared.checkpoint.model.module, prepared.checkpoint.layout
+    found = [
+        module[key.name]
+        for key in prepared.wants.sources.values()
+        if key.name in module and layout[key].buffer == f"module/{key.name}"
+    ]
+    spans = sorted((one.byte_offset, one.byte_offset + one.nbytes) for one in found if one.numel)
+    return any(one[1] > other[0] for one, other in pairwise(spans))
+
+
+def unproved(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> frozenset[str]:
     """The kinds of tensors that this load changes after it has read them."""
     kinds = {
         "weight": request.custom_load_fn is not None or _loads_itself(engine.module, prepared.wants.state),
@@ -123,7 +152,7 @@ def _begin(
     return witness, targets, executor
 
 
-def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings: Settings) -> list[Fault]:
+def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings: Settings) -> None:
     """Fill in the parts of the module that the executor does not move, then compare weights with masters."""
     import torch
 
@@ -137,7 +166,9 @@ def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, request: Request,
             _run_loaders(engine.module, prepared.wants.state)
         for name, extra in prepared.extra.items():
             engine.module.get_submodule(name).set_extra_state(extra)
-    return [] if not settings.checksum else list(masters_against_weights(engine, prepared))
+    if settings.checksum:
+        folder = prepared.checkpoint.listing.folder
+        raise_faults(masters_against_weights(engine, prepared), subject=f"loading {folder}")
 
 
 def _loads_itself(module: torch.nn.Module, state: Mapping[str, object]) -> bool:
@@ -243,3 +274,313 @@ def _counters(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> 
     engine.global_samples = entries.get("global_samples", engine.global_steps * engine.train_batch_size())
     engine.skipped_steps = entries.get("skipped_steps", 0)
     engine.loaded_checkpoint_mp_world_size = entries.get("mp_world_size", 1)
+
+
+_COMPARED_NUMEL = 1 << 20
+
+
+def masters_read(prepared: Prepared) -> bool:
+    return any(key.kind == "fp32" for key in prepared.wants.placements)
+
+
+def masters_against_weights(engine: DeepSpeedEngine, prepared: Prepared) -> Iterator[Fault]:
+    """Whether the masters' cast is the weight, bit for bit, wherever both were read from files.
+
+    It is so after every step of every run; where it is not, the files are of two runs or two steps.
+    """
+    live = prepared.live
+    if live is None or prepared.values is None or not masters_read(prepared):
+        return
+    read = {key.name for key in prepared.wants.placements if key.kind == "weight"}
+    for number, (buffer, weights) in enumerate(zip(live.buffers, _weights_beside(engine, live), strict=True)):
+        if weights is None or not all(name in read for name in buffer.shapes):
+            continue
+        at = _first_difference(buffer.fp32.detach().view(-1), weights.detach().view(-1))
+        if at is not None:
+            yield CheckpointDamaged.fault(
+                prepared.checkpoint.listing.folder,
+                f"weights and fp32 masters of flat buffer {number} ({next(iter(buffer.shapes))}, ...) do not "
+                "belong together: model and optimizer files are of different steps or runs",
+                "the masters' cast in every weight",
+                f"a difference at element {at} of the partition of rank {live.rank}",
+                mend="restore all files of one save; if the weights were edited on purpose, load once with "
+                '"reshard": {"verify": "off"}',
+            )
+
+
+def _weights_beside(engine: DeepSpeedEngine, live: LiveOptimizer) -> list[torch.Tensor | None]:
+    """For each flat buffer the weights in the same order and cut, None where there is no such view."""
+    optimizer = engine.optimizer
+    if live.kind == "zero":
+        return [parts[live.rank] for parts in optimizer.parallel_partitioned_bit16_groups]
+    if live.kind == "bf16":
+        return [parts[live.rank] for parts in optimizer.bf16_partitioned_groups]
+    if live.kind == "zero3":
+        return list(optimizer.fp16_partitioned_groups_flat)
+    if live.kind == "fused":
+        return list(optimizer.fp16_groups_flat)
+    params = {name: param for param, name in engine.param_names.items()}
+    return [params[next(iter(buffer.shapes))] if live.kind == "unfused" else None for buffer in live.buffers]
+
+
+def _first_difference(masters: torch.Tensor, weights: torch.Tensor) -> int | None:
+    for at in range(0, min(masters.numel(), weights.numel()), _COMPARED_NUMEL):
+        part = weights[at : at + _COMPARED_NUMEL]
+        cast = masters[at : at + _COMPARED_NUMEL].to(device=part.device, dtype=part.dtype)
+        if same_bits(cast, part):
+            continue
+        same = (cast == part) | (cast.isnan() & part.isnan())
+        if not bool(same.all()):
+            return at + int((~same).nonzero()[0])
+    return None
+
+
+def adopt(
+    engine: DeepSpeedEngine, live: LiveOptimizer, values: OptimizerValues, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Make the optimizer's state what was read. `tensors` holds the fresh buffers by name.
+
+    DeepSpeed's own `load_state_dict` adopts the tensors and links what hangs on them: of `DeepSpeedZeroOptimizer`,
+    `BF16_Optimizer` (whose second positional argument differs: always keywords), `DeepSpeedZeroOptimizer_Stage3`; at
+    stage 0 of the wrapped torch optimizer. Masters that were read in place are handed back as saved: torch sees that
+    source and destination are one tensor and copies nothing.
+    """
+    state: dict[int, dict[str, object]] = {}
+    for number, buffer in enumerate(live.buffers):
+        found = {
+            name.split("/")[0]: tensor
+            for name, tensor in tensors.items()
+            if name.endswith(f"/{number}") and not name.startswith(("fp32/", "weight/", "module/", "frozen/"))
+        }
+        if live.replicated and live.kind != "fused":
+            found = {kind: tensor.view(buffer.fp32.shape) for kind, tensor in found.items()}
+        state[number] = {**values.scalars.get(number, {}), **found}
+    base: dict[str, object] = {
+        "state": {n: s for n, s in state.items() if s},
+        "param_groups": _param_groups(live, values),
+    }
+    if live.replicated:
+        _adopt_stage0(engine, values, base)
+    else:
+        _adopt_partitioned(engine, live, values, base)
+
+
+def _param_groups(live: LiveOptimizer, values: OptimizerValues) -> list[dict[str, object]]:
+    groups: list[dict[str, object]] = []
+    for number, group in enumerate(live.groups):
+        hyper = values.groups.get(number)
+        if hyper is None:
+            hyper = {key: value for key, value in group.items() if key != "params"}
+            if values.step is not None:
+                hyper["step"] = values.step
+        groups.append({**hyper, "params": [n for n, buffer in enumerate(live.buffers) if buffer.group == number]})
+    return groups
+
+
+def _adopt_partitioned(
+    engine: DeepSpeedEngine, live: LiveOptimizer, values: OptimizerValues, base: Mapping[str, object]
+) -> None:
+    import deepspeed
+
+    optimizer = engine.optimizer
+    masters = [buffer.fp32 for buffer in live.buffers]
+    kept = {
+        name: values.extras.get(name, getattr(optimizer, name))
+        for name in ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+        if name in values.extras or hasattr(optimizer, name)
+    }
+    if live.kind == "zero3":
+        kept.pop("clip_grad", None)
+        optimizer._clear_fp32_optimizer_param_groups()  # a fresh torch Adagrad has its groups filled already
+        mine = {
+            **kept,
+            "zero_stage": live.stage,
+            "partition_count": live.dp,
+            "optimizer_state_dict": base,
+            "fp32_flat_groups": masters,
+        }
+    else:
+        mine = {
+            **kept,
+            "base_optimizer_state": base,
+            "single_partition_of_fp32_groups": masters,
+            "ds_version": deepspeed.__version__,
+        }
+        if hasattr(optimizer, "groups_padding"):
+            mine["group_paddings"] = optimizer.groups_padding
+        if hasattr(optimizer, "round_robin_bit16_padding"):
+            mine["param_alignment_paddings"] = optimizer.round_robin_bit16_padding
+    everyone: list[object] = [None] * live.dp
+    everyone[live.rank] = mine
+    arguments = {
+        "state_dict_list": everyone,
+        "load_optimizer_states": True,
+        "load_from_fp32_weights": True,
+        "checkpoint_folder": None,
+        "load_serial": None,
+        "param_shapes": None,
+    }
+    accepted = inspect.signature(optimizer.load_state_dict).parameters
+    optimizer.load_state_dict(**{name: value for name, value in arguments.items() if name in accepted})
+
+
+def _adopt_stage0(engine: DeepSpeedEngine, values: OptimizerValues, base: dict[str, object]) -> None:
+    """The wrapped torch optimizer takes its state; loss scale and clipping keep this run's values.
+
+    A torch optimizer's groups list frozen parameters too, so indices are renumbered over all of them.
+    """
+    optimizer = engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    numbers: dict[int, int] = {}
+    groups, at, number = [], 0, 0
+    saved = base["param_groups"]
+    assert isinstance(saved, list)
+    states = base["state"]
+    assert isinstance(states, dict)
+    for group, hyper in zip(inner.param_groups, saved, strict=True):
+        indices = []
+        for param in group["params"]:
+            if param.requires_grad:
+                numbers[number] = at
+                number += 1
+            indices.append(at)
+            at += 1
+        groups.append({**hyper, "params": indices})
+    inner.load_state_dict({"state": {numbers[n]: state for n, state in states.items()}, "param_groups": groups})
+    if "clip_grad" in values.extras and hasattr(optimizer, "clip_grad"):
+        optimizer.clip_grad = values.extras["clip_grad"]
+
+
+_MEND = (
+    "load again, and with another tag if it comes back; then report it with the output of `ds-reshard fingerprint`: "
+    "memory is failing, or ds_reshard or DeepSpeed put bytes in a wrong place"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """The fingerprints of the engine's whole tensors, each found equal to what was read; how many have none."""
+
+    tensors: Mapping[TensorKey, Fingerprint]
+    unproved: int
+
+    def __str__(self) -> str:
+        number = len(self.tensors)
+        return f"{number} tensors proved" + (f", {self.unproved} not" if self.unproved else "")
+
+
+def seen_by(prepared: Prepared) -> Witness:
+    """Who sums up what this rank is going to read."""
+    position, size = place(prepared.live)
+    return Witness(prepared.index, prepared.wants.layout(size), position, prepared.wants.sources)
+
+
+def divided_names(prepared: Prepared, *, unproved: frozenset[str]) -> int:
+    """A digest of the tensors that ranks hold parts of: they add up what they hold of one list of tensors."""
+    layout = prepared.wants.layout(place(prepared.live)[1])
+    return crc32("\n".join(map(str, _divided(layout, unproved))).encode())
+
+
+def _divided(layout: Layout, unproved: frozenset[str]) -> list[TensorKey]:
+    return sorted(key for key, at in layout.placements.items() if not at.replicated and key.kind not in unproved)
+
+
+def prove(
+    engine: DeepSpeedEngine, prepared: Prepared, witness: Witness, steps: Steps, *, unproved: frozenset[str]
+) -> Proof | None:
+    """Compare each part in the engine's memory with what was read of it, and the parts with the whole. Collective.
+
+    The kinds in `unproved` are left out, as are tensors that were read whole or made from masters. One sum over
+    the ranks that share the optimizer, of two numbers a tensor, in which a rank that failed takes part too. What
+    differs is a FingerprintMismatch among the faults of `steps`; then there is no proof.
+    """
+    subject = f"loading {prepared.checkpoint.listing.folder}"
+    position, size = place(prepared.live)
+    layout = prepared.wants.layout(size)
+    proved = sorted(key for key in layout.placements if key.kind not in unproved)
+
+    def compared() -> Fingerprints:
+        now = held(layout, position, _buffers(engine, prepared))
+        raise_faults(_differences(witness.sums, now, proved), subject=subject)
+        return now
+
+    now = steps.take(compared, subject=subject) or Fingerprints()
+    parts = {key: now[key] for key in _divided(layout, unproved)}
+    whole = {key: now[key] for key in proved} | _summed(engine, prepared.live, parts)
+    steps.take(lambda: raise_faults(_incomplete(layout, whole), subject=subject), subject=subject)
+    if steps.failed:
+        return None
+    wants = prepared.wants
+    left = len(layout.placements) - len(proved) + len(wants.whole_reads) + len(wants.from_masters)
+    return Proof(tensors=whole, unproved=left)
+
+
+def place(live: LiveOptimizer | None) -> tuple[int, int]:
+    """This rank among those that divide the optimizer, and how many they are."""
+    return (live.rank, live.dp) if live is not None else (0, 1)
+
+
+def _buffers(engine: DeepSpeedEngine, prepared: Prepared) -> dict[str, torch.Tensor]:
+    """The engine's tensors as they are now: masters and states are looked up anew, in the optimizer."""
+    live = live_optimizer(engine)
+    optimizer = engine.optimizer
+    found = {name: tensor for name, tensor in prepared.wants.tensors.items() if _of_module(name)}
+    for number, buffer in enumerate(live.buffers if live is not None else ()):
+        found[f"fp32/{number}"] = buffer.fp32
+        for kind, value in getattr(optimizer, "optimizer", optimizer).state.get(buffer.fp32, {}).items():
+            if hasattr(value, "data_ptr"):
+                found[f"{kind}/{number}"] = value
+    return found
+
+
+def _of_module(buffer: str) -> bool:
+    return buffer.startswith(("module/", "weight/", "frozen/"))
+
+
+def _differences(read: Fingerprints, now: Fingerprints, keys: list[TensorKey]) -> Iterator[Fault]:
+    for key in keys:
+        if read[key] != now[key]:
+            yield FingerprintMismatch.fault(
+                str(key),
+                f"what lies in the engine of rank {rank()} is not what was read",
+                f"fingerprint {read[key]} of {read[key].nbytes} bytes",
+                f"{now[key]} of {now[key].nbytes}",
+                mend=_MEND,
+            )
+
+
+def _summed(
+    engine: DeepSpeedEngine, live: LiveOptimizer | None, parts: Mapping[TensorKey, Fingerprint]
+) -> dict[TensorKey, Fingerprint]:
+    """The parts of all ranks that share the optimizer, added up. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    if not parts or live is None or live.replicated:
+        return dict(parts)
+    rows = [(_signed(part.value), part.nbytes) for part in parts.values()]
+    sums = torch.tensor(rows, dtype=torch.int64, device=engine.device)
+    dist.all_reduce(sums, group=engine.optimizer.dp_process_group)
+    totals = (Fingerprint(value=value % 2**64, nbytes=nbytes) for value, nbytes in sums.tolist())
+    return dict(zip(parts, totals, strict=True))
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _incomplete(layout: Layout, whole: Mapping[TensorKey, Fingerprint]) -> Iterator[Fault]:
+    for key, found in whole.items():
+        expected = _nbytes(layout[key])
+        if found.nbytes != expected:
+            yield FingerprintMismatch.fault(
+                str(key),
+                "the parts of all ranks are not the whole tensor",
+                f"{expected} bytes",
+                f"{found.nbytes}",
+                mend=_MEND,
+            )
+
+
+def _nbytes(placement: Placement) -> int:
+    return prod(placement.shape) * placement.dtype.itemsize

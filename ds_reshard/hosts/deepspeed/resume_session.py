@@ -1,16 +1,37 @@
-"""What a resume policy asks that this engine or this checkpoint cannot give: every fault, before anything changes."""
+"""One load under a resume policy: refused before, applied after, reported.
+
+Everything that a policy asks and that this engine or this checkpoint cannot give is found before anything changes.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault, UnsupportedLayout
-from ds_reshard.hosts.deepspeed.beginnings import given
+from ds_reshard.errors import ConfigError, Fault, ReshardError, UnsupportedLayout, raise_faults
+from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.hosts.deepspeed import resume_values
 from ds_reshard.hosts.deepspeed.entries import Request
-from ds_reshard.hosts.deepspeed.resume import Own, base_rates, own_values, saved_values
-from ds_reshard.hosts.deepspeed.saved import Saved
-from ds_reshard.hosts.deepspeed.states import (
+from ds_reshard.hosts.deepspeed.external_schedulers import refused, take_given
+from ds_reshard.hosts.deepspeed.find_checkpoint import Aside, latest_tag, tag_files
+from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_kind, refuse_use, restore_use
+from ds_reshard.hosts.deepspeed.resume_values import (
+    Own,
+    Saved,
+    base_rates,
+    given,
+    own_values,
+    read_saved,
+    report,
+    saved_of,
+    saved_values,
+)
+from ds_reshard.hosts.deepspeed.scheduler_faults import (
     MEND,
     Pairs,
     code_faults,
@@ -22,13 +43,181 @@ from ds_reshard.hosts.deepspeed.states import (
     rate_fault,
     reduced,
 )
-from ds_reshard.hosts.deepspeed.unowned import refused
+from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
+from ds_reshard.operations.ranks import Steps, agree, attempt, rank
 from ds_reshard.resume import policy_sources, schedulers
 from ds_reshard.resume.policy import ResumePolicy
-from ds_reshard.resume.schedulers import DEEPSPEED, PLATEAU, UNKNOWN
+from ds_reshard.resume.report import publish
+from ds_reshard.resume.schedulers import DEEPSPEED, PLATEAU, UNKNOWN, position_of
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+logger = logging.getLogger("ds_reshard")
+
+Result = tuple[object, object]
+
+
+def policy_of(engine: DeepSpeedEngine, settings: Settings, *, module_only: bool) -> ResumePolicy:
+    """The policy of this process and of this engine's JSON.
+
+    The default one for what is no resume: `load_module_only`, and engines without an optimizer (a reference model).
+    """
+    policy = policy_sources.asked_policy(settings.resume)
+    if module_only or live_kind(engine) == "none":
+        return ResumePolicy(report=policy.report)
+    if not settings.enabled and not policy.is_default:
+        fault = ConfigError.fault(
+            "ds_reshard.enabled",
+            "is false, and a resume policy was asked for: it cannot be applied",
+            mend='set "enabled": true, or leave out the resume policy',
+        )
+        raise_faults([fault], subject="DeepSpeed config")
+    return policy
+
+
+LEFT_TO_DEEPSPEED = "no tensor was proved: DeepSpeed loaded it"
+
+
+class Resume:
+    """What the policy makes of the caller's `request`; `request` is then what the load itself is asked for.
+
+    `proof` says how many tensors were proved, None where nobody asked for it.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, policy: ResumePolicy, request: Request, *, prove: bool) -> None:
+        self.policy = policy
+        self.asked = request
+        self.request = resume_values.narrowed(request, policy)
+        self.proof = LEFT_TO_DEEPSPEED if prove else None
+        self._engine = engine
+        self._saved: Saved | None = None
+        self._beside: resume_values.Beside | None = None
+        self._subject = f"loading {request.load_dir}"
+        if not request.module_only:
+            resume_values.own_values(engine)
+
+    def refuse(self) -> None:
+        """Raise what cannot be done of the policy with this engine, whatever the checkpoint."""
+        if not self.policy.is_default:
+            raise_faults(refusals(self._engine, self.asked, self.policy), subject=self._subject)
+
+    def without_files(self, aside: Aside | None) -> None:
+        """The load is DeepSpeed's, of tensors that are not read here: raise what then cannot be done.
+
+        `aside` is what the model file says beside them.
+        """
+        if self.policy.is_default:
+            return
+        unread = {
+            "scheduler": self.policy.scheduler in ("checkpoint", "strict"),
+            "optimizer": self.policy.optimizer != "load" or self.policy.finetune,
+        }
+        faults = [
+            UnsupportedLayout.fault(
+                self.asked.load_dir,
+                f"is of a kind that is left to DeepSpeed (pipeline, experts, tensor parallel): {name} "
+                f'"{"finetune" if self.policy.finetune else getattr(self.policy, name)}" cannot be applied to it',
+                mend="convert or save it as a plain ZeRO checkpoint, or leave that out of the resume policy",
+            )
+            for name, present in unread.items()
+            if present
+        ]
+        aside = aside or Aside()
+        raise_faults(faults or aside.faults, subject=self._subject)
+        if aside.entries is not None:
+            settings, stage = parse_settings(self._engine._config._param_dict), self._engine.zero_optimization_stage()
+            self._saved = saved_of(aside.entries, settings, where=aside.folder, stage=int(stage), scheduler=True)
+
+    def read(self, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, settings: Settings) -> None:
+        """Read the checkpoint's facts, and raise what it cannot give of what the policy asks for."""
+        engine, policy = self._engine, self.policy
+        wants = engine.lr_scheduler is not None or policy.scheduler in ("checkpoint", "strict")
+        saved, _, cause = attempt(lambda: read_saved(engine, live, checkpoint, settings, scheduler=wants))
+        self._saved = saved
+        if policy.is_default:
+            return  # the facts are for the report alone; what is wrong with them, the load itself will say
+        if saved is None:
+            assert cause is not None
+            raise cause
+        raise_faults(checkpoint_faults(engine, saved, policy), subject=self._subject)
+
+    def after_deepspeed(self, result: Result) -> Result:
+        """Apply the policy to the engine that DeepSpeed has loaded; its own result. Collective."""
+        if self.proof == LEFT_TO_DEEPSPEED and rank() == 0:
+            logger.warning("%s: %s", self._subject, self.proof)
+        steps = Steps()
+        if not self.policy.is_default and result[0] is not None and not self.asked.module_only:
+            refuse_use(self._engine, f"the resume policy was not applied after {self._subject}")
+            self.apply(steps)
+            restore_use(self._engine)
+        elif result[0] is not None and not self.asked.module_only:
+            self._note()
+        return result
+
+    def apply(self, steps: Steps) -> None:
+        """Apply the policy to the engine that was loaded, once all ranks' steps have gone well. Collective."""
+        before = resume_values.own_values(self._engine).last if not self.asked.module_only else None
+        steps.take(self._apply, subject=self._subject)
+        try:
+            steps.agree()
+        except ReshardError:
+            if not self.asked.module_only:
+                resume_values.loaded(self._engine, before)
+            raise
+
+    def _apply(self) -> None:
+        if self.asked.module_only:
+            return
+        if not self.policy.is_default:
+            resume_values.apply(self._engine, self._saved or self._from_engine(), self.policy)
+        self._note()
+        if not self.policy.is_default:
+            self._beside = take_given(self._engine)
+
+    def _note(self) -> None:
+        request, iteration = replace(self.request, custom_load_fn=None), self._engine.global_steps
+        saved = self._saved or self._from_engine()
+        last = resume_values.Last(
+            policy=self.policy, saved=saved, request=request, iteration=iteration, proof=self.proof
+        )
+        resume_values.loaded(self._engine, last)
+
+    def report(self, result: Result) -> Result:
+        """Publish the report of a load that has ended; the load's own result. Collective where a file was asked for."""
+        if result[0] is None or self.asked.module_only:
+            return result
+        _, faults, cause = attempt(self._report) if rank() == 0 else (None, [], None)
+        if self.policy.report is not None:
+            agree(faults, subject=f"resume report {self.policy.report}", cause=cause)
+        elif faults:
+            logger.error("no resume report: %s", "; ".join(fault.line() for fault in faults))
+        return result
+
+    def _report(self) -> None:
+        made = report(self._engine, resume_values.own_values(self._engine), self._beside)
+        logger.info("%s", made)
+        for warning in made.warnings:
+            logger.warning("%s", warning)
+        publish(made, path=self.policy.report)
+
+    def _from_engine(self) -> Saved:
+        """What the engine shows after DeepSpeed's own load of files that are not read here."""
+        engine = self._engine
+        scheduler = engine.lr_scheduler
+        position = position_of(scheduler) if scheduler is not None else None
+        state = {"last_epoch": position} if position is not None else None
+        return Saved(
+            where=self.asked.load_dir,
+            stage=int(engine.zero_optimization_stage()),
+            dp=int(engine.loaded_checkpoint_dp_world_size or engine.dp_world_size),
+            scheduler=state,
+            iteration=engine.global_steps,
+            samples=engine.global_samples,
+            skipped=engine.skipped_steps,
+        )
+
 
 ENGINE_VALUES = ("clip_grad", "loss_scale")
 # What decides which states an optimizer has or how it computes, and what schedulers keep in the groups.
@@ -283,3 +472,47 @@ def _differences(own: Own, scheduler: object, saved: Saved) -> list[Fault]:
             rates_now = [saved.groups.get(number, {}).get("lr") for number in range(len(own.groups))]
             pairs |= reduced(saved.scheduler, [group["lr"] for group in own.groups], rates_now)
     return mismatches(pairs)
+
+
+Prints = frozenset[tuple[str, int, int]]
+
+_SAVED: weakref.WeakKeyDictionary[DeepSpeedEngine, set[Prints]] = weakref.WeakKeyDictionary()
+
+
+def note_save(engine: DeepSpeedEngine, save_dir: str, tag: object) -> None:
+    """Rank 0: note what `save_checkpoint` has written, where a resume policy was asked for. Never raises."""
+    if rank() == 0:
+        attempt(
+            lambda: _note(engine, Path(save_dir, str(tag) if tag is not None else f"global_step{engine.global_steps}"))
+        )
+
+
+def _note(engine: DeepSpeedEngine, folder: Path) -> None:
+    settings = parse_settings(engine._config._param_dict)
+    if not policy_of(engine, settings, module_only=False).is_default and (seen := _prints(folder)):
+        _SAVED.setdefault(engine, set()).add(seen)
+
+
+def saved_by(engine: DeepSpeedEngine, load_dir: str, tag: object, *, universal: bool) -> bool:
+    """Rank 0: whether the files of a tag, or of the latest one, are those that this engine wrote.
+
+    To load such a checkpoint again (the best one, at the end) is no resume. Files are known by name, size and time, so
+    that a folder that was renamed, or reached through `latest`, is known, and a tag that somebody else wrote again is
+    not.
+    """
+    tag = tag if tag is not None else latest_tag(load_dir, *tag_files(universal=universal))
+    if tag is None:
+        return False
+    seen = _prints(Path(load_dir, str(tag)))
+    own = any(noted <= seen for noted in _SAVED.get(engine, ()))
+    if own:
+        logger.info("%s holds what this run has saved: it is loaded as it is, without the resume policy", load_dir)
+    return own
+
+
+def _prints(folder: Path) -> Prints:
+    if not folder.is_dir():
+        return frozenset()
+    with os.scandir(folder) as scan:
+        found = [(entry.name, entry.stat()) for entry in scan if entry.is_file()]
+    return frozenset((name, status.st_size, status.st_mtime_ns) for name, status in found)

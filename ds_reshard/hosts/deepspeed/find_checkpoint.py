@@ -19,11 +19,21 @@ LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Aside:
+    """What rank 0 found in the model file of a checkpoint that DeepSpeed loads; None where there is nothing to load."""
+
+    folder: str = ""
+    entries: Mapping[str, object] | None = None
+    faults: tuple[Fault, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """What rank 0 found on disk, told to every rank: faults, nothing to do with us, or a checkpoint.
 
     `sizes` are the saved data- and model-parallel sizes, read only where the files are of a kind that is
-    not loaded here; `universal` says that the folder is a universal one.
+    not loaded here; `universal` says that the folder is a universal one; `own_save` says that this very run has saved
+    it, so that loading it is no resume. `aside` is what a resume policy needs of files that are not read here.
     """
 
     tag: str = ""
@@ -31,15 +41,8 @@ class Found:
     universal: bool = False
     faults: tuple[Fault, ...] = ()
     sizes: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Aside:
-    """What rank 0 found in the model file of a checkpoint that DeepSpeed loads; None where there is nothing to load."""
-
-    folder: str = ""
-    entries: Mapping[str, object] | None = None
-    faults: tuple[Fault, ...] = ()
+    own_save: bool = False
+    aside: Aside | None = None
 
 
 _ASIDE = ("lr_scheduler", "ds_config", "global_steps", "global_samples", "skipped_steps", "dp_world_size")

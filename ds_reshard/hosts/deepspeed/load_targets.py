@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from deepspeed.runtime.engine import DeepSpeedEngine
 
+
 RUN = "run"
 EXTRA_STATE = "_extra_state"
 

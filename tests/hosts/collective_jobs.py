@@ -1,0 +1,57 @@
+"""A load whose collectives are counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from cases import Model, Run, ds_config
+from jobs import build, contents
+
+from benchmarks.collectives import counted
+
+
+class Wide(torch.nn.Module):
+    """As many layers as it is told, to see whether what ranks exchange grows with them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(5, 3) for _ in range(count))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(values).float().square().mean() for layer in self.layers]).sum()
+
+
+def _wide(run: Run, count: int) -> Any:
+    import deepspeed
+
+    torch.manual_seed(3)
+    net = Wide(count)
+    config = {**ds_config(run), "gradient_clipping": 0.0}
+    optimizer = torch.optim.AdamW(net.parameters())
+    return deepspeed.initialize(model=net, optimizer=optimizer, config=config, dist_init_required=False)[0]
+
+
+def save_wide(run: Run, count: int, folder: str) -> None:
+    engine = _wide(run, count)
+    engine.backward(engine(torch.ones(2, 5, dtype=torch.bfloat16)))
+    engine.step()
+    engine.save_checkpoint(folder)
+
+
+def load_wide(run: Run, count: int, folder: str) -> list[tuple[str, int]]:
+    return _counting(_wide(run, count), folder)
+
+
+def load_counted(run: Run, model: Model, folder: str) -> tuple[list[tuple[str, int]], dict[str, Any]]:
+    """Name and bytes of each of ds_reshard's own collectives in one load, and what the engine holds after it."""
+    engine = build(run, model, seed=99)
+    return _counting(engine, folder), contents(engine)
+
+
+def _counting(engine: Any, folder: str) -> list[tuple[str, int]]:
+    import ds_reshard
+
+    with ds_reshard.install("deepspeed"), counted() as seen:
+        engine.load_checkpoint(folder)
+    return [(one.name, one.nbytes) for one in seen]

@@ -1,0 +1,71 @@
+"""What a load costs in collectives of ds_reshard's own: four, of which none but the first grows with the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import Model, Run
+from gathered import assert_same
+from saves import Saves
+
+pytestmark = pytest.mark.distributed
+
+FOUND, READY, READ, DONE = "broadcast_object_list", *["all_gather_object"] * 3
+"""What rank 0 found; every rank is ready; what every rank read, as checksums; every rank is done."""
+
+
+def own(collectives: list[tuple[str, int]], stage: int | str) -> list[tuple[str, int]]:
+    """Without the one barrier in which stage 3 over gloo waits for what DeepSpeed gathers: it carries no bytes."""
+    barriers = [one for one in collectives if one == ("barrier", 0)]
+    assert len(barriers) == (stage == 3)
+    return [one for one in collectives if one not in barriers]
+
+
+LAYOUTS = [
+    (Run(1, 4), Run(1, 2)),
+    (Run(2, 2), Run(2, 3)),
+    (Run(3, 4), Run(3, 3)),
+    (Run(2, 3), Run(3, 2)),
+    (Run(3, 2), Run(1, 4)),
+    (Run(0, 2), Run(3, 3)),
+    (Run("bf16", 2), Run("bf16", 3)),
+]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), LAYOUTS, ids=str)
+@pytest.mark.parametrize("model", [Model(groups=2, frozen=True, batchnorm=True), Model(tied=True)], ids=("odd", "tied"))
+def test_a_load_costs_four_collectives(worlds: Any, saves: Saves, saved: Run, loaded: Run, model: Model) -> None:
+    """Also where the data-parallel size, the stage or both change, on every rank alike."""
+    folder, truth = saves(saved, model)
+    told = worlds[loaded.dp].run("collective_jobs.load_counted", run=loaded, model=model, folder=str(folder))
+    for collectives, _ in told:
+        assert [name for name, _ in own(collectives, loaded.stage)] == [FOUND, READY, READ, DONE]
+    assert_same(truth, [held for _, held in told])
+
+
+@pytest.mark.parametrize("run", [Run(1, 2), Run(3, 2)], ids=str)
+def test_an_unchanged_layout_costs_two(worlds: Any, saves: Saves, run: Run) -> None:
+    """DeepSpeed loads: what was found, and that every rank is ready."""
+    model = Model(groups=2, frozen=True, batchnorm=True)
+    folder, _ = saves(run, model)
+    told = worlds[2].run("collective_jobs.load_counted", run=run, model=model, folder=str(folder))
+    assert [[name for name, _ in collectives] for collectives, _ in told] == [[FOUND, READY]] * 2
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_what_ranks_exchange_does_not_grow_with_the_model(worlds: Any, tmp_path: Path, stage: int) -> None:
+    """Ten times the tensors: each rank says as much as before, but for rank 0, which tells what it found."""
+    said = []
+    for count in (4, 40):
+        folder = str(tmp_path / str(count))
+        worlds[2].run("collective_jobs.save_wide", run=Run(stage, 2), count=count, folder=folder)
+        told = worlds[3].run("collective_jobs.load_wide", run=Run(stage, 3), count=count, folder=folder)
+        told = [own(collectives, stage) for collectives in told]
+        assert [[name for name, _ in collectives] for collectives in told] == [[FOUND, READY, READ, DONE]] * 3
+        said.append([[nbytes for _, nbytes in collectives[1:]] for collectives in told])
+    few, many = said
+    for rank_few, rank_many in zip(few, many, strict=True):
+        assert all(abs(one - other) <= 16 for one, other in zip(rank_few, rank_many, strict=True))
+        assert max(rank_many) < 2000
