@@ -28,7 +28,7 @@ class ZeroCheckpoint:
     Made by one rank from the listing, one model file and one optimizer file; small and picklable.
     `optim` is None when the optimizer was not asked for, or for a stage-0 checkpoint, or where `universal` has what
     it would. With `masters_in_module` (fp32 training at stage 0) the weights are the masters: both keys name the same
-    bytes, and a reader wants them once.
+    bytes, and a reader wants them once. `foreign` says that it was made of a checkpoint of another format.
     """
 
     listing: Listing
@@ -38,6 +38,7 @@ class ZeroCheckpoint:
     facts: OptimizerFacts | None
     masters_in_module: bool = False
     universal: UniversalStates | None = None
+    foreign: bool = False
 
     @property
     def optimizer_entries(self) -> Mapping[str, object]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from ds_reshard.containers.plain import plain
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
@@ -42,6 +43,7 @@ LAYOUT_ENTRIES = frozenset(
 )
 VERSION = "0.19.8"
 """The DeepSpeed whose files are written; its loaders ask for the version that has saved."""
+SAME_BYTES = "masters\0"
 _SIXTEEN = {ElementType.BFLOAT16: "bf16", ElementType.FLOAT16: "fp16"}
 
 
@@ -118,6 +120,29 @@ def as_zero(content: Content) -> ZeroCheckpoint:
         optim=None,
         facts=facts and OptimizerFacts(groups=groups, scalars=facts.scalars),
         layout=Layout(by_key(placements), {"content": 1}),
+    )
+
+
+def read_as_zero(content: Content, layout: Layout, files: Mapping[str, int]) -> ZeroCheckpoint:
+    """The content as a ZeRO checkpoint whose tensors lie where those of the source do, in its `layout` and `files`.
+
+    A weight that is its own master is two tensors of the same bytes: the master's family is the weight's, with
+    SAME_BYTES before its name.
+    """
+    placements, shards = {}, dict(layout.shards)
+    for key, held in content.tensors.items():
+        place = layout[held.origin]
+        family = place.family
+        if key.kind == MASTER and held.origin.kind == WEIGHT:
+            family = f"{SAME_BYTES}{place.family}"
+            shards[family] = shards[place.family]
+        tiles = tuple(tile._replace(key=key, family=family) for tile in place.tiles)
+        placements[key] = place._replace(key=key, family=family, tiles=tiles)
+    return replace(
+        as_zero(content),
+        listing=Listing(folder=content.folder, nbytes=files),
+        layout=Layout(placements, shards),
+        foreign=True,
     )
 
 

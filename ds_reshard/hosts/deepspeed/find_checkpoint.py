@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, in_force
-from ds_reshard.errors import CheckpointNotFound, Fault, ReshardError, UnsupportedLayout, as_faults
+from ds_reshard.errors import CheckpointNotFound, Fault, ReshardError, UnsupportedLayout, as_faults, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint, saved_sizes
+from ds_reshard.formats.zero.content import optimizer_faults, read_as_zero
 from ds_reshard.formats.zero.model_states import read_entries
 from ds_reshard.formats.zero.names import Listing, read_listing
 from ds_reshard.model.uncollected import uncollected
+from ds_reshard.operations.finding import find_listing
+from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.ranks import rank
+from ds_reshard.operations.source import Found as Located
+from ds_reshard.operations.source import open_checkpoint as open_any
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 
@@ -95,10 +100,17 @@ def tag_files(*, universal: bool) -> tuple[str, ...]:
 
 
 @uncollected()
-def look(load_dir: str, tag: object, *, optimizer: bool, universal: bool) -> Found:
-    """Rank 0: resolve the tag, list the folder, read what all shards share. Never raises."""
+def look(load_dir: str, tag: object, *, optimizer: bool, universal: bool, names: str | None = None) -> Found:
+    """Rank 0: resolve the tag, list the folder, read what all shards share. Never raises.
+
+    A folder of another format is taken as DeepSpeed would have saved what it holds, its parameters renamed as the file
+    `names` says.
+    """
     listing = None
     try:
+        other = None if universal else _of_another_format(load_dir, tag)
+        if other is not None:
+            return _foreign(other, optimizer=optimizer, names=names)
         tag = tag if tag is not None else latest_tag(load_dir, *tag_files(universal=universal))
         if tag is None:
             return Found()
@@ -111,6 +123,33 @@ def look(load_dir: str, tag: object, *, optimizer: bool, universal: bool) -> Fou
     except Exception as error:
         faults, seen = tuple(as_faults(error, where=f"rank {rank()}")), listing is not None and listing.universal
         return Found(tag=str(tag), faults=faults, sizes=_sizes(listing), universal=seen)
+
+
+def _of_another_format(load_dir: str, tag: object) -> Located | None:
+    """What the folder holds where DeepSpeed's own files are not what is asked for."""
+    if tag is None and latest_tag(load_dir, *tag_files(universal=False)) is not None:
+        return None
+    try:
+        found = find_listing(load_dir, str(tag) if tag is not None else None)
+    except CheckpointNotFound:
+        return None
+    return None if isinstance(found.listing, Listing) else found
+
+
+def _foreign(found: Located, *, optimizer: bool, names: str | None) -> Found:
+    """A checkpoint of another format as one of ZeRO; every reason why it is none, in one error."""
+    source = open_any(found, whole=False)
+    content, renamed = source.content(), read_name_map(names) if names is not None else None
+    faults = list(renamed.faults(content)) if renamed is not None else []
+    content = renamed.applied(content) if renamed is not None else content
+    if optimizer:
+        faults += [*content.faults, *optimizer_faults(content)]
+        if content.facts is None:
+            mend = "pass load_optimizer_states=False for the weights alone"
+            faults.append(UnsupportedLayout.fault(found.folder, "holds no optimizer", mend=mend))
+    raise_faults([*source.index.faults, *faults], subject=f"loading {found.folder}")
+    checkpoint = read_as_zero(content, source.layout, source.files)
+    return Found(tag=found.listing.tag, checkpoint=checkpoint)
 
 
 def _sizes(listing: Listing | None) -> tuple[int, int] | None:

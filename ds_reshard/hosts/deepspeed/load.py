@@ -186,7 +186,8 @@ def _find(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: obje
     found = Found(own_save=own_save)
     if mine.direct:
         wanted = narrowed(request, policy).load_optimizer
-        found = replace(look(load_dir, tag, optimizer=wanted, universal=universal), own_save=own_save)
+        looked = look(load_dir, tag, optimizer=wanted, universal=universal, names=mine.settings.names)
+        found = replace(looked, own_save=own_save)
         tag = found.tag
     unread = not mine.direct or (found.tag and _is_unread(engine, mine, found))
     if unread and not policy.is_default:

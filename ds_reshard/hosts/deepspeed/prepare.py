@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from ds_reshard.errors import (
     raise_faults,
 )
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, is_placeholder
+from ds_reshard.formats.zero.content import SAME_BYTES
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.stage0 import with_order
@@ -34,9 +35,11 @@ from ds_reshard.hosts.deepspeed.live import LiveOptimizer, Shape, live_kind, par
 from ds_reshard.hosts.deepspeed.load_targets import Wants, want_model, want_optimizer
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, canonical, describe
-from ds_reshard.model.index import Index
+from ds_reshard.model.index import Extent, Index
 from ds_reshard.model.uncollected import uncollected
+from ds_reshard.operations.finding import find_listing
 from ds_reshard.operations.ranks import rank
+from ds_reshard.operations.source import open_checkpoint
 from ds_reshard.planning.plan import Plan, plan_rank
 
 if TYPE_CHECKING:
@@ -68,6 +71,28 @@ class Prepared:
     shards: ZeroShards
 
 
+class ForeignShards(ZeroShards):
+    """The shards of a checkpoint of another format, which this rank opens itself; they say nothing that ZeRO's say."""
+
+    def __init__(self, checkpoint: ZeroCheckpoint) -> None:
+        super().__init__(checkpoint=checkpoint)
+        self._opened = open_checkpoint(find_listing(checkpoint.listing.folder, None), whole=False)
+
+    def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
+        found = self._opened.index.open(family.removeprefix(SAME_BYTES), shard)
+        raise_faults(self._opened.index.faults, subject=f"loading {self._opened.folder}")
+        return found
+
+    def compare(self) -> Sequence[Fault]:
+        """What tells that the shards that were opened are of several saves."""
+        return self._opened.opened.compare()
+
+
+def shards_of(checkpoint: ZeroCheckpoint) -> ZeroShards:
+    """What opens the shards of a checkpoint on this rank."""
+    return ForeignShards(checkpoint) if checkpoint.foreign else ZeroShards(checkpoint=checkpoint)
+
+
 @uncollected()
 def prepare(
     engine: DeepSpeedEngine,
@@ -82,7 +107,7 @@ def prepare(
     """
     subject = f"loading {checkpoint.listing.folder}"
     loads_optimizer = request.load_optimizer and live is not None
-    shards = ZeroShards(checkpoint=checkpoint)
+    shards = shards_of(checkpoint)
     faults: list[Fault] = list(
         model_faults(live_model(engine, live), checkpoint, optimizer=loads_optimizer, strict=request.strict)
     )
@@ -112,7 +137,7 @@ def prepare(
     if checkpoint.listing.partitioned_model:
         for shard in range(position, checkpoint.dp, size):
             index.open(MODEL, shard)
-    faults += index.faults + wants.faults
+    faults += [*index.faults, *wants.faults, *(shards.compare() if isinstance(shards, ForeignShards) else ())]
     faults += _files_as_listed(checkpoint, plan)
     raise_faults(faults, subject=subject)
     return Prepared(
@@ -261,6 +286,8 @@ def same_layout(engine: DeepSpeedEngine, live: LiveOptimizer | None, checkpoint:
     flat buffer (round-robin), gaps (parameter alignment), sub-groups and param groups; and no elastic
     optimizer state, which DeepSpeed loads at no size. Two stage-0 runs are alike at any size.
     """
+    if checkpoint.foreign:
+        return False
     if live is None or live.stage == 0:
         return checkpoint.stage == 0 and live_kind(engine) == _stage0_kind(checkpoint)
     optim = checkpoint.optim

@@ -12,7 +12,7 @@ from ds_reshard.resume.policy import Given, from_json
 from ds_reshard.resume.schedulers import clock_faults, clock_in
 
 SECTION = "ds_reshard"
-_TOP = ("enabled", "reshard", "resume", "trust", "accelerate")
+_TOP = ("enabled", "reshard", "resume", "trust", "accelerate", "names")
 _RESHARD = ("always", "threads", "memory_mib", "device", "verify")
 _DROPPED = {"share_reads": "0.1.0"}
 _DEVICES = ("auto", "cpu", "cuda")
@@ -27,7 +27,8 @@ class Settings:
     reading; `device` is where bytes for a GPU are cut and cast, "auto", "cpu" or "cuda"; `verify` is "crc32",
     "fingerprint" or "off"; `trust` names classes ("module.Class") that may be built when they occur in `client_state`;
     `resume` is what the section says of the resume policy; `clock` is who steps a scheduler that accelerate prepares,
-    None where the section does not say.
+    None where the section does not say. `names` is a JSON file with what the parameters of a checkpoint of another
+    format are called in this run, as `convert --names` takes it.
     """
 
     enabled: bool = True
@@ -39,6 +40,7 @@ class Settings:
     trust: frozenset[str] = frozenset()
     resume: Given = field(default_factory=lambda: from_json({}))
     clock: str | None = None
+    names: str | None = None
 
     @property
     def memory_nbytes(self) -> int:
@@ -85,6 +87,9 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
             faults.append(
                 wrong_value(f"{SECTION}.reshard.{key}", "one of " + ", ".join(f'"{v}"' for v in allowed), value)
             )
+    names = section.get("names")
+    if names is not None and not isinstance(names, str):
+        faults.append(wrong_value(f"{SECTION}.names", "the path of a JSON file", names))
     faults += trust_faults(f"{SECTION}.trust", trust)
     faults += clock_faults(section.get("accelerate", {}))
     raise_faults(faults, subject="DeepSpeed config")
@@ -98,6 +103,7 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
         trust=frozenset(trust),
         resume=from_json(section.get("resume", {})),
         clock=clock_in(config),
+        names=names,
     )
 
 

@@ -1,0 +1,85 @@
+"""`engine.load_checkpoint(FOLDER)` of a folder of another format: every master, moment and step, under any layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import Model, Run
+from gathered import assert_same
+from saves import Saves
+
+from ds_reshard.operations import convert
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+MODEL = Model(groups=2, scheduler=False)
+
+
+@pytest.fixture(scope="module")
+def folders(saves: Saves, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same run in each format, and what each of its ranks held."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def folder(dtype: str, kind: str) -> tuple[Path, Any]:
+        source, saved = saves(Run(2, 3, dtype), MODEL)
+        if (dtype, kind) not in made:
+            out = made[dtype, kind] = tmp_path_factory.mktemp("other") / kind
+            convert(str(source), str(out), to=kind)
+        return made[dtype, kind], saved
+
+    return folder
+
+
+@pytest.mark.parametrize("run", [Run(1, 2), Run(2, 3), Run(3, 2), Run(0, 2, "fp32"), Run(3, 3, "fp32")], ids=str)
+@pytest.mark.parametrize("kind", ["dcp", "accelerate", "pytorch"])
+def test_masters_moments_and_steps_come_back(worlds: Any, folders: Any, kind: str, run: Run) -> None:
+    folder, saved = folders(run.dtype, kind)
+    loaded = worlds[run.dp].run("load", run=run, model=MODEL, folder=str(folder), more=2)
+    assert_same(saved, loaded)
+    assert loaded[0]["steps"] == saved[0]["steps"]
+    assert loaded[0]["later"] == pytest.approx(saved[0]["later"], abs=1e-2 if run.dtype == "bf16" else 1e-5)
+
+
+def _refused(worlds: Any, run: Run, folder: Path, model: Model = MODEL, **how: Any) -> str:
+    told = worlds[run.dp].run("load_refused", run=run, model=model, folder=str(folder), **how)
+    assert all(one["unchanged"] for one in told) and len({one["text"] for one in told}) == 1, told
+    return f"{told[0]['error']}: {told[0]['text']}"
+
+
+def test_names_of_another_framework(worlds: Any, folders: Any, saves: Saves, tmp_path: Path) -> None:
+    """Renamed there and back; a map with every kind of mistake is refused with all of them at once."""
+    source, saved = saves(Run(2, 3), MODEL)
+    weights = {one.name for one in _tensors(source)}
+    there = tmp_path / "there.json"
+    there.write_text(json.dumps({name: f"model.{name}" for name in sorted(weights)}))
+    convert(str(source), str(tmp_path / "out"), to="dcp", names=str(there))
+    back = tmp_path / "back.json"
+    back.write_text(json.dumps({f"model.{name}": name for name in sorted(weights)}))
+    run = Run(1, 2, config={"ds_reshard": {"names": str(back)}})
+    assert_same(saved, worlds[2].run("load", run=run, model=MODEL, folder=str(tmp_path / "out")))
+    first, second, *others = sorted(weights)
+    wrong = {f"model.{first}": first, f"model.{second}": first, "ghost": "nobody"}
+    back.write_text(json.dumps(wrong))
+    said = _refused(worlds, run, tmp_path / "out")
+    assert "ghost: is in the map, and the source has no such parameter" in said
+    assert f"model.{others[0]}: is in the source and not in the map" in said
+    assert f"{first}: is the name of several parameters in the map" in said
+
+
+def _tensors(folder: Path) -> Any:
+    from ds_reshard.operations import fingerprint
+
+    return [one for one in fingerprint(str(folder)).tensors if one.kind == "fp32"]
+
+
+def test_what_the_source_does_not_hold_is_refused(worlds: Any, folders: Any, tmp_path: Path) -> None:
+    """A scheduler, an optimizer; a model of other names; none of it is invented."""
+    run = Run(1, 2)
+    folder, _ = folders("bf16", "pytorch")
+    assert "holds no scheduler state" in _refused(worlds, run, folder, Model(groups=2))
+    convert(str(folders("bf16", "dcp")[0]), str(tmp_path / "weights"), to="safetensors")
+    assert "holds no optimizer" in _refused(worlds, run, tmp_path / "weights")
+    assert "ModelMismatch" in _refused(worlds, run, folder, Model(groups=2, scheduler=False, tied=True))
