@@ -54,7 +54,10 @@ def _named(path: Path, names: dict[str, str]) -> str:
 def test_there_and_back_deepspeed_loads_what_it_has_saved(
     worlds: Any, saves: Saves, tmp_path: Path, source: Run, to: str, target: Run, model: Model, shown: NanotronRun
 ) -> None:
-    """Weights, masters, moments, steps, param groups, schedule: also what the coming updates make of them."""
+    """Weights, masters, moments, steps, param groups, schedule: also what the coming updates make of them.
+
+    And nanotron's folder itself, given to `engine.load_checkpoint`.
+    """
     folder, saved = saves(source, model)
     like, names = _like(folder, shown, tmp_path / "like")
     between, out = tmp_path / "nanotron", tmp_path / "out"
@@ -81,3 +84,7 @@ def test_there_and_back_deepspeed_loads_what_it_has_saved(
     assert_same(saved, loaded)
     direct = worlds[target.dp].run("load", run=target, model=model, folder=str(folder), more=2)
     assert loaded[0]["later"] == direct[0]["later"]
+    itself = replace(target, config={"ds_reshard": {"names": str(tmp_path / "b.json")}})
+    read = worlds[target.dp].run("load", run=itself, model=model, folder=str(between), more=2)
+    assert_same(saved, read)
+    assert read[0]["later"] == direct[0]["later"]
