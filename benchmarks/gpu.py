@@ -29,9 +29,8 @@ from ds_reshard.execution.checksums import verify
 from ds_reshard.execution.cuda import CudaExecutor, Device
 from ds_reshard.execution.fingerprint import sum_on_device
 from ds_reshard.execution.scatter import INDEX_NUMEL, Block, Portion, Scatter, Scattering, deal
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Record
-from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.planning.plan import Copy, Plan
 from ds_reshard.testing.late_device import LateDevice
 

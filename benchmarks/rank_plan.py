@@ -22,11 +22,11 @@ from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, open_check
 from ds_reshard.formats.zero.layout import by_key, flat_group, partition_numel, sub_group, sub_group_numel, whole
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.shards import ZeroShards
-from ds_reshard.model.codec import ElementType
+from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, Placement
-from ds_reshard.model.uncollected import uncollected
-from ds_reshard.operations.finding import find_listing
+from ds_reshard.model.records import ElementType
+from ds_reshard.operations.source import find_listing
 from ds_reshard.planning.plan import Plan, plan_rank
 
 RUN = "run"

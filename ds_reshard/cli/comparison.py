@@ -10,9 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_reshard.cli.arguments import add_reading, add_trust, reading
-from ds_reshard.cli.bar import bar
-from ds_reshard.cli.render import printable, size
-from ds_reshard.model.difference import DIFFERS, EQUAL, Difference, TensorDifference, ValueDifference
+from ds_reshard.cli.render import bar, printable, size
+from ds_reshard.model.reports import DIFFERS, EQUAL, Difference, TensorDifference, ValueDifference
 from ds_reshard.operations import diff
 
 _ROWS = 40

@@ -8,7 +8,7 @@ import os
 from dataclasses import asdict
 
 from ds_reshard.cli.arguments import add_reading, add_target, add_trust, shard, target
-from ds_reshard.cli.bar import bar
+from ds_reshard.cli.render import bar
 from ds_reshard.operations import Options, convert
 
 

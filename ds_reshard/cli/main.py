@@ -18,13 +18,13 @@ from importlib import metadata
 from rich.console import Console
 
 from ds_reshard import __version__
-from ds_reshard.cli import doctor, rates, render
+from ds_reshard.cli import doctor, lr_command, render
 from ds_reshard.cli.arguments import add_device, add_reading, add_trust, reading
-from ds_reshard.cli.bar import bar
 from ds_reshard.cli.comparison import add_diff
 from ds_reshard.cli.conversion import add_convert
-from ds_reshard.cli.foresight import add_plan
-from ds_reshard.cli.picture import draw
+from ds_reshard.cli.lr_command import draw
+from ds_reshard.cli.plan_command import add_plan
+from ds_reshard.cli.render import bar
 from ds_reshard.cli.verification import add_verify
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, trust_faults
 from ds_reshard.errors import ReshardError, raise_faults
@@ -175,9 +175,9 @@ def _lr(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(coming.to_json(), indent=2))
     elif sys.stdout.isatty():
-        rates.render_rates(coming, Console())
+        lr_command.render_rates(coming, Console())
     else:
-        sys.stdout.writelines(f"{line}\n" for line in rates.plain_rates(coming))
+        sys.stdout.writelines(f"{line}\n" for line in lr_command.plain_rates(coming))
     return FINDING if any(curve.unknown is not None for curve in coming.curves) else OK
 
 

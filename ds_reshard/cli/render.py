@@ -1,19 +1,40 @@
-"""What the subcommands show in a terminal."""
+"""What the subcommands show in a terminal: tables, faults and progress."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.panel import Panel
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
 from ds_reshard.errors import Fault
 from ds_reshard.hooks import HookStatus
-from ds_reshard.model.fingerprints import Fingerprinted
-from ds_reshard.model.inspection import FileEntry, GroupEntry, Inspection, ParameterEntry
-from ds_reshard.model.verification import pickle_line
+from ds_reshard.model.reports import FileEntry, Fingerprinted, GroupEntry, Inspection, ParameterEntry, pickle_line
+from ds_reshard.operations import Progress as Told
+
+
+@contextmanager
+def bar(what: str) -> Iterator[Told | None]:
+    """Bytes, rate and time left on stderr, on a terminal; nothing where it is piped."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as shown:
+        task = shown.add_task(what, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
+
 
 _ROWS = 20
 

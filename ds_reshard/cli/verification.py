@@ -10,11 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_reshard.cli.arguments import add_device, add_reading, add_trust, reading
-from ds_reshard.cli.bar import bar
 from ds_reshard.cli.comparison import render_difference
-from ds_reshard.cli.render import printable, size
+from ds_reshard.cli.render import bar, printable, size
 from ds_reshard.errors import ConfigError
-from ds_reshard.model.verification import Verification, pickle_line
+from ds_reshard.model.reports import Verification, pickle_line
 from ds_reshard.operations import scan_pickles, verify
 
 

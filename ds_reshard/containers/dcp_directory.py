@@ -18,8 +18,7 @@ from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
 from ds_reshard.containers.torch_zip_writer import ArchivePlan, Member, plan_archive, write_pickle
 from ds_reshard.errors import CheckpointDamaged, Fault, InternalError, UnsupportedLayout, raise_faults
-from ds_reshard.model.codec import ElementType
-from ds_reshard.model.records import GlobalName, ObjectRecord, SizeRecord, StorageRecord, TensorRecord
+from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, SizeRecord, StorageRecord, TensorRecord
 
 METADATA = ".metadata"
 _OF_RANK = re.compile(r"__[0-9]+\.metadata")

@@ -33,9 +33,9 @@ from ds_reshard.containers.pickle_rules import UNSAFE, PickleRules, acts, fault_
 from ds_reshard.containers.positioned import PositionedBytes, PositionedFile, PositionedView
 from ds_reshard.containers.zip_directory import END, END64, LEGACY_MAGIC, find_directory
 from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, UnsafePickle, faults_of, raise_faults
+from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.nesting import out_of_bounds
 from ds_reshard.model.records import GlobalName, ObjectRecord
-from ds_reshard.model.uncollected import uncollected
 
 __all__ = [
     "DEFAULT_LIMITS",

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from ds_reshard.model.codec import ElementType
-from ds_reshard.model.records import GlobalName, ObjectRecord
+from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord
 
 if TYPE_CHECKING:
     from ds_reshard.containers.pickle_rules import PickleRules

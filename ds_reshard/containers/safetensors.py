@@ -15,8 +15,7 @@ from math import prod
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip_writer import Member
 from ds_reshard.errors import CheckpointDamaged, UnsupportedLayout
-from ds_reshard.model.codec import ElementType
-from ds_reshard.model.records import StorageRecord, TensorRecord
+from ds_reshard.model.records import ElementType, StorageRecord, TensorRecord
 
 DTYPES = {
     ElementType.FLOAT64: "F64",

@@ -24,8 +24,7 @@ from ds_reshard.errors import (
     faults_of,
     raise_faults,
 )
-from ds_reshard.model.codec import ElementType
-from ds_reshard.model.records import GlobalName, ObjectRecord, StorageRecord, TensorRecord
+from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, StorageRecord, TensorRecord
 
 __all__ = ["ArchiveLimits", "ArchiveMember", "TorchArchive", "check_root", "open_archive"]
 

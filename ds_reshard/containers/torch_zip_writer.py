@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from ds_reshard.containers.crc import crc32
 from ds_reshard.containers.zip_directory import END, END64, END64_LOCATOR, ENTRY, LOCAL, WIDE
 from ds_reshard.errors import UnsupportedLayout
-from ds_reshard.model.codec import ElementType
-from ds_reshard.model.records import GlobalName, ObjectRecord, SizeRecord, StorageRecord, TensorRecord
+from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, SizeRecord, StorageRecord, TensorRecord
 
 _WIDE_COUNT = 0xFFFF
 _UTF8 = 0x0800

@@ -13,9 +13,8 @@ from ds_reshard.containers.crc import crc32
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.errors import raise_faults
 from ds_reshard.execution.checksums import mismatch, read_again
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Record
-from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.records import ElementType, TensorRecord
 
 _ADVISE_FROM_NBYTES = 4 << 20
 

@@ -20,8 +20,8 @@ from ds_reshard.execution.buffers import memory_of, torch_dtype
 from ds_reshard.execution.checksums import partial_sums
 from ds_reshard.execution.interfaces import Outcome, Saw, Slice
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Record
+from ds_reshard.model.records import ElementType
 from ds_reshard.planning.plan import Copy, Plan, window_nbytes
 
 _ZEROS = memoryview(bytes(1 << 20))

@@ -32,9 +32,9 @@ import numpy
 import torch
 
 from ds_reshard.execution.buffers import memory_of, torch_dtype
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, Placement, TensorKey
+from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box, Region, Run, overlap
 from ds_reshard.planning.plan import Copy, wanted_pieces
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ds_reshard.errors import Fault
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Record
+from ds_reshard.model.records import ElementType
 from ds_reshard.planning.plan import Copy, Plan
 
 Saw = Callable[[Sequence[Copy], Sequence[memoryview]], None]

@@ -15,8 +15,8 @@ from math import gcd, prod
 import torch
 
 from ds_reshard.execution.buffers import torch_dtype
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Record
+from ds_reshard.model.records import ElementType
 from ds_reshard.planning.plan import Copy
 
 _ALIGNMENT = 16  # of the widest element type, complex128

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ds_reshard.errors import Fault
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.facts import OptimizerFacts
 from ds_reshard.model.layout import TensorKey
-from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.records import ElementType, TensorRecord
 
 BASE, LAST, LAMBDAS = "base_lrs", "_last_lr", "lr_lambdas"
 MASTER, WEIGHT = "fp32", "weight"

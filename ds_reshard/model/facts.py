@@ -7,9 +7,8 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.nesting import children
-from ds_reshard.model.records import GlobalName, ObjectRecord, StorageRecord, TensorRecord
+from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, StorageRecord, TensorRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

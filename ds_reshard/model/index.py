@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, faults_of
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.layout import Layout, Piece, Placement, TensorKey, Tiles, check_cover
-from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Region, overlap
 
 

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
-from ds_reshard.model.codec import ElementType
+from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box, Region
 
 

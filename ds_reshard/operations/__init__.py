@@ -11,19 +11,15 @@ from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_f
 from ds_reshard.errors import ConfigError, ReshardError
 from ds_reshard.formats.megatron.checkpoint import is_megatron
 from ds_reshard.formats.megatron.checkpoint import read_past as megatron_past
-from ds_reshard.formats.zero.past import read_past
-from ds_reshard.model.conversion_plan import ConversionPlan
-from ds_reshard.model.difference import Difference
-from ds_reshard.model.fingerprints import Fingerprinted
-from ds_reshard.model.inspection import Inspection
+from ds_reshard.formats.zero.saved_schedule import read_past
+from ds_reshard.model.reports import ConversionPlan, Difference, Fingerprinted, Inspection, Verification
 from ds_reshard.model.target import Asked
-from ds_reshard.model.verification import Verification
-from ds_reshard.operations.finding import find_listing, find_zero
 from ds_reshard.operations.fingerprints import fingerprint
 from ds_reshard.operations.foresight import plan_listing
 from ds_reshard.operations.inspection import describe
 from ds_reshard.operations.options import FORMATS, Conversion, Options, Progress, Reading
 from ds_reshard.operations.pickles import scan_files, scan_pickles, siblings, untold
+from ds_reshard.operations.source import find_listing, find_zero
 from ds_reshard.resume import lr_preview, megatron
 from ds_reshard.resume.lr_preview import ComingRun
 from ds_reshard.resume.megatron import read_run

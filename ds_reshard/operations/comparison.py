@@ -10,15 +10,14 @@ from ds_reshard.errors import ReshardError
 from ds_reshard.execution.checksums import Ledger
 from ds_reshard.execution.deviation import Deviation
 from ds_reshard.model.checkpoint import Checkpoint
-from ds_reshard.model.difference import DIFFERS, EQUAL, Difference, TensorDifference, ValueDifference
 from ds_reshard.model.facts import GroupFacts, ScalarTensor, canonical, describe
 from ds_reshard.model.layout import Placement, TensorKey
 from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.reports import DIFFERS, EQUAL, Difference, TensorDifference, ValueDifference
 from ds_reshard.operations.archives import read_records
 from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.source import Found, open_checkpoint
-from ds_reshard.operations.spans import SpanReader, logical
-from ds_reshard.operations.values import index_of
+from ds_reshard.operations.values import SpanReader, index_of, logical
 
 
 def compare_listings(a: Found, b: Found, *, reading: Reading, progress: Progress | None) -> Difference:

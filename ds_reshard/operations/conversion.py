@@ -14,9 +14,9 @@ from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, re
 from ds_reshard.execution.files import ArchiveFile, FileTarget, StagingExecutor
 from ds_reshard.execution.fingerprint import Fingerprint, Witness
 from ds_reshard.model.checkpoint import Checkpoint
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Record
 from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.records import ElementType
 from ds_reshard.model.target import Asked, Target, Unit
 from ds_reshard.operations.options import Conversion, Options, Progress, refuse, refuse_memory
 from ds_reshard.operations.source import Found, open_checkpoint

@@ -11,11 +11,10 @@ from ds_reshard.errors import Fault, InternalError, ReshardError, faults_of, rai
 from ds_reshard.execution.interfaces import Saw
 from ds_reshard.formats.zero.layout import whole
 from ds_reshard.model.checkpoint import Checkpoint
-from ds_reshard.model.fingerprints import Fingerprinted, TensorFingerprint
 from ds_reshard.model.layout import Layout, TensorKey
-from ds_reshard.operations.finding import find_listing
+from ds_reshard.model.reports import Fingerprinted, TensorFingerprint
 from ds_reshard.operations.options import Progress, Reading
-from ds_reshard.operations.source import open_checkpoint
+from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.plan import Copy, Plan, plan_rank
 
 _FILE = "fingerprint"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.model.conversion_plan import ConversionPlan, UnitPlan
+from ds_reshard.model.gc_pause import uncollected
+from ds_reshard.model.reports import ConversionPlan, UnitPlan
 from ds_reshard.model.target import Asked, Unit
-from ds_reshard.model.uncollected import uncollected
 from ds_reshard.operations.options import Reading, refuse, refuse_memory
 from ds_reshard.operations.source import Found, open_checkpoint
 from ds_reshard.operations.units import Units, archive_of, target_of

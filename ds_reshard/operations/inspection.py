@@ -7,19 +7,10 @@ from math import prod
 
 from ds_reshard.containers.plain import plain
 from ds_reshard.errors import Fault, ReshardError, faults_of
-from ds_reshard.model.checkpoint import Checkpoint
+from ds_reshard.model.checkpoint import Checkpoint, SavedListing
 from ds_reshard.model.facts import GroupFacts, ScalarTensor
-from ds_reshard.model.inspection import (
-    Arrangement,
-    FileEntry,
-    GroupEntry,
-    Inspection,
-    ParameterEntry,
-    StateEntry,
-    Steps,
-)
-from ds_reshard.model.saved import SavedListing
-from ds_reshard.model.uncollected import uncollected
+from ds_reshard.model.gc_pause import uncollected
+from ds_reshard.model.reports import Arrangement, FileEntry, GroupEntry, Inspection, ParameterEntry, StateEntry, Steps
 from ds_reshard.operations.source import Found, open_checkpoint
 
 

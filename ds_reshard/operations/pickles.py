@@ -14,7 +14,7 @@ from ds_reshard.containers.dcp_directory import Place, directories, read_directo
 from ds_reshard.containers.pickle_reader import Scanned, scan_file
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, UNSAFE, PickleRules, in_force, rules_in_force, trusted
 from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed, ReshardError, faults_of, raise_faults
-from ds_reshard.model.verification import PickleScan
+from ds_reshard.model.reports import PickleScan
 from ds_reshard.operations.ranks import agree, attempt, broadcast, gather, rank, world_size
 
 if TYPE_CHECKING:

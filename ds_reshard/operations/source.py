@@ -1,12 +1,16 @@
-"""A checkpoint of any format, opened for a tool."""
+"""Which checkpoint a path and a tag mean, and that checkpoint opened for a tool, of whatever format."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from ds_reshard.containers.pickle_rules import UNSAFE
-from ds_reshard.errors import raise_faults
+from ds_reshard.containers.positioned import PositionedFile
+from ds_reshard.errors import CheckpointNotFound, ReadFailed, ReshardError, UnsupportedLayout, raise_faults
+from ds_reshard.formats.zero.names import Listing as ZeroListing
 from ds_reshard.model.checkpoint import Checkpoint, Format, Listing
+from ds_reshard.operations.formats import format_of
 from ds_reshard.operations.pickles import scan_files, walk
 
 
@@ -35,3 +39,93 @@ def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True) ->
         others = scan_files(walk(found.folder, []))
         raise_faults([fault for fault in others.faults if fault.error in UNSAFE], subject=f"checkpoint {found.folder}")
     return checkpoint
+
+
+_LATEST_NBYTES = 4096
+_LATEST_NANOTRON = "latest.txt"  # trainer.py of nanotron
+
+
+def find_listing(path: str, tag: str | None) -> Found:
+    """The files of the checkpoint in `path`: of `tag`, else of the folder itself, else of the tag `latest` names.
+
+    The tags of nanotron are its steps, of which `latest.txt` names the last. Folders of torch.distributed.checkpoint,
+    of accelerate's sharded FSDP, and of EasyR1 and verl are checkpoints themselves, or tags of the folder above.
+
+    Raises CheckpointNotFound where there is none, and ReadFailed where a folder cannot be listed.
+    """
+    if not os.path.isdir(path):
+        there = os.path.exists(path)
+        raise _not_found(
+            path,
+            "is a file" if there else "does not exist",
+            "give the folder that was given to save_checkpoint" if there else "check the path",
+        )
+    file = ""
+    if tag is None:
+        found = _found(path)
+        if found is not None:
+            return found
+        file, tag = _latest(path)
+    folder = os.path.join(path, tag)
+    found = _found(folder) if os.path.isdir(folder) else None
+    if found is None and file == _LATEST_NANOTRON:
+        raise _no_checkpoint(path, f"has a file {file!r} that names no checkpoint of nanotron")
+    if found is None:
+        told = f"has no DeepSpeed checkpoint in its tag {tag!r}" if os.path.isdir(folder) else f"has no tag {tag!r}"
+        raise _no_checkpoint(path, told)
+    return found
+
+
+def _found(folder: str) -> Found | None:
+    found = format_of(folder)
+    return Found(format=found[0], listing=found[1]) if found is not None else None
+
+
+def find_zero(path: str, tag: str | None, *, tool: str) -> ZeroListing:
+    """As `find_listing`, for a tool that knows DeepSpeed's checkpoints alone."""
+    found = find_listing(path, tag)
+    if not isinstance(found.listing, ZeroListing):
+        mend = "give it a checkpoint of DeepSpeed or Megatron-LM"
+        fault = UnsupportedLayout.fault(found.folder, f"{tool} does not read {found.format.name}", mend=mend)
+        raise UnsupportedLayout(f"{fault.line()}; {mend}", [fault])
+    return found.listing
+
+
+def _latest(path: str) -> tuple[str, str]:
+    """The first file there that names the last tag, and the tag."""
+    names = ("latest", "latest_universal", _LATEST_NANOTRON)
+    file = next((name for name in names if os.path.exists(os.path.join(path, name))), names[0])
+    return file, _named_in(os.path.join(path, file), path)
+
+
+def _named_in(latest: str, path: str) -> str:
+    try:
+        file = PositionedFile(latest)
+        try:
+            tag = file.read(0, min(file.nbytes, _LATEST_NBYTES)).decode("utf-8").strip()
+        finally:
+            file.close()
+    except CheckpointNotFound:
+        raise _no_checkpoint(path, "holds no DeepSpeed checkpoint, and no file 'latest' that names a tag") from None
+    except (ReshardError, ValueError) as error:
+        raise ReadFailed(f"{latest}: cannot be read: {error}; name the tag: --tag TAG") from error
+    if not tag or "\0" in tag:
+        raise _no_checkpoint(path, f"has a file {os.path.basename(latest)!r} that names no tag")
+    return tag
+
+
+def _no_checkpoint(path: str, what: str) -> CheckpointNotFound:
+    if any(name.endswith(".distcp") for name in os.listdir(path)):
+        what = (
+            "has files of torch.distributed.checkpoint, and no .metadata, which is written last: the save did not end"
+        )
+        return _not_found(path, what, "take an older checkpoint, or restore .metadata from a copy")
+    tags = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and format_of(entry.path) is not None)
+    if not tags:
+        return _not_found(path, what, "give the folder that was given to save_checkpoint")
+    return _not_found(path, what, f"name one of the tags that are there: --tag {' | '.join(tags[:12])}")
+
+
+def _not_found(path: str, what: str, mend: str) -> CheckpointNotFound:
+    fault = CheckpointNotFound.fault(path, what, mend=mend)
+    return CheckpointNotFound(f"{fault.line()}; {mend}", [fault])

@@ -11,15 +11,13 @@ from ds_reshard.containers.safetensors import SafetensorsPlan, plan_safetensors
 from ds_reshard.containers.torch_zip_writer import ArchivePlan, PlainPlan, plan_archive
 from ds_reshard.errors import ConfigError
 from ds_reshard.model.checkpoint import Checkpoint
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Record
 from ds_reshard.model.layout import TensorKey
-from ds_reshard.model.records import StorageRecord
+from ds_reshard.model.records import ElementType, StorageRecord
 from ds_reshard.model.target import Asked, Target, TargetFile, Unit
-from ds_reshard.operations.finding import find_listing
 from ds_reshard.operations.formats import WRITERS
 from ds_reshard.operations.name_map import read_name_map
-from ds_reshard.operations.source import open_checkpoint
+from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.plan import Copy, Gaps, Plan, plan_rank
 
 

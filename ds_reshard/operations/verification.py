@@ -11,17 +11,15 @@ from ds_reshard.containers.pickle_rules import UNSAFE
 from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, ReshardError, faults_of
 from ds_reshard.execution.checksums import Ledger, altered
 from ds_reshard.execution.cuda import offline_device
-from ds_reshard.model.checkpoint import Checkpoint
+from ds_reshard.model.checkpoint import Checkpoint, SavedListing
 from ds_reshard.model.index import Record
-from ds_reshard.model.saved import SavedListing
-from ds_reshard.model.verification import Verification
+from ds_reshard.model.reports import Verification
 from ds_reshard.operations.archives import CheckedFile, list_files, open_file, read_records
-from ds_reshard.operations.manifest import MANIFEST, read_manifest
 from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.pickles import scan_files, siblings, untold
 from ds_reshard.operations.source import Found, open_checkpoint
-from ds_reshard.operations.spans import SpanReader
-from ds_reshard.operations.values import Values, rows_of
+from ds_reshard.operations.values import SpanReader, Values, rows_of
+from ds_reshard.operations.workspace import MANIFEST, read_manifest
 
 _MEND = "restore the file from a copy, or load another tag"
 

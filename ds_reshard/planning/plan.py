@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from ds_reshard.model.codec import ElementType
+from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Extent, Index, Record
 from ds_reshard.model.layout import Layout, Piece, Placement, TensorKey
-from ds_reshard.model.uncollected import uncollected
+from ds_reshard.model.records import ElementType
 
 
 class Copy(NamedTuple):

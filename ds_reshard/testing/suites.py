@@ -21,9 +21,9 @@ from ds_reshard.errors import Fault, ReshardError
 from ds_reshard.execution.buffers import TensorTarget, element_type, torch_dtype
 from ds_reshard.execution.checksums import combine, partial_sums, settle
 from ds_reshard.execution.interfaces import Executor, Outcome, Target
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Fragment, Index, Record
 from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box, Region
 from ds_reshard.planning.plan import Check, Copy, Fill, Plan
 

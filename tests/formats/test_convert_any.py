@@ -16,7 +16,7 @@ from zero_builder import TAG, Built, values, write
 from ds_reshard.cli.main import main
 from ds_reshard.execution.files import FileTarget
 from ds_reshard.execution.fingerprint import fingerprint_of
-from ds_reshard.model.codec import ElementType
+from ds_reshard.model.records import ElementType
 from ds_reshard.operations import Options, convert, fingerprint
 
 pytestmark = pytest.mark.slow

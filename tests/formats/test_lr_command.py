@@ -12,8 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from ds_reshard.cli.lr_command import render_rates
 from ds_reshard.cli.main import main
-from ds_reshard.cli.rates import render_rates
 from ds_reshard.operations import coming_run
 
 SCHEDULE = {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4, "total_num_steps": 20}}

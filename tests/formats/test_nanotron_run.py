@@ -11,7 +11,7 @@ from nanotron_builder import STEP, Run, again, write
 
 from ds_reshard.cli.main import main
 from ds_reshard.errors import ConfigError
-from ds_reshard.formats.nanotron.run_config import Batch
+from ds_reshard.formats.nanotron.metadata import Batch
 from ds_reshard.operations import Options, convert, inspect
 
 ONE_THREAD = {"threads": 1, "memory_nbytes": 1 << 20}

@@ -8,7 +8,7 @@ import pytest
 from high_water import memory_taken
 from sparse_checkpoint import gpt_shapes, write_checkpoint
 
-from ds_reshard.cli.plan_page import page
+from ds_reshard.cli.plan_command import page
 from ds_reshard.operations import plan
 
 

@@ -24,8 +24,7 @@ from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.model.target import Asked
 from ds_reshard.operations import plan
-from ds_reshard.operations.finding import find_listing
-from ds_reshard.operations.source import open_checkpoint
+from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.operations.units import Units, archive_of, target_of
 from ds_reshard.planning.plan import Plan
 

@@ -14,7 +14,7 @@ from saves import Saves
 from ds_reshard.cli.main import main
 from ds_reshard.errors import ChecksumMismatch, ReshardError
 from ds_reshard.operations import Options, convert
-from ds_reshard.operations.manifest import MANIFEST, read_manifest
+from ds_reshard.operations.workspace import MANIFEST, read_manifest
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -14,7 +14,7 @@ from kept_folders import KeptFolders
 
 import ds_reshard
 from ds_reshard.formats.dcp.checkpoint import open_dcp
-from ds_reshard.formats.dcp.names import tensor_key
+from ds_reshard.formats.dcp.entries import tensor_key
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.operations import diff, fingerprint, inspect, verify
 

@@ -16,12 +16,12 @@ from saves import Saves
 from test_bad_input import TAG
 
 from ds_reshard.cli.main import main
-from ds_reshard.cli.plan_page import page
+from ds_reshard.cli.plan_command import page
 from ds_reshard.errors import ConfigError
 from ds_reshard.formats.zero.checkpoint import open_checkpoint
-from ds_reshard.model.conversion_plan import ConversionPlan, UnitPlan
+from ds_reshard.model.reports import ConversionPlan, UnitPlan
 from ds_reshard.operations import convert, plan
-from ds_reshard.operations.finding import find_zero
+from ds_reshard.operations.source import find_zero
 
 pytestmark = pytest.mark.distributed
 

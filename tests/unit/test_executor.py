@@ -10,7 +10,7 @@ import torch
 
 from ds_reshard.execution.buffers import TensorTarget, element_type, fresh, tensor_from_bytes, torch_dtype
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.model.codec import ElementType
+from ds_reshard.model.records import ElementType
 from ds_reshard.planning.plan import Check, Copy, Plan, cut_checks, cut_copies
 from ds_reshard.testing import ExecutorSuite
 from ds_reshard.testing.suites import checksum_faults, open_files, write_record

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.facts import ScalarTensor, canonical, describe
-from ds_reshard.model.records import GlobalName, ObjectRecord, StorageRecord, TensorRecord
+from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, StorageRecord, TensorRecord
 
 QUICK = settings(deadline=None, max_examples=60)
 FP32, INT64 = ElementType.FLOAT32, ElementType.INT64

@@ -10,8 +10,7 @@ import pytest
 from ds_reshard.errors import UnsupportedLayout
 from ds_reshard.formats.fsdp.checkpoint import shard_of
 from ds_reshard.formats.fsdp.target import Meshes, ranks_data
-from ds_reshard.model.codec import ElementType
-from ds_reshard.model.records import GlobalName, ObjectRecord, TensorRecord, new_tensor
+from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, TensorRecord, new_tensor
 
 MESH = {
     "device_type": "cuda",

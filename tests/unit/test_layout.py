@@ -20,8 +20,8 @@ from ds_reshard.formats.zero.layout import (
     sub_group_numel,
     whole,
 )
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, Tiles, chunked
+from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box, Region, overlap
 
 QUICK = settings(deadline=None, max_examples=40)

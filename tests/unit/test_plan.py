@@ -29,9 +29,9 @@ from ds_reshard.execution.buffers import TensorTarget, torch_dtype
 from ds_reshard.execution.checksums import combine, partial_sums, read_again, settle
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.formats.zero.layout import by_key, flat_group, flat_offsets, partition_numel, sub_group, sub_group_numel
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Extent, Index, Record
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
+from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box
 from ds_reshard.planning.plan import extents_overlap, plan_rank
 from ds_reshard.testing import FormatSuite, SavedCheckpoint

@@ -12,8 +12,7 @@ from torch_values import DTYPES, TREES, same
 
 from ds_reshard.containers.torch_zip import ArchiveLimits, open_archive
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ChecksumMismatch, ReadFailed, UnsupportedLayout
-from ds_reshard.model.codec import ElementType
-from ds_reshard.model.records import GlobalName, ObjectRecord, StorageRecord
+from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, StorageRecord
 
 
 def saved(tmp_path, value: object, name: str = "file.pt") -> str:

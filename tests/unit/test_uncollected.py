@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from ds_reshard.model.uncollected import uncollected
+from ds_reshard.model.gc_pause import uncollected
 
 
 @pytest.fixture

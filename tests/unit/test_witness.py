@@ -18,9 +18,9 @@ from ds_reshard.execution.cuda import CudaExecutor
 from ds_reshard.execution.fingerprint import Witness, fingerprint_of, held
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.formats.zero.layout import whole
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.index import Extent, Index, Record
 from ds_reshard.model.layout import Layout, TensorKey
+from ds_reshard.model.records import ElementType
 from ds_reshard.planning.plan import Copy
 from ds_reshard.testing.late_device import LateDevice
 

@@ -7,8 +7,7 @@ import collections
 import torch
 from hypothesis import strategies as st
 
-from ds_reshard.model.codec import ElementType
-from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.records import ElementType, TensorRecord
 
 DTYPES = [getattr(torch, member.label) for member in ElementType]
 

@@ -19,15 +19,13 @@ from ds_reshard.containers.dcp_directory import (
     read_directory,
 )
 from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, UnsupportedLayout, raise_faults
-from ds_reshard.formats.dcp.facts import read_values
-from ds_reshard.formats.dcp.names import ACCELERATE, MODELS, Path, group_key, tensor_key
-from ds_reshard.model.codec import ElementType
+from ds_reshard.formats.dcp.entries import ACCELERATE, MODELS, Path, group_key, read_values, tensor_key
+from ds_reshard.model.checkpoint import SavedFile, SavedListing
 from ds_reshard.model.facts import OptimizerFacts
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
-from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Box
-from ds_reshard.model.saved import SavedFile, SavedListing
 
 BUFFER = "chunk"
 _MEND = "restore the folder from a copy, or save it again"

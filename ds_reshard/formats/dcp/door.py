@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.formats.dcp.checkpoint import is_dcp, list_dcp, open_dcp
-from ds_reshard.formats.dcp.names import ACCELERATE
+from ds_reshard.formats.dcp.entries import ACCELERATE
 from ds_reshard.formats.dcp.target import dcp_target
-from ds_reshard.model.checkpoint import Checkpoint
+from ds_reshard.model.checkpoint import Checkpoint, folder_format
 from ds_reshard.model.content import Content
-from ds_reshard.model.saved import folder_format
 from ds_reshard.model.target import Asked, Target
 
 

@@ -27,12 +27,12 @@ from ds_reshard.formats.fsdp.flat_parameters import (
     read_order,
     refuse,
 )
+from ds_reshard.model.checkpoint import SavedFile, SavedListing
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, chunked
 from ds_reshard.model.records import ObjectRecord, TensorRecord
 from ds_reshard.model.region import Box
-from ds_reshard.model.saved import SavedFile, SavedListing
 
 MODEL, OPTIM, EXTRA = "model", "optim", "extra_state"
 UNNAMED = "the optimizer's files name no parameter (verl saves optimizer.state_dict()): left out"

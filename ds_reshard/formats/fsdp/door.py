@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint, is_fsdp, list_fsdp, open_fsdp
 from ds_reshard.formats.fsdp.target import fsdp_target
-from ds_reshard.model.checkpoint import Checkpoint
+from ds_reshard.model.checkpoint import Checkpoint, SavedCheckpoint, folder_format
 from ds_reshard.model.content import Content
-from ds_reshard.model.saved import SavedCheckpoint, folder_format
 from ds_reshard.model.target import Asked, Target
 
 TO = "fsdp"

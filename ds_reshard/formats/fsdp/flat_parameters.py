@@ -24,11 +24,10 @@ from typing import NoReturn
 
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged, Fault, ReadFailed, UnsupportedLayout, raise_faults
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Cut, Placement, TensorKey
-from ds_reshard.model.records import ObjectRecord, TensorRecord, new_tensor
+from ds_reshard.model.records import ElementType, ObjectRecord, TensorRecord, new_tensor
 from ds_reshard.model.region import Box, Region, boxes
 
 ORDER = "fsdp_units.json"

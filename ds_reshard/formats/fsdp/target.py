@@ -28,9 +28,8 @@ from ds_reshard.formats.fsdp.checkpoint import (
     state_names,
 )
 from ds_reshard.formats.fsdp.flat_parameters import ORDER, flat_tree, groups_of, line_to_add
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
-from ds_reshard.model.records import GlobalName, ObjectRecord, TensorRecord, new_tensor
+from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, TensorRecord, new_tensor
 from ds_reshard.model.region import Box
 from ds_reshard.model.target import Target, TargetFile, Unit
 

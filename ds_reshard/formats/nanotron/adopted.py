@@ -2,24 +2,152 @@
 
 How parameters are cut, in which stage and order they are trained, and with which schedule and data, is that run's.
 Tensors, steps, hyper-parameters and the position are the content's. nanotron trains with torch's AdamW.
+Its `TrainingMetadata` (serialize/metadata.py, 2411b02) refuses samples that are not the sum of those of its stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout
+from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout
 from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
 from ds_reshard.formats.nanotron.content import METADATA
-from ds_reshard.formats.nanotron.hyperparameters import Hyperparameters
-from ds_reshard.formats.nanotron.optimizer_file import MASTER, OptimizerFile
-from ds_reshard.formats.nanotron.position import position_of
-from ds_reshard.formats.nanotron.scheduler import SavedScheduler
-from ds_reshard.model.codec import ElementType
+from ds_reshard.formats.nanotron.metadata import Metadata
+from ds_reshard.formats.nanotron.optimizer_file import MASTER, OptimizerFile, SavedGroup, SavedScheduler
 from ds_reshard.model.content import BASE, LAST, SCHEDULER, WEIGHT, Content
-from ds_reshard.model.facts import OptimizerFacts, Scalar, ScalarTensor, as_scalar, describe, number_of
+from ds_reshard.model.facts import OptimizerFacts, Scalar, ScalarTensor, as_scalar, canonical, describe, number_of
 from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.records import ElementType
+
+_SEQUENCE_LENGTH = 4096  # DataStageMetadata.__post_init__
+
+
+def position_of(content: Content, like: Metadata) -> tuple[Mapping[str, object], list[Fault]]:
+    """The saving run's own where it was one of nanotron; else its samples in the one data stage that `like` has."""
+    own = content.entries.get(METADATA)
+    if _is_text(own) and isinstance(own, dict) and own.get("last_train_step") == content.steps:
+        return own, []
+    if content.steps is None or content.samples is None:
+        return {}, [_unknown(content, "says no number of steps and samples", "global_steps and global_samples")]
+    metas = like.entries.get("metas")
+    shown: Mapping[str, object] = metas if isinstance(metas, dict) else {}
+    counts: dict[str, object] = {"consumed_train_samples": content.samples, "last_train_step": content.steps}
+    stages = shown.get("data_stages")
+    if not isinstance(stages, list):
+        return {**shown, **counts}, []
+    stage = stages[0] if len(stages) == 1 else None
+    folders = stage.get("consumed_tokens_per_dataset_folder") or {} if isinstance(stage, dict) else None
+    if not isinstance(stage, dict) or not isinstance(folders, dict) or len(folders) > 1:
+        what = "does not say what it has consumed of which data, of which --like has several stages or folders"
+        return {}, [_unknown(content, what, "a --like of one data stage and folder")]
+    tokens = content.samples * int(stage.get("sequence_length") or _SEQUENCE_LENGTH)
+    consumed = dict.fromkeys(folders, tokens)
+    stage = {**stage, "consumed_train_samples": content.samples, "consumed_tokens_per_dataset_folder": consumed}
+    total = tokens if consumed else None
+    return {**shown, **counts, "consumed_tokens_total": total, "last_stage_idx": 0, "data_stages": [stage]}, []
+
+
+def _is_text(value: object) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _unknown(content: Content, what: str, expected: str) -> Fault:
+    return UnsupportedLayout.fault(
+        content.folder, what, expected, "others", mend="name a checkpoint of a run with one data stage: --like DIR"
+    )
+
+
+_INITIAL = "initial_lr"
+_HOW = frozenset({"foreach", "capturable", "differentiable", "fused", "maximize", "amsgrad", "decoupled_weight_decay"})
+"""How torch computes AdamW, or which variant of it: what other optimizers do not say is as the coming run has it."""
+_VARIANT = ("maximize", "amsgrad", "decoupled_weight_decay")
+_COUNTED = frozenset({"step"})
+
+
+class Hyperparameters:
+    """The groups of a content, asked for one by one; `faults` and `notes` are what was found meanwhile."""
+
+    def __init__(self, content: Content) -> None:
+        assert content.facts is not None
+        self.faults: list[Fault] = []
+        self._left: set[str] = set()
+        self._borrowed: set[str] = set()
+        self._other_base: set[str] = set()
+        self._content = content
+        self._number = {name: number for number, group in enumerate(content.facts.groups) for name in group.members}
+        self._groups = [dict(group.hyperparameters or {}) for group in content.facts.groups]
+
+    def group(self, path: str, like: SavedGroup) -> SavedGroup:
+        """A param group with the members of `like`: every value that it has, as the content has it of these members."""
+        numbers = {self._number[name] for name in like.members if name in self._number}
+        found = [self._groups[number] for number in sorted(numbers)]
+        if not found:
+            return like
+        for other in found[1:]:
+            if canonical(other) != canonical(found[0]):
+                self._fault(
+                    path, like, "are of several param groups of the source, which differ", "one", f"{len(found)}"
+                )
+        saved = found[0]
+        made: dict[str, object] = {}
+        for key, wanted in like.hyperparameters.items():
+            if key in saved:
+                made[key] = saved[key]
+            elif key in _HOW or key == _INITIAL:
+                made[key] = wanted
+                self._borrowed |= {key} - _HOW
+            else:
+                self._fault(path, like, f"have no {key} in the source", describe(wanted), "none")
+        for key in _VARIANT:
+            if key in saved and key in like.hyperparameters and saved[key] != like.hyperparameters[key]:
+                expected = describe(like.hyperparameters[key])
+                self._fault(path, like, f"are trained with another {key}", expected, describe(saved[key]))
+        if saved.get("bias_correction", True) is not True:
+            self._fault(path, like, "are trained without the bias correction that AdamW makes", "True", "False")
+        self._left |= set(saved) - set(like.hyperparameters) - _COUNTED - {"bias_correction"}
+        if _INITIAL in like.hyperparameters and made.get(_INITIAL) != like.hyperparameters[_INITIAL]:
+            self._other_base.add(f"{describe(made.get(_INITIAL))}, not {describe(like.hyperparameters[_INITIAL])}")
+        return SavedGroup(members=like.members, hyperparameters=made)
+
+    def base(self, members: Sequence[str], like: object) -> object:
+        """The rate that the schedule of a param group is a multiple of: the source's where it has one."""
+        number = next((self._number[name] for name in members if name in self._number), None)
+        if number is None:
+            return like
+        rates: Mapping[str, object] = {}
+        if self._content.schedule is not None:
+            rates = self._content.schedule.groups[number]
+        return rates.get(BASE, self._groups[number].get(_INITIAL, like))
+
+    @property
+    def notes(self) -> list[str]:
+        told = []
+        if self._left:
+            told.append(f"entries of param groups that AdamW has not are left out: {', '.join(sorted(self._left))}")
+        if self._borrowed:
+            told.append("the source has no initial learning rates: those of --like are taken")
+        if self._other_base:
+            told.append(f"the initial learning rate is the source's: {'; '.join(sorted(self._other_base))} of --like")
+        return told
+
+    def _fault(self, path: str, group: SavedGroup, what: str, expected: str, found: str) -> None:
+        names = ", ".join(group.members[:3]) + ("" if len(group.members) < 4 else f" and {len(group.members) - 3} more")
+        self.faults.append(
+            ParamGroupMismatch.fault(
+                names,
+                f"{what} ({path})",
+                expected,
+                found,
+                mend="name a checkpoint of a run with the same param groups and optimizer: --like DIR",
+            )
+        )
+
 
 _KINDS = "fp32, exp_avg, exp_avg_sq"
 

@@ -11,8 +11,7 @@ from ds_reshard.formats.nanotron.names import Topology
 from ds_reshard.formats.nanotron.optimizer_file import SavedGroup
 from ds_reshard.formats.nanotron.parameters import Parameter
 from ds_reshard.formats.nanotron.slices import SlicesPair, split_of, tiles_of
-from ds_reshard.model.codec import ElementType
-from ds_reshard.model.records import new_tensor
+from ds_reshard.model.records import ElementType, new_tensor
 
 _LIKE = "name a checkpoint that a run of that topology has saved: --like DIR"
 

@@ -8,9 +8,14 @@ from dataclasses import dataclass, field
 from ds_reshard.errors import Fault, ReshardError, UnsupportedLayout, damaged, faults_of, raise_faults
 from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
 from ds_reshard.formats.nanotron.names import OPTIMIZER_CONFIG, NanotronListing, Rank, Topology
-from ds_reshard.formats.nanotron.optimizer_file import OptimizerFile, read_optimizer
+from ds_reshard.formats.nanotron.optimizer_file import (
+    OptimizerFile,
+    SavedScheduler,
+    of_another_step,
+    read_optimizer,
+    scheduler_of,
+)
 from ds_reshard.formats.nanotron.parameters import Parameter, place, read_parameters
-from ds_reshard.formats.nanotron.scheduler import SavedScheduler, of_another_step, scheduler_of
 from ds_reshard.formats.nanotron.slices import dp_cut
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey

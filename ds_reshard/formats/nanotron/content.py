@@ -1,16 +1,51 @@
-"""What a nanotron checkpoint holds, for a format of another framework."""
+"""What a nanotron checkpoint holds, for any other format; and its digest, by which one is known again."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 
 from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
+from ds_reshard.formats.nanotron.metadata import read_bytes
+from ds_reshard.formats.nanotron.names import CONFIG, META, MODEL_CONFIG, OPTIMIZER_CONFIG
 from ds_reshard.formats.nanotron.optimizer_file import MASTER
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.content import BASE, LAST, SAMPLES, SCHEDULER, STEPS, Content, Held, Schedule
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, canonical
 from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.records import ElementType
+
+
+def digest_of(checkpoint: NanotronCheckpoint) -> str:
+    """Of the small files, the headers of weights, names, param groups and schedulers; of no tensor's values."""
+    listing = checkpoint.listing
+    small = [name for name in (META, CONFIG, MODEL_CONFIG, OPTIMIZER_CONFIG) if name in listing.nbytes]
+    said = {
+        "files": {name: hashlib.sha256(read_bytes(listing.path(name))).hexdigest() for name in small},
+        "weights": {
+            name: [
+                parameter.shape,
+                parameter.dtype.label,
+                [list(map(str, pairs)) for pairs in parameter.pairs],
+                {rank: tensor.shape for rank, tensor in parameter.files.items()},
+            ]
+            for name, parameter in checkpoint.parameters.items()
+        },
+        "homes": dict(listing.weight_stages),
+        "stages": [
+            {
+                "groups": [[group.members, dict(group.hyperparameters)] for group in stage.groups],
+                "states": {
+                    name: {kind: tensor.dtype.label for kind, tensor in kinds.items()}
+                    for name, kinds in stage.states.items()
+                },
+            }
+            for stage in checkpoint.stages
+        ],
+        "schedulers": [dict(scheduler.entries) for scheduler in checkpoint.schedulers],
+    }
+    return hashlib.sha256(canonical(said).encode("utf-8", "surrogatepass")).hexdigest()
+
 
 METADATA = "nanotron"
 """The entry under which another framework's checkpoint keeps `metas` of checkpoint_metadata.json."""

@@ -9,8 +9,7 @@ from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_fault
 from ds_reshard.formats.nanotron.adopted import adopt
 from ds_reshard.formats.nanotron.arrangement import Wanted
 from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint, open_checkpoint, try_open
-from ds_reshard.formats.nanotron.content import content_of
-from ds_reshard.formats.nanotron.digest import digest_of
+from ds_reshard.formats.nanotron.content import content_of, digest_of
 from ds_reshard.formats.nanotron.inspection import describe, survey
 from ds_reshard.formats.nanotron.names import NanotronListing, is_nanotron, read_listing
 from ds_reshard.formats.nanotron.shards import NanotronShards
@@ -18,7 +17,7 @@ from ds_reshard.formats.nanotron.target import nanotron_target
 from ds_reshard.model.checkpoint import Checkpoint, Format, Listing, Shards, Surveyed
 from ds_reshard.model.content import Content
 from ds_reshard.model.index import Index
-from ds_reshard.model.inspection import Inspection
+from ds_reshard.model.reports import Inspection
 from ds_reshard.model.target import Asked, Target
 
 TO = "nanotron"

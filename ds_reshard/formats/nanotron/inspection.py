@@ -12,15 +12,7 @@ from ds_reshard.formats.nanotron.shards import NanotronShards
 from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.facts import describe as described
 from ds_reshard.model.index import Index
-from ds_reshard.model.inspection import (
-    Arrangement,
-    FileEntry,
-    GroupEntry,
-    Inspection,
-    ParameterEntry,
-    StateEntry,
-    Steps,
-)
+from ds_reshard.model.reports import Arrangement, FileEntry, GroupEntry, Inspection, ParameterEntry, StateEntry, Steps
 
 _ROLES = {"model": "model", "optimizer": "optimizer"}
 

@@ -10,9 +10,8 @@ from ds_reshard.containers.safetensors import read_header
 from ds_reshard.errors import Fault, ReshardError, damaged, fail, faults_of
 from ds_reshard.formats.nanotron.names import NanotronListing
 from ds_reshard.formats.nanotron.slices import SlicesPair, Tile, parse_pairs, parse_shape, tiles_of
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.layout import Cut, Placement, TensorKey, check_cover
-from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Box
 
 Shape = tuple[int, ...]

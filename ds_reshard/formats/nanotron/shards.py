@@ -9,9 +9,8 @@ from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.errors import Fault, ReshardError, damaged, faults_of, raise_faults
 from ds_reshard.formats.nanotron.checkpoint import OPTIM, NanotronCheckpoint, shape_of
 from ds_reshard.formats.nanotron.names import Rank
-from ds_reshard.formats.nanotron.optimizer_file import OptimizerFile, SavedGroup, read_optimizer
+from ds_reshard.formats.nanotron.optimizer_file import OptimizerFile, SavedGroup, read_optimizer, read_scheduler
 from ds_reshard.formats.nanotron.parameters import DATA
-from ds_reshard.formats.nanotron.scheduler import read_scheduler
 from ds_reshard.model.facts import canonical, describe
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.planning.plan import extents_overlap

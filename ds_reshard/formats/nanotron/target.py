@@ -15,8 +15,8 @@ from functools import partial
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.nanotron.arrangement import Arrangement, Wanted, arrange, kinds_of, weight_buffer
 from ds_reshard.formats.nanotron.checkpoint import OPTIM, NanotronCheckpoint, shape_of, state_cut
-from ds_reshard.formats.nanotron.digest import digest_of
-from ds_reshard.formats.nanotron.metadata import ACCUMULATING, PLAIN, ZERO, read_bytes
+from ds_reshard.formats.nanotron.content import digest_of
+from ds_reshard.formats.nanotron.metadata import ACCUMULATING, PLAIN, ZERO, read_bytes, resized, rewritten
 from ds_reshard.formats.nanotron.names import (
     CONFIG,
     META,
@@ -28,7 +28,6 @@ from ds_reshard.formats.nanotron.names import (
 )
 from ds_reshard.formats.nanotron.optimizer_file import MASTER
 from ds_reshard.formats.nanotron.parameters import DATA, Parameter, place
-from ds_reshard.formats.nanotron.run_config import resized, rewritten
 from ds_reshard.model.content import Schedule
 from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey

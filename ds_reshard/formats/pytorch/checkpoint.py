@@ -18,13 +18,13 @@ from typing import cast
 from ds_reshard.containers.safetensors import read_header
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, fail, raise_faults
+from ds_reshard.model.checkpoint import SavedFile, SavedListing
 from ds_reshard.model.content import SCHEDULER, WEIGHT, Path, flattened
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Box
-from ds_reshard.model.saved import SavedFile, SavedListing
 
 OPTIMIZERS, SCHEDULERS = ("optimizer.pt", "optimizer.bin"), ("scheduler.pt", "scheduler.bin")
 NAMES = "optimizer_names.json"

@@ -8,13 +8,12 @@ from functools import partial
 
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.formats.pytorch.checkpoint import OPTIMIZERS, SCHEDULERS, list_pytorch, open_pytorch
-from ds_reshard.model.checkpoint import Checkpoint, Format
+from ds_reshard.model.checkpoint import Checkpoint, Format, SavedCheckpoint
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content, Held
 from ds_reshard.model.facts import ScalarTensor, torch_step
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
 from ds_reshard.model.records import new_tensor
 from ds_reshard.model.region import Box
-from ds_reshard.model.saved import SavedCheckpoint
 from ds_reshard.model.target import Asked, Target, TargetFile, Unit
 
 TO = "pytorch"

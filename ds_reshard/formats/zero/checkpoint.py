@@ -13,10 +13,9 @@ from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
 from ds_reshard.formats.zero.universal import UniversalStates, read_universal
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts
 from ds_reshard.model.layout import Layout, Placement
-from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.records import ElementType, TensorRecord
 
 OPTIM, MODEL = "optim", "model"
 

@@ -14,14 +14,12 @@ from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import by_key, whole
 from ds_reshard.formats.zero.model_states import ModelStates
-from ds_reshard.formats.zero.model_target import first_names, whole_tensors
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.target import group_order, refuse_source
-from ds_reshard.model.codec import ElementType
+from ds_reshard.formats.zero.target import first_names, group_order, refuse_source, whole_tensors
 from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, flattened, schedule_of
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, ScalarTensor, canonical
 from ds_reshard.model.layout import Layout, TensorKey
-from ds_reshard.model.records import new_tensor
+from ds_reshard.model.records import ElementType, new_tensor
 
 # What follows from the layout, and the saved configuration, which the coming run's replaces.
 LAYOUT_ENTRIES = frozenset(

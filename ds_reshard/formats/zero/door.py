@@ -9,13 +9,11 @@ from dataclasses import replace
 from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.content import LAYOUT_ENTRIES, as_zero, content_of, optimizer_faults
-from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
-from ds_reshard.formats.zero.inspection import describe_survey
+from ds_reshard.formats.zero.inspection import Survey, describe_survey, survey
 from ds_reshard.formats.zero.names import Listing, read_listing
-from ds_reshard.formats.zero.shards import ZeroShards
-from ds_reshard.formats.zero.stage0_states import masters as saved_masters
-from ds_reshard.formats.zero.stage0_states import states, torch_optimizer
-from ds_reshard.formats.zero.survey import Survey, survey
+from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures
+from ds_reshard.formats.zero.stage0 import masters as saved_masters
+from ds_reshard.formats.zero.stage0 import states, torch_optimizer
 from ds_reshard.formats.zero.target import FORMATS, zero_target
 from ds_reshard.formats.zero.universal_target import universal_target
 from ds_reshard.formats.zero.weights_target import WEIGHTS, safetensors_target, torch_target
@@ -24,9 +22,9 @@ from ds_reshard.model.checkpoint import Listing as AnyListing
 from ds_reshard.model.content import SCHEDULER, Content
 from ds_reshard.model.facts import canonical, describe
 from ds_reshard.model.index import Index
-from ds_reshard.model.inspection import Inspection
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.reports import Inspection
 from ds_reshard.model.target import Asked, Target
 
 UNIVERSAL = "universal"

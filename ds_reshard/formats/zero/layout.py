@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.layout import Cut, Placement, TensorKey
+from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box
 
 Shape = tuple[int, ...]

@@ -1,21 +1,388 @@
-"""A ZeRO checkpoint that is to be written, as a layout, the source of each tensor, and a tree for each file."""
+"""A ZeRO checkpoint that is to be written, as a layout, the source of each tensor, and a tree for each file.
+
+The entries are those of `_save_checkpoint` (deepspeed/runtime/engine.py, 0.19.8) and of the optimizers' `state_dict`
+(runtime/zero/stage_1_and_2.py, stage3.py, bf16_optimizer.py). Everything that is not about the layout is taken over as
+it was saved, the user's own entries too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import prod
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
-from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
-from ds_reshard.formats.zero.layout import by_key
-from ds_reshard.formats.zero.model_target import ModelTarget
-from ds_reshard.formats.zero.optimizer_target import OptimizerTarget, make_flats
+from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, is_placeholder
+from ds_reshard.formats.zero.layout import (
+    by_key,
+    chunk_numel,
+    flat_group,
+    flat_numel,
+    flat_offsets,
+    partition_numel,
+    sliced,
+    sub_group,
+    sub_group_numel,
+    whole,
+)
+from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.universal import UniversalStates
-from ds_reshard.model.layout import Layout
+from ds_reshard.model.facts import Scalar, ScalarTensor, canonical
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
+from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, SizeRecord, TensorRecord, new_tensor
 from ds_reshard.model.target import Target, TargetFile, Unit
 
 Shape = tuple[int, ...]
+_SCALER = GlobalName(module="deepspeed.runtime.fp16.loss_scaler", name="LossScaler")
+_STAGE = GlobalName(module="deepspeed.runtime.zero.config", name="ZeroStageEnum")
+_ADDRESS = GlobalName(module="deepspeed.utils.tensor_fragment", name="fragment_address")
+_KEPT = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flat:
+    """One flat buffer of the target: a param group (stages 1, 2 and BF16) or a sub-group (stage 3).
+
+    `kinds` are the types of its masters and states, `scalars` what the optimizer keeps once for all of it.
+    """
+
+    group: int
+    shapes: Mapping[str, Shape]
+    kinds: Mapping[str, ElementType]
+    scalars: Mapping[str, Scalar]
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        return flat_offsets(self.shapes, None)[0]
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all of it, without padding."""
+        return flat_numel(self.shapes, None)
+
+    def padded(self, dp: int, *, zero3: bool) -> int:
+        """Elements of each rank's share."""
+        return sub_group_numel(self.shapes, dp) if zero3 else partition_numel(self.numel, dp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerTarget:
+    """The optimizer's files under `kind` ("zero", "bf16" or "zero3") and `stage` at data-parallel size `dp`."""
+
+    checkpoint: ZeroCheckpoint
+    kind: str
+    stage: int
+    dp: int
+    flats: tuple[Flat, ...]
+
+    def placements(self) -> Iterator[Placement]:
+        for number, flat in enumerate(self.flats):
+            if self.kind == "zero3":
+                yield from sub_group(flat.shapes, self.dp, flat.kinds, number=number, family=OPTIM)
+            else:
+                yield from flat_group(flat.shapes, None, self.dp, flat.kinds, number=number, family=OPTIM)
+
+    def used(self, number: int, rank: int) -> int:
+        """Elements of one rank's share that belong to parameters, or stand between them."""
+        flat = self.flats[number]
+        padded = flat.padded(self.dp, zero3=self.kind == "zero3")
+        if self.kind == "zero3":
+            return padded
+        return min(padded, max(0, flat.numel - rank * padded))
+
+    def tree(self, rank: int) -> dict[str, object]:
+        """What torch.save is given for one rank's file."""
+        entries = self._zero3() if self.kind == "zero3" else self._flat(rank)
+        config, version = self.checkpoint.model.entries.get("ds_config"), self.checkpoint.model.version
+        return {"optimizer_state_dict": entries, "ds_config": config, "ds_version": version}
+
+    def data(self) -> dict[str, bytes]:
+        """The bytes of the buffers that no logical tensor fills."""
+        return {
+            _buffer(name, number): value.data
+            for number, flat in enumerate(self.flats)
+            for name, value in flat.scalars.items()
+            if isinstance(value, ScalarTensor)
+        }
+
+    def _base(self) -> dict[str, object]:
+        """The wrapped optimizer's own state dict, of padded flat tensors."""
+        facts = self.checkpoint.facts
+        assert facts is not None
+        state: dict[int, dict[str, object]] = {}
+        members: dict[int, list[int]] = {}
+        for number, flat in enumerate(self.flats):
+            padded = flat.padded(self.dp, zero3=self.kind == "zero3")
+            members.setdefault(flat.group, []).append(number)
+            held: dict[str, object] = {
+                name: _scalar(_buffer(name, number), value) for name, value in flat.scalars.items()
+            }
+            for kind, dtype in flat.kinds.items():
+                if kind != "fp32":
+                    held[kind] = new_tensor(f"{kind}/{number}", (padded,), dtype)
+            if held:
+                state[number] = held
+        groups = [
+            {**(group.hyperparameters or {}), "params": members.get(g, [])} for g, group in enumerate(facts.groups)
+        ]
+        return {"state": state, "param_groups": groups}
+
+    def _masters(self, rank: int) -> list[TensorRecord]:
+        sizes = [
+            self.used(number, rank) if self.kind == "zero" else flat.padded(self.dp, zero3=self.kind == "zero3")
+            for number, flat in enumerate(self.flats)
+        ]
+        return [
+            new_tensor(f"fp32/{number}", (size,), self.flats[number].kinds["fp32"], requires_grad=True)
+            for number, size in enumerate(sizes)
+        ]
+
+    def _flat(self, rank: int) -> dict[str, object]:
+        kept = kept_entries(self.checkpoint)
+        padded = [flat.padded(self.dp, zero3=False) for flat in self.flats]
+        paddings = [size - self.used(number, rank) for number, size in enumerate(padded)]
+        if self.kind == "bf16":  # the last rank notes all of it (`group_paddings` in bf16_optimizer.py)
+            whole = [size * self.dp - flat.numel for size, flat in zip(padded, self.flats, strict=True)]
+            paddings = whole if rank == self.dp - 1 else [0] * len(whole)
+        entries: dict[str, object] = {
+            key: kept[key] for key in _KEPT if key in kept and (self.kind != "bf16" or key == "clip_grad")
+        }
+        entries["base_optimizer_state"] = self._base()
+        entries["single_partition_of_fp32_groups"] = self._masters(rank)
+        if self.kind == "zero":
+            entries["zero_stage"] = ObjectRecord(callable=_STAGE, args=(self.stage,))
+        entries["group_paddings"] = paddings
+        if self.kind == "zero":
+            entries["param_alignment_paddings"] = [[0] * len(flat.shapes) for flat in self.flats]
+        entries["partition_count"] = [self.dp] * len(self.flats)
+        entries["ds_version"] = self.checkpoint.model.version
+        entries["param_slice_mappings"] = [self._addresses(flat, rank) for flat in self.flats]
+        return entries
+
+    def _addresses(self, flat: Flat, rank: int) -> OrderedDict[str, object]:
+        """Each parameter's share of the partition, as `fragment_address(numel, start)`."""
+        chunk = max(1, flat.padded(self.dp, zero3=False))
+        found: OrderedDict[str, object] = OrderedDict()
+        for name, shape in flat.shapes.items():
+            piece = Cut(chunk=chunk, phase=flat.offsets[name]).piece(rank, prod(shape))
+            if piece is not None:
+                state = {"numel": piece.stop - piece.start, "start": piece.element_offset}
+                found[name] = ObjectRecord(callable=_ADDRESS, by_new=True, state=state, has_state=True)
+        return found
+
+    def _zero3(self) -> dict[str, object]:
+        kept = kept_entries(self.checkpoint)
+        return {
+            "zero_stage": ObjectRecord(callable=_STAGE, args=(3,)),
+            **{key: kept[key] for key in _KEPT if key in kept},  # stage 3 passes over clip_grad, and keeps its own
+            "partition_count": self.dp,
+            "optimizer_state_dict": self._base(),
+            "fp32_flat_groups": self._masters(0),
+        }
+
+
+def kept_entries(checkpoint: ZeroCheckpoint) -> dict[str, object]:
+    """Loss scale and clipping of the saving run; where a wrapper saves none, what it then uses: a scale of 1.
+
+    Without `clip_grad` in the file DeepSpeed keeps the coming run's.
+    """
+    entries = checkpoint.optimizer_entries
+    scaler = ObjectRecord(callable=_SCALER, by_new=True, state={"cur_scale": 1.0, "dynamic": False}, has_state=True)
+    usual: dict[str, object] = {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
+    return {**usual, **{key: entries[key] for key in _KEPT if key in entries}}
+
+
+def _scalar(buffer: str, value: Scalar) -> object:
+    return new_tensor(buffer, value.shape, value.dtype) if isinstance(value, ScalarTensor) else value
+
+
+def _buffer(name: str, number: int) -> str:
+    return f"scalar/{name}/{number}"
+
+
+def make_flats(
+    checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]], dp: int, *, sub_group_numel_most: int | None
+) -> tuple[list[Flat], list[Fault]]:
+    """The flat buffers of the target, and what keeps a group from being one; `sub_group_numel_most` for stage 3."""
+    flats: list[Flat] = []
+    faults: list[Fault] = []
+    for g, shapes in enumerate(order):
+        if not shapes:
+            continue
+        for part in _sub_groups(shapes, dp, sub_group_numel_most):
+            kinds = {name: _kinds(checkpoint, name) for name in part}
+            scalars = {name: _scalars(checkpoint, name) for name in part}
+            first = next(iter(part))
+            for name in part:
+                if kinds[name] != kinds[first] or canonical(dict(scalars[name])) != canonical(dict(scalars[first])):
+                    faults.append(_uneven(name, first))
+            flats.append(Flat(group=g, shapes=part, kinds=kinds[first], scalars=scalars[first]))
+    return flats, faults
+
+
+def _sub_groups(shapes: Mapping[str, Shape], dp: int, most: int | None) -> Iterator[dict[str, Shape]]:
+    """Stage 3 ends a sub-group after the parameter with which its share reaches `sub_group_size`."""
+    if most is None or most >= sub_group_numel(shapes, dp):
+        yield dict(shapes)
+        return
+    part: dict[str, Shape] = {}
+    numel = 0
+    for name, shape in shapes.items():
+        part[name] = shape
+        numel += chunk_numel(shape, dp)
+        if numel >= most:
+            yield part
+            part, numel = {}, 0
+    if part:
+        yield part
+
+
+def _kinds(checkpoint: ZeroCheckpoint, name: str) -> dict[str, ElementType]:
+    kinds = [kind for kind in checkpoint.layout.kinds(name) if kind != "weight"]
+    return {kind: checkpoint.layout[TensorKey(name=name, kind=kind)].dtype for kind in kinds}
+
+
+def _scalars(checkpoint: ZeroCheckpoint, name: str) -> Mapping[str, Scalar]:
+    return checkpoint.facts.scalars.get(name, {}) if checkpoint.facts is not None else {}
+
+
+def _uneven(name: str, first: str) -> Fault:
+    return UnsupportedLayout.fault(
+        name,
+        "has other optimizer states than its param group's first parameter: a flat buffer keeps one of each",
+        f"the states and steps of {first}",
+        "others",
+        mend="--to universal, which keeps each parameter's own",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTarget:
+    """The model's files at a stage and data-parallel size; `order` lists each flat buffer's parameters."""
+
+    checkpoint: ZeroCheckpoint
+    stage: int
+    dp: int
+    order: Sequence[Mapping[str, Shape]]
+
+    @property
+    def files(self) -> int:
+        return self.dp if self.stage == 3 else 1
+
+    def placements(self) -> Iterator[Placement]:
+        if self.stage == 3:
+            for name, (shape, dtype) in self._frozen().items():
+                if prod(shape):
+                    yield sliced(name, "weight", shape, dtype, self.dp, family=MODEL, buffer=f"frozen/{name}")
+            return
+        for name, tensor in whole_tensors(self.checkpoint.model).items():
+            yield whole(name, "weight", tensor.shape, tensor.dtype, family=MODEL, buffer=f"module/{name}")
+
+    def sources(self) -> Iterator[tuple[TensorKey, TensorKey]]:
+        """What each placed tensor is read from: the weight where it was saved, else the master, which is cast."""
+        for placement in self.placements():
+            master = TensorKey(name=placement.key.name, kind="fp32")
+            yield placement.key, placement.key if placement.key in self.checkpoint.layout else master
+
+    def tree(self, rank: int, saved: ModelStates) -> dict[str, object]:
+        """What torch.save is given for one file; `saved` is the file of the saving run that it goes on from."""
+        frozen = self._frozen()
+        shapes = OrderedDict((name, SizeRecord(shape)) for name, (shape, _) in frozen.items())
+        fragments: OrderedDict[str, object] = OrderedDict()
+        module = self._placeholders(saved) if self.stage == 3 else self._whole(saved)
+        for name, (shape, dtype) in frozen.items():
+            fragments[name] = (
+                new_tensor(f"frozen/{name}", (chunk_numel(shape, self.dp),), dtype) if self.stage == 3 else module[name]
+            )
+        keeps_frozen = self.stage >= 2
+        changed = {
+            "module": module,
+            "param_shapes": [
+                OrderedDict((name, SizeRecord(shape)) for name, shape in group.items()) for group in self.order
+            ],
+            "frozen_param_shapes": shapes if keeps_frozen else None,
+            "shared_params": dict(self.checkpoint.model.shared) if rank == 0 else {},
+            "frozen_param_fragments": fragments if keeps_frozen else None,
+            "dp_world_size": self.dp,
+        }
+        return {**saved.entries, **changed}
+
+    def _parameters(self) -> set[str]:
+        """The names, also those of tied weights, under which the module's entries are parameters."""
+        model = self.checkpoint.model
+        return {name for name in (*model.module, *model.frozen_shapes) if name not in model.buffer_names}
+
+    def _frozen(self) -> dict[str, tuple[Shape, ElementType]]:
+        """Parameters that no optimizer owns, each under its first name; stage 1 does not list them."""
+        model = self.checkpoint.model
+        trained = {name for group in self.order for name in group}
+        found = {}
+        parameters = self._parameters()
+        for name in model.frozen_shapes or [name for name in model.module if name in parameters]:
+            if name not in trained and name not in model.shared and name in model.module:
+                found[name] = (model.frozen_shapes.get(name, model.module[name].shape), model.module[name].dtype)
+        return found
+
+    def _whole(self, saved: ModelStates) -> OrderedDict[str, object]:
+        made, names = whole_tensors(self.checkpoint.model), first_names(self.checkpoint.model)
+        module = _module(saved)
+        for name in module:
+            if names.get(name) in made:
+                module[name] = made[names[name]]
+        return module
+
+    def _placeholders(self, saved: ModelStates) -> OrderedDict[str, object]:
+        """Parameters as stage 3 saves them, of no element; tied weights share theirs."""
+        shared, parameters = self.checkpoint.model.shared, self._parameters()
+        module = _module(saved)
+        empty: dict[str, TensorRecord] = {}
+        for name, value in module.items():
+            if name in parameters and isinstance(value, TensorRecord):
+                first = shared.get(name, name)
+                module[name] = empty.setdefault(first, new_tensor(f"empty/{first}", (0,), value.dtype))
+        return module
+
+
+def first_names(model: ModelStates) -> dict[str, str]:
+    """The first name of each of the module's tensors: tied ones are saved as one view of one storage."""
+    seen: dict[tuple[object, ...], str] = {}
+    names = {}
+    for name, tensor in model.module.items():
+        place = (tensor.storage.path, tensor.storage.key, tensor.element_offset, tensor.shape, tensor.stride)
+        first = seen.setdefault(place, name) if tensor.numel else name
+        names[name] = model.shared.get(name, first)
+    return names
+
+
+def whole_tensors(model: ModelStates) -> dict[str, TensorRecord]:
+    """Every tensor of a whole module under its first name, in a storage of its own.
+
+    Left out are those that do not lie row-major in the file.
+    """
+    shapes = {**model.trainable, **model.frozen_shapes}
+    made = {}
+    for name, first in first_names(model).items():
+        tensor = model.module[name]
+        kept_in_pieces = name in shapes and is_placeholder(tensor, shapes[name])
+        if name == first and (tensor.contiguous or kept_in_pieces):
+            shape = shapes[name] if kept_in_pieces else tensor.shape
+            made[name] = new_tensor(f"module/{name}", shape, tensor.dtype)
+    return made
+
+
+def _module(saved: ModelStates) -> OrderedDict[str, object]:
+    """The module's entries in their order, with the versions that torch keeps beside them."""
+    entries = saved.entries["module"]
+    assert isinstance(entries, dict)
+    module: OrderedDict[str, object] = OrderedDict(entries)
+    if isinstance(entries, OrderedDict):
+        vars(module).update(vars(entries))
+    return module
+
+
 FORMATS = {"zero1": ("zero", 1), "zero2": ("zero", 2), "zero3": ("zero3", 3), "bf16": ("bf16", 1)}
 UNIVERSAL_INFO = {"universal_checkpoint_version": 0.4}
 """What ds_to_universal sets where a script has not (UNIVERSAL_CHECKPOINT_VERSION_VALUE, checkpoint/constants.py)."""

@@ -1,34 +1,287 @@
 """A universal checkpoint: every trained tensor whole, in a file of its own; names and shapes from the model file.
 
-Made by deepspeed/checkpoint/ds_to_universal.py (0.19.8) of a ZeRO checkpoint. It carries over `fp32`, `exp_avg`,
-`exp_avg_sq` and, below stage 3, `step`: what else an optimizer kept is left out without a word. Of stage 3 the common
-state tells which states there were; below, it has the hyper-parameters alone.
+Made by deepspeed/checkpoint/ds_to_universal.py (0.19.8) of a ZeRO checkpoint: `zero/<parameter>/<state>.pt`, and
+`zero/optimizer_state.pt`, which has what all parameters of a group have alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 
-from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, damaged, fail, faults_of, raise_faults
+from ds_reshard.containers.torch_zip import TorchArchive, check_root, open_archive
+from ds_reshard.errors import CheckpointDamaged, Fault, ReadFailed, ReshardError, damaged, fail, faults_of, raise_faults
 from ds_reshard.formats.zero.layout import whole
 from ds_reshard.formats.zero.model_states import ModelStates, Shape
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.universal_common import CommonState, read_common
-from ds_reshard.formats.zero.universal_files import (
-    OPTIMIZER_STATE,
-    STEP,
-    StateFile,
-    list_states,
-    read_state,
-    read_value,
-    state_file,
-)
-from ds_reshard.formats.zero.universal_order import scrambled
-from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, canonical, describe
+from ds_reshard.formats.zero.optim_states import Partition, read_stage, sub_groups, torch_state
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical, describe
 from ds_reshard.model.layout import Placement
 from ds_reshard.model.records import TensorRecord
+
+_SAMPLED = 8
+
+
+def scrambled(
+    listing: Listing, model: ModelStates, names: Iterable[str], master: Callable[[str], StateFile | None]
+) -> Iterator[Fault]:
+    """A fault where the saved DeepSpeed JSON says so; where it was not saved, where masters are not of their weights.
+
+    The JSON is not saved where DeepSpeed was given its path. Then the first elements of every master are compared with
+    those of the weight, which is whole in the model file below stage 3.
+    """
+    config = model.entries.get("ds_config")
+    if isinstance(config, dict):
+        zero = config.get("zero_optimization")
+        wrong = isinstance(zero, dict) and zero.get("round_robin_gradients") is True
+    else:
+        with open_archive(model.path) as weights:
+            wrong = any(_differs(weights, model.module.get(name), master(name)) for name in names)
+    if wrong:
+        yield CheckpointDamaged.fault(
+            listing.folder,
+            "was converted of a run with round_robin_gradients, whose parameters ds_to_universal mixes up",
+            "each parameter's own master and states",
+            "parts of others",
+            mend="load the ZeRO checkpoint that it was made from",
+        )
+
+
+def _differs(weights: TorchArchive, weight: TensorRecord | None, file: StateFile | None) -> bool:
+    """Whether the first elements of a master are not those of its weight; False where this cannot be told."""
+    if weight is None or file is None or file.tensor is None or file.tensor.dtype.label != "float32":
+        return False
+    if weight.dtype.label not in _ROUNDED or not weight.contiguous or not file.tensor.contiguous:
+        return False
+    numel = min(_SAMPLED, weight.numel, file.tensor.numel)
+    with open_archive(file.path) as masters:
+        values = masters.tensor_bytes(_first(file.tensor, numel))
+    found = weights.tensor_bytes(_first(weight, numel))
+    return b"".join(map(_ROUNDED[weight.dtype.label], struct.unpack(f"<{numel}I", values))) != found
+
+
+def _first(tensor: TensorRecord, numel: int) -> TensorRecord:
+    return replace(tensor, shape=(numel,), stride=(1,))
+
+
+def _bfloat16(bits: int) -> bytes:
+    """A float32, given as its bits, rounded to the nearest bfloat16, ties to even."""
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 & 0xFFFF).to_bytes(2, "little")
+
+
+def _float16(bits: int) -> bytes:
+    (value,) = struct.unpack("<f", struct.pack("<I", bits))
+    try:
+        return struct.pack("<e", value)
+    except OverflowError:
+        return struct.pack("<e", float("inf") if value > 0 else float("-inf"))
+
+
+_ROUNDED: dict[str, Callable[[int], bytes]] = {
+    "bfloat16": _bfloat16,
+    "float16": _float16,
+    "float32": lambda bits: bits.to_bytes(4, "little"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonState:
+    """The entries of the file; `buffers[g]` are the flat buffers (entries of `param_shapes`) of param group g.
+
+    `kept` are states that the optimizer kept of each flat buffer, None where nothing here tells; `scalars` those of
+    them that are one value and lie here. `own` says that `ds-reshard convert` wrote it, which leaves no state out and
+    names the members of each param group.
+    """
+
+    path: str
+    nbytes: int
+    stage: int
+    entries: Mapping[str, object]
+    groups: tuple[Mapping[str, object], ...]
+    buffers: tuple[tuple[int, ...], ...]
+    kept: Sequence[frozenset[str]] | None
+    scalars: Sequence[Mapping[str, Scalar]]
+    own: bool
+
+
+def read_common(path: str, model: ModelStates) -> CommonState:
+    """Read the file: directory, pickle and scalar states. Raises CheckpointDamaged where it is of another model."""
+    count = len(model.param_shapes or ())
+    with open_archive(path) as archive:
+        check_root(path, "optimizer_state", archive.root)
+        entries = archive.load()
+        if not isinstance(entries, dict) or not isinstance(entries.get("param_groups"), list):
+            raise fail(path, "is no common state of a universal checkpoint", "'param_groups'", _kind(entries))
+        own, numbered = _numbered(path, entries["param_groups"], model)
+        _, groups, buffers = torch_state(path, "param_groups", {"state": {}, "param_groups": numbered})
+        if sorted(i for of_group in buffers for i in of_group) != list(range(count)):
+            raise fail(path, "param groups and the model file's param_shapes differ", f"{count}", str(buffers))
+        partitions = _embedded(path, archive, entries, count)
+        nbytes = archive.nbytes
+    kept: Sequence[frozenset[str]] | None = None
+    if partitions is not None:
+        kept = [frozenset({*p.states, *p.scalars, *p.unfollowed}) for p in partitions]
+    elif own:
+        kept = [frozenset[str]()] * count
+    return CommonState(
+        path=path,
+        nbytes=nbytes,
+        stage=read_stage(path, entries["zero_stage"]) if "zero_stage" in entries else 1,
+        entries=entries,
+        groups=groups,
+        buffers=buffers,
+        kept=kept,
+        scalars=[_alike(p) for p in partitions] if partitions is not None else [{}] * count,
+        own=own,
+    )
+
+
+def _numbered(path: str, groups: list[object], model: ModelStates) -> tuple[bool, list[object]]:
+    """The param groups with the numbers of their flat buffers, and whether they named their members instead."""
+    shapes = model.param_shapes or ()
+    given = [group.get("params") if isinstance(group, dict) else None for group in groups]
+    if not any(isinstance(name, str) for params in given if isinstance(params, list) for name in params):
+        return False, groups
+    if len(groups) != len(shapes) or any(params != list(names) for params, names in zip(given, shapes, strict=True)):
+        raise fail(path, "param groups and the model file's param_shapes differ", f"{len(shapes)}", f"{len(groups)}")
+    numbered: list[object] = [
+        {**group, "params": [number]} for number, group in enumerate(groups) if isinstance(group, dict)
+    ]
+    return True, numbered
+
+
+def _embedded(
+    path: str, archive: TorchArchive, entries: Mapping[str, object], count: int
+) -> tuple[Partition, ...] | None:
+    """Rank 0's partitions, which ds_to_universal leaves in the common state of a stage-3 checkpoint."""
+    if "fp32_flat_groups" not in entries:
+        return None
+    partitions = sub_groups(path, archive, {}, entries).partitions
+    if len(partitions) != count:
+        raise fail(path, "flat buffers do not match the model file", f"{count}", f"{len(partitions)}")
+    return partitions
+
+
+def _alike(partition: Partition) -> Mapping[str, Scalar]:
+    """The scalar states that all ranks have alike: an optimizer may keep others per rank, and these are rank 0's."""
+    return {name: value for name, value in partition.scalars.items() if name in ("step", "mu_product")}
+
+
+def _kind(value: object) -> str:
+    return f"keys {sorted(map(str, value))[:8]}" if isinstance(value, dict) else type(value).__name__
+
+
+ZERO = "zero"
+STEP = "step"
+OPTIMIZER_STATE = f"{ZERO}/optimizer_state.pt"
+_VALUE_NBYTES = 8192
+_PARAM, _VOCABULARY, _EXPERT = "param", "vocab_tensor", "is_expert_param"
+
+
+def state_file(name: str, kind: str) -> str:
+    """The file of one state of one parameter, below the checkpoint's folder."""
+    return f"{ZERO}/{name}/{kind}.pt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateFile:
+    """One state of one parameter: a tensor, or with `tensor` None one value; `keys` are what lies beside the tensor."""
+
+    path: str
+    tensor: TensorRecord | None
+    scalar: Scalar
+    keys: frozenset[str]
+
+    @property
+    def stripped(self) -> bool:
+        """Whether rows that pad the vocabulary may be missing."""
+        return _VOCABULARY in self.keys
+
+    @property
+    def from_weights(self) -> bool:
+        """Whether it has the form in which ds_to_universal copies the model's weight, for want of a master."""
+        return self.keys == {_PARAM}
+
+
+def list_states(folder: str, names: Iterable[str]) -> tuple[dict[str, dict[str, int]], list[Fault]]:
+    """For each parameter its states and their bytes; a fault for each parameter that has no folder."""
+    found: dict[str, dict[str, int]] = {}
+    faults: list[Fault] = []
+    for name in names:
+        where = f"{folder}/{ZERO}/{name}"
+        if os.path.isabs(name) or ".." in name.split("/"):
+            faults.append(damaged(folder, "names a parameter that is no name of a file", "a plain name", repr(name)))
+            continue
+        try:
+            with os.scandir(where) as scan:
+                sizes = {e.name: e.stat().st_size for e in scan if e.name.endswith(".pt") and e.is_file()}
+        except FileNotFoundError:
+            faults.append(_missing_folder(where, name))
+            continue
+        except OSError as error:
+            raise ReadFailed(f"{where}: cannot be listed: {error}") from error
+        found[name] = {file.removesuffix(".pt"): sizes[file] for file in sorted(sizes)}
+        faults += [
+            damaged(f"{where}/{file}", "is empty", "a torch zip file", "0 bytes") for file in sizes if not sizes[file]
+        ]
+    return found, faults
+
+
+def _missing_folder(where: str, name: str) -> Fault:
+    return CheckpointDamaged.fault(
+        where,
+        f"parameter {name} was trained, and has no folder here",
+        "a folder with its master and states",
+        "none",
+        mend="convert the checkpoint again, or load the one that it was made from",
+    )
+
+
+def read_state(path: str, kind: str) -> StateFile:
+    """Read one file: directory and pickle, and the bytes of what is one value."""
+    with open_archive(path) as archive:
+        check_root(path, kind, archive.root)
+        top = archive.load()
+        if isinstance(top, dict):
+            tensor = top.get(_PARAM)
+            if not isinstance(tensor, TensorRecord):
+                raise fail(path, "holds no tensor", f"an entry {_PARAM!r}", f"keys {sorted(map(str, top))[:8]}")
+            if top.get(_EXPERT):
+                raise fail(path, "is of an expert layer", "a parameter that every rank has", _EXPERT)
+            return StateFile(path=path, tensor=tensor, scalar=None, keys=frozenset(map(str, top)))
+        if isinstance(top, TensorRecord) and top.shape and kind != STEP:
+            return StateFile(path=path, tensor=top, scalar=None, keys=frozenset())
+        return StateFile(path=path, tensor=None, scalar=_scalar(path, archive, top), keys=frozenset())
+
+
+def read_value(path: str, kind: str, known: dict[bytes, StateFile]) -> StateFile:
+    """As `read_state`, of a file that holds one value: what was read of equal bytes before is not parsed again.
+
+    torch.save writes equal values into equal files, and every parameter has its own step.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_VALUE_NBYTES + 1)
+    except OSError:
+        return read_state(path, kind)
+    if data not in known:
+        found = read_state(path, kind)
+        if len(data) > _VALUE_NBYTES:
+            return found
+        known[data] = found
+    return replace(known[data], path=path)
+
+
+def _scalar(path: str, archive: TorchArchive, value: object) -> Scalar:
+    if isinstance(value, TensorRecord) and value.numel == 1 and value.contiguous:
+        return ScalarTensor(dtype=value.dtype, shape=value.shape, data=archive.tensor_bytes(value))
+    if value is None or isinstance(value, int | float | bool | str):
+        return value
+    raise fail(path, "is neither a tensor nor one value", "a tensor, or a number", type(value).__name__)
+
 
 BUFFER = "param"
 _FP32 = "fp32"

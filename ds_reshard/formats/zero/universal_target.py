@@ -14,9 +14,7 @@ from functools import partial
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
 from ds_reshard.formats.zero.layout import alone, by_key
-from ds_reshard.formats.zero.model_target import ModelTarget
-from ds_reshard.formats.zero.optimizer_target import kept_entries
-from ds_reshard.formats.zero.target import UNIVERSAL_INFO, group_order, refuse_source
+from ds_reshard.formats.zero.target import UNIVERSAL_INFO, ModelTarget, group_order, kept_entries, refuse_source
 from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import new_tensor

@@ -14,10 +14,9 @@ from math import prod
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import alone, by_key, whole
-from ds_reshard.formats.zero.model_target import first_names, whole_tensors
-from ds_reshard.model.codec import ElementType
+from ds_reshard.formats.zero.target import first_names, whole_tensors
 from ds_reshard.model.layout import Layout, Placement, TensorKey
-from ds_reshard.model.records import TensorRecord, new_tensor
+from ds_reshard.model.records import ElementType, TensorRecord, new_tensor
 from ds_reshard.model.target import Target, TargetFile, Unit
 
 WEIGHTS = ("safetensors", "torch")

@@ -16,9 +16,9 @@ from ds_reshard.containers.revive import revive
 from ds_reshard.errors import Fault, ParamGroupMismatch
 from ds_reshard.execution.buffers import read_tensor, tensor_from_bytes
 from ds_reshard.model.checkpoint import Checkpoint
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.facts import GroupFacts, Scalar, ScalarTensor, canonical, describe
 from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.records import ElementType
 
 _WEIGHTS = ("fp32", "weight")
 Path = tuple[str | int, ...]

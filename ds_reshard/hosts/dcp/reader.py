@@ -33,12 +33,11 @@ from ds_reshard.execution.cuda import choose
 from ds_reshard.execution.interfaces import Outcome
 from ds_reshard.hosts.dcp.entries import Entry, Groups, GroupValue, Own, Single, Stored, entries
 from ds_reshard.model.facts import ScalarTensor
+from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
 from ds_reshard.model.region import Box, box_region
-from ds_reshard.model.uncollected import uncollected
-from ds_reshard.operations.finding import find_listing
 from ds_reshard.operations.ranks import gather, of_all
-from ds_reshard.operations.source import open_checkpoint
+from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.plan import Copy, Plan, coalesce
 
 if TYPE_CHECKING:

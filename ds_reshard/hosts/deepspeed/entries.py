@@ -15,9 +15,8 @@ from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.hosts.deepspeed.load_targets import EXTRA_STATE
 from ds_reshard.hosts.deepspeed.scheduler_faults import MEND
 from ds_reshard.hosts.deepspeed.settings import Settings
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.facts import Scalar, ScalarTensor
-from ds_reshard.model.records import GlobalName, ObjectRecord
+from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine

@@ -13,11 +13,11 @@ from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint, 
 from ds_reshard.formats.zero.content import optimizer_faults, read_as_zero
 from ds_reshard.formats.zero.model_states import read_entries
 from ds_reshard.formats.zero.names import Listing, read_listing
-from ds_reshard.model.uncollected import uncollected
-from ds_reshard.operations.finding import find_listing
+from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.ranks import rank
 from ds_reshard.operations.source import Found as Located
+from ds_reshard.operations.source import find_listing
 from ds_reshard.operations.source import open_checkpoint as open_any
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"

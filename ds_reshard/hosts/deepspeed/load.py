@@ -25,9 +25,8 @@ from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_f
 from ds_reshard.errors import Fault, InternalError, UnsupportedLayout, raise_faults
 from ds_reshard.execution.cuda import device_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
-from ds_reshard.formats.zero.crosscheck import compare_prints, compare_signatures
 from ds_reshard.formats.zero.optim_states import STATE
-from ds_reshard.formats.zero.shards import ZeroShards
+from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries, scheduler_faults
 from ds_reshard.hosts.deepspeed.external_schedulers import as_it_is
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, latest_tag, look, look_aside, tag_files

@@ -35,11 +35,10 @@ from ds_reshard.hosts.deepspeed.live import LiveOptimizer, Shape, live_kind, par
 from ds_reshard.hosts.deepspeed.load_targets import Wants, want_model, want_optimizer
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, canonical, describe
+from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Extent, Index
-from ds_reshard.model.uncollected import uncollected
-from ds_reshard.operations.finding import find_listing
 from ds_reshard.operations.ranks import rank
-from ds_reshard.operations.source import open_checkpoint
+from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.plan import Plan, plan_rank
 
 if TYPE_CHECKING:

@@ -168,7 +168,7 @@ def _unlike_values(chunk: Chunk, what: str, value: Tensor) -> Iterator[Fault]:
     import torch
 
     from ds_reshard.execution.checksums import Ledger
-    from ds_reshard.operations.spans import SpanReader, stored
+    from ds_reshard.operations.values import SpanReader, stored
 
     place = chunk.place
     assert place is not None

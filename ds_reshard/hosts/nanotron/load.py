@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from ds_reshard.errors import ConfigError, Fault, ScheduleMismatch, raise_faults
-from ds_reshard.formats.nanotron.metadata import Metadata
+from ds_reshard.formats.nanotron.metadata import Batch, Metadata
 from ds_reshard.formats.nanotron.names import CONFIG
-from ds_reshard.formats.nanotron.run_config import Batch
 from ds_reshard.operations.ranks import agree, attempt, gather, rank
 from ds_reshard.resume.policy import ResumePolicy, policy_differences
 from ds_reshard.resume.policy_sources import asked_policy

@@ -48,11 +48,10 @@ from ds_reshard.hosts.nanotron.load import (
     together,
     values_of,
 )
-from ds_reshard.model.codec import ElementType
 from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
-from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.operations.ranks import agree, attempt, gather, rank
 from ds_reshard.planning.plan import Copy, Plan, coalesce
 from ds_reshard.resume.policy import ResumePolicy

@@ -28,7 +28,7 @@ from ds_reshard.errors import (
 from ds_reshard.formats.nanotron.checkpoint import open_checkpoint
 from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
 from ds_reshard.formats.nanotron.names import CONFIG, NanotronListing, read_listing, state_name
-from ds_reshard.formats.nanotron.scheduler import SavedScheduler, read_scheduler
+from ds_reshard.formats.nanotron.optimizer_file import SavedScheduler, read_scheduler
 from ds_reshard.hosts.nanotron.live import Optimizer, ParallelContext, is_zero, live_of, place_of
 from ds_reshard.hosts.nanotron.load import (
     Group,

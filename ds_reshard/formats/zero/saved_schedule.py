@@ -8,7 +8,7 @@ from ds_reshard.containers.plain import plain, read_scalars, single_elements
 from ds_reshard.errors import fail
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.stage0_states import param_groups, torch_optimizer
+from ds_reshard.formats.zero.stage0 import param_groups, torch_optimizer
 from ds_reshard.model.facts import describe
 from ds_reshard.resume.lr_preview import Past
 from ds_reshard.resume.schedulers import position_in

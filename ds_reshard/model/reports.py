@@ -1,0 +1,403 @@
+"""What the tools tell, as plain values that can be printed, drawn or written as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+
+from ds_reshard.errors import Fault
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """A file of the checkpoint.
+
+    `role` is "model", "optimizer", "shards" (of both), "unused" (of an older, wider save) or "other".
+    """
+
+    name: str
+    nbytes: int
+    role: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateEntry:
+    """An optimizer state: its kind and element types; `scalar` where one value serves a whole partition."""
+
+    kind: str
+    dtypes: tuple[str, ...]
+    scalar: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupEntry:
+    """A param group. `numel` counts its elements, None where the checkpoint names no members."""
+
+    number: int
+    members: int
+    numel: int | None
+    hyperparameters: Mapping[str, object] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterEntry:
+    """A parameter or buffer; `role` is "trainable", "frozen", "buffer", or "parameter" where the files do not tell.
+
+    `tied_to` is the name under which its values are also saved; `group` the param group that trains it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str | None
+    role: str
+    group: int | None
+    tied_to: str | None
+
+    @property
+    def numel(self) -> int:
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Counters of the saving run; `optimizer_steps` are the distinct `step` values of its states."""
+
+    global_steps: int | None
+    global_samples: int | None
+    skipped_steps: int | None
+    optimizer_steps: tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """How the flat buffers were made; None where the files do not tell.
+
+    `buffers` counts the flat buffers of a rank (param groups, or sub-groups at stage 3).
+    """
+
+    buffers: int | None
+    round_robin: bool | None
+    alignment_gaps: bool | None
+    elastic: bool | None
+    offloaded_to: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What the files of one checkpoint tell, without their tensors' bytes, and every fault found in them.
+
+    What could not be read is None or empty; `version` is that of `writer`. `bytes_read` is what this process asked of
+    the system meanwhile, None where the system does not count it. `pickles` counts those that were read,
+    `pickles_unread` the files that could not be read to their end.
+    """
+
+    format: str
+    folder: str
+    tag: str
+    version: str | None
+    stage: int | None
+    wrapper: str | None
+    dp: int | None
+    optimizer: str | None
+    states: tuple[StateEntry, ...]
+    groups: tuple[GroupEntry, ...]
+    steps: Steps
+    arrangement: Arrangement
+    parameters: tuple[ParameterEntry, ...]
+    files: tuple[FileEntry, ...]
+    faults: tuple[Fault, ...]
+    bytes_read: int | None
+    writer: str = "DeepSpeed"
+    tp: int | None = None
+    pp: int | None = None
+    pickles: int = 0
+    pickles_unread: int = 0
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes on disk, of every file in the folder."""
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Tensors and elements of each role; tied names count once."""
+        counts: dict[str, dict[str, int]] = {}
+        for entry in self.parameters:
+            if entry.tied_to is None:
+                count = counts.setdefault(entry.role, {"tensors": 0, "elements": 0})
+                count["tensors"] += 1
+                count["elements"] += entry.numel
+        return counts
+
+    def to_json(self) -> dict[str, object]:
+        """The same as JSON values: dicts, lists, text and numbers only."""
+        made = {field.name: _json(getattr(self, field.name)) for field in fields(self)}
+        return {**made, "counts": self.counts, "total_nbytes": self.total_nbytes}
+
+
+def _json(value: object) -> object:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(item) for item in value]
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFingerprint:
+    """One logical tensor; `fingerprint` is 16 hexadecimal digits, None where its bytes could not be verified."""
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    fingerprint: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprinted:
+    """All logical tensors of one checkpoint, in order of name and kind; `notes` say what is not among them."""
+
+    folder: str
+    tensors: tuple[TensorFingerprint, ...]
+    notes: tuple[str, ...]
+    faults: tuple[Fault, ...]
+    bytes_read: int
+
+    def to_json(self) -> dict[str, object]:
+        """The same as JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitPlan:
+    """The files of one target rank (or of one part of a universal checkpoint), which are written together.
+
+    `reads` gives the bytes that are read from each source file, headers apart.
+    """
+
+    family: str
+    shard: int
+    files: tuple[str, ...]
+    bytes_written: int
+    reads: Mapping[str, int]
+
+    @property
+    def name(self) -> str:
+        return f"{self.family} {self.shard}"
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(self.reads.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionPlan:
+    """All of it, or the part `shard` (number, of how many).
+
+    `sources` are the source's files with their sizes, in the order of their families and ranks.
+    `buffer_nbytes` is the most that the buffers of a conversion with these threads take at once; `seconds` the time
+    to read and write at `bandwidth` bytes per second. `metadata_nbytes` were read to make the plan, None where the
+    system does not count it.
+    """
+
+    folder: str
+    to: str
+    dp: int
+    sources: Mapping[str, int]
+    units: tuple[UnitPlan, ...]
+    buffer_nbytes: int
+    bandwidth: float
+    shard: tuple[int, int] = (0, 1)
+    metadata_nbytes: int | None = None
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(unit.bytes_read for unit in self.units)
+
+    @property
+    def bytes_written(self) -> int:
+        return sum(unit.bytes_written for unit in self.units)
+
+    @property
+    def seconds(self) -> float:
+        return (self.bytes_read + self.bytes_written) / self.bandwidth
+
+    def to_json(self) -> dict[str, object]:
+        """The same as JSON values."""
+        units = [
+            {**asdict(unit), "bytes_read": unit.bytes_read, "files_opened": len(unit.reads)} for unit in self.units
+        ]
+        return {
+            "folder": self.folder,
+            "to": self.to,
+            "dp": self.dp,
+            "shard": list(self.shard),
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "files_written": sum(len(unit.files) for unit in self.units),
+            "buffer_nbytes": self.buffer_nbytes,
+            "bandwidth": self.bandwidth,
+            "seconds": self.seconds,
+            "metadata_nbytes": self.metadata_nbytes,
+            "sources": dict(self.sources),
+            "units": units,
+        }
+
+
+EQUAL, DIFFERS = "equal", "differs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDifference:
+    """One logical tensor of both sides.
+
+    `state` is "equal" (to the bit), "differs", "only in A", "only in B", "other shape" or "other type"; the numbers
+    are those of a tensor that differs. `max_abs` is the largest absolute difference, NaN where one side is; `max_ulp`
+    the largest number of representable values between two, NaN apart, None for types that are not floating-point.
+    `first` is the index of the first element that differs, with its value in A and in B.
+    """
+
+    name: str
+    kind: str
+    state: str
+    a: str
+    b: str
+    numel: int = 0
+    differing: int = 0
+    max_abs: float = 0.0
+    max_ulp: int | None = None
+    first: tuple[int, ...] | None = None
+    first_a: str = ""
+    first_b: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueDifference:
+    """A hyper-parameter, counter or other value that differs; "absent" where one side has none."""
+
+    where: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """All of it; `tensors` holds every logical tensor, the equal ones too.
+
+    `faults` are bytes that could not be read as they were written: what is said of their tensors is of the bytes that
+    are there. `notes` tell what was not compared.
+    """
+
+    a: str
+    b: str
+    tensors: tuple[TensorDifference, ...]
+    values: tuple[ValueDifference, ...]
+    faults: tuple[Fault, ...]
+    notes: tuple[str, ...]
+    bytes_read: int
+    seconds: float
+
+    @property
+    def differing(self) -> tuple[TensorDifference, ...]:
+        return tuple(tensor for tensor in self.tensors if tensor.state != EQUAL)
+
+    @property
+    def equal(self) -> bool:
+        """Whether all that both sides hold is equal to the bit, and was read as it was written."""
+        return not (self.differing or self.values or self.faults)
+
+    def to_json(self, *, every_tensor: bool = True) -> dict[str, object]:
+        """The same as JSON values; NaN and infinities as text."""
+        tensors = self.tensors if every_tensor else self.differing
+        return {
+            "equal": self.equal,
+            "a": self.a,
+            "b": self.b,
+            "tensors_compared": len(self.tensors),
+            "tensors": [{**asdict(tensor), "max_abs": _number(tensor.max_abs)} for tensor in tensors],
+            "values": [asdict(value) for value in self.values],
+            "faults": [asdict(fault) for fault in self.faults],
+            "notes": list(self.notes),
+            "bytes_read": self.bytes_read,
+            "seconds": self.seconds,
+        }
+
+
+def _number(value: float) -> float | str:
+    return value if abs(value) < float("inf") else str(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What was read, and all that was found wrong.
+
+    `records` are those whose checksums were compared, `unchecked` those whose writer recorded none; `tensors` the
+    logical tensors whose values were looked at; `pickles` those that were searched for what acts, `pickles_unread` the
+    files that could not be read to their end. `notes` tell what is no fault, or could not be looked at.
+    """
+
+    folder: str
+    files: int
+    records: int
+    unchecked: int
+    tensors: int
+    bytes_read: int
+    seconds: float
+    faults: tuple[Fault, ...]
+    notes: tuple[str, ...]
+    difference: Difference | None = None
+    pickles: int = 0
+    pickles_unread: int = 0
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing was found."""
+        return not self.faults and (self.difference is None or self.difference.equal)
+
+    def to_json(self) -> dict[str, object]:
+        """The same as JSON values."""
+        difference = self.difference.to_json() if self.difference is not None else None
+        return {
+            "clean": self.clean,
+            "folder": self.folder,
+            "files": self.files,
+            "records": self.records,
+            "unchecked": self.unchecked,
+            "pickles": self.pickles,
+            "pickles_unread": self.pickles_unread,
+            "tensors": self.tensors,
+            "bytes_read": self.bytes_read,
+            "seconds": self.seconds,
+            "faults": [asdict(fault) for fault in self.faults],
+            "notes": list(self.notes),
+            "difference": difference,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickleScan:
+    """The pickles of a file or of a folder of any kind: how many were read, and what in them acts or cannot be read."""
+
+    folder: str
+    files: int
+    pickles: int
+    unread: int
+    faults: tuple[Fault, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """The same as JSON values."""
+        return {**asdict(self), "clean": not self.faults, "faults": [asdict(fault) for fault in self.faults]}
+
+
+def pickle_line(pickles: int, unread: int, faults: Iterable[Fault]) -> str:
+    """One line about the pickles that were read: that nothing in them acts, or the number of findings."""
+    found = sum(fault.error in ("UnsafePickle", "TrustRequired") for fault in faults)
+    what = f"{found} finding{'s' if found != 1 else ''}" if found else "nothing in them acts"
+    left = f"; {unread} file{'s' if unread != 1 else ''} could not be read to the end" if unread else ""
+    return f"pickles: {pickles} read, {what}{left}"
