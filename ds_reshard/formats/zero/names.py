@@ -113,7 +113,7 @@ def read_listing(folder: str, files: Mapping[str, int], subfolders: frozenset[st
 
 
 def stray_files(folder: str, names: Iterable[str], listed: Collection[str] | None = None) -> list[Fault]:
-    """Names that DeepSpeed may open as a shard, and that no save gives; with `listed`, also those that are not in it."""
+    """Names that DeepSpeed may open as a shard, and no save gives; with `listed`, also those that are not in it."""
     faults = []
     for name in sorted(names):
         own = any(pattern.fullmatch(name) for pattern in (_MODEL, _MODEL_ZERO3, _OPTIM))

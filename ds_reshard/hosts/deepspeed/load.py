@@ -371,8 +371,8 @@ def _keeps_own_masters(mine: Considered) -> bool:
 def _check_own(live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, shards: ZeroShards) -> list[Fault]:
     """Open the shards that DeepSpeed will load on this rank, and say what is wrong with them.
 
-    The model file was read by rank 0, maybe on another node: its pickle is searched as it lies here, and so are the names
-    of the files among which DeepSpeed looks for it.
+    The model file was read by rank 0, maybe on another node: its pickle is searched as it lies here, and
+    so are the names of the files among which DeepSpeed looks for it.
     """
     index = Index(checkpoint.layout, shards)
     listing = checkpoint.listing
