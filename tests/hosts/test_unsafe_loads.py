@@ -204,7 +204,9 @@ def test_deepspeed_opens_no_other_file_by_pattern(
         found = worlds[2].run("load_refused", run=run, model=MODEL, folder=str(folder))
         assert all(one["unchanged"] for one in found)
         told = [(one["error"], one["text"]) for one in found]
-    assert {error for error, _ in told} == {case.partition(" ")[0]}, told
+    what = case.partition(" ")[0]  # beside the pipeline's own fault, which names the error, where it is left whole
+    assert {error for error, _ in told} == {what if left != "whole" else "UnsupportedLayout"}, told
+    assert what == "UnsupportedLayout" or "mp_rank_00_aa_model_states.pt" in told[0][1]
     assert len({text for _, text in told}) == 1 and "To mend" in told[0][1]
     assert not (tmp_path / "ran").exists()
 
