@@ -55,7 +55,8 @@ class Checkpoint(ABC):
     `notes` say what is in no layout, or stands for more than it is.
 
     `module` is the model's entries as they were saved, `scaling` values of the optimizer that some layouts have,
-    `rates` what a scheduler keeps of each parameter, `optimizer` a word on whether the optimizer can be compared.
+    `rates` what a scheduler keeps of each parameter, `optimizer` a word on whether the optimizer can be compared,
+    `nameless` one that names no parameter, as it was saved.
     """
 
     framework: ClassVar[str]
@@ -74,6 +75,7 @@ class Checkpoint(ABC):
     scaling: Mapping[str, object] = {}
     rates: Mapping[str, Mapping[str, object]] = {}
     optimizer = ""
+    nameless: object = None
 
     @abstractmethod
     def shards(self) -> Shards:

@@ -148,6 +148,78 @@ def test_a_checkpoint_that_is_left_to_deepspeed_whole(worlds: Any, saves: Saves,
     _assert_refused(told, tmp_path / "ran", file)
 
 
+def test_a_tag_that_is_empty_is_searched(worlds: Any, saves: Saves, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    shutil.copytree(saves(Run(2, 2), MODEL)[0] / TAG, folder)
+    torch.save({"a": 1}, folder / "layer_03-model_00-model_states.pt")
+    (folder / "latest").write_text("")
+    prefix()(folder / "mp_rank_00_model_states.pt", tmp_path / "ran")
+    told = worlds[2].run(
+        "refused_jobs.load_with_feature", run=Run(2, 2), model=MODEL, folder=str(folder), switch="pipeline"
+    )
+    _assert_refused(told, tmp_path / "ran", "mp_rank_00_model_states.pt")
+
+
+def _pattern_in_tag(folder: Path, harmful: Callable[[Path], None], stage: int) -> Path:
+    shutil.copytree(folder / TAG, folder / "global_step[3]")
+    (folder / "latest").write_text("global_step[3]")
+    harmful(folder / TAG / _files(Run(stage, 2))[0])
+    return folder
+
+
+def _pattern_in_folder(folder: Path, harmful: Callable[[Path], None], stage: int) -> Path:
+    shutil.copytree(folder, folder.with_name("save[d]"))
+    harmful(folder / TAG / _files(Run(stage, 2))[0])
+    return folder.with_name("save[d]")
+
+
+def _name_found_by_pattern(folder: Path, harmful: Callable[[Path], None], stage: int) -> Path:
+    file = _files(Run(stage, 2))[0]
+    harmful(shutil.copy(folder / TAG / file, folder / TAG / file.replace("mp_rank_00_", "mp_rank_00_aa_")))
+    return folder
+
+
+PATTERNS = {
+    "UnsupportedLayout in the tag": _pattern_in_tag,
+    "UnsupportedLayout in the folder": _pattern_in_folder,
+    "CheckpointDamaged by a name": _name_found_by_pattern,
+}
+
+
+@pytest.mark.parametrize("left", ["stage 2", "stage 3", "whole"])
+@pytest.mark.parametrize("case", PATTERNS)
+def test_deepspeed_opens_no_other_file_by_pattern(
+    worlds: Any, saves: Saves, tmp_path: Path, case: str, left: str
+) -> None:
+    """DeepSpeed gives folder, tag and `mp_rank_*` to glob: what it finds must be what was searched."""
+    run = Run(3 if left == "stage 3" else 2, 2)
+    shutil.copytree(saves(run, MODEL)[0], tmp_path / "saved")
+    if left == "whole":
+        torch.save({"a": 1}, tmp_path / "saved" / TAG / "layer_03-model_00-model_states.pt")
+    folder = PATTERNS[case](tmp_path / "saved", lambda path: key(Path(path), tmp_path / "ran"), run.stage)
+    if left == "whole":
+        given = {"run": run, "model": MODEL, "folder": str(folder), "switch": "pipeline"}
+        told = worlds[2].run("refused_jobs.load_with_feature", **given)
+    else:
+        found = worlds[2].run("load_refused", run=run, model=MODEL, folder=str(folder))
+        assert all(one["unchanged"] for one in found)
+        told = [(one["error"], one["text"]) for one in found]
+    what = case.partition(" ")[0]  # beside the pipeline's own fault, which names the error, where it is left whole
+    assert {error for error, _ in told} == {what if left != "whole" else "UnsupportedLayout"}, told
+    assert what == "UnsupportedLayout" or "mp_rank_00_aa_model_states.pt" in told[0][1]
+    assert len({text for _, text in told}) == 1 and "To mend" in told[0][1]
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("case", [case for case in PATTERNS if case.startswith("Unsupported")])
+def test_what_is_read_here_may_have_any_name(worlds: Any, saves: Saves, tmp_path: Path, case: str) -> None:
+    shutil.copytree(saves(Run(2, 2), MODEL)[0], tmp_path / "saved")
+    folder = PATTERNS[case](tmp_path / "saved", lambda path: key(Path(path), tmp_path / "ran"), 2)
+    told = worlds[3].run("load_refused", run=Run(2, 3), model=MODEL, folder=str(folder))
+    assert {one["error"] for one in told} == {None}, told
+    assert not (tmp_path / "ran").exists()
+
+
 def test_what_the_settings_trust_is_loaded(worlds: Any, tmp_path: Path) -> None:
     """A class of the script's own in client_state, on both paths; and not without it."""
     worlds[2].run("save_client", run=Run(2, 2), folder=str(tmp_path), stranger=True)
@@ -176,6 +248,27 @@ def test_accelerate_loads_nothing_that_acts(worlds: Any, tmp_path: Path, file: s
     told = worlds[2].run("unsafe_jobs.accelerate_load", folder=str(folder))
     _assert_refused([(error, text) for error, text, _ in told], tmp_path / "ran", file)
     assert all(same for _, _, same in told)
+
+
+def test_accelerate_loads_the_folder_that_was_searched(worlds: Any, tmp_path: Path) -> None:
+    """Two folders of one number: accelerate alone takes the one that is listed last."""
+    made = tmp_path / "checkpoints" / "checkpoint_3"
+    worlds[2].run("unsafe_jobs.accelerate_save", folder=str(made), safe=False)
+    shutil.copytree(made, made.with_name("checkpoint_03"))
+    prefix()(made.with_name("checkpoint_03") / "custom_checkpoint_0.pkl", tmp_path / "ran")
+    told = worlds[2].run("unsafe_jobs.accelerate_load_latest", project=str(tmp_path))
+    assert told == [("", "", True)] * 2 and not (tmp_path / "ran").exists()
+
+
+def test_accelerate_gives_deepspeed_no_pattern(worlds: Any, tmp_path: Path) -> None:
+    """With the hooks of accelerate alone, DeepSpeed loads what it finds by the folder's name."""
+    late = Late(clock="accelerate")
+    worlds[2].run("late_jobs.save_only", late=late, folder=str(tmp_path / "save[d]"))
+    shutil.copytree(tmp_path / "save[d]", tmp_path / "saved")
+    prefix()(tmp_path / "saved/pytorch_model/mp_rank_00_model_states.pt", tmp_path / "ran")
+    told = worlds[2].run("late_jobs.resume", late=late, folder=str(tmp_path / "save[d]"), hooks=False)
+    assert {one["raised"] for one in told} == {"UnsupportedLayout"}, told
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("file", ["random_states_0.pkl", "pytorch_model/mp_rank_00_model_states.pt", "scheduler.bin"])

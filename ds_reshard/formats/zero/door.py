@@ -51,6 +51,7 @@ class OpenedZero(Checkpoint):
         )
         if zero.facts is None:
             self.optimizer = "names none (ZeRO stage 0): not compared"
+            self.nameless = zero.model.entries.get("optimizer")
         else:
             self.optimizer = "names its parameters"
 

@@ -6,9 +6,10 @@ after `zero_pp_rank_` is the data-parallel rank, whatever the name suggests.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout
@@ -16,6 +17,8 @@ from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout
 _MODEL = re.compile(r"mp_rank_([0-9]+)_model_states\.pt")
 _MODEL_ZERO3 = re.compile(r"zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_model_states\.pt")
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_?optim_states\.pt")
+_MODEL_AS_FOUND = re.compile(r"(zero_pp_rank_.*_)?mp_rank_.*_model_states\.pt", re.DOTALL)
+"""What `glob` finds for DeepSpeed, which looks for model files by pattern (`_get_all_ckpt_names`)."""
 _FOREIGN: tuple[tuple[re.Pattern[str], str, str], ...] = (
     (
         re.compile(r"layer_\d+-.*model_states\.pt"),
@@ -58,7 +61,7 @@ class Listing:
 
 def read_listing(folder: str, files: Mapping[str, int], subfolders: frozenset[str] = frozenset()) -> Listing:
     """Sort the files (name to bytes) of a tag folder; what cannot be read as one checkpoint is a fault."""
-    faults: list[Fault] = []
+    faults = stray_files(folder, [*files, *subfolders])
     whole: dict[int, str] = {}
     partitioned: dict[int, str] = {}
     optim: dict[str, dict[int, str]] = {}
@@ -107,6 +110,40 @@ def read_listing(folder: str, files: Mapping[str, int], subfolders: frozenset[st
         universal=universal,
         faults=tuple(dict.fromkeys(faults)),
     )
+
+
+def stray_files(folder: str, names: Iterable[str], listed: Collection[str] | None = None) -> list[Fault]:
+    """Names that DeepSpeed may open as a shard, and no save gives; with `listed`, also those that are not in it."""
+    faults = []
+    for name in sorted(names):
+        own = any(pattern.fullmatch(name) for pattern in (_MODEL, _MODEL_ZERO3, _OPTIM))
+        if (own and listed is not None and name not in listed) or (not own and _MODEL_AS_FOUND.fullmatch(name)):
+            faults.append(
+                CheckpointDamaged.fault(
+                    folder,
+                    "holds a file that DeepSpeed would take for one of this save",
+                    "names as DeepSpeed gives them, such as mp_rank_00_model_states.pt",
+                    repr(name),
+                    mend="move the one that does not belong to this save out of the folder",
+                )
+            )
+    return faults
+
+
+def pattern_in_path(load_dir: str, tag: str) -> list[Fault]:
+    """A path that DeepSpeed, which gives it to `glob`, takes for a pattern: it may open the files of another folder."""
+    path = os.path.join(load_dir, tag)
+    if glob.escape(path) == path:
+        return []
+    return [
+        UnsupportedLayout.fault(
+            path,
+            "DeepSpeed, to which this load is left, takes this path for a pattern and may open another folder",
+            "a path without *, ? and [",
+            repr(path),
+            mend="rename the folder, and where its name is the tag write the new one into latest",
+        )
+    ]
 
 
 def _taken(folder: str, files: Mapping[int, str], rank: int, name: str) -> list[Fault]:

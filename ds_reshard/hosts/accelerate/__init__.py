@@ -51,7 +51,10 @@ def wrap_load_state(original: Function) -> Function:
     def load_state(self: Accelerator, input_dir: str | None = None, *args: object, **kwargs: object) -> object:
         from ds_reshard.hosts.accelerate.state import load_state as seam
 
-        return seam(self, functools.partial(original, self, input_dir, *args, **kwargs), input_dir, **kwargs)
+        def load(folder: str | None, **others: object) -> object:
+            return original(self, folder, *args, **{**kwargs, **others})
+
+        return seam(self, load, input_dir, **kwargs)
 
     return load_state
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ds_reshard import hosts
 from ds_reshard.containers.pickle_rules import trust_in
 from ds_reshard.errors import HookError, UnsupportedLayout, raise_faults
+from ds_reshard.formats.zero.names import pattern_in_path
 from ds_reshard.hosts.accelerate.prepare_arguments import without_params
 from ds_reshard.operations.pickles import refuse_unsafe_folder
 from ds_reshard.operations.ranks import gather
@@ -131,12 +132,17 @@ def load_state(
     """Load as accelerate does, the schedule also from the other clock, and `accelerator.step` on every rank.
 
     Raises UnsafePickle on every rank where anything below the folder acts when it is unpickled, also without DeepSpeed.
-    Collective. `original` takes what differs from the caller's arguments by name.
+    Collective. `original` takes the folder, and what differs from the caller's other arguments by name. It is given the
+    folder that was searched: of two with the same number accelerate would take either.
     """
     where = os.path.expanduser(os.fspath(folder)) if folder is not None else _latest(accelerator)
     if where is not None:
         plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+        if _by_deepspeed(accelerator) and not _deepspeed_hooked():
+            raise_faults(pattern_in_path(where, "pytorch_model"), subject=f"loading {where}")
         refuse_unsafe_folder(where, trust=trust_in(getattr(plugin, "deepspeed_config", None)))
+    # absolute: a name that begins with ~ would be expanded
+    original = functools.partial(original, os.path.abspath(where) if folder is None and where is not None else folder)
     if not _by_deepspeed(accelerator):
         return original()
     mine, policy = tracked(accelerator), _policy(accelerator)
@@ -221,12 +227,16 @@ def _policy(accelerator: Accelerator) -> ResumePolicy:
 
 def _insist(policy: ResumePolicy) -> None:
     """Raise where a policy is asked for that the hooks of DeepSpeed would apply, and they are not on."""
-    states = {status.state for status in hosts.installed() if status.host == "deepspeed"}
-    if not policy.is_default and not states & {"installed", "vendored"}:
+    if not policy.is_default and not _deepspeed_hooked():
         raise HookError(
             "a resume policy was asked for, and the hooks of DeepSpeed, which apply it, are not on: "
             "write import ds_reshard.auto at the top of the script"
         )
+
+
+def _deepspeed_hooked() -> bool:
+    states = {status.state for status in hosts.installed() if status.host == "deepspeed"}
+    return bool(states & {"installed", "vendored"})
 
 
 def _place(mine: Tracked, position: int) -> None:

@@ -25,6 +25,7 @@ from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_f
 from ds_reshard.errors import Fault, InternalError, UnsupportedLayout, raise_faults
 from ds_reshard.execution.cuda import device_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
+from ds_reshard.formats.zero.names import pattern_in_path, stray_files
 from ds_reshard.formats.zero.optim_states import STATE
 from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries, scheduler_faults
@@ -171,7 +172,11 @@ def _load(
     resume, tag = decision.resume, found.tag or tag
     if decision.prepared is not None:
         return resume.report(_load_directly(engine, decision.prepared, mine.settings, resume))
-    if decision.loader == "DeepSpeed, unread" and mine.settings.enabled and (found.tag or not mine.direct):
+    if (
+        decision.loader == "DeepSpeed, unread"
+        and mine.settings.enabled
+        and (found.tag or found.faults or not mine.direct)
+    ):
         _refuse_unsafe(request.load_dir, tag, universal=engine.load_universal_checkpoint())
     result = _by_deepspeed(engine, original, resume.request, tag)
     return resume.report(resume.after_deepspeed(result))
@@ -348,7 +353,8 @@ def leave_to_deepspeed(
     if leave and request.load_optimizer and not request.moments:
         faults.append(_unsupported_fault(engine, (*mine.features, "masters without moments"), checkpoint))
     if leave and not faults:
-        faults += _check_own(mine.live, checkpoint, shards) + scheduler_faults(engine, checkpoint.model, request)
+        faults += pattern_in_path(request.load_dir, request.tag) + _check_own(mine.live, checkpoint, shards)
+        faults += scheduler_faults(engine, checkpoint.model, request)
     raise_faults(faults, subject=f"loading {checkpoint.listing.folder}")
     return leave
 
@@ -365,7 +371,8 @@ def _keeps_own_masters(mine: Considered) -> bool:
 def _check_own(live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, shards: ZeroShards) -> list[Fault]:
     """Open the shards that DeepSpeed will load on this rank, and say what is wrong with them.
 
-    The model file was read by rank 0, maybe on another node: its pickle is searched as it lies here.
+    The model file was read by rank 0, maybe on another node: its pickle is searched as it lies here, and
+    so are the names of the files among which DeepSpeed looks for it.
     """
     index = Index(checkpoint.layout, shards)
     listing = checkpoint.listing
@@ -375,7 +382,8 @@ def _check_own(live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, shards: Z
         if checkpoint.optim is not None:
             index.open(OPTIM, live.rank)
         index.open(MODEL, live.rank if checkpoint.listing.partitioned_model else 0)
-    return [*index.faults, *scan_files(model).faults]
+    strays = stray_files(listing.folder, os.listdir(listing.folder), listing.nbytes)
+    return [*strays, *index.faults, *scan_files(model).faults]
 
 
 def _unsupported_fault(engine: DeepSpeedEngine, features: tuple[str, ...], checkpoint: ZeroCheckpoint) -> Fault:
@@ -395,7 +403,12 @@ def _refuse_unsafe(load_dir: str, tag: object, *, universal: bool) -> None:
 
     def files(faults: list[Fault]) -> Iterator[str]:
         found = tag if tag is not None else latest_tag(load_dir, *tag_files(universal=universal))
-        return walk(os.path.join(load_dir, str(found)), faults) if found is not None else iter(())
+        if found is None:
+            return iter(())
+        folder = os.path.join(load_dir, str(found))
+        faults += pattern_in_path(load_dir, str(found))
+        faults += stray_files(folder, os.listdir(folder) if os.path.isdir(folder) else ())
+        return walk(folder, faults)
 
     refuse_unsafe(files, trust=rules_in_force().trusted, subject=f"loading {load_dir}")
 
