@@ -133,7 +133,8 @@ def _values(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDifference]:
         yield from compare_scalars(a.rates, b.rates)
         if a.optimizer != b.optimizer:
             yield ValueDifference(where="optimizer", a=a.optimizer, b=b.optimizer)
-        yield from differences("optimizer", a.nameless, b.nameless)
+        if a.nameless is not None and b.nameless is not None:
+            yield from differences("optimizer", a.nameless, b.nameless)
     if a.facts is not None and b.facts is not None:
         if a.framework == b.framework:
             yield from compare_groups(a.facts.groups, b.facts.groups)
