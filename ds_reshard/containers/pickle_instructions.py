@@ -357,6 +357,7 @@ def _extend(m: PickleMachine, target: object, items: list[object], byte: int) ->
     if not CALLEES.isdisjoint(map(type, items)):
         m.keep(items, byte)
     if isinstance(target, list):
+        m.see_unread(target, byte)
         target.extend(items)
     elif isinstance(target, ObjectRecord):
         m.give_items(target, byte, kind="list")
@@ -389,6 +390,7 @@ def _set_items(m: PickleMachine, target: object, items: list[object], byte: int)
     if not isinstance(target, dict):
         m.refuse(byte, f"sets items of a {type(target).__name__}")
         return
+    m.see_unread(target, byte)
     m.check_keys(items[::2], target)
     for i in range(0, len(items), 2):
         target[items[i]] = items[i + 1]
@@ -401,6 +403,7 @@ def _additems(m: PickleMachine, pos: int) -> int:
         m.refuse(pos - 1, f"adds members to {shown(target)}")
         return pos
     m.keep(items, pos - 1)
+    m.see_unread(target, pos - 1)
     m.check_keys(items, target)
     target.update(items)
     return pos
@@ -456,6 +459,7 @@ def _build(m: PickleMachine, pos: int) -> int:
             m.refuse(pos - 1, f"gives {shown(target)} a second state")
         target.state, target.has_state = state, True
     elif isinstance(target, OrderedDict) and isinstance(state, dict) and state.keys() <= {"_metadata"}:
+        m.see_unread(target, pos - 1)
         vars(target).update(state)  # versions of a state_dict's modules, kept as an attribute
     else:
         m.refuse(pos - 1, f"gives {shown(target)} the state {shown(state)}")

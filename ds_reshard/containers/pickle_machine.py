@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from ds_reshard.containers.pickle_rules import CALLEES, Callee, CalleeArguments, Finding, PickleRules, shown, shown_call
 from ds_reshard.containers.pickle_table import Allowed, plain_state, reconstructed
+from ds_reshard.model.nesting import LEAVES
 from ds_reshard.model.records import GlobalName, ObjectRecord, SizeRecord
 
 Persistent = Callable[[object], object]
@@ -23,6 +24,11 @@ _NAME_LENGTH = 4096
 _MOST_FINDINGS = 1000
 _MOST_CONTAINERS = 1 << 24
 _NAMED = -1
+
+# What a later instruction may change, which modules make records of such, and what only holds them.
+_CHANGEABLE = frozenset({list, dict, OrderedDict, set})
+_CHANGEABLE_OF = frozenset({"collections", "numpy"})
+_FIXED = frozenset({tuple, CalleeArguments})
 
 # Hashing these is one step, however they were made, and next to none have the same hash.
 _CHEAP_KEYS = frozenset({str, float, bool, type(None), bytes})
@@ -69,7 +75,9 @@ class PickleMachine:
     and each name that is never called, once; `refused` says whether one of them is of an instruction that no pickle
     needs. `nested` are bytes that a known loader would open as a pickle of their own, with the offset of the
     instruction that hands them over, and whether it surely would. `outside` stands for every object that is not in the
-    pickle. `stopped_at` is where the pickle ended, or the instruction that could not be carried out; then `lacks` is
+    pickle. `given` are the lists, dicts and the like that a call or an object was given, by identity: Python has read
+    them then, and nothing may change them later. `stopped_at` is where the pickle ended, or the instruction that could
+    not be carried out; then `lacks` is
     what it declared beyond the end of the bytes, `cut_short` says that only bytes behind them were missing, and
     `over_limit` that it cost too much. `astray` says that more may be behind than was found: Python's own reader may
     have gone on, or elsewhere.
@@ -92,6 +100,7 @@ class PickleMachine:
     outside: ObjectRecord = field(default_factory=lambda: ObjectRecord(callable=UNKNOWN))
     findings: dict[tuple[str, int], Finding] = field(default_factory=dict)
     nested: dict[bytes, tuple[int, bool]] = field(default_factory=dict)
+    given: dict[int, object] = field(default_factory=dict)
     refused: bool = False
     frame_end: int = 0
     result: object = None
@@ -194,6 +203,8 @@ class PickleMachine:
 
     def give_state(self, target: ObjectRecord, state: object, byte: int) -> None:
         """See that an object may be given this state: BUILD calls `__setstate__`, and sets attributes of any name."""
+        self.see_unread(target, byte)
+        self.give((state,), inside=str(target.callable) == "numpy.dtype")
         function = target.callable
         made = reconstructed(function, target.args) if function.module == "copyreg" else None
         allowed = self.uses.get(id(made or function))
@@ -218,8 +229,37 @@ class PickleMachine:
             data = bytes(value)
             self.nested[data] = byte, surely or (data in self.nested and self.nested[data][1])
 
+    def give(self, values: Iterable[object], *, inside: bool = False) -> None:
+        """Note what may be changed among the values of a call or a state, and in the tuples among them.
+
+        Of what lies deeper, Python keeps the same objects as are seen here. With `inside` the values of dicts are noted
+        too: numpy looks into the parts of an element type.
+        """
+        left = [values]
+        for held in left:
+            for value in held:
+                kind = type(value)
+                if kind in _FIXED:
+                    assert isinstance(value, tuple)
+                    self.charge(len(value))
+                    if not LEAVES.issuperset(map(type, value)):
+                        left.append(value)
+                elif kind in _CHANGEABLE:
+                    self.given[id(value)] = value
+                    if inside and isinstance(value, dict):
+                        self.charge(len(value))
+                        left.append(tuple(value.values()))
+                elif isinstance(value, ObjectRecord) and value.callable.module in _CHANGEABLE_OF:
+                    self.given[id(value)] = value
+
+    def see_unread(self, target: object, byte: int) -> None:
+        """See that what is changed was not given to a call or an object before: Python has read it as it was."""
+        if id(target) in self.given:
+            self.refuse(byte, f"changes {shown(target, 1)} after a call or an object was given it")
+
     def give_items(self, target: ObjectRecord, byte: int, *, kind: str) -> None:
         """See that an object may be given items, a "list" or "pairs" of them: both call methods of any class."""
+        self.see_unread(target, byte)
         if target.callable is UNKNOWN:
             self.find(byte, None, "puts items into what is not known", called=True)
         allowed = self.uses.get(id(target.callable))
@@ -307,8 +347,11 @@ def call(
     if not kwargs:
         harmless = _HARMLESS.get((function.module, function.name))
         made = harmless(machine, args) if harmless is not None else NotImplemented
-        if made is NotImplemented and not by_new:
-            made = machine.reduce(function, args)
+        if made is not NotImplemented:
+            return made
+    machine.give((*args, *kwargs.values()))
+    if not kwargs and not by_new:
+        made = machine.reduce(function, args)
         if made is not NotImplemented:
             return made
     return ObjectRecord(callable=function, args=args, kwargs=kwargs, by_new=by_new)

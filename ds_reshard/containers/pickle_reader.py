@@ -190,6 +190,7 @@ _MOST_PICKLES = 10_000
 _WINDOW = 64 << 10
 _LONG_TEXT = 1 << 20
 _GUESSED = 4 << 20  # of the instructions of a pickle in a file that nothing says is one
+_ANEW = 8  # so often may those be read anew, behind long texts
 _IMPORTABLE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _DEPTH = 8
 _INFLATED = 64 << 20
@@ -317,14 +318,20 @@ def _run(
     most = DEFAULT_LIMITS.nbytes if strict else _GUESSED
     head, place, window = b"", at, _WINDOW
     left_out: list[tuple[int, int]] = []
+    spent = 0
     while True:
         nbytes = min(window, file.nbytes - place, max(0, most - len(head)))
+        spent += len(head) + nbytes
         machine = PickleMachine(head + file.read(place, nbytes), _opaque, keep_as_record, DEFAULT_LIMITS, rules)
         error = run_pickle(machine, file.path)
         behind = place - len(head)  # what leads from a position in the machine's bytes to that in the file
         lacks = machine.lacks
         ends = place + nbytes == file.nbytes or (lacks and behind + lacks.start + lacks.nbytes > file.nbytes)
         if error is not None and machine.cut_short and not ends:
+            if not strict and spent > _ANEW * _GUESSED + (place - at) // _ANEW:
+                machine.over_limit = True
+                what = "a pickle that has long texts behind so many instructions is not read to its end"
+                return machine, CheckpointDamaged(f"{file.path}: {what}"), behind + machine.stopped_at
             if not strict and lacks and lacks.nbytes > _LONG_TEXT and not _framed(machine):
                 width = lacks.start - machine.stopped_at - 1
                 head = machine.data[: lacks.start - width] + bytes(width)
@@ -409,8 +416,15 @@ def _members(file: PositionedFile, member: str, rules: PickleRules, error: Resha
     except Exception:  # zipfile raises what the bytes make it raise
         found.faults += faults_of(error)
         return found
-    inflated = 0
+    inflated = packed = 0
     for entry in entries:
+        packed += entry.compress_size
+        if packed > file.nbytes:
+            what = (
+                f"{_prefix(member, entry.filename)}: the members of a zip file lie over each other, or beyond its end"
+            )
+            found.faults.append(_fault(file.path, what))
+            break
         try:
             data = _content(file, entry)
         except (ReshardError, struct.error, zlib.error):

@@ -28,6 +28,7 @@ LEAVES = frozenset(
 
 _NDIM = 64  # of a tensor, at most; counting more of them anew wherever they are shared would not be linear
 _UNITS = frozenset({float, bool, type(None), complex, slice, range})
+_WRITTEN_OUT = 1 << 20  # references that are looked at without asking whether they are shared
 _LIGHT = _UNITS | {str, list, tuple, dict, ObjectRecord}
 
 
@@ -56,7 +57,7 @@ def out_of_bounds(value: object, *, depth: int, parts: int) -> str | None:
     pairs are a million million. Long texts count by their length, and an object is one part of what holds it: it is
     told by its class. The sizes of the parts are kept, so the walk is linear. A cycle counts once around.
     """
-    if type(value) in LEAVES or _surely_within(value, depth, parts >> 4):
+    if type(value) in LEAVES or _surely_within(value, depth, min(parts >> 4, _WRITTEN_OUT)):
         return None
     known: dict[int, tuple[int, int]] = {id(value): (0, 0)}  # height and size; of a part being walked, none yet
     path: list[tuple[object, Iterator[object]]] = [(value, children(value))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
 import json
 import os
 import pickle
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from listener import heard
-from payloads import ACTING, NAMED, before
+from payloads import ACTING, NAMED, before, name, text
 
 from ds_reshard.containers.pickle_reader import read_pickle, scan_bytes
 from ds_reshard.containers.pickle_rules import UNSAFE, PickleRules, acts
@@ -250,3 +252,51 @@ def test_tensors_of_a_trusted_class(tmp_path: Path) -> None:
 
 class _Subclass(torch.Tensor):
     pass
+
+
+_DTYPE = name("numpy", "dtype") + b"(" + text("V8") + b"\x89\x88tR"
+_FIELDS = b"(K\3" + text("|") + b"N" + text("x") + b"\x85}" + text("x") + b"h\0K\0\x86sK\x08K\1K\0t"
+_NAMESPACE = name("argparse", "Namespace") + b")\x81"
+# What is changed after Python has read it, and what Python makes of it.
+CHANGED: dict[str, tuple[bytes, object]] = {
+    "a state": (_NAMESPACE + b"}q\0" + text("a") + b"K\1sbh\0" + text("a") + b"K\2s0.", argparse.Namespace(a=1)),
+    "the second of two states": (
+        _NAMESPACE + b"N}q\0" + text("a") + b"K\1s\x86bh\0" + text("a") + b"K\2s0.",
+        argparse.Namespace(a=1),
+    ),
+    "a list": (name("collections", "deque") + b"]q\0K\1a\x85Rh\0K\2a0.", collections.deque([1])),
+    "a set": (name("collections", "deque") + b"\x8fq\0(K\1\x90\x85Rh\0(K\2\x900.", collections.deque([1])),
+    "a dict": (name("collections", "Counter") + b"}q\0K\1K\1s\x85Rh\0K\2K\2s0.", collections.Counter([1])),
+    "pairs": (name("collections", "Counter") + b"}q\0K\1K\1s\x85Rh\0(K\2K\2u0.", collections.Counter([1])),
+    "hooks": (
+        name("torch._utils", "_rebuild_parameter")
+        + b"(N\x89"
+        + name("collections", "OrderedDict")
+        + b")Rq\0tRh\0K\1K\2s0.",
+        None,
+    ),
+    "a part of an element type": (
+        _DTYPE + b"q\0" + _DTYPE + _FIELDS + b"bh\0(K\3" + text("|") + b"NNNK\x08K\1K\0tb00.",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_what_was_given_must_not_change_afterwards(case: str) -> None:
+    """Python reads a state, or what is in an argument, at its instruction; others do so when the pickle has ended."""
+    data, seen = CHANGED[case]
+    if seen is not None:
+        assert pickle.loads(data) == seen
+    (finding,) = found(data)
+    assert "after a call or an object was given it" in finding
+
+
+def test_a_state_that_knows_itself_is_read() -> None:
+    """So are lists and objects that hold each other: Python keeps the same objects as are seen here."""
+    state = argparse.Namespace(a=1)
+    state.own, state.me, state.all = vars(state), state, [state]
+    for protocol in range(2, 6):
+        for value in (state, [state, vars(state)], state.all, {"x": state.all, "y": state}):
+            read(pickle.dumps(value, protocol))
+    read(b"\x80\x02]q\0" + _NAMESPACE + b"}" + text("all") + b"h\0sba.")

@@ -8,6 +8,7 @@ import pickle
 import shutil
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ds_reshard.containers.pickle_reader import PickleLimits, read_pickle
 from ds_reshard.containers.pickle_rules import ALLOW_ALL
 from ds_reshard.errors import CheckpointDamaged, UnsafePickle
 from ds_reshard.model.facts import canonical
+from ds_reshard.model.nesting import out_of_bounds
 from ds_reshard.model.records import GlobalName, ObjectRecord
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
@@ -230,3 +232,16 @@ def test_each_command_ends_with_an_answer(source: Path, tmp_path: Path, place: s
     for to in ("zero3", "universal"):
         assert main(["convert", str(folder), str(tmp_path / to), "--to", to, "--threads", "1"]) in (0, 2)
     assert time.process_time() - start < 30
+
+
+def test_shared_lists_are_not_written_out_under_a_large_bound() -> None:
+    """A long text makes the bound of parts large; what is looked at without asking for shared parts stays small."""
+    value: list[object] = [1] * 300
+    for _ in range(2):
+        value = [value] * 300
+    tracemalloc.start()
+    try:
+        assert out_of_bounds(value, depth=200, parts=1 << 34) is None
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
