@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,7 +17,7 @@ from ds_reshard.containers.pickle_reader import Scanned, scan_file
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, UNSAFE, PickleRules, in_force, rules_in_force, trusted
 from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed, ReshardError, faults_of, raise_faults
 from ds_reshard.model.reports import PickleScan
-from ds_reshard.operations.ranks import agree, attempt, broadcast, gather, rank, world_size
+from ds_reshard.operations.ranks import agree, attempt, broadcast, gather, rank
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -190,9 +192,9 @@ def refuse_unsafe(
 
     Collective, unless a rank loads `alone`. `trust` are classes that may be named, beside those of
     DS_RESHARD_SETTINGS; `objects` is how the names begin of those objects of torch.distributed.checkpoint that are
-    meant; of files called `unread`, which no framework loads, only what acts is refused. Where all ranks see the same
-    files each scans its share of them, and else all that it sees; nothing in them is run. What cannot be read as a
-    pickle where one must be is refused too: the framework might read it.
+    meant; of files called `unread`, which no framework loads, only what acts is refused. Ranks of one machine that see
+    the same files share them, and every machine scans all that it sees; nothing in them is run. What cannot be read as
+    a pickle where one must be is refused too: the framework might read it.
     """
     faults: list[Fault] = []
     if alone:
@@ -202,7 +204,9 @@ def refuse_unsafe(
     listed, more, cause = attempt(lambda: list(_unscanned(files(faults))))
     faults += more
     digest, _, _ = attempt(lambda: _digest(listed or []))
-    alike = len(set(gather(digest or b"", group))) == 1
+    seen = gather((_machine(), digest or b""), group)
+    sharing = [number for number, one in enumerate(seen) if one == seen[rank(group)]]
+    alike = len(sharing) == len(seen)
     targets: tuple[list[ScanTarget] | None, list[Fault]] = ([], [])
     if rank(group) == 0 or not alike:
         misread: list[Fault] = []
@@ -210,7 +214,7 @@ def refuse_unsafe(
         targets, cause = (made, [*misread, *more]), cause or failed
     mine, more = broadcast(targets, group) if alike else targets
     faults += more
-    chosen = (mine or [])[rank(group) :: world_size(group)] if alike else mine or []
+    chosen = (mine or [])[sharing.index(rank(group)) :: len(sharing)]
     found, more, failed = attempt(lambda: _scan(chosen, trust, unread))
     agree([*faults, *(found or []), *more], subject=subject, cause=cause or failed, group=group)
 
@@ -228,8 +232,9 @@ def _scan(targets: Iterable[ScanTarget], trust: Iterable[str], unread: str) -> l
 def _unpickled(paths: Iterable[str], objects: str, faults: list[Fault]) -> Iterator[ScanTarget]:
     """What frameworks unpickle of these files: of torch.distributed.checkpoint its objects, and no plain tensor.
 
-    torch reads tensors with `weights_only=True` (torch/distributed/checkpoint/filesystem.py, 2.13). What is wrong with
-    a directory is a fault: torch might read what is not understood here.
+    torch reads tensors with `weights_only=True` (torch/distributed/checkpoint/filesystem.py, 2.13), and names its files
+    *.distcp, as no other loader does: a file of any other name is searched whole, whatever a directory says of it. What
+    is wrong with a directory is a fault: torch might read what is not understood here.
     """
     of_folder: dict[str, Mapping[str, set[tuple[int, int]]]] = {}
     described: dict[str, bool] = {}
@@ -245,13 +250,25 @@ def _unpickled(paths: Iterable[str], objects: str, faults: list[Fault]) -> Itera
                 faults += faults_of(error)
         parts = of_folder[folder].get(path)
         if parts is not None:
-            yield ScanTarget(path=path, parts=tuple(sorted(parts)), whole=False)
+            yield ScanTarget(path=path, parts=tuple(sorted(parts)), whole=not name.endswith(".distcp"))
         elif not (name.endswith(".distcp") and described[folder]):
             yield ScanTarget(path=path)
 
 
+def _machine() -> str:
+    """Where a path names one file: this start of this machine, and its view of the file systems.
+
+    Two machines may have two disks whose files have the same names, numbers, sizes and times, and are others.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/mnt')}"
+    except OSError:
+        return f"{platform.node()} {uuid.getnode()}"
+
+
 def _digest(paths: Iterable[str]) -> bytes:
-    """What tells a rank whether another sees the same files: by name, and by what stays the same over a network."""
+    """What tells a rank whether another of this machine sees the same files now."""
     made = hashlib.sha256()
     for path in paths:
         status = os.stat(path)

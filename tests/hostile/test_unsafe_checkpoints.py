@@ -17,9 +17,13 @@ import pytest
 import torch
 from archives import rebuilt
 from payloads import ACTING, Attack, before, put_before, twice
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from ds_reshard.cli.main import main
-from ds_reshard.operations import Options, convert
+from ds_reshard.errors import UnsafePickle, raise_faults
+from ds_reshard.operations import Options, convert, pickles
+from ds_reshard.operations.pickles import refuse_unsafe_folder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
 import nanotron_builder
@@ -241,3 +245,47 @@ def test_a_class_of_ones_own_is_trusted(copied: Path, tmp_path: Path, capsys: py
         assert status == 2 and f"--trust {__name__}.Mine" in told
         assert run(capsys, *words, *trust)[0] == 0
     assert run(capsys, "inspect", tmp_path / "out", *trust)[0] == 0
+
+
+def _directory_of(path: Path, offset: int, nbytes: int) -> None:
+    """A `.metadata` of torch beside a file, which says that one object lies at some bytes of it."""
+    index = MetadataIndex(fqn="harmless")
+    info = _StorageInfo(relative_path=path.name, offset=offset, length=nbytes)
+    written = Metadata(state_dict_metadata={"harmless": BytesStorageMetadata()}, storage_data={index: info})
+    (path.parent / ".metadata").write_bytes(pickle.dumps(written))
+
+
+def test_a_directory_beside_a_file_hides_nothing_of_it(tmp_path: Path) -> None:
+    """Whoever loads the file unpickles all of it, whatever the directory says; torch's own names alone are parts."""
+    mark = tmp_path / "ran"
+    path = tmp_path / "folder" / "custom_checkpoint_0.pkl"
+    path.parent.mkdir()
+    path.write_bytes(pickle.dumps([b"\x80\x02}.", Attack(f"touch {mark}")]))
+    at = path.read_bytes().index(b"\x80\x02}.")
+    _directory_of(path, at, 4)
+    with pytest.raises(UnsafePickle, match=r"posix\.system"):
+        refuse_unsafe_folder(str(path.parent), alone=True)
+    assert not mark.exists()
+
+
+def test_two_machines_that_see_like_files_search_all_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other's files have the same names, numbers, sizes and times, and are others."""
+    for number in range(2):
+        torch.save(Attack("true") if number else [1], tmp_path / f"{number}.pt")
+    others: dict[str, list[object]] = {}
+
+    def gathered(value: object, group: object = None) -> list[object]:
+        if isinstance(value, tuple):
+            others.setdefault("marks", [value, (others.get("machine", [value[0]])[0], value[1])])
+            return others["marks"]
+        return [value, value]
+
+    monkeypatch.setattr(pickles, "gather", gathered)
+    monkeypatch.setattr(pickles, "broadcast", lambda value, group=None: value)
+    monkeypatch.setattr(pickles, "agree", lambda faults, *, subject, **_: raise_faults(faults, subject=subject))
+    refuse_unsafe_folder(str(tmp_path))  # one machine: the first of two ranks searches the first file
+    others = {"machine": ["another"]}
+    with pytest.raises(UnsafePickle, match=r"posix\.system"):
+        refuse_unsafe_folder(str(tmp_path))

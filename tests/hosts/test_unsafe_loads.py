@@ -400,6 +400,15 @@ def test_torch_loads_nothing_that_acts(worlds: Any, tmp_path: Path, harm: Any, a
     assert all(same for _, _, same in told)
 
 
+def test_torch_loads_nothing_that_acts_by_a_url_of_local_files(worlds: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    worlds[2].run("unsafe_jobs.dcp_save", folder=str(folder))
+    assert [error for error, *_ in worlds[2].run("unsafe_jobs.dcp_load", folder=f"file://{folder}")] == ["", ""]
+    file = _into_object(folder, tmp_path / "ran")
+    told = worlds[2].run("unsafe_jobs.dcp_load", folder=f"file://{folder}")
+    _assert_refused([(error, text) for error, text, _ in told], tmp_path / "ran", file)
+
+
 def test_torch_reads_no_directory_that_acts_for_an_optimizer(worlds: Any, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     worlds[2].run("unsafe_jobs.dcp_save", folder=str(folder))

@@ -100,18 +100,32 @@ def refuse_directory(arguments: Mapping[str, object]) -> None:
     """Of `_load_state_dict`, and of what reads a directory before it: UnsafePickle where it or an object of it acts.
 
     Collective, unless the load is one of this process alone. A reader of anything else than files in a folder is its
-    owner's affair.
+    owner's affair; a URL of local files is a folder.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
-
     from ds_reshard.operations.pickles import refuse_unsafe_folder
 
     reader = arguments["storage_reader"]
-    if not isinstance(reader, FileSystemReader) or type(reader.fs) is not FileSystem:
+    folder = _local_folder(reader)
+    if folder is None:
         return
-    folder = os.fspath(reader.path)
     group = cast("ProcessGroup | None", arguments.get("process_group"))
     refuse_unsafe_folder(folder, group=group, alone=bool(arguments.get("no_dist")))
+
+
+def _local_folder(reader: object) -> str | None:
+    """The folder that torch's reader reads, also by way of fsspec; None for any other reader, or a store elsewhere."""
+    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+
+    if not isinstance(reader, FileSystemReader):
+        return None
+    if type(reader.fs) is FileSystem:
+        return os.fspath(reader.path)
+    store = getattr(reader.fs, "fs", None)  # _fsspec_filesystem.py of torch, 2.13
+    protocol = getattr(store, "protocol", ())
+    strip = getattr(store, "_strip_protocol", None)
+    if strip is None or "file" not in ((protocol,) if isinstance(protocol, str) else protocol):
+        return None
+    return str(strip(os.fspath(reader.path)))
 
 
 def refuse_manager(arguments: Mapping[str, object]) -> None:
