@@ -121,19 +121,39 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
 
 
 def test_numbers_without_names(tmp_path: Path) -> None:
-    """One group is in the model's order; several are told by a list, or refused; a list that is wrong is found out."""
-    one = saved(tmp_path / "one", named=False, groups=1)
-    convert(str(one), str(tmp_path / "a"), to="zero1", dp=1, options=ONE_THREAD)
-    same(_states_of(tmp_path / "a", tmp_path), _states_of_named(tmp_path))
-    two = saved(tmp_path / "two", named=False)
-    with pytest.raises(UnsupportedLayout, match=r"(?s)does not tell which parameter is which.*optimizer_names\.json"):
-        convert(str(two), str(tmp_path / "b"), to="zero1", dp=1)
+    """A list tells them, or shapes where no two are alike; else they are refused; a list that is wrong is found out."""
     names = [name for name, _ in net().named_parameters()]
-    (two / "optimizer_names.json").write_text(json.dumps([*names[::2], *names[1::2]]))
-    convert(str(two), str(tmp_path / "b"), to="zero1", dp=1, options=ONE_THREAD)
-    (two / "optimizer_names.json").write_text(json.dumps(names))
+    for groups, told in ((1, names), (2, [*names[::2], *names[1::2]])):
+        source = saved(tmp_path / f"saved-{groups}", named=False, groups=groups)
+        with pytest.raises(
+            UnsupportedLayout, match=r"(?s)which parameter is which.*optimizer_names\.json"
+        ):
+            convert(str(source), str(tmp_path / "out"), to="zero1", dp=1)
+        (source / "optimizer_names.json").write_text(json.dumps(told))
+        convert(str(source), str(tmp_path / f"out-{groups}"), to="zero1", dp=1, options=ONE_THREAD)
+    same(_states_of(tmp_path / "out-1", tmp_path), _states_of_named(tmp_path))
+    (tmp_path / "saved-2" / "optimizer_names.json").write_text(json.dumps(names))
     with pytest.raises(UnsupportedLayout, match=r"parameter \d is not .*: its exp_avg is of another shape"):
-        convert(str(two), str(tmp_path / "c"), to="zero1", dp=1)
+        convert(str(tmp_path / "saved-2"), str(tmp_path / "c"), to="zero1", dp=1)
+
+
+def test_numbers_that_shapes_tell_apart(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+    convert(str(folder), str(tmp_path / "back"), to="pytorch", options=ONE_THREAD)
+    state = optimizer.state_dict()["state"]
+    same(states(tmp_path / "back"), {"weight": state[0], "bias": state[1]})
+    torch.save(torch.optim.AdamW(reversed(list(model.parameters()))).state_dict(), folder / "optimizer.bin")
+    loaded = torch.load(folder / "optimizer.bin")
+    torch.save({**loaded, "state": {0: state[1], 1: state[0]}}, folder / "optimizer.bin")
+    with pytest.raises(UnsupportedLayout, match="is of another shape"):
+        convert(str(folder), str(tmp_path / "c"), to="zero1", dp=1)
 
 
 def _states_of(folder: Path, place: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Weights are `pytorch_model.bin` or `model.safetensors`, or shards of one of them
 `save_pretrained` and DeepSpeed's zero_to_fp32.py name them (5.23, 0.19.8). The optimizer is `optimizer.pt` (Hugging
 Face's Trainer) or `optimizer.bin` (accelerate), the scheduler `scheduler.pt` or `scheduler.bin`. An optimizer numbers
 its parameters (torch/optim/optimizer.py, 2.13): which number is which is told by `param_names` of its groups, where it
-was built of `named_parameters()`; else by `optimizer_names.json`, a list; else it is one group, and the model's order.
+was built of `named_parameters()`; else by `optimizer_names.json`, a list; else by shapes, where no two are alike.
 """
 
 from __future__ import annotations
@@ -223,9 +223,10 @@ def _names(
         told = [*read] if isinstance(read, list) else []
     elif not told and len(groups) == 1:
         floats = [name for name, weight in weights.items() if weight.dtype.label.startswith(("float", "bfloat"))]
-        told = [*floats] if len(floats) == len(numbers) else []
+        proved = len({weights[name].shape for name in floats}) == len(floats) == len(numbers)
+        told = [*floats] if proved else []
     if len(told) != len(numbers) or len(set(map(str, told))) != len(told) or not set(map(str, told)) <= set(weights):
-        what = "does not tell which parameter is which: its groups have no names, and are several or not all weights"
+        what = "does not tell which parameter is which: its groups have no names, and shapes do not tell them apart"
         mend = f"write a JSON list of the parameters' names, in the order of their numbers, into {listed}"
         expected, found = f"{len(numbers)} names of weights", f"{len(told)} names"
         raise_faults([UnsupportedLayout.fault(where, what, expected, found, mend=mend)], subject=f"checkpoint {folder}")
