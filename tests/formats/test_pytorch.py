@@ -125,9 +125,7 @@ def test_numbers_without_names(tmp_path: Path) -> None:
     names = [name for name, _ in net().named_parameters()]
     for groups, told in ((1, names), (2, [*names[::2], *names[1::2]])):
         source = saved(tmp_path / f"saved-{groups}", named=False, groups=groups)
-        with pytest.raises(
-            UnsupportedLayout, match=r"(?s)which parameter is which.*optimizer_names\.json"
-        ):
+        with pytest.raises(UnsupportedLayout, match=r"(?s)which parameter is which.*optimizer_names\.json"):
             convert(str(source), str(tmp_path / "out"), to="zero1", dp=1)
         (source / "optimizer_names.json").write_text(json.dumps(told))
         convert(str(source), str(tmp_path / f"out-{groups}"), to="zero1", dp=1, options=ONE_THREAD)
