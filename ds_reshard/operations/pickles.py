@@ -51,16 +51,18 @@ def walk(folder: str, faults: list[Fault]) -> Iterator[str]:
         faults.append(ReadFailed.fault(str(error.filename), what, mend=mend))
 
     seen: set[tuple[int, int]] = set()
-    for at, folders, _ in os.walk(folder, onerror=unlisted, followlinks=True):
+    waiting = [folder]  # not os.walk, which calls itself for each folder in a folder before Python 3.12
+    while waiting:
+        at = waiting.pop()
         try:
             status = os.stat(at)
             if (status.st_dev, status.st_ino) in seen:
-                folders.clear()
                 continue
             seen.add((status.st_dev, status.st_ino))
-            folders.sort()
             with os.scandir(at) as entries:
-                yield from sorted(entry.path for entry in entries if entry.is_file())
+                found = sorted(entries, key=lambda entry: entry.name)
+            waiting += [entry.path for entry in reversed(found) if entry.is_dir()]
+            yield from [entry.path for entry in found if entry.is_file()]
         except OSError as error:
             unlisted(error)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import inspect
 import io
 import json
 import os
 import pickle
 import random
 import struct
+import sys
 import tarfile
 import zipfile
 import zlib
@@ -30,7 +32,7 @@ from ds_reshard.cli.main import main
 from ds_reshard.containers import pickle_rules
 from ds_reshard.containers.pickle_reader import Scanned, read_pickle, scan_file
 from ds_reshard.containers.pickle_rules import PickleRules
-from ds_reshard.errors import ConfigError, ReadFailed, ReshardError, TrustRequired, UnsafePickle
+from ds_reshard.errors import ConfigError, Fault, ReadFailed, ReshardError, TrustRequired, UnsafePickle
 from ds_reshard.hosts.fsdp.settings import ask_settings
 from ds_reshard.operations import pickles, scan_pickles
 from ds_reshard.operations.pickles import ScanTarget, _digest, refuse_unsafe_folder, walk
@@ -434,13 +436,30 @@ def test_links_are_followed_once(folder: Path, tmp_path: Path) -> None:
         refuse_unsafe_folder(str(folder), alone=True)
 
 
+def test_folders_that_lie_deep_in_each_other_are_walked_to_their_end(tmp_path: Path) -> None:
+    """Deeper than Python's own functions may call each other."""
+    deep = tmp_path.joinpath(*["a"] * 150)
+    deep.mkdir(parents=True)
+    (deep / "c.pkl").write_bytes(EVIL)
+    (deep / "again").symlink_to(tmp_path)
+    faults: list[Fault] = []
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + 60)
+    try:
+        paths = list(walk(str(tmp_path), faults))
+    finally:
+        sys.setrecursionlimit(limit)
+    assert (paths, faults) == ([str(deep / "c.pkl")], [])
+    with pytest.raises(UnsafePickle, match=r"c\.pkl.*posix\.system"):
+        refuse_unsafe_folder(str(tmp_path), alone=True)
+
+
 @pytest.mark.parametrize("alike", [True, False], ids=["the same files", "files of their own"])
 def test_ranks_share_the_files_that_all_of_them_see(folder: Path, monkeypatch: pytest.MonkeyPatch, alike: bool) -> None:
     """Each scans its share; but all of them, where the same names are files of another disk."""
     seen: list[str] = []
     monkeypatch.setattr(pickles, "rank", lambda group=None: 1)
-    monkeypatch.setattr(pickles, "world_size", lambda group=None: 2)
-    monkeypatch.setattr(pickles, "gather", lambda value, group=None: [value, value if alike else b"another"])
+    monkeypatch.setattr(pickles, "gather", lambda value, group=None: [value if alike else b"another", value])
     monkeypatch.setattr(pickles, "broadcast", lambda value, group=None: (_targets(folder), []))
     scan = pickles.scan_file
     monkeypatch.setattr(pickles, "scan_file", lambda path, *a, **k: (seen.append(path), scan(path, *a, **k))[1])
