@@ -50,13 +50,7 @@ SOUND = {
         "",
     ),
     "others beside it": ([model(), "zero_to_fp32.py", "README.md", "latest"], {0: model()}, {}, False, ""),
-    "not whole names": (
-        [f"{model()}.tmp", f"x{optim(0)}", f"{optim(0)}\n", "mp_rank_xx_model_states.pt"],
-        {},
-        {},
-        False,
-        "",
-    ),
+    "not whole names": ([f"{model()}.tmp", f"x{optim(0)}", f"{optim(0)}\n"], {}, {}, False, ""),
     "nothing": ([], {}, {}, False, ""),
 }
 
@@ -75,6 +69,11 @@ def test_files_are_sorted_into_what_zero_calls_them(files, models, optims, parti
 
 
 REFUSED = {
+    "a name that DeepSpeed's pattern finds": (
+        [model(), "mp_rank_xx_model_states.pt"],
+        "CheckpointDamaged",
+        "that DeepSpeed would take for one of this save",
+    ),
     "pipeline": (["layer_00-model_states.pt", model()], "UnsupportedLayout", "PipelineModule"),
     "pipeline with tensor ranks": (["layer_12-model_03-model_states.pt"], "UnsupportedLayout", "PipelineModule"),
     "experts": (["layer_1_expert_7_mp_rank_00_model_states.pt"], "UnsupportedLayout", "mixture-of-experts"),
