@@ -169,6 +169,13 @@ def test_the_documented_settings_are_the_defaults() -> None:
     section["reshard"]["threads"] = parse_settings({}).threads  # the number of cores, at most 4
     assert section.pop("resume") == {}  # the same as none: its keys have a page of their own
     assert parse_settings({"ds_reshard": section}) == parse_settings({})
-    keys = {"enabled", "resume", "trust", "accelerate.clock", *(f"reshard.{key}" for key in section["reshard"])}
+    keys = {
+        "enabled",
+        "resume",
+        "trust",
+        "names",
+        "accelerate.clock",
+        *(f"reshard.{key}" for key in section["reshard"]),
+    }
     assert set(re.findall(r"^\| `([\w.]+)` \|", text, flags=re.MULTILINE)) == keys
     assert {key.rpartition(".")[2] for key in keys} == {field.name for field in dataclasses.fields(parse_settings({}))}
