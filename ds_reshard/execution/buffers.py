@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
 from math import prod
+from pathlib import Path
 
 import torch
 
@@ -16,7 +20,9 @@ from ds_reshard.execution.checksums import mismatch, read_again
 from ds_reshard.model.index import Record
 from ds_reshard.model.records import ElementType, TensorRecord
 
-_ADVISE_FROM_NBYTES = 4 << 20
+HUGE_NBYTES = 2 << 20
+_CHOOSE_FROM_NBYTES = 32 << 20
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python does not name
 
 
 def torch_dtype(dtype: ElementType) -> torch.dtype:
@@ -43,10 +49,11 @@ class TensorTarget:
     """A torch tensor as a flat, row-major target of `numel` elements.
 
     Contiguous host memory of the wanted type is written in place; anything else (a device tensor, a
-    cast) goes through `store`. The tensor must be contiguous; it is kept alive by this object.
+    cast) goes through `store`. The tensor must be contiguous; it is kept alive by this object. `untouched` says that
+    its memory is new: who asks for a view then touches it for the first time, in the pages that cost less here.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, *, untouched: bool = False) -> None:
         if not tensor.is_contiguous():
             raise ValueError("a target tensor must be contiguous")
         self.tensor = tensor.detach().view(-1)
@@ -54,6 +61,7 @@ class TensorTarget:
         self._memory: memoryview | None = None
         if tensor.device.type == "cpu" and tensor.numel():
             self._memory = memory_of(tensor)
+        self._pages = Untouched(tensor) if untouched and self._memory and page_choice() else None
 
     def view(self, element_offset: int, numel: int, dtype: ElementType) -> memoryview | None:
         if element_offset < 0 or element_offset + numel > self.tensor.numel():
@@ -62,8 +70,10 @@ class TensorTarget:
             )
         if self._memory is None or dtype is not self.dtype:
             return None
-        size = self.dtype.itemsize
-        return self._memory[element_offset * size : (element_offset + numel) * size]
+        begin, end = element_offset * self.dtype.itemsize, (element_offset + numel) * self.dtype.itemsize
+        if self._pages is not None:
+            self._pages.touch(begin, end)
+        return self._memory[begin:end]
 
     def store(self, element_offset: int, data: memoryview, dtype: ElementType) -> None:
         values = torch.frombuffer(data, dtype=torch_dtype(dtype))
@@ -75,21 +85,108 @@ class TensorTarget:
             self.tensor[element_offset : element_offset + numel].zero_()
 
 
-def fresh(numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """An uninitialised 1-D tensor, its host memory asked to come in huge pages.
+class PageChoice:
+    """Which pages memory gets that is touched for the first time: those that cost less on this machine, now.
 
-    First touch of fresh memory bounds a load; with 4 KiB pages it costs more than the copy. The advice
-    is best effort: it changes no bytes, and a kernel without it is only slower.
+    A huge page stands for 512 faults. But where the host of a virtual machine has not backed it yet, or the kernel has
+    to make room for it, it costs several times as much as they do; which it is changes within the hour. So small pages
+    are the rule. After `wait` portions of them (2 MiB each) their cost is measured, and one huge page is tried.
+    Portions are huge from then on, until one costs more than a small one. Each trial that fails doubles the wait: so
+    trials cost less than a tenth of what small pages cost, where a huge one costs up to five times as much.
+
+    `small` and `huge` touch all of the portion at an address, in pages of that kind, and return the seconds it took.
     """
-    tensor = torch.empty(numel, dtype=dtype, device=device)
-    nbytes = numel * tensor.element_size()
-    if tensor.device.type == "cpu" and nbytes >= _ADVISE_FROM_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        page = mmap.PAGESIZE
-        start = -(-tensor.data_ptr() // page) * page
-        stop = (tensor.data_ptr() + nbytes) // page * page
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_HUGEPAGE)
-    return tensor
+
+    FIRST_WAIT = 48
+    LONGEST_WAIT = 1536
+    _MEASURED = 4
+
+    def __init__(self, small: Callable[[int], float], huge: Callable[[int], float]) -> None:
+        self._small, self._huge = small, huge
+        self._wait = self._left = self.FIRST_WAIT
+        self._costs: list[float] = []
+        self._lock = threading.Lock()
+
+    def touch(self, address: int) -> None:
+        """Touch the portion at `address`, or leave it to who writes there first; any thread."""
+        with self._lock:
+            self._left -= 1
+            left = self._left
+        if left >= self._MEASURED:
+            return
+        if left >= 0:
+            cost = self._small(address)
+            with self._lock:
+                self._costs.append(cost)
+            return
+        cost = self._huge(address)
+        with self._lock:
+            if self._left >= 0 or not self._costs:
+                return  # another thread has found them slow
+            if cost > sorted(self._costs)[len(self._costs) // 2]:
+                tried_once = self._left == -1
+                self._wait = min(self.LONGEST_WAIT, 2 * self._wait) if tried_once else self.FIRST_WAIT
+                self._left, self._costs = self._wait, []
+
+
+class Untouched:
+    """The memory of a new tensor, of which no page has been touched: each portion of it is touched once."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        nbytes = tensor.numel() * tensor.element_size()
+        self._address = tensor.data_ptr()
+        # Whole huge pages alone: what lies beside them may be others'.
+        self._first = -(-self._address // HUGE_NBYTES)
+        number = (self._address + nbytes) // HUGE_NBYTES - self._first
+        self._left = bytearray(b"\1") * (number if nbytes >= _CHOOSE_FROM_NBYTES else 0)
+        self._lock = threading.Lock()
+        if self._left:
+            _advise(self._first * HUGE_NBYTES, number * HUGE_NBYTES, mmap.MADV_NOHUGEPAGE)
+
+    def touch(self, begin: int, end: int) -> None:
+        """Bytes [begin, end) will be written by this thread: touch the portions among them that nobody has touched."""
+        choice = page_choice()
+        first = max(0, (self._address + begin) // HUGE_NBYTES - self._first)
+        stop = min(len(self._left), -(-(self._address + end) // HUGE_NBYTES) - self._first)
+        for number in range(first, stop):
+            with self._lock:
+                mine, self._left[number] = self._left[number], 0
+            if mine and choice is not None:
+                choice.touch((self._first + number) * HUGE_NBYTES)
+
+
+@cache
+def page_choice() -> PageChoice | None:
+    """What this process has learned of its pages; None where the kernel gives no huge page to who asks for one."""
+    try:
+        enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
+        with mmap.mmap(-1, mmap.PAGESIZE) as page:
+            page.madvise(_POPULATE_WRITE)
+    except (OSError, AttributeError):
+        return None
+    return None if "[never]" in enabled else PageChoice(_populate, _populate_huge)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    """Best effort: advice changes no bytes, and without it memory is only slower."""
+    _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)
+
+
+def _populate(address: int) -> float:
+    """Touch a portion without a write: another thread may have written to a part of it already."""
+    started = time.perf_counter()
+    _advise(address, HUGE_NBYTES, _POPULATE_WRITE)
+    return time.perf_counter() - started
+
+
+def _populate_huge(address: int) -> float:
+    _advise(address, HUGE_NBYTES, mmap.MADV_HUGEPAGE)
+    return _populate(address)
 
 
 def tensor_from_bytes(data: bytes, dtype: ElementType, shape: tuple[int, ...]) -> torch.Tensor:

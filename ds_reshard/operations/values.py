@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from ds_reshard.errors import CheckpointDamaged, Fault, raise_faults
-from ds_reshard.execution.buffers import TensorTarget, fresh, torch_dtype
+from ds_reshard.execution.buffers import TensorTarget, torch_dtype
 from ds_reshard.execution.checksums import Ledger
 from ds_reshard.execution.deviation import as_bits, same_bits, shown
 from ds_reshard.execution.threads import ThreadExecutor
@@ -121,7 +121,7 @@ class SpanReader:
     def _room(self, nbytes: int) -> torch.Tensor:
         """The same memory for every unit: pages that were touched before cost nothing."""
         if self._memory.numel() < nbytes:
-            self._memory = fresh(nbytes, torch.uint8, "cpu")
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
         return self._memory
 
     def _fill(self, rows: Sequence[tuple[Column, ...]], unit: list[tuple[int, int, int]]) -> Iterator[Span]:

@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_reshard.execution.buffers import TensorTarget, element_type, fresh, tensor_from_bytes, torch_dtype
+from ds_reshard.execution import buffers
+from ds_reshard.execution.buffers import (
+    HUGE_NBYTES,
+    PageChoice,
+    TensorTarget,
+    element_type,
+    page_choice,
+    tensor_from_bytes,
+    torch_dtype,
+)
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.records import ElementType
 from ds_reshard.planning.plan import Check, Copy, Plan, cut_checks, cut_copies
@@ -252,11 +261,70 @@ def test_store_casts_and_zero_clears():
     assert tensor.tolist() == [1.0, torch.tensor(0.1).bfloat16().item(), 3.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("numel", [0, 1, 5 << 20])
-def test_fresh_memory_has_the_size_and_type_that_was_asked_for(numel):
-    """Also where it is large enough to be asked for in huge pages."""
-    tensor = fresh(numel, torch.uint8, "cpu")
-    assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((numel,), torch.uint8, True)
+COSTS = {
+    "cheap": lambda number: 0.15,
+    "five times": lambda number: 5.0,
+    "a tenth more": lambda number: 1.1,
+    "cheap at first": lambda number: 0.15 if number < 400 else 5.0,
+    "cheap at last": lambda number: 5.0 if number < 400 else 0.15,
+    "every third dear": lambda number: 5.0 if number % 3 == 0 else 0.15,
+    "cheap where tried first": lambda number: 0.15 if number in (48, 49, 200, 201) else 5.0,
+}
+
+
+def touched(cost, portions):
+    """What it costs to touch so many portions of which a small one costs 1, and which were huge."""
+    spent, huge, at = [], [], 0
+
+    def small(address):
+        spent.append(1.0)
+        return 1.0
+
+    def large(address):
+        huge.append(at)
+        spent.append(cost(at))
+        return cost(at)
+
+    choice = PageChoice(small, large)
+    for at in range(portions):
+        before = len(spent)
+        choice.touch(at * HUGE_NBYTES)
+        if len(spent) == before:
+            spent.append(1.0)
+    assert len(spent) == portions
+    return sum(spent), huge
+
+
+@pytest.mark.parametrize("portions", [1, 47, 100, 1000, 10_000])
+@pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
+def test_pages_cost_at_most_a_tenth_more_than_small_ones(cost, portions):
+    """Whatever a huge page costs: a model of costs, no clock."""
+    assert touched(cost, portions)[0] <= 1.1 * portions
+
+
+def test_pages_are_huge_where_that_is_cheap():
+    spent, huge = touched(COSTS["cheap"], 1000)
+    assert spent < 250 and huge == list(range(PageChoice.FIRST_WAIT, 1000))
+    assert len(touched(COSTS["cheap at last"], 10_000)[1]) > 8_000
+    assert len(touched(COSTS["five times"], 10_000)[1]) < 20
+
+
+@pytest.mark.skipif(page_choice() is None, reason="this kernel gives no huge pages to who asks (MADV_POPULATE_WRITE)")
+def test_memory_that_is_touched_keeps_what_was_written(monkeypatch):
+    """Every portion once, and none of the bytes that another thread has written there before."""
+    seen = []
+    choice = PageChoice(lambda address: seen.append(("small", address)) or 1.0, page_choice()._huge)
+    monkeypatch.setattr(buffers, "page_choice", lambda: choice)
+    tensor = torch.empty(300 << 20, dtype=torch.uint8)
+    target = TensorTarget(tensor, untouched=True)
+    chunk = 3 << 19
+    for at in range(0, tensor.numel(), chunk):
+        size = min(chunk, tensor.numel() - at)
+        tensor[at : at + size] = at % 251
+        target.view(at, size, UINT8)
+    expected = (torch.arange(tensor.numel() // chunk) * chunk % 251).to(torch.uint8).repeat_interleave(chunk)
+    assert torch.equal(tensor, expected)
+    assert len(seen) == len(set(seen)) == 4
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3), (3, 0)])

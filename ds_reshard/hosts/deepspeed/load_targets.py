@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault, UnsupportedLayout
-from ds_reshard.execution.buffers import TensorTarget, element_type, fresh, torch_dtype
+from ds_reshard.execution.buffers import TensorTarget, element_type, torch_dtype
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import flat_group, sliced, sub_group, whole
 from ds_reshard.formats.zero.model_states import ModelStates
@@ -58,10 +58,12 @@ class Wants:
 
     def fresh(self, placement: Placement, source: TensorKey, numel: int, device: torch.device) -> None:
         """Want `source` in a new buffer of `numel` elements, which the engine will adopt."""
+        import torch
+
         self.placements[placement.key] = placement
         self.sources[placement.key] = source
         self.sizes[placement.buffer] = numel
-        self.makers[placement.buffer] = lambda: fresh(numel, torch_dtype(placement.dtype), device)
+        self.makers[placement.buffer] = lambda: torch.empty(numel, dtype=torch_dtype(placement.dtype), device=device)
 
     def take_buffers(self, model: ModelStates) -> None:
         """Take the module's buffers from this rank's own model file instead of the first one's."""
@@ -95,7 +97,7 @@ class Wants:
     def targets(self) -> dict[str, TensorTarget]:
         """Make every buffer; memory is allocated here and not before."""
         self.tensors = {buffer: make() for buffer, make in self.makers.items()}
-        return {buffer: TensorTarget(tensor) for buffer, tensor in self.tensors.items()}
+        return {buffer: TensorTarget(tensor, untouched=buffer in self.sizes) for buffer, tensor in self.tensors.items()}
 
 
 def has(checkpoint: ZeroCheckpoint, name: str, kind: str) -> bool:
