@@ -71,7 +71,7 @@ def _summary(found: Difference) -> str:
     sides = f"A {printable(found.a)}, B {printable(found.b)}"
     read = f"{size(found.bytes_read)} read"
     if found.equal:
-        return f"{sides}: equal to the bit in {len(found.tensors)} tensors and all values; {read}"
+        return f"{sides}: equal to the bit in {len(found.tensors)} tensors and all values that are compared; {read}"
     return (
         f"{sides}: {len(found.differing)} of {len(found.tensors)} tensors and {len(found.values)} values differ"
         + (f", {len(found.faults)} faults" if found.faults else "")

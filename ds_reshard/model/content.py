@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.model.facts import OptimizerFacts
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
@@ -30,6 +30,9 @@ USUAL = frozenset(
 """Entries that are nobody's own: a format that has no place for them loses nothing that it does not say."""
 PER_GROUP = (BASE, LAST, LAMBDAS)
 """The entries of `LambdaLR.state_dict()` that have one value for each param group (torch/optim/lr_scheduler.py)."""
+_OF_GROUPS = frozenset({*PER_GROUP, "max_lrs", "min_lrs", "base_momentums", "max_momentums"})
+"""Those of every scheduler of torch 2.13, of DeepSpeed 0.19.8 and of transformers."""
+_OF_NO_GROUP = frozenset({"_milestones", "milestones"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,34 @@ def schedule_of(state: object, groups: int) -> Schedule | None:
     rows = [{key: state[key][number] for key in PER_GROUP} for number in range(groups)]
     return Schedule(
         groups=tuple(rows), counters={str(key): value for key, value in state.items() if key not in PER_GROUP}
+    )
+
+
+def regrouped(state: Mapping[str, object], order: Sequence[int], saved: int) -> tuple[dict[str, object], list[str]]:
+    """A scheduler's state for other param groups: group i is what `order[i]` was, of `saved` groups.
+
+    Schedulers inside it too. Beside it, the entries that may have a value for each group and are not known to.
+    """
+    made, unknown = dict(state), list[str]()
+    for key, value in state.items() if list(order) != list(range(saved)) else ():
+        if isinstance(value, list | tuple) and value and all(isinstance(part, dict) for part in value):
+            parts = [regrouped(part, order, saved) for part in value]
+            made[key] = [part for part, _ in parts]
+            unknown += [name for _, names in parts for name in names]
+        elif isinstance(value, list | tuple) and len(value) == saved:
+            if key in _OF_GROUPS:
+                made[key] = [value[number] for number in order]
+            elif key not in _OF_NO_GROUP:
+                unknown.append(key)
+    return made, unknown
+
+
+def regrouping_fault(entry: str, where: str) -> Fault:
+    """That an entry of a scheduler's state may have a value for each param group, which are others now."""
+    return UnsupportedLayout.fault(
+        where,
+        f"gives the param groups another order, and whether the scheduler's {entry} follows it is not known",
+        mend="keep the param groups in the order in which they were saved",
     )
 
 

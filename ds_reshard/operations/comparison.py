@@ -252,6 +252,9 @@ def _strided(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDifference]:
 
 def _notes(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
     if a.framework != b.framework:
-        yield "of checkpoints of two frameworks hyper-parameters and counters other than the step are not compared"
+        yield (
+            "of checkpoints of two frameworks param groups (members and hyper-parameters), schedulers, and counters "
+            "other than the step are not compared"
+        )
     for name, side in (("A", a), ("B", b)):
         yield from side.uncompared(name)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 
-from ds_reshard.errors import InternalError, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, InternalError, raise_faults
 from ds_reshard.execution import disk
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.files import ArchiveFile, FileTarget, StagingExecutor
@@ -42,9 +42,10 @@ def convert_listing(
     target = target_of(source, asked)
     needed = _nbytes(target)
     refuse_places(path, out, needed)
+    seen = _seen(source)
     what = {
         "ds_reshard": VERSION,
-        "source": _files_of(source),
+        "source": {name: list(told[:2]) for name, told in seen.items()},
         "tag": found.listing.tag,
         **asdict(asked),
         "dp": source.dp if asked.dp is None else asked.dp,
@@ -57,6 +58,7 @@ def convert_listing(
             return Conversion(out=out, files=0, bytes_read=0, bytes_written=0, complete=True, notes=target.notes)
         work = _Work(source, target, workspace, options, progress, needed)
         work.write(target.units[number::shards])
+        raise_faults(list(_changed(source, seen)), subject=f"converting {source.folder}")
         complete = work.finish()
     return Conversion(
         out=out,
@@ -78,10 +80,21 @@ def _nbytes(target: Target) -> int:
     return total
 
 
-def _files_of(source: Checkpoint) -> dict[str, list[int]]:
-    """What tells the source's files from others of the same names."""
+_Seen = tuple[int, int, int]
+"""What tells a file from another of its name: its size, when it was written to, its number on its disk."""
+
+
+def _seen(source: Checkpoint) -> dict[str, _Seen]:
     stats = {name: os.stat(os.path.join(source.folder, name)) for name in sorted(source.files)}
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+    return {name: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats.items()}
+
+
+def _changed(source: Checkpoint, before: Mapping[str, _Seen]) -> Iterator[Fault]:
+    """Files that were written anew while they were read: without checksums nothing else tells it."""
+    now = _seen(source)
+    for name in (name for name, seen in before.items() if now[name] != seen):
+        mend = "let the save end, then convert again with --force"
+        yield CheckpointDamaged.fault(name, "has changed while it was read", mend=mend)
 
 
 class _Stopped(Exception):

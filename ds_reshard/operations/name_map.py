@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ds_reshard.errors import ConfigError, Fault, ModelMismatch, raise_faults
-from ds_reshard.model.content import Content
+from ds_reshard.model.content import SCHEDULER, Content, regrouped, regrouping_fault
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts
-from ds_reshard.model.layout import TensorKey
 
 _FORM = '{"name in the source": "name in the output"}, or a list of names for a parameter that is tied there'
 
@@ -63,9 +62,9 @@ class NameMap:
             new[name] = others[0]
             tied |= dict.fromkeys(others[1:], others[0])
         order = {name: number for number, name in enumerate(new)}
-        keys = sorted(content.tensors, key=lambda key: order[key.name])
-        tensors = {TensorKey(name=new[key.name], kind=key.kind): content.tensors[key] for key in keys}
-        facts, schedule = content.facts, content.schedule
+        keys = sorted(content.tensors, key=lambda key: order.get(key.name, len(order)))
+        tensors = {key._replace(name=new.get(key.name, key.name)): content.tensors[key] for key in keys}
+        facts, schedule, objects, faults = content.facts, content.schedule, dict(content.objects), []
         if facts is not None:
             saved = facts.groups
             numbers = sorted(range(len(saved)), key=lambda number: _first(saved[number], order))
@@ -74,7 +73,29 @@ class NameMap:
             facts = OptimizerFacts(groups=groups, scalars=scalars)
             if schedule is not None:
                 schedule = replace(schedule, groups=tuple(schedule.groups[number] for number in numbers))
-        return replace(content, tensors=tensors, tied=tied, facts=facts, schedule=schedule)
+            for path in (path for path in objects if path[0] == SCHEDULER):
+                made, unknown = regrouped({str(path[-1]): objects[path]}, numbers, len(saved))
+                objects[path] = made[str(path[-1])]
+                faults += [regrouping_fault(name, self.path) for name in unknown]
+        return replace(
+            content,
+            tensors=tensors,
+            tied=tied,
+            facts=facts,
+            schedule=schedule,
+            objects=objects,
+            faults=(*content.faults, *faults),
+            buffers=frozenset(new.get(name, name) for name in content.buffers),
+            records={new.get(name, name): record for name, record in content.records.items()},
+            notes=(*content.notes, *self._loosened(content, tied)),
+        )
+
+    def _loosened(self, content: Content, tied: Mapping[str, str]) -> Iterator[str]:
+        """Names of tied parameters of which the map says no other."""
+        for name, first in content.tied.items():
+            given = self.names.get(first, ())
+            if len(given) == 1:
+                yield f"left out: {name}, in the source another name of {first}, which the map calls {given[0]} alone"
 
 
 def _first(group: GroupFacts, order: Mapping[str, int]) -> int:

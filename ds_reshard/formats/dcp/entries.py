@@ -20,10 +20,13 @@ _GROUPS = "param_groups"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupKey:
-    """The value `name` of a param group: of that at `position`, or of that of the parameter `member`."""
+    """The value `name` of a param group: of that at `position`, or of that of the parameter `member`.
+
+    A position is a number below the keys of its optimizer: a script may have several.
+    """
 
     name: str
-    position: int | None = None
+    position: tuple[str, int] | None = None
     member: str | None = None
 
 
@@ -31,22 +34,25 @@ def tensor_key(path: Path) -> TensorKey:
     """The logical tensor that a nested state dict's path means.
 
     `get_state_dict` nests states as (..., "state", W, KIND), flattens them to (..., "state.W.KIND"), and names weights
-    by the name of the parameter below the model's.
+    by the name of the parameter below the model's: there nothing is a state, whatever a module is called.
     """
     names = [str(name) for name in path]
+    if len(names) > 1 and names[0] in MODELS:
+        return TensorKey(name=".".join(names[1:]), kind="weight")
     if len(names) >= 3 and names[-3] == "state":
         return TensorKey(name=names[-2], kind=names[-1])
     if names[-1].startswith("state.") and names[-1].count(".") >= 2:
         name, _, kind = names[-1].removeprefix("state.").rpartition(".")
         return TensorKey(name=name, kind=kind)
-    inner = names[1:] if len(names) > 1 and names[0] in MODELS else names
-    return TensorKey(name=".".join(inner), kind="weight")
+    return TensorKey(name=".".join(names), kind="weight")
 
 
 def group_key(path: Path) -> GroupKey | None:
     """The value of a param group that a path means: (..., "param_groups", 0, "lr") or (..., "param_groups.W.lr")."""
+    if len(path) > 1 and path[0] in MODELS:
+        return None
     if len(path) >= 3 and path[-3] == _GROUPS and isinstance(path[-2], int):
-        return GroupKey(name=str(path[-1]), position=path[-2])
+        return GroupKey(name=str(path[-1]), position=(".".join(map(str, path[:-3])), path[-2]))
     last = str(path[-1])
     if last.startswith(f"{_GROUPS}.") and last.count(".") >= 2:
         member, _, name = last.removeprefix(f"{_GROUPS}.").rpartition(".")
@@ -75,7 +81,7 @@ class Values:
 
     def _numbered(self) -> list[GroupFacts]:
         """The groups that were saved by their positions."""
-        found: dict[int, dict[str, object]] = {}
+        found: dict[tuple[str, int], dict[str, object]] = {}
         for key, value in self.grouped.items():
             if key.position is not None:
                 found.setdefault(key.position, {})[key.name] = value

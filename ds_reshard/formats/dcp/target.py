@@ -58,6 +58,10 @@ def _unsupported(content: Content) -> Iterator[Fault]:
                 "has no hyper-parameters (elastic_checkpoint)",
                 "load it in a run with import ds_reshard.auto, and save there",
             )
+        for member in group.members:
+            if member in map(str, range(len(groups))):
+                what = f"is called as a param group is: param_groups.{member}.lr would be a value of both"
+                yield _fault(f"parameter {member}", what, "rename the parameters: --names")
     for name, states in content.facts.scalars.items() if content.facts is not None else ():
         step = states.get("step")
         if isinstance(step, int) and not 0 <= step < _EXACT_STEPS:
