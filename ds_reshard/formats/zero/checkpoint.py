@@ -201,22 +201,25 @@ def kinds_of(partition: Partition) -> dict[str, ElementType]:
     return {"fp32": partition.fp32.dtype, **{kind: state.dtype for kind, state in partition.states.items()}}
 
 
-def _optimizer(model: ModelStates, optim: OptimStates) -> Iterator[Placement]:
-    groups = model.param_shapes or ()
+def unmatched(model: ModelStates, optim: OptimStates) -> list[Fault]:
+    """Where the optimizer's flat buffers are not those of the model file; the first that is not."""
+    groups, what = model.param_shapes or (), "flat buffers do not match the model file"
     if len(groups) != len(optim.partitions):
-        raise fail(optim.path, "flat buffers do not match the model file", f"{len(groups)}", f"{len(optim.partitions)}")
-    for number, (shapes, partition) in enumerate(zip(groups, optim.partitions, strict=True)):
+        return [damaged(optim.path, what, f"{len(groups)}", f"{len(optim.partitions)}")]
+    what = "alignment gaps do not match the parameters"
+    for shapes, partition in zip(groups, optim.partitions, strict=True):
+        if partition.alignment is not None and len(partition.alignment) != len(shapes):
+            return [damaged(optim.path, what, f"{len(shapes)}", f"{len(partition.alignment)}")]
+    return []
+
+
+def _optimizer(model: ModelStates, optim: OptimStates) -> Iterator[Placement]:
+    raise_faults(unmatched(model, optim), subject="reading a checkpoint")
+    for number, (shapes, partition) in enumerate(zip(model.param_shapes or (), optim.partitions, strict=True)):
         kinds = kinds_of(partition)
         if optim.kind == "zero3":
             yield from sub_group(shapes, model.dp, kinds, number=number, family=OPTIM)
         else:
-            if partition.alignment is not None and len(partition.alignment) != len(shapes):
-                raise fail(
-                    optim.path,
-                    "alignment gaps do not match the parameters",
-                    f"{len(shapes)}",
-                    f"{len(partition.alignment)}",
-                )
             yield from flat_group(shapes, partition.alignment, model.dp, kinds, number=number, family=OPTIM)
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ds_reshard.containers.plain import Scalars, plain, read_scalars, single_elements
 from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, damaged
-from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, open_checkpoint
+from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, open_checkpoint, unmatched
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
@@ -164,24 +164,9 @@ class _Look:
         """Whether the optimizer's flat buffers are those of the model file, so that sizes can be checked."""
         if optim is None or model.param_shapes is None:
             return False
-        shapes, partitions = model.param_shapes, optim.partitions
-        if len(shapes) != len(partitions):
-            self.faults.append(
-                damaged(optim.path, "flat buffers do not match the model file", f"{len(shapes)}", f"{len(partitions)}")
-            )
-            return False
-        for group, partition in zip(shapes, partitions, strict=True):
-            if partition.alignment is not None and len(partition.alignment) != len(group):
-                self.faults.append(
-                    damaged(
-                        optim.path,
-                        "alignment gaps do not match the parameters",
-                        f"{len(group)}",
-                        f"{len(partition.alignment)}",
-                    )
-                )
-                return False
-        return True
+        faults = unmatched(model, optim)
+        self.faults += faults
+        return not faults
 
     def open_shards(self, checkpoint: ZeroCheckpoint) -> None:
         """Open every shard of the checkpoint, and compare what they say and hold."""

@@ -17,7 +17,7 @@ from ds_reshard.errors import CheckpointDamaged, Fault, ReadFailed, ReshardError
 from ds_reshard.formats.zero.layout import whole
 from ds_reshard.formats.zero.model_states import ModelStates, Shape
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.optim_states import Partition, read_stage, sub_groups, torch_state
+from ds_reshard.formats.zero.optim_states import Partition, keys_of, read_stage, sub_groups, torch_state
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical, describe
 from ds_reshard.model.layout import Placement
 from ds_reshard.model.records import TensorRecord
@@ -114,7 +114,7 @@ def read_common(path: str, model: ModelStates) -> CommonState:
         check_root(path, "optimizer_state", archive.root)
         entries = archive.load()
         if not isinstance(entries, dict) or not isinstance(entries.get("param_groups"), list):
-            raise fail(path, "is no common state of a universal checkpoint", "'param_groups'", _kind(entries))
+            raise fail(path, "is no common state of a universal checkpoint", "'param_groups'", keys_of(entries))
         own, numbered = _numbered(path, entries["param_groups"], model)
         _, groups, buffers = torch_state(path, "param_groups", {"state": {}, "param_groups": numbered})
         if sorted(i for of_group in buffers for i in of_group) != list(range(count)):
@@ -168,10 +168,6 @@ def _embedded(
 def _alike(partition: Partition) -> Mapping[str, Scalar]:
     """The scalar states that all ranks have alike: an optimizer may keep others per rank, and these are rank 0's."""
     return {name: value for name, value in partition.scalars.items() if name in ("step", "mu_product")}
-
-
-def _kind(value: object) -> str:
-    return f"keys {sorted(map(str, value))[:8]}" if isinstance(value, dict) else type(value).__name__
 
 
 ZERO = "zero"
@@ -248,7 +244,7 @@ def read_state(path: str, kind: str) -> StateFile:
         if isinstance(top, dict):
             tensor = top.get(_PARAM)
             if not isinstance(tensor, TensorRecord):
-                raise fail(path, "holds no tensor", f"an entry {_PARAM!r}", f"keys {sorted(map(str, top))[:8]}")
+                raise fail(path, "holds no tensor", f"an entry {_PARAM!r}", keys_of(top))
             if top.get(_EXPERT):
                 raise fail(path, "is of an expert layer", "a parameter that every rank has", _EXPERT)
             return StateFile(path=path, tensor=tensor, scalar=None, keys=frozenset(map(str, top)))
