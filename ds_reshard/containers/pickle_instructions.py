@@ -72,13 +72,13 @@ def _binint1(m: PickleMachine, pos: int) -> int:
 
 def _integer(m: PickleMachine, line: bytes, base: int) -> int:
     """The integer that a line spells, as C reads it: up to a zero byte; OverLimit when its digits are too many."""
-    return int(_digits(m, line), base)
+    return int(_digits(m, line, "an integer of {} digits"), base)
 
 
-def _digits(m: PickleMachine, line: bytes) -> bytes:
+def _digits(m: PickleMachine, line: bytes, told: str = "a number of {} characters") -> bytes:
     digits = line.partition(b"\0")[0]
     if len(digits) > m.limits.integer_nbytes and _DIGITS.fullmatch(digits):
-        raise OverLimit(f"a number of {len(digits)} characters; at most {m.limits.integer_nbytes} are read")
+        raise OverLimit(f"{told.format(len(digits))}; at most {m.limits.integer_nbytes} are read")
     return digits
 
 
