@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from ds_reshard.formats.zero.stage0 import masters, param_groups, states, torch_
 from ds_reshard.formats.zero.universal import CommonState, UniversalStates, list_states, read_state, state_file
 from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.index import Index
-from ds_reshard.model.layout import Layout
+from ds_reshard.model.layout import Layout, Placement
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.reports import Arrangement, FileEntry, GroupEntry, Inspection, ParameterEntry, StateEntry, Steps
 
@@ -312,36 +313,23 @@ def _optimizer_name(config: Mapping[str, object]) -> str | None:
 
 def _states_of(found: Survey, stage0: Mapping[str, object]) -> Iterator[StateEntry]:
     if found.universal is not None:
-        yield from _universal_states(found.universal)
+        tensors: list[tuple[str, Placement | TensorRecord]]
+        tensors = [(placement.key.kind, placement) for placement in found.universal.placements]
+        single = [states.items() for states in found.universal.facts.scalars.values()]
     elif found.optim is not None:
-        yield from _states(found.optim)
+        tensors = [pair for p in found.optim.partitions for pair in (("fp32", p.fp32), *p.states.items())]
+        single = [p.scalars.items() for p in found.optim.partitions]
     else:
         yield from _stage0_states(found.model, stage0)
-
-
-def _universal_states(universal: UniversalStates) -> Iterator[StateEntry]:
-    for kind, dtype in {placement.key.kind: placement.dtype.label for placement in universal.placements}.items():
-        yield StateEntry(kind=kind, dtypes=(dtype,), scalar=False)
-    single = {kind: value for of_name in universal.facts.scalars.values() for kind, value in of_name.items()}
-    for kind, value in single.items():
-        yield StateEntry(kind=kind, dtypes=(_label(value),), scalar=True)
-
-
-def _label(value: object) -> str:
-    return value.dtype.label if isinstance(value, ScalarTensor) else type(value).__name__
-
-
-def _states(optim: OptimStates) -> Iterator[StateEntry]:
-    flat: dict[str, set[str]] = {"fp32": {p.fp32.dtype.label for p in optim.partitions}}
-    scalars: dict[str, set[str]] = {}
-    for partition in optim.partitions:
-        for kind, tensor in partition.states.items():
-            flat.setdefault(kind, set()).add(tensor.dtype.label)
-        for kind, value in partition.scalars.items():
-            scalars.setdefault(kind, set()).add(_label(value))
-    for kinds, scalar in ((flat, False), (scalars, True)):
-        for kind, labels in kinds.items():
-            yield StateEntry(kind=kind, dtypes=tuple(sorted(labels)), scalar=scalar)
+        return
+    kinds: dict[tuple[bool, str], set[str]] = {}
+    for kind, tensor in tensors:
+        kinds.setdefault((False, kind), set()).add(tensor.dtype.label)
+    for kind, value in chain.from_iterable(single):
+        label = value.dtype.label if isinstance(value, ScalarTensor) else type(value).__name__
+        kinds.setdefault((True, kind), set()).add(label)
+    for (scalar, kind), labels in kinds.items():
+        yield StateEntry(kind=kind, dtypes=tuple(sorted(labels)), scalar=scalar)
 
 
 def _groups_of(found: Survey, stage0: Mapping[str, object]) -> Iterator[GroupEntry]:
