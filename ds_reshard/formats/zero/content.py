@@ -65,8 +65,7 @@ def content_of(checkpoint: ZeroCheckpoint) -> Content:
                 key = TensorKey(name=name, kind=kind)
                 if kind != WEIGHT:
                     tensors[key] = Held(shape=layout[key].shape, dtype=layout[key].dtype, origin=key)
-    entries, config = model.entries, model.entries.get("ds_config")
-    batch = config.get("train_batch_size") if isinstance(config, dict) else None
+    entries, batch = model.entries, model.config.get("train_batch_size")
     kept = {name: value for name, value in entries.items() if name not in LAYOUT_ENTRIES and value is not None}
     return Content(
         folder=checkpoint.listing.folder,

@@ -11,7 +11,7 @@ from typing import TypeVar
 from ds_reshard.containers.plain import Scalars, plain, read_scalars, single_elements
 from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, damaged
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, open_checkpoint, unmatched
-from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
+from ds_reshard.formats.zero.model_states import ModelStates, read_model_states, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
 from ds_reshard.formats.zero.shards import ZeroShards, abridged, compare_prints, compare_signatures
@@ -247,8 +247,9 @@ def _stage0_values(model: ModelStates | None) -> Iterator[object]:
 def describe_survey(found: Survey, *, tag: str, bytes_read: int | None) -> Inspection:
     """What the files tell; where the optimizer's could not be read, what the model file says of them."""
     model, optim = found.model, found.optim
-    config = _config(model, optim)
-    stage0 = torch_optimizer(model)
+    said = model.config if model is not None else optim.config if optim is not None else None
+    config = said if isinstance(said, dict) else {}
+    stage0, name = torch_optimizer(model), section(config, "optimizer").get("type")
     return Inspection(
         format="DeepSpeed universal" if found.listing.universal else "DeepSpeed ZeRO",
         folder=found.listing.folder,
@@ -257,7 +258,7 @@ def describe_survey(found: Survey, *, tag: str, bytes_read: int | None) -> Inspe
         stage=_stage(found, config),
         wrapper=_wrapper(found),
         dp=found.dp,
-        optimizer=_optimizer_name(config),
+        optimizer=name if isinstance(name, str) else None,  # of one that DeepSpeed built; a script may pass its own
         states=tuple(_states_of(found, stage0)),
         groups=tuple(_groups_of(found, stage0)),
         steps=_steps(found, stage0),
@@ -269,21 +270,10 @@ def describe_survey(found: Survey, *, tag: str, bytes_read: int | None) -> Inspe
     )
 
 
-def _config(model: ModelStates | None, optim: OptimStates | None) -> Mapping[str, object]:
-    """The saved DeepSpeed config, empty where it was not saved as a dict."""
-    said = model.entries.get("ds_config") if model is not None else optim.config if optim is not None else None
-    return said if isinstance(said, dict) else {}
-
-
-def _section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
-    section = config.get(name)
-    return section if isinstance(section, dict) else {}
-
-
 def _stage(found: Survey, config: Mapping[str, object]) -> int | None:
     if found.optim is not None:
         return found.optim.stage
-    stage = _section(config, "zero_optimization").get("stage")
+    stage = section(config, "zero_optimization").get("stage")
     if found.universal is not None:
         return stage if found.universal.common.own and isinstance(stage, int) else found.universal.common.stage
     if found.listing.partitioned_model:
@@ -303,12 +293,6 @@ def _wrapper(found: Survey) -> str | None:
     if found.listing.partitioned_model:
         return "zero3"
     return "none" if found.model is not None and found.model.param_shapes is None else None
-
-
-def _optimizer_name(config: Mapping[str, object]) -> str | None:
-    """The name of the optimizer that DeepSpeed built; None when the script passed its own."""
-    name = _section(config, "optimizer").get("type")
-    return name if isinstance(name, str) else None
 
 
 def _states_of(found: Survey, stage0: Mapping[str, object]) -> Iterator[StateEntry]:
@@ -405,9 +389,9 @@ def _count(value: object) -> int | None:
 
 
 def _arrangement(found: Survey, config: Mapping[str, object]) -> Arrangement:
-    zero = _section(config, "zero_optimization")
+    zero = section(config, "zero_optimization")
     optim = found.optim
-    device = _section(zero, "offload_optimizer").get("device")
+    device = section(zero, "offload_optimizer").get("device")
     gaps = [p.alignment is not None and any(p.alignment) for p in optim.partitions] if optim is not None else []
     round_robin = zero.get("round_robin_gradients", False) if config else None
     return Arrangement(

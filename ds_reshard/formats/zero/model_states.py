@@ -41,6 +41,18 @@ class ModelStates:
         """Every trainable parameter's shape; empty at stage 0."""
         return {name: shape for group in self.param_shapes or () for name, shape in group.items()}
 
+    @property
+    def config(self) -> Mapping[str, object]:
+        """The saved DeepSpeed config, empty where it was not saved as a dict."""
+        said = self.entries.get("ds_config")
+        return said if isinstance(said, dict) else {}
+
+
+def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """A section of a config, empty where it is none."""
+    found = config.get(name)
+    return found if isinstance(found, dict) else {}
+
 
 def read_model_states(path: str, stem: str) -> ModelStates:
     """Read one model file: directory and pickle only.

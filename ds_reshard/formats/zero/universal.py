@@ -15,7 +15,7 @@ from math import prod
 from ds_reshard.containers.torch_zip import TorchArchive, check_root, open_archive
 from ds_reshard.errors import CheckpointDamaged, Fault, ReadFailed, ReshardError, damaged, fail, faults_of, raise_faults
 from ds_reshard.formats.zero.layout import whole
-from ds_reshard.formats.zero.model_states import ModelStates, Shape
+from ds_reshard.formats.zero.model_states import ModelStates, Shape, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import Partition, keys_of, read_stage, sub_groups, torch_state
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical, describe
@@ -33,10 +33,8 @@ def scrambled(
     The JSON is not saved where DeepSpeed was given its path. Then the first elements of every master are compared with
     those of the weight, which is whole in the model file below stage 3.
     """
-    config = model.entries.get("ds_config")
-    if isinstance(config, dict):
-        zero = config.get("zero_optimization")
-        wrong = isinstance(zero, dict) and zero.get("round_robin_gradients") is True
+    if isinstance(model.entries.get("ds_config"), dict):
+        wrong = section(model.config, "zero_optimization").get("round_robin_gradients") is True
     else:
         with open_archive(model.path) as weights:
             wrong = any(_differs(weights, model.module.get(name), master(name)) for name in names)
