@@ -236,15 +236,6 @@ def _deque(args: Args, rules: PickleRules) -> bool:
     return _elements(args[:1], rules) and all(isinstance(arg, int | None) for arg in args[1:])
 
 
-def _ratio(args: Args, rules: PickleRules) -> bool:
-    if len(args) == 2:
-        return all(type(arg) is int for arg in args)
-    return len(args) == 1 and isinstance(args[0], str) and _RATIO.fullmatch(args[0]) is not None
-
-
-_RATIO = re.compile(r"-?[0-9]{1,200}(/[0-9]{1,200})?")
-
-
 def _pairs(args: Args, rules: PickleRules) -> bool:
     """Nothing, or one list of pairs, as Python 2 wrote them."""
     return not args or (len(args) == 1 and isinstance(args[0], list))
@@ -339,10 +330,6 @@ _allow("collections", "deque", _PLAIN, fits=_deque, items="list")
 _allow("argparse", "Namespace", "attributes alone", fits=_nothing, new=True, state=True, value=True)
 _allow("types", "SimpleNamespace", "attributes alone", fits=_nothing, state=True)
 _allow("datetime", "datetime date time timedelta timezone", _PLAIN, call=True, value=True)
-_allow("decimal", "Decimal", _PLAIN, call=True, value=True)
-_allow("fractions", "Fraction", _PLAIN, fits=_ratio)
-_objects("uuid", "UUID", _PLAIN)
-_enums("uuid", "SafeUUID", "Python")
 _enums("signal", "Signals", "Python: Megatron-LM keeps --exit-signal")
 _PATHS = "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath"
 for _module in ("pathlib", "pathlib._local"):  # where Python 3.13 has them
