@@ -111,7 +111,8 @@ def open_checkpoint(listing: Listing, *, optimizer: bool) -> ZeroCheckpoint:
     name = listing.model[0]
     model = read_model_states(listing.path(name), name.removesuffix(".pt"))
     wanted = optimizer or listing.partitioned_model
-    faults = list(_missing(listing, model, optimizer=wanted and not listing.universal))
+    sharded = wanted and not listing.universal and model.param_shapes is not None
+    faults = list(missing(listing, model.dp, optimizer=sharded))
     raise_faults(faults, subject=subject)
     optim = universal = facts = None
     placements = [*_weights(model, listing)]
@@ -149,18 +150,18 @@ def saved_sizes(listing: Listing) -> tuple[int, int] | None:
     return (numbers[0], numbers[1]) if len(numbers) == 2 else None
 
 
-def _missing(listing: Listing, model: ModelStates, *, optimizer: bool) -> Iterator[Fault]:
-    """Files that the checkpoint must have and the folder does not, or has empty."""
-    families = [(listing.model, "model_states", model.dp if listing.partitioned_model else 1)]
-    if optimizer and model.param_shapes is not None:
-        families.append((listing.optim, "optim_states", model.dp))
+def missing(listing: Listing, dp: int, *, optimizer: bool) -> Iterator[Fault]:
+    """Files that a checkpoint of so many ranks must have and the folder does not, or has empty."""
+    families = [(listing.model, "model_states", dp if listing.partitioned_model else 1)]
+    if optimizer:
+        families.append((listing.optim, "optim_states", dp))
     for files, what, count in families:
         absent = [rank for rank in range(count) if rank not in files]
         if absent:
             yield CheckpointDamaged.fault(
                 listing.folder,
                 f"{what} files of data-parallel ranks {_ranges(absent)} are missing",
-                f"{count} files (the saving run had dp={model.dp})",
+                f"{count} files (the saving run had dp={dp})",
                 f"{count - len(absent)}",
                 mend="restore the missing files, or load another tag"
                 if len(absent) < count

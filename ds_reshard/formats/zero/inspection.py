@@ -9,8 +9,8 @@ from math import prod
 from typing import TypeVar
 
 from ds_reshard.containers.plain import Scalars, plain, read_scalars, single_elements
-from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, damaged
-from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, open_checkpoint, unmatched
+from ds_reshard.errors import Fault, ReshardError, damaged
+from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, missing, open_checkpoint, unmatched
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
@@ -127,9 +127,8 @@ class _Look:
         listing = self.listing
         dp = model.dp if model is not None else optim.partition_count if optim is not None else None
         if dp is not None:
-            self.absent(listing.model, "model_states", dp if listing.partitioned_model else 1)
-            if not listing.universal and (model is None or model.param_shapes is not None):
-                self.absent(listing.optim, "optim_states", dp)
+            sharded = not listing.universal and (model is None or model.param_shapes is not None)
+            self.faults += missing(listing, dp, optimizer=sharded)
         if listing.universal and model is not None:
             self.read_tensors(model)
         placed = model is not None and self.matching(model, optim)
@@ -144,22 +143,6 @@ class _Look:
             read = {name: self.read(name, read_optim_states) for name in names}
             said = {name: abridged(states.signature()) for name, states in read.items() if states is not None}
             self.faults += compare_signatures(said, listing.folder)
-
-    def absent(self, files: Mapping[int, str], what: str, count: int) -> None:
-        """Note shards that are not there, where `open_checkpoint` had not come to look for them."""
-        missing = [str(rank) for rank in range(count) if rank not in files]
-        counted = any("are missing" in fault.what and what in fault.what for fault in self.faults)
-        if missing and not counted:
-            shown = ", ".join(missing[:16]) + (f", ... ({len(missing)} in all)" if len(missing) > 16 else "")
-            self.faults.append(
-                CheckpointDamaged.fault(
-                    self.listing.folder,
-                    f"{what} files of data-parallel ranks {shown} are missing",
-                    f"{count} files",
-                    f"{count - len(missing)}",
-                    mend="restore the missing files, or load another tag",
-                )
-            )
 
     def matching(self, model: ModelStates, optim: OptimStates | None) -> bool:
         """Whether the optimizer's flat buffers are those of the model file, so that sizes can be checked."""

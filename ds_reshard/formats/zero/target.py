@@ -218,7 +218,11 @@ def make_flats(
             first = next(iter(part))
             for name in part:
                 if kinds[name] != kinds[first] or canonical(dict(scalars[name])) != canonical(dict(scalars[first])):
-                    faults.append(_uneven(name, first))
+                    what = "has other optimizer states than its param group's first parameter"
+                    what += ": a flat buffer keeps one of each"
+                    mend = "--to universal, which keeps each parameter's own"
+                    expected = f"the states and steps of {first}"
+                    faults.append(UnsupportedLayout.fault(name, what, expected, "others", mend=mend))
             flats.append(Flat(group=g, shapes=part, kinds=kinds[first], scalars=scalars[first]))
     return flats, faults
 
@@ -247,16 +251,6 @@ def _kinds(checkpoint: ZeroCheckpoint, name: str) -> dict[str, ElementType]:
 
 def _scalars(checkpoint: ZeroCheckpoint, name: str) -> Mapping[str, Scalar]:
     return checkpoint.facts.scalars.get(name, {}) if checkpoint.facts is not None else {}
-
-
-def _uneven(name: str, first: str) -> Fault:
-    return UnsupportedLayout.fault(
-        name,
-        "has other optimizer states than its param group's first parameter: a flat buffer keeps one of each",
-        f"the states and steps of {first}",
-        "others",
-        mend="--to universal, which keeps each parameter's own",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

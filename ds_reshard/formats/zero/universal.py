@@ -39,13 +39,10 @@ def scrambled(
         with open_archive(model.path) as weights:
             wrong = any(_differs(weights, model.module.get(name), master(name)) for name in names)
     if wrong:
-        yield CheckpointDamaged.fault(
-            listing.folder,
-            "was converted of a run with round_robin_gradients, whose parameters ds_to_universal mixes up",
-            "each parameter's own master and states",
-            "parts of others",
-            mend="load the ZeRO checkpoint that it was made from",
-        )
+        what = "was converted of a run with round_robin_gradients, whose parameters ds_to_universal mixes up"
+        said = ("each parameter's own master and states", "parts of others")
+        mend = "load the ZeRO checkpoint that it was made from"
+        yield CheckpointDamaged.fault(listing.folder, what, *said, mend=mend)
 
 
 def _differs(weights: TorchArchive, weight: TensorRecord | None, file: StateFile | None) -> bool:
@@ -213,7 +210,10 @@ def list_states(folder: str, names: Iterable[str]) -> tuple[dict[str, dict[str, 
             with os.scandir(where) as scan:
                 sizes = {e.name: e.stat().st_size for e in scan if e.name.endswith(".pt") and e.is_file()}
         except FileNotFoundError:
-            faults.append(_missing_folder(where, name))
+            what = f"parameter {name} was trained, and has no folder here"
+            mend = "convert the checkpoint again, or load the one that it was made from"
+            expected = "a folder with its master and states"
+            faults.append(CheckpointDamaged.fault(where, what, expected, "none", mend=mend))
             continue
         except OSError as error:
             raise ReadFailed(f"{where}: cannot be listed: {error}") from error
@@ -222,16 +222,6 @@ def list_states(folder: str, names: Iterable[str]) -> tuple[dict[str, dict[str, 
             damaged(f"{where}/{file}", "is empty", "a torch zip file", "0 bytes") for file in sizes if not sizes[file]
         ]
     return found, faults
-
-
-def _missing_folder(where: str, name: str) -> Fault:
-    return CheckpointDamaged.fault(
-        where,
-        f"parameter {name} was trained, and has no folder here",
-        "a folder with its master and states",
-        "none",
-        mend="convert the checkpoint again, or load the one that it was made from",
-    )
 
 
 def read_state(path: str, kind: str) -> StateFile:
@@ -432,14 +422,11 @@ class _Reading:
                         yield from self._absent(name, kept - set(self.common.scalars[i]) - set(self.files[name]))
 
     def _absent(self, name: str, kinds: Iterable[str]) -> Iterator[Fault]:
+        mend = "load the ZeRO checkpoint that it was made from, or pass load_optimizer_states=False"
         for kind in sorted(kinds):
-            yield CheckpointDamaged.fault(
-                self.listing.path(state_file(name, kind)),
-                f"the saved optimizer kept {kind} of parameter {name}, and it is not here",
-                "a file",
-                "none",
-                mend="load the ZeRO checkpoint that it was made from, or pass load_optimizer_states=False",
-            )
+            what = f"the saved optimizer kept {kind} of parameter {name}, and it is not here"
+            path = self.listing.path(state_file(name, kind))
+            yield CheckpointDamaged.fault(path, what, "a file", "none", mend=mend)
 
     def steps_that_differ(self, scalars: Mapping[str, Mapping[str, Scalar]]) -> Iterator[Fault]:
         """The members of a param group were stepped together."""
