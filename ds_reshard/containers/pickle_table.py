@@ -238,7 +238,19 @@ def _deque(args: Args, rules: PickleRules) -> bool:
 
 def _pairs(args: Args, rules: PickleRules) -> bool:
     """Nothing, or one list of pairs, as Python 2 wrote them."""
-    return not args or (len(args) == 1 and isinstance(args[0], list))
+    pairs = args[0] if len(args) == 1 else None
+    if not isinstance(pairs, list):
+        return not args
+    return all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs)
+
+
+def _bounds(args: Args, rules: PickleRules) -> bool:
+    return 1 <= len(args) <= 3 and all(arg is None or type(arg) is int for arg in args)
+
+
+def _sizes(args: Args, rules: PickleRules) -> bool:
+    sizes = args[0] if len(args) == 1 else None
+    return not args or (isinstance(sizes, list | tuple) and all(isinstance(size, int) for size in sizes))
 
 
 def _generator(args: Args, rules: PickleRules) -> bool:
@@ -315,7 +327,7 @@ def _enums(module: str, names: str, owner: str) -> None:
 
 # Python's own values.
 _allow("builtins", "list dict int float str bool tuple object Ellipsis NotImplemented", _KIND)
-_allow("builtins", "slice range", _PLAIN, call=True, value=True)
+_allow("builtins", "slice range", _PLAIN, fits=_bounds, value=True)
 _allow("builtins", "complex", _PLAIN, value=True, fits=_numbers)
 _allow("builtins", "set frozenset", _PLAIN, value=True, fits=_elements)
 _allow("builtins", "bytes bytearray", _PLAIN, value=True, fits=_literal_or_latin)
@@ -384,7 +396,7 @@ _allow(
     "a layout",
 )
 _allow("torch.serialization", "_get_layout", "a layout by its name", fits=_words)
-_allow("torch", "Size", "a shape", fits=_elements, value=True)
+_allow("torch", "Size", "a shape", fits=_sizes, value=True)
 _allow("torch", "device", "a device by its name", fits=_words, value=True)
 _allow("torch", "Tensor", _KIND)
 _allow("torch._tensor", "Tensor", _KIND)
