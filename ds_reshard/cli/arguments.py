@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from rich.console import Console
 
 from ds_reshard.formats.zero.weights_target import DTYPES
 from ds_reshard.operations import FORMATS, Reading
 from ds_reshard.operations.options import THREADS, refuse_memory
+
+FOLDER = "the folder that was given to save_checkpoint"
 
 
 def count(text: str) -> int:
@@ -27,10 +32,9 @@ def shard(text: str) -> tuple[int, int]:
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """What is to be written, of which tag."""
+    """What is to be written."""
     parser.add_argument("--to", required=True, choices=FORMATS, help="the format")
     parser.add_argument("--dp", type=count, metavar="N", help="data-parallel size (default: the saving run's)")
-    parser.add_argument("--tag", help="the tag to read (default: the one that 'latest' names)")
     parser.add_argument(
         "--sub-group-size", type=count, metavar="N", help="the coming run's, for zero3 (default: the saving run's)"
     )
@@ -58,6 +62,26 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", type=count, metavar="MIB", default=256, help="memory for buffers (default: %(default)s)"
     )
+
+
+def add_checkpoint(parser: argparse.ArgumentParser, metavar: str = "CKPT", help: str = FOLDER) -> None:
+    """The checkpoint, and --tag."""
+    parser.add_argument("checkpoint", metavar=metavar, help=help)
+    parser.add_argument("--tag", help="the tag to read (default: the one that 'latest' names)")
+
+
+def add_json(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
+    """--json, and what the subcommand does."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def show(arguments: argparse.Namespace, told: object, render: Callable[[Console], None]) -> None:
+    """Print what was found: as JSON, or on the console."""
+    if arguments.json:
+        print(json.dumps(told, indent=2))
+    else:
+        render(Console())
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:

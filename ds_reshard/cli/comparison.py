@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_reshard.cli.arguments import add_reading, add_trust, reading
-from ds_reshard.cli.render import bar, printable, size
+from ds_reshard.cli.arguments import add_json, add_reading, add_trust, reading, show
+from ds_reshard.cli.render import bar, line, printable, render_faults, size, table
 from ds_reshard.model.reports import DIFFERS, EQUAL, Difference, TensorDifference, ValueDifference
 from ds_reshard.operations import diff
 
@@ -27,9 +26,8 @@ def add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--tag-b", metavar="TAG", help="the tag of B")
     parser.add_argument("--tensors", action="store_true", help="list every tensor, the equal ones too")
     add_reading(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
     add_trust(parser)
-    parser.set_defaults(run=run)
+    add_json(parser, run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,10 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
             reading=reading(arguments),
             progress=progress,
         )
-    if arguments.json:
-        print(json.dumps(found.to_json(every_tensor=arguments.tensors), indent=2))
-    else:
-        render_difference(found, Console(), every_tensor=arguments.tensors)
+    show(
+        arguments,
+        found.to_json(every_tensor=arguments.tensors),
+        lambda console: render_difference(found, console, every_tensor=arguments.tensors),
+    )
     return 0 if found.equal else 1
 
 
@@ -59,16 +58,14 @@ def render_difference(found: Difference, console: Console, *, every_tensor: bool
         console.print(Text(f"and {left} more that differ: --tensors shows all", style="dim"))
     if found.values:
         console.print(_value_table(found.values))
-    for fault in found.faults:
-        console.print(Text(printable(fault.line()), style="red"), soft_wrap=True)
-        console.print(Text(f"  to mend: {printable(fault.mend)}"), soft_wrap=True)
+    render_faults(found.faults, console)
     for note in found.notes:
-        console.print(Text(printable(note), style="dim"), soft_wrap=True)
-    console.print(Text(_summary(found), style="green" if found.equal else "bold red"), soft_wrap=True)
+        line(console, note, "dim")
+    line(console, _summary(found), "green" if found.equal else "bold red")
 
 
 def _summary(found: Difference) -> str:
-    sides = f"A {printable(found.a)}, B {printable(found.b)}"
+    sides = f"A {found.a}, B {found.b}"
     read = f"{size(found.bytes_read)} read"
     if found.equal:
         return f"{sides}: equal to the bit in {len(found.tensors)} tensors and all values that are compared; {read}"
@@ -80,9 +77,7 @@ def _summary(found: Difference) -> str:
 
 
 def _tensor_table(tensors: tuple[TensorDifference, ...]) -> Table:
-    table = Table(title="Tensors", title_justify="left")
-    for heading in ("name", "kind", "state", "elements", "max abs", "ulp", "first at"):
-        table.add_column(heading, overflow="fold")
+    made = table("Tensors", "name", "kind", "state", "elements", "max abs", "ulp", "first at")
     for tensor in tensors:
         state = tensor.state if tensor.state in (EQUAL, DIFFERS) else f"{tensor.state}: {tensor.a} | {tensor.b}"
         numbers = ["", "", "", ""]
@@ -91,14 +86,12 @@ def _tensor_table(tensors: tuple[TensorDifference, ...]) -> Table:
             ulp = "" if tensor.max_ulp is None else f"{tensor.max_ulp:,}"
             numbers = [f"{tensor.differing:,} of {tensor.numel:,}", f"{tensor.max_abs:.4g}", ulp, first]
         style = "dim" if tensor.state == EQUAL else ""
-        table.add_row(*(Text(printable(text)) for text in (tensor.name, tensor.kind, state, *numbers)), style=style)
-    return table
+        made.add_row(*(Text(printable(text)) for text in (tensor.name, tensor.kind, state, *numbers)), style=style)
+    return made
 
 
 def _value_table(values: tuple[ValueDifference, ...]) -> Table:
-    table = Table(title="Values", title_justify="left")
-    for heading in ("what", "A", "B"):
-        table.add_column(heading, overflow="fold")
+    made = table("Values", "what", "A", "B")
     for value in values:
-        table.add_row(*(Text(printable(text)) for text in (value.where, value.a, value.b)))
-    return table
+        made.add_row(*(Text(printable(text)) for text in (value.where, value.a, value.b)))
+    return made

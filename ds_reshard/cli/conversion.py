@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import asdict
 
-from ds_reshard.cli.arguments import add_reading, add_target, add_trust, shard, target
+from ds_reshard.cli.arguments import add_checkpoint, add_json, add_reading, add_target, add_trust, shard, target
 from ds_reshard.cli.render import bar
 from ds_reshard.operations import Options, convert
 
@@ -16,7 +16,7 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(
         "convert", help="write a checkpoint anew, for another ZeRO stage, size or format; DeepSpeed itself loads it"
     )
-    parser.add_argument("checkpoint", metavar="SRC", help="the folder that was given to save_checkpoint")
+    add_checkpoint(parser, "SRC")
     parser.add_argument("out", metavar="OUT", help="the folder to make: it is there when all of it is written")
     add_target(parser)
     add_reading(parser)
@@ -25,9 +25,8 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("--resume", action="store_true", help="go on with a conversion that was interrupted")
     parser.add_argument("--force", action="store_true", help="replace OUT when all of the new one is written")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     add_trust(parser)
-    parser.set_defaults(run=run)
+    add_json(parser, run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -9,10 +9,9 @@ from importlib import metadata
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from ds_reshard.cli.render import printable
+from ds_reshard.cli.render import line, printable, table
 from ds_reshard.hooks import HostHooks
 from ds_reshard.hosts import tables
 from ds_reshard.hosts.accelerate.diagnostic import Finding
@@ -82,14 +81,12 @@ def to_json(found: Sequence[Framework], findings: Sequence[Finding]) -> Mapping[
 
 def render(found: Sequence[Framework], findings: Sequence[Finding], console: Console) -> None:
     """One row a framework, then every finding with the line to change."""
-    table = Table(title="Frameworks", title_justify="left")
-    for heading in ("framework", "installed", "state", "range", "tested"):
-        table.add_column(heading, overflow="fold")
+    made = table("Frameworks", "framework", "installed", "state", "range", "tested")
     for one in found:
         state = Text(one.state, style=_STYLE[one.state])
-        table.add_row(one.name, one.version or "", state, one.versions, ", ".join(one.tested))
-    console.print(table)
+        made.add_row(one.name, one.version or "", state, one.versions, ", ".join(one.tested))
+    console.print(made)
     for finding in findings:
-        line = Text(f"{finding.outcome}: ", style=_OUTCOME[finding.outcome])
-        console.print(line.append(printable(f"{finding.where}: {finding.what}"), style=""), soft_wrap=True)
-        console.print(Text(f"  {printable(finding.mend)}"), soft_wrap=True)
+        said = Text(f"{finding.outcome}: ", style=_OUTCOME[finding.outcome])
+        console.print(said.append(printable(f"{finding.where}: {finding.what}"), style=""), soft_wrap=True)
+        line(console, f"  {finding.mend}")

@@ -1,8 +1,7 @@
 """The arguments of `ds-reshard`, what each subcommand calls, and the exit status.
 
 0: nothing to report; 1: something was found (a refused hook, a fault in a checkpoint, a curve that the files
-cannot tell); 2: wrong usage, or
-what was named cannot be read.
+cannot tell); 2: wrong usage, or what was named cannot be read.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from rich.console import Console
 
 from ds_reshard import __version__
 from ds_reshard.cli import doctor, lr_command, render
-from ds_reshard.cli.arguments import add_device, add_reading, add_trust, reading
+from ds_reshard.cli.arguments import add_checkpoint, add_device, add_json, add_reading, add_trust, reading, show
 from ds_reshard.cli.comparison import add_diff
 from ds_reshard.cli.conversion import add_convert
 from ds_reshard.cli.lr_command import draw
@@ -46,25 +45,20 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     hooks = commands.add_parser("hooks", help="list each patch of each framework with its state")
-    hooks.add_argument("--json", action="store_true", help="print JSON")
-    hooks.set_defaults(run=_hooks)
+    add_json(hooks, _hooks)
 
     look = commands.add_parser("inspect", help="show what a checkpoint holds, or every fault found in it")
-    look.add_argument("checkpoint", metavar="CKPT", help="the folder that was given to save_checkpoint")
-    look.add_argument("--tag", help="the tag to look at (default: the one that 'latest' names)")
-    look.add_argument("--json", action="store_true", help="print JSON")
+    add_checkpoint(look)
     look.add_argument("--all", action="store_true", help="list every parameter and file")
     add_trust(look)
-    look.set_defaults(run=_inspect)
+    add_json(look, _inspect)
 
     prints = commands.add_parser("fingerprint", help="64 bits of every tensor, the same under every layout")
-    prints.add_argument("checkpoint", metavar="CKPT", help="the folder that was given to save_checkpoint")
-    prints.add_argument("--tag", help="the tag to look at (default: the one that 'latest' names)")
+    add_checkpoint(prints)
     add_reading(prints)
     add_device(prints)
-    prints.add_argument("--json", action="store_true", help="print JSON")
     add_trust(prints)
-    prints.set_defaults(run=_fingerprint)
+    add_json(prints, _fingerprint)
 
     lr = commands.add_parser(
         "lr",
@@ -77,9 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
     lr.add_argument("--tag", help="the tag that will be loaded (default: the one that 'latest' names)")
     lr.add_argument("--steps", type=_steps, metavar="N", help="how many steps (default: to the schedule's end)")
     lr.add_argument("--png", metavar="FILE", help="write a picture")
-    lr.add_argument("--json", action="store_true", help="print JSON")
     add_trust(lr)
-    lr.set_defaults(run=_lr)
+    add_json(lr, _lr)
 
     add_convert(commands)
     add_verify(commands)
@@ -88,18 +81,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     look_over = commands.add_parser("doctor", help="installed frameworks against the tested ones, and what a JSON does")
     look_over.add_argument("--config", metavar="FILE", help="a DeepSpeed JSON, as it is used with accelerate")
-    look_over.add_argument("--json", action="store_true", help="print JSON")
-    look_over.set_defaults(run=_doctor)
+    add_json(look_over, _doctor)
     return parser
 
 
 def _steps(text: str) -> int:
-    return _count(text, "steps", 10_000_000)
-
-
-def _count(text: str, what: str, most: int) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {what}, from 1 to {most:,}")
+    if not text.isdecimal() or not 1 <= int(text) <= 10_000_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps, from 1 to 10,000,000")
     return int(text)
 
 
@@ -134,29 +122,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _hooks(arguments: argparse.Namespace) -> int:
     statuses = installed()
-    if arguments.json:
-        print(json.dumps({"hooks": [asdict(status) for status in statuses]}, indent=2))
-    else:
-        render.render_hooks(statuses, Console())
+    told = {"hooks": [asdict(status) for status in statuses]}
+    show(arguments, told, lambda console: render.render_hooks(statuses, console))
     return FINDING if any(status.state == "refused" for status in statuses) else OK
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
     inspection = inspect(arguments.checkpoint, tag=arguments.tag)
-    if arguments.json:
-        print(json.dumps(inspection.to_json(), indent=2))
-    else:
-        render.render_inspection(inspection, Console(), every_row=arguments.all)
+    show(
+        arguments,
+        inspection.to_json(),
+        lambda console: render.render_inspection(inspection, console, every_row=arguments.all),
+    )
     return FINDING if inspection.faults else OK
 
 
 def _fingerprint(arguments: argparse.Namespace) -> int:
     with bar("read") as progress:
         found = fingerprint(arguments.checkpoint, tag=arguments.tag, reading=reading(arguments), progress=progress)
-    if arguments.json:
-        print(json.dumps(found.to_json(), indent=2))
-    else:
-        render.render_fingerprints(found, Console())
+    show(arguments, found.to_json(), lambda console: render.render_fingerprints(found, console))
     return FINDING if found.faults else OK
 
 
@@ -185,10 +169,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     """Status 1 for a version outside its range, or a JSON that no optimizer and no scheduler can go with."""
     found = doctor.frameworks()
     findings = diagnose(read_config(arguments.config)) if arguments.config is not None else ()
-    if arguments.json:
-        print(json.dumps(doctor.to_json(found, findings), indent=2))
-    else:
-        doctor.render(found, findings, Console())
+    show(arguments, doctor.to_json(found, findings), lambda console: doctor.render(found, findings, console))
     return FINDING if doctor.wrong(found, findings) else OK
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import html
-import json
 import math
 from pathlib import Path
 
@@ -12,8 +11,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_reshard.cli.arguments import add_reading, add_target, add_trust, reading, shard, target
-from ds_reshard.cli.render import printable, size
+from ds_reshard.cli.arguments import (
+    add_checkpoint,
+    add_json,
+    add_reading,
+    add_target,
+    add_trust,
+    reading,
+    shard,
+    show,
+    target,
+)
+from ds_reshard.cli.render import line, printable, size
 from ds_reshard.errors import WriteFailed
 from ds_reshard.model.reports import ConversionPlan
 from ds_reshard.operations import plan
@@ -86,7 +95,7 @@ _ROWS = 20
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("plan", help="what convert would read and write, by whom; reads no tensor")
-    parser.add_argument("checkpoint", metavar="SRC", help="the folder that was given to save_checkpoint")
+    add_checkpoint(parser, "SRC")
     add_target(parser)
     parser.add_argument(
         "--bandwidth",
@@ -104,9 +113,8 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="plan part I of N, counted from 0, as convert would write it; opens that part's files alone",
     )
     parser.add_argument("--html", metavar="FILE", help="draw which source file feeds which target rank")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     add_trust(parser)
-    parser.set_defaults(run=run)
+    add_json(parser, run)
 
 
 def _bandwidth(text: str) -> float:
@@ -129,10 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.html is not None:
         _write(arguments.html, page(made))
-    if arguments.json:
-        print(json.dumps(made.to_json(), indent=2))
-    else:
-        render_plan(made, Console())
+    show(arguments, made.to_json(), lambda console: render_plan(made, console))
     return 0
 
 
@@ -157,11 +162,9 @@ def render_plan(made: ConversionPlan, console: Console) -> None:
     console.print(table)
     if len(made.units) > _ROWS:
         console.print(Text(f"and {len(made.units) - _ROWS} more: --json shows them", style="dim"))
-    console.print(
-        Text(
-            f"{size(made.bytes_read)} read, {size(made.bytes_written)} written, buffers of {size(made.buffer_nbytes)}; "
-            f"{made.seconds:.3g} s at {made.bandwidth / 1e9:g} GB/s"
-            + (f"; planned from {size(made.metadata_nbytes)}" if made.metadata_nbytes is not None else "")
-        ),
-        soft_wrap=True,
+    line(
+        console,
+        f"{size(made.bytes_read)} read, {size(made.bytes_written)} written, buffers of {size(made.buffer_nbytes)}; "
+        f"{made.seconds:.3g} s at {made.bandwidth / 1e9:g} GB/s"
+        + (f"; planned from {size(made.metadata_nbytes)}" if made.metadata_nbytes is not None else ""),
     )

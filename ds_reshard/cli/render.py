@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
@@ -49,22 +50,20 @@ _STYLE = {
 
 def render_hooks(statuses: Sequence[HookStatus], console: Console) -> None:
     """One row a patch: host and version, state, whether the version is tested, target, summary and reason."""
-    table = Table(title="Hooks", title_justify="left", show_lines=True)
-    for heading in ("host", "state", "tested", "patch"):
-        table.add_column(heading, overflow="fold")
+    made = table("Hooks", "host", "state", "tested", "patch", show_lines=True)
     for status in statuses:
         module, _, name = status.target.partition(":")
         patch = Text(f"{name}\n")
         patch.append(f"of {module}\n{status.summary}", style="dim")
         if status.reason:
             patch.append(f"\n{status.reason}", style=_STYLE[status.state])
-        table.add_row(
+        made.add_row(
             Text(f"{status.host} {status.version or ''}".rstrip()),
             Text(status.state, style=_STYLE[status.state]),
             Text("yes" if status.tested else "no"),
             patch,
         )
-    console.print(table)
+    console.print(made)
 
 
 def render_inspection(inspection: Inspection, console: Console, *, every_row: bool = False) -> None:
@@ -79,31 +78,44 @@ def render_inspection(inspection: Inspection, console: Console, *, every_row: bo
             console.print(Text(f"and {len(inspection.parameters) - len(shown)} more: --all shows them", style="dim"))
     if every_row or inspection.faults:
         console.print(_file_table(inspection.files))
-    _render_faults(inspection.faults, console)
-    console.print(Text(pickle_line(inspection.pickles, inspection.pickles_unread, inspection.faults)), soft_wrap=True)
+    render_faults(inspection.faults, console)
+    line(console, pickle_line(inspection.pickles, inspection.pickles_unread, inspection.faults))
 
 
 def render_fingerprints(found: Fingerprinted, console: Console) -> None:
     """One row a logical tensor, then what is not among them, then every fault in red."""
-    table = Table(title=f"Fingerprints of {printable(found.folder)}", title_justify="left")
-    for heading in ("name", "kind", "type", "shape", "fingerprint"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "fingerprint")
+    made = table(f"Fingerprints of {printable(found.folder)}", "name", "kind", "type", "shape")
+    made.add_column("fingerprint", no_wrap=True)
     for tensor in found.tensors:
         shown = Text("not verified", style="red") if tensor.fingerprint is None else Text(tensor.fingerprint)
         name, kind = Text(printable(tensor.name)), Text(printable(tensor.kind))
-        table.add_row(name, kind, tensor.dtype, _shape(tensor.shape), shown)
-    console.print(table)
+        made.add_row(name, kind, tensor.dtype, _shape(tensor.shape), shown)
+    console.print(made)
     for note in found.notes:
-        console.print(Text(printable(note), style="dim"), soft_wrap=True)
-    _render_faults(found.faults, console)
+        line(console, note, "dim")
+    render_faults(found.faults, console)
 
 
-def _render_faults(faults: Sequence[Fault], console: Console) -> None:
+def render_faults(faults: Sequence[Fault], console: Console) -> None:
+    """How many there are, and each with what mends it."""
     if faults:
-        console.print(Text(f"{len(faults)} fault{'s' if len(faults) > 1 else ''} found", style="bold red"))
+        line(console, f"{len(faults)} fault{'s' if len(faults) > 1 else ''} found", "bold red")
     for fault in faults:
-        console.print(Text(printable(fault.line()), style="red"), soft_wrap=True)
-        console.print(Text(f"  to mend: {printable(fault.mend)}"), soft_wrap=True)
+        line(console, fault.line(), "red")
+        line(console, f"  to mend: {fault.mend}")
+
+
+def table(title: str, *headings: str, **how: Any) -> Table:
+    """A table of which long cells are folded."""
+    made = Table(title=title, title_justify="left", **how)
+    for heading in headings:
+        made.add_column(heading, overflow="fold")
+    return made
+
+
+def line(console: Console, text: str, style: str = "") -> None:
+    """One line, not wrapped: whoever reads it by a program finds it whole."""
+    console.print(Text(printable(text), style=style), soft_wrap=True)
 
 
 def printable(text: str) -> str:
@@ -147,43 +159,33 @@ def _summary(inspection: Inspection) -> Table:
     return grid
 
 
-def _sizes(inspection: Inspection) -> str:
-    model = {"tp": inspection.tp, "pp": inspection.pp}
-    known = {axis: str(size) for axis, size in model.items() if size is not None}
-    return ", ".join(f"{axis} {size}" for axis, size in {"dp": _or_unknown(inspection.dp), **known}.items())
-
-
 def _group_table(groups: Sequence[GroupEntry]) -> Table:
-    table = Table(title="Param groups", title_justify="left")
+    made = Table(title="Param groups", title_justify="left")
     for heading in ("group", "members", "elements", "hyper-parameters"):
-        table.add_column(heading, overflow="fold", justify="left" if heading == "hyper-parameters" else "right")
+        made.add_column(heading, overflow="fold", justify="left" if heading == "hyper-parameters" else "right")
     for group in groups:
         hyper = group.hyperparameters
         said = "not saved" if hyper is None else ", ".join(f"{name}={value}" for name, value in hyper.items())
         numel = "unknown" if group.numel is None else f"{group.numel:,}"
-        table.add_row(str(group.number), str(group.members), numel, Text(printable(said)))
-    return table
+        made.add_row(str(group.number), str(group.members), numel, Text(printable(said)))
+    return made
 
 
 def _parameter_table(parameters: Sequence[ParameterEntry]) -> Table:
-    table = Table(title="Parameters", title_justify="left")
-    for heading in ("name", "shape", "type", "role", "group"):
-        table.add_column(heading, overflow="fold")
+    made = table("Parameters", "name", "shape", "type", "role", "group")
     for entry in parameters:
         role = f"{entry.role}, tied to {printable(entry.tied_to)}" if entry.tied_to is not None else entry.role
         group = "" if entry.group is None else str(entry.group)
-        table.add_row(Text(printable(entry.name)), _shape(entry.shape), entry.dtype or "unknown", Text(role), group)
-    return table
+        made.add_row(Text(printable(entry.name)), _shape(entry.shape), entry.dtype or "unknown", Text(role), group)
+    return made
 
 
 def _file_table(files: Sequence[FileEntry]) -> Table:
-    table = Table(title="Files", title_justify="left")
-    table.add_column("name", overflow="fold")
-    table.add_column("role")
-    table.add_column("size", justify="right")
+    made = table("Files", "name", "role")
+    made.add_column("size", justify="right")
     for file in files:
-        table.add_row(Text(printable(file.name)), file.role, size(file.nbytes))
-    return table
+        made.add_row(Text(printable(file.name)), file.role, size(file.nbytes))
+    return made
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from ds_reshard.cli.arguments import add_device, add_reading, add_trust, reading
+from ds_reshard.cli.arguments import FOLDER, add_checkpoint, add_device, add_json, add_reading, add_trust, reading, show
 from ds_reshard.cli.comparison import render_difference
-from ds_reshard.cli.render import bar, printable, size
-from ds_reshard.errors import ConfigError
-from ds_reshard.model.reports import Verification, pickle_line
+from ds_reshard.cli.render import bar, line, printable, size, table
+from ds_reshard.errors import ConfigError, Fault
+from ds_reshard.model.reports import PickleScan, Verification, pickle_line
 from ds_reshard.operations import scan_pickles, verify
 
 
@@ -21,10 +20,7 @@ def add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "verify", help="read a checkpoint whole and list everything that is wrong with it; status 1 for any finding"
     )
-    parser.add_argument(
-        "checkpoint", metavar="CKPT", help="the folder that was given to save_checkpoint; with --pickles any folder"
-    )
-    parser.add_argument("--tag", help="the tag to look at (default: the one that 'latest' names)")
+    add_checkpoint(parser, help=f"{FOLDER}; with --pickles any folder")
     parser.add_argument("--deep", action="store_true", help="look at the values of the tensors, too")
     parser.add_argument("--against", metavar="OTHER", help="a checkpoint that it shall be equal to, of any layout")
     parser.add_argument(
@@ -33,8 +29,7 @@ def add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_reading(parser)
     add_device(parser)
     add_trust(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+    add_json(parser, run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,10 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
             reading=reading(arguments),
             progress=progress,
         )
-    if arguments.json:
-        print(json.dumps(found.to_json(), indent=2))
-    else:
-        render_verification(found, Console())
+    show(arguments, found.to_json(), lambda console: render_verification(found, console))
     return 0 if found.clean else 1
 
 
@@ -61,42 +53,41 @@ def _run_pickles(arguments: argparse.Namespace) -> int:
     if arguments.deep or arguments.against is not None or arguments.tag is not None:
         raise ConfigError("--pickles looks at pickles alone: leave out --deep, --against and --tag")
     found = scan_pickles(arguments.checkpoint)
-    if arguments.json:
-        print(json.dumps(found.to_json(), indent=2))
-    else:
-        console = Console()
-        for fault in found.faults:
-            console.print(Text(printable(f"{fault.where}: {fault.what}"), style="red"), soft_wrap=True)
-        for mend in dict.fromkeys(fault.mend for fault in found.faults if fault.mend):
-            console.print(Text(f"to mend: {printable(mend)}"), soft_wrap=True)
-        files = f"{found.files} file{'s' if found.files != 1 else ''}"
-        line = f"{printable(found.folder)}: {files}; {pickle_line(found.pickles, found.unread, found.faults)}"
-        console.print(Text(line, style="bold red" if found.faults else "green"), soft_wrap=True)
+    show(arguments, found.to_json(), lambda console: _render_pickles(found, console))
     return 1 if found.faults else 0
+
+
+def _render_pickles(found: PickleScan, console: Console) -> None:
+    for fault in found.faults:
+        line(console, f"{fault.where}: {fault.what}", "red")
+    _mends(found.faults, console)
+    files = f"{found.files} file{'s' if found.files != 1 else ''}"
+    told = f"{found.folder}: {files}; {pickle_line(found.pickles, found.unread, found.faults)}"
+    line(console, told, "bold red" if found.faults else "green")
+
+
+def _mends(faults: Sequence[Fault], console: Console) -> None:
+    for mend in dict.fromkeys(fault.mend for fault in faults if fault.mend):
+        line(console, f"to mend: {mend}")
 
 
 def render_verification(found: Verification, console: Console) -> None:
     """One row a finding, what mends them, what is no fault, and a line that says what was read."""
     if found.faults:
-        table = Table(title="Findings", title_justify="left", show_lines=True)
-        for heading in ("where", "what", "expected", "found"):
-            table.add_column(heading, overflow="fold")
+        made = table("Findings", "where", "what", "expected", "found", show_lines=True)
         for fault in found.faults:
             where = fault.where.removeprefix(f"{found.folder}/")
-            table.add_row(*(Text(printable(text)) for text in (where, fault.what, fault.expected, fault.found)))
-        console.print(table)
-        for mend in dict.fromkeys(fault.mend for fault in found.faults if fault.mend):
-            console.print(Text(f"to mend: {printable(mend)}"), soft_wrap=True)
+            made.add_row(*(Text(printable(text)) for text in (where, fault.what, fault.expected, fault.found)))
+        console.print(made)
+        _mends(found.faults, console)
     for note in found.notes:
-        console.print(Text(printable(note), style="dim"), soft_wrap=True)
+        line(console, note, "dim")
     if found.difference is not None:
         render_difference(found.difference, console)
     looked = f", the values of {found.tensors} tensors" if found.tensors else ""
     count = len(found.faults)
     result = f"{count} finding{'s' if count != 1 else ''}" if count else "nothing found"
     rate = f" at {size(round(found.bytes_read / found.seconds))}/s" if found.seconds else ""
-    line = f"{printable(found.folder)}: {result} in {found.files} files, {found.records} checksums{looked}; "
-    console.print(
-        Text(f"{line}{size(found.bytes_read)} read{rate}", style="bold red" if count else "green"), soft_wrap=True
-    )
-    console.print(Text(pickle_line(found.pickles, found.pickles_unread, found.faults)), soft_wrap=True)
+    told = f"{found.folder}: {result} in {found.files} files, {found.records} checksums{looked}; "
+    line(console, f"{told}{size(found.bytes_read)} read{rate}", "bold red" if count else "green")
+    line(console, pickle_line(found.pickles, found.pickles_unread, found.faults))

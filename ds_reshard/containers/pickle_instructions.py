@@ -19,11 +19,8 @@ from ds_reshard.containers.pickle_machine import SET_COST, CutShort, Handler, Ov
 from ds_reshard.containers.pickle_rules import CALLEES, shown
 from ds_reshard.model.records import ObjectRecord
 
-_U2 = struct.Struct("<H").unpack_from
 _U4 = struct.Struct("<I").unpack_from
 _U8 = struct.Struct("<Q").unpack_from
-_I4 = struct.Struct("<i").unpack_from
-_F8 = struct.Struct(">d").unpack_from
 
 _RAW_UNICODE = codecs.lookup("raw-unicode-escape").decode  # looked up once: the first look-up imports it
 
@@ -58,9 +55,14 @@ def _empty_set(m: PickleMachine, pos: int) -> int:
     return pos
 
 
-def _binint(m: PickleMachine, pos: int) -> int:
-    m.stack.append(_I4(m.data, pos)[0])
-    return pos + 4
+def _number(size: struct.Struct) -> Handler:
+    unpack, nbytes = size.unpack_from, size.size
+
+    def push(m: PickleMachine, pos: int) -> int:
+        m.stack.append(unpack(m.data, pos)[0])
+        return pos + nbytes
+
+    return push
 
 
 def _binint1(m: PickleMachine, pos: int) -> int:
@@ -68,39 +70,16 @@ def _binint1(m: PickleMachine, pos: int) -> int:
     return pos + 1
 
 
-def _binint2(m: PickleMachine, pos: int) -> int:
-    m.stack.append(_U2(m.data, pos)[0])
-    return pos + 2
-
-
-def _binfloat(m: PickleMachine, pos: int) -> int:
-    m.stack.append(_F8(m.data, pos)[0])
-    return pos + 8
-
-
-def _long1(m: PickleMachine, pos: int) -> int:
-    nbytes = m.data[pos]
-    m.stack.append(int.from_bytes(m.take(pos + 1, nbytes), "little", signed=True))
-    return pos + 1 + nbytes
-
-
-def _long4(m: PickleMachine, pos: int) -> int:
-    nbytes: int = _I4(m.data, pos)[0]
-    if nbytes < 0:
-        raise ValueError("declares a negative number of bytes")
-    if nbytes > m.limits.integer_nbytes:
-        m.take(pos + 4, nbytes)
-        raise OverLimit(f"an integer of {nbytes} bytes; at most {m.limits.integer_nbytes} are read")
-    m.stack.append(int.from_bytes(m.take(pos + 4, nbytes), "little", signed=True))
-    return pos + 4 + nbytes
-
-
 def _integer(m: PickleMachine, line: bytes, base: int) -> int:
     """The integer that a line spells, as C reads it: up to a zero byte; OverLimit when its digits are too many."""
+    return int(_digits(m, line, "an integer of {} digits"), base)
+
+
+def _digits(m: PickleMachine, line: bytes, told: str = "a number of {} characters") -> bytes:
     digits = line.partition(b"\0")[0]
     if len(digits) > m.limits.integer_nbytes and _DIGITS.fullmatch(digits):
-        raise OverLimit(f"an integer of {len(digits)} digits; at most {m.limits.integer_nbytes} are read")
-    return int(digits, base)
+        raise OverLimit(f"{told.format(len(digits))}; at most {m.limits.integer_nbytes} are read")
+    return digits
 
 
 def _int(m: PickleMachine, pos: int) -> int:
@@ -115,7 +94,7 @@ def _int(m: PickleMachine, pos: int) -> int:
     return pos + len(line) + 1
 
 
-def _long(m: PickleMachine, pos: int) -> int:
+def _long_text(m: PickleMachine, pos: int) -> int:
     line = m.line(pos)
     m.stack.append(_integer(m, line.removesuffix(b"L"), 0))
     return pos + len(line) + 1
@@ -123,10 +102,7 @@ def _long(m: PickleMachine, pos: int) -> int:
 
 def _float(m: PickleMachine, pos: int) -> int:
     line = m.line(pos)
-    digits = line.partition(b"\0")[0]
-    if len(digits) > m.limits.integer_nbytes and _DIGITS.fullmatch(digits):
-        raise OverLimit(f"a number of {len(digits)} characters; at most {m.limits.integer_nbytes} are read")
-    m.stack.append(float(digits))
+    m.stack.append(float(_digits(m, line)))
     return pos + len(line) + 1
 
 
@@ -162,21 +138,6 @@ def _unicode(m: PickleMachine, pos: int) -> int:
     return pos + len(line) + 1
 
 
-def _text1(m: PickleMachine, pos: int) -> int:
-    nbytes = m.data[pos]
-    m.stack.append(m.take(pos + 1, nbytes).decode("utf-8", "surrogatepass"))
-    return pos + 1 + nbytes
-
-
-def _string4(m: PickleMachine, pos: int) -> int:
-    """BINSTRING counts with a signed integer, BINUNICODE with an unsigned one."""
-    nbytes: int = _I4(m.data, pos)[0]
-    if nbytes < 0:
-        raise ValueError("declares a negative number of bytes")
-    m.stack.append(_old_text(m.take(pos + 4, nbytes)))
-    return pos + 4 + nbytes
-
-
 def _text4(m: PickleMachine, pos: int) -> int:
     stop: int = pos + 4 + _U4(m.data, pos)[0]
     text = m.data[pos + 4 : stop] if stop <= m.end else m.take(pos + 4, stop - pos - 4)
@@ -184,15 +145,26 @@ def _text4(m: PickleMachine, pos: int) -> int:
     return stop
 
 
-def _counted(size: struct.Struct, make: Callable[[bytes], object] = bytes) -> Handler:
-    """Bytes behind their number, and what is made of them."""
+def _counted(code: str, make: Callable[[bytes], object] = bytes) -> Handler:
+    """Bytes behind their number (of BINSTRING and LONG4 a signed one), and what is made of them."""
+    size = struct.Struct(f"<{code}")
+    unpack, width = size.unpack_from, size.size
 
     def push(m: PickleMachine, pos: int) -> int:
-        start, nbytes = pos + size.size, size.unpack_from(m.data, pos)[0]
-        m.stack.append(make(m.take(start, nbytes)))
+        start, nbytes = pos + width, unpack(m.data, pos)[0]
+        if nbytes < 0:
+            raise ValueError("declares a negative number of bytes")
+        data = m.take(start, nbytes)
+        if make is _long and nbytes > m.limits.integer_nbytes:
+            raise OverLimit(f"an integer of {nbytes} bytes; at most {m.limits.integer_nbytes} are read")
+        m.stack.append(make(data))
         return start + int(nbytes)
 
     return push
+
+
+def _long(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
 
 
 def _utf8(data: bytes) -> str:
@@ -484,22 +456,16 @@ def _called(m: PickleMachine, function: object, args: list[object], byte: int, a
     return after
 
 
-def _outside(what: str, nbytes: int) -> Handler:
-    """An object that is not in the pickle; `nbytes` is the size of the instruction's argument."""
+def _outside(what: str, nbytes: int | None) -> Handler:
+    """An object that is not in the pickle; `nbytes` is the size of the instruction's argument, None for a line."""
 
     def push(m: PickleMachine, pos: int) -> int:
+        stop = pos + (nbytes if nbytes is not None else len(m.line(pos)) + 1)
         m.refuse(pos - 1, f"asks for {what}")
         m.stack.append(m.outside)
-        return pos + nbytes
+        return stop
 
     return push
-
-
-def _persid(m: PickleMachine, pos: int) -> int:
-    line = m.line(pos)
-    m.refuse(pos - 1, "asks for an object outside the file by a line of text (PERSID)")
-    m.stack.append(m.outside)
-    return pos + len(line) + 1
 
 
 def _readonly(m: PickleMachine, pos: int) -> int:
@@ -525,26 +491,26 @@ _INSTRUCTIONS: dict[bytes, Handler] = {
     b"]": _empty(list),
     b"}": _empty(dict),
     b"\x8f": _empty_set,
-    b"J": _binint,
+    b"J": _number(struct.Struct("<i")),
     b"K": _binint1,
-    b"M": _binint2,
-    b"G": _binfloat,
-    b"\x8a": _long1,
-    b"\x8b": _long4,
+    b"M": _number(struct.Struct("<H")),
+    b"G": _number(struct.Struct(">d")),
+    b"\x8a": _counted("B", _long),
+    b"\x8b": _counted("i", _long),
     b"I": _int,
-    b"L": _long,
+    b"L": _long_text,
     b"F": _float,
     b"S": _string,
     b"V": _unicode,
-    b"U": _counted(struct.Struct("<B"), _old_text),
-    b"\x8c": _text1,
-    b"T": _string4,
+    b"U": _counted("B", _old_text),
+    b"\x8c": _counted("B", _utf8),
+    b"T": _counted("i", _old_text),
     b"X": _text4,
-    b"\x8d": _counted(struct.Struct("<Q"), _utf8),
-    b"C": _counted(struct.Struct("<B")),
-    b"B": _counted(struct.Struct("<I")),
-    b"\x8e": _counted(struct.Struct("<Q")),
-    b"\x96": _counted(struct.Struct("<Q"), bytearray),
+    b"\x8d": _counted("Q", _utf8),
+    b"C": _counted("B"),
+    b"B": _counted("I"),
+    b"\x8e": _counted("Q"),
+    b"\x96": _counted("Q", bytearray),
     b"(": _mark,
     b"0": _pop,
     b"1": _pop_mark,
@@ -578,7 +544,7 @@ _INSTRUCTIONS: dict[bytes, Handler] = {
     b"\x92": _newobj_ex,
     b"b": _build,
     b"Q": _binpersid,
-    b"P": _persid,
+    b"P": _outside("an object outside the file by a line of text (PERSID)", None),
     b"i": _inst,
     b"o": _obj,
     b"\x82": _outside("an object of the copyreg registry (EXT1)", 1),

@@ -7,10 +7,10 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from ds_reshard.containers.pickle_rules import CALLEES, Callee, CalleeArguments, Finding, PickleRules, shown, shown_call
-from ds_reshard.containers.pickle_table import Allowed, plain_state, reconstructed
+from ds_reshard.containers.pickle_table import Allowed, Args, plain_state, reconstructed
 from ds_reshard.model.nesting import LEAVES
 from ds_reshard.model.records import GlobalName, ObjectRecord, SizeRecord
 
@@ -179,8 +179,8 @@ class PickleMachine:
 
     def use(
         self, function: GlobalName, args: tuple[object, ...], kwargs: dict[str, object], byte: int, *, by_new: bool
-    ) -> None:
-        """See that a name is allowed to be called so, by `__new__` or as it is."""
+    ) -> bool:
+        """Whether a name is allowed to be called so, by `__new__` or as it is; noted where it is not."""
         allowed = self.uses.get(id(function))
         if allowed is not None and not allowed.callee_at and function.module == "copyreg":
             made = reconstructed(function, args)
@@ -190,7 +190,7 @@ class PickleMachine:
         if allowed is None:
             self.findings.pop((str(function), _NAMED), None)
             self.find(byte, function, f"calls {shown_call(function, args, kwargs)}", called=True)
-            return
+            return False
         if (
             (kwargs and not allowed.keywords)
             or not (allowed.new if by_new else allowed.call)
@@ -198,8 +198,10 @@ class PickleMachine:
         ):
             what = f"calls {shown_call(function, args, kwargs)}, which is not how it is saved"
             self.find(byte, function, what, called=True)
-        elif allowed.nested:
+            return False
+        if allowed.nested:
             self._hand_over(args, byte, surely=allowed.nested == "opened")
+        return True
 
     def give_state(self, target: ObjectRecord, state: object, byte: int) -> None:
         """See that an object may be given this state: BUILD calls `__setstate__`, and sets attributes of any name."""
@@ -325,9 +327,6 @@ class PickleMachine:
         raise OverLimit(f"a key is nested deeper than {self.limits.depth}")
 
 
-_Call = Callable[[PickleMachine, tuple[object, ...]], object]
-
-
 def call(
     machine: PickleMachine, function: object, args: object, kwargs: dict[str, object], byte: int, *, by_new: bool
 ) -> object:
@@ -343,12 +342,15 @@ def call(
         return ObjectRecord(callable=UNKNOWN, args=args, kwargs=kwargs, by_new=by_new)
     if type(args) is CalleeArguments:
         args = machine.arguments(function, args, byte)
-    machine.use(function, args, kwargs, byte, by_new=by_new)
-    if not kwargs:
-        harmless = _HARMLESS.get((function.module, function.name))
-        made = harmless(machine, args) if harmless is not None else NotImplemented
-        if made is not NotImplemented:
-            return made
+    make = _MADE.get((function.module, function.name))
+    for arg in args if make is not None else ():
+        machine.charge(len(arg) if isinstance(arg, _SIZED) else 1)
+    as_saved = machine.use(function, args, kwargs, byte, by_new=by_new)
+    if make is not None and as_saved:
+        if args and make in (set, frozenset, OrderedDict):
+            members = cast("Iterable[object]", args[0])
+            machine.check_keys(members if make is not OrderedDict else [cast(Args, pair)[0] for pair in members])
+        return make(*args)
     machine.give((*args, *kwargs.values()))
     if not kwargs and not by_new:
         made = machine.reduce(function, args)
@@ -357,96 +359,17 @@ def call(
     return ObjectRecord(callable=function, args=args, kwargs=kwargs, by_new=by_new)
 
 
-def _ordered_dict(machine: PickleMachine, args: tuple[object, ...]) -> object:
-    if not args:
-        return OrderedDict()
-    pairs = args[0]
-    if len(args) != 1 or not isinstance(pairs, list):
-        return NotImplemented
-    machine.charge(len(pairs))
-    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
-        return NotImplemented
-    machine.check_keys(pair[0] for pair in pairs)
-    return OrderedDict(pairs)
-
-
-def _elements(machine: PickleMachine, args: tuple[object, ...]) -> list[object] | tuple[object, ...] | None:
-    """The one list or tuple that is given, () when nothing is, None for anything else; its copy is paid for."""
-    if not args:
-        return ()
-    given = args[0]
-    if len(args) != 1 or not isinstance(given, (list, tuple)):
-        return None
-    machine.charge(len(given))
-    return given
-
-
-def _size(machine: PickleMachine, args: tuple[object, ...]) -> object:
-    sizes = _elements(machine, args)
-    if sizes is None or not all(isinstance(size, int) for size in sizes):
-        return NotImplemented
-    return SizeRecord(size for size in sizes if isinstance(size, int))
-
-
-def _of_keys(make: Callable[[Iterable[object]], object]) -> _Call:
-    """A set or a frozenset of the elements that are given."""
-
-    def made(machine: PickleMachine, args: tuple[object, ...]) -> object:
-        members = _elements(machine, args)
-        machine.check_keys(members or ())
-        return NotImplemented if members is None else make(members)
-
-    return made
-
-
-def _bytes(machine: PickleMachine, args: tuple[object, ...]) -> object:
-    if not args:
-        return b""
-    given = args[0]
-    if len(args) != 1 or not isinstance(given, (bytes, bytearray)):
-        return NotImplemented
-    machine.charge(len(given))
-    return bytes(given)
-
-
-def _bytearray(machine: PickleMachine, args: tuple[object, ...]) -> object:
-    made = _encode(machine, args) if len(args) == 2 else _bytes(machine, args)
-    return bytearray(made) if isinstance(made, bytes) else NotImplemented
-
-
-def _encode(machine: PickleMachine, args: tuple[object, ...]) -> object:
-    """Bytes as protocols 0 to 2 write them: pickle.py `save_bytes`, `codecs.encode(str, "latin1")`."""
-    if len(args) != 2 or args[1] not in ("latin1", "latin-1") or not isinstance(args[0], str):
-        return NotImplemented
-    machine.charge(len(args[0]))
-    return args[0].encode("latin-1")
-
-
-def _complex(_: PickleMachine, args: tuple[object, ...]) -> object:
-    parts = [part for part in args if isinstance(part, (int, float))]
-    return complex(*parts) if len(parts) == len(args) == 2 else NotImplemented
-
-
-def _slice(_: PickleMachine, args: tuple[object, ...]) -> object:
-    if len(args) != 3 or not all(part is None or type(part) is int for part in args):
-        return NotImplemented
-    return slice(*args)
-
-
-def _range(_: PickleMachine, args: tuple[object, ...]) -> object:
-    bounds = [part for part in args if type(part) is int]
-    return range(*bounds) if 1 <= len(bounds) == len(args) <= 3 else NotImplemented
-
-
-_HARMLESS: dict[tuple[str, str], _Call] = {
-    ("collections", "OrderedDict"): _ordered_dict,
-    ("torch", "Size"): _size,
-    ("builtins", "set"): _of_keys(set),
-    ("builtins", "frozenset"): _of_keys(frozenset),
-    ("builtins", "bytes"): _bytes,
-    ("builtins", "bytearray"): _bytearray,
-    ("builtins", "complex"): _complex,
-    ("builtins", "slice"): _slice,
-    ("builtins", "range"): _range,
-    ("_codecs", "encode"): _encode,
+# Values that are made at once, of arguments as the table has them: plain ones, which Python makes as well.
+_MADE: dict[tuple[str, str], Callable[..., object]] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): SizeRecord,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "bytes"): bytes,
+    ("builtins", "bytearray"): bytearray,
+    ("builtins", "complex"): complex,
+    ("builtins", "slice"): slice,
+    ("builtins", "range"): range,
+    ("_codecs", "encode"): lambda text, latin: text.encode("latin-1"),
 }
+_SIZED = (str, bytes, bytearray, list, tuple, set, frozenset, dict)

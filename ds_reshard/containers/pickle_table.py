@@ -236,18 +236,21 @@ def _deque(args: Args, rules: PickleRules) -> bool:
     return _elements(args[:1], rules) and all(isinstance(arg, int | None) for arg in args[1:])
 
 
-def _ratio(args: Args, rules: PickleRules) -> bool:
-    if len(args) == 2:
-        return all(type(arg) is int for arg in args)
-    return len(args) == 1 and isinstance(args[0], str) and _RATIO.fullmatch(args[0]) is not None
-
-
-_RATIO = re.compile(r"-?[0-9]{1,200}(/[0-9]{1,200})?")
-
-
 def _pairs(args: Args, rules: PickleRules) -> bool:
     """Nothing, or one list of pairs, as Python 2 wrote them."""
-    return not args or (len(args) == 1 and isinstance(args[0], list))
+    pairs = args[0] if len(args) == 1 else None
+    if not isinstance(pairs, list):
+        return not args
+    return all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs)
+
+
+def _bounds(args: Args, rules: PickleRules) -> bool:
+    return 1 <= len(args) <= 3 and all(arg is None or type(arg) is int for arg in args)
+
+
+def _sizes(args: Args, rules: PickleRules) -> bool:
+    sizes = args[0] if len(args) == 1 else None
+    return not args or (isinstance(sizes, list | tuple) and all(isinstance(size, int) for size in sizes))
 
 
 def _generator(args: Args, rules: PickleRules) -> bool:
@@ -324,7 +327,7 @@ def _enums(module: str, names: str, owner: str) -> None:
 
 # Python's own values.
 _allow("builtins", "list dict int float str bool tuple object Ellipsis NotImplemented", _KIND)
-_allow("builtins", "slice range", _PLAIN, call=True, value=True)
+_allow("builtins", "slice range", _PLAIN, fits=_bounds, value=True)
 _allow("builtins", "complex", _PLAIN, value=True, fits=_numbers)
 _allow("builtins", "set frozenset", _PLAIN, value=True, fits=_elements)
 _allow("builtins", "bytes bytearray", _PLAIN, value=True, fits=_literal_or_latin)
@@ -339,10 +342,6 @@ _allow("collections", "deque", _PLAIN, fits=_deque, items="list")
 _allow("argparse", "Namespace", "attributes alone", fits=_nothing, new=True, state=True, value=True)
 _allow("types", "SimpleNamespace", "attributes alone", fits=_nothing, state=True)
 _allow("datetime", "datetime date time timedelta timezone", _PLAIN, call=True, value=True)
-_allow("decimal", "Decimal", _PLAIN, call=True, value=True)
-_allow("fractions", "Fraction", _PLAIN, fits=_ratio)
-_objects("uuid", "UUID", _PLAIN)
-_enums("uuid", "SafeUUID", "Python")
 _enums("signal", "Signals", "Python: Megatron-LM keeps --exit-signal")
 _PATHS = "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath"
 for _module in ("pathlib", "pathlib._local"):  # where Python 3.13 has them
@@ -397,7 +396,7 @@ _allow(
     "a layout",
 )
 _allow("torch.serialization", "_get_layout", "a layout by its name", fits=_words)
-_allow("torch", "Size", "a shape", fits=_elements, value=True)
+_allow("torch", "Size", "a shape", fits=_sizes, value=True)
 _allow("torch", "device", "a device by its name", fits=_words, value=True)
 _allow("torch", "Tensor", _KIND)
 _allow("torch._tensor", "Tensor", _KIND)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.model.facts import ScalarTensor
+from ds_reshard.model.facts import ScalarTensor, number_of
 from ds_reshard.model.records import GlobalName, ObjectRecord, TensorRecord
 
-_STRUCT = {"float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b"}
 _SHOWN_ITEMS = 64
 
 Scalars = Mapping[TensorRecord, ScalarTensor]
@@ -43,10 +41,8 @@ def plain(value: object, scalars: Scalars, depth: int = 3) -> object:
 
 
 def _number(value: ScalarTensor | TensorRecord) -> object:
-    code = _STRUCT.get(value.dtype.label)
-    if code is None or isinstance(value, TensorRecord) or len(value.data) != value.dtype.itemsize:
-        return f"a {value.dtype.label} tensor of shape {list(value.shape)}"
-    return plain(struct.unpack("<" + code, value.data)[0], {})
+    number = number_of(value) if isinstance(value, ScalarTensor) else None
+    return plain(number, {}) if number is not None else f"a {value.dtype.label} tensor of shape {list(value.shape)}"
 
 
 def single_elements(values: Iterable[object]) -> Iterator[TensorRecord]:

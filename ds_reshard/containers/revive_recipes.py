@@ -9,14 +9,11 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
-import decimal
-import fractions
 import operator
 import os
 import pathlib
 import re
 import types
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -78,7 +75,6 @@ class Recipe:
 # -- Python's own values -----------------------------------------------------------------------------------------------
 
 _FACTORIES: tuple[object, ...] = (None, list, dict, int, float, set, str, bool, tuple, type(None))
-_FRACTION = re.compile(r"-?\d{1,4000}(/\d{1,4000})?")
 
 
 def _empty(kind: type) -> Callable[[Parts], object]:
@@ -150,28 +146,6 @@ def _timezone(parts: Parts) -> object:
         return datetime.timezone(parts.arg(0, datetime.timedelta), parts.arg(1, str))
     parts.exactly(1)
     return datetime.timezone(parts.arg(0, datetime.timedelta))
-
-
-def _decimal(parts: Parts) -> object:
-    parts.exactly(1)
-    return decimal.Decimal(parts.arg(0, str))
-
-
-def _fraction(parts: Parts) -> object:
-    if len(parts.args) == 2:
-        return fractions.Fraction(parts.arg(0, int), parts.arg(1, int))
-    text = parts.arg(0, str)
-    if not _FRACTION.fullmatch(text):  # "1e999999999" would be computed
-        raise ValueError("malformed fraction")
-    return fractions.Fraction(text)
-
-
-def _uuid(parts: Parts) -> object:
-    state = parts.attributes()
-    number, safe = state.get("int"), state.get("is_safe")
-    if type(number) is not int:
-        raise ValueError("malformed UUID")
-    return uuid.UUID(int=number, is_safe=uuid.SafeUUID.unknown if safe is None else uuid.SafeUUID(safe))
 
 
 def _path(kind: type[pathlib.PurePath]) -> Callable[[Parts], object]:
@@ -441,9 +415,6 @@ RECIPES: Mapping[str, Recipe] = types.MappingProxyType(
         "datetime.time": Recipe(make=_moment(datetime.time)),
         "datetime.timedelta": Recipe(make=_timedelta),
         "datetime.timezone": Recipe(make=_timezone),
-        "decimal.Decimal": Recipe(make=_decimal),
-        "fractions.Fraction": Recipe(make=_fraction),
-        "uuid.UUID": Recipe(make=_uuid),
         "builtins.type": Recipe(make=_type_of),
         **_paths(),
         **{name: Recipe(make=make) for name, make in _NUMPY_MAKERS.items()},

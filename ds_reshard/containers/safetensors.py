@@ -15,6 +15,7 @@ from math import prod
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip_writer import Member
 from ds_reshard.errors import CheckpointDamaged, UnsupportedLayout
+from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, StorageRecord, TensorRecord
 
 DTYPES = {
@@ -74,6 +75,31 @@ def plan_safetensors(tensors: Mapping[str, TensorRecord], metadata: Mapping[str,
         start += tensor.nbytes
     storages = {tensor.storage.key: tensor.storage for tensor in tensors.values()}
     return SafetensorsPlan(header=header, storages=storages, places=places, nbytes=start)
+
+
+_FILE_NBYTES = 5 * 10**9
+
+
+def shards(nbytes: Mapping[TensorKey, int]) -> dict[str, list[TensorKey]]:
+    """The tensors of each file, of at most 5 GB, under the names that transformers gives (modeling_utils.py, 5.23)."""
+    parts: list[list[TensorKey]] = [[]]
+    filled = 0
+    for key, size in nbytes.items():
+        if parts[-1] and filled + size > _FILE_NBYTES:
+            parts.append([])
+            filled = 0
+        parts[-1].append(key)
+        filled += size
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{n:05d}-of-{len(parts):05d}.safetensors": part for n, part in enumerate(parts, start=1)}
+
+
+def shard_index(files: Mapping[str, list[TensorKey]], nbytes: Mapping[TensorKey, int]) -> dict[str, str]:
+    """The index of several files, by its name; none for one."""
+    located = {key.name: name for name, keys in files.items() for key in keys}
+    index = {"metadata": {"total_size": sum(nbytes.values())}, "weight_map": dict(sorted(located.items()))}
+    return {"model.safetensors.index.json": json.dumps(index, indent=2) + "\n"} if len(files) > 1 else {}
 
 
 _LENGTH = struct.Struct("<Q")

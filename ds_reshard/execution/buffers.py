@@ -212,11 +212,8 @@ def _checked_bytes(tensor: TensorRecord) -> bytes:
     """A row-major tensor's bytes, wherever in its file the archive lies; the whole record is compared with its sum."""
     storage = tensor.storage
     record = Record(path=storage.path, byte_offset=storage.byte_offset, nbytes=storage.nbytes, crc32=storage.crc32)
-    file = PositionedFile(storage.path)
-    try:
+    with PositionedFile(storage.path) as file:
         data = file.read(tensor.byte_offset, tensor.nbytes)
-    finally:
-        file.close()
     if record.crc32 is not None and tensor.nbytes != record.nbytes:
         raise_faults(read_again([record]), subject=f"reading {storage.path}")
     elif record.crc32 is not None and (found := crc32(data)) != record.crc32:

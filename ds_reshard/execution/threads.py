@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ds_reshard.containers.crc import crc32
@@ -127,29 +128,27 @@ class ThreadExecutor:
                 yield _Batch(*check, copies=())
 
 
+@dataclass(slots=True, kw_only=True)
 class _Work:
     """One execution: what the threads share."""
 
-    def __init__(
-        self, *, targets: Mapping[str, Target], outcome: Outcome, files: OpenFiles, executor: ThreadExecutor
-    ) -> None:
-        self._targets = targets
-        self._outcome = outcome
-        self._files = files
-        self._executor = executor
-        self._lock = threading.Lock()
-        self._scratch = threading.local()
+    targets: Mapping[str, Target]
+    outcome: Outcome
+    files: OpenFiles
+    executor: ThreadExecutor
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _scratch: threading.local = field(default_factory=threading.local)
 
     def run_all(self, batches: Iterator[_Batch]) -> None:
         """Run batches until none is left; the iterator is shared with the other threads."""
         for batch in batches:
             path = batch.record.path
             try:
-                self._move(batch, self._files.acquire(path))
+                self._move(batch, self.files.acquire(path))
             except OSError as error:
                 self._fault(read_failed(path, error))
             finally:
-                self._files.release(path)
+                self.files.release(path)
 
     def _move(self, batch: _Batch, fd: int) -> None:
         views, staged = self._views(batch)
@@ -157,18 +156,18 @@ class _Work:
         if calls is None:
             return
         crc = 0
-        if self._executor.checksum:
+        if self.executor.checksum:
             for view in views:
                 crc = crc32(view, crc)
-        if self._executor.saw is not None and batch.copies:
-            self._executor.saw(batch.copies, views)
+        if self.executor.saw is not None and batch.copies:
+            self.executor.saw(batch.copies, views)
         for copy, view in staged:
-            self._targets[copy.buffer].store(copy.element_offset, view, copy.dtype)
+            self.targets[copy.buffer].store(copy.element_offset, view, copy.dtype)
         with self._lock:
-            self._outcome.bytes_read += batch.nbytes
-            self._outcome.read_calls += calls
-            if self._executor.checksum:
-                self._outcome.slices.setdefault(batch.record, []).append(
+            self.outcome.bytes_read += batch.nbytes
+            self.outcome.read_calls += calls
+            if self.executor.checksum:
+                self.outcome.slices.setdefault(batch.record, []).append(
                     Slice(byte_offset=batch.byte_offset - batch.record.byte_offset, nbytes=batch.nbytes, crc32=crc)
                 )
 
@@ -180,7 +179,7 @@ class _Work:
         staged: list[tuple[Copy, memoryview]] = []
         used = 0
         for copy in batch.copies:
-            target = self._targets[copy.buffer]
+            target = self.targets[copy.buffer]
             view = target.view(copy.element_offset, copy.numel, copy.dtype)
             if view is None:
                 view = self._scratch_memory()[used : used + copy.nbytes]
@@ -191,7 +190,7 @@ class _Work:
 
     def _scratch_memory(self) -> memoryview:
         if not hasattr(self._scratch, "memory"):
-            self._scratch.memory = memoryview(bytearray(max(self._executor.chunk_nbytes, 16)))
+            self._scratch.memory = memoryview(bytearray(max(self.executor.chunk_nbytes, 16)))
         memory: memoryview = self._scratch.memory
         return memory
 
@@ -214,4 +213,4 @@ class _Work:
 
     def _fault(self, fault: Fault) -> None:
         with self._lock:
-            self._outcome.faults.append(fault)
+            self.outcome.faults.append(fault)

@@ -139,7 +139,7 @@ def _number(value: ScalarTensor) -> str:
     return f"{number:g}" if number is not None else value.data.hex()
 
 
-_CODES = {"float32": "f", "float64": "d", "int64": "q", "int32": "i"}
+_CODES = {"float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b"}
 
 
 def number_of(value: Scalar) -> int | float | None:
@@ -159,7 +159,10 @@ def as_scalar(number: float, like: ScalarTensor) -> ScalarTensor | None:
     code = _CODES.get(like.dtype.label)
     if code is None:
         return None
-    made = replace(like, data=struct.pack("<" + code, number if code in "fd" else int(number)))
+    try:
+        made = replace(like, data=struct.pack("<" + code, number if code in "dfe" else int(number)))
+    except (struct.error, OverflowError, ValueError):
+        return None
     return made if number_of(made) == number else None
 
 

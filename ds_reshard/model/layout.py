@@ -134,29 +134,10 @@ def chunked(
     ValueError unless each element lies in one box.
     """
     check_cover(boxes, shape)
-    tiles = tuple(
-        Placement(
-            key=key,
-            shape=shape,
-            dtype=dtype,
-            family=family,
-            buffer=buffer,
-            cut=Cut(chunk=max(1, box.numel), first=shard),
-            box=box,
-        )
-        for shard, box in enumerate(boxes)
-    )
-    whole = Box.whole(shape)
-    return Placement(
-        key=key,
-        shape=shape,
-        dtype=dtype,
-        family=family,
-        buffer=buffer,
-        cut=Cut(chunk=max(1, whole.numel)),
-        box=whole,
-        tiles=tiles,
-    )
+    box = Box.whole(shape)
+    whole = Placement(key, shape, dtype, family, buffer, Cut(chunk=max(1, box.numel)), box)
+    cuts = (Cut(chunk=max(1, box.numel), first=shard) for shard, box in enumerate(boxes))
+    return whole._replace(tiles=tuple(whole._replace(cut=cut, box=box) for cut, box in zip(cuts, boxes, strict=True)))
 
 
 class Tiles:

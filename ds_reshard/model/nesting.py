@@ -7,27 +7,11 @@ from itertools import chain
 
 from ds_reshard.model.records import GlobalName, ObjectRecord, SizeRecord, StorageRecord, TensorRecord
 
-LEAVES = frozenset(
-    {
-        str,
-        int,
-        float,
-        bool,
-        type(None),
-        bytes,
-        bytearray,
-        complex,
-        slice,
-        range,
-        GlobalName,
-        StorageRecord,
-        TensorRecord,
-    }
-)
+_UNITS = frozenset({float, bool, type(None), complex, slice, range})
+LEAVES = _UNITS | {str, int, bytes, bytearray, GlobalName, StorageRecord, TensorRecord}
 """Types whose values have no values inside."""
 
 _NDIM = 64  # of a tensor, at most; counting more of them anew wherever they are shared would not be linear
-_UNITS = frozenset({float, bool, type(None), complex, slice, range})
 _WRITTEN_OUT = 1 << 20  # references that are looked at without asking whether they are shared
 _LIGHT = _UNITS | {str, list, tuple, dict, ObjectRecord}
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from math import isfinite, prod
+from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +60,7 @@ class ParameterEntry:
 
     @property
     def numel(self) -> int:
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,13 +136,19 @@ class Inspection:
 
     def to_json(self) -> dict[str, object]:
         """The same as JSON values: dicts, lists, text and numbers only."""
-        made = {field.name: _json(getattr(self, field.name)) for field in fields(self)}
-        return {**made, "counts": self.counts, "total_nbytes": self.total_nbytes}
+        return {**_fields(self), "counts": self.counts, "total_nbytes": self.total_nbytes}
+
+
+def _fields(told: DataclassInstance) -> dict[str, object]:
+    """The fields of a report as JSON values; NaN and infinities as text."""
+    return {field.name: _json(getattr(told, field.name)) for field in fields(told)}
 
 
 def _json(value: object) -> object:
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _json(getattr(value, field.name)) for field in fields(value)}
+        return _fields(value)
+    if isinstance(value, float):
+        return value if isfinite(value) else str(value)
     if isinstance(value, Mapping):
         return {str(key): _json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -171,7 +179,7 @@ class Fingerprinted:
 
     def to_json(self) -> dict[str, object]:
         """The same as JSON values."""
-        return asdict(self)
+        return _fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,21 +239,14 @@ class ConversionPlan:
     def to_json(self) -> dict[str, object]:
         """The same as JSON values."""
         units = [
-            {**asdict(unit), "bytes_read": unit.bytes_read, "files_opened": len(unit.reads)} for unit in self.units
+            {**_fields(unit), "bytes_read": unit.bytes_read, "files_opened": len(unit.reads)} for unit in self.units
         ]
         return {
-            "folder": self.folder,
-            "to": self.to,
-            "dp": self.dp,
-            "shard": list(self.shard),
+            **_fields(self),
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
             "files_written": sum(len(unit.files) for unit in self.units),
-            "buffer_nbytes": self.buffer_nbytes,
-            "bandwidth": self.bandwidth,
             "seconds": self.seconds,
-            "metadata_nbytes": self.metadata_nbytes,
-            "sources": dict(self.sources),
             "units": units,
         }
 
@@ -313,24 +314,9 @@ class Difference:
         return not (self.differing or self.values or self.faults)
 
     def to_json(self, *, every_tensor: bool = True) -> dict[str, object]:
-        """The same as JSON values; NaN and infinities as text."""
-        tensors = self.tensors if every_tensor else self.differing
-        return {
-            "equal": self.equal,
-            "a": self.a,
-            "b": self.b,
-            "tensors_compared": len(self.tensors),
-            "tensors": [{**asdict(tensor), "max_abs": _number(tensor.max_abs)} for tensor in tensors],
-            "values": [asdict(value) for value in self.values],
-            "faults": [asdict(fault) for fault in self.faults],
-            "notes": list(self.notes),
-            "bytes_read": self.bytes_read,
-            "seconds": self.seconds,
-        }
-
-
-def _number(value: float) -> float | str:
-    return value if abs(value) < float("inf") else str(value)
+        """The same as JSON values."""
+        shown = replace(self, tensors=self.tensors if every_tensor else self.differing)
+        return {**_fields(shown), "equal": self.equal, "tensors_compared": len(self.tensors)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,21 +349,7 @@ class Verification:
     def to_json(self) -> dict[str, object]:
         """The same as JSON values."""
         difference = self.difference.to_json() if self.difference is not None else None
-        return {
-            "clean": self.clean,
-            "folder": self.folder,
-            "files": self.files,
-            "records": self.records,
-            "unchecked": self.unchecked,
-            "pickles": self.pickles,
-            "pickles_unread": self.pickles_unread,
-            "tensors": self.tensors,
-            "bytes_read": self.bytes_read,
-            "seconds": self.seconds,
-            "faults": [asdict(fault) for fault in self.faults],
-            "notes": list(self.notes),
-            "difference": difference,
-        }
+        return {**_fields(self), "clean": self.clean, "difference": difference}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -392,7 +364,7 @@ class PickleScan:
 
     def to_json(self) -> dict[str, object]:
         """The same as JSON values."""
-        return {**asdict(self), "clean": not self.faults, "faults": [asdict(fault) for fault in self.faults]}
+        return {**_fields(self), "clean": not self.faults}
 
 
 def pickle_line(pickles: int, unread: int, faults: Iterable[Fault]) -> str:

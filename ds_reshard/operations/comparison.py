@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from ds_reshard.containers.plain import read_scalars, single_elements
 from ds_reshard.errors import ReshardError
@@ -220,17 +221,12 @@ def _described(placement: Placement | None) -> str:
 
 def _told(pairs: _Pairs, key: TensorKey, found: Deviation) -> TensorDifference:
     a, b = pairs.placement(0, key), pairs.placement(1, key)
+    equal = TensorDifference(name=key.name, kind=key.kind, state=EQUAL, a=_described(a), b=_described(b), numel=a.numel)
     if found.first is None:
-        return TensorDifference(
-            name=key.name, kind=key.kind, state=EQUAL, a=_described(a), b=_described(b), numel=a.numel
-        )
-    return TensorDifference(
-        name=key.name,
-        kind=key.kind,
+        return equal
+    return replace(
+        equal,
         state=DIFFERS,
-        a=_described(a),
-        b=_described(b),
-        numel=a.numel,
         differing=found.differing,
         max_abs=found.max_abs,
         max_ulp=found.max_ulp,

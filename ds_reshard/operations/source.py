@@ -100,11 +100,8 @@ def _latest(path: str) -> tuple[str, str]:
 
 def _named_in(latest: str, path: str) -> str:
     try:
-        file = PositionedFile(latest)
-        try:
+        with PositionedFile(latest) as file:
             tag = file.read(0, min(file.nbytes, _LATEST_NBYTES)).decode("utf-8").strip()
-        finally:
-            file.close()
     except CheckpointNotFound:
         raise _no_checkpoint(path, "holds no DeepSpeed checkpoint, and no file 'latest' that names a tag") from None
     except (ReshardError, ValueError) as error:

@@ -225,7 +225,7 @@ class Values:
 
     def __init__(self, rows: list[Row]) -> None:
         self._rows = rows
-        self._bad: dict[tuple[int, str], _Bad] = {}
+        self._bad: dict[tuple[int, int, str], _Bad] = {}
 
     def look(self, span: Span) -> None:
         row = self._rows[span.row]
@@ -253,19 +253,17 @@ class Values:
         if not count:
             return
         first = int(where.nonzero()[0])
-        bad = self._bad.get((span.row, f"{column} {what}"))
-        if bad is None:
+        if (span.row, column, what) not in self._bad:
             value = shown(span.values[column][first])
-            bad = self._bad[span.row, f"{column} {what}"] = _Bad(count=0, first=span.start + first, value=value)
-        bad.count += count
+            self._bad[span.row, column, what] = _Bad(count=0, first=span.start + first, value=value)
+        self._bad[span.row, column, what].count += count
 
     def faults(self) -> tuple[list[Fault], list[str]]:
         """All that was found, and what is told but is no fault."""
         faults, notes = [], []
         uncast = []
-        for (number, what), bad in sorted(self._bad.items()):
+        for (number, column, what), bad in sorted(self._bad.items(), key=lambda item: item[0]):
             row = self._rows[number]
-            column, what = int(what[0]), what[2:]
             if what == "differs" and row.beside == "cast":
                 uncast.append(self._uncast(row, bad))
                 continue

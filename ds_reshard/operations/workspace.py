@@ -33,13 +33,10 @@ def manifest_text(content: Mapping[str, object]) -> str:
 def read_manifest(path: str) -> Mapping[str, object] | None:
     """The manifest of an output, None where there is none. Raises ValueError where it is not what was written."""
     try:
-        file = PositionedFile(path)
-        try:
+        with PositionedFile(path) as file:
             if file.nbytes > _MOST_NBYTES:
                 raise ValueError(f"it has {file.nbytes} bytes, and at most {_MOST_NBYTES} are read")
             manifest = json.loads(file.read(0, file.nbytes))
-        finally:
-            file.close()
     except CheckpointNotFound:
         return None
     except (ReshardError, RecursionError) as error:
@@ -87,9 +84,10 @@ class Workspace:
         self._refuse_existing()
         disk.make_folder(self.folder)
         with self._lock(shared):
-            self._restore_old()
-            if not (resume or shared):
-                self._clear_contents()
+            if os.path.isdir(self._old) and not os.path.lexists(self.target):
+                disk.rename(self._old, self.target)
+            for name in sorted(os.listdir(self.folder)) if not (resume or shared) else ():
+                disk.remove(os.path.join(self.folder, name))
             self._claim()
             yield False
 
@@ -120,14 +118,6 @@ class Workspace:
             yield
         finally:
             os.close(fd)
-
-    def _restore_old(self) -> None:
-        if os.path.isdir(self._old) and not os.path.lexists(self.target):
-            disk.rename(self._old, self.target)
-
-    def _clear_contents(self) -> None:
-        for name in sorted(os.listdir(self.folder)):
-            disk.remove(os.path.join(self.folder, name))
 
     def _claim(self) -> None:
         """Note what is made here, or find that it is the same."""

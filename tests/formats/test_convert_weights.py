@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from zero_builder import Built, values, write
 
+from ds_reshard.containers import safetensors as containers
 from ds_reshard.errors import ReshardError
-from ds_reshard.formats.zero import weights_target
 from ds_reshard.operations import Options, convert
 
 pytestmark = pytest.mark.slow
@@ -63,7 +63,7 @@ def test_safetensors(source: Path, tmp_path: Path, dtype: str | None) -> None:
 
 def test_several_safetensors_have_an_index(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In files of a bounded size, each tensor in the one that the index names; in parts by two processes."""
-    monkeypatch.setattr(weights_target, "_FILE_NBYTES", 100)
+    monkeypatch.setattr(containers, "_FILE_NBYTES", 100)
     out = tmp_path / "out"
     assert not convert(str(source), str(out), to="safetensors", options=Options(shard=(1, 2))).complete
     assert convert(str(source), str(out), to="safetensors", options=Options(shard=(0, 2))).complete

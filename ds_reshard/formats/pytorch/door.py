@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
+from ds_reshard.containers.safetensors import shard_index, shards
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.formats.pytorch.checkpoint import OPTIMIZERS, SCHEDULERS, list_pytorch, open_pytorch
 from ds_reshard.model.checkpoint import Checkpoint, Format, SavedCheckpoint
@@ -17,7 +17,6 @@ from ds_reshard.model.region import Box
 from ds_reshard.model.target import Asked, Target, TargetFile, Unit
 
 TO = "pytorch"
-_FILE_NBYTES = 5 * 10**9
 
 
 def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
@@ -32,12 +31,11 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     states = {key: held for key, held in content.tensors.items() if key.kind not in (MASTER, WEIGHT)}
     placements: dict[TensorKey, Placement] = {}
     units: list[Unit] = []
-    located: dict[str, str] = {}
-    parts = list(_cut(weights))
-    for number, part in enumerate(parts, start=1):
-        file = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+    nbytes = {key: Box.whole(held.shape).numel * held.dtype.itemsize for key, held in weights.items()}
+    files = shards(nbytes)
+    for file, keys in files.items():
+        part = {key: weights[key] for key in keys}
         placements |= _placed(part, file)
-        located |= dict.fromkeys((key.name for key in part), file)
         tensors = {key.name: new_tensor(str(key), held.shape, held.dtype) for key, held in part.items()}
         made = TargetFile(name=file, tree=partial(dict, tensors), container="safetensors", metadata={"format": "pt"})
         units.append(Unit(family=file, shard=0, files=(made,)))
@@ -45,14 +43,12 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     beside = tuple(_beside(content))
     if beside:
         units.append(Unit(family=TO, shard=0, files=beside))
-    total = sum(placements[key].numel * placements[key].dtype.itemsize for key in weights)
-    index = json.dumps({"metadata": {"total_size": total}, "weight_map": located}, indent=2) + "\n"
     return Target(
         layout=Layout(placements, {unit.family: 1 for unit in units}),
         wants={key: held.origin for key, held in {**weights, **states}.items()},
         units=units,
         folder="",
-        pointers={"model.safetensors.index.json": index} if len(parts) > 1 else {},
+        pointers=shard_index(files, nbytes),
         notes=(*_left_out(content), *content.notes),
     )
 
@@ -62,19 +58,6 @@ def _placed(tensors: Mapping[TensorKey, Held], family: str) -> dict[TensorKey, P
         key: chunked(key, held.shape, held.dtype, [Box.whole(held.shape)], family=family, buffer=str(key))
         for key, held in tensors.items()
     }
-
-
-def _cut(weights: Mapping[TensorKey, Held]) -> Iterator[dict[TensorKey, Held]]:
-    part: dict[TensorKey, Held] = {}
-    nbytes = 0
-    for key, held in weights.items():
-        size = Box.whole(held.shape).numel * held.dtype.itemsize
-        if part and nbytes + size > _FILE_NBYTES:
-            yield part
-            part, nbytes = {}, 0
-        part[key] = held
-        nbytes += size
-    yield part
 
 
 def _beside(content: Content) -> Iterator[TargetFile]:

@@ -111,7 +111,8 @@ def open_checkpoint(listing: Listing, *, optimizer: bool) -> ZeroCheckpoint:
     name = listing.model[0]
     model = read_model_states(listing.path(name), name.removesuffix(".pt"))
     wanted = optimizer or listing.partitioned_model
-    faults = list(_missing(listing, model, optimizer=wanted and not listing.universal))
+    sharded = wanted and not listing.universal and model.param_shapes is not None
+    faults = list(missing(listing, model.dp, optimizer=sharded))
     raise_faults(faults, subject=subject)
     optim = universal = facts = None
     placements = [*_weights(model, listing)]
@@ -149,18 +150,18 @@ def saved_sizes(listing: Listing) -> tuple[int, int] | None:
     return (numbers[0], numbers[1]) if len(numbers) == 2 else None
 
 
-def _missing(listing: Listing, model: ModelStates, *, optimizer: bool) -> Iterator[Fault]:
-    """Files that the checkpoint must have and the folder does not, or has empty."""
-    families = [(listing.model, "model_states", model.dp if listing.partitioned_model else 1)]
-    if optimizer and model.param_shapes is not None:
-        families.append((listing.optim, "optim_states", model.dp))
+def missing(listing: Listing, dp: int, *, optimizer: bool) -> Iterator[Fault]:
+    """Files that a checkpoint of so many ranks must have and the folder does not, or has empty."""
+    families = [(listing.model, "model_states", dp if listing.partitioned_model else 1)]
+    if optimizer:
+        families.append((listing.optim, "optim_states", dp))
     for files, what, count in families:
         absent = [rank for rank in range(count) if rank not in files]
         if absent:
             yield CheckpointDamaged.fault(
                 listing.folder,
                 f"{what} files of data-parallel ranks {_ranges(absent)} are missing",
-                f"{count} files (the saving run had dp={model.dp})",
+                f"{count} files (the saving run had dp={dp})",
                 f"{count - len(absent)}",
                 mend="restore the missing files, or load another tag"
                 if len(absent) < count
@@ -201,22 +202,25 @@ def kinds_of(partition: Partition) -> dict[str, ElementType]:
     return {"fp32": partition.fp32.dtype, **{kind: state.dtype for kind, state in partition.states.items()}}
 
 
-def _optimizer(model: ModelStates, optim: OptimStates) -> Iterator[Placement]:
-    groups = model.param_shapes or ()
+def unmatched(model: ModelStates, optim: OptimStates) -> list[Fault]:
+    """Where the optimizer's flat buffers are not those of the model file; the first that is not."""
+    groups, what = model.param_shapes or (), "flat buffers do not match the model file"
     if len(groups) != len(optim.partitions):
-        raise fail(optim.path, "flat buffers do not match the model file", f"{len(groups)}", f"{len(optim.partitions)}")
-    for number, (shapes, partition) in enumerate(zip(groups, optim.partitions, strict=True)):
+        return [damaged(optim.path, what, f"{len(groups)}", f"{len(optim.partitions)}")]
+    what = "alignment gaps do not match the parameters"
+    for shapes, partition in zip(groups, optim.partitions, strict=True):
+        if partition.alignment is not None and len(partition.alignment) != len(shapes):
+            return [damaged(optim.path, what, f"{len(shapes)}", f"{len(partition.alignment)}")]
+    return []
+
+
+def _optimizer(model: ModelStates, optim: OptimStates) -> Iterator[Placement]:
+    raise_faults(unmatched(model, optim), subject="reading a checkpoint")
+    for number, (shapes, partition) in enumerate(zip(model.param_shapes or (), optim.partitions, strict=True)):
         kinds = kinds_of(partition)
         if optim.kind == "zero3":
             yield from sub_group(shapes, model.dp, kinds, number=number, family=OPTIM)
         else:
-            if partition.alignment is not None and len(partition.alignment) != len(shapes):
-                raise fail(
-                    optim.path,
-                    "alignment gaps do not match the parameters",
-                    f"{len(shapes)}",
-                    f"{len(partition.alignment)}",
-                )
             yield from flat_group(shapes, partition.alignment, model.dp, kinds, number=number, family=OPTIM)
 
 

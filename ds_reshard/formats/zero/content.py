@@ -22,22 +22,10 @@ from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import ElementType, new_tensor
 
 # What follows from the layout, and the saved configuration, which the coming run's replaces.
+_UNSET = ("optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments")
 LAYOUT_ENTRIES = frozenset(
-    {
-        "module",
-        "buffer_names",
-        "param_shapes",
-        "frozen_param_shapes",
-        "frozen_param_fragments",
-        "shared_params",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "ds_config",
-        "ds_version",
-        "optimizer",
-        "universal_checkpoint_info",
-    }
+    {*_UNSET, "module", "buffer_names", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"}
+    | {"ds_config", "ds_version", "universal_checkpoint_info"}
 )
 VERSION = "0.19.8"
 """The DeepSpeed whose files are written; its loaders ask for the version that has saved."""
@@ -65,8 +53,7 @@ def content_of(checkpoint: ZeroCheckpoint) -> Content:
                 key = TensorKey(name=name, kind=kind)
                 if kind != WEIGHT:
                     tensors[key] = Held(shape=layout[key].shape, dtype=layout[key].dtype, origin=key)
-    entries, config = model.entries, model.entries.get("ds_config")
-    batch = config.get("train_batch_size") if isinstance(config, dict) else None
+    entries, batch = model.entries, model.config.get("train_batch_size")
     kept = {name: value for name, value in entries.items() if name not in LAYOUT_ENTRIES and value is not None}
     return Content(
         folder=checkpoint.listing.folder,
@@ -165,14 +152,7 @@ def _entries(content: Content, module: Mapping[str, object]) -> dict[str, object
     scalars = content.facts.scalars.values() if content.facts is not None else ()
     steps = [plain(states["step"], {}) for states in scalars if "step" in states]
     usual: dict[str, object] = {
-        "optimizer": None,
-        "param_shapes": None,
-        "frozen_param_shapes": None,
-        "shared_params": None,
-        "frozen_param_fragments": None,
-        "lr_scheduler": None,
-        "data_sampler": None,
-        "random_ltd": None,
+        **dict.fromkeys((*_UNSET, "lr_scheduler", "data_sampler", "random_ltd")),
         "sparse_tensor_module_names": set(),
         "skipped_steps": 0,
         "global_steps": int(max((step for step in steps if isinstance(step, int | float)), default=0)),

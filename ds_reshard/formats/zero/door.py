@@ -77,12 +77,9 @@ class OpenedZero(Checkpoint):
         return _target(self.zero, asked, self._pieces) if asked.to in WRITES else None
 
     def open_all(self) -> None:
-        for family in {placement.family for placement in self.layout.placements.values()}:
-            for shard in range(self.layout.shards[family]):
-                self.index.open(family, shard)
         for rank in self.zero.listing.model:
             self.open_for(MODEL, rank)
-        self.refuse()
+        super().open_all()
 
     def open_first(self) -> None:
         if self.zero.optim is not None:

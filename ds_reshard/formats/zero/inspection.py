@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 from typing import TypeVar
 
 from ds_reshard.containers.plain import Scalars, plain, read_scalars, single_elements
-from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, damaged
-from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, open_checkpoint
-from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
+from ds_reshard.errors import Fault, ReshardError, damaged
+from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, missing, open_checkpoint, unmatched
+from ds_reshard.formats.zero.model_states import ModelStates, read_model_states, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
 from ds_reshard.formats.zero.shards import ZeroShards, abridged, compare_prints, compare_signatures
@@ -18,7 +19,7 @@ from ds_reshard.formats.zero.stage0 import masters, param_groups, states, torch_
 from ds_reshard.formats.zero.universal import CommonState, UniversalStates, list_states, read_state, state_file
 from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.index import Index
-from ds_reshard.model.layout import Layout
+from ds_reshard.model.layout import Layout, Placement
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.reports import Arrangement, FileEntry, GroupEntry, Inspection, ParameterEntry, StateEntry, Steps
 
@@ -126,9 +127,8 @@ class _Look:
         listing = self.listing
         dp = model.dp if model is not None else optim.partition_count if optim is not None else None
         if dp is not None:
-            self.absent(listing.model, "model_states", dp if listing.partitioned_model else 1)
-            if not listing.universal and (model is None or model.param_shapes is not None):
-                self.absent(listing.optim, "optim_states", dp)
+            sharded = not listing.universal and (model is None or model.param_shapes is not None)
+            self.faults += missing(listing, dp, optimizer=sharded)
         if listing.universal and model is not None:
             self.read_tensors(model)
         placed = model is not None and self.matching(model, optim)
@@ -144,44 +144,13 @@ class _Look:
             said = {name: abridged(states.signature()) for name, states in read.items() if states is not None}
             self.faults += compare_signatures(said, listing.folder)
 
-    def absent(self, files: Mapping[int, str], what: str, count: int) -> None:
-        """Note shards that are not there, where `open_checkpoint` had not come to look for them."""
-        missing = [str(rank) for rank in range(count) if rank not in files]
-        counted = any("are missing" in fault.what and what in fault.what for fault in self.faults)
-        if missing and not counted:
-            shown = ", ".join(missing[:16]) + (f", ... ({len(missing)} in all)" if len(missing) > 16 else "")
-            self.faults.append(
-                CheckpointDamaged.fault(
-                    self.listing.folder,
-                    f"{what} files of data-parallel ranks {shown} are missing",
-                    f"{count} files",
-                    f"{count - len(missing)}",
-                    mend="restore the missing files, or load another tag",
-                )
-            )
-
     def matching(self, model: ModelStates, optim: OptimStates | None) -> bool:
         """Whether the optimizer's flat buffers are those of the model file, so that sizes can be checked."""
         if optim is None or model.param_shapes is None:
             return False
-        shapes, partitions = model.param_shapes, optim.partitions
-        if len(shapes) != len(partitions):
-            self.faults.append(
-                damaged(optim.path, "flat buffers do not match the model file", f"{len(shapes)}", f"{len(partitions)}")
-            )
-            return False
-        for group, partition in zip(shapes, partitions, strict=True):
-            if partition.alignment is not None and len(partition.alignment) != len(group):
-                self.faults.append(
-                    damaged(
-                        optim.path,
-                        "alignment gaps do not match the parameters",
-                        f"{len(group)}",
-                        f"{len(partition.alignment)}",
-                    )
-                )
-                return False
-        return True
+        faults = unmatched(model, optim)
+        self.faults += faults
+        return not faults
 
     def open_shards(self, checkpoint: ZeroCheckpoint) -> None:
         """Open every shard of the checkpoint, and compare what they say and hold."""
@@ -261,8 +230,9 @@ def _stage0_values(model: ModelStates | None) -> Iterator[object]:
 def describe_survey(found: Survey, *, tag: str, bytes_read: int | None) -> Inspection:
     """What the files tell; where the optimizer's could not be read, what the model file says of them."""
     model, optim = found.model, found.optim
-    config = _config(model, optim)
-    stage0 = torch_optimizer(model)
+    said = model.config if model is not None else optim.config if optim is not None else None
+    config = said if isinstance(said, dict) else {}
+    stage0, name = torch_optimizer(model), section(config, "optimizer").get("type")
     return Inspection(
         format="DeepSpeed universal" if found.listing.universal else "DeepSpeed ZeRO",
         folder=found.listing.folder,
@@ -271,7 +241,7 @@ def describe_survey(found: Survey, *, tag: str, bytes_read: int | None) -> Inspe
         stage=_stage(found, config),
         wrapper=_wrapper(found),
         dp=found.dp,
-        optimizer=_optimizer_name(config),
+        optimizer=name if isinstance(name, str) else None,  # of one that DeepSpeed built; a script may pass its own
         states=tuple(_states_of(found, stage0)),
         groups=tuple(_groups_of(found, stage0)),
         steps=_steps(found, stage0),
@@ -283,21 +253,10 @@ def describe_survey(found: Survey, *, tag: str, bytes_read: int | None) -> Inspe
     )
 
 
-def _config(model: ModelStates | None, optim: OptimStates | None) -> Mapping[str, object]:
-    """The saved DeepSpeed config, empty where it was not saved as a dict."""
-    said = model.entries.get("ds_config") if model is not None else optim.config if optim is not None else None
-    return said if isinstance(said, dict) else {}
-
-
-def _section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
-    section = config.get(name)
-    return section if isinstance(section, dict) else {}
-
-
 def _stage(found: Survey, config: Mapping[str, object]) -> int | None:
     if found.optim is not None:
         return found.optim.stage
-    stage = _section(config, "zero_optimization").get("stage")
+    stage = section(config, "zero_optimization").get("stage")
     if found.universal is not None:
         return stage if found.universal.common.own and isinstance(stage, int) else found.universal.common.stage
     if found.listing.partitioned_model:
@@ -319,44 +278,25 @@ def _wrapper(found: Survey) -> str | None:
     return "none" if found.model is not None and found.model.param_shapes is None else None
 
 
-def _optimizer_name(config: Mapping[str, object]) -> str | None:
-    """The name of the optimizer that DeepSpeed built; None when the script passed its own."""
-    name = _section(config, "optimizer").get("type")
-    return name if isinstance(name, str) else None
-
-
 def _states_of(found: Survey, stage0: Mapping[str, object]) -> Iterator[StateEntry]:
     if found.universal is not None:
-        yield from _universal_states(found.universal)
+        tensors: list[tuple[str, Placement | TensorRecord]]
+        tensors = [(placement.key.kind, placement) for placement in found.universal.placements]
+        single = [states.items() for states in found.universal.facts.scalars.values()]
     elif found.optim is not None:
-        yield from _states(found.optim)
+        tensors = [pair for p in found.optim.partitions for pair in (("fp32", p.fp32), *p.states.items())]
+        single = [p.scalars.items() for p in found.optim.partitions]
     else:
         yield from _stage0_states(found.model, stage0)
-
-
-def _universal_states(universal: UniversalStates) -> Iterator[StateEntry]:
-    for kind, dtype in {placement.key.kind: placement.dtype.label for placement in universal.placements}.items():
-        yield StateEntry(kind=kind, dtypes=(dtype,), scalar=False)
-    single = {kind: value for of_name in universal.facts.scalars.values() for kind, value in of_name.items()}
-    for kind, value in single.items():
-        yield StateEntry(kind=kind, dtypes=(_label(value),), scalar=True)
-
-
-def _label(value: object) -> str:
-    return value.dtype.label if isinstance(value, ScalarTensor) else type(value).__name__
-
-
-def _states(optim: OptimStates) -> Iterator[StateEntry]:
-    flat: dict[str, set[str]] = {"fp32": {p.fp32.dtype.label for p in optim.partitions}}
-    scalars: dict[str, set[str]] = {}
-    for partition in optim.partitions:
-        for kind, tensor in partition.states.items():
-            flat.setdefault(kind, set()).add(tensor.dtype.label)
-        for kind, value in partition.scalars.items():
-            scalars.setdefault(kind, set()).add(_label(value))
-    for kinds, scalar in ((flat, False), (scalars, True)):
-        for kind, labels in kinds.items():
-            yield StateEntry(kind=kind, dtypes=tuple(sorted(labels)), scalar=scalar)
+        return
+    kinds: dict[tuple[bool, str], set[str]] = {}
+    for kind, tensor in tensors:
+        kinds.setdefault((False, kind), set()).add(tensor.dtype.label)
+    for kind, value in chain.from_iterable(single):
+        label = value.dtype.label if isinstance(value, ScalarTensor) else type(value).__name__
+        kinds.setdefault((True, kind), set()).add(label)
+    for (scalar, kind), labels in kinds.items():
+        yield StateEntry(kind=kind, dtypes=tuple(sorted(labels)), scalar=scalar)
 
 
 def _groups_of(found: Survey, stage0: Mapping[str, object]) -> Iterator[GroupEntry]:
@@ -432,9 +372,9 @@ def _count(value: object) -> int | None:
 
 
 def _arrangement(found: Survey, config: Mapping[str, object]) -> Arrangement:
-    zero = _section(config, "zero_optimization")
+    zero = section(config, "zero_optimization")
     optim = found.optim
-    device = _section(zero, "offload_optimizer").get("device")
+    device = section(zero, "offload_optimizer").get("device")
     gaps = [p.alignment is not None and any(p.alignment) for p in optim.partitions] if optim is not None else []
     round_robin = zero.get("round_robin_gradients", False) if config else None
     return Arrangement(

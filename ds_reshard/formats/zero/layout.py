@@ -83,7 +83,7 @@ def _of_kinds(
     for kind, dtype in kinds.items():
         buffer = f"{kind}/{number}"
         for name, shape in shapes.items():
-            yield _placement(name, kind, shape, dtype, family, buffer, cuts[name], boxes[name])
+            yield Placement(TensorKey(name, kind), shape, dtype, family, buffer, cuts[name], boxes[name])
 
 
 def sub_group_numel(shapes: Mapping[str, Shape], dp: int) -> int:
@@ -94,43 +94,22 @@ def sub_group_numel(shapes: Mapping[str, Shape], dp: int) -> int:
 def whole(name: str, kind: str, shape: Shape, dtype: ElementType, *, family: str, buffer: str) -> Placement:
     """A tensor that every shard of the family has whole."""
     cut = Cut(chunk=max(1, prod(shape)))
-    return _placement(name, kind, shape, dtype, family, buffer, cut, replicated=True)
+    return Placement(TensorKey(name, kind), shape, dtype, family, buffer, cut, Box.whole(shape), replicated=True)
 
 
 def sliced(name: str, kind: str, shape: Shape, dtype: ElementType, dp: int, *, family: str, buffer: str) -> Placement:
     """A tensor in a buffer of its own, cut into dp pieces of ceil(numel / dp)."""
-    return _placement(name, kind, shape, dtype, family, buffer, Cut(chunk=max(1, chunk_numel(shape, dp))))
+    cut = Cut(chunk=max(1, chunk_numel(shape, dp)))
+    return Placement(TensorKey(name, kind), shape, dtype, family, buffer, cut, Box.whole(shape))
 
 
 def alone(origin: Placement, shard: int, *, family: str, buffer: str) -> Placement:
     """The whole tensor in a buffer of its own, which one shard of the family has."""
     numel = max(1, prod(origin.shape))
     cut = Cut(chunk=numel, phase=shard * numel)
-    return _placement(origin.key.name, origin.key.kind, origin.shape, origin.dtype, family, buffer, cut)
+    key = TensorKey(origin.key.name, origin.key.kind)
+    return Placement(key, origin.shape, origin.dtype, family, buffer, cut, Box.whole(origin.shape))
 
 
 def by_key(placements: Iterable[Placement]) -> dict[TensorKey, Placement]:
     return {placement.key: placement for placement in placements}
-
-
-def _placement(
-    name: str,
-    kind: str,
-    shape: Shape,
-    dtype: ElementType,
-    family: str,
-    buffer: str,
-    cut: Cut,
-    box: Box | None = None,
-    replicated: bool = False,
-) -> Placement:
-    return Placement(
-        key=TensorKey(name=name, kind=kind),
-        shape=shape,
-        dtype=dtype,
-        family=family,
-        buffer=buffer,
-        cut=cut,
-        box=box or Box.whole(shape),
-        replicated=replicated,
-    )

@@ -41,6 +41,18 @@ class ModelStates:
         """Every trainable parameter's shape; empty at stage 0."""
         return {name: shape for group in self.param_shapes or () for name, shape in group.items()}
 
+    @property
+    def config(self) -> Mapping[str, object]:
+        """The saved DeepSpeed config, empty where it was not saved as a dict."""
+        said = self.entries.get("ds_config")
+        return said if isinstance(said, dict) else {}
+
+
+def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """A section of a config, empty where it is none."""
+    found = config.get(name)
+    return found if isinstance(found, dict) else {}
+
 
 def read_model_states(path: str, stem: str) -> ModelStates:
     """Read one model file: directory and pickle only.
@@ -80,7 +92,7 @@ def read_model_states(path: str, stem: str) -> ModelStates:
         frozen_shapes=_shapes(path, "frozen_param_shapes", top.get("frozen_param_shapes") or {}),
         frozen_fragments=_tensors(path, top.get("frozen_param_fragments") or {}),
         shared={str(k): text_of(v) for k, v in _mapping(path, "shared_params", top.get("shared_params") or {}).items()},
-        dp=_count(path, "dp_world_size", top["dp_world_size"]),
+        dp=positive(path, "dp_world_size", top["dp_world_size"]),
         version=text_of(top.get("ds_version", "unknown")),
     )
 
@@ -142,7 +154,7 @@ def _tensors(path: str, value: object) -> dict[str, TensorRecord]:
     return tensors
 
 
-def _count(path: str, entry: str, value: object) -> int:
+def positive(path: str, entry: str, value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     raise fail(path, f"entry {entry!r} is malformed", "a positive int", describe(value))

@@ -9,8 +9,9 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout
 
@@ -19,6 +20,7 @@ _MODEL_ZERO3 = re.compile(r"zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_model_states\
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_?optim_states\.pt")
 _MODEL_AS_FOUND = re.compile(r"(zero_pp_rank_.*_)?mp_rank_.*_model_states\.pt", re.DOTALL)
 """What `glob` finds for DeepSpeed, which looks for model files by pattern (`_get_all_ckpt_names`)."""
+_OTHER_SAVE = "move the one that does not belong to this save out of the folder"
 _FOREIGN: tuple[tuple[re.Pattern[str], str, str], ...] = (
     (
         re.compile(r"layer_\d+-.*model_states\.pt"),
@@ -85,15 +87,9 @@ def read_listing(folder: str, files: Mapping[str, int], subfolders: frozenset[st
         else:
             faults.extend(_foreign(folder, name))
     if tensor_ranks - {0}:
-        faults.append(
-            UnsupportedLayout.fault(
-                folder,
-                "saved with tensor parallelism",
-                "tensor-parallel size 1",
-                f"files of tensor-parallel ranks {sorted(tensor_ranks)}",
-                mend="load it at the tensor- and data-parallel sizes it was saved with",
-            )
-        )
+        found = f"files of tensor-parallel ranks {sorted(tensor_ranks)}"
+        what, mend = "saved with tensor parallelism", "load it at the tensor- and data-parallel sizes it was saved with"
+        faults.append(UnsupportedLayout.fault(folder, what, "tensor-parallel size 1", found, mend=mend))
     prefix, shards = next(iter(optim.items())) if optim else ("", {})
     universal = "zero" in subfolders and not shards
     if universal and whole:
@@ -118,46 +114,25 @@ def stray_files(folder: str, names: Iterable[str], listed: Collection[str] | Non
     for name in sorted(names):
         own = any(pattern.fullmatch(name) for pattern in (_MODEL, _MODEL_ZERO3, _OPTIM))
         if (own and listed is not None and name not in listed) or (not own and _MODEL_AS_FOUND.fullmatch(name)):
-            faults.append(
-                CheckpointDamaged.fault(
-                    folder,
-                    "holds a file that DeepSpeed would take for one of this save",
-                    "names as DeepSpeed gives them, such as mp_rank_00_model_states.pt",
-                    repr(name),
-                    mend="move the one that does not belong to this save out of the folder",
-                )
-            )
+            what = "holds a file that DeepSpeed would take for one of this save"
+            expected = "names as DeepSpeed gives them, such as mp_rank_00_model_states.pt"
+            faults.append(CheckpointDamaged.fault(folder, what, expected, repr(name), mend=_OTHER_SAVE))
     return faults
 
 
 def pattern_in_path(load_dir: str, tag: str) -> list[Fault]:
     """A path that DeepSpeed, which gives it to `glob`, takes for a pattern: it may open the files of another folder."""
     path = os.path.join(load_dir, tag)
-    if glob.escape(path) == path:
-        return []
-    return [
-        UnsupportedLayout.fault(
-            path,
-            "DeepSpeed, to which this load is left, takes this path for a pattern and may open another folder",
-            "a path without *, ? and [",
-            repr(path),
-            mend="rename the folder, and where its name is the tag write the new one into latest",
-        )
-    ]
+    what = "DeepSpeed, to which this load is left, takes this path for a pattern and may open another folder"
+    mend = "rename the folder, and where its name is the tag write the new one into latest"
+    fault = UnsupportedLayout.fault(path, what, "a path without *, ? and [", repr(path), mend=mend)
+    return [fault] if glob.escape(path) != path else []
 
 
-def _taken(folder: str, files: Mapping[int, str], rank: int, name: str) -> list[Fault]:
-    if rank not in files:
-        return []
-    return [
-        CheckpointDamaged.fault(
-            folder,
-            f"holds two files of rank {rank}",
-            files[rank],
-            f"{name} as well",
-            mend="move the one that does not belong to this save out of the folder",
-        )
-    ]
+def _taken(folder: str, files: Mapping[int, str], rank: int, name: str) -> Iterator[Fault]:
+    if rank in files:
+        what = f"holds two files of rank {rank}"
+        yield CheckpointDamaged.fault(folder, what, files[rank], f"{name} as well", mend=_OTHER_SAVE)
 
 
 def _foreign(folder: str, name: str) -> list[Fault]:
@@ -168,27 +143,13 @@ def _foreign(folder: str, name: str) -> list[Fault]:
 
 def _two_checkpoints(
     folder: str, whole: Mapping[int, str], partitioned: Mapping[int, str], optim: Mapping[str, Mapping[int, str]]
-) -> list[Fault]:
+) -> Iterator[Fault]:
     mend = "move the files of the older run out of the folder, or load another tag"
-    faults = []
+    wrong = partial(CheckpointDamaged.fault, folder, mend=mend)
     if whole and partitioned:
-        faults.append(
-            CheckpointDamaged.fault(
-                folder,
-                "holds the model files of two checkpoints",
-                "either mp_rank_* (stages 0 to 2) or zero_pp_rank_* (stage 3)",
-                "both",
-                mend=mend,
-            )
-        )
+        expected = "either mp_rank_* (stages 0 to 2) or zero_pp_rank_* (stage 3)"
+        yield wrong("holds the model files of two checkpoints", expected, "both")
     if len(optim) > 1:
-        faults.append(
-            CheckpointDamaged.fault(
-                folder,
-                "holds the optimizer files of two checkpoints",
-                "one file prefix",
-                ", ".join(repr(p) for p in sorted(optim)),
-                mend=mend,
-            )
+        yield wrong(
+            "holds the optimizer files of two checkpoints", "one file prefix", ", ".join(map(repr, sorted(optim)))
         )
-    return faults

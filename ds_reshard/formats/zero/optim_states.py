@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ds_reshard.containers.torch_zip import TorchArchive, check_root, open_archive
 from ds_reshard.errors import fail
+from ds_reshard.formats.zero.model_states import positive
 from ds_reshard.model.facts import Scalar, ScalarTensor, canonical, describe, text_of
 from ds_reshard.model.records import ObjectRecord, TensorRecord
 
@@ -93,13 +94,13 @@ def read_optim_states(path: str, stem: str) -> OptimStates:
         check_root(path, stem, archive.root)
         top = archive.load()
         if not isinstance(top, dict) or not isinstance(top.get("optimizer_state_dict"), dict):
-            raise fail(path, "is not a DeepSpeed optimizer file", "an entry 'optimizer_state_dict'", _keys(top))
+            raise fail(path, "is not a DeepSpeed optimizer file", "an entry 'optimizer_state_dict'", keys_of(top))
         entries = top["optimizer_state_dict"]
         if "fp32_flat_groups" in entries:
             return sub_groups(path, archive, top, entries)
         if "single_partition_of_fp32_groups" in entries:
             return _flat_groups(path, archive, top, entries)
-    raise fail(path, "is of an unknown optimizer layout", "ZeRO 1 to 3 or BF16_Optimizer", _keys(entries))
+    raise fail(path, "is of an unknown optimizer layout", "ZeRO 1 to 3 or BF16_Optimizer", keys_of(entries))
 
 
 def _flat_groups(
@@ -129,7 +130,7 @@ def _flat_groups(
         kind=kind,
         stage=read_stage(path, entries.get("zero_stage")) if kind == "zero" else 1,
         elastic=elastic,
-        partition_count=_positive(path, "partition_count", count),
+        partition_count=positive(path, "partition_count", count),
         partitions=tuple(partitions),
         groups=groups,
         members=members,
@@ -154,7 +155,7 @@ def sub_groups(
         kind="zero3",
         stage=3,
         elastic=False,
-        partition_count=_positive(path, "partition_count", entries.get("partition_count")),
+        partition_count=positive(path, "partition_count", entries.get("partition_count")),
         partitions=partitions,
         groups=groups,
         members=members,
@@ -172,7 +173,9 @@ Members = tuple[tuple[int, ...], ...]
 def torch_state(path: str, entry: str, value: object) -> tuple[States, Groups, Members]:
     """A torch optimizer's state_dict: states by index, groups, and the indices of each group."""
     if not isinstance(value, dict) or not isinstance(value.get("state"), dict):
-        raise fail(path, f"entry {entry!r} is not a torch optimizer state", "'state' and 'param_groups'", _keys(value))
+        raise fail(
+            path, f"entry {entry!r} is not a torch optimizer state", "'state' and 'param_groups'", keys_of(value)
+        )
     groups = value.get("param_groups")
     if not isinstance(groups, list) or not all(
         isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
@@ -191,7 +194,7 @@ def torch_state(path: str, entry: str, value: object) -> tuple[States, Groups, M
 def _elastic(path: str, value: object, count: int) -> tuple[States, None, Members]:
     """`elastic_checkpoint=true`: a list of unpadded states, one per group, and no param groups."""
     if not isinstance(value, list) or len(value) != count or not all(isinstance(s, dict) for s in value):
-        raise fail(path, "entry 'base_optimizer_state' is malformed", f"{count} states", _keys(value))
+        raise fail(path, "entry 'base_optimizer_state' is malformed", f"{count} states", keys_of(value))
     return dict(enumerate(value)), None, tuple((g,) for g in range(count))
 
 
@@ -239,7 +242,7 @@ def _compared(config: object) -> object:
 def _tensors(path: str, entry: str, value: object) -> list[TensorRecord]:
     if isinstance(value, list | tuple) and value and all(isinstance(item, TensorRecord) for item in value):
         return list(value)
-    raise fail(path, f"entry {entry!r} is malformed", "a list of tensors", _keys(value))
+    raise fail(path, f"entry {entry!r} is malformed", "a list of tensors", keys_of(value))
 
 
 def _ints(path: str, entry: str, value: object, count: int) -> list[int]:
@@ -253,7 +256,7 @@ def _alignment(path: str, value: object, group: int) -> tuple[int, ...] | None:
         return None
     if isinstance(value, list) and group < len(value) and isinstance(value[group], list):
         return tuple(_ints(path, "param_alignment_paddings", value[group], len(value[group])))
-    raise fail(path, "entry 'param_alignment_paddings' is malformed", "a list per group", _keys(value))
+    raise fail(path, "entry 'param_alignment_paddings' is malformed", "a list per group", keys_of(value))
 
 
 def read_stage(path: str, value: object) -> int:
@@ -265,17 +268,11 @@ def read_stage(path: str, value: object) -> int:
     raise fail(path, "entry 'zero_stage' is malformed", "1, 2 or 3", describe(value))
 
 
-def _positive(path: str, entry: str, value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    raise fail(path, f"entry {entry!r} is malformed", "a positive int", describe(value))
-
-
 def _index(path: str, value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     raise fail(path, "a param group lists something that is no index", "ints", describe(value))
 
 
-def _keys(value: object) -> str:
+def keys_of(value: object) -> str:
     return f"keys {sorted(map(str, value))[:8]}" if isinstance(value, dict) else type(value).__name__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from math import prod
 
@@ -39,15 +40,9 @@ def compare_signatures(signatures: Mapping[str, Mapping[str, str]], folder: str,
                     continue
                 one, other = first.get(key, "absent"), signatures[name].get(key, "absent")
                 if one != other:
-                    faults.append(
-                        CheckpointDamaged.fault(
-                            f"{folder}/{name}",
-                            f"is of another step or run than {names[0]}: {key} differs",
-                            one,
-                            other,
-                            mend="restore all files of one save, or load another tag",
-                        )
-                    )
+                    what = f"is of another step or run than {names[0]}: {key} differs"
+                    mend = "restore all files of one save, or load another tag"
+                    faults.append(CheckpointDamaged.fault(f"{folder}/{name}", what, one, other, mend=mend))
     return faults
 
 
@@ -74,15 +69,10 @@ def compare_prints(prints: Mapping[str, Sequence[tuple[int, int | None]]], folde
         if len(telling) < 2:
             continue
         if marks in seen:
-            faults.append(
-                CheckpointDamaged.fault(
-                    f"{folder}/{name}",
-                    f"holds the same bytes as {seen[marks]}: one shard was copied over another",
-                    "different partitions",
-                    "identical checksums in every buffer",
-                    mend="restore the shard, or load another tag",
-                )
-            )
+            what = f"holds the same bytes as {seen[marks]}: one shard was copied over another"
+            said = ("different partitions", "identical checksums in every buffer")
+            mend = "restore the shard, or load another tag"
+            faults.append(CheckpointDamaged.fault(f"{folder}/{name}", what, *said, mend=mend))
         seen.setdefault(marks, name)
     return faults
 
@@ -149,24 +139,13 @@ class ZeroShards:
         optim = first if shard == 0 else read_optim_states(checkpoint.listing.path(name), name.removesuffix(".pt"))
         self.signatures[name] = abridged(optim.signature())
         faults: list[Fault] = []
+        wrong = partial(damaged, optim.path)
         if optim.partition_count != checkpoint.dp:
-            faults.append(
-                damaged(
-                    optim.path,
-                    "was saved with another data-parallel size than the model file",
-                    f"{checkpoint.dp}",
-                    f"{optim.partition_count}",
-                )
-            )
-        if optim.kind != first.kind or len(optim.partitions) != len(first.partitions):
-            faults.append(
-                damaged(
-                    optim.path,
-                    "is of another optimizer layout than the first shard",
-                    f"{first.kind}, {len(first.partitions)} buffers",
-                    f"{optim.kind}, {len(optim.partitions)} buffers",
-                )
-            )
+            what = "was saved with another data-parallel size than the model file"
+            faults.append(wrong(what, f"{checkpoint.dp}", f"{optim.partition_count}"))
+        said = [f"{states.kind}, {len(states.partitions)} buffers" for states in (first, optim)]
+        if said[0] != said[1]:
+            faults.append(wrong("is of another optimizer layout than the first shard", *said))
         raise_faults(faults, subject=f"checkpoint {checkpoint.listing.folder}")
         extents: dict[str, Extent] = {}
         for number, partition in enumerate(optim.partitions):
@@ -174,7 +153,7 @@ class ZeroShards:
             extents[f"fp32/{number}"] = extent_of(partition.fp32)
             extents |= {f"{kind}/{number}": extent_of(state) for kind, state in partition.states.items()}
         for one, other in extents_overlap(extents):
-            faults.append(damaged(optim.path, f"buffers {one} and {other} share bytes", "disjoint buffers", "overlap"))
+            faults.append(wrong(f"buffers {one} and {other} share bytes", "disjoint buffers", "overlap"))
         raise_faults(faults, subject=f"checkpoint {checkpoint.listing.folder}")
         self.prints[name] = tuple((e.record.nbytes, e.record.crc32) for e in extents.values() if e.numel)
         return extents
@@ -184,21 +163,12 @@ class ZeroShards:
         checkpoint = self.checkpoint
         assert checkpoint.optim is not None
         shapes = (checkpoint.model.param_shapes or ())[number]
-        kinds, expected_kinds = kinds_of(partition), kinds_of(checkpoint.optim.partitions[number])
-        if kinds != expected_kinds:
-            yield damaged(
-                optim.path,
-                f"partition {number} holds other states than the first shard",
-                ", ".join(sorted(expected_kinds)),
-                ", ".join(sorted(kinds)),
-            )
-        if (partition.alignment or ()) != (checkpoint.optim.partitions[number].alignment or ()):
-            yield damaged(
-                optim.path,
-                f"partition {number} has other alignment gaps than the first shard",
-                "the same gaps",
-                "others",
-            )
+        first, wrong = checkpoint.optim.partitions[number], partial(damaged, optim.path)
+        if kinds_of(partition) != kinds_of(first):
+            names = [", ".join(sorted(kinds_of(one))) for one in (first, partition)]
+            yield wrong(f"partition {number} holds other states than the first shard", *names)
+        if (partition.alignment or ()) != (first.alignment or ()):
+            yield wrong(f"partition {number} has other alignment gaps than the first shard", "the same gaps", "others")
             return
         if optim.kind == "zero3":
             padded = used = sub_group_numel(shapes, checkpoint.dp)
@@ -208,17 +178,11 @@ class ZeroShards:
             used = min(padded, max(0, total - shard * padded))
         allowed = {"zero": {used}, "bf16": {padded}, "zero3": {padded}}[optim.kind]
         if partition.fp32.numel not in allowed:
-            yield damaged(
-                optim.path,
-                f"fp32 partition {number} has the wrong size",
-                f"{min(allowed)} elements",
-                f"{partition.fp32.numel}",
-            )
+            expected = f"{min(allowed)} elements"
+            yield wrong(f"fp32 partition {number} has the wrong size", expected, f"{partition.fp32.numel}")
         for kind, state in partition.states.items():
             if state.numel not in (padded, used):
-                yield damaged(
-                    optim.path, f"{kind} partition {number} has the wrong size", f"{padded} elements", f"{state.numel}"
-                )
+                yield wrong(f"{kind} partition {number} has the wrong size", f"{padded} elements", f"{state.numel}")
 
 
 def model_signature(model: ModelStates) -> dict[str, str]:

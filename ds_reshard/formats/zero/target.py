@@ -27,7 +27,7 @@ from ds_reshard.formats.zero.layout import (
     sub_group_numel,
     whole,
 )
-from ds_reshard.formats.zero.model_states import ModelStates
+from ds_reshard.formats.zero.model_states import ModelStates, section
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.universal import UniversalStates
 from ds_reshard.model.facts import Scalar, ScalarTensor, canonical
@@ -218,7 +218,11 @@ def make_flats(
             first = next(iter(part))
             for name in part:
                 if kinds[name] != kinds[first] or canonical(dict(scalars[name])) != canonical(dict(scalars[first])):
-                    faults.append(_uneven(name, first))
+                    what = "has other optimizer states than its param group's first parameter"
+                    what += ": a flat buffer keeps one of each"
+                    mend = "--to universal, which keeps each parameter's own"
+                    expected = f"the states and steps of {first}"
+                    faults.append(UnsupportedLayout.fault(name, what, expected, "others", mend=mend))
             flats.append(Flat(group=g, shapes=part, kinds=kinds[first], scalars=scalars[first]))
     return flats, faults
 
@@ -247,16 +251,6 @@ def _kinds(checkpoint: ZeroCheckpoint, name: str) -> dict[str, ElementType]:
 
 def _scalars(checkpoint: ZeroCheckpoint, name: str) -> Mapping[str, Scalar]:
     return checkpoint.facts.scalars.get(name, {}) if checkpoint.facts is not None else {}
-
-
-def _uneven(name: str, first: str) -> Fault:
-    return UnsupportedLayout.fault(
-        name,
-        "has other optimizer states than its param group's first parameter: a flat buffer keeps one of each",
-        f"the states and steps of {first}",
-        "others",
-        mend="--to universal, which keeps each parameter's own",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -435,19 +429,14 @@ def _units(shards: ZeroShards, optim: OptimizerTarget, model: ModelTarget) -> It
 def _not_bf16(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     """BF16_Optimizer trains bf16 weights alone (`_configure_zero_optimizer` in deepspeed/runtime/engine.py, 0.19.8)."""
     if not _in_bf16(checkpoint):
-        yield UnsupportedLayout.fault(
-            checkpoint.listing.folder,
-            "was not trained in bf16",
-            '"bf16": {"enabled": true} in the saved DeepSpeed JSON',
-            "no such entry",
-            mend="--to zero1",
-        )
+        expected = '"bf16": {"enabled": true} in the saved DeepSpeed JSON'
+        where, what = checkpoint.listing.folder, "was not trained in bf16"
+        yield UnsupportedLayout.fault(where, what, expected, "no such entry", mend="--to zero1")
 
 
 def _in_bf16(checkpoint: ZeroCheckpoint) -> bool:
-    config = checkpoint.model.entries.get("ds_config")
-    section = config.get("bf16", config.get("bfloat16")) if isinstance(config, dict) else None
-    return isinstance(section, dict) and section.get("enabled") is True
+    config = checkpoint.model.config
+    return section(config, "bf16" if "bf16" in config else "bfloat16").get("enabled") is True
 
 
 def _model_tree(model: ModelTarget, shards: ZeroShards, rank: int) -> Mapping[str, object]:
@@ -479,7 +468,10 @@ def group_order(checkpoint: ZeroCheckpoint) -> list[dict[str, Shape]]:
     assert checkpoint.facts is not None
     shapes = checkpoint.model.trainable
     order = [list(group.members) for group in checkpoint.facts.groups]
-    if checkpoint.kind == "zero" and _saved_zero(checkpoint).get("round_robin_gradients") is True:
+    if (
+        checkpoint.kind == "zero"
+        and section(checkpoint.model.config, "zero_optimization").get("round_robin_gradients") is True
+    ):
         order = [_unrobined(members, checkpoint.dp) for members in order]
     return [{name: shapes[name] for name in members} for members in order]
 
@@ -489,14 +481,8 @@ def _unrobined(members: list[str], dp: int) -> list[str]:
     return [name for _, name in sorted(zip(places, members, strict=True))]
 
 
-def _saved_zero(checkpoint: ZeroCheckpoint) -> Mapping[str, object]:
-    config = checkpoint.model.entries.get("ds_config")
-    section = config.get("zero_optimization") if isinstance(config, dict) else None
-    return section if isinstance(section, dict) else {}
-
-
 def _saved_sub_group_size(checkpoint: ZeroCheckpoint) -> int:
-    size = _saved_zero(checkpoint).get("sub_group_size")
+    size = section(checkpoint.model.config, "zero_optimization").get("sub_group_size")
     return int(size) if isinstance(size, (int, float)) and size >= 1 else _SUB_GROUP_NUMEL
 
 

@@ -15,9 +15,9 @@ from math import prod
 from ds_reshard.containers.torch_zip import TorchArchive, check_root, open_archive
 from ds_reshard.errors import CheckpointDamaged, Fault, ReadFailed, ReshardError, damaged, fail, faults_of, raise_faults
 from ds_reshard.formats.zero.layout import whole
-from ds_reshard.formats.zero.model_states import ModelStates, Shape
+from ds_reshard.formats.zero.model_states import ModelStates, Shape, section
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.optim_states import Partition, read_stage, sub_groups, torch_state
+from ds_reshard.formats.zero.optim_states import Partition, keys_of, read_stage, sub_groups, torch_state
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical, describe
 from ds_reshard.model.layout import Placement
 from ds_reshard.model.records import TensorRecord
@@ -33,21 +33,16 @@ def scrambled(
     The JSON is not saved where DeepSpeed was given its path. Then the first elements of every master are compared with
     those of the weight, which is whole in the model file below stage 3.
     """
-    config = model.entries.get("ds_config")
-    if isinstance(config, dict):
-        zero = config.get("zero_optimization")
-        wrong = isinstance(zero, dict) and zero.get("round_robin_gradients") is True
+    if isinstance(model.entries.get("ds_config"), dict):
+        wrong = section(model.config, "zero_optimization").get("round_robin_gradients") is True
     else:
         with open_archive(model.path) as weights:
             wrong = any(_differs(weights, model.module.get(name), master(name)) for name in names)
     if wrong:
-        yield CheckpointDamaged.fault(
-            listing.folder,
-            "was converted of a run with round_robin_gradients, whose parameters ds_to_universal mixes up",
-            "each parameter's own master and states",
-            "parts of others",
-            mend="load the ZeRO checkpoint that it was made from",
-        )
+        what = "was converted of a run with round_robin_gradients, whose parameters ds_to_universal mixes up"
+        said = ("each parameter's own master and states", "parts of others")
+        mend = "load the ZeRO checkpoint that it was made from"
+        yield CheckpointDamaged.fault(listing.folder, what, *said, mend=mend)
 
 
 def _differs(weights: TorchArchive, weight: TensorRecord | None, file: StateFile | None) -> bool:
@@ -114,7 +109,7 @@ def read_common(path: str, model: ModelStates) -> CommonState:
         check_root(path, "optimizer_state", archive.root)
         entries = archive.load()
         if not isinstance(entries, dict) or not isinstance(entries.get("param_groups"), list):
-            raise fail(path, "is no common state of a universal checkpoint", "'param_groups'", _kind(entries))
+            raise fail(path, "is no common state of a universal checkpoint", "'param_groups'", keys_of(entries))
         own, numbered = _numbered(path, entries["param_groups"], model)
         _, groups, buffers = torch_state(path, "param_groups", {"state": {}, "param_groups": numbered})
         if sorted(i for of_group in buffers for i in of_group) != list(range(count)):
@@ -170,10 +165,6 @@ def _alike(partition: Partition) -> Mapping[str, Scalar]:
     return {name: value for name, value in partition.scalars.items() if name in ("step", "mu_product")}
 
 
-def _kind(value: object) -> str:
-    return f"keys {sorted(map(str, value))[:8]}" if isinstance(value, dict) else type(value).__name__
-
-
 ZERO = "zero"
 STEP = "step"
 OPTIMIZER_STATE = f"{ZERO}/optimizer_state.pt"
@@ -219,7 +210,10 @@ def list_states(folder: str, names: Iterable[str]) -> tuple[dict[str, dict[str, 
             with os.scandir(where) as scan:
                 sizes = {e.name: e.stat().st_size for e in scan if e.name.endswith(".pt") and e.is_file()}
         except FileNotFoundError:
-            faults.append(_missing_folder(where, name))
+            what = f"parameter {name} was trained, and has no folder here"
+            mend = "convert the checkpoint again, or load the one that it was made from"
+            expected = "a folder with its master and states"
+            faults.append(CheckpointDamaged.fault(where, what, expected, "none", mend=mend))
             continue
         except OSError as error:
             raise ReadFailed(f"{where}: cannot be listed: {error}") from error
@@ -230,16 +224,6 @@ def list_states(folder: str, names: Iterable[str]) -> tuple[dict[str, dict[str, 
     return found, faults
 
 
-def _missing_folder(where: str, name: str) -> Fault:
-    return CheckpointDamaged.fault(
-        where,
-        f"parameter {name} was trained, and has no folder here",
-        "a folder with its master and states",
-        "none",
-        mend="convert the checkpoint again, or load the one that it was made from",
-    )
-
-
 def read_state(path: str, kind: str) -> StateFile:
     """Read one file: directory and pickle, and the bytes of what is one value."""
     with open_archive(path) as archive:
@@ -248,7 +232,7 @@ def read_state(path: str, kind: str) -> StateFile:
         if isinstance(top, dict):
             tensor = top.get(_PARAM)
             if not isinstance(tensor, TensorRecord):
-                raise fail(path, "holds no tensor", f"an entry {_PARAM!r}", f"keys {sorted(map(str, top))[:8]}")
+                raise fail(path, "holds no tensor", f"an entry {_PARAM!r}", keys_of(top))
             if top.get(_EXPERT):
                 raise fail(path, "is of an expert layer", "a parameter that every rank has", _EXPERT)
             return StateFile(path=path, tensor=tensor, scalar=None, keys=frozenset(map(str, top)))
@@ -438,14 +422,11 @@ class _Reading:
                         yield from self._absent(name, kept - set(self.common.scalars[i]) - set(self.files[name]))
 
     def _absent(self, name: str, kinds: Iterable[str]) -> Iterator[Fault]:
+        mend = "load the ZeRO checkpoint that it was made from, or pass load_optimizer_states=False"
         for kind in sorted(kinds):
-            yield CheckpointDamaged.fault(
-                self.listing.path(state_file(name, kind)),
-                f"the saved optimizer kept {kind} of parameter {name}, and it is not here",
-                "a file",
-                "none",
-                mend="load the ZeRO checkpoint that it was made from, or pass load_optimizer_states=False",
-            )
+            what = f"the saved optimizer kept {kind} of parameter {name}, and it is not here"
+            path = self.listing.path(state_file(name, kind))
+            yield CheckpointDamaged.fault(path, what, "a file", "none", mend=mend)
 
     def steps_that_differ(self, scalars: Mapping[str, Mapping[str, Scalar]]) -> Iterator[Fault]:
         """The members of a param group were stepped together."""

@@ -1,27 +1,21 @@
-"""A checkpoint's tensors in plain files: weights as safetensors in Hugging Face's layout, or a torch file a kind.
-
-The names of Hugging Face's files are those of transformers' `save_pretrained` (modeling_utils.py, 5.23).
-"""
+"""A checkpoint's tensors in plain files: weights as safetensors in Hugging Face's layout, or a torch file a kind."""
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
 from functools import partial
-from math import prod
 
-from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
+from ds_reshard.containers.safetensors import shard_index, shards
+from ds_reshard.errors import UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import alone, by_key, whole
 from ds_reshard.formats.zero.target import first_names, whole_tensors
 from ds_reshard.model.layout import Layout, Placement, TensorKey
-from ds_reshard.model.records import ElementType, TensorRecord, new_tensor
+from ds_reshard.model.records import ElementType, new_tensor
 from ds_reshard.model.target import Target, TargetFile, Unit
 
 WEIGHTS = ("safetensors", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
-_FILE_NBYTES = 5 * 10**9
 _FLOATS = (ElementType.FLOAT64, ElementType.FLOAT32, ElementType.FLOAT16, ElementType.BFLOAT16)
 
 
@@ -32,23 +26,19 @@ def safetensors_target(checkpoint: ZeroCheckpoint, dtype: str | None) -> Target:
     keep their type. Tied weights are there once, under their first name, as safetensors has it.
     """
     weights = _weights(checkpoint, dtype)
-    groups = _cut(weights)
-    names = list(_names(len(groups)))
+    nbytes = {key: placement.numel * placement.dtype.itemsize for key, placement in weights.items()}
+    files = shards(nbytes)
     placements, units = [], []
-    for number, (name, group) in enumerate(zip(names, groups, strict=True)):
+    for number, (name, group) in enumerate(files.items()):
         tensors = {key.name: new_tensor(str(key), weights[key].shape, weights[key].dtype) for key in group}
         placements += [alone(weights[key], number, family="weights", buffer=str(key)) for key in group]
         file = TargetFile(name=name, tree=partial(dict, tensors), container="safetensors", metadata={"format": "pt"})
         units.append(Unit(family="weights", shard=number, files=(file,)))
-    total = sum(placement.numel * placement.dtype.itemsize for placement in weights.values())
-    located = {key.name: name for name, group in zip(names, groups, strict=True) for key in group}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(located.items()))}
-    pointers = {"model.safetensors.index.json": json.dumps(index, indent=2) + "\n"} if len(groups) > 1 else {}
     return Target(
-        layout=Layout(by_key(placements), {"weights": len(groups)}),
+        layout=Layout(by_key(placements), {"weights": len(files)}),
         wants={key: _source(checkpoint, key, dtype) for key in weights},
         units=tuple(units),
-        pointers=pointers,
+        pointers=shard_index(files, nbytes),
         folder="",
     )
 
@@ -89,55 +79,19 @@ def _weights(checkpoint: ZeroCheckpoint, dtype: str | None) -> dict[TensorKey, P
     model = checkpoint.model
     made = whole_tensors(checkpoint.model)
     lost = sorted(name for name, first in first_names(checkpoint.model).items() if first not in made)
-    faults = [_not_row_major(name) for name in lost]
-    if dtype == "float32" and checkpoint.facts is None:
-        narrow = [name for name, tensor in made.items() if tensor.dtype in (ElementType.FLOAT16, ElementType.BFLOAT16)]
-        faults += [_no_master(checkpoint.listing.folder)] if narrow else []
+    what = "does not lie row-major in the file, as a plain file's tensors do"
+    mend = "load it in a run, and save module.state_dict() with contiguous tensors there"
+    faults = [UnsupportedLayout.fault(name, what, mend=mend) for name in lost]
+    narrow = {tensor.dtype for tensor in made.values()} & {ElementType.FLOAT16, ElementType.BFLOAT16}
+    if dtype == "float32" and checkpoint.facts is None and narrow:
+        what = "its fp32 masters name no parameter (ZeRO stage 0), and its 16-bit weights are not them"
+        mend = "leave out --dtype: the weights as they were trained"
+        faults.append(UnsupportedLayout.fault(checkpoint.listing.folder, what, mend=mend))
     raise_faults(faults, subject=f"converting {checkpoint.listing.folder}")
     found = {}
     for name, tensor in made.items():
-        cast = dtype is not None and name not in model.buffer_names and tensor.dtype in _FLOATS
-        found[TensorKey(name=name, kind="weight")] = _placement(name, tensor, dtype if cast else None)
+        cast = name not in model.buffer_names and tensor.dtype in _FLOATS
+        kept = ElementType.named(dtype) if dtype is not None and cast else tensor.dtype
+        key = TensorKey(name=name, kind="weight")
+        found[key] = whole(name, "weight", tensor.shape, kept, family="weights", buffer=name)
     return found
-
-
-def _placement(name: str, tensor: TensorRecord, dtype: str | None) -> Placement:
-    kept = ElementType.named(dtype) if dtype is not None else tensor.dtype
-    return whole(name, "weight", tensor.shape, kept, family="weights", buffer=name)
-
-
-def _no_master(folder: str) -> Fault:
-    return UnsupportedLayout.fault(
-        folder,
-        "its fp32 masters name no parameter (ZeRO stage 0), and its 16-bit weights are not them",
-        mend="leave out --dtype: the weights as they were trained",
-    )
-
-
-def _not_row_major(name: str) -> Fault:
-    return UnsupportedLayout.fault(
-        name,
-        "does not lie row-major in the file, as a plain file's tensors do",
-        mend="load it in a run, and save module.state_dict() with contiguous tensors there",
-    )
-
-
-def _cut(weights: Mapping[TensorKey, Placement]) -> list[list[TensorKey]]:
-    groups: list[list[TensorKey]] = [[]]
-    nbytes = 0
-    for key, placement in weights.items():
-        size = prod(placement.shape) * placement.dtype.itemsize
-        if groups[-1] and nbytes + size > _FILE_NBYTES:
-            groups.append([])
-            nbytes = 0
-        groups[-1].append(key)
-        nbytes += size
-    return groups
-
-
-def _names(count: int) -> Iterator[str]:
-    if count == 1:
-        yield "model.safetensors"
-        return
-    for number in range(1, count + 1):
-        yield f"model-{number:05d}-of-{count:05d}.safetensors"
