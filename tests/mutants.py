@@ -62,7 +62,7 @@ TESTS = {
     "DCP": "tests/formats/test_dcp_folder.py",
     "PYTORCH": "tests/formats/test_pytorch.py",
     "FLAT": "tests/unit/test_flat_parameters.py",
-    "POLICY": "tests/unit/test_resume_policy.py",
+    "POLICY": "tests/unit/test_policy_position.py tests/unit/test_resume_policy.py",
     "SCHEDULE": "tests/unit/test_schedule.py",
     "HOOKS": "tests/unit/test_hooks.py tests/unit/test_hooks_guard.py",
     "PROOF": "tests/formats/test_proof_of_files.py",
