@@ -298,9 +298,6 @@ FAULTS = r"""
 + for rank in topology.ranks if rank is None]
 +     beyond
 == formats/nanotron/slices.py
-# slices that leave a hole in the shard pass [NANOTRON]
-- if tile.element_offset != at:
-+ if tile.element_offset < at:
 # a chunk's part is the rank's of the whole dimension [NANOTRON TO_NANOTRON]
 - whole: Slice = (at + rank * part, at + (rank + 1) * part)
 + whole: Slice = (rank * part, (rank + 1) * part)
