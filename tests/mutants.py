@@ -1,7 +1,7 @@
 """Whether the tests notice: seeded faults that would matter, each in a copy of the package, each run against few tests.
 
-`python tests/mutants.py [TEXT] [--jobs N]`, or `make mutants`; TEXT chooses faults by what they are or where. The tree
-itself is never changed. What noticed which fault is kept in tests/mutants.json.
+`python tests/mutants.py [TEXT] [--jobs N] [--new] [--seconds N]`, or `make mutants`; TEXT chooses faults by what they
+are or where. The tree itself is never changed. What noticed which fault is kept in tests/mutants.json.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +23,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tests" / "mutants.json"
 _COPIED = ("ds_reshard", "tests")
-_CONFIGURATION = ("pyproject.toml", "setup.cfg", "setup.py", "README.md")
+_DISTRIBUTED = "tests/hosts/"
+"""Tests of engines, with several processes; all others are run without their distributed ones."""
 _SECONDS = 240
 # An example that fails is enough; to look for the smallest takes minutes.
 _NO_SHRINKING = """
@@ -52,8 +54,18 @@ TESTS = {
     "WITNESS": "tests/unit/test_witness.py",
     "SCATTER": "tests/unit/test_cuda_executor.py",
     "CRC": "tests/unit/test_crc.py",
-    "ZIP": "tests/unit/test_torch_zip.py tests/unit/test_zip_frame.py tests/hostile/test_containers.py",
-    "RULES": "tests/unit/test_revive.py tests/hostile/test_pickle_rules.py",
+    "ZIP": "tests/hostile/test_containers.py::test_directories_that_lie_are_refused tests/unit/test_torch_zip.py",
+    "RULES": "tests/hostile/test_pickle_rules.py",
+    "ZERO_CONTENT": "tests/unit/test_zero_content.py",
+    "FOREIGN": "tests/formats/test_foreign_shards.py",
+    "RANKS": "tests/unit/test_ranks.py",
+    "NAMES": "tests/unit/test_name_map.py tests/formats/test_nanotron_deepspeed.py",
+    "ZERO_DOOR": "tests/formats/test_nanotron_deepspeed.py tests/formats/test_dcp_folder.py",
+    "PYTORCH_DOOR": "tests/formats/test_pytorch.py tests/formats/test_every_pair.py",
+    "NANOTRON_STEPS": "tests/formats/test_nanotron_deepspeed.py",
+    "OTHER_FORMATS": "tests/hosts/test_other_formats.py::test_names_of_another_framework",
+    "EXCHANGE": "tests/hosts/test_collectives.py::test_what_ranks_exchange_does_not_grow_with_the_model",
+    "COLLECTIVES": "tests/hosts/test_collectives.py::test_an_unchanged_layout_costs_two",
     "SCAN": "tests/hostile/test_unsafe_checkpoints.py tests/hostile/test_pickle_scan.py",
     "DAMAGE": "tests/hostile/test_checkpoints.py",
     "NANOTRON": "tests/formats/test_nanotron.py",
@@ -79,7 +91,7 @@ FAULTS = r"""
 # a part of a copy is put at the copy's beginning [PLAN EXECUTOR]
 - element_offset=self.element_offset + at,
 + element_offset=self.element_offset,
-# copies are joined that lie apart in the buffer [PLAN]
+# copies are joined that lie apart in the buffer [tests/unit/test_coalesce.py]
 - last.element_offset + last.numel == copy.element_offset
 + last.element_offset + last.numel <= copy.element_offset
 # copies of two types are joined [tests/unit/test_coalesce.py]
@@ -150,6 +162,18 @@ FAULTS = r"""
 # one group's rate is every group's [tests/unit/test_content.py]
 - rows = [{key: state[key][number] for key in PER_GROUP}
 + rows = [{key: state[key][0] for key in PER_GROUP}
+# states of a parameter are taken for its weight [tests/unit/test_content.py]
+- if key.kind != WEIGHT:
++ if key.kind == MASTER:
+# a tensor of the script is one of the model's weights [tests/unit/test_content.py]
+- key.kind == WEIGHT and key.name not in self.beside
++ key.kind == WEIGHT
+# a folder named by its step has the step for a tag [tests/unit/test_content.py]
+- if name == str(self.steps) else name
++ if name is None else name
+# values are found by the last of their keys [tests/unit/test_content.py]
+- flattened(part, (*path, key))
++ flattened(part, (key,))
 == containers/crc.py
 # a slice's checksum is shifted by bits for bytes [CRC]
 - _power_of_x(8 * nbytes_after)
@@ -184,7 +208,7 @@ FAULTS = r"""
 # functions of torch that load files hold data [RULES]
 - return any(dotted == one or
 + return all(dotted == one or
-# a class that holds data is not told from a function [RULES SCAN]
+# a class that holds data is not told from a function [RULES]
 - if root in _HOLDING and (last[:1].isupper() or root == "array"):
 + if root in _HOLDING:
 == execution/threads.py
@@ -267,6 +291,65 @@ FAULTS = r"""
 # a parameter's place in its partition is that in itself [ZERO]
 - "start": piece.element_offset}
 + "start": piece.start}
+== formats/zero/content.py
+# the steps are those of the parameter that was stepped least [ZERO_CONTENT]
+- int(max((step
++ int(min((step
+# the other names of tied parameters are dropped [ZERO_CONTENT]
+- for name, first in content.tied.items())
++ for name, first in content.tied.items() if not first)
+# a weight that is its own master is looked for among the states [ZERO_CONTENT FOREIGN]
+- held.origin.kind == WEIGHT:
++ held.origin.kind == MASTER:
+# the number of shards of a master is not the weight's [ZERO_CONTENT]
+- shards[family] = shards[place.family]
++ shards[family] = 1
+# states of another shape than the weight's pass [ZERO_CONTENT]
+- or held.shape != weights[name].shape:
++ or held.shape is None:
+# states that are no fp32 pass [ZERO_CONTENT]
+- elif held.dtype is not ElementType.FLOAT32:
++ elif held.dtype is None:
+# parameters of one group and several steps pass [ZERO_CONTENT]
+- != canonical(dict(scalars.get(first, {}))):
++ != canonical(dict(scalars.get(name, {}))):
+# members without a state pass, as if they were frozen [ZERO_CONTENT]
+- sorted(members - trained.keys() - scalars.keys())
++ sorted(members - members)
+# masters that are missing are made of 16-bit weights [ZERO_CONTENT]
+- MASTER not in trained.get(name, ())
++ name not in weights
+== formats/zero/door.py
+# each tensor is read from the one of its own name [ZERO_DOOR]
+- content.tensors[wanted].origin
++ wanted
+# what an optimizer of DeepSpeed cannot hold is written [ZERO_DOOR]
+- *optimizer_faults(content))
++ )
+# what the source says that it lacks is written [ZERO_DOOR]
+- (*content.faults, *optimizer
++ (*optimizer
+== formats/dcp/door.py
+# the number of files is the saving run's [DCP]
+- (content.ranks or 1) if asked.dp is None else asked.dp
++ content.ranks or 1
+== formats/pytorch/door.py
+# weights are the 16-bit ones, not their masters [PYTORCH_DOOR]
+- .get(MASTER, held)
++ .get(WEIGHT, held)
+# numbers of parameters begin anew in each group [PYTORCH]
+- range(len(state), len(state) + len(group.members))
++ range(len(group.members))
+# states of a number are those of another group's parameter [PYTORCH]
+- state[number][kind] = new_tensor(str(key), held.shape, held.dtype)
++ state.setdefault(0, {})[kind] = new_tensor(str(key), held.shape, held.dtype)
+== formats/nanotron/door.py
+# each tensor is read from the one of its name in --like [TO_NANOTRON]
+- adoption.origins[wanted]
++ wanted
+# latest.txt names the step of --like [NANOTRON_STEPS]
+- dict.fromkeys(target.pointers, tag)
++ target.pointers
 == formats/dcp/checkpoint.py
 # a sharded chunk's type and shape are not compared [DCP DAMAGE]
 - or (held.dtype.label, held.shape) != (dtype, chunk.size):
@@ -335,6 +418,50 @@ FAULTS = r"""
 # records that are not what was written pass [DAMAGE]
 - for fault in self.ledger.mismatches():
 + for fault in self.ledger.mismatches()[:0]:
+== operations/name_map.py
+# a parameter has the last of its new names, and is tied to the first [NAMES]
+- new[name] = others[0]
++ new[name] = others[-1]
+# param groups stay in the order of the source [NAMES]
+- key=lambda number: _first(saved[number], order)
++ key=lambda number: number
+# the schedule's rows stay in the order of the source [NAMES]
+- schedule.groups[number] for number in numbers
++ schedule.groups[number] for number in sorted(numbers)
+# two parameters of one new name pass [NAMES]
+- if len(names) > 1:
++ if len(names) > 2:
+# a name that is given twice passes [NAMES]
+- if name in names:
++ if not name:
+# parameters that are not in the map pass [NAMES]
+- sorted(known - set(self.names))
++ sorted(known - known)
+== operations/source.py
+# a folder is opened though a file beside it acts [SCAN]
+- if fault.error in UNSAFE]
++ if fault.error is None]
+# the tag is what latest_universal says [tests/formats/test_inspect_universal.py]
+- names = ("latest", "latest_universal",
++ names = ("latest_universal", "latest",
+== operations/ranks.py
+# what the last step found is raised, and not what the first did [RANKS]
+- min(failed, key=lambda one: one.step)
++ max(failed, key=lambda one: one.step)
+# what a rank raises names its own faults alone [RANKS]
+- for one in failed if one.step == first.step
++ for one in failed if one is first and self.failed
+# work goes on after a failure [RANKS]
+- return attempt(work)[0] if always else None
++ return attempt(work)[0]
+# a rank that cannot tell what it read is passed over [RANKS]
+- len(said) == len(sums) and crc == 0
++ crc == 0
+# a record that was read in part is whole [RANKS]
+- and sum(one.spans for one in said) % 2**64 == 0
+# changed bytes cancel in the sums of all ranks [RANKS]
+- total ^= record.crc32
++ total = 0
 == operations/workspace.py
 # a manifest that was changed is believed [WORKSPACE]
 -     if expected != found:
@@ -404,6 +531,37 @@ FAULTS = r"""
 # another library's wrapper is taken off with ours [HOOKS]
 - if self.site.holds(self.value):
 + if self.site is not None:
+== hosts/deepspeed/prepare.py
+# masters that are weights are looked for among the masters [FOREIGN]
+- family.removeprefix(SAME_BYTES)
++ family
+# shards of several saves of another format pass [FOREIGN]
+- return self._opened.opened.compare()
++ return ()
+# a damaged shard of another format has no buffers [FOREIGN]
+- raise_faults(self._opened.index.faults,
++ raise_faults((),
+# shards of another format are opened as ZeRO's [FOREIGN]
+- ForeignShards(checkpoint) if checkpoint.foreign else
+# a folder of another format is left to DeepSpeed [OTHER_FORMATS]
+- if checkpoint.foreign:
+-         return False
++ if checkpoint.foreign:
++         return True
+== hosts/deepspeed/find_checkpoint.py
+# names of a map are checked, and not applied [FOREIGN]
+- renamed.applied(content) if renamed is not None else content
++ content
+# faults of a map of names are passed over [FOREIGN]
+- list(renamed.faults(content)) if renamed is not None else []
++ []
+== hosts/deepspeed/load.py
+# details are gathered though nothing differs [COLLECTIVES]
+- (failed or _shards_differ(said))
++ said
+# ranks say all that their shards say, and no digest [EXCHANGE]
+- _digest(_told_by_all(said, states=prepared is not None))
++ repr(_told_by_all(said, states=prepared is not None)).encode()
 """
 
 
@@ -440,15 +598,18 @@ def _pytest(mutant: Mutant | None, tests: Sequence[str]) -> tuple[int, str]:
         place = Path(folder)
         for name in _COPIED:
             shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in _CONFIGURATION:
-            shutil.copy(ROOT / name, place)
+        for path in ROOT.iterdir():
+            if path.name not in _COPIED and not path.name.startswith("."):
+                (place / path.name).symlink_to(path)
         with open(place / "tests" / "conftest.py", "a", encoding="utf-8") as conftest:
             conftest.write(_NO_SHRINKING)
         if mutant is not None:
             file = place / "ds_reshard" / mutant.file
             file.write_text(file.read_text(encoding="utf-8").replace(mutant.text, mutant.instead), encoding="utf-8")
         known = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        given = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not distributed and not gpu", *tests]
+        alone = any(not test.startswith(_DISTRIBUTED) for test in tests)
+        chosen = "not distributed and not gpu" if alone and mutant is not None else "not gpu"
+        given = ["-x", "-q", "-p", "no:cacheprovider", "-m", chosen, *tests]
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "pytest", *given],
@@ -467,24 +628,32 @@ def _pytest(mutant: Mutant | None, tests: Sequence[str]) -> tuple[int, str]:
 def noticed_by(mutant: Mutant) -> str | None:
     """The first test that fails because of a fault; None where none does. RuntimeError where tests did not run."""
     code, printed = _pytest(mutant, mutant.tests)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::\w+)?)", printed, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::\w+)*)", printed, re.MULTILINE)
     if code == 0 or (code == 1 and failed is not None):
         return failed[1] if failed is not None else None
     raise RuntimeError(f"{mutant.what}: pytest ended with {code}\n{printed[-2000:]}")
 
 
-def _row(numbered: tuple[int, Mutant]) -> dict[str, object]:
-    number, mutant = numbered
+Row = dict[str, str | None]
+
+
+def _row(mutant: Mutant) -> Row:
+    started = time.monotonic()
     found = noticed_by(mutant)
-    print(f"{number:3} {f'noticed by {found}' if found else 'NOT NOTICED'}: {mutant.what}", flush=True)
-    return {"number": number, "what": mutant.what, "file": mutant.file, "noticed_by": found}
+    said = f"noticed by {found}" if found else "NOT NOTICED"
+    print(f"{time.monotonic() - started:4.0f} s {said}: {mutant.what} ({mutant.file})", flush=True)
+    return {"what": mutant.what, "file": mutant.file, "noticed_by": found}
 
 
-def _keep(row: dict[str, object]) -> None:
+def _known() -> dict[str | None, Row]:
+    """The rows of the results by what their faults do."""
+    return {one["what"]: one for one in json.loads(RESULTS.read_text(encoding="utf-8"))} if RESULTS.exists() else {}
+
+
+def _keep(row: Row) -> None:
     """Put a row into the results, beside those of other faults of the list."""
-    rows = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
-    known = {one["what"]: one for one in [*rows, row]}
-    kept = [{**known[one.what], "number": n} for n, one in enumerate(MUTANTS, 1) if one.what in known]
+    known = {**_known(), row["what"]: row}
+    kept = [known[one.what] for one in MUTANTS if one.what in known]
     RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n", encoding="utf-8")
 
 
@@ -493,20 +662,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("text", nargs="?", default="", help="faults with this text in their file or description")
     parser.add_argument("--jobs", type=int, default=2, help="how many are run at once (2)")
+    parser.add_argument("--new", action="store_true", help="only those that are not noticed in the results")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin none after these; --new goes on")
     asked = parser.parse_args()
-    chosen = [(n, m) for n, m in enumerate(MUTANTS, 1) if asked.text in f"{m.file}: {m.what}"]
-    rows = []
+    known = {what for what, row in _known().items() if row["noticed_by"]} if asked.new else set()
+    chosen = [one for one in MUTANTS if asked.text in f"{one.file}: {one.what}" and one.what not in known]
+    rows, end = [], time.monotonic() + asked.seconds
     with ThreadPoolExecutor(asked.jobs) as pool:
-        for row in pool.map(_row, chosen):
-            rows.append(row)
-            _keep(row)
+        for row in pool.map(lambda one: _row(one) if time.monotonic() < end else None, chosen):
+            if row is not None:
+                rows.append(row)
+                _keep(row)
     tests = sorted({str(row["noticed_by"]) for row in rows if row["noticed_by"]})
-    code, printed = _pytest(None, tests)
+    code, printed = _pytest(None, tests) if tests else (0, "")
     if code:
         print(f"the tests fail without a fault:\n{printed[-2000:]}")
         return 1
     missed = [row for row in rows if not row["noticed_by"]]
-    print(f"{len(rows) - len(missed)} of {len(rows)} faults were noticed; without a fault the same tests pass")
+    print(
+        f"{len(rows) - len(missed)} of {len(rows)} faults were noticed, {len(chosen) - len(rows)} not run; "
+        f"without a fault the same tests pass"
+    )
     return bool(missed)
 
 

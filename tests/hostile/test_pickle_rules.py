@@ -174,7 +174,12 @@ def test_what_the_user_trusts_is_accepted_by_name() -> None:
     read(pickle.dumps(MineWithKeywords(a=1), 4), f"{__name__}.MineWithKeywords")
 
 
-@pytest.mark.parametrize("name", ["posix.system", "builtins.eval", "torch.load", "pip.main", "functools.partial"])
+ACTS = (
+    "posix.system builtins.eval torch.load pip.main functools.partial dataclasses.make_dataclass collections.namedtuple"
+)
+
+
+@pytest.mark.parametrize("name", ACTS.split())
 def test_what_acts_is_not_trusted(name: str) -> None:
     module, _, attribute = name.rpartition(".")
     data = f"\x80\x02c{module}\n{attribute}\nX\x01\0\0\0a\x85R.".encode("latin-1")

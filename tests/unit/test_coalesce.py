@@ -17,3 +17,12 @@ def test_copies_of_several_types_stay_apart() -> None:
     assert coalesce([after, first]) == (first._replace(numel=8),)
     for other in (after._replace(dtype=INT32), after._replace(target_dtype=BF16)):
         assert coalesce([other, first]) == (first, other)
+
+
+def test_copies_that_lie_apart_stay_apart() -> None:
+    """In the buffer, in the file, and where both are of other buffers: bytes between them belong to others."""
+    first = Copy(RECORD, 0, 4, FP32, "buffer", 0, FP32)
+    after = first._replace(byte_offset=16, element_offset=4)
+    apart = (after._replace(element_offset=6), after._replace(byte_offset=20), after._replace(buffer="other"))
+    for other in apart:
+        assert set(coalesce([other, first])) == {first, other}
