@@ -1,7 +1,7 @@
 """Whether the tests notice: seeded faults that would matter, each in a copy of the package, each run against few tests.
 
-`python tests/mutants.py [TEXT] [--jobs N] [--new] [--seconds N]`, or `make mutants`; TEXT chooses faults by what they
-are or where. The tree itself is never changed. What noticed which fault is kept in tests/mutants.json.
+`python tests/mutants.py [TEXT] [--jobs N] [--new] [--seconds N] [--check]`, or `make mutants`; TEXT chooses faults by
+what they are or where. The tree itself is never changed. What noticed which fault is kept in tests/mutants.json.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ RESULTS = ROOT / "tests" / "mutants.json"
 _COPIED = ("ds_reshard", "tests")
 _DISTRIBUTED = "tests/hosts/"
 """Tests of engines, with several processes; all others are run without their distributed ones."""
+_FAILED = r"^(?:FAILED|ERROR) (\S+\.py(?:::\w+)*)"
 _SECONDS = 240
 # An example that fails is enough; to look for the smallest takes minutes.
 _NO_SHRINKING = """
@@ -65,6 +67,8 @@ TESTS = {
     "NANOTRON_STEPS": "tests/formats/test_nanotron_deepspeed.py",
     "OTHER_FORMATS": "tests/hosts/test_other_formats.py::test_names_of_another_framework",
     "EXCHANGE": "tests/hosts/test_collectives.py::test_what_ranks_exchange_does_not_grow_with_the_model",
+    "LATEST": "tests/formats/test_pytorch.py::test_the_tag_is_the_one_that_latest_names",
+    "SHARDS": "tests/formats/test_zero_shards.py",
     "COLLECTIVES": "tests/hosts/test_collectives.py::test_an_unchanged_layout_costs_two",
     "SCAN": "tests/hostile/test_unsafe_checkpoints.py tests/hostile/test_pickle_scan.py",
     "DAMAGE": "tests/hostile/test_checkpoints.py",
@@ -275,13 +279,13 @@ FAULTS = r"""
 - at += prod(shape) + (gaps[i] if gaps else 0)
 + at += prod(shape)
 == formats/zero/shards.py
-# a partition of another size passes [DAMAGE]
+# a partition of another size passes [SHARDS]
 - if partition.fp32.numel not in allowed:
 + if not allowed:
-# files of several steps pass [DAMAGE]
+# files of several steps pass [SHARDS]
 -                 if one != other:
 +                 if one is None:
-# one shard copied over another passes [DAMAGE]
+# one shard copied over another passes [SHARDS]
 - if marks in seen:
 + if name in seen:
 == formats/zero/target.py
@@ -441,7 +445,7 @@ FAULTS = r"""
 # a folder is opened though a file beside it acts [SCAN]
 - if fault.error in UNSAFE]
 + if fault.error is None]
-# the tag is what latest_universal says [tests/formats/test_inspect_universal.py]
+# the tag is what latest_universal says [LATEST]
 - names = ("latest", "latest_universal",
 + names = ("latest_universal", "latest",
 == operations/ranks.py
@@ -588,8 +592,9 @@ MUTANTS = tuple(_read(FAULTS))
 
 
 def times_in(package: Path, mutant: Mutant) -> int:
-    """How often the text of a fault is in its file."""
-    return (package / mutant.file).read_text(encoding="utf-8").count(mutant.text)
+    """How often the text of a fault is in its file; 0 where there is no such file."""
+    path = package / mutant.file
+    return path.read_text(encoding="utf-8").count(mutant.text) if path.is_file() else 0
 
 
 def _pytest(mutant: Mutant | None, tests: Sequence[str]) -> tuple[int, str]:
@@ -628,7 +633,7 @@ def _pytest(mutant: Mutant | None, tests: Sequence[str]) -> tuple[int, str]:
 def noticed_by(mutant: Mutant) -> str | None:
     """The first test that fails because of a fault; None where none does. RuntimeError where tests did not run."""
     code, printed = _pytest(mutant, mutant.tests)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::\w+)*)", printed, re.MULTILINE)
+    failed = re.search(_FAILED, printed, re.MULTILINE)
     if code == 0 or (code == 1 and failed is not None):
         return failed[1] if failed is not None else None
     raise RuntimeError(f"{mutant.what}: pytest ended with {code}\n{printed[-2000:]}")
@@ -657,6 +662,17 @@ def _keep(row: Row) -> None:
     RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n", encoding="utf-8")
 
 
+def _fail_without_a_fault(rows: Sequence[Row]) -> list[str]:
+    """The tests, of those that noticed faults, that fail without any: file by file, as they also ran."""
+    tests = sorted({row["noticed_by"] for row in rows if row["noticed_by"]})
+    found: list[str] = []
+    for file, of_file in groupby(tests, key=lambda test: test.partition("::")[0]):
+        code, printed = _pytest(None, list(of_file))
+        if code:
+            found += sorted(set(re.findall(_FAILED, printed, re.MULTILINE))) or [f"{file}: {printed[-1000:]}"]
+    return found
+
+
 def main() -> int:
     """The number of faults that no test noticed, as a status of 0 or 1."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -664,19 +680,19 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="how many are run at once (2)")
     parser.add_argument("--new", action="store_true", help="only those that are not noticed in the results")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin none after these; --new goes on")
+    parser.add_argument("--check", action="store_true", help="no fault: do the tests that noticed faults pass?")
     asked = parser.parse_args()
     known = {what for what, row in _known().items() if row["noticed_by"]} if asked.new else set()
     chosen = [one for one in MUTANTS if asked.text in f"{one.file}: {one.what}" and one.what not in known]
-    rows, end = [], time.monotonic() + asked.seconds
+    rows, end = [], time.monotonic() + (0 if asked.check else asked.seconds)
     with ThreadPoolExecutor(asked.jobs) as pool:
         for row in pool.map(lambda one: _row(one) if time.monotonic() < end else None, chosen):
             if row is not None:
                 rows.append(row)
                 _keep(row)
-    tests = sorted({str(row["noticed_by"]) for row in rows if row["noticed_by"]})
-    code, printed = _pytest(None, tests) if tests else (0, "")
-    if code:
-        print(f"the tests fail without a fault:\n{printed[-2000:]}")
+    failing = _fail_without_a_fault(list(_known().values()) if asked.check else rows)
+    if failing:
+        print("these fail without a fault:", *failing, sep="\n")
         return 1
     missed = [row for row in rows if not row["noticed_by"]]
     print(

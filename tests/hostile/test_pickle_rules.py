@@ -20,6 +20,7 @@ from ds_reshard.containers.pickle_reader import read_pickle, scan_bytes
 from ds_reshard.containers.pickle_rules import UNSAFE, PickleRules, acts
 from ds_reshard.containers.pickle_table import ALLOWED
 from ds_reshard.containers.revive_recipes import RECIPES, VALUES
+from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import TrustRequired, UnsafePickle
 from ds_reshard.model.records import ObjectRecord
 
@@ -246,8 +247,6 @@ def test_what_holds_data_may_be_trusted() -> None:
 
 def test_tensors_of_a_trusted_class(tmp_path: Path) -> None:
     """`_rebuild_from_type_v2` of a subclass is the subclass's affair."""
-    from ds_reshard.containers.torch_zip import open_archive
-
     torch.save(torch.ones(2).as_subclass(_Subclass), tmp_path / "file.pt")
     with open_archive(tmp_path / "file.pt") as archive:
         with pytest.raises(TrustRequired, match="_Subclass"):
