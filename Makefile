@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 INSTALLED := .venv/.installed
 FAST_TESTS := tests/policy tests/docs tests/unit tests/hostile tests/versions
 
-.PHONY: help venv gpu-packages check style types contracts fast-tests test deepspeed-tests other-tests fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu gpu-wheels test-versions test-nanotron test-corpora format clean
+.PHONY: help venv gpu-packages check style types contracts fast-tests test deepspeed-tests other-tests mutants fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu gpu-wheels test-versions test-nanotron test-corpora format clean
 
 help:
 	@echo "make demo           train, change stage and ranks, resume; prints the bit-equality table"
@@ -16,6 +16,7 @@ help:
 	@echo "make test           every test that needs no GPU"
 	@echo "make check          format, lint, types, import contracts, fast tests"
 	@echo "make fuzz           hostile pickles and files: 100,000 cases, or FUZZ_CASES=..."
+	@echo "make mutants        faults that are put into copies of the package: does each make a test fail?"
 	@echo "make bench          every benchmark beside what it is compared with, and the tables of docs/benchmarks.md"
 	@echo "make gpu            the tests and the benchmark that need a CUDA device; GPU_PYTHON=... where nothing can be installed"
 	@echo "make gpu-wheels     what make gpu needs beside torch, as wheels to carry along"
@@ -90,6 +91,10 @@ fuzz-pickles:
 
 fuzz-files:
 	$(FUZZ) -k files
+
+MUTANTS ?=
+mutants: venv
+	$(BIN)/python tests/mutants.py $(MUTANTS)
 
 demo: venv
 	$(BIN)/python examples/demo.py

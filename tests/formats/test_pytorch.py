@@ -226,3 +226,14 @@ def test_a_folder_of_two_formats_is_refused(tmp_path: Path) -> None:
         path.rename(source / path.name)
     with pytest.raises(UnsupportedLayout, match="holds the files of several formats"):
         inspect(str(source))
+
+
+def test_the_tag_is_the_one_that_latest_names(tmp_path: Path) -> None:
+    """Also beside a `latest_universal`, which is looked at where there is no `latest`."""
+    for tag in ("one", "two"):
+        (tmp_path / tag).mkdir()
+        save_file(net().state_dict(), tmp_path / tag / "model.safetensors")
+    (tmp_path / "latest_universal").write_text("two")
+    assert inspect(str(tmp_path)).tag == "two"
+    (tmp_path / "latest").write_text("one")
+    assert inspect(str(tmp_path)).tag == "one"

@@ -319,11 +319,12 @@ def rewritten(path: os.PathLike[str], change: Callable[[list[dict[str, object]]]
         fields = (member["flags"], member["method"], 0, 0, *sizes, len(name))
         header_name = str(member.get("header_name", member["name"])).encode()
         offset = int(str(member.get("offset", len(body))))
-        local = struct.pack("<4s5H3I2H", b"PK\x03\x04", 0, *fields, 0) + header_name + data
+        said = (*fields[:4], int(str(member.get("header_crc", sizes[0]))), *fields[5:])
+        local = struct.pack("<4s5H3I2H", b"PK\x03\x04", 0, *said, 0) + header_name + data
         entry = struct.pack("<4s6H3I5H2I", b"PK\x01\x02", 0, 0, *fields, 0, 0, 0, 0, 0, offset) + name
         body += local
         directory += entry * int(str(member["copies"]))
-    entries = sum(int(str(member["copies"])) for member in members)
+    entries = sum(int(str(member.get("entries", member["copies"]))) for member in members)
     end = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, entries, entries, len(directory), len(body), 0)
     with open(path, "wb") as file:
         file.write(body + directory + end)
@@ -350,6 +351,8 @@ def changed(number: int, **fields: object) -> Callable[[list[dict[str, object]]]
         (changed(4, name="other/data/0"), "outside the archive's one folder"),
         (changed(4, name="data"), "outside the archive's one folder"),
         (changed(4, header_name="small/data/1"), "is not that of"),
+        (changed(4, header_crc=1), "another size or checksum in its header"),
+        (changed(-1, entries=0), "bytes follow the last entry"),
         (changed(4, nbytes=5), "is not stored"),
         (changed(4, offset=0), "inside another member"),
         (changed(4, offset=10), "inside another member|is not that of"),

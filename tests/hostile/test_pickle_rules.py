@@ -20,6 +20,7 @@ from ds_reshard.containers.pickle_reader import read_pickle, scan_bytes
 from ds_reshard.containers.pickle_rules import UNSAFE, PickleRules, acts
 from ds_reshard.containers.pickle_table import ALLOWED
 from ds_reshard.containers.revive_recipes import RECIPES, VALUES
+from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import TrustRequired, UnsafePickle
 from ds_reshard.model.records import ObjectRecord
 
@@ -174,7 +175,12 @@ def test_what_the_user_trusts_is_accepted_by_name() -> None:
     read(pickle.dumps(MineWithKeywords(a=1), 4), f"{__name__}.MineWithKeywords")
 
 
-@pytest.mark.parametrize("name", ["posix.system", "builtins.eval", "torch.load", "pip.main", "functools.partial"])
+ACTS = (
+    "posix.system builtins.eval torch.load pip.main functools.partial dataclasses.make_dataclass collections.namedtuple"
+)
+
+
+@pytest.mark.parametrize("name", ACTS.split())
 def test_what_acts_is_not_trusted(name: str) -> None:
     module, _, attribute = name.rpartition(".")
     data = f"\x80\x02c{module}\n{attribute}\nX\x01\0\0\0a\x85R.".encode("latin-1")
@@ -241,8 +247,6 @@ def test_what_holds_data_may_be_trusted() -> None:
 
 def test_tensors_of_a_trusted_class(tmp_path: Path) -> None:
     """`_rebuild_from_type_v2` of a subclass is the subclass's affair."""
-    from ds_reshard.containers.torch_zip import open_archive
-
     torch.save(torch.ones(2).as_subclass(_Subclass), tmp_path / "file.pt")
     with open_archive(tmp_path / "file.pt") as archive:
         with pytest.raises(TrustRequired, match="_Subclass"):

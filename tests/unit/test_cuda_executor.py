@@ -112,6 +112,16 @@ def test_a_device_with_little_memory_gets_smaller_chunks(tmp_path):
     assert torch.equal(target.tensor, saved)
 
 
+def test_rows_at_steps_that_are_no_multiple_of_their_width(tmp_path):
+    """Rows of four elements, six apart: copied in units of two, however wide a row is."""
+    saved, record = saved_floats(tmp_path, 12)
+    target = TensorTarget(torch.zeros(18))
+    copies = tuple(copy(record, 4 * row, 4, 6 * row) for row in range(3))
+    assert loaded(Plan(copies=copies), target).faults == []
+    assert torch.equal(target.tensor.view(3, 6)[:, :4], saved.view(3, 4))
+    assert not target.tensor.view(3, 6)[:, 4:].any()
+
+
 def test_a_device_without_memory_is_a_fault_with_figures(tmp_path):
     """Nothing is moved, no file stays open, and the fault says how much was asked for and how much there is."""
     plan, target, _ = long_copy(tmp_path, numel=1000)

@@ -17,7 +17,7 @@ from ds_reshard.execution.checksums import verify
 from ds_reshard.execution.cuda import CudaExecutor
 from ds_reshard.execution.fingerprint import Witness, fingerprint_of, held
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.formats.zero.layout import whole
+from ds_reshard.formats.zero.layout import by_key, flat_group, whole
 from ds_reshard.model.index import Extent, Index, Record
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import ElementType
@@ -138,3 +138,19 @@ def test_bytes_between_two_elements_count_nowhere():
         witness = Witness(Index(layout, OneBuffer()), layout, 0, {key: key})
         witness.saw([copy._replace(byte_offset=copy.byte_offset + late)], [memoryview(bytearray(range(40)))])
         assert witness.sums[key].nbytes == nbytes
+
+
+def test_bytes_of_two_tensors_count_for_the_one_whose_place_they_go_to():
+    """Tied tensors lie in the same bytes of a file, and apart in the buffer of the run."""
+    first, second = (TensorKey(name=name, kind="fp32") for name in ("first", "second"))
+    saved = [whole(k.name, "fp32", (100,), ElementType.FLOAT32, family=k.name, buffer="a") for k in (first, second)]
+    source = Layout(by_key(saved), {"first": 1, "second": 1})
+    shapes = {"first": (100,), "second": (100,)}
+    flat = flat_group(shapes, None, 1, {"fp32": ElementType.FLOAT32}, number=0, family="t")
+    target = Layout(by_key(flat), {"t": 1})
+    record = OneBuffer().buffers("f", 0)["a"].record
+    copy = Copy(record, 64, 100, ElementType.FLOAT32, "fp32/0", 0, ElementType.FLOAT32)
+    witness = Witness(Index(source, OneBuffer()), target, 0, {first: first, second: second})
+    for element_offset, counted in ((0, (400, 0)), (100, (400, 400))):
+        witness.saw([copy._replace(element_offset=element_offset)], [memoryview(bytearray(400))])
+        assert tuple(witness.sums[key].nbytes for key in (first, second)) == counted

@@ -1,0 +1,72 @@
+"""What ranks tell each other: the earliest step that failed anywhere is what all raise; sums that cancel."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from itertools import pairwise
+
+import pytest
+
+from ds_reshard.containers.crc import crc32
+from ds_reshard.errors import CheckpointDamaged, ModelMismatch, ReshardError
+from ds_reshard.execution.checksums import partial_sums
+from ds_reshard.execution.interfaces import Outcome, Slice
+from ds_reshard.model.index import Record
+from ds_reshard.operations.ranks import Steps, Sums, whole
+
+DATA = random.Random(1).randbytes(64)
+RECORD = Record(path="file", byte_offset=100, nbytes=len(DATA), crc32=crc32(DATA))
+
+
+def _fails(error: type[ReshardError], what: str) -> None:
+    raise error(what, [error.fault(what, "is wrong", mend="mend it")])
+
+
+def _rank(failing: int, error: type[ReshardError]) -> Steps:
+    """A rank with three steps, one of which fails."""
+    steps = Steps()
+    for number in (1, 2, 3):
+        said = f"step {number}"
+        steps.take(partial(_fails, error, said) if number == failing else lambda: None, subject=said)
+    return steps
+
+
+def test_every_rank_raises_what_the_earliest_step_found() -> None:
+    """Whichever rank failed there; what later steps found is not told, as they might not have been reached."""
+    ranks = [_rank(3, ModelMismatch), _rank(2, CheckpointDamaged), _rank(0, ModelMismatch)]
+    told = [one for rank in ranks for one in rank.tell()]
+    said = []
+    for rank in ranks:
+        with pytest.raises(CheckpointDamaged, match="step 2") as raised:
+            rank.raise_first(told)
+        said.append(str(raised.value))
+    assert len(set(said)) == 1 and "step 3" not in said[0]
+    _rank(0, ModelMismatch).agree()
+
+
+def test_after_a_failure_only_what_others_wait_for_is_done() -> None:
+    """A collective is entered by all ranks or none; the fault that is told stays the first."""
+    steps, done = _rank(1, ModelMismatch), []
+    steps.take(lambda: done.append("passed over"), subject="later")
+    steps.take(lambda: done.append("waited for"), subject="later", always=True)
+    steps.take(lambda: _fails(CheckpointDamaged, "again"), subject="later", always=True)
+    assert done == ["waited for"] and steps.failed
+    (told,) = steps.tell()
+    assert (told.step, told.subject, [fault.error for fault in told.faults]) == (1, "step 1", ["ModelMismatch"])
+
+
+def _sums(data: bytes, *spans: tuple[int, int]) -> Sums:
+    slices = [Slice(byte_offset=a, nbytes=b - a, crc32=crc32(data[a:b])) for a, b in spans]
+    return Sums.of(partial_sums(Outcome(slices={RECORD: slices})), 0)
+
+
+def test_sums_of_all_ranks_cancel_where_the_record_is_as_it_was_saved() -> None:
+    """However it is cut; a changed bit, a slice that nobody read or two did, a rank that cannot tell: they do not."""
+    cut = list(pairwise((0, 5, 24, 63, 64)))
+    assert whole([_sums(DATA, *cut[::2]), _sums(DATA, *cut[1::2])]) and whole([_sums(DATA, *cut)])
+    other = bytes([DATA[0] ^ 1]) + DATA[1:]
+    assert not whole([_sums(other, *cut)])
+    assert not whole([_sums(DATA, *cut[1:])]) and not whole([_sums(DATA, *cut[:-1])])
+    assert not whole([_sums(DATA, *cut), _sums(DATA, cut[1])])
+    assert not whole([_sums(DATA, *cut), None])
