@@ -224,24 +224,18 @@ def _chunks(tensor: SavedTensor) -> list[Chunk]:
 
 
 def _faults(directory: Directory, key: str, tensor: SavedTensor) -> Iterator[Fault]:
+    path, axes = directory.path, len(tensor.shape)
     try:
         ElementType.named(tensor.dtype)
     except KeyError:
-        yield _unsupported(directory.path, f"{key} is of type {tensor.dtype}")
+        yield _unsupported(path, f"{key} is of type {tensor.dtype}")
     for chunk in _chunks(tensor):
         if chunk.place is None:
-            yield _damaged(
-                directory.path, f"{key}: nothing says where its chunk at {list(chunk.offset)} lies", "a file", "none"
-            )
+            yield _damaged(path, f"{key}: nothing says where its chunk at {list(chunk.offset)} lies", "a file", "none")
         elif chunk.place.transformed:
-            yield _unsupported(directory.path, f"{key} was compressed when it was written")
-        if not len(chunk.offset) == len(chunk.size) == len(tensor.shape):
-            yield _damaged(
-                directory.path,
-                f"{key}: a chunk has another number of dimensions",
-                f"{len(tensor.shape)}",
-                f"{len(chunk.size)}",
-            )
+            yield _unsupported(path, f"{key} was compressed when it was written")
+        if not len(chunk.offset) == len(chunk.size) == axes:
+            yield _damaged(path, f"{key}: a chunk has another number of dimensions", f"{axes}", f"{len(chunk.size)}")
 
 
 def _damaged(where: str, what: str, expected: str, found: str) -> Fault:

@@ -133,38 +133,29 @@ class _Writing:
         return made
 
     @cached_property
-    def objects(self) -> dict[Path, object]:
-        """Every value that lies in the first file, as torch.save is given it: small tensors, too."""
-        facts = self.content.facts
-        found: dict[Path, object] = dict(self.content.objects) if self._holds(False) else {}
-        if facts is None or not self._holds(True):
-            return found
-        for name, states in facts.scalars.items():
+    def settings(self) -> dict[Path, object]:
+        """The values of the optimizer that are one for a parameter or a param group."""
+        facts = self.content.facts if self._holds(True) else None
+        found: dict[Path, object] = {}
+        for name, states in facts.scalars.items() if facts is not None else ():
             for kind, value in states.items():
-                path: Path = ("optimizer", "state", name, kind)
-                found[path] = _recorded(path, torch_step(value) if kind == "step" else value)
-        for number, group in enumerate(facts.groups):
+                found["optimizer", "state", name, kind] = torch_step(value) if kind == "step" else value
+        for number, group in enumerate(facts.groups if facts is not None else ()):
             values = {**(group.hyperparameters or {}), "params": list(group.members)}
             for name, setting in values.items():
-                path = ("optimizer", "param_groups", number, name)
-                found[path] = _recorded(path, setting)
+                found["optimizer", "param_groups", number, name] = setting
         return found
+
+    @cached_property
+    def objects(self) -> dict[Path, object]:
+        """Every value that lies in the first file, as torch.save is given it: small tensors, too."""
+        own = self.content.objects if self._holds(False) else {}
+        return {**own, **{path: _recorded(path, value) for path, value in self.settings.items()}}
 
     @cached_property
     def data(self) -> dict[str, bytes]:
         """The bytes of the small tensors among the objects."""
-        facts = self.content.facts if self._holds(True) else None
-        found: dict[str, bytes] = {}
-        for name, states in facts.scalars.items() if facts is not None else ():
-            for kind, value in states.items():
-                kept = torch_step(value) if kind == "step" else value
-                if isinstance(kept, ScalarTensor):
-                    found[_buffer(("optimizer", "state", name, kind))] = kept.data
-        for number, group in enumerate(facts.groups if facts is not None else ()):
-            for name, setting in (group.hyperparameters or {}).items():
-                if isinstance(setting, ScalarTensor):
-                    found[_buffer(("optimizer", "param_groups", number, name))] = setting.data
-        return found
+        return {_buffer(path): one.data for path, one in self.settings.items() if isinstance(one, ScalarTensor)}
 
     def chunks(self, rank: int) -> Iterator[tuple[TensorKey, Box]]:
         """What one file holds, in its order; of a tensor without elements the first file has all of it."""

@@ -451,17 +451,12 @@ def extra_trees(folder: str, ranks: int, size: int) -> list[object]:
     if not os.path.exists(paths[0]):
         return []
     saved = [read_top(path, "is no extra state", "lr_scheduler and rng") for path in paths]
-    shared = {name: value for name, value in saved[0].items() if name != "rng"}
+    first, *others = ({(str(name), canonical(value)) for name, value in top.items() if name != "rng"} for top in saved)
     faults = []
-    for path, entries in zip(paths[1:], saved[1:], strict=True):
-        others = {name: value for name, value in entries.items() if name != "rng"}
-        differ = [
-            str(name)
-            for name in {**shared, **others}
-            if name not in shared or name not in others or canonical(shared[name]) != canonical(others[name])
-        ]
-        if differ:
+    for path, values in zip(paths[1:], others, strict=True):
+        if differ := sorted({name for name, _ in first ^ values}):
             what = f"{', '.join(differ)} is another than rank 0's: of another step or run"
             faults.append(damaged(path, what, "the same on each rank", "others"))
     raise_faults(faults, subject="reading a checkpoint")
+    shared = {name: value for name, value in saved[0].items() if name != "rng"}
     return [saved[rank] if rank < len(saved) else shared for rank in range(size)]

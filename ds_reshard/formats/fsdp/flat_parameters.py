@@ -170,15 +170,13 @@ def read_order(folder: str, shapes: Mapping[str, Shape]) -> FlatOrder | None:
     except (ValueError, RecursionError) as error:
         held = error
     order = _order(held)
-    faults = list(_wrong_order(order, shapes)) if order is not None else [_no_order(held)]
-    mend = line_to_add(folder)
-    raise_faults([CheckpointDamaged.fault(path, *told, mend=mend) for told in faults], subject="reading units")
-    return order
-
-
-def _no_order(held: object) -> tuple[str, str, str]:
     expected = '{"use_orig_params": ..., "units": [{"NAME": {"shape": [...], "offset": N}}], "parameters": [...]}'
-    return "holds no units of FSDP", expected, type(held).__name__
+    wrong = [("holds no units of FSDP", expected, type(held).__name__)]
+    if order is not None:
+        wrong = list(_wrong_order(order, shapes))
+    mend = line_to_add(folder)
+    raise_faults([CheckpointDamaged.fault(path, *told, mend=mend) for told in wrong], subject="reading units")
+    return order
 
 
 def _order(held: object) -> FlatOrder | None:
@@ -220,15 +218,11 @@ def _wrong_order(order: FlatOrder, shapes: Mapping[str, Shape]) -> Iterator[tupl
                 yield f"{name} begins before the parameter in front of it ends", str(at), str(member.offset)
             at = member.stop
     members = [name for unit in order.units for name in unit]
-    yield from ((f"{name} is in two units", "once", "twice") for name in _repeated(members))
-    yield from ((f"{name} is counted twice", "once", "twice") for name in _repeated(order.parameters))
+    for names, what in ((members, "is in two units"), (order.parameters, "is counted twice")):
+        yield from ((f"{name} {what}", "once", "twice") for name, times in Counter(names).items() if times > 1)
     heads = set(members) if order.use_orig_params else {next(iter(unit)) for unit in order.units}
     what = "a parameter of a unit" if order.use_orig_params else "the first parameter of a unit"
     yield from ((f"{name} is counted", what, "another name") for name in order.parameters if name not in heads)
-
-
-def _repeated(names: Sequence[str]) -> list[str]:
-    return [name for name, times in Counter(names).items() if times > 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ The keys are those of `get_state_dict` under two names at the top, nested or wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -187,13 +187,9 @@ class Groups:
         saved = self._saved(members)
         if not saved:
             raise ParamGroupMismatch("", [self._fault(asked, "none of its parameters is in a saved group", "", "")])
-        values = {canonical(self._recorded(group, asked.name)): group for group in saved}
-        if len(values) > 1:
-            told = [
-                f"{describe(self._recorded(group, asked.name))} ({group.members[0]}, ...)" for group in values.values()
-            ]
+        if differing := self._differing([(group.members[0], group) for group in saved], asked.name):
             what = "the parameters of this group were saved in groups that differ in it"
-            raise ParamGroupMismatch("", [self._fault(asked, what, "one value", " and ".join(told))])
+            raise ParamGroupMismatch("", [self._fault(asked, what, "one value", differing)])
         return self._revived(saved[0], asked.name)
 
     def joined(self, current: Mapping[str, Mapping[str, object]]) -> Iterator[Fault]:
@@ -207,17 +203,21 @@ class Groups:
             alike.setdefault(_plain(values), []).append(member)
         for members in alike.values():
             for name in current[members[0]]:
-                saved = {canonical(self._recorded(self._of[member], name)): member for member in members}
-                if len(saved) > 1:
-                    told = [f"{describe(self._recorded(self._of[one], name))} ({one}, ...)" for one in saved.values()]
+                if differing := self._differing([(member, self._of[member]) for member in members], name):
                     yield ParamGroupMismatch.fault(
                         f"param_groups.{members[0]}.{name}",
                         "parameters that this run does not tell apart were saved in groups that differ in it",
                         "groups of this run that differ, as those that were saved",
-                        " and ".join(told),
+                        differing,
                         mend="build the optimizer with the param groups of the saved run; where it has them, and they "
                         "begin with equal values, load without flatten_optimizer_state_dict, which names them",
                     )
+
+    def _differing(self, saved: Iterable[tuple[str, GroupFacts]], name: str) -> str:
+        """The values that these members were saved with, in words, where they differ; else nothing."""
+        recorded = [(member, self._recorded(group, name)) for member, group in saved]
+        told = {canonical(value): f"{describe(value)} ({member}, ...)" for member, value in recorded}
+        return " and ".join(told.values()) if len(told) > 1 else ""
 
     def _saved(self, members: Sequence[str]) -> list[GroupFacts]:
         names = (self._tied.get(name, name) for name in members)

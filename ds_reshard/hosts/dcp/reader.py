@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -85,10 +84,12 @@ def off_mesh(key: str, value: object) -> Iterator[Fault]:
 
 
 class Filling:
-    """The tensors of one load: collects what is asked for, then reads it."""
+    """What one plan asks for: tensors of files, collected and then read; small tensors and values that are here."""
 
     def __init__(self, index: Index, *, cast: bool) -> None:
         self.filled: list[tuple[ReadItem, torch.Tensor]] = []
+        self.singles: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
+        self.values: list[tuple[ReadItem, object]] = []
         self._index = index
         self._cast = cast
         self._copies: list[Copy] = []
@@ -158,15 +159,6 @@ def _other_type(entry: Stored | Single, dtype: str) -> Fault:
         dtype.removeprefix("torch."),
         mend="build the model in a type that was saved, or ds_reshard.dcp.Reader(path, cast=True)",
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """What one plan asks for: tensors of files, small tensors with their values, and values of param groups."""
-
-    filling: Filling
-    singles: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    values: list[tuple[ReadItem, object]] = field(default_factory=list)
 
 
 class Reader(StorageReader):
@@ -258,31 +250,31 @@ class Reader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: TorchPlanner) -> Future[None]:
         """Fill what the plan asks for; all faults of the plan are raised at once, before the first byte is moved."""
         try:
-            asked, faults = self._asked(plan, planner)
+            filling, faults = self._asked(plan, planner)
         except Exception as error:
-            asked, faults = None, as_faults(error, where=self.checkpoint_id)
+            filling, faults = None, as_faults(error, where=self.checkpoint_id)
         self._agree(faults)
-        assert asked is not None
+        assert filling is not None
         try:
-            self.bytes_read += asked.filling.execute(threads=self._threads, memory_nbytes=self._memory_nbytes)
-            faults, pending = asked.filling.checked()
+            self.bytes_read += filling.execute(threads=self._threads, memory_nbytes=self._memory_nbytes)
+            faults, pending = filling.checked()
         except Exception as error:
             faults, pending = as_faults(error, where=self.checkpoint_id), []
         self._verify(faults, pending)
-        for _, tensor, value in asked.singles:
-            tensor.copy_(value)
-        for item, tensor in (*asked.filling.filled, *((item, tensor) for item, tensor, _ in asked.singles)):
+        for item, tensor in filling.filled:
             planner.commit_tensor(item, tensor)
-        for item, told in asked.values:
+        for item, tensor, value in filling.singles:
+            planner.commit_tensor(item, tensor.copy_(value))
+        for item, told in filling.values:
             planner.load_bytes(item, _pickled(told))
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _asked(self, plan: LoadPlan, planner: TorchPlanner) -> tuple[_Asked, list[Fault]]:
+    def _asked(self, plan: LoadPlan, planner: TorchPlanner) -> tuple[Filling, list[Fault]]:
         """What this rank is to fill, and everything that is wrong with it: other ranks wait to hear it."""
         shards = self._source.shards()
-        asked = _Asked(filling=Filling(shards.index, cast=self._cast))
+        filling = Filling(shards.index, cast=self._cast)
         wanted = getattr(planner, "state_dict", {})
         faults = [fault for key, value in wanted.items() for fault in off_mesh(key, value)]
         flattened: dict[str, dict[str, object]] = {}
@@ -293,20 +285,20 @@ class Reader(StorageReader):
                     if entry.member is not None:
                         current = wanted.get(item.storage_index.fqn)
                         flattened.setdefault(entry.member, {})[entry.name] = current
-                    asked.values.append((item, self._groups.value(entry, _members(planner, entry))))
+                    filling.values.append((item, self._groups.value(entry, _members(planner, entry))))
                     continue
                 if isinstance(entry, Own):
-                    asked.values.append((item, entry.value))
+                    filling.values.append((item, entry.value))
                     continue
                 tensor = planner.resolve_tensor(item).detach()
                 if isinstance(entry, Stored):
-                    asked.filling.add(item, entry, tensor)
+                    filling.add(item, entry, tensor)
                 else:
-                    asked.singles.append((item, tensor, single(entry, tensor.dtype, cast=self._cast)))
+                    filling.singles.append((item, tensor, single(entry, tensor.dtype, cast=self._cast)))
             except Exception as error:
                 faults += as_faults(error, where=item.storage_index.fqn)
         faults += self._groups.joined(flattened)
-        return asked, [*faults, *shards.index.faults, *shards.compare()]
+        return filling, [*faults, *shards.index.faults, *shards.compare()]
 
     def _verify(self, faults: Sequence[Fault], pending: Sequence[PartialSum]) -> None:
         """Raise for the `faults` of reading; with a group, for those of what all ranks have read together, too."""

@@ -16,87 +16,81 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
 from ds_reshard.errors import ConfigError
-from ds_reshard.hooks import Function, HostHooks, Patch
+from ds_reshard.hooks import Function, HostHooks, Patch, Wrapper
 from ds_reshard.hosts.fsdp.settings import asks_to_verify
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-
-def wrap_optim_state_dict(original: Function) -> Function:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def _optim_state_dict_impl(*args: object, **kwargs: object) -> object:
-        from ds_reshard.hosts.fsdp.optimizer_state import gather
-
-        bound = _bound(signature, args, kwargs)
-        return gather(dict(bound.arguments), _changed(original, bound))
-
-    return _optim_state_dict_impl
+Arguments = Mapping[str, object]
+ByTorch = Callable[[dict[str, object]], object]
+"""The original with the arguments of a call, less those that are given instead."""
 
 
-def wrap_flatten(original: Function) -> Function:
-    @functools.wraps(original)
-    def _init_flat_param_and_metadata(
-        self: object, params: list[object], module: object, aligned_numel: int, use_orig_params: bool
-    ) -> object:
-        from ds_reshard.hosts.fsdp.optimizer_state import refuse_mixed
-
-        if not use_orig_params:
-            refuse_mixed(params, module)  # type: ignore[arg-type]
-        return original(self, params, module, aligned_numel, use_orig_params)
-
-    return _init_flat_param_and_metadata
-
-
-def wrap_save(original: Function) -> Function:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def _save_state_dict(*args: object, **kwargs: object) -> object:
-        if not asks_to_verify():
-            return original(*args, **kwargs)
-        from ds_reshard.hosts.fsdp.dcp_saves import save
-
-        bound = _bound(signature, args, kwargs)
-        return save(dict(bound.arguments), _changed(original, bound))
-
-    return _save_state_dict
-
-
-def wrap_save_checkpoint(original: Function) -> Function:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def save_checkpoint(*args: object, **kwargs: object) -> object:
-        saved = original(*args, **kwargs)
-        if asks_to_verify():
-            from ds_reshard.hosts.fsdp.saved import verify_save
-
-            verify_save(dict(_bound(signature, args, kwargs).arguments))
-        return saved
-
-    return save_checkpoint
-
-
-def _refusing(check: Callable[[Mapping[str, object]], None]) -> Callable[[Function], Function]:
-    """A wrapper that looks at the arguments before the original is called."""
+def _around(seam: Callable[[Arguments, ByTorch], object]) -> Wrapper:
+    """A wrapper that gives a seam the arguments by name, defaults too, and the original."""
 
     def wrap(original: Function) -> Function:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
-        def load(*args: object, **kwargs: object) -> object:
-            check(_bound(signature, args, kwargs).arguments)
-            return original(*args, **kwargs)
+        def call(*args: object, **kwargs: object) -> object:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
 
-        return load
+            def by_torch(changed: dict[str, object]) -> object:
+                bound.arguments.update(changed)
+                return original(*bound.args, **bound.kwargs) if changed else original(*args, **kwargs)
+
+            return seam(dict(bound.arguments), by_torch)
+
+        return call
 
     return wrap
 
 
-def refuse_directory(arguments: Mapping[str, object]) -> None:
+def gather_state(arguments: Arguments, by_torch: ByTorch) -> object:
+    from ds_reshard.hosts.fsdp.optimizer_state import gather
+
+    return gather(arguments, by_torch)
+
+
+def check_flattened(arguments: Arguments, by_torch: ByTorch) -> object:
+    from ds_reshard.hosts.fsdp.optimizer_state import refuse_mixed
+
+    if not arguments["use_orig_params"]:
+        refuse_mixed(arguments["params"], arguments["module"])  # type: ignore[arg-type]
+    return by_torch({})
+
+
+def save(arguments: Arguments, by_torch: ByTorch) -> object:
+    if not asks_to_verify():
+        return by_torch({})
+    from ds_reshard.hosts.fsdp.dcp_saves import save as save_and_verify
+
+    return save_and_verify(arguments, by_torch)
+
+
+def save_checkpoint(arguments: Arguments, by_torch: ByTorch) -> object:
+    saved = by_torch({})
+    if asks_to_verify():
+        from ds_reshard.hosts.fsdp.saved import verify_save
+
+        verify_save(arguments)
+    return saved
+
+
+def async_save(arguments: Arguments, by_torch: ByTorch) -> object:
+    """ConfigError where saves are to be verified and this one is made in a process of its own."""
+    if asks_to_verify() and getattr(arguments.get("async_checkpointer_type"), "value", None) == "process":
+        raise ConfigError(
+            "verify_after_save: async_save in a process of its own is not reached by the hooks; use "
+            "async_checkpointer_type=AsyncCheckpointerType.THREAD, or leave out verify_after_save"
+        )
+    return by_torch({})
+
+
+def load_directory(arguments: Arguments, by_torch: ByTorch) -> object:
     """Of `_load_state_dict`, and of what reads a directory before it: UnsafePickle where it or an object of it acts.
 
     Collective, unless the load is one of this process alone. A reader of anything else than files in a folder is its
@@ -104,12 +98,11 @@ def refuse_directory(arguments: Mapping[str, object]) -> None:
     """
     from ds_reshard.operations.pickles import refuse_unsafe_folder
 
-    reader = arguments["storage_reader"]
-    folder = _local_folder(reader)
-    if folder is None:
-        return
-    group = cast("ProcessGroup | None", arguments.get("process_group"))
-    refuse_unsafe_folder(folder, group=group, alone=bool(arguments.get("no_dist")))
+    folder = _local_folder(arguments["storage_reader"])
+    if folder is not None:
+        group = cast("ProcessGroup | None", arguments.get("process_group"))
+        refuse_unsafe_folder(folder, group=group, alone=bool(arguments.get("no_dist")))
+    return by_torch({})
 
 
 def _local_folder(reader: object) -> str | None:
@@ -128,7 +121,7 @@ def _local_folder(reader: object) -> str | None:
     return str(strip(os.fspath(reader.path)))
 
 
-def refuse_manager(arguments: Mapping[str, object]) -> None:
+def load_checkpoint(arguments: Arguments, by_torch: ByTorch) -> object:
     """Of `FSDPCheckpointManager.load_checkpoint`, which unpickles each rank's files below its first argument.
 
     Without a folder it loads nothing. Collective.
@@ -138,36 +131,7 @@ def refuse_manager(arguments: Mapping[str, object]) -> None:
     given = [value for name, value in arguments.items() if name != "self"]
     if given and isinstance(given[0], str | os.PathLike):
         refuse_unsafe_folder(os.fspath(given[0]))
-
-
-def refuse_process(arguments: Mapping[str, object]) -> None:
-    """Of `async_save`: ConfigError where saves are to be verified and this one is made in a process of its own."""
-    if asks_to_verify() and getattr(arguments.get("async_checkpointer_type"), "value", None) == "process":
-        raise ConfigError(
-            "verify_after_save: async_save in a process of its own is not reached by the hooks; use "
-            "async_checkpointer_type=AsyncCheckpointerType.THREAD, or leave out verify_after_save"
-        )
-
-
-wrap_async_save = _refusing(refuse_process)
-wrap_load = _refusing(refuse_directory)
-wrap_load_checkpoint = _refusing(refuse_manager)
-
-
-def _bound(signature: inspect.Signature, args: tuple[object, ...], kwargs: dict[str, object]) -> inspect.BoundArguments:
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound
-
-
-def _changed(original: Function, bound: inspect.BoundArguments) -> Function:
-    """The original with the arguments of a call, less those that are given instead."""
-
-    def by_torch(changed: dict[str, object]) -> object:
-        bound.arguments.update(changed)
-        return original(*bound.args, **bound.kwargs)
-
-    return by_torch
+    return by_torch({})
 
 
 HOOKS = HostHooks(
@@ -179,7 +143,7 @@ HOOKS = HostHooks(
     patches=(
         Patch(
             target="torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel._optim_state_dict_impl",
-            wrapper=wrap_optim_state_dict,
+            wrapper=_around(gather_state),
             signature=(
                 "model",
                 "optim",
@@ -194,48 +158,48 @@ HOOKS = HostHooks(
         ),
         Patch(
             target="torch.distributed.fsdp._flat_param:FlatParamHandle._init_flat_param_and_metadata",
-            wrapper=wrap_flatten,
+            wrapper=_around(check_flattened),
             signature=("params", "module", "aligned_numel", "use_orig_params"),
             summary="names the parameters of an FSDP unit of which some are frozen, with use_orig_params=False",
         ),
         Patch(
             target="torch.distributed.checkpoint.state_dict_saver:_save_state_dict",
-            wrapper=wrap_save,
+            wrapper=_around(save),
             signature=("state_dict", "storage_writer", "process_group", "coordinator_rank", "no_dist", "planner"),
             summary="where verify_after_save is asked for, verifies what torch.distributed.checkpoint has saved",
             optional=True,
         ),
         Patch(
             target="torch.distributed.checkpoint.state_dict_saver:async_save",
-            wrapper=wrap_async_save,
+            wrapper=_around(async_save),
             signature=("state_dict",),
             summary="where verify_after_save is asked for, refuses saves in a process that the hooks do not reach",
             optional=True,
         ),
         Patch(
             target="torch.distributed.checkpoint.state_dict_loader:_load_state_dict",
-            wrapper=wrap_load,
+            wrapper=_around(load_directory),
             signature=("state_dict", "storage_reader", "process_group", "coordinator_rank", "no_dist", "planner"),
             summary="refuses what would run code when it is unpickled, before it is",
             optional=True,
         ),
         Patch(
             target="torch.distributed.checkpoint.optimizer:load_sharded_optimizer_state_dict",
-            wrapper=wrap_load,
+            wrapper=_around(load_directory),
             signature=("model_state_dict", "optimizer_key", "storage_reader", "planner"),
             summary="refuses what would run code when it is unpickled, before it reads the directory",
             optional=True,
         ),
         Patch(
             target="verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager.load_checkpoint",
-            wrapper=wrap_load_checkpoint,
+            wrapper=_around(load_checkpoint),
             signature=(),
             summary="refuses what would run code when it is unpickled, before it is",
             optional=True,
         ),
         Patch(
             target="verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager.save_checkpoint",
-            wrapper=wrap_save_checkpoint,
+            wrapper=_around(save_checkpoint),
             signature=(),
             summary="where verify_after_save is asked for, verifies what the managers of EasyR1 and verl have saved",
             optional=True,

@@ -100,16 +100,14 @@ def _promote(state: Mapping[Key, States], units: list[Unit], agreed: Agreement) 
     import torch
 
     ready = dict(state)
-    for unit in units:
-        for key in unit.keys.values():
-            if key is None or key not in state:
-                continue
+    for unit in units if agreed.promoted else ():
+        for key in (key for key in unit.keys.values() if key is not None and key in state):
             wide = {
                 name: tensor.to(getattr(torch, agreed.promoted[unit.name, name]))
                 for name, tensor in tensors(state[key])
                 if (unit.name, name) in agreed.promoted
             }
-            ready[key] = {**state[key], **wide} if wide else state[key]
+            ready[key] = {**state[key], **wide}
     return ready
 
 
@@ -296,24 +294,27 @@ def agree(ranks: Sequence[Mapping[str, Mapping[str, Shard]]], *, use_orig_params
     return Agreement(promoted=promoted, original=original, uneven=tuple(uneven), faults=tuple(faults))
 
 
+def _states(held: Sequence[Mapping[str, Shard]]) -> Iterator[tuple[int, str, str, HeldState]]:
+    """Every state that the ranks hold of a unit: the rank, the shard's name, the state's, and how it is held."""
+    for rank, shards in enumerate(held):
+        for name, shard in shards.items():
+            yield from ((rank, name, state, how) for state, how in shard.states.items())
+
+
 def _types(held: Sequence[Mapping[str, Shard]]) -> dict[str, set[str]]:
     """The element types of each state of a unit."""
     types: dict[str, set[str]] = {}
-    for shards in held:
-        for shard in shards.values():
-            for state, how in shard.states.items():
-                types.setdefault(state, set()).add(how.dtype)
+    for _, _, state, how in _states(held):
+        types.setdefault(state, set()).add(how.dtype)
     return types
 
 
 def _by_rank(held: Sequence[Mapping[str, Shard]]) -> dict[tuple[str, str], dict[int, str]]:
     """The element type in which each rank holds a state, by parameter and state."""
     found: dict[tuple[str, str], dict[int, str]] = {}
-    for rank, shards in enumerate(held):
-        for shard in shards.values():
-            for state, how in shard.states.items():
-                for name in shard.names:
-                    found.setdefault((name, state), {})[rank] = how.dtype
+    for rank, shard, state, how in _states(held):
+        for name in held[rank][shard].names:
+            found.setdefault((name, state), {})[rank] = how.dtype
     return found
 
 
@@ -349,15 +350,11 @@ def _lacking(held: Sequence[Mapping[str, Shard]]) -> Iterator[Fault]:
 
 def _odd(held: Sequence[Mapping[str, Shard]]) -> Iterator[Fault]:
     """States that are not of their parameter's shape, so that they cannot be brought from shards to the whole."""
-    for shards in held:
-        for name, shard in shards.items():
-            for state, how in shard.states.items():
-                if how.odd_shape is not None:
-                    yield UnsupportedLayout.fault(
-                        name,
-                        f"its state {state} is not of the parameter's shape, as of a quantised or factored "
-                        "optimizer: FSDP cannot gather it",
-                        "one element for each of the shard",
-                        f"{how.dtype} {list(how.odd_shape)}",
-                        mend=_ADAMW,
-                    )
+    for _, name, state, how in _states(held):
+        if how.odd_shape is not None:
+            what = (
+                f"its state {state} is not of the parameter's shape, as of a quantised or factored optimizer: FSDP "
+                "cannot gather it"
+            )
+            expected, found = "one element for each of the shard", f"{how.dtype} {list(how.odd_shape)}"
+            yield UnsupportedLayout.fault(name, what, expected, found, mend=_ADAMW)

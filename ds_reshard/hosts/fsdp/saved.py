@@ -173,6 +173,36 @@ def _mismatch(folder: str, name: str, expected: str, found: str) -> Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Parameter:
+    """A parameter as this rank has it: `region` lies `inside` the tensor under which the optimizer keeps its state.
+
+    `region` is None where this rank holds nothing of it, or what a rank before it holds too.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tensor: Tensor
+    region: Region | None
+    inside: slice
+
+
+def _parameters(model: Module) -> Iterator[_Parameter]:
+    from torch.distributed.fsdp._optim_utils import _get_fqn_to_fsdp_param_info
+
+    infos = _get_fqn_to_fsdp_param_info(model)
+    for name, info in infos.items():
+        flat, number = info.handle.flat_param, info.param_indices[name]
+        region, offset = _flat_region(info, number)
+        tensor = flat if flat._params is None else flat._params[number]
+        inside = slice(offset, offset + region.numel) if tensor is flat and region is not None else slice(None)
+        shape = tuple(flat._shapes[number])
+        yield _Parameter(name=name, shape=shape, tensor=tensor, region=region, inside=inside)
+    for name, param in model.named_parameters() if not infos else ():
+        region, shape = _local_region(param), tuple(param.shape)
+        yield _Parameter(name=name, shape=shape, tensor=param, region=region, inside=slice(None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """Elements of a tensor, in the order of `region`."""
 
@@ -187,18 +217,16 @@ def parts_of(model: Module, optimizer: Optimizer | None) -> Iterator[Part]:
 
     Of what several ranks hold alike the first rank's part alone.
     """
-    from torch.distributed.fsdp._optim_utils import _get_fqn_to_fsdp_param_info
+    import torch
 
-    infos = _get_fqn_to_fsdp_param_info(model)
-    for name, info in infos.items():
-        if _is_first_replica(info):
-            yield from _flat_parts(name, info, optimizer)
-    if infos:
-        return
-    for name, param in model.named_parameters():
-        region = _local_region(param)
-        if region is not None:
-            yield from _held(name, tuple(param.shape), region, param, optimizer, param, slice(None))
+    for one in _parameters(model):
+        if one.region is None:
+            continue
+        states = optimizer.state.get(one.tensor, {}) if optimizer is not None else {}
+        for kind, value in [("weight", one.tensor), *states.items()]:
+            if isinstance(value, torch.Tensor) and (value.dim() or not one.shape):
+                key, values = TensorKey(name=one.name, kind=kind), local(value).detach().reshape(-1)[one.inside]
+                yield Part(key=key, shape=one.shape, region=one.region, values=values)
 
 
 def steps_of(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[str, str, bytes]]:
@@ -207,11 +235,11 @@ def steps_of(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[str, 
 
     from ds_reshard.execution.buffers import memory_of
 
-    for name, param in _params(model):
-        states = optimizer.state.get(param, {}) if optimizer is not None else {}
+    for one in _parameters(model):
+        states = optimizer.state.get(one.tensor, {}) if optimizer is not None else {}
         for kind, value in states.items():
-            if isinstance(value, torch.Tensor) and not value.dim() and param.dim():
-                yield name, kind, bytes(memory_of(value.detach().cpu().reshape(1)))
+            if isinstance(value, torch.Tensor) and not value.dim() and one.tensor.dim():
+                yield one.name, kind, bytes(memory_of(value.detach().cpu().reshape(1)))
 
 
 def second_names(model: Module) -> frozenset[str]:
@@ -234,58 +262,20 @@ def second_names(model: Module) -> frozenset[str]:
     return frozenset(clean_tensor_name(name) for name in (*tied, *(name for name, _ in named)))
 
 
-def _params(model: Module) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter and the tensor under which the optimizer keeps its state."""
-    from torch.distributed.fsdp._optim_utils import _get_fqn_to_fsdp_param_info
-
-    infos = _get_fqn_to_fsdp_param_info(model)
-    for name, info in infos.items():
-        flat = info.handle.flat_param
-        yield name, flat if flat._params is None else flat._params[info.param_indices[name]]
-    if not infos:
-        yield from model.named_parameters()
-
-
-def _flat_parts(name: str, info: FSDPParamInfo, optimizer: Optimizer | None) -> Iterator[Part]:
-    """Of one parameter of FSDP1: a span of it, inside the rank's span of the flat parameter of its unit."""
+def _flat_region(info: FSDPParamInfo, number: int) -> tuple[Region | None, int]:
+    """Of one parameter of FSDP1: the span of it in this rank's span of the flat parameter, and where that begins."""
     flat = info.handle.flat_param
-    number = info.param_indices[name]
-    shape = tuple(flat._shapes[number])
-    whole = Box.whole(shape)
-    start, stop, offset = 0, whole.numel, info.handle._get_flat_param_offsets()[number][0]
-    if info.handle.uses_sharded_strategy:
-        shard = flat._shard_param_infos[number]
-        if not shard.in_shard:
-            return
-        assert shard.intra_param_start_idx is not None and shard.numel_in_shard is not None
-        assert shard.offset_in_shard is not None
-        start, offset = shard.intra_param_start_idx, shard.offset_in_shard
-        stop = start + shard.numel_in_shard
-    region = Region(box=whole, start=start, stop=stop)
-    if flat._params is not None:
-        own = flat._params[number]
-        yield from _held(name, shape, region, own, optimizer, own, slice(None))
-    else:
-        yield from _held(name, shape, region, flat, optimizer, flat, slice(offset, offset + stop - start))
-
-
-def _held(
-    name: str,
-    shape: tuple[int, ...],
-    region: Region,
-    weight: Tensor,
-    optimizer: Optimizer | None,
-    param: Tensor,
-    inside: slice,
-) -> Iterator[Part]:
-    """The weight and the states of one parameter; `inside` is where it lies in tensors of several."""
-    import torch
-
-    states = optimizer.state.get(param, {}) if optimizer is not None else {}
-    for kind, value in [("weight", weight), *states.items()]:
-        if isinstance(value, torch.Tensor) and (value.dim() or not shape):
-            values = local(value).detach().reshape(-1)[inside]
-            yield Part(key=TensorKey(name=name, kind=kind), shape=shape, region=region, values=values)
+    whole = Box.whole(tuple(flat._shapes[number]))
+    if not _is_first_replica(info):
+        return None, 0
+    if not info.handle.uses_sharded_strategy:
+        return Region(box=whole, start=0, stop=whole.numel), info.handle._get_flat_param_offsets()[number][0]
+    shard = flat._shard_param_infos[number]
+    if not shard.in_shard:
+        return None, 0
+    start, numel, offset = shard.intra_param_start_idx, shard.numel_in_shard, shard.offset_in_shard
+    assert start is not None and numel is not None and offset is not None
+    return Region(box=whole, start=start, stop=start + numel), offset
 
 
 def _is_first_replica(info: FSDPParamInfo) -> bool:
