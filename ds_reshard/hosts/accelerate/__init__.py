@@ -6,57 +6,25 @@ Importing this loads neither accelerate nor torch; the seams are in the modules 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from importlib import import_module
 
 from ds_reshard.errors import HookError
-from ds_reshard.hooks import Function, HostHooks, Patch
+from ds_reshard.hooks import Function, HostHooks, Patch, Wrapper
 from ds_reshard.resume.schedulers import clock_in
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
+def _to(module: str, seam: str) -> Wrapper:
+    """Has each call go to a function of a module beside, with the original, bound to its object, as second argument."""
 
-def wrap_dummy_optim(original: Function) -> Function:
-    @functools.wraps(original)
-    def __init__(self: object, *args: object, **kwargs: object) -> None:
-        from ds_reshard.hosts.accelerate.late_optimizer import make_late
+    def wrap(original: Function) -> Function:
+        @functools.wraps(original)
+        def call(self: object, *args: object, **kwargs: object) -> object:
+            ours: Function = getattr(import_module(f"{__name__}.{module}"), seam)
+            return ours(self, functools.partial(original, self), *args, **kwargs)
 
-        make_late(self, original, *args, **kwargs)
+        return call
 
-    return __init__
-
-
-def wrap_prepare(original: Function) -> Function:
-    @functools.wraps(original)
-    def _prepare_deepspeed(self: Accelerator, *args: object) -> object:
-        from ds_reshard.hosts.accelerate.late_optimizer import prepare_deepspeed
-
-        return prepare_deepspeed(self, functools.partial(original, self), *args)  # type: ignore[arg-type]
-
-    return _prepare_deepspeed
-
-
-def wrap_save_state(original: Function) -> Function:
-    @functools.wraps(original)
-    def save_state(self: Accelerator, *args: object, **kwargs: object) -> object:
-        from ds_reshard.hosts.accelerate.state import save_state as seam
-
-        return seam(self, functools.partial(original, self, *args, **kwargs))
-
-    return save_state
-
-
-def wrap_load_state(original: Function) -> Function:
-    @functools.wraps(original)
-    def load_state(self: Accelerator, input_dir: str | None = None, *args: object, **kwargs: object) -> object:
-        from ds_reshard.hosts.accelerate.state import load_state as seam
-
-        def load(folder: str | None, **others: object) -> object:
-            return original(self, folder, *args, **{**kwargs, **others})
-
-        return seam(self, load, input_dir, **kwargs)
-
-    return load_state
+    return wrap
 
 
 def _refuse_clock(original: Function) -> Function:
@@ -86,25 +54,25 @@ HOOKS = HostHooks(
     patches=(
         Patch(
             target="accelerate.utils.deepspeed:DummyOptim.__init__",
-            wrapper=wrap_dummy_optim,
+            wrapper=_to("late_optimizer", "make_late"),
             signature=("params", "lr", "weight_decay"),
             summary="makes a torch optimizer of it, so that schedulers can be built on it before prepare",
         ),
         Patch(
             target=_PREPARE,
-            wrapper=wrap_prepare,
+            wrapper=_to("late_optimizer", "prepare_deepspeed"),
             signature=("*args",),
             summary="binds schedulers to DeepSpeed's optimizer; refuses what would be silently dropped",
         ),
         Patch(
             target="accelerate.accelerator:Accelerator.save_state",
-            wrapper=wrap_save_state,
+            wrapper=_to("state", "save_state"),
             signature=("output_dir",),
             summary="records who steps the schedule",
         ),
         Patch(
             target="accelerate.accelerator:Accelerator.load_state",
-            wrapper=wrap_load_state,
+            wrapper=_to("state", "load_state"),
             signature=("input_dir",),
             summary="goes on with the schedule on either clock, and in step on ranks that are new",
         ),

@@ -209,18 +209,17 @@ class LateOptimizer(DummyOptim, Optimizer):  # type: ignore[misc]
 
 
 def make_late(dummy: DummyOptim, original: Callable[..., object], *args: object, **kwargs: object) -> None:
-    """`DummyOptim.__init__`, after which the object is a `LateOptimizer`; a subclass of the user's stays what it is."""
+    """`original` is `DummyOptim.__init__`, bound; a subclass of the user's stays what it is."""
     if type(dummy) is not DummyOptim:
-        original(dummy, *args, **kwargs)
+        original(*args, **kwargs)
         return
-    given = dict(inspect.signature(original).bind(dummy, *args, **kwargs).arguments)
-    given.pop("self")
+    given = dict(inspect.signature(original).bind(*args, **kwargs).arguments)
     given |= given.pop("kwargs", {})
     params = given.pop("params")
     if isinstance(params, torch.Tensor):
         raise TypeError("DummyOptim takes an iterable of tensors or dicts, and was given a tensor")
     params = [_with_list(group) if isinstance(group, dict) else group for group in params]
-    original(dummy, params, **given)
+    original(params, **given)
     if all(isinstance(group, dict) and not group["params"] for group in params):
         what = "holds no parameter: a generator such as model.parameters() gives them once"
         mend = "DummyOptim(list(model.parameters()), lr=...), and nothing that used the same generator before"

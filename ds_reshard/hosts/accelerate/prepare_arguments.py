@@ -91,6 +91,7 @@ def given_optimizer(thing: object) -> GivenOptimizer:
     dummy, said = _is(thing, "DummyOptim"), _groups_as_given(thing)
     live: Sequence[Group] = getattr(thing, "own_param_groups", ()) if dummy else said
     begun: tuple[Group, ...] = tuple(getattr(thing, "begun_with", ())) if dummy else ()
+    given = [[*map(id, _members(group))] for group in said]
     return GivenOptimizer(
         kind=DUMMY if dummy else REAL,
         thing=thing,
@@ -104,8 +105,8 @@ def given_optimizer(thing: object) -> GivenOptimizer:
             {name: group[name] for name, value in began.items() if name in group and bool(group[name] != value)}
             for group, began in zip(live, begun, strict=False)
         ),
-        edited=dummy and bool(live) and _identities(live) != _identities(said),
-        frozen=_frozen(live),
+        edited=dummy and bool(live) and [[*map(id, _members(group))] for group in live] != given,
+        frozen=tuple(map(_is_frozen, live)),
     )
 
 
@@ -194,13 +195,9 @@ def _members(group: Group) -> list[object]:
     return [parameter[1] if isinstance(parameter, tuple) else parameter for parameter in listed]
 
 
-def _frozen(groups: Sequence[Group]) -> tuple[bool, ...]:
-    held = map(_members, groups)
-    return tuple(bool(params) and not any(getattr(p, "requires_grad", True) for p in params) for params in held)
-
-
-def _identities(groups: Sequence[Group]) -> list[list[int]]:
-    return [list(map(id, _members(group))) for group in groups]
+def _is_frozen(group: Group) -> bool:
+    params = _members(group)
+    return bool(params) and not any(getattr(one, "requires_grad", True) for one in params)
 
 
 def _size(params: object) -> int | None:
@@ -240,13 +237,13 @@ def prepare(
     hooks.install(HOOKS)
     raise_faults(_wrong_arguments(accelerator, model, optimizer, scheduler, dataloader), subject=_SUBJECT)
     config = accelerator.state.deepspeed_plugin.deepspeed_config
-    _set_clock(config, clock)
-    logger.info("prepare: model %s", type(model).__name__)
+    if clock is not None:
+        _set_clock(config, clock)
     made = _made_optimizer(config, model, optimizer)
-    logger.info("prepare: optimizer %s", "none" if made is None else type(made).__name__)
     if scheduler is not None and not is_scheduler(scheduler):  # a function, called with the real optimizer
         scheduler = DummyScheduler(made, lr_scheduler_callable=scheduler)
-    logger.info("prepare: scheduler %s", "none" if scheduler is None else type(scheduler).__name__)
+    for name, thing in {"model": model, "optimizer": made, "scheduler": scheduler}.items():
+        logger.info("prepare: %s %s", name, "none" if thing is None else type(thing).__name__)
     loaders = dataloader if isinstance(dataloader, Sequence) else [dataloader]
     engine, ready, driven, *fed = accelerator.prepare(model, made, scheduler, *loaders)
     logger.info(
@@ -281,20 +278,12 @@ def _wrong_arguments(
             yield PrepareError.fault(name, what, mend=mend)
 
 
-def _set_clock(config: dict[str, object], clock: str | None) -> None:
-    if clock is None:
-        return
-    raise_faults(clock_faults({"clock": clock}), subject=_SUBJECT)
-    said = clock_in(config)
-    if said not in (None, clock):
-        fault = ConfigError.fault(
-            f"{PLACE}.clock",
-            "is given in two places and differs",
-            f"{said!r} (DeepSpeed JSON)",
-            f"{clock!r} (ds_reshard.prepare)",
-            mend="give it in one place",
-        )
-        raise_faults([fault], subject=_SUBJECT)
+def _set_clock(config: dict[str, object], clock: str) -> None:
+    faults, said = list(clock_faults({"clock": clock})), clock_in(config)
+    if not faults and said not in (None, clock):
+        what, both = "is given in two places and differs", (f"{said!r} (DeepSpeed JSON)", f"{clock!r} ({_SUBJECT})")
+        faults = [ConfigError.fault(f"{PLACE}.clock", what, *both, mend="give it in one place")]
+    raise_faults(faults, subject=_SUBJECT)
     section = config.get("ds_reshard")
     config["ds_reshard"] = {**(section if isinstance(section, Mapping) else {}), "accelerate": {"clock": clock}}
 
@@ -305,9 +294,9 @@ def _made_optimizer(config: Mapping[str, object], model: Module, optimizer: obje
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if optimizer is None:
         return DummyOptim(trainable) if "optimizer" in config else None
-    if is_optimizer(optimizer) or not callable(optimizer):
+    if is_optimizer(optimizer):
         return optimizer
-    made: object = optimizer(trainable)
+    made: object = optimizer(trainable)  # type: ignore[operator]
     if not is_optimizer(made):
         what = f"the function gave a {type(made).__name__}"
         mend = "optimizer=lambda params: AdamW(params, lr=...)"

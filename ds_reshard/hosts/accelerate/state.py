@@ -15,7 +15,8 @@ import logging
 import os
 import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -91,12 +92,12 @@ class Saved(NamedTuple):
     by_script: bool = False
 
 
-def save_state(accelerator: Accelerator, original: Callable[[], object]) -> object:
+def save_state(accelerator: Accelerator, original: Callable[..., object], *args: object, **given: object) -> object:
     """Save as accelerate does, and record the clock. Collective; every rank's files are there when it returns."""
     if not _by_deepspeed(accelerator):
-        return original()
+        return original(*args, **given)
     _warn_of_what_is_left_out(accelerator)
-    location = original()
+    location = original(*args, **given)
     mine = tracked(accelerator)
     if mine is not None and accelerator.is_main_process:
         record = {
@@ -127,22 +128,26 @@ def _warn_of_what_is_left_out(accelerator: Accelerator) -> None:
 
 
 def load_state(
-    accelerator: Accelerator, original: Callable[..., object], folder: str | None, **given: object
+    accelerator: Accelerator,
+    original: Callable[..., object],
+    input_dir: str | None = None,
+    *args: object,
+    **given: object,
 ) -> object:
     """Load as accelerate does, the schedule also from the other clock, and `accelerator.step` on every rank.
 
     Raises UnsafePickle on every rank where anything below the folder acts when it is unpickled, also without DeepSpeed.
-    Collective. `original` takes the folder, and what differs from the caller's other arguments by name. It is given the
-    folder that was searched: of two with the same number accelerate would take either.
+    Collective. accelerate is given the folder that was searched: of two with the same number it would take either.
     """
-    where = os.path.expanduser(os.fspath(folder)) if folder is not None else _latest(accelerator)
+    where = os.path.expanduser(os.fspath(input_dir)) if input_dir is not None else _latest(accelerator)
     if where is not None:
         plugin = getattr(accelerator.state, "deepspeed_plugin", None)
         if _by_deepspeed(accelerator) and not _deepspeed_hooked():
             raise_faults(pattern_in_path(where, "pytorch_model"), subject=f"loading {where}")
         refuse_unsafe_folder(where, trust=trust_in(getattr(plugin, "deepspeed_config", None)))
     # absolute: a name that begins with ~ would be expanded
-    original = functools.partial(original, os.path.abspath(where) if folder is None and where is not None else folder)
+    folder = os.path.abspath(where) if input_dir is None and where is not None else input_dir
+    original = functools.partial(original, folder, *args, **given)
     if not _by_deepspeed(accelerator):
         return original()
     mine, policy = tracked(accelerator), _policy(accelerator)
@@ -152,7 +157,8 @@ def load_state(
         result = original()
     else:
         _refuse(mine, saved, policy, where, alone=len(accelerator._schedulers) == 1)
-        result = _translated(accelerator, original, mine, saved.since, policy, given)
+        leave_out = given.get("load_lr_scheduler_states") is False
+        result = _translated(accelerator, original, mine, saved.since, policy, leave_out=leave_out)
     if mine is not None:
         since = saved.since if policy.keeps_position else _updates(accelerator)
         _TRACKED[accelerator] = replace(mine, began=since)
@@ -171,27 +177,21 @@ def _translated(
     mine: Tracked,
     since: int,
     policy: ResumePolicy,
-    given: Mapping[str, object],
+    *,
+    leave_out: bool,
 ) -> object:
     """Load all but the schedule, and put it where the engine's number of updates says on the clock of this run."""
-    by_host = policy.scheduler == "host"
-    original = functools.partial(_without_state, accelerator, mine, original)
-    if mine.clock == ENGINE:
-        result = original(load_lr_scheduler_states=False) if by_host else original()
-        if given.get("load_lr_scheduler_states") is False:
-            return result
-    else:
-        accelerator._schedulers.remove(mine.wrapper)
-        try:
-            result = original()
-        finally:
-            accelerator._schedulers.append(mine.wrapper)
+    by_host, on_engine = policy.scheduler == "host", mine.clock == ENGINE
+    with _without_schedule(accelerator, mine):
+        result = original(load_lr_scheduler_states=False) if by_host and on_engine else original()
+    if on_engine and leave_out:
+        return result
     assert mine.steps is not None and mine.beginning is not None
     position = (_updates(accelerator) - since) * mine.steps
     if by_host and policy.keeps_position:
         _place(mine, position)
         logger.warning("the schedule was saved on another clock: it goes on at position %d of this run's", position)
-    elif mine.clock == ACCELERATE:
+    elif not on_engine:
         # Of a state that a scheduler is given, the policy takes the position; the hooks of DeepSpeed apply it.
         mine.scheduler.load_state_dict({"last_epoch": position})
     return result
@@ -209,15 +209,21 @@ class _Unread:
         pass
 
 
-def _without_state(accelerator: Accelerator, mine: Tracked, original: Callable[..., object], **given: object) -> object:
-    """Load, and give the schedule no state that `register_for_checkpointing` has had saved."""
-    registered = accelerator._custom_objects
-    theirs = (mine.scheduler, mine.wrapper)
-    accelerator._custom_objects = [_Unread() if any(one is own for own in theirs) else one for one in registered]
+@contextmanager
+def _without_schedule(accelerator: Accelerator, mine: Tracked) -> Iterator[None]:
+    """While accelerate loads, hide the schedule, and what `register_for_checkpointing` knows of it, from accelerate.
+
+    It is the only one that was prepared.
+    """
+    schedulers, registered = accelerator._schedulers, accelerator._custom_objects
+    own = (mine.scheduler, mine.wrapper)
+    accelerator._custom_objects = [_Unread() if any(one is held for held in own) else one for one in registered]
+    if mine.clock != ENGINE:
+        accelerator._schedulers = []
     try:
-        return original(**given)
+        yield
     finally:
-        accelerator._custom_objects = registered
+        accelerator._schedulers, accelerator._custom_objects = schedulers, registered
 
 
 def _policy(accelerator: Accelerator) -> ResumePolicy:
