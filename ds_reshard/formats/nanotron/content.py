@@ -251,10 +251,13 @@ class Hyperparameters:
         return rates.get(BASE, self._groups[number].get(_INITIAL, like))
 
     @property
+    def left_out(self) -> list[str]:
+        names = ", ".join(sorted(self._left))
+        return [f"entries of param groups that AdamW has not are left out: {names}"] if names else []
+
+    @property
     def notes(self) -> list[str]:
-        told = []
-        if self._left:
-            told.append(f"entries of param groups that AdamW has not are left out: {', '.join(sorted(self._left))}")
+        told = self.left_out
         if self._borrowed:
             told.append("the source has no initial learning rates: those of --like are taken")
         if self._other_base:

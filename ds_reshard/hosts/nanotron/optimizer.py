@@ -76,8 +76,7 @@ _ALWAYS_THIS_RUNS = ("clip_grad", BATCH)
 class Saved:
     """What a checkpoint of any format holds of an optimizer, and where.
 
-    `states` has of each trained parameter the tensors by kind; `of_group` gives the saved values of the param group
-    that has these members, in which the run has the values that are passed, and what keeps it from being trained so.
+    `states` has of each trained parameter the tensors by kind.
     """
 
     folder: str
@@ -88,12 +87,24 @@ class Saved:
     own: NanotronCheckpoint | None = None
     foreign: Foreign | None = None
 
-    def of_group(self, names: Sequence[str], run: Group) -> tuple[Group, list[Fault]]:
+    def of_groups(
+        self, groups: Sequence[tuple[str, ...]], runs: Sequence[Group]
+    ) -> tuple[list[Group], list[Fault], list[str]]:
+        """The saved values of the param groups with these members; those of the run where none was saved.
+
+        With them, of another framework's, what keeps them from being trained so, and what there is to tell.
+        """
+        known = any("initial_lr" in (group.hyperparameters or {}) for group in self.facts.groups)
+        own = [{**run, "initial_lr": run.get("initial_lr", run["lr"])} if known else run for run in runs]
+        pairs = list(zip(groups, own if self.foreign is not None else runs, strict=True))
         if self.foreign is None:
-            return dict((saved_group(self, names) or [run])[0]), []
+            return [dict((saved_group(self, names) or [run])[0]) for names, run in pairs], [], []
         asked = Hyperparameters(self.foreign.content, mend="the same param groups and AdamW, or --no-load-optim")
-        made = asked.group(self.folder, SavedGroup(members=tuple(names), hyperparameters=run))
-        return dict(made.hyperparameters), asked.faults
+        made = [
+            asked.group(self.folder, SavedGroup(members=names, hyperparameters=run)).hyperparameters
+            for names, run in pairs
+        ]
+        return [dict(values) for values in made], asked.faults, asked.left_out
 
 
 def load_optimizer(arguments: Mapping[str, object], original: Callable[[], object]) -> None:
@@ -124,9 +135,9 @@ def load_optimizer(arguments: Mapping[str, object], original: Callable[[], objec
             found.append(_experts(live))
         if foreign is not None:
             opened = partial(_of_foreign, foreign, masters=live.accumulator is not None)
-            saved = _reshard(live, opened, policy, found, arguments.get("map_location"))
+            saved = _reshard(load, live, opened, found, arguments.get("map_location"))
         elif any(gather(bool(found), live.world)) or _takes_over(live, listing, metadata, policy):
-            saved = _reshard(live, partial(_open, listing), policy, found, arguments.get("map_location"))
+            saved = _reshard(load, live, partial(_open, listing), found, arguments.get("map_location"))
         else:
             together(original, live.world, subject=f"loading {folder}")
             saved = list(values_of(live.base.param_groups))
@@ -140,14 +151,20 @@ def load_optimizer(arguments: Mapping[str, object], original: Callable[[], objec
 
 
 def _reshard(
-    live: Live, opened: Callable[[], Saved], policy: ResumePolicy, found: Sequence[Fault], map_location: object
+    load: Load, live: Live, opened: Callable[[], Saved], found: Sequence[Fault], map_location: object
 ) -> list[Group]:
     """Load from any layout; returns the saved values of each param group. `found` was found before."""
-    states = prepare(live, opened, policy, found)
+    policy = load.policy
+    states = prepare(live, opened, policy, found, subject=f"loading {load.where}")
     subject = f"loading {states.checkpoint.folder}"
     tensors = {_buffer(*at): tensor for at, tensor in states.tensors.items()}
     fill(states.plan, tensors, live.world, live.replica, subject=subject)
-    saved = saved_groups(live, states.checkpoint)
+    values, _, notes = states.checkpoint.of_groups(live.groups, list(values_of(live.base.param_groups)))
+    saved: list[Group] = [
+        {key: read_tensor(one) if isinstance(one, TensorRecord) else one for key, one in group.items()}
+        for group in values
+    ]
+    load.warnings += notes
 
     def put() -> None:
         made = state_dict(live, states, saved)
@@ -275,8 +292,7 @@ def findings(live: Live, checkpoint: Saved, policy: ResumePolicy) -> Iterator[Fa
     if checkpoint.own is not None:
         yield from other_cuts(live, checkpoint.own)
     elif policy.loads_moments:
-        for names, run in zip(live.groups, run_of(live.base), strict=True):
-            yield from checkpoint.of_group(names, run)[1]
+        yield from checkpoint.of_groups(live.groups, run_of(live.base))[1]
     for names, run in zip(live.groups, run_of(live.base), strict=True):
         yield from _group(checkpoint, names, run, policy)
 
@@ -394,12 +410,13 @@ class States:
     plan: Plan
 
 
-def prepare(live: Live, opened: Callable[[], Saved], policy: ResumePolicy, before: Sequence[Fault]) -> States:
+def prepare(
+    live: Live, opened: Callable[[], Saved], policy: ResumePolicy, before: Sequence[Fault], *, subject: str
+) -> States:
     """Open what this rank needs and compare it with the optimizer. Collective: every finding of every rank at once.
 
     `before` are findings that this rank had already.
     """
-    subject = f"loading {current().where}"
     checkpoint, faults, cause = attempt(opened)
     agree([*faults, *before] if faults else [], live.world, subject=subject, cause=cause)
     assert checkpoint is not None
@@ -438,15 +455,6 @@ def state_dict(live: Live, states: States, saved: Sequence[Group]) -> dict[str, 
     names = {one.number: one.name for one in live.held.values()}
     made: dict[str, object] = {"state": state, "names": names, "param_groups": groups}
     return {**made, "gradient_accumulator": masters} if live.accumulator is not None else made
-
-
-def saved_groups(live: Live, checkpoint: Saved) -> list[Group]:
-    """The saved values of each of this run's param groups; its own where no member was saved."""
-    found = []
-    for names, own in zip(live.groups, values_of(live.base.param_groups), strict=True):
-        values, _ = checkpoint.of_group(names, own)
-        found.append({key: read_tensor(v) if isinstance(v, TensorRecord) else v for key, v in values.items()})
-    return found
 
 
 def _open(listing: NanotronListing) -> Saved:
