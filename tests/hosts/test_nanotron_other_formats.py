@@ -112,6 +112,13 @@ def test_names_of_another_framework(folders: Any, worlds: Any, tmp_path: Path) -
     assert len({one["text"] for one in refused}) == 1 and "DS_RESHARD_SETTINGS" in refused[0]["text"]
 
 
+def test_a_tag_that_is_not_there_is_refused(worlds: Any, tmp_path: Path) -> None:
+    """nanotron alone finds nothing of its own there, and begins anew."""
+    (tmp_path / "latest").write_text("global_step8")
+    one = given(worlds, Run(), str(tmp_path))[0]
+    assert one["error"] == "CheckpointNotFound" and "global_step8" in one["text"]
+
+
 def test_weights_alone_are_weights_alone(worlds: Any, tmp_path: Path) -> None:
     """A folder without an optimizer is refused by name, and loaded where the optimizer begins anew."""
     convert(str(write(Run(), tmp_path / "nanotron")), str(tmp_path / "out"), to="safetensors")
@@ -126,8 +133,22 @@ def test_fp32_runs_without_masters(worlds: Any, tmp_path: Path) -> None:
     """Weights of fp32 are their own masters on either side."""
     run = Run(masters=False, dp=2)
     convert(str(write(run, tmp_path / "nanotron")), str(tmp_path / "out"), to="zero2", dp=3)
-    for one in given(worlds, run, str(tmp_path / "out")):
+    for live in (run, Run(dp=2)):  # and a run of 16-bit weights with masters
+        for one in given(worlds, live, str(tmp_path / "out")):
+            assert (one.get("weights"), one.get("states")) == ([], []), one
+
+
+def test_a_run_in_float32_goes_on_from_masters(folders: Any, worlds: Any) -> None:
+    """Without `accumulate_grad_in_fp32` its weights are what the masters were."""
+    for one in given(worlds, Run(dp=2, masters=False), folders("zero2")):
         assert (one.get("weights"), one.get("states")) == ([], []), one
+
+
+def test_a_loop_of_ones_own(worlds: Any, tmp_path: Path) -> None:
+    """`load_optimizer` alone, of a folder of torch.distributed.checkpoint."""
+    convert(str(write(Run(dp=2), tmp_path / "nanotron")), str(tmp_path / "other" / str(STEP)), to="dcp")
+    found = worlds[2].run("nanotron_jobs.load", run=Run(tp=2), folders=[str(tmp_path / "other")])
+    assert found == [[[]], [[]]]
 
 
 def test_another_shape_leaves_everything_as_it_was(folders: Any, worlds: Any) -> None:

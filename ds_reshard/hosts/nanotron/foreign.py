@@ -65,20 +65,24 @@ class Foreign:
         return {(float(str(row[BASE])), float(str(row[LAST]))) for row in rows}
 
 
-def foreign_of(load: Load, folder: str, world: ProcessGroup) -> Foreign | None:
-    """What lies in a folder that is not nanotron's; None, and nothing collective, where it is, or looks like none.
+def foreign_of(load: Load, folder: str, world: ProcessGroup, *, alone: bool = False) -> Foreign | None:
+    """What lies in a folder that is not nanotron's, None where it is, or looks like none.
 
-    Collective for any other folder: a fault on any rank is one on every rank.
+    Collective: a fault on any rank is one on every rank. `alone` is for functions of nanotron that are not, of its own
+    folders.
     """
     if isinstance(load.foreign, Foreign) and load.foreign.folder == folder:
         return load.foreign
-    if is_nanotron(folder) or not os.path.isdir(folder):
+    own = is_nanotron(folder) or not os.path.isdir(folder)
+    if own and alone:
         return None
-    found = together(lambda: _open(folder), world, subject=f"loading {folder}")
+    found = together(lambda: None if own else _open(folder), world, subject=f"loading {folder}")
     there = gather(found is not None, world)
     if any(there) and not all(there):
         ranks = ", ".join(str(number) for number, seen in enumerate(there) if not seen)
-        fault = CheckpointNotFound.fault(folder, "is not seen by every rank", found=f"not by rank {ranks}")
+        mend = "put it where every rank reads it under this path"
+        what = "is not seen by every rank"
+        fault = CheckpointNotFound.fault(folder, what, "the same folder", f"not by rank {ranks}", mend=mend)
         raise_faults([fault], subject=f"loading {folder}")
     load.foreign = found
     return found
@@ -111,6 +115,8 @@ def parse_ckpt_path(arguments: Mapping[str, object], original: Callable[[], obje
     try:
         return Path(find_listing(str(path), None).folder)
     except CheckpointNotFound:
+        if any(os.path.exists(os.path.join(path, name)) for name in ("latest", "latest_universal")):
+            raise  # a tag of DeepSpeed's that is not there: to begin anew would be silent
         return None
 
 
@@ -139,7 +145,7 @@ def load_weights(arguments: Mapping[str, object], original: Callable[[], object]
     """
     context, folder = cast(ParallelContext, arguments["parallel_context"]), str(arguments["root_folder"])
     load = current()
-    foreign = foreign_of(load, folder, context.world_pg)
+    foreign = foreign_of(load, folder, context.world_pg, alone=True)
     if foreign is None:
         return original()
     subject, world = f"loading {folder}", context.world_pg
@@ -248,7 +254,8 @@ def _left_over(foreign: Foreign, names: set[str]) -> Iterator[Fault]:
 def _wanted_later(load: Load, foreign: Foreign) -> list[Fault]:
     """What the trainer asks for after the weights, and is not there."""
     policy = load.policy
-    if load.trainer is None or config_of(load, "checkpoints.load_lr_scheduler") is not True:
+    resumes = getattr(load.trainer, "init_checkpoint_path", None) is not None
+    if not resumes or config_of(load, "checkpoints.load_lr_scheduler") is not True:
         return []
     _, faults, _ = attempt(lambda: metas_of(load, foreign))
     if lacks_schedule(foreign, policy):

@@ -93,7 +93,7 @@ def load_meta(arguments: Mapping[str, object], original: Callable[[], object]) -
     """nanotron's metadata, with counters of 0 where the policy begins the iteration or the data anew."""
     load, context = current(), cast(ParallelContext, arguments["parallel_context"])
     world, folder = context.world_pg, str(arguments["root_folder"])
-    foreign, policy = foreign_of(load, folder, world), load.policy
+    foreign, policy = foreign_of(load, folder, world, alone=True), load.policy
     if foreign is None:
         meta = original()
     else:
