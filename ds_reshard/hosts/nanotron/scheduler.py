@@ -357,7 +357,8 @@ def _of_groups(
     folder: str, groups: Sequence[Sequence[str]], rates: Callable[[Sequence[str]], set[tuple[float, float]]]
 ) -> list[tuple[float, float]]:
     """The base rate and the last one of each group; CheckpointDamaged for none, ParamGroupMismatch for several."""
-    found, faults = [], []
+    found: list[tuple[float, float]] = []
+    faults: list[Fault] = []
     for names in groups:
         held, shown = rates(names), ", ".join(names[:4])
         if not held:
