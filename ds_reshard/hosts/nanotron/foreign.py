@@ -16,7 +16,7 @@ from ds_reshard.errors import CheckpointNotFound, Fault, ModelMismatch, Unsuppor
 from ds_reshard.execution.buffers import element_type
 from ds_reshard.formats.nanotron.content import METADATA
 from ds_reshard.formats.nanotron.names import is_nanotron
-from ds_reshard.hosts.nanotron.live import ParallelContext, Shape, regions_of, tiles_of_parameter
+from ds_reshard.hosts.nanotron.live import ParallelContext, Shape, experts_of, regions_of, tiles_of_parameter
 from ds_reshard.hosts.nanotron.load import Load, config_of, current, fill, same_policy, together
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.content import BASE, LAST, MASTER, SCHEDULER, Content, Held
@@ -189,11 +189,7 @@ class _Planned:
 def _plan(foreign: Foreign, weights: list[_Weight], context: ParallelContext) -> _Planned:
     """The copies that fill this rank's weights, and everything that is wrong with them."""
     copies: list[Copy] = []
-    faults: list[Fault] = []
-    if context.expert_parallel_size != 1:
-        what = "has expert parallelism: ranks of other experts hold parameters of one name"
-        found, mend = f"expert_parallel_size {context.expert_parallel_size}", "expert_parallel_size: 1"
-        faults.append(UnsupportedLayout.fault("this run", what, found=found, mend=mend))
+    faults = experts_of(context.expert_parallel_size)
     shards = foreign.source.shards()
     for number, one in enumerate(weights):
         key, fault = _source_of(foreign, one)

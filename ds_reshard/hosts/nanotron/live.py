@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Protocol, cast
 
-from ds_reshard.errors import UnsupportedLayout
+from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.nanotron.names import Rank, Topology
 from ds_reshard.formats.nanotron.parameters import SlicesPair, Tile, tiles_of
 from ds_reshard.model.region import Box, Region
@@ -97,6 +97,21 @@ class Live:
     @property
     def base(self) -> TorchOptimizer:
         return self.optimizer.get_base_optimizer()
+
+
+def experts_of(size: int) -> list[Fault]:
+    """A fault for a run whose ranks hold other parameters under one name."""
+    if size == 1:
+        return []
+    what = (
+        "has expert parallelism: ranks of other experts hold parameters of one name, which nanotron's files tell apart"
+    )
+    mend = "resume it with nanotron alone, at the topology that saved it; or --no-load-optim"
+    return [
+        UnsupportedLayout.fault(
+            "this run", f"{what} by that rank alone", "expert_parallel_size 1", str(size), mend=mend
+        )
+    ]
 
 
 def is_zero(optimizer: Optimizer) -> bool:

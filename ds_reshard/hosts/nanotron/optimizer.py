@@ -20,7 +20,6 @@ from ds_reshard.errors import (
     ModelMismatch,
     ParamGroupMismatch,
     ScheduleMismatch,
-    UnsupportedLayout,
     raise_faults,
 )
 from ds_reshard.execution.buffers import element_type, read_tensor, tensor_from_bytes, torch_dtype
@@ -31,7 +30,7 @@ from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
 from ds_reshard.formats.nanotron.names import CONFIG, NanotronListing, read_listing
 from ds_reshard.formats.nanotron.optimizer_file import MASTER, OptimizerFile, SavedGroup
 from ds_reshard.hosts.nanotron.foreign import Foreign, foreign_of, states_of
-from ds_reshard.hosts.nanotron.live import Live, Optimizer, ParallelContext, Shape, TrainedPart, live_of
+from ds_reshard.hosts.nanotron.live import Live, Optimizer, ParallelContext, Shape, TrainedPart, experts_of, live_of
 from ds_reshard.hosts.nanotron.load import (
     BATCH,
     Group,
@@ -131,8 +130,7 @@ def load_optimizer(arguments: Mapping[str, object], original: Callable[[], objec
     found = other_batch(load, live.dp, size)
     saved: list[Group] | None = None
     if policy.loads_masters:
-        if live.topology.exp != 1:
-            found.append(_experts(live))
+        found += experts_of(live.topology.exp)
         if foreign is not None:
             opened = partial(_of_foreign, foreign, masters=live.accumulator is not None)
             saved = _reshard(load, live, opened, found, arguments.get("map_location"))
@@ -222,17 +220,6 @@ def _fits(live: Live, own: OptimizerFile, policy: ResumePolicy) -> bool:
         if any(unlike(live, held, {kind: tensor.dtype for kind, tensor in kinds.items()}, policy)):
             return False
     return True
-
-
-def _experts(live: Live) -> Fault:
-    return UnsupportedLayout.fault(
-        "this run",
-        "has expert parallelism: ranks of other experts hold "
-        "parameters of one name, which nanotron's files tell apart by that rank alone",
-        "expert_parallel_size 1",
-        str(live.topology.exp),
-        mend="resume it with nanotron alone, at the topology that saved it; or --no-load-optim",
-    )
 
 
 def _begin_anew(live: Live, *, masters: bool) -> None:
