@@ -221,7 +221,7 @@ def _source_of(foreign: Foreign, one: _Weight) -> tuple[TensorKey | None, list[F
     held = content.weights.get(name)
     if held is None:
         what = "is a parameter of this run, and the checkpoint has none of that name"
-        return None, [ModelMismatch.fault(one.name, what, found=foreign.folder, mend=_NAMES)]
+        return None, [ModelMismatch.fault(one.name, what, "that name", foreign.folder, mend=_NAMES)]
     if held.shape != one.shape:
         what, shapes = "has another shape in the checkpoint", (str(list(held.shape)), str(list(one.shape)))
         return None, [ModelMismatch.fault(one.name, what, *shapes, mend="build the model that was saved")]
@@ -244,7 +244,7 @@ def _left_over(foreign: Foreign, names: set[str]) -> Iterator[Fault]:
     known = {content.tied.get(name, name) for name in names}
     for name in sorted(set(content.weights) - known - content.buffers):
         what = "is in the checkpoint, and no rank of this run has such a parameter"
-        yield ModelMismatch.fault(name, what, found=foreign.folder, mend=_NAMES)
+        yield ModelMismatch.fault(name, what, "the parameters of this run", foreign.folder, mend=_NAMES)
 
 
 def _wanted_later(load: Load, foreign: Foreign) -> list[Fault]:
@@ -299,7 +299,8 @@ def meta_of(load: Load, foreign: Foreign, context: ParallelContext) -> object:
     from nanotron.serialize import metadata as nanotrons
 
     own = metas_of(load, foreign)
-    stages = [nanotrons.DataStageMetadata(**stage) for stage in cast("list[dict[str, object]]", own["data_stages"])]
+    told = cast("list[dict[str, object]] | None", own.get("data_stages"))
+    stages = None if told is None else [nanotrons.DataStageMetadata(**stage) for stage in told]
     metas = nanotrons.TrainingMetadata(**{**own, "data_stages": stages})
     return nanotrons.CheckpointMetadata(version=None, tp=context.tp_pg.size(), dp=context.dp_pg.size(), metas=metas)
 
