@@ -43,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
             source = write(Run(dp=2), at / "nanotron")
             if not scheduler:
                 shutil.rmtree(source / str(STEP) / "lr_scheduler")
-            convert(str(source), str(at / kind), to=kind, **KINDS[kind])
+            convert(str(source), str(at / kind), to=kind, **KINDS.get(kind, {}))
             made[kind, scheduler] = str(at / kind)
         return made[kind, scheduler]
 
@@ -147,6 +147,7 @@ def test_masters_on_one_side_only_are_refused(folders: Any, worlds: Any) -> None
 
 def test_a_loop_of_ones_own(worlds: Any, tmp_path: Path) -> None:
     """`load_optimizer` alone, of a folder of torch.distributed.checkpoint."""
+    (tmp_path / "other").mkdir()
     convert(str(write(Run(dp=2), tmp_path / "nanotron")), str(tmp_path / "other" / str(STEP)), to="dcp")
     found = worlds[2].run("nanotron_jobs.load", run=Run(tp=2), folders=[str(tmp_path / "other")])
     assert found == [[[]], [[]]]
