@@ -16,7 +16,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
 from nanotron_builder import PEAK, STEP, Run, values, write
 
+from ds_reshard.errors import ConfigError
+from ds_reshard.hosts.fsdp.settings import ask_settings
 from ds_reshard.operations import convert
+from ds_reshard.operations.name_map import ask_names, asked_names
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -159,3 +162,15 @@ def test_another_shape_leaves_everything_as_it_was(folders: Any, worlds: Any) ->
     for one in given(worlds, run, folders("zero3")):
         assert (one["error"], one["unchanged"]) == ("ModelMismatch", True)
         assert "has another shape" in one["text"] and first.name in one["text"]
+
+
+def test_the_map_of_names_is_a_setting_of_the_environment() -> None:
+    """`DS_RESHARD_SETTINGS='{"names": "map.json"}'`; anything else than a path is a ConfigError."""
+    try:
+        ask_settings('{"names": "map.json"}', place="DS_RESHARD_SETTINGS")
+        assert asked_names() == "map.json"
+        with pytest.raises(ConfigError, match="the path of a JSON file"):
+            ask_settings('{"names": 3}', place="DS_RESHARD_SETTINGS")
+    finally:
+        ask_names(None)
+    assert asked_names() is None
