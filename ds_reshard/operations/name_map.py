@@ -107,6 +107,20 @@ def _renamed(group: GroupFacts, new: Mapping[str, str], order: Mapping[str, int]
     return GroupFacts(members=tuple(new[name] for name in members), hyperparameters=group.hyperparameters)
 
 
+_ASKED: dict[str, str] = {}
+
+
+def ask_names(path: str | None) -> None:
+    """Use this map in every load of a host that has no JSON of its own; None takes it back."""
+    _ASKED.clear()
+    if path is not None:
+        _ASKED["names"] = path
+
+
+def asked_names() -> str | None:
+    return _ASKED.get("names")
+
+
 def read_name_map(path: str) -> NameMap:
     """Raises ConfigError, with every reason, where the file is no map of names."""
     try:

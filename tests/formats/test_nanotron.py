@@ -15,10 +15,9 @@ from safetensors.torch import save_file
 from ds_reshard.cli.main import main
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReshardError, UnsupportedLayout
 from ds_reshard.execution.fingerprint import fingerprint_of
-from ds_reshard.formats.nanotron.checkpoint import open_checkpoint
+from ds_reshard.formats.nanotron.checkpoint import NanotronShards, open_checkpoint
 from ds_reshard.formats.nanotron.names import read_listing
-from ds_reshard.formats.nanotron.shards import NanotronShards
-from ds_reshard.formats.nanotron.slices import parse_pairs, parse_shape, split_of, tiles_of
+from ds_reshard.formats.nanotron.parameters import parse_pairs, parse_shape, split_of, tiles_of
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.operations import diff, fingerprint, inspect, verify

@@ -79,16 +79,33 @@ def parameter(param: Param, tensor: torch.Tensor, tp: int, rank: int) -> Any:
     return made
 
 
-def build(run: Run, context: Any, *, peak: float = PEAK, decay: float = 0.5) -> Any:
+def parameters(run: Run, context: Any) -> dict[str, Any]:
+    """Those of this rank, of weights that are in no checkpoint."""
+    held = values(Run(masters=run.masters, model=run.model, seed=9))
+    tp, pp = dist.get_rank(context.tp_pg), dist.get_rank(context.pp_pg)
+    return {param.name: parameter(param, held[param.name, "weight"], run.tp, tp) for param in run.params(pp)}
+
+
+def module(run: Run, context: Any) -> torch.nn.Module:
+    """The same as a model of nanotron's."""
+    root = torch.nn.Module()
+    for name, param in parameters(run, context).items():
+        *folders, leaf = name.split(".")
+        at = root
+        for folder in folders:
+            if folder not in dict(at.named_children()):
+                at.add_module(folder, torch.nn.Module())
+            at = at.get_submodule(folder)
+        at.register_parameter(leaf, param)
+    return root
+
+
+def build(run: Run, context: Any, *, peak: float = PEAK, decay: float = 0.5, model: Any = None) -> Any:
     """An optimizer of that topology, of weights that are in no checkpoint."""
     from nanotron.optim import NamedOptimizer, OptimizerFromGradientAccumulator, ZeroDistributedOptimizer
 
-    held = values(Run(masters=run.masters, model=run.model, seed=9))
-    tp, pp = dist.get_rank(context.tp_pg), dist.get_rank(context.pp_pg)
-    groups = [
-        {"named_params": [(param.name, parameter(param, held[param.name, "weight"], run.tp, tp))], "lr": peak}
-        for param in run.params(pp)
-    ]
+    own = parameters(run, context) if model is None else dict(model.named_parameters())
+    groups = [{"named_params": [pair], "lr": peak} for pair in own.items()]
 
     def plain(given: Any) -> Any:
         return NamedOptimizer(
@@ -349,3 +366,45 @@ def copies() -> str:
         ]
     restored = [vars(module)[name] for module, name in bound] == before
     return json.dumps({"left": left, "restored": restored})
+
+
+def other(run: Run, folder: str, policy: dict[str, Any] | None = None, **changed: Any) -> dict[str, Any]:
+    """What the trainer has after it was given a folder of another format: differences of weights and states, or the
+    error; `names` is a map of names, and `stages` the data stages of its configuration."""
+    from nanotron.trainer import DistributedTrainer
+
+    from ds_reshard.operations.name_map import ask_names
+
+    context = context_of(run)
+    model = module(run, context)
+    config = config_for(run, context, None, **changed)
+    config.checkpoints.resume_checkpoint_path = Path(folder)
+    config.model, config.data_stages = model, changed.get("stages", [])
+    config.build_optimizer = lambda: build(run, context, model=model)
+    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    ask_names(changed.get("names"))
+    try:
+        with hooked(policy):
+            trainer = DistributedTrainer(config)
+            trainer.first_step()
+            report = last_report() if dist.get_rank() == 0 else None
+    except ds_reshard.ReshardError as error:
+        same = all(torch.equal(one, before[name]) for name, one in model.named_parameters())
+        return {"error": type(error).__name__, "text": str(error), "unchanged": same}
+    finally:
+        ask_names(None)
+    held, tp = values(Run(masters=run.masters, model=run.model)), dist.get_rank(context.tp_pg)
+    wrong = [
+        param.name
+        for param in run.params(dist.get_rank(context.pp_pg))
+        if not torch.equal(model.get_parameter(param.name), local(held[param.name, "weight"], param, run.tp, tp))
+    ]
+    scheduler = trainer.lr_scheduler
+    return {
+        "weights": wrong,
+        "states": differences(trainer.optimizer, run, context) if trainer.optimizer.state_dict()["state"] else None,
+        "position": scheduler.last_epoch,
+        "bases": sorted(set(scheduler.base_lrs)),
+        "metadata": asdict(trainer.metadata),
+        "warnings": report.warnings if report is not None else (),
+    }

@@ -1,17 +1,33 @@
-"""What a nanotron checkpoint holds, for any other format; and its digest, by which one is known again."""
+"""What a nanotron checkpoint holds, for any other format; and any content as one that is arranged as another is.
+
+How parameters are cut, in which stage and order they are trained, and with which schedule and data, is that run's.
+Tensors, steps, hyper-parameters and the position are the content's. nanotron trains with torch's AdamW.
+Its `TrainingMetadata` (serialize/metadata.py, 2411b02) refuses samples that are not the sum of those of its stages.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from ds_reshard.errors import Fault, UnsupportedLayout
+from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout
 from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
-from ds_reshard.formats.nanotron.metadata import read_bytes
+from ds_reshard.formats.nanotron.metadata import Metadata, read_bytes
 from ds_reshard.formats.nanotron.names import CONFIG, META, MODEL_CONFIG, OPTIMIZER_CONFIG
-from ds_reshard.formats.nanotron.optimizer_file import MASTER
-from ds_reshard.model.content import BASE, LAST, SAMPLES, SCHEDULER, STEPS, Content, Held, Schedule
-from ds_reshard.model.facts import GroupFacts, OptimizerFacts, canonical
+from ds_reshard.formats.nanotron.optimizer_file import MASTER, OptimizerFile, SavedGroup, SavedScheduler
+from ds_reshard.model.content import BASE, LAST, SAMPLES, SCHEDULER, STEPS, WEIGHT, Content, Held, Schedule
+from ds_reshard.model.facts import (
+    GroupFacts,
+    OptimizerFacts,
+    Scalar,
+    ScalarTensor,
+    as_scalar,
+    canonical,
+    describe,
+    number_of,
+)
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
 
@@ -124,3 +140,317 @@ def _groups(checkpoint: NanotronCheckpoint) -> tuple[OptimizerFacts | None, Sche
         return facts, None
     kept = tuple(rates for _, rates in firsts.values())
     return facts, Schedule(counters=checkpoint.schedulers[0].counters, groups=kept)
+
+
+_SEQUENCE_LENGTH = 4096  # DataStageMetadata.__post_init__
+
+
+def position_of(content: Content, like: Metadata) -> tuple[Mapping[str, object], list[Fault]]:
+    """The saving run's own where it was one of nanotron; else its samples in the one data stage that `like` has."""
+    own = content.entries.get(METADATA)
+    if _is_text(own) and isinstance(own, dict) and own.get("last_train_step") == content.steps:
+        return own, []
+    if content.steps is None or content.samples is None:
+        return {}, [_unknown(content, "says no number of steps and samples", "global_steps and global_samples")]
+    metas = like.entries.get("metas")
+    shown: Mapping[str, object] = metas if isinstance(metas, dict) else {}
+    counts: dict[str, object] = {"consumed_train_samples": content.samples, "last_train_step": content.steps}
+    stages = shown.get("data_stages")
+    if not isinstance(stages, list):
+        return {**shown, **counts}, []
+    stage = stages[0] if len(stages) == 1 else None
+    folders = stage.get("consumed_tokens_per_dataset_folder") or {} if isinstance(stage, dict) else None
+    if not isinstance(stage, dict) or not isinstance(folders, dict) or len(folders) > 1:
+        what = "does not say what it has consumed of which data, of which --like has several stages or folders"
+        return {}, [_unknown(content, what, "a --like of one data stage and folder")]
+    tokens = content.samples * int(stage.get("sequence_length") or _SEQUENCE_LENGTH)
+    consumed = dict.fromkeys(folders, tokens)
+    stage = {**stage, "consumed_train_samples": content.samples, "consumed_tokens_per_dataset_folder": consumed}
+    total = tokens if consumed else None
+    return {**shown, **counts, "consumed_tokens_total": total, "last_stage_idx": 0, "data_stages": [stage]}, []
+
+
+def _is_text(value: object) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _unknown(content: Content, what: str, expected: str) -> Fault:
+    return UnsupportedLayout.fault(
+        content.folder, what, expected, "others", mend="name a checkpoint of a run with one data stage: --like DIR"
+    )
+
+
+_INITIAL = "initial_lr"
+_HOW = frozenset({"foreach", "capturable", "differentiable", "fused", "maximize", "amsgrad", "decoupled_weight_decay"})
+"""How torch computes AdamW, or which variant of it: what other optimizers do not say is as the coming run has it."""
+_VARIANT = ("maximize", "amsgrad", "decoupled_weight_decay")
+_COUNTED = frozenset({"step"})
+
+
+_SAME_GROUPS = "name a checkpoint of a run with the same param groups and optimizer: --like DIR"
+
+
+class Hyperparameters:
+    """The groups of a content, asked for one by one; `faults` and `notes` are what was found meanwhile."""
+
+    def __init__(self, content: Content, *, mend: str = _SAME_GROUPS) -> None:
+        assert content.facts is not None
+        self.faults: list[Fault] = []
+        self._mend = mend
+        self._left: set[str] = set()
+        self._borrowed: set[str] = set()
+        self._other_base: set[str] = set()
+        self._content = content
+        self._number = {name: number for number, group in enumerate(content.facts.groups) for name in group.members}
+        self._groups = [dict(group.hyperparameters or {}) for group in content.facts.groups]
+
+    def group(self, path: str, like: SavedGroup) -> SavedGroup:
+        """A param group with the members of `like`: every value that it has, as the content has it of these members."""
+        numbers = {self._number[name] for name in like.members if name in self._number}
+        found = [self._groups[number] for number in sorted(numbers)]
+        if not found:
+            return like
+        for other in found[1:]:
+            if canonical(other) != canonical(found[0]):
+                self._fault(
+                    path, like, "are of several param groups of the source, which differ", "one", f"{len(found)}"
+                )
+        saved = found[0]
+        made: dict[str, object] = {}
+        for key, wanted in like.hyperparameters.items():
+            if key in saved:
+                made[key] = saved[key]
+            elif key in _HOW or key == _INITIAL:
+                made[key] = wanted
+                self._borrowed |= {key} - _HOW
+            else:
+                self._fault(path, like, f"have no {key} in the source", describe(wanted), "none")
+        for key in _VARIANT:
+            if key in saved and key in like.hyperparameters and saved[key] != like.hyperparameters[key]:
+                expected = describe(like.hyperparameters[key])
+                self._fault(path, like, f"are trained with another {key}", expected, describe(saved[key]))
+        if saved.get("bias_correction", True) is not True:
+            self._fault(path, like, "are trained without the bias correction that AdamW makes", "True", "False")
+        self._left |= set(saved) - set(like.hyperparameters) - _COUNTED - {"bias_correction"}
+        if _INITIAL in like.hyperparameters and made.get(_INITIAL) != like.hyperparameters[_INITIAL]:
+            self._other_base.add(f"{describe(made.get(_INITIAL))}, not {describe(like.hyperparameters[_INITIAL])}")
+        return SavedGroup(members=like.members, hyperparameters=made)
+
+    def base(self, members: Sequence[str], like: object) -> object:
+        """The rate that the schedule of a param group is a multiple of: the source's where it has one."""
+        number = next((self._number[name] for name in members if name in self._number), None)
+        if number is None:
+            return like
+        rates: Mapping[str, object] = {}
+        if self._content.schedule is not None:
+            rates = self._content.schedule.groups[number]
+        return rates.get(BASE, self._groups[number].get(_INITIAL, like))
+
+    @property
+    def left_out(self) -> list[str]:
+        names = ", ".join(sorted(self._left))
+        return [f"entries of param groups that AdamW has not are left out: {names}"] if names else []
+
+    @property
+    def notes(self) -> list[str]:
+        told = self.left_out
+        if self._borrowed:
+            told.append("the source has no initial learning rates: those of --like are taken")
+        if self._other_base:
+            told.append(f"the initial learning rate is the source's: {'; '.join(sorted(self._other_base))} of --like")
+        return told
+
+    def _fault(self, path: str, group: SavedGroup, what: str, expected: str, found: str) -> None:
+        names = ", ".join(group.members[:3]) + ("" if len(group.members) < 4 else f" and {len(group.members) - 3} more")
+        self.faults.append(ParamGroupMismatch.fault(names, f"{what} ({path})", expected, found, mend=self._mend))
+
+
+_KINDS = "fp32, exp_avg, exp_avg_sq"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adoption:
+    """What came of it: the checkpoint where nothing is wrong, the tensors it takes, and what there is to tell."""
+
+    checkpoint: NanotronCheckpoint | None
+    origins: Mapping[TensorKey, TensorKey]
+    faults: tuple[Fault, ...]
+    notes: tuple[str, ...]
+
+
+def adopt(content: Content, like: NanotronCheckpoint) -> Adoption:
+    """Every fault at once: an optimizer that is not there, and what `like` has otherwise.
+
+    That is parameters, shapes, types, states, steps and param groups.
+    """
+    faults = list(_parameters(content, like))
+    if content.facts is None:
+        mend = "--to safetensors or torch, for the weights"
+        what = "holds no optimizer"
+        faults.append(UnsupportedLayout.fault(content.folder, what, "param groups and states", mend=mend))
+        return Adoption(checkpoint=None, origins={}, faults=tuple(faults), notes=())
+    faults += _optimizer(content, like)
+    scalars, wrong = _scalars(content, like)
+    metas, lost = position_of(content, like.metadata)
+    groups = Hyperparameters(content)
+    stages = tuple(
+        replace(stage, groups=tuple(groups.group(stage.path, group) for group in stage.groups)) for stage in like.stages
+    )
+    faults += [*wrong, *lost, *groups.faults]
+    if faults:
+        return Adoption(checkpoint=None, origins={}, faults=tuple(faults), notes=())
+    listing = like.listing
+    random = [name for name in listing.nbytes if name.startswith("random/")]
+    checkpoint = replace(
+        like,
+        metadata=replace(like.metadata, entries={**like.metadata.entries, "metas": metas}),
+        stages=stages,
+        listing=replace(listing, nbytes={name: size for name, size in listing.nbytes.items() if name not in random}),
+        schedulers=tuple(_scheduler(content, groups, *pair) for pair in zip(like.schedulers, stages, strict=False)),
+        facts=OptimizerFacts(groups=(), scalars=scalars),
+    )
+    notes = (*_adoption_notes(content, like), *groups.notes)
+    return Adoption(checkpoint=checkpoint, origins=_origins(content, like), faults=(), notes=notes)
+
+
+def _origins(content: Content, like: NanotronCheckpoint) -> dict[TensorKey, TensorKey]:
+    """Where each tensor is read from: a weight that has no master beside it in nanotron is the master."""
+    masters = any(stage.has_masters for stage in like.stages)
+    found = {key: held.origin for key, held in content.tensors.items()}
+    for key in content.tensors:
+        master = TensorKey(name=key.name, kind=MASTER)
+        if key.kind == WEIGHT and not masters and master in found:
+            found[key] = found[master]
+    return found
+
+
+def _parameters(content: Content, like: NanotronCheckpoint) -> Iterator[Fault]:
+    """Names, shapes and types that differ; a weight that is its own master is cast to the type of the coming run."""
+    weights = content.weights
+    for name in sorted(set(weights) - set(like.parameters)):
+        yield _mismatch(name, "is in the source and not in --like", like.folder, "its name there: --names map.json")
+    for name in sorted(set(like.parameters) - set(weights)):
+        yield _mismatch(
+            name,
+            "is in --like, and no parameter of the source has that name",
+            content.folder,
+            "the name that it has in the source: --names map.json",
+        )
+    for name in sorted(set(like.parameters) & set(weights)):
+        parameter, held = like.parameters[name], weights[name]
+        if parameter.shape != held.shape:
+            what = f"is of shape {list(held.shape)} in the source and {list(parameter.shape)} in --like"
+            yield _mismatch(
+                name, what, like.folder, "name a checkpoint of the same model: tensors are not cut or fused"
+            )
+        elif parameter.dtype is not held.dtype and held is not content.trained.get(name, {}).get(MASTER):
+            what = f"is {held.dtype.label} in the source and {parameter.dtype.label} in --like"
+            yield _mismatch(name, what, like.folder, "name a checkpoint of a run that trains in the same type")
+
+
+def _mismatch(name: str, what: str, found: str, mend: str) -> Fault:
+    return ModelMismatch.fault(name, what, found=found, mend=mend)
+
+
+def _optimizer(content: Content, like: NanotronCheckpoint) -> Iterator[Fault]:
+    """Parameters that one side trains alone, and states that it has otherwise."""
+    states: dict[str, Mapping[str, ElementType]] = {}
+    for stage in reversed(like.stages):
+        states |= {name: {kind: t.dtype for kind, t in kinds.items()} for name, kinds in stage.states.items()}
+    trained = content.trained
+    for name in sorted((set(states) ^ set(trained)) & set(content.weights) & set(like.parameters)):
+        side = "--like" if name in states else "the source"
+        yield _mismatch(name, f"is trained in {side} alone", like.folder, "name a checkpoint of a run that trains it")
+    for name in sorted(set(states) & set(trained)):
+        held = {kind: one.dtype for kind, one in trained[name].items()}
+        if MASTER not in states[name] and content.weights[name].dtype is ElementType.FLOAT32:
+            held.pop(MASTER, None)  # the weight is the master
+        yield from _states(name, held, states[name], like.folder)
+
+
+def _states(
+    name: str, found: Mapping[str, ElementType], wanted: Mapping[str, ElementType], folder: str
+) -> Iterator[Fault]:
+    if dict(found) != dict(wanted):
+        one, other = (
+            ", ".join(f"{kind} {dtype.label}" for kind, dtype in sorted(side.items())) for side in (found, wanted)
+        )
+        mend = (
+            f"name a checkpoint of a run that keeps the same: of AdamW {_KINDS}, masters with accumulate_grad_in_fp32"
+        )
+        yield UnsupportedLayout.fault(
+            name, f"has other optimizer states than in --like {folder}", other, one, mend=mend
+        )
+
+
+def _scalars(content: Content, like: NanotronCheckpoint) -> tuple[dict[str, dict[str, Scalar]], list[Fault]]:
+    """Steps as the tensors that nanotron saves; what is one value for a parameter and no step has no place."""
+    assert content.facts is not None
+    shown = like.facts.scalars if like.facts is not None else {}
+    made: dict[str, dict[str, Scalar]] = {}
+    faults: list[Fault] = []
+    for name in sorted(set(shown) & set(content.trained)):
+        said = {kind: value for kind, value in content.facts.scalars.get(name, {}).items() if value is not None}
+        if set(said) != set(shown[name]):
+            faults.append(_counters(name, ", ".join(sorted(shown[name])), ", ".join(sorted(said)) or "none"))
+            continue
+        made[name] = {}
+        for kind, value in said.items():
+            wanted, number = shown[name][kind], number_of(value)
+            kept: Scalar = value
+            if isinstance(wanted, ScalarTensor) and number is not None:
+                kept = as_scalar(number, wanted)
+            if type(kept) is not type(wanted):
+                faults.append(_counters(name, describe(wanted), describe(value)))
+            made[name][kind] = kept
+    return made, faults
+
+
+def _counters(name: str, expected: str, found: str) -> Fault:
+    return UnsupportedLayout.fault(
+        name,
+        "has other counters than a parameter of nanotron's AdamW",
+        expected,
+        found,
+        mend="resume it with DeepSpeed",
+    )
+
+
+def _scheduler(
+    content: Content, groups: Hyperparameters, saved: SavedScheduler, stage: OptimizerFile
+) -> SavedScheduler:
+    """The schedule of `like` at the content's position, with the rates of the content."""
+    kept = content.schedule.counters if content.schedule is not None else {}
+    position = kept.get("last_epoch", content.steps)
+    entries: dict[str, object] = {**saved.entries, "last_epoch": position}
+    entries["_step_count"] = kept.get("_step_count", (content.steps or 0) + 1)
+    bases = saved.entries[BASE]
+    assert isinstance(bases, list)
+    entries[BASE] = [groups.base(group.members, base) for group, base in zip(stage.groups, bases, strict=True)]
+    entries[LAST] = [group.hyperparameters["lr"] for group in stage.groups]
+    return replace(saved, entries=entries)
+
+
+def _adoption_notes(content: Content, like: NanotronCheckpoint) -> Iterator[str]:
+    left = [name for name in content.own if name != METADATA]
+    if left:
+        yield f"left out, as nanotron has no place for them: {', '.join(left)}"
+    if content.schedule is None and SCHEDULER in content.entries:
+        yield (
+            f"the scheduler's own state is left out: the schedule is that of --like, at step {content.steps}, as "
+            "config.yaml has it"
+        )
+    elif like.schedulers:
+        yield f"the schedule is that of --like, as config.yaml has it, at step {content.steps}"
+    if not like.schedulers:
+        yield "no scheduler is written, as --like has none"
+    wanted = like.metadata.global_batch_size
+    if content.batch_size != wanted:
+        known = content.batch_size if content.batch_size is not None else "an unknown number of"
+        yield f"the saving run's global batch was {known} samples, and that of config.yaml is {wanted}"
+    if METADATA not in content.own:
+        yield f"the data goes on after sample {content.samples} of the one data stage of --like"

@@ -1,24 +1,152 @@
-"""nanotron's checkpoints as the door knows them."""
+"""nanotron's checkpoints as the door knows them, and what one tells of itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_faults
-from ds_reshard.formats.nanotron.adopted import adopt
-from ds_reshard.formats.nanotron.arrangement import Wanted
-from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint, open_checkpoint, try_open
-from ds_reshard.formats.nanotron.content import content_of, digest_of
-from ds_reshard.formats.nanotron.inspection import describe, survey
+from ds_reshard.formats.nanotron.checkpoint import (
+    NanotronCheckpoint,
+    NanotronShards,
+    Opening,
+    open_checkpoint,
+    try_open,
+)
+from ds_reshard.formats.nanotron.content import adopt, content_of, digest_of
 from ds_reshard.formats.nanotron.names import NanotronListing, is_nanotron, read_listing
-from ds_reshard.formats.nanotron.shards import NanotronShards
-from ds_reshard.formats.nanotron.target import nanotron_target
+from ds_reshard.formats.nanotron.target import Wanted, nanotron_target
 from ds_reshard.model.checkpoint import Checkpoint, Format, Listing, Shards, Surveyed
 from ds_reshard.model.content import Content
+from ds_reshard.model.facts import ScalarTensor
+from ds_reshard.model.facts import describe as described
 from ds_reshard.model.index import Index
-from ds_reshard.model.reports import Inspection
+from ds_reshard.model.reports import Arrangement, FileEntry, GroupEntry, Inspection, ParameterEntry, StateEntry, Steps
 from ds_reshard.model.target import Asked, Target
+
+_ROLES = {"model": "model", "optimizer": "optimizer"}
+
+
+def survey(listing: NanotronListing) -> Opening:
+    """Every file opened, every fault collected; never raises for what the files hold."""
+    opening = try_open(listing)
+    if opening.checkpoint is not None:
+        layout, shards = opening.checkpoint.layout, NanotronShards(checkpoint=opening.checkpoint)
+        index = Index(layout, shards)
+        for family, count in layout.shards.items():
+            for shard in range(count):
+                index.open(family, shard)
+        opening.faults += index.faults or list(shards.compare())
+    return opening
+
+
+def _describe(found: Listing, bytes_read: Callable[[], int | None]) -> Inspection:
+    """What was found, as far as the checkpoint could be opened."""
+    listing = _nanotron(found)
+    opening = survey(listing)
+    metadata, topology = opening.metadata, listing.topology
+    config = metadata.config if metadata is not None else {}
+    kind = metadata.optimizer.get("type") if metadata is not None and metadata.optimizer is not None else None
+    return Inspection(
+        format="nanotron",
+        writer="nanotron, checkpoint version",
+        folder=listing.folder,
+        tag=listing.tag,
+        version=metadata.version if metadata is not None else None,
+        stage=None if topology is None else int(topology.dp is not None),
+        wrapper=str(kind) if kind is not None else None,
+        dp=metadata.dp if metadata is not None else None,
+        tp=metadata.tp if metadata is not None else None,
+        pp=topology.pp if topology is not None else None,
+        optimizer=config.get("optimizer.optimizer_factory.name"),
+        states=tuple(_states(opening)),
+        groups=tuple(_groups(opening)),
+        steps=_steps(opening),
+        arrangement=Arrangement(buffers=None, round_robin=None, alignment_gaps=None, elastic=None, offloaded_to=None),
+        parameters=tuple(_parameters(opening)),
+        files=tuple(_files(listing)),
+        faults=_sorted(opening.faults),
+        bytes_read=bytes_read(),
+    )
+
+
+def _sorted(faults: list[Fault]) -> tuple[Fault, ...]:
+    return tuple(sorted(dict.fromkeys(faults), key=lambda fault: (fault.where, fault.what, fault.found)))
+
+
+def _states(opening: Opening) -> Iterator[StateEntry]:
+    found: dict[tuple[str, bool], set[str]] = {}
+    for stage in opening.stages:
+        for kinds in stage.states.values():
+            for kind, tensor in kinds.items():
+                found.setdefault((kind, False), set()).add(tensor.dtype.label)
+        for scalars in stage.scalars.values():
+            for kind, value in scalars.items():
+                label = value.dtype.label if isinstance(value, ScalarTensor) else type(value).__name__
+                found.setdefault((kind, True), set()).add(label)
+    for (kind, scalar), labels in found.items():
+        yield StateEntry(kind=kind, dtypes=tuple(sorted(labels)), scalar=scalar)
+
+
+def _groups(opening: Opening) -> Iterator[GroupEntry]:
+    groups = [group for stage in opening.stages for group in stage.groups]
+    for number, group in enumerate(groups):
+        known = [opening.parameters[name] for name in group.members if name in opening.parameters]
+        numel = sum(prod(parameter.shape) for parameter in known)
+        yield GroupEntry(
+            number=number,
+            members=len(group.members),
+            numel=numel if len(known) == len(group.members) else None,
+            hyperparameters={key: _plain(value) for key, value in group.hyperparameters.items()},
+        )
+
+
+def _plain(value: object) -> object:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return described(value)
+
+
+def _steps(opening: Opening) -> Steps:
+    metadata = opening.metadata
+    steps: Mapping[str, object] = {
+        described(scalars["step"]): None
+        for stage in opening.stages
+        for scalars in stage.scalars.values()
+        if "step" in scalars
+    }
+    return Steps(
+        global_steps=metadata.step if metadata is not None else None,
+        global_samples=metadata.samples if metadata is not None else None,
+        skipped_steps=None,
+        optimizer_steps=tuple(text.rpartition(" ")[2] for text in steps),
+    )
+
+
+def _parameters(opening: Opening) -> Iterator[ParameterEntry]:
+    homes: dict[str, int] = {}
+    for number, group in enumerate(group for stage in opening.stages for group in stage.groups):
+        for name in group.members:
+            homes.setdefault(name, number)
+    for name, parameter in sorted(opening.parameters.items()):
+        role = ("trainable" if name in homes else "frozen") if opening.stages else "parameter"
+        yield ParameterEntry(
+            name=name,
+            shape=parameter.shape,
+            dtype=parameter.dtype.label,
+            role=role,
+            group=homes.get(name),
+            tied_to=None,
+        )
+
+
+def _files(listing: NanotronListing) -> Iterator[FileEntry]:
+    for name in sorted(listing.nbytes):
+        yield FileEntry(name=name, nbytes=listing.nbytes[name], role=_ROLES.get(name.partition("/")[0], "other"))
+
 
 TO = "nanotron"
 
@@ -89,12 +217,6 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
 def _nanotron(listing: Listing) -> NanotronListing:
     assert isinstance(listing, NanotronListing)
     return listing
-
-
-def _describe(listing: Listing, bytes_read: Callable[[], int | None]) -> Inspection:
-    found = _nanotron(listing)
-    opening = survey(found)
-    return describe(found, opening, tag=found.tag, bytes_read=bytes_read())
 
 
 NANOTRON = Format(

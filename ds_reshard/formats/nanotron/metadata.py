@@ -207,7 +207,11 @@ def _said_sizes(optimizer: Mapping[str, object]) -> dict[str, int]:
     """The sizes of optimizer_config.json, which are text there."""
     said = optimizer.get("parallelism")
     keys = {"pp": "pp_size", "tp": "tp_size", "dp": "dp_size", "exp": "expert_parallel_size"}
-    texts = {name: str(said.get(key)) for name, key in keys.items()} if isinstance(said, dict) else {}
+    return _numbers(said, keys) if isinstance(said, dict) else {}
+
+
+def _numbers(said: Mapping[str, object], keys: Mapping[str, str]) -> dict[str, int]:
+    texts = {name: str(said.get(key)) for name, key in keys.items()}
     return {name: int(text) for name, text in texts.items() if text.isdecimal()}
 
 
@@ -225,7 +229,7 @@ def _sizes(listing: NanotronListing, metadata: Metadata) -> Iterator[Fault]:
         if set(said[OPTIMIZER_CONFIG]) != {"pp", "tp", "dp", "exp"}:
             yield damaged(listing.path(OPTIMIZER_CONFIG), "has no parallel sizes", "pp, tp, dp and expert", "others")
         yield from _kind(listing, metadata.optimizer, topology)
-    said[CONFIG] = _config_sizes(metadata)
+    said[CONFIG] = _numbers(metadata.config, {axis: f"parallelism.{axis}" for axis in ("pp", "tp", "dp")})
     named.setdefault("dp", metadata.dp)
     for name, sizes in said.items():
         for axis in sorted(set(sizes) & set(named)):
@@ -234,12 +238,6 @@ def _sizes(listing: NanotronListing, metadata: Metadata) -> Iterator[Fault]:
                 yield damaged(
                     listing.path(name), f"says another {axis} size than {other}", str(named[axis]), str(sizes[axis])
                 )
-
-
-def _config_sizes(metadata: Metadata) -> dict[str, int]:
-    """The sizes of config.yaml, where it was saved."""
-    texts = {axis: metadata.config.get(f"parallelism.{axis}", "") for axis in ("pp", "tp", "dp")}
-    return {axis: int(text) for axis, text in texts.items() if text.isdecimal()}
 
 
 def _kind(listing: NanotronListing, optimizer: Mapping[str, object], topology: Topology) -> Iterator[Fault]:
@@ -260,10 +258,7 @@ def _config(listing: NanotronListing) -> dict[str, str]:
         return {}
     path = listing.path(CONFIG)
     try:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read().splitlines()
-    except OSError as error:
-        raise ReadFailed(f"{path}: cannot be read: {error}") from error
+        lines = read_bytes(path).decode("utf-8").splitlines()
     except ValueError as error:
         raise fail(path, "is not text", "YAML", str(error)[:80]) from error
     return {name: value for _, name, value in scalars(lines)}

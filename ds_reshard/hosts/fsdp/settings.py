@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 from ds_reshard.containers.pickle_rules import trust, trust_faults
 from ds_reshard.errors import ConfigError, Fault, raise_faults, wrong_value
+from ds_reshard.operations.name_map import ask_names
 
 VERIFY_AFTER_SAVE = "verify_after_save"
 _ASKED: set[str] = set()
+_TOP = ("fsdp", "names", "trust")
 
 
 def asks_to_verify() -> bool:
@@ -37,6 +39,8 @@ def ask_settings(text: str, *, place: str) -> None:
     raise_faults(faults, subject=place)
     if isinstance(held, dict):
         trust(held.get("trust", ()))
+        if "names" in held:
+            ask_names(held["names"])
         if VERIFY_AFTER_SAVE in held.get("fsdp", {}):
             ask_to_verify(held["fsdp"][VERIFY_AFTER_SAVE])
 
@@ -45,7 +49,9 @@ def _mistakes(held: object, place: str) -> Iterator[Fault]:
     if not isinstance(held, dict):
         yield wrong_value(place, '{"fsdp": {"verify_after_save": true}}', held)
         return
-    yield from (_unknown(place, name, "fsdp, trust") for name in held if name not in ("fsdp", "trust"))
+    yield from (_unknown(place, name, "fsdp, names, trust") for name in held if name not in _TOP)
+    if not isinstance(held.get("names", ""), str):
+        yield wrong_value("names", "the path of a JSON file", held["names"])
     names = held.get("trust", [])
     yield from trust_faults("trust", names)
     section = held.get("fsdp", {})

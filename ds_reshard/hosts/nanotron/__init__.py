@@ -53,6 +53,8 @@ wrap_load_lr_scheduler = _calls("scheduler", "load_lr_scheduler", may_lack=True)
 wrap_build_scheduler = _calls("scheduler", "build")
 wrap_load_optimizer = _calls("optimizer", "load_optimizer")
 wrap_state_dict_to_device = _calls("optimizer", "state_dict_to_device")
+wrap_parse_ckpt_path = _calls("foreign", "parse_ckpt_path")
+wrap_load_weights = _calls("foreign", "load_weights")
 wrap_load_meta = _calls("trainer", "load_meta")
 wrap_load_random_states = _calls("trainer", "load_random_states")
 
@@ -83,6 +85,18 @@ HOOKS = HostHooks(
             wrapper=wrap_load_lr_scheduler,
             signature=_SCHEDULER,
             summary="goes on with the rates of an uninterrupted run, at any topology, as asked",
+        ),
+        Patch(
+            target=f"{_SERIALIZE}.main:parse_ckpt_path",
+            wrapper=wrap_parse_ckpt_path,
+            signature=("config", "parallel_context"),
+            summary="finds a checkpoint of another format, where nanotron would begin anew",
+        ),
+        Patch(
+            target=f"{_SERIALIZE}.weights:load_weights",
+            wrapper=wrap_load_weights,
+            signature=("model", "parallel_context", "root_folder"),
+            summary="weights of a folder of another format",
         ),
         Patch(
             target=f"{_SERIALIZE}.optimizer:load_optimizer",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Protocol, cast
 
-from ds_reshard.errors import UnsupportedLayout
+from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.nanotron.names import Rank, Topology
-from ds_reshard.formats.nanotron.slices import SlicesPair, Tile, tiles_of
+from ds_reshard.formats.nanotron.parameters import SlicesPair, Tile, tiles_of
 from ds_reshard.model.region import Box, Region
 
 if TYPE_CHECKING:
@@ -64,11 +64,16 @@ class TrainedPart:
 
     def regions(self) -> Iterator[tuple[Region, int]]:
         """Its parts in the coordinates of the whole parameter, each with its first element's place in `tensor`."""
-        for tile in self.tiles:
-            first, last = tile.element_offset, tile.element_offset + tile.box.numel
-            start, stop = max(first, self.start), min(last, self.stop)
-            if start < stop:
-                yield Region(box=tile.box, start=start - first, stop=stop - first), start - self.start
+        return regions_of(self.tiles, self.start, self.stop)
+
+
+def regions_of(tiles: Sequence[Tile], first: int, stop: int) -> Iterator[tuple[Region, int]]:
+    """Elements [first, stop) of a shard of these tiles, each region with its first element's place from `first` on."""
+    for tile in tiles:
+        begin = tile.element_offset
+        start, end = max(begin, first), min(begin + tile.box.numel, stop)
+        if start < end:
+            yield Region(box=tile.box, start=start - begin, stop=end - begin), start - first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +97,21 @@ class Live:
     @property
     def base(self) -> TorchOptimizer:
         return self.optimizer.get_base_optimizer()
+
+
+def experts_of(size: int) -> list[Fault]:
+    """A fault for a run whose ranks hold other parameters under one name."""
+    if size == 1:
+        return []
+    what = (
+        "has expert parallelism: ranks of other experts hold parameters of one name, which nanotron's files tell apart"
+    )
+    mend = "resume it with nanotron alone, at the topology that saved it; or --no-load-optim"
+    return [
+        UnsupportedLayout.fault(
+            "this run", f"{what} by that rank alone", "expert_parallel_size 1", str(size), mend=mend
+        )
+    ]
 
 
 def is_zero(optimizer: Optimizer) -> bool:
@@ -179,14 +199,14 @@ def _held(optimizer: Optimizer, whole: Mapping[str, Tensor]) -> Iterator[tuple[s
         start, stop = 0, whole[name].numel()
         if zero is not None:
             start, stop = map(int, zero.param_name_to_dp_rank_offsets[name][dist.get_rank(zero.dp_pg)])  # type: ignore[attr-defined]
-        shape, tiles = _tiles(name, whole[name])
+        shape, tiles = tiles_of_parameter(name, whole[name])
         yield (
             name,
             TrainedPart(name=name, number=number, shape=shape, tiles=tiles, start=start, stop=stop, tensor=tensor),
         )
 
 
-def _tiles(name: str, param: Tensor) -> tuple[Shape, tuple[Tile, ...]]:
+def tiles_of_parameter(name: str, param: Tensor) -> tuple[Shape, tuple[Tile, ...]]:
     """The whole parameter's shape, and the boxes of it that this rank's shard holds."""
     local = tuple(param.shape)
     if not getattr(param, "is_sharded", False):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,14 +17,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from ds_reshard.errors import ConfigError, Fault, ScheduleMismatch, raise_faults
-from ds_reshard.formats.nanotron.metadata import Batch, Metadata
+from ds_reshard.execution.buffers import TensorTarget
+from ds_reshard.execution.checksums import combine, partial_sums, read_again, settle
+from ds_reshard.execution.cuda import choose
+from ds_reshard.execution.interfaces import Outcome
+from ds_reshard.formats.nanotron.metadata import Batch
 from ds_reshard.formats.nanotron.names import CONFIG
 from ds_reshard.operations.ranks import agree, attempt, gather, rank
+from ds_reshard.planning.plan import Plan
 from ds_reshard.resume.policy import ResumePolicy, policy_differences
 from ds_reshard.resume.policy_sources import asked_policy
 from ds_reshard.resume.report import ResumeReport, Row, publish
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("ds_reshard")
@@ -32,6 +39,8 @@ Group = dict[str, object]
 BATCH = "global_batch_size"
 """What `--override-optim-hparams` calls it."""
 _MEMORY = "_ds_reshard_nanotron"
+_MEMORY_NBYTES = 64 << 20
+_THREADS = 4
 
 
 def same_policy(policy: ResumePolicy, world: ProcessGroup, *, subject: str) -> None:
@@ -46,15 +55,41 @@ def together(work: Callable[[], T], world: ProcessGroup, *, subject: str) -> T:
     return value  # type: ignore[return-value]
 
 
+def fill(plan: Plan, tensors: Mapping[str, Tensor], world: ProcessGroup, replica: int, *, subject: str) -> None:
+    """Fill tensors; every byte is read once and verified. Collective: a fault on any rank raises on every rank.
+
+    `replica` is the same for ranks that read different parts of one copy.
+    """
+    targets = {buffer: TensorTarget(tensor) for buffer, tensor in tensors.items()}
+
+    def execute() -> Outcome:
+        threads = min(_THREADS, os.cpu_count() or 1)
+        executor = choose("auto", targets, threads=threads, memory_nbytes=_MEMORY_NBYTES, checksum=True)
+        return executor.execute(plan, targets)
+
+    outcome, faults, cause = attempt(execute)
+    outcome = outcome or Outcome()
+    pending, wrong = settle(partial_sums(outcome))
+    told = gather((replica, pending), world)
+    combined, again = combine([sums if of == replica else [] for of, sums in told])
+    mine = [record for record, reader in again.items() if reader == rank(world)]
+    reread, failed, _ = attempt(lambda: read_again(mine))
+    agree([*faults, *outcome.faults, *wrong, *combined, *(reread or []), *failed], world, subject=subject, cause=cause)
+
+
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """One start of nanotron's trainer, or one call in a loop of the user's own, where `trainer` is None."""
+    """One start of nanotron's trainer, or one call in a loop of the user's own, where `trainer` is None.
+
+    `foreign` is the checkpoint of another format that it loads.
+    """
 
     policy: ResumePolicy
     trainer: object | None = None
     where: str = "checkpoint"
     rows: list[Row] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    foreign: object | None = None
 
     def row(self, name: str, used: object, why: str, *, saved: object = None, run: object = None) -> None:
         """Note a value for the report: the checkpoint's, this run's, the one used, and why."""
@@ -163,18 +198,22 @@ def batch_of_run(load: Load, dp: int) -> Batch | None:
     return Batch(micro=micro, accumulation=accumulation, dp=dp)
 
 
-def other_batch(load: Load, dp: int, metadata: Metadata | None) -> list[Fault]:
-    """A fault where the sizes differ, unless the policy takes this run's, or this run's schedule."""
-    saved, now, policy = metadata.batch if metadata is not None else None, batch_of_run(load, dp), load.policy
-    if saved is None or now is None or saved.size == now.size or policy.schedule_is_this_runs or policy.takes(BATCH):
+def other_batch(load: Load, dp: int, saved: Batch | int | None) -> list[Fault]:
+    """A fault where the sizes differ, unless the policy takes this run's, or this run's schedule.
+
+    The saved size alone is what another format tells.
+    """
+    now, policy = batch_of_run(load, dp), load.policy
+    size = saved.size if isinstance(saved, Batch) else saved
+    if size is None or now is None or size == now.size or policy.schedule_is_this_runs or policy.takes(BATCH):
         return []
-    same = saved.at(dp)
+    same = saved.at(dp) if isinstance(saved, Batch) else None
     keep = f"tokens: {same}, or " if same is not None else ""
     return [
         ScheduleMismatch.fault(
             "global batch size",
             "is not the saving run's, in steps of which the learning rates and the iteration count",
-            f"{saved.size} samples: {_product(saved)}, of {CONFIG}",
+            f"{size} samples" + (f": {_product(saved)}, of {CONFIG}" if isinstance(saved, Batch) else ""),
             f"{now.size}: {_product(now)}",
             mend=f"{keep}--override-optim-hparams {BATCH} where this one is wanted, with the saved schedule, or "
             "--override-opt-param-scheduler with this run's",

@@ -6,9 +6,9 @@ and the methods below take a state dict that is complete (serialize/optimizer.py
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from math import prod
 from typing import TYPE_CHECKING, cast
@@ -20,19 +20,17 @@ from ds_reshard.errors import (
     ModelMismatch,
     ParamGroupMismatch,
     ScheduleMismatch,
-    UnsupportedLayout,
     raise_faults,
 )
-from ds_reshard.execution.buffers import TensorTarget, element_type, read_tensor, tensor_from_bytes, torch_dtype
-from ds_reshard.execution.checksums import combine, partial_sums, read_again, settle
-from ds_reshard.execution.interfaces import Outcome
-from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.formats.nanotron.checkpoint import OPTIM, NanotronCheckpoint, open_checkpoint
+from ds_reshard.execution.buffers import element_type, read_tensor, tensor_from_bytes, torch_dtype
+from ds_reshard.execution.checksums import read_again
+from ds_reshard.formats.nanotron.checkpoint import OPTIM, NanotronCheckpoint, NanotronShards, open_checkpoint
+from ds_reshard.formats.nanotron.content import Hyperparameters
 from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
 from ds_reshard.formats.nanotron.names import CONFIG, NanotronListing, read_listing
-from ds_reshard.formats.nanotron.optimizer_file import MASTER, OptimizerFile
-from ds_reshard.formats.nanotron.shards import NanotronShards
-from ds_reshard.hosts.nanotron.live import Live, Optimizer, ParallelContext, Shape, TrainedPart, live_of
+from ds_reshard.formats.nanotron.optimizer_file import MASTER, OptimizerFile, SavedGroup
+from ds_reshard.hosts.nanotron.foreign import Foreign, foreign_of, states_of
+from ds_reshard.hosts.nanotron.live import Live, Optimizer, ParallelContext, Shape, TrainedPart, experts_of, live_of
 from ds_reshard.hosts.nanotron.load import (
     BATCH,
     Group,
@@ -40,6 +38,7 @@ from ds_reshard.hosts.nanotron.load import (
     Memory,
     batch_of_run,
     current,
+    fill,
     other_batch,
     refuse_contradiction,
     remember,
@@ -48,11 +47,13 @@ from ds_reshard.hosts.nanotron.load import (
     together,
     values_of,
 )
-from ds_reshard.model.facts import ScalarTensor
+from ds_reshard.model.checkpoint import Shards
+from ds_reshard.model.content import Held
+from ds_reshard.model.facts import OptimizerFacts, ScalarTensor, torch_step
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
-from ds_reshard.operations.ranks import agree, attempt, gather, rank
+from ds_reshard.operations.ranks import agree, attempt, gather
 from ds_reshard.planning.plan import Copy, Plan, coalesce
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import batch_size_warning, because
@@ -65,11 +66,44 @@ _FACTORY = "the same model and optimizer.optimizer_factory, or --no-load-optim t
 _SHOWN = 8
 # One of the hyper-parameters that only this kind of optimizer has.
 _KINDS = {"betas": "Adam", "momentum": "SGD"}
-_MEMORY_NBYTES = 64 << 20
-_THREADS = 4
 _OF_GROUP = ("weight_decay", "betas", "eps", "momentum")
 # Values of a run that are in no param group of nanotron, and always this run's.
 _ALWAYS_THIS_RUNS = ("clip_grad", BATCH)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What a checkpoint of any format holds of an optimizer, and where.
+
+    `states` has of each trained parameter the tensors by kind.
+    """
+
+    folder: str
+    shapes: Mapping[str, Shape]
+    states: Mapping[str, Mapping[str, Held]]
+    facts: OptimizerFacts
+    shards: Shards
+    own: NanotronCheckpoint | None = None
+    foreign: Foreign | None = None
+
+    def of_groups(
+        self, groups: Sequence[tuple[str, ...]], runs: Sequence[Group]
+    ) -> tuple[list[Group], list[Fault], list[str]]:
+        """The saved values of the param groups with these members; those of the run where none was saved.
+
+        With them, of another framework's, what keeps them from being trained so, and what there is to tell.
+        """
+        known = any("initial_lr" in (group.hyperparameters or {}) for group in self.facts.groups)
+        own = [{**run, "initial_lr": run.get("initial_lr", run["lr"])} if known else run for run in runs]
+        pairs = list(zip(groups, own if self.foreign is not None else runs, strict=True))
+        if self.foreign is None:
+            return [dict((saved_group(self, names) or [run])[0]) for names, run in pairs], [], []
+        asked = Hyperparameters(self.foreign.content, mend="the same param groups and AdamW, or --no-load-optim")
+        made = [
+            asked.group(self.folder, SavedGroup(members=names, hyperparameters=run)).hyperparameters
+            for names, run in pairs
+        ]
+        return [dict(values) for values in made], asked.faults, asked.left_out
 
 
 def load_optimizer(arguments: Mapping[str, object], original: Callable[[], object]) -> None:
@@ -84,20 +118,24 @@ def load_optimizer(arguments: Mapping[str, object], original: Callable[[], objec
     load.where, policy = folder, load.policy
     optimizer = cast(Optimizer, arguments["optimizer"])
     memory = remember(optimizer)
+    foreign = foreign_of(load, folder, context.world_pg)
 
     def look() -> tuple[Live, NanotronListing, Metadata | None]:
         raise_faults(_unknown(memory, policy), subject="resume policy")
-        listing = read_listing(folder)
-        return live_of(optimizer, context), listing, read_metadata(listing)[0]
+        listing = read_listing(folder) if foreign is None else NanotronListing(folder=foreign.folder, nbytes={})
+        return live_of(optimizer, context), listing, read_metadata(listing)[0] if foreign is None else None
 
     live, listing, metadata = together(look, context.world_pg, subject=f"loading {folder}")
-    found = other_batch(load, live.dp, metadata)
+    size = foreign.content.batch_size if foreign is not None else metadata.batch if metadata is not None else None
+    found = other_batch(load, live.dp, size)
     saved: list[Group] | None = None
     if policy.loads_masters:
-        if live.topology.exp != 1:
-            found.append(_experts(live))
-        if any(gather(bool(found), live.world)) or _takes_over(live, listing, metadata, policy):
-            saved = _reshard(live, listing, policy, found, arguments.get("map_location"))
+        found += experts_of(live.topology.exp)
+        if foreign is not None:
+            opened = partial(_of_foreign, foreign, masters=live.accumulator is not None)
+            saved = _reshard(load, live, opened, found, arguments.get("map_location"))
+        elif any(gather(bool(found), live.world)) or _takes_over(live, listing, metadata, policy):
+            saved = _reshard(load, live, partial(_open, listing), found, arguments.get("map_location"))
         else:
             together(original, live.world, subject=f"loading {folder}")
             saved = list(values_of(live.base.param_groups))
@@ -107,16 +145,24 @@ def load_optimizer(arguments: Mapping[str, object], original: Callable[[], objec
     if not policy.loads_moments:
         _begin_anew(live, masters=not policy.loads_masters)
     _settle(live, memory, policy)
-    report_optimizer(load, live, listing, metadata, saved)
+    report_optimizer(load, live, listing, metadata, saved, foreign)
 
 
 def _reshard(
-    live: Live, listing: NanotronListing, policy: ResumePolicy, found: Sequence[Fault], map_location: object
+    load: Load, live: Live, opened: Callable[[], Saved], found: Sequence[Fault], map_location: object
 ) -> list[Group]:
     """Load from any layout; returns the saved values of each param group. `found` was found before."""
-    states = prepare(live, listing, policy, found)
-    read(live, states)
-    saved = saved_groups(live, states.checkpoint)
+    policy = load.policy
+    states = prepare(live, opened, policy, found, subject=f"loading {load.where}")
+    subject = f"loading {states.checkpoint.folder}"
+    tensors = {_buffer(*at): tensor for at, tensor in states.tensors.items()}
+    fill(states.plan, tensors, live.world, live.replica, subject=subject)
+    values, _, notes = states.checkpoint.of_groups(live.groups, list(values_of(live.base.param_groups)))
+    saved: list[Group] = [
+        {key: read_tensor(one) if isinstance(one, TensorRecord) else one for key, one in group.items()}
+        for group in values
+    ]
+    load.warnings += notes
 
     def put() -> None:
         made = state_dict(live, states, saved)
@@ -129,7 +175,7 @@ def _reshard(
         for group, values in zip(live.base.param_groups, saved, strict=True):
             group.update(values)
 
-    together(put, live.world, subject=f"loading {listing.folder}")
+    together(put, live.world, subject=subject)
     return saved
 
 
@@ -176,17 +222,6 @@ def _fits(live: Live, own: OptimizerFile, policy: ResumePolicy) -> bool:
     return True
 
 
-def _experts(live: Live) -> Fault:
-    return UnsupportedLayout.fault(
-        "this run",
-        "has expert parallelism: ranks of other experts hold "
-        "parameters of one name, which nanotron's files tell apart by that rank alone",
-        "expert_parallel_size 1",
-        str(live.topology.exp),
-        mend="resume it with nanotron alone, at the topology that saved it; or --no-load-optim",
-    )
-
-
 def _begin_anew(live: Live, *, masters: bool) -> None:
     """No state, also where this optimizer has trained or loaded before; `masters` become those of the weights."""
     live.base.state.clear()
@@ -225,9 +260,9 @@ def state_dict_to_device(arguments: Mapping[str, object], original: Callable[[],
     return original() if state_dict["state"] else None
 
 
-def findings(live: Live, checkpoint: NanotronCheckpoint, policy: ResumePolicy) -> Iterator[Fault]:
+def findings(live: Live, checkpoint: Saved, policy: ResumePolicy) -> Iterator[Fault]:
     """What does not fit of what this rank trains: names, shapes, kinds of states, element types, masters, groups."""
-    states = states_of(checkpoint)
+    states = checkpoint.states
     lacking = [name for name in live.held if name not in states]
     if lacking:
         what = "has no optimizer states of parameters of this run"
@@ -235,13 +270,26 @@ def findings(live: Live, checkpoint: NanotronCheckpoint, policy: ResumePolicy) -
     for name, held in live.held.items():
         if name not in states:
             continue
-        shape = checkpoint.parameters[name].shape
+        shape = checkpoint.shapes[name]
         if shape != held.shape:
             yield _mismatch(name, "has another shape", str(list(shape)), str(list(held.shape)))
-        yield from unlike(live, held, states[name], policy)
-    yield from other_cuts(live, checkpoint)
+        yield from unlike(live, held, {kind: one.dtype for kind, one in states[name].items()}, policy)
+        if checkpoint.foreign is not None and policy.loads_moments:
+            yield from _lacks(checkpoint, name)
+    if checkpoint.own is not None:
+        yield from other_cuts(live, checkpoint.own)
+    elif policy.loads_moments:
+        yield from checkpoint.of_groups(live.groups, run_of(live.base))[1]
     for names, run in zip(live.groups, run_of(live.base), strict=True):
         yield from _group(checkpoint, names, run, policy)
+
+
+def _lacks(checkpoint: Saved, name: str) -> Iterator[Fault]:
+    """States that nanotron's AdamW keeps of each parameter, and another framework has not saved, or others."""
+    found = {*checkpoint.states[name], *checkpoint.facts.scalars.get(name, {})} - {MASTER}
+    for kind in sorted(found ^ {"exp_avg", "exp_avg_sq", "step"}):
+        what = "is not there" if kind not in found else "has no place in nanotron's AdamW"
+        yield _mismatch(f"{kind} of {name}", what, "exp_avg, exp_avg_sq, step", ", ".join(sorted(found)) or "none")
 
 
 def unlike(live: Live, held: TrainedPart, kinds: Mapping[str, ElementType], policy: ResumePolicy) -> Iterator[Fault]:
@@ -287,31 +335,21 @@ def other_cuts(live: Live, checkpoint: NanotronCheckpoint) -> Iterator[Fault]:
             yield _mismatch(name, "is cut over the tensor-parallel ranks in other chunks", *said)
 
 
-def left_over(checkpoint: NanotronCheckpoint, shapes: Mapping[str, Shape]) -> Iterator[Fault]:
+def left_over(checkpoint: Saved, shapes: Mapping[str, Shape]) -> Iterator[Fault]:
     """Parameters that no rank of this run has, and other totals; `shapes` are those of all ranks."""
-    saved = states_of(checkpoint)
+    saved = checkpoint.states
     beyond = [name for name in saved if name not in shapes]
     if beyond:
         what = "has optimizer states of parameters that this run has not"
         yield _mismatch(checkpoint.folder, what, some(beyond), "none of them")
-    total = sum(prod(checkpoint.parameters[name].shape) for name in saved)
+    total = sum(prod(checkpoint.shapes[name]) for name in saved)
     now = sum(prod(shape) for shape in shapes.values())
     if total != now:
         yield _mismatch(checkpoint.folder, "is of another number of elements in all", str(total), str(now))
 
 
-def states_of(checkpoint: NanotronCheckpoint) -> dict[str, dict[str, ElementType]]:
-    """The element type of each kind of state, by parameter."""
-    return {
-        name: {kind: tensor.dtype for kind, tensor in kinds.items()}
-        for stage in reversed(checkpoint.stages)
-        for name, kinds in stage.states.items()
-    }
-
-
-def saved_group(checkpoint: NanotronCheckpoint, names: Sequence[str]) -> list[Mapping[str, object]]:
+def saved_group(checkpoint: Saved, names: Sequence[str]) -> list[Mapping[str, object]]:
     """The values of the saved param groups that these parameters were in, each once."""
-    assert checkpoint.facts is not None
     found: list[Mapping[str, object]] = []
     for group in checkpoint.facts.groups:
         values = group.hyperparameters
@@ -320,7 +358,7 @@ def saved_group(checkpoint: NanotronCheckpoint, names: Sequence[str]) -> list[Ma
     return found
 
 
-def _group(checkpoint: NanotronCheckpoint, names: Sequence[str], group: Group, policy: ResumePolicy) -> Iterator[Fault]:
+def _group(checkpoint: Saved, names: Sequence[str], group: Group, policy: ResumePolicy) -> Iterator[Fault]:
     saved = saved_group(checkpoint, names)
     if len(saved) > 1:
         differ = sorted({key for values in saved for key in values if values.get(key) != saved[0].get(key)})
@@ -354,18 +392,19 @@ def _mismatch(where: str, what: str, expected: str, found: str) -> Fault:
 class States:
     """Tensors of this rank by (name, kind), which are there to be filled, and the copies that fill them."""
 
-    checkpoint: NanotronCheckpoint
+    checkpoint: Saved
     tensors: Mapping[tuple[str, str], Tensor]
     plan: Plan
 
 
-def prepare(live: Live, listing: NanotronListing, policy: ResumePolicy, before: Sequence[Fault]) -> States:
+def prepare(
+    live: Live, opened: Callable[[], Saved], policy: ResumePolicy, before: Sequence[Fault], *, subject: str
+) -> States:
     """Open what this rank needs and compare it with the optimizer. Collective: every finding of every rank at once.
 
     `before` are findings that this rank had already.
     """
-    subject = f"loading {listing.folder}"
-    checkpoint, faults, cause = attempt(lambda: _open(listing))
+    checkpoint, faults, cause = attempt(opened)
     agree([*faults, *before] if faults else [], live.world, subject=subject, cause=cause)
     assert checkpoint is not None
     found, faults, cause = attempt(lambda: list(findings(live, checkpoint, policy)))
@@ -377,32 +416,17 @@ def prepare(live: Live, listing: NanotronListing, policy: ResumePolicy, before: 
     return together(lambda: _plan(live, checkpoint, policy), live.world, subject=subject)
 
 
-def read(live: Live, states: States) -> None:
-    """Fill the tensors; every byte is read once and verified. Collective: a fault on any rank raises on every rank."""
-    executor = ThreadExecutor(threads=min(_THREADS, os.cpu_count() or 1), memory_nbytes=_MEMORY_NBYTES, checksum=True)
-    targets = {_buffer(*at): TensorTarget(tensor) for at, tensor in states.tensors.items()}
-    outcome, faults, cause = attempt(lambda: executor.execute(states.plan, targets))
-    outcome = outcome or Outcome()
-    pending, wrong = settle(partial_sums(outcome))
-    told = gather((live.replica, pending), live.world)
-    combined, again = combine([sums if replica == live.replica else [] for replica, sums in told])
-    mine = [record for record, reader in again.items() if reader == rank(live.world)]
-    reread, failed, _ = attempt(lambda: read_again(mine))
-    found = [*faults, *outcome.faults, *wrong, *combined, *(reread or []), *failed]
-    agree(found, live.world, subject=f"loading {states.checkpoint.folder}", cause=cause)
-
-
 def state_dict(live: Live, states: States, saved: Sequence[Group]) -> dict[str, object]:
     """What nanotron's `load_state_dict` takes: as `torch.load` gives it of the file that this rank would have saved.
 
     `saved` are the values of each param group.
     """
     facts = states.checkpoint.facts
-    assert facts is not None
     state: dict[int, dict[str, object]] = {one.number: {} for one in live.held.values()}
     masters: dict[str, Tensor] = {}
     for one in live.held.values():
-        for kind, value in facts.scalars.get(one.name, {}).items():
+        for kind, kept in facts.scalars.get(one.name, {}).items():
+            value = torch_step(kept) if states.checkpoint.foreign is not None else kept
             scalar = isinstance(value, ScalarTensor)
             state[one.number][kind] = tensor_from_bytes(value.data, value.dtype, value.shape) if scalar else value  # type: ignore[union-attr]
     for (name, kind), tensor in states.tensors.items():
@@ -420,42 +444,68 @@ def state_dict(live: Live, states: States, saved: Sequence[Group]) -> dict[str, 
     return {**made, "gradient_accumulator": masters} if live.accumulator is not None else made
 
 
-def saved_groups(live: Live, checkpoint: NanotronCheckpoint) -> list[Group]:
-    """The saved values of each of this run's param groups; its own where no member was saved."""
-    found = []
-    for names, own in zip(live.groups, values_of(live.base.param_groups), strict=True):
-        values = (saved_group(checkpoint, names) or [own])[0]
-        found.append({key: read_tensor(v) if isinstance(v, TensorRecord) else v for key, v in values.items()})
-    return found
-
-
-def _open(listing: NanotronListing) -> NanotronCheckpoint:
+def _open(listing: NanotronListing) -> Saved:
     checkpoint = open_checkpoint(listing)
     if checkpoint.facts is None:
-        fault = CheckpointDamaged.fault(
-            f"{listing.folder}/optimizer",
-            "holds no states of an optimizer",
-            "the file of each rank",
-            "none",
-            mend="--no-load-optim, or load another step",
-        )
-        raise_faults([fault], subject=f"checkpoint {listing.folder}")
-    return checkpoint
+        mend = "--no-load-optim, or load another step"
+        raise_faults([_no_states(f"{listing.folder}/optimizer", "the file of each rank", mend)], subject=listing.folder)
+    assert checkpoint.facts is not None
+    pieces = NanotronShards(checkpoint=checkpoint)
+    index = Index(checkpoint.layout, pieces)
+    shapes = {name: parameter.shape for name, parameter in checkpoint.parameters.items()}
+    states = {
+        name: {
+            kind: Held(shape=shapes[name], dtype=one.dtype, origin=TensorKey(name=name, kind=kind))
+            for kind, one in kinds.items()
+        }
+        for stage in reversed(checkpoint.stages)
+        for name, kinds in stage.states.items()
+    }
+    return Saved(
+        folder=checkpoint.folder,
+        shapes=shapes,
+        states=states,
+        facts=checkpoint.facts,
+        shards=Shards(index=index, compare=lambda: tuple(pieces.compare())),
+        own=checkpoint,
+    )
 
 
-def _plan(live: Live, checkpoint: NanotronCheckpoint, policy: ResumePolicy) -> States:
+def _of_foreign(foreign: Foreign, *, masters: bool) -> Saved:
+    content = foreign.content
+    faults = [*content.faults]
+    if content.facts is None or not content.facts.groups:
+        mend = "--no-load-optim, to begin the optimizer anew from the weights"
+        faults.append(_no_states(foreign.folder, "param groups and states", mend))
+    raise_faults(faults, subject=f"loading {foreign.folder}")
+    assert content.facts is not None
+    states = states_of(foreign, masters=masters)
+    first = {name: next(iter(kinds.values())).shape for name, kinds in content.trained.items()}
+    return Saved(
+        folder=foreign.folder,
+        shapes=first,
+        states=states,
+        facts=content.facts,
+        shards=foreign.source.shards(),
+        foreign=foreign,
+    )
+
+
+def _no_states(where: str, expected: str, mend: str) -> Fault:
+    return CheckpointDamaged.fault(where, "holds no states of an optimizer", expected, "none", mend=mend)
+
+
+def _plan(live: Live, checkpoint: Saved, policy: ResumePolicy) -> States:
     import torch
 
-    shards = NanotronShards(checkpoint=checkpoint)
-    index = Index(checkpoint.layout, shards)
-    saved = states_of(checkpoint)
+    index = checkpoint.shards.index
     tensors: dict[tuple[str, str], Tensor] = {}
     copies: list[Copy] = []
     for name, held in live.held.items():
-        for kind, dtype in saved[name].items():
+        for kind, saved in checkpoint.states[name].items():
             if kind != MASTER and not policy.loads_moments:
                 continue
-            tensors[name, kind] = torch.empty(tuple(held.tensor.shape), dtype=torch_dtype(dtype), device="cpu")
+            tensors[name, kind] = torch.empty(tuple(held.tensor.shape), dtype=torch_dtype(saved.dtype), device="cpu")
             copies += (
                 Copy(
                     record=fragment.extent.record,
@@ -467,9 +517,9 @@ def _plan(live: Live, checkpoint: NanotronCheckpoint, policy: ResumePolicy) -> S
                     target_dtype=fragment.extent.dtype,
                 )
                 for region, first in held.regions()
-                for at, fragment in index.locate(TensorKey(name=name, kind=kind), region)
+                for at, fragment in index.locate(saved.origin, region)
             )
-    raise_faults(index.faults or shards.compare(), subject=f"loading {checkpoint.folder}")
+    raise_faults(index.faults or checkpoint.shards.compare(), subject=f"loading {checkpoint.folder}")
     return States(checkpoint=checkpoint, tensors=tensors, plan=Plan(copies=coalesce(copies)))
 
 
@@ -478,24 +528,30 @@ def _buffer(name: str, kind: str) -> str:
 
 
 def report_optimizer(
-    load: Load, live: Live, listing: NanotronListing, metadata: Metadata | None, saved: Sequence[Group] | None
+    load: Load,
+    live: Live,
+    listing: NanotronListing,
+    metadata: Metadata | None,
+    saved: Sequence[Group] | None,
+    foreign: Foreign | None,
 ) -> None:
     """What became of the optimizer; published at once in a loop of the user's own."""
     policy, then, now = load.policy, listing.topology, live.topology
     for name in ("pp", "tp"):
         load.row(name, getattr(now, name), "host", saved=getattr(then, name, None), run=getattr(now, name))
-    load.row("dp", live.dp, "host", saved=metadata.dp if metadata is not None else None, run=live.dp)
+    ranks = foreign.content.ranks if foreign is not None else metadata.dp if metadata is not None else None
+    load.row("dp", live.dp, "host", saved=ranks, run=live.dp)
     stage = int(now.dp is not None)
     load.row("zero stage", stage, "host", saved=int(then.dp is not None) if then is not None else None, run=stage)
     batch = batch_of_run(load, live.dp)
     if batch is not None:
         size = metadata.global_batch_size if metadata is not None else None
+        size = foreign.content.batch_size if foreign is not None else size
         load.row("global batch size", batch.size, because(policy, "schedule", BATCH), saved=size, run=batch.size)
         load.warnings += batch_size_warning(size, batch.size)
-        told = metadata is not None and metadata.batch is not None
-        if not told and not policy.schedule_is_this_runs and not policy.takes(BATCH):
+        if size is None and not policy.schedule_is_this_runs and not policy.takes(BATCH):
             what = f"tells no global batch size: this run's {batch.size} is not compared with it"
-            load.warnings.append(f"{CONFIG} of the checkpoint {what}")
+            load.warnings.append(f"{f'{CONFIG} of ' if foreign is None else ''}the checkpoint {what}")
     why = because(policy, "optimizer")
     load.row("fp32 masters", "from the checkpoint" if policy.loads_masters else "from the loaded weights", why)
     load.row("moments and step", "from the checkpoint" if policy.loads_moments else "zero", why)

@@ -29,6 +29,7 @@ from ds_reshard.formats.nanotron.checkpoint import open_checkpoint
 from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
 from ds_reshard.formats.nanotron.names import CONFIG, NanotronListing, read_listing, state_name
 from ds_reshard.formats.nanotron.optimizer_file import SavedScheduler, read_scheduler
+from ds_reshard.hosts.nanotron.foreign import Foreign, foreign_of, lacks_schedule, no_schedule
 from ds_reshard.hosts.nanotron.live import Optimizer, ParallelContext, is_zero, live_of, place_of
 from ds_reshard.hosts.nanotron.load import (
     Group,
@@ -44,6 +45,7 @@ from ds_reshard.hosts.nanotron.load import (
 )
 from ds_reshard.model.content import BASE, LAST
 from ds_reshard.operations.ranks import agree, gather
+from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import because
 from ds_reshard.resume.schedulers import set_groups
 
@@ -182,16 +184,23 @@ def load_lr_scheduler(arguments: Mapping[str, object], _: object) -> None:
     load.where, policy, world = folder, load.policy, context.world_pg
     same_policy(policy, world, subject=f"loading {folder}")
 
+    foreign = foreign_of(load, folder, world)
+
     def look() -> SavedRates | None:
-        listing = read_listing(folder)
-        metadata, _ = read_metadata(listing)
-        found = [*check_is_zero(arguments.get("is_zero"), derived), *other_batch(load, context.dp_pg.size(), metadata)]
+        listing = read_listing(folder) if foreign is None else NanotronListing(folder=foreign.folder, nbytes={})
+        metadata = read_metadata(listing)[0] if foreign is None else None
+        size = foreign.content.batch_size if foreign is not None else metadata.batch if metadata is not None else None
+        found = [*check_is_zero(arguments.get("is_zero"), derived), *other_batch(load, context.dp_pg.size(), size)]
         raise_faults(found, subject="load_lr_scheduler")
         if not hasattr(scheduler, "lr_lambdas"):
             raise_faults([_no_lambdas(scheduler)], subject="load_lr_scheduler")
+        if policy.schedule_is_this_runs and not policy.keeps_position:
+            return None
         if policy.schedule_is_this_runs:
-            return read_position(listing, metadata) if policy.keeps_position else None
+            return read_position(listing, metadata) if foreign is None else foreign_rates(foreign, policy, ())
         groups = live_of(outer, context).groups if outer is not None else [()] * len(scheduler.base_lrs)
+        if foreign is not None:
+            return foreign_rates(foreign, policy, groups)
         own = [state_name("lr_scheduler", *place_of(context, zero=zero)) for zero in (False, True)]
         return read_rates(listing, metadata, groups, own)
 
@@ -284,15 +293,16 @@ class SavedRates:
 
     folder: str
     position: int
-    metadata: Metadata | None
-    has_config: bool
+    metadata: Metadata | None = None
+    has_config: bool = False
+    iteration: int | None = None
     bases: tuple[float, ...] = ()
     last: tuple[float, ...] = ()
 
     @property
     def step(self) -> int | None:
         """The iteration after which the checkpoint was saved."""
-        return self.metadata.step if self.metadata is not None else None
+        return self.metadata.step if self.metadata is not None else self.iteration
 
 
 def read_position(listing: NanotronListing, metadata: Metadata | None) -> SavedRates:
@@ -322,11 +332,35 @@ def read_rates(
             raise fail(saved.path, what, str(first.counters), str(saved.counters))
         _floats(saved, BASE)
         _floats(saved, LAST)
-    rates, faults = checkpoint.rates, []
+    rates = checkpoint.rates
+    pairs = {name: (float(str(rates[name][BASE])), float(str(rates[name][LAST]))) for name in rates}
+    found = _of_groups(listing.folder, groups, lambda names: {pairs[name] for name in names if name in pairs})
+    return _saved(listing, metadata, first, [base for base, _ in found], [last for _, last in found])
+
+
+def foreign_rates(foreign: Foreign, policy: ResumePolicy, groups: Sequence[Sequence[str]]) -> SavedRates:
+    """The same of a checkpoint of another format; without groups, the position alone."""
+    if lacks_schedule(foreign, policy):
+        raise_faults([no_schedule(foreign)], subject=f"loading {foreign.folder}")
+    assert foreign.position is not None
+    found = _of_groups(foreign.folder, groups, lambda names: foreign.rates(tuple(names)))
+    return SavedRates(
+        folder=foreign.folder,
+        position=foreign.position,
+        iteration=foreign.content.steps,
+        bases=tuple(base for base, _ in found),
+        last=tuple(last for _, last in found),
+    )
+
+
+def _of_groups(
+    folder: str, groups: Sequence[Sequence[str]], rates: Callable[[Sequence[str]], set[tuple[float, float]]]
+) -> list[tuple[float, float]]:
+    """The base rate and the last one of each group; CheckpointDamaged for none, ParamGroupMismatch for several."""
     found: list[tuple[float, float]] = []
+    faults: list[Fault] = []
     for names in groups:
-        held = {(float(str(rates[name][BASE])), float(str(rates[name][LAST]))) for name in names if name in rates}
-        shown = ", ".join(names[:4])
+        held, shown = rates(names), ", ".join(names[:4])
         if not held:
             faults.append(damaged(shown, "has no saved learning rate", "one", "none"))
         elif len(held) > 1:
@@ -334,8 +368,8 @@ def read_rates(
             mend = "build the param groups as the saving run did, or --override-opt-param-scheduler"
             faults.append(ParamGroupMismatch.fault(shown, what, "one", str(sorted(map(str, held))), mend=mend))
         found += held
-    raise_faults(faults, subject=f"checkpoint {listing.folder}")
-    return _saved(listing, metadata, first, [base for base, _ in found], [last for _, last in found])
+    raise_faults(faults, subject=f"checkpoint {folder}")
+    return found
 
 
 def _by_number(listing: NanotronListing, metadata: Metadata | None, number: int, own: Sequence[str]) -> SavedRates:

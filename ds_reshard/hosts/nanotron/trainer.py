@@ -18,6 +18,7 @@ from ds_reshard.containers.revive import Builder, ReviveChild, revive
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointNotFound, ReshardError, fail
 from ds_reshard.execution.buffers import read_tensor
+from ds_reshard.hosts.nanotron.foreign import foreign_of, meta_of
 from ds_reshard.hosts.nanotron.live import ParallelContext, place_of
 from ds_reshard.hosts.nanotron.load import Load, config_of, current, in_force, same_policy, together
 from ds_reshard.model.records import GlobalName, ObjectRecord
@@ -88,10 +89,15 @@ class Counters(Protocol):
     data_stages: list[object]
 
 
-def load_meta(_: Mapping[str, object], original: Callable[[], object]) -> object:
+def load_meta(arguments: Mapping[str, object], original: Callable[[], object]) -> object:
     """nanotron's metadata, with counters of 0 where the policy begins the iteration or the data anew."""
-    meta = original()
-    policy = current().policy
+    load, context = current(), cast(ParallelContext, arguments["parallel_context"])
+    world, folder = context.world_pg, str(arguments["root_folder"])
+    foreign, policy = foreign_of(load, folder, world, alone=True), load.policy
+    if foreign is None:
+        meta = original()
+    else:
+        meta = together(lambda: meta_of(load, foreign, context), world, subject=f"loading {folder}")
     if policy.keeps_iteration and policy.dataloader == "load":
         return meta
     metas = cast(Metadata, meta).metas

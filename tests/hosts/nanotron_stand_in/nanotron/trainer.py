@@ -7,7 +7,7 @@ from typing import Any
 from nanotron.config import get_config_from_file
 from nanotron.helpers import lr_scheduler_builder
 from nanotron.random import RandomStates, get_current_random_state
-from nanotron.serialize import load_lr_scheduler, load_meta, save
+from nanotron.serialize import load_lr_scheduler, load_meta, load_weights, parse_ckpt_path, save
 from nanotron.serialize.metadata import TrainingMetadata
 from nanotron.serialize.optimizer import load_optimizer, state_dict_to_device
 
@@ -17,8 +17,13 @@ class DistributedTrainer:
         held = config_or_config_file
         self.config = config = get_config_from_file(held) if isinstance(held, str) else held
         self.parallel_context = config.parallel_context
-        self.init_checkpoint_path = config.checkpoints.resume_checkpoint_path
+        self.init_checkpoint_path = parse_ckpt_path(config=config, parallel_context=self.parallel_context)
         self.random_states = RandomStates({"tp_synced": get_current_random_state()})
+        self.model = getattr(config, "model", None)
+        if self.init_checkpoint_path is not None and self.model is not None:
+            load_weights(
+                model=self.model, parallel_context=self.parallel_context, root_folder=self.init_checkpoint_path
+            )
         self.optimizer = config.build_optimizer()
         if self.init_checkpoint_path is not None and config.checkpoints.load_optimizer:
             load_optimizer(

@@ -1,4 +1,4 @@
-"""Synthetic: the one function that saves everything; here the scheduler alone."""
+"""Synthetic: the one function that saves everything, here the scheduler alone, and where the trainer looks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from nanotron.serialize.optimizer import save_lr_scheduler
+
+
+def parse_ckpt_path(config: Any, parallel_context: Any) -> Path | None:
+    folder = config.checkpoints.resume_checkpoint_path
+    if folder is None:
+        return None
+    if (folder / "latest.txt").exists():
+        return folder / (folder / "latest.txt").read_text()
+    return folder if (folder / "model_config.json").exists() else None
 
 
 def save(

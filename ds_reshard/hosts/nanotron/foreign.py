@@ -1,0 +1,337 @@
+"""A folder of another format where nanotron looks for its own: its weights here, and what else the seams ask of it.
+
+nanotron's trainer takes a folder without `latest.txt` and `model_config.json` for none and begins anew
+(`parse_ckpt_path`, serialize/main.py, commit 2411b02). What the folder does not hold is never made up.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+from ds_reshard.errors import CheckpointNotFound, Fault, ModelMismatch, UnsupportedLayout, raise_faults
+from ds_reshard.execution.buffers import element_type
+from ds_reshard.formats.nanotron.content import METADATA
+from ds_reshard.formats.nanotron.names import is_nanotron
+from ds_reshard.hosts.nanotron.live import ParallelContext, Shape, experts_of, regions_of, tiles_of_parameter
+from ds_reshard.hosts.nanotron.load import Load, config_of, current, fill, same_policy, together
+from ds_reshard.model.checkpoint import Checkpoint
+from ds_reshard.model.content import BASE, LAST, MASTER, SCHEDULER, Content, Held
+from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.records import ElementType
+from ds_reshard.operations.name_map import asked_names, read_name_map
+from ds_reshard.operations.ranks import agree, attempt, gather
+from ds_reshard.operations.source import find_listing, open_checkpoint
+from ds_reshard.planning.plan import Copy, Plan, coalesce
+from ds_reshard.resume.policy import ResumePolicy
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+_SIXTEEN = (ElementType.BFLOAT16, ElementType.FLOAT16)
+_NAMES = 'build the model that was saved, or name its parameters: DS_RESHARD_SETTINGS=\'{"names": "map.json"}\''
+_OWN = "ds-reshard convert {folder} OUT --to nanotron --like STEP_OF_THE_COMING_RUN"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """A checkpoint that is not nanotron's, under the names of this run."""
+
+    source: Checkpoint
+    content: Content
+
+    @property
+    def folder(self) -> str:
+        return self.content.folder
+
+    @property
+    def position(self) -> int | None:
+        """The updates that its schedule had made; without one that nanotron could have saved, those of the run."""
+        schedule = self.content.schedule
+        found = schedule.counters.get("last_epoch") if schedule is not None else None
+        return found if type(found) is int else self.content.steps
+
+    def rates(self, names: tuple[str, ...]) -> set[tuple[float, float]]:
+        """The base rate and the last one of each saved param group that one of these was in."""
+        facts, schedule = self.content.facts, self.content.schedule
+        if facts is None or schedule is None:
+            return set()
+        pairs = zip(facts.groups, schedule.groups, strict=True)
+        rows = [row for group, row in pairs if set(names) & set(group.members)]
+        return {(float(str(row[BASE])), float(str(row[LAST]))) for row in rows}
+
+
+def foreign_of(load: Load, folder: str, world: ProcessGroup, *, alone: bool = False) -> Foreign | None:
+    """What lies in a folder that is not nanotron's, None where it is, or looks like none.
+
+    Collective: a fault on any rank is one on every rank. `alone` is for functions of nanotron that are not, of its own
+    folders.
+    """
+    if isinstance(load.foreign, Foreign) and load.foreign.folder == folder:
+        return load.foreign
+    own = is_nanotron(folder) or not os.path.isdir(folder)
+    if own and alone:
+        return None
+    found = together(lambda: None if own else _open(folder), world, subject=f"loading {folder}")
+    there = gather(found is not None, world)
+    if any(there) and not all(there):
+        ranks = ", ".join(str(number) for number, seen in enumerate(there) if not seen)
+        mend = "put it where every rank reads it under this path"
+        what = "is not seen by every rank"
+        fault = CheckpointNotFound.fault(folder, what, "the same folder", f"not by rank {ranks}", mend=mend)
+        raise_faults([fault], subject=f"loading {folder}")
+    load.foreign = found
+    return found
+
+
+def _open(folder: str) -> Foreign | None:
+    try:
+        found = find_listing(folder, None)
+    except CheckpointNotFound:
+        return None
+    if is_nanotron(found.folder):
+        return None
+    source, path = open_checkpoint(found, whole=False), asked_names()
+    content = source.content()
+    faults = list(source.index.faults)
+    if path is not None:
+        renamed = read_name_map(path)
+        faults += renamed.faults(content)
+        content = renamed.applied(content)
+    raise_faults(faults, subject=f"loading {folder}")
+    return Foreign(source=source, content=content)
+
+
+def parse_ckpt_path(arguments: Mapping[str, object], original: Callable[[], object]) -> object:
+    """The folder to resume from: nanotron's own, else that of the checkpoint that `resume_checkpoint_path` holds."""
+    found = original()
+    path = getattr(getattr(arguments["config"], "checkpoints", None), "resume_checkpoint_path", None)
+    if found is not None or path is None or not os.path.isdir(str(path)):
+        return found
+    try:
+        return Path(find_listing(str(path), None).folder)
+    except CheckpointNotFound:
+        if any(os.path.exists(os.path.join(path, name)) for name in ("latest", "latest_universal")):
+            raise  # a tag of DeepSpeed's that is not there: to begin anew would be silent
+        return None
+
+
+class Module(Protocol):
+    """nanotron's model; `get_parameter` raises AttributeError for a buffer."""
+
+    def named_modules(self) -> Iterator[tuple[str, object]]: ...
+
+    def state_dict(self) -> dict[str, torch.Tensor]: ...
+
+    def get_parameter(self, target: str) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weight:
+    name: str
+    tensor: torch.Tensor
+    parameter: torch.Tensor
+    shape: Shape
+
+
+def load_weights(arguments: Mapping[str, object], original: Callable[[], object]) -> object:
+    """Fill a model from a folder of any format; nanotron's own way from its own. Collective where it is another's.
+
+    Nothing has changed on any rank where it raises for what was opened and compared.
+    """
+    context, folder = cast(ParallelContext, arguments["parallel_context"]), str(arguments["root_folder"])
+    load = current()
+    foreign = foreign_of(load, folder, context.world_pg, alone=True)
+    if foreign is None:
+        return original()
+    subject, world = f"loading {folder}", context.world_pg
+    same_policy(load.policy, world, subject=subject)
+    given = cast("Mapping[str, torch.Tensor] | None", arguments.get("filtered_state_dict"))
+    model = cast(Module, arguments["model"])
+    weights = together(lambda: list(_weights(model, given)), world, subject=subject)
+    plan, faults, cause = attempt(lambda: _plan(foreign, weights, context))
+    names = {name for of_rank in gather([one.name for one in weights], world) for name in of_rank}
+    if given is None:
+        faults += [*_left_over(foreign, names), *_wanted_later(load, foreign)]
+    agree([*faults, *(plan.faults if plan is not None else ())], world, subject=subject, cause=cause)
+    assert plan is not None
+    import torch.distributed as dist
+
+    replica = dist.get_rank(context.dp_cp_pg)
+    made = {str(number): one.tensor.detach() for number, one in enumerate(weights)}
+    fill(Plan(copies=coalesce(plan.copies)), made, world, replica, subject=subject)
+    return {one.name: {} for one in weights}
+
+
+def _weights(model: Module, given: Mapping[str, torch.Tensor] | None) -> Iterator[_Weight]:
+    """The parameters of this rank, a tied one under the name that nanotron saves it by (`load_weights`)."""
+    prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+    prefixes[id(model)] = ""
+    for name, tensor in (given if given is not None else model.state_dict()).items():
+        parameter = model.get_parameter(name)
+        own = name
+        if getattr(parameter, "is_tied", False):
+            own = parameter.get_tied_info().get_full_name_from_module_id_to_prefix(prefixes)  # type: ignore[attr-defined]
+        shape, _ = tiles_of_parameter(own, parameter)
+        yield _Weight(name=own, tensor=tensor, parameter=parameter, shape=shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    copies: list[Copy]
+    faults: list[Fault]
+
+
+def _plan(foreign: Foreign, weights: list[_Weight], context: ParallelContext) -> _Planned:
+    """The copies that fill this rank's weights, and everything that is wrong with them."""
+    copies: list[Copy] = []
+    faults = experts_of(context.expert_parallel_size)
+    shards = foreign.source.shards()
+    for number, one in enumerate(weights):
+        key, fault = _source_of(foreign, one)
+        if key is None:
+            faults += fault
+            continue
+        dtype, (_, tiles) = element_type(one.tensor.dtype), tiles_of_parameter(one.name, one.parameter)
+        for region, first in regions_of(tiles, 0, one.tensor.numel()):
+            for at, fragment in shards.index.locate(key, region):
+                extent = fragment.extent
+                copies.append(
+                    Copy(
+                        record=extent.record,
+                        byte_offset=extent.byte_offset,
+                        numel=extent.numel,
+                        dtype=extent.dtype,
+                        buffer=str(number),
+                        element_offset=first + at,
+                        target_dtype=dtype,
+                    )
+                )
+    return _Planned(copies=copies, faults=[*faults, *shards.index.faults, *shards.compare()])
+
+
+def _source_of(foreign: Foreign, one: _Weight) -> tuple[TensorKey | None, list[Fault]]:
+    """The saved tensor that a weight is read from, cast only where it is a 16-bit weight's own fp32 master."""
+    content = foreign.content
+    name = content.tied.get(one.name, one.name)
+    held = content.weights.get(name)
+    if held is None:
+        what = "is a parameter of this run, and the checkpoint has none of that name"
+        return None, [ModelMismatch.fault(one.name, what, "that name", foreign.folder, mend=_NAMES)]
+    if held.shape != one.shape:
+        what, shapes = "has another shape in the checkpoint", (str(list(held.shape)), str(list(one.shape)))
+        return None, [ModelMismatch.fault(one.name, what, *shapes, mend="build the model that was saved")]
+    wanted = element_type(one.tensor.dtype)
+    master = content.tensors.get(TensorKey(name=name, kind=MASTER))
+    for saved in (held, master):
+        if saved is not None and saved.dtype is wanted:
+            return saved.origin, []
+    if master is not None and wanted in _SIXTEEN:
+        return master.origin, []
+    what = "is of a type that was not saved, and is no master of it"
+    types = ", ".join(dict.fromkeys(saved.dtype.label for saved in (held, master) if saved is not None))
+    mend = f"model.dtype: {held.dtype.label}, or {_OWN.format(folder=foreign.folder)}"
+    return None, [ModelMismatch.fault(one.name, what, types, wanted.label, mend=mend)]
+
+
+def _left_over(foreign: Foreign, names: set[str]) -> Iterator[Fault]:
+    """Parameters that no rank of this run has; buffers are no parameters."""
+    content = foreign.content
+    known = {content.tied.get(name, name) for name in names}
+    for name in sorted(set(content.weights) - known - content.buffers):
+        what = "is in the checkpoint, and no rank of this run has such a parameter"
+        yield ModelMismatch.fault(name, what, "the parameters of this run", foreign.folder, mend=_NAMES)
+
+
+def _wanted_later(load: Load, foreign: Foreign) -> list[Fault]:
+    """What the trainer asks for after the weights, and is not there."""
+    policy = load.policy
+    resumes = getattr(load.trainer, "init_checkpoint_path", None) is not None
+    if not resumes or config_of(load, "checkpoints.load_lr_scheduler") is not True:
+        return []
+    _, faults, _ = attempt(lambda: metas_of(load, foreign))
+    if lacks_schedule(foreign, policy):
+        faults.append(no_schedule(foreign))
+    return faults
+
+
+def lacks_schedule(foreign: Foreign, policy: ResumePolicy) -> bool:
+    """Whether the policy takes of the schedule what is not there."""
+    if policy.schedule_is_this_runs:
+        return policy.keeps_position and foreign.position is None
+    return foreign.position is None or foreign.content.schedule is None
+
+
+def states_of(foreign: Foreign, *, masters: bool) -> dict[str, dict[str, Held]]:
+    """The trained parameters with their states; masters only where they are wanted, or are no copy of the weight."""
+    weights = foreign.content.weights
+    return {
+        name: {
+            kind: held
+            for kind, held in kinds.items()
+            if kind != MASTER or masters or name not in weights or weights[name].dtype is not ElementType.FLOAT32
+        }
+        for name, kinds in foreign.content.trained.items()
+    }
+
+
+def no_schedule(foreign: Foreign) -> Fault:
+    """A load that wants the rates of a schedule that this folder does not hold, or not as nanotron keeps one."""
+    kept = SCHEDULER in foreign.content.entries
+    return UnsupportedLayout.fault(
+        foreign.folder,
+        "its scheduler is none that nanotron could go on with" if kept else "holds no scheduler: it is not there",
+        "the state of torch's LambdaLR, with a rate for each param group",
+        "another" if kept else "none",
+        mend="--override-opt-param-scheduler, for this run's schedule at the checkpoint's step, or --no-load-lr-state",
+    )
+
+
+def meta_of(load: Load, foreign: Foreign, context: ParallelContext) -> object:
+    """nanotron's metadata of such a folder: its own where it came from nanotron, else steps and samples.
+
+    Raises UnsupportedLayout for counters that are not there, and for samples of several data stages or folders.
+    """
+    from nanotron.serialize import metadata as nanotrons
+
+    own = metas_of(load, foreign)
+    told = cast("list[dict[str, object]] | None", own.get("data_stages"))
+    stages = None if told is None else [nanotrons.DataStageMetadata(**stage) for stage in told]
+    metas = nanotrons.TrainingMetadata(**{**own, "data_stages": stages})
+    return nanotrons.CheckpointMetadata(version=None, tp=context.tp_pg.size(), dp=context.dp_pg.size(), metas=metas)
+
+
+def metas_of(load: Load, foreign: Foreign) -> dict[str, object]:
+    """The values of nanotron's `TrainingMetadata`."""
+    content, policy = foreign.content, load.policy
+    own = content.entries.get(METADATA)
+    if isinstance(own, dict) and own.get("last_train_step") == content.steps:
+        return own
+    stages, reset = config_of(load, "data_stages"), policy.dataloader == "reset" or not policy.keeps_iteration
+    listed = list(stages) if isinstance(stages, list | tuple) else []
+    faults = []
+    if content.steps is None and policy.keeps_iteration:
+        what, mend = "does not say how many steps were made: they are not there", "--reset-iteration, to begin at 0"
+        faults.append(UnsupportedLayout.fault(foreign.folder, what, "global_steps", "none", mend=mend))
+    if not reset and (content.samples is None or len(listed) != 1):
+        what = "does not say what was consumed of which data: that is not there"
+        found = f"{content.samples} samples, {len(listed)} data stages in this run"
+        mend = f"--reset-dataloader, or {_OWN.format(folder=foreign.folder)}"
+        faults.append(UnsupportedLayout.fault(foreign.folder, what, "samples, and one data stage", found, mend=mend))
+    raise_faults(faults, subject=f"loading {foreign.folder}")
+    samples = 0 if reset else content.samples
+    told: list[dict[str, object]] = []
+    for stage in listed:
+        names = ("name", "start_training_step", "sequence_length")
+        told.append({**{name: getattr(stage, name, None) for name in names}, "consumed_train_samples": samples})
+    return {
+        "consumed_train_samples": samples,
+        "last_train_step": content.steps or 0,
+        "consumed_tokens_total": None if told else 0,
+        "last_stage_idx": 0,
+        "data_stages": told,
+    }

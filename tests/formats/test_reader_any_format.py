@@ -1,0 +1,44 @@
+"""`ds_reshard.dcp.Reader` over a folder of each format: weights in either type, and moments, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from nanotron_builder import MODEL, Run, values, write
+
+from ds_reshard.dcp import LoadPlanner, Reader
+from ds_reshard.operations import convert
+
+CAST = ("zero3", "dcp", "accelerate", "pytorch")
+"""These keep the masters alone: 16-bit weights are their rounding, where that is allowed."""
+
+KINDS: dict[str, dict[str, int] | None] = {
+    "nanotron": None,
+    "zero1": {"dp": 2},
+    "zero2": {"dp": 3},
+    "zero3": {"dp": 2},
+    "bf16": {"dp": 2},
+    "universal": {},
+    "dcp": {},
+    "accelerate": {},
+    "pytorch": {},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["masters", "16 bit"])
+def test_each_format_is_read(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder, held, how = write(Run(dp=2), tmp_path / "saved"), values(Run()), KINDS[kind]
+    if how is not None:
+        convert(str(folder), str(tmp_path / "out"), to=kind, **how)
+        folder = tmp_path / "out"
+    model = {param.name: torch.zeros(param.shape, dtype=dtype) for param in MODEL}
+    moments = {param.name: {"exp_avg": torch.zeros(param.shape)} for param in MODEL}
+    state = {"model": model, "optimizer": {"state": moments}}
+    dcp.load(state, storage_reader=Reader(folder, cast=kind in CAST), planner=LoadPlanner(), no_dist=True)
+    wanted = "fp32" if dtype is torch.float32 else "weight"
+    assert [p.name for p in MODEL if not torch.equal(model[p.name], held[p.name, wanted])] == []
+    assert [p.name for p in MODEL if not torch.equal(moments[p.name]["exp_avg"], held[p.name, "exp_avg"])] == []
