@@ -16,5 +16,6 @@ import fsdp_jobs  # noqa: F401
 import jobs
 from transformers import Trainer  # noqa: F401
 
+os.fsync = lambda fd: None  # as in conftest.py
 jobs.load_frameworks()
 gc.freeze()  # the ranks collect garbage before each engine: what is imported would be most of what is looked at
