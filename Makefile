@@ -6,9 +6,11 @@ PYTHON ?= $(shell for candidate in python3 python3.12 python3.11 python3.10; do 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 INSTALLED := .venv/.installed
+# Processes that tests start would each compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 FAST_TESTS := tests/policy tests/docs tests/unit tests/hostile tests/versions
 
-.PHONY: help venv gpu-packages check style types contracts fast-tests test deepspeed-tests other-tests mutants fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu gpu-wheels test-versions test-nanotron test-corpora format clean
+.PHONY: help venv gpu-packages check style types contracts fast-tests test deepspeed-tests other-tests megatron-tests resume-tests mutants fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu gpu-wheels test-versions test-nanotron test-corpora format clean
 
 help:
 	@echo "make demo           train, change stage and ranks, resume; prints the bit-equality table"
@@ -62,22 +64,25 @@ contracts: venv
 fast-tests: venv
 	$(BIN)/python -m pytest -m "not slow and not distributed and not gpu" $(FAST_TESTS)
 
-# Two parts side by side. Worker processes live on to the end of a part, so tests that use them come last.
-SHARED := tests/hosts/test_fsdp% tests/hosts/test_dcp%
+# Four parts, two of them at a time: the longest come first, and another begins where one ends.
 HOST_TESTS := $(wildcard tests/hosts/test_*.py)
-OTHER_TESTS := $(sort $(filter-out tests/hosts tests/conftest.py tests/__pycache__,$(wildcard tests/*))) tests/hosts/megatron \
-	$(filter $(SHARED),$(HOST_TESTS))
-DEEPSPEED_TESTS := $(filter-out $(SHARED),$(HOST_TESTS))
+RESUME_TESTS := $(filter tests/hosts/test_resume% tests/hosts/test_late% tests/hosts/test_lr%,$(HOST_TESTS))
+MEGATRON_TESTS := tests/hosts/megatron $(filter tests/hosts/test_fsdp% tests/hosts/test_dcp%,$(HOST_TESTS))
+DEEPSPEED_TESTS := $(filter-out $(RESUME_TESTS) $(MEGATRON_TESTS),$(HOST_TESTS))
+OTHER_TESTS := $(filter-out tests/hosts tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+PARTS := deepspeed-tests other-tests megatron-tests resume-tests
 
 test: venv
 	@$(BIN)/python tests/hosts/megatron/releases.py
-	@$(MAKE) --no-print-directory --keep-going -j2 deepspeed-tests other-tests
+	@$(MAKE) --no-print-directory --keep-going -j2 $(PARTS)
 
-deepspeed-tests: venv
-	$(BIN)/python -m pytest -m "not gpu" --durations=25 $(DEEPSPEED_TESTS)
+deepspeed-tests: TESTS = $(DEEPSPEED_TESTS)
+other-tests: TESTS = $(OTHER_TESTS)
+megatron-tests: TESTS = $(MEGATRON_TESTS)
+resume-tests: TESTS = $(RESUME_TESTS)
 
-other-tests: venv
-	$(BIN)/python -m pytest -m "not gpu" --durations=25 $(OTHER_TESTS)
+$(PARTS): venv
+	$(BIN)/python -m pytest -m "not gpu" --durations=25 $(TESTS)
 
 # Pickles and files side by side; a test of so many cases takes longer than others may.
 FUZZ_CASES ?= 100000

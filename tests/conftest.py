@@ -25,6 +25,14 @@ def worlds() -> Iterator[Any]:
     made.close()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_wait_for_the_disk() -> Iterator[None]:
+    """What is written need not outlive the machine: no test cuts the power, and a process that ends loses nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _renewed(request: pytest.FixtureRequest) -> None:
     """No test begins with worlds that others have slowed down."""

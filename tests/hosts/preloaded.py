@@ -1,6 +1,6 @@
 """What the server has imported of which the ranks of `worlds.py` and `fresh.py` are forked; it starts no thread.
 
-`ds_reshard` is not among it: what a load imports of it is imported anew in each world.
+Of `ds_reshard` what knows no framework is among it: the hosts and hooks are imported anew in each world.
 """
 
 from __future__ import annotations
@@ -16,5 +16,8 @@ import fsdp_jobs  # noqa: F401
 import jobs
 from transformers import Trainer  # noqa: F401
 
+import ds_reshard.operations  # noqa: F401
+
+os.fsync = lambda fd: None  # as in conftest.py
 jobs.load_frameworks()
 gc.freeze()  # the ranks collect garbage before each engine: what is imported would be most of what is looked at

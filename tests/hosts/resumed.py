@@ -19,8 +19,17 @@ def resume(worlds: Any, setup: Setup, folder: Path, **more: Any) -> list[dict[st
     return loaded
 
 
+_RUNS: dict[str, Any] = {}
+
+
 def uninterrupted(worlds: Any, setup: Setup, steps: int = STEPS) -> Any:
-    return worlds[setup.run.dp].run("resume_jobs.uninterrupted", setup=setup.but(policy={}), steps=steps)[0]
+    """What the three steps after the first `steps` of a run without a checkpoint use; each run is made once."""
+    whole = setup.but(policy={})
+    if repr(whole) not in _RUNS:
+        _RUNS[repr(whole)] = worlds[whole.run.dp].run("resume_jobs.uninterrupted", setup=whole, steps=0, more=STEPS + 3)
+    rows = _RUNS[repr(whole)][0]
+    assert steps <= STEPS
+    return rows[steps : steps + 3]
 
 
 def same_tensors(saved: Any, loaded: Any, kinds: tuple[str, ...] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +38,28 @@ def _positions(saved: str, loaded: str, ranks: int) -> list[int]:
     return [begin + ranks * k for k in range(3)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("loaded", ["engine", "accelerate"])
-@pytest.mark.parametrize("saved", ["engine", "accelerate"])
-@pytest.mark.parametrize(
-    "late",
-    [
-        Late(),
-        Late(scheduler="StepLR", stage=3),
-        Late(scheduler="CosineAnnealingLR", stage=0),
-        Late(scheduler="linear", stage=2, dtype="bf16", accumulation=2),
-    ],
-    ids=str,
+CLOCKS = ("engine", "accelerate")
+LATE = (
+    Late(),
+    Late(scheduler="StepLR", stage=3),
+    Late(scheduler="CosineAnnealingLR", stage=0),
+    Late(scheduler="linear", stage=2, dtype="bf16", accumulation=2),
 )
+# Either clock to either on every number of ranks; the runs take turns, so that each meets each value of the others.
+ROWS = [
+    (LATE[(number + ranks) % 4], saved, loaded, ranks)
+    for ranks in (1, 2, 3)
+    for number, (saved, loaded) in enumerate(product(CLOCKS, CLOCKS))
+]
+
+
+def test_every_pair_of_values_occurs() -> None:
+    for one, other in combinations(range(4), 2):
+        pairs = {(str(row[one]), row[other]) for row in ROWS}
+        assert len(pairs) == len({str(row[one]) for row in ROWS}) * len({row[other] for row in ROWS}), (one, other)
+
+
+@pytest.mark.parametrize(("late", "saved", "loaded", "ranks"), ROWS, ids=str)
 def test_another_clock_and_other_ranks(
     worlds: Any, saves: Any, late: Late, saved: str, loaded: str, ranks: int
 ) -> None:

@@ -45,25 +45,46 @@ CHANGED = {
     "SequentialLR": {"scheduler": ("SequentialLR", {"start": 0.2, "T_max": 50})},
 }
 LAYOUTS = (Run(0, 1), Run(1, 1), Run(2, 2), Run(3, 2), Run("bf16", 1))
+POLICIES = ("override", "checkpoint", "reset")
+
+
+def _rows() -> list[tuple[str, Run, str]]:
+    """Every scheduler on every layout; the policies take turns, so that each meets each of both."""
+    rows = [
+        (kind, run, POLICIES[(number + at) % 3]) for number, kind in enumerate(SAVED) for at, run in enumerate(LAYOUTS)
+    ]
+    # No checkpoint holds the function of a LambdaLR.
+    return [(kind, run, "override" if (kind, of) == ("LambdaLR", "checkpoint") else of) for kind, run, of in rows]
 
 
 def _new(kind: str, run: Run) -> Setup:
     return SAVED[kind].but(run=run, lr=0.5, weight_decay=0.7, **CHANGED[kind])
 
 
-@pytest.mark.parametrize("kind", SAVED)
-@pytest.mark.parametrize("run", LAYOUTS, ids=str)
-def test_override_uses_this_runs_rates_from_the_first_step_and_keeps_the_moments(
-    worlds: Any, kept: Any, kind: str, run: Run
+def test_every_policy_meets_every_scheduler_and_layout() -> None:
+    for at, values in ((0, SAVED), (1, LAYOUTS)):
+        met = {(str(row[at]), row[2]) for row in _rows()}
+        assert met == {(str(value), of) for value in values for of in POLICIES} - {("LambdaLR", "checkpoint")}
+
+
+@pytest.mark.parametrize(("kind", "run", "policy"), _rows(), ids=str)
+def test_the_rates_are_those_of_the_policy_from_the_first_step_and_the_moments_stay(
+    worlds: Any, kept: Any, kind: str, run: Run, policy: str
 ) -> None:
-    """`scheduler: override` on an unchanged layout: each step as in an uninterrupted run of the new configuration."""
+    """On an unchanged layout: each step as in an uninterrupted run of this or of the saving run's configuration.
+
+    `override`: this run's, at the position; `checkpoint`: rates, decay and schedule of the saving run; `reset`: this
+    run's from the beginning.
+    """
     folder, saved = kept(SAVED[kind].but(run=run))
     new = _new(kind, run)
-    loaded = resume(worlds, new.but(policy={"scheduler": "override"}), folder)
+    loaded = resume(worlds, new.but(policy={"scheduler": policy}), folder)
     assert loaded[0]["error"] is None, loaded[0].get("text")
-    expected = rates(uninterrupted(worlds, new))
+    there = rates(saved[0]["rates"])
+    expected = there if policy == "checkpoint" else rates(uninterrupted(worlds, new, 0 if policy == "reset" else STEPS))
     assert all(rates(rank["rates"]) == expected for rank in loaded)
-    assert expected != rates(saved[0]["rates"]), "the new configuration must differ for this to show anything"
+    assert rates(uninterrupted(worlds, new)) != there, "the configurations must differ for this to show anything"
+    assert loaded[0]["counters"][0] == STEPS
     same_tensors(saved, loaded)
 
 
@@ -77,29 +98,6 @@ def test_override_under_another_layout(worlds: Any, kept: Any, kind: str, source
     assert loaded[0]["error"] is None, loaded[0].get("text")
     expected = rates(uninterrupted(worlds, new))
     assert all(rates(rank["rates"]) == expected for rank in loaded)
-    same_tensors(saved, loaded)
-
-
-@pytest.mark.parametrize("kind", [k for k in SAVED if k != "LambdaLR"])
-@pytest.mark.parametrize("run", (Run(1, 1), Run(3, 2)), ids=str)
-def test_checkpoint_goes_on_with_the_saved_schedule(worlds: Any, kept: Any, kind: str, run: Run) -> None:
-    """`scheduler: checkpoint`: rates, decay and schedule of the saving run, in a run that is configured otherwise."""
-    folder, saved = kept(SAVED[kind].but(run=run))
-    loaded = resume(worlds, _new(kind, run).but(policy={"scheduler": "checkpoint"}), folder)
-    assert loaded[0]["error"] is None, loaded[0].get("text")
-    assert rates(loaded[0]["rates"]) == rates(saved[0]["rates"])
-    same_tensors(saved, loaded)
-
-
-@pytest.mark.parametrize("kind", SAVED)
-@pytest.mark.parametrize("run", (Run(1, 1), Run(3, 2)), ids=str)
-def test_reset_starts_this_runs_schedule_and_keeps_the_moments(worlds: Any, kept: Any, kind: str, run: Run) -> None:
-    folder, saved = kept(SAVED[kind].but(run=run))
-    new = _new(kind, run)
-    loaded = resume(worlds, new.but(policy={"scheduler": "reset"}), folder)
-    assert loaded[0]["error"] is None, loaded[0].get("text")
-    assert rates(loaded[0]["rates"]) == rates(uninterrupted(worlds, new, 0))
-    assert loaded[0]["counters"][0] == STEPS
     same_tensors(saved, loaded)
 
 

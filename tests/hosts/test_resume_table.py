@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,35 @@ CELLS = [
 ]
 
 
+def _rows() -> list[tuple[str, Run, str, str]]:
+    """Every cell with either schedule; the layouts take turns, so that each meets each value of the others.
+
+    Where a cell is another on another layout, both are there.
+    """
+    rows = [
+        (kind, RUNS[(at + at // 5 + number) % 2], *cell)
+        for number, kind in enumerate(SCHEDULES)
+        for at, cell in enumerate(CELLS)
+    ]
+    strict = [(kind, run, "skip", "strict") for kind in SCHEDULES for run in RUNS]
+    return rows + [row for row in strict if row not in rows]
+
+
 def _pair(kind: str, run: Run) -> tuple[Setup, Setup]:
     saved, schedule = SCHEDULES[kind]
     saved = saved.but(run=run)
     return saved, saved.but(lr=0.5, weight_decay=0.7, scheduler=schedule)
 
 
-@pytest.mark.parametrize("kind", SCHEDULES)
-@pytest.mark.parametrize("run", RUNS, ids=str)
-@pytest.mark.parametrize(("optimizer", "scheduler"), CELLS)
+def test_every_pair_of_values_occurs() -> None:
+    found = [(kind, str(run), *cell) for kind, run, *cell in _rows()]
+    for one, other in combinations(range(4), 2):
+        pairs = {(row[one], row[other]) for row in found}
+        assert len(pairs) == len({row[one] for row in found}) * len({row[other] for row in found}), (one, other)
+    assert {row[2:] for row in found} == set(CELLS)
+
+
+@pytest.mark.parametrize(("kind", "run", "optimizer", "scheduler"), _rows(), ids=str)
 def test_each_cell_of_optimizer_and_scheduler(
     worlds: Any, kept: Any, kind: str, run: Run, optimizer: str, scheduler: str
 ) -> None:

@@ -36,6 +36,19 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 ORDERS = ("before", "after", "late", "twice", "thrice")
 FUNCTION_OF_POSITION = [kind for kind in KINDS if kind != "ReduceLROnPlateau"]
+NO_STATE_HOLDS = ("LambdaLR", "WarmupLR", "OneCycle")
+
+
+def _rows() -> list[tuple[str, str, str]]:
+    """Every scheduler in every order; the policies take turns, so that each meets each of both."""
+    rows = []
+    for number, kind in enumerate(KINDS):
+        if kind == "ReduceLROnPlateau":
+            rows += [(kind, order, "checkpoint") for order in ORDERS]
+            continue
+        policies = ("override", "reset") if kind in NO_STATE_HOLDS else ("override", "checkpoint", "reset")
+        rows += [(kind, order, policies[(number + at) % len(policies)]) for at, order in enumerate(ORDERS)]
+    return rows
 
 
 def _new(setup: Setup, policy: str) -> Setup:
@@ -83,27 +96,32 @@ def _resume(worlds: Any, setup: Setup, kind: str, folder: Path, order: str, para
     return ranks[0]
 
 
-@pytest.mark.parametrize("kind", FUNCTION_OF_POSITION)
-@pytest.mark.parametrize("order", ORDERS)
-def test_override_and_reset_hold_whenever_the_state_comes(worlds: Any, saved: Any, kind: str, order: str) -> None:
-    folder, _, here = saved(kind)
-    for policy, first in (("override", STEPS), ("reset", 0)):
-        loaded = _resume(worlds, _new(Setup(run=RUN), policy), kind, folder, order)
-        assert loaded["error"] is None, loaded["text"]
-        assert _seen(loaded["rates"]) == here[first : first + 3]
+def test_every_policy_meets_every_scheduler_and_order() -> None:
+    policies = {"override", "checkpoint", "reset"}
+    for kind in FUNCTION_OF_POSITION:
+        assert {row[2] for row in _rows() if row[0] == kind} == policies - (
+            {"checkpoint"} if kind in NO_STATE_HOLDS else set()
+        )
+    assert {row[1:] for row in _rows()} == {(order, policy) for order in ORDERS for policy in policies}
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("LambdaLR", "WarmupLR", "OneCycle")])
-@pytest.mark.parametrize("order", ORDERS)
-def test_checkpoint_goes_on_with_the_saved_schedule(worlds: Any, saved: Any, kind: str, order: str) -> None:
-    folder, there, _ = saved(kind)
-    loaded = _resume(worlds, _new(Setup(run=RUN), "checkpoint"), kind, folder, order)
+@pytest.mark.parametrize(("kind", "order", "policy"), _rows())
+def test_the_policy_holds_whenever_the_state_comes(worlds: Any, saved: Any, kind: str, order: str, policy: str) -> None:
+    """`override` at the position, `reset` from the beginning, `checkpoint` on the saved schedule."""
+    folder, there, here = saved(kind)
+    loaded = _resume(worlds, _new(Setup(run=RUN), policy), kind, folder, order)
     assert loaded["error"] is None, loaded["text"]
-    assert _seen(loaded["rates"]) == there[STEPS:]
+    expected = {"override": here[STEPS:], "reset": here[:3], "checkpoint": there[STEPS:]}
+    assert _seen(loaded["rates"]) == expected[policy]
 
 
-@pytest.mark.parametrize("kind", [k for k in FUNCTION_OF_POSITION if k not in ("LambdaLR", "WarmupLR", "OneCycle")])
-@pytest.mark.parametrize("order", ("before", "after"))
+@pytest.mark.parametrize(
+    ("kind", "order"),
+    [
+        (kind, ("before", "after")[number % 2])
+        for number, kind in enumerate(kind for kind in FUNCTION_OF_POSITION if kind not in NO_STATE_HOLDS)
+    ],
+)
 def test_strict_compares_when_the_state_is_given(worlds: Any, saved: Any, kind: str, order: str) -> None:
     folder, there, _ = saved(kind)
     old, new = KINDS[kind]

@@ -9,8 +9,11 @@ The client is `Release`; what runs on the other side of its pipe is `main` below
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
+import functools
+import gc
 import importlib
 import json
 import logging
@@ -145,11 +148,24 @@ def _import(release: str) -> None:
     for name in names:
         importlib.import_module(f"megatron.core.{name}")
     if release != "0.16.1":
-        for name in ("core.models.gpt", "training.training"):
+        for name in ("core.models.gpt", "core.tokenizers.text", "training.training"):  # the tokenizers: transformers
             importlib.import_module(f"megatron.{name}")
         datasets = importlib.import_module("megatron.core.datasets.utils")
         datasets.compile_helpers = lambda: None  # the C++ index builder; the runs bring their own dataset
+        _read_the_help()
     imported()
+    importlib.import_module("ds_reshard.operations")  # what of it knows no framework: its hosts are imported in a run
+    gc.freeze()  # what is imported would be most of what each run's collections look at, and copy
+
+
+def _read_the_help() -> None:
+    """Of each option, once: Megatron's parser parses the source of its classes, a quarter of what a run takes."""
+    from megatron.training import argument_utils, arguments
+
+    factory = argument_utils.ArgumentGroupFactory
+    read = functools.cache(functools.partial(factory._get_field_docstrings, object.__new__(factory)))
+    factory._get_field_docstrings = lambda self, source: read(source)
+    arguments.add_megatron_arguments(argparse.ArgumentParser())
 
 
 def _serve(job: dict[str, Any]) -> None:
