@@ -29,7 +29,6 @@ from ds_reshard.formats.zero.names import pattern_in_path, stray_files
 from ds_reshard.formats.zero.optim_states import STATE
 from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries, scheduler_faults
-from ds_reshard.hosts.deepspeed.external_schedulers import as_it_is
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, latest_tag, look, look_aside, tag_files
 from ds_reshard.hosts.deepspeed.live import (
     LiveOptimizer,
@@ -41,9 +40,9 @@ from ds_reshard.hosts.deepspeed.live import (
     unsupported,
 )
 from ds_reshard.hosts.deepspeed.move import Moved, divided_names, move, unproved
-from ds_reshard.hosts.deepspeed.prepare import Prepared, prepare, same_layout
+from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, prepare, same_layout
 from ds_reshard.hosts.deepspeed.resume_session import Resume, policy_of, saved_by
-from ds_reshard.hosts.deepspeed.resume_values import narrowed
+from ds_reshard.hosts.deepspeed.resume_values import as_it_is, narrowed
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.model.index import Index
 from ds_reshard.operations.pickles import refuse_unsafe, scan_files, walk
@@ -228,14 +227,17 @@ def _decide(
     checkpoint = found.checkpoint
     if checkpoint is None:
         return made
-    steps.take(lambda: resume.read(mine.live, checkpoint, mine.settings), subject=subject)
+    groups = SavedGroups(mine.live, checkpoint)
+    steps.take(lambda: resume.read(checkpoint, groups, mine.settings), subject=subject)
     made.shards, asked = ZeroShards(checkpoint=checkpoint), replace(resume.request, tag=found.tag)
     resume.request, folder = asked, f"loading {checkpoint.listing.folder}"
     shards = made.shards
     leave = steps.take(lambda: leave_to_deepspeed(engine, mine, checkpoint, asked, shards), subject=folder)
     made.loader = {True: "DeepSpeed", False: "ds_reshard", None: ""}[leave]
     if leave is False:
-        made.prepared = steps.take(lambda: prepare(engine, mine.live, checkpoint, asked, mine.settings), subject=folder)
+        made.prepared = steps.take(
+            lambda: prepare(engine, mine.live, checkpoint, groups, asked, mine.settings), subject=folder
+        )
         made.shards = made.prepared.shards if made.prepared is not None else None
     return made
 
