@@ -10,11 +10,11 @@ from operator import xor
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ds_reshard.errors import Fault, ReshardError, as_faults, raise_faults
+from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
+from ds_reshard.execution.interfaces import Outcome
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from ds_reshard.execution.checksums import PartialSum
 
 T = TypeVar("T")
 
@@ -134,6 +134,37 @@ class Steps:
     def agree(self) -> None:
         """Raise the same error on every rank when a step of any rank has failed. Collective."""
         self.raise_first(self.tell())
+
+
+def read_together(
+    read: Callable[[], tuple[T, Outcome]],
+    group: ProcessGroup | None = None,
+    *,
+    replica: int,
+    shared: Callable[[], bool] = lambda: False,
+    subject: str,
+) -> tuple[T, Outcome]:
+    """What `read` gives, once every record that any rank has read has its checksum. Collective.
+
+    Ranks that read one and the same copy have the same `replica`: the parts of a record that they read are combined,
+    by one number a rank where all is well. A record whose parts do not tile it is read again by one rank. `shared` says
+    whether several ranks may have read the same bytes: one number then tells nothing. Every rank raises what any has
+    found.
+    """
+    value, faults, cause = attempt(read)
+    outcome = value[1] if value is not None else Outcome()
+    settled, found, failed = attempt(lambda: settle(partial_sums(outcome)))
+    pending, mismatched = settled or ([], [])
+    sums = None if pending and shared() else Sums.of(pending, replica)
+    told = gather((faults + found + outcome.faults + mismatched, sums), group)
+    raise_caused([fault for of_rank, _ in told for fault in of_rank], subject=subject, cause=cause or failed)
+    if not whole([of_rank for _, of_rank in told]):
+        everyone = gather((pending, replica), group)
+        combined, again = combine([parts if other == replica else [] for parts, other in everyone])
+        combined += read_again([record for record, at in again.items() if at == rank(group)])
+        agree(combined, group, subject=subject)
+    assert value is not None
+    return value
 
 
 class Sums(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -47,6 +48,22 @@ def load_counted(run: Run, model: Model, folder: str) -> tuple[list[tuple[str, i
     """Name and bytes of each of ds_reshard's own collectives in one load, and what the engine holds after it."""
     engine = build(run, model, seed=99)
     return _counting(engine, folder), contents(engine)
+
+
+def load_differing(run: Run, model: Model, folder: str, differs: str) -> tuple[list[tuple[str, int]], dict[str, Any]]:
+    """As `load_counted`, where the last rank cannot read what rank 0 lists, or reads another file there."""
+    from unittest import mock
+
+    from ds_reshard.hosts.deepspeed import find_checkpoint
+
+    engine = build(run, model, seed=99)
+    last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    other = {
+        "unreadable": ("open_checkpoint", mock.Mock(side_effect=OSError(5, "Input/output error"))),
+        "another file": ("_prints", mock.Mock(return_value=(b"another",))),
+    }[differs]
+    with mock.patch.object(find_checkpoint, *other) if last else nullcontext():
+        return _counting(engine, folder), contents(engine)
 
 
 def _counting(engine: Any, folder: str) -> list[tuple[str, int]]:

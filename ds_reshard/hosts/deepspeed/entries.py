@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 from collections.abc import Callable, Mapping
@@ -13,7 +14,6 @@ from ds_reshard.errors import Fault, ModelMismatch, raise_faults
 from ds_reshard.execution.buffers import read_tensor, tensor_from_bytes
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.hosts.deepspeed.load_targets import EXTRA_STATE
-from ds_reshard.hosts.deepspeed.scheduler_faults import MEND
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ds_reshard")
 
+MEND = "build the scheduler that was saved, or use --override-opt-param-scheduler or --no-load-lr-state"
 _COUNTERS = ("skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd")
 
 
@@ -202,6 +203,7 @@ def _bytes_io(record: Record, child: Child) -> object:
     return made
 
 
+@functools.cache
 def _builders() -> Mapping[str, Callable[[Record, Child], object]]:
     import torch
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler

@@ -6,47 +6,33 @@ with its rates; or a comparison.
 
 Rung 2 of the ladder (a method on a class): neither torch nor DeepSpeed announces a state. A call inside another, and
 each call inside `engine.load_checkpoint`, is left as it is.
+
+Below: what the state of a scheduler cannot give of what a policy asks for, and every difference from this run's.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, ScheduleMismatch, UnsupportedLayout
 from ds_reshard.hosts.deepspeed import resume_values
-from ds_reshard.hosts.deepspeed.resume_values import amend, beginning_of, given, owns
-from ds_reshard.hosts.deepspeed.scheduler_faults import late_fault, shared_fault, state_faults
+from ds_reshard.hosts.deepspeed.entries import MEND
+from ds_reshard.hosts.deepspeed.resume_values import amend, as_it_is, beginning_of, given, left_as_they_are, owns
 from ds_reshard.operations.ranks import attempt, raise_caused
 from ds_reshard.resume import schedulers
 from ds_reshard.resume.policy import ResumePolicy
-from ds_reshard.resume.schedulers import TORCH
+from ds_reshard.resume.schedulers import DEEPSPEED, PLATEAU, TORCH, UNKNOWN, Beginning
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
-_THREAD = threading.local()
-
-
-@contextmanager
-def as_it_is() -> Iterator[None]:
-    """States that schedulers are given inside are applied as they are."""
-    before = getattr(_THREAD, "inside", False)
-    _THREAD.inside = True
-    try:
-        yield
-    finally:
-        _THREAD.inside = before
-
-
 def load_state_dict(scheduler: object, original: Callable[[], object], state: object) -> object:
     """Give a scheduler a state, as the policy of its engine's last load says. Not collective; no rank differs."""
-    if getattr(_THREAD, "inside", False):
+    if left_as_they_are():
         return original()
     with as_it_is():
         _, faults, cause = attempt(lambda: beginning_of(scheduler))
@@ -164,3 +150,151 @@ def take_model_step(engine: DeepSpeedEngine, original: Callable[[], object]) -> 
         original()
     finally:
         engine.lr_scheduler = scheduler
+
+
+Pairs = dict[str, tuple[object, object]]
+
+_HAND_OVER = "hand the scheduler to deepspeed.initialize"
+
+
+def state_faults(scheduler: object, begun: Beginning, state: Mapping[str, object], policy: ResumePolicy) -> list[Fault]:
+    """What a policy cannot do with the state that a scheduler beside the engine is given."""
+    where = f"the state of {type(scheduler).__name__}"
+    if policy.places_schedule:
+        return _unplaceable(scheduler, begun, state, policy, where)
+    if policy.scheduler in ("checkpoint", "strict") and begun.kind == DEEPSPEED:
+        return [position_alone(where)]
+    if policy.scheduler == "checkpoint":
+        return continuation_faults(scheduler, state, where) or _unread(scheduler, policy, where)
+    if policy.scheduler == "strict":
+        return code_faults(scheduler, where) or mismatches(_pairs(begun, state))
+    if policy.takes("lr"):
+        return [rate_fault()]
+    return []
+
+
+def _unplaceable(
+    scheduler: object, begun: Beginning, state: Mapping[str, object], policy: ResumePolicy, where: str
+) -> list[Fault]:
+    home = next(cls for cls in type(scheduler).__mro__ if "load_state_dict" in vars(cls))
+    if home.__module__.partition(".")[0] not in ("torch", "deepspeed"):
+        what = f"{home.__name__}.load_state_dict is the script's: it may take more from the state than the position"
+        return [_unsupported(where, what, _HAND_OVER)]
+    if begun.position:
+        what = "comes when the scheduler has taken steps, so the beginning of this run's schedule is gone"
+        return [fault(where, what, "give it its state before the first step")]
+    if policy.keeps_position and (begun.kind in (PLATEAU, UNKNOWN) or schedulers.position_in(state) is None):
+        return [_unsupported(where, schedulers.refusal(scheduler), "see above")]
+    return []
+
+
+def _unread(scheduler: object, policy: ResumePolicy, where: str) -> list[Fault]:
+    """What a scheduler keeps in the param groups comes with the optimizer, and not with its own state."""
+    kept = schedulers.kept_in_groups(scheduler)
+    if policy.loads_masters or not kept:
+        return []
+    what = f"{type(scheduler).__name__} keeps {', '.join(sorted(kept))} in the optimizer, which is not loaded"
+    return [_unsupported(where, what, "load the optimizer, or use --override-opt-param-scheduler")]
+
+
+def shared_fault(scheduler: object, others: Sequence[object]) -> Fault:
+    """Schedulers that change the same rates in turn cannot be put at a position one by one."""
+    names = ", ".join(type(one).__name__ for one in (scheduler, *others))
+    what = f"several schedulers ({names}) share one optimizer: they cannot be put at a position one by one"
+    return _unsupported("lr_scheduler", what, "put them into one SequentialLR or ChainedScheduler")
+
+
+def late_fault(scheduler: object) -> Fault:
+    """Built after a load that kept the checkpoint's rates: its beginning is not this run's."""
+    what = f"{type(scheduler).__name__} was built on the checkpoint's rates, as they are loaded, and is to begin anew"
+    return fault("lr_scheduler", what, "build it before load_checkpoint, or add --no-load-lr-state")
+
+
+def continuation_faults(scheduler: object, state: Mapping[str, object], where: str) -> list[Fault]:
+    """Why a torch scheduler of this run cannot go on from a saved state."""
+    if schedulers.has_code(scheduler):
+        what = f"the function that gives {type(scheduler).__name__} its rates is this run's: no checkpoint holds it"
+        return [_unsupported(where, what, MEND)]
+    live = set(schedulers.configuration(scheduler))
+    if schedulers.position_in(state) is None or live != set(schedulers.saved_configuration(state)):
+        return [
+            UnsupportedLayout.fault(
+                where,
+                "holds the state of another kind of scheduler",
+                f"the state of {type(scheduler).__name__}",
+                ", ".join(sorted(state)) or "nothing",
+                mend=MEND,
+            )
+        ]
+    return []
+
+
+def code_faults(scheduler: object, where: str) -> list[Fault]:
+    """Where a function decides the rates: it cannot be compared."""
+    if not schedulers.has_code(scheduler):
+        return []
+    what = f"the function that gives {type(scheduler).__name__} its rates is in no checkpoint: it cannot be compared"
+    return [_unsupported(where, what, "say with another flag whose schedule is right")]
+
+
+def rate_fault() -> Fault:
+    what, mend = "the learning rate belongs to this run's scheduler", "use --override-opt-param-scheduler"
+    return fault("hyperparameters: lr", what, f"{mend} (scheduler: override)")
+
+
+def position_alone(where: str) -> Fault:
+    """A scheduler of DeepSpeed that the script builds: no JSON describes it."""
+    what = (
+        "a scheduler of DeepSpeed stores its position alone, and the script built it: its configuration is in no file"
+    )
+    return _unsupported(where, what, "name the scheduler in the DeepSpeed JSON, or use --override-opt-param-scheduler")
+
+
+def _pairs(begun: Beginning, state: Mapping[str, object]) -> Pairs:
+    pairs = compared(schedulers.saved_configuration(state), begun.configuration)
+    if begun.kind == PLATEAU:
+        rates = state.get("_last_lr")
+        pairs |= reduced(state, [group["lr"] for group in begun.groups], rates if isinstance(rates, list) else [])
+    return pairs
+
+
+def compared(theirs: Mapping[str, object], ours: Mapping[str, object]) -> Pairs:
+    return {f"scheduler: {name}": (theirs.get(name), ours.get(name)) for name in sorted({*theirs, *ours})}
+
+
+def reduced(state: Mapping[str, object], first: Sequence[object], rates: Sequence[object]) -> Pairs:
+    """The saved rates of ReduceLROnPlateau beside those it began with, unless reductions lead from these to those."""
+    begun, saved = ([float(str(rate)) for rate in some] for some in (first, rates))
+    known = {"factor", "eps", "min_lrs"} <= set(state) and len(begun) == len(saved)
+    return {} if known and schedulers.reduces_to(state, begun, saved) else {"scheduler: rates": (saved, begun)}
+
+
+def mismatches(pairs: Pairs) -> list[Fault]:
+    """A fault for every pair of saved and own value that differs."""
+    return [
+        ScheduleMismatch.fault(
+            where,
+            "differs, and the schedule was asked to be strict",
+            f"{theirs!r} in the checkpoint (kept with --use-checkpoint-opt-param-scheduler)",
+            f"{mine!r} in this run (used with --override-opt-param-scheduler)",
+            mend="make this run's configuration the checkpoint's, or say whose values are right with one of the flags",
+        )
+        for where, (theirs, mine) in pairs.items()
+        if not _equal(theirs, mine)
+    ]
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(_equal(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return set(one) == set(other) and all(_equal(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def _unsupported(where: str, what: str, mend: str) -> Fault:
+    return fault(where, what, mend, "UnsupportedLayout")
+
+
+def fault(where: str, what: str, mend: str, error: str = "ConfigError") -> Fault:
+    return Fault(error=error, where=where, what=what, mend=mend)

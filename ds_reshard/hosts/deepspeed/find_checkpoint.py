@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, in_force
+from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointNotFound, Fault, ReshardError, UnsupportedLayout, as_faults, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint, saved_sizes
 from ds_reshard.formats.zero.content import optimizer_faults, read_as_zero
@@ -39,6 +41,9 @@ class Found:
     `sizes` are the saved data- and model-parallel sizes, read only where the files are of a kind that is
     not loaded here; `universal` says that the folder is a universal one; `own_save` says that this very run has saved
     it, so that loading it is no resume. `aside` is what a resume policy needs of files that are not read here.
+
+    With a `listing` the checkpoint is not told: every rank reads the same two files, and `prints` says what rank 0
+    read. `same` is False on a rank that has read anything else, and is then told all of it.
     """
 
     tag: str = ""
@@ -48,6 +53,13 @@ class Found:
     sizes: tuple[int, int] | None = None
     own_save: bool = False
     aside: Aside | None = None
+    listing: Listing | None = None
+    prints: tuple[bytes, ...] = ()
+    same: bool = True
+
+    def told(self) -> Found:
+        """What is told where all goes well: nothing in it grows with the model."""
+        return replace(self, checkpoint=None) if self.listing is not None else self
 
 
 _ASIDE = ("lr_scheduler", "ds_config", "global_steps", "global_samples", "skipped_steps", "dp_world_size")
@@ -119,10 +131,45 @@ def look(load_dir: str, tag: object, *, optimizer: bool, universal: bool, names:
             return Found(faults=(_no_tag(load_dir, str(tag)),))
         listing = _listed(folder)
         checkpoint = open_checkpoint(listing, optimizer=optimizer)
-        return Found(tag=str(tag), checkpoint=checkpoint, universal=listing.universal)
+        if listing.universal:  # made of as many files as there are tensors: one rank reads them
+            return Found(tag=str(tag), checkpoint=checkpoint, universal=True)
+        return Found(tag=str(tag), checkpoint=checkpoint, listing=listing, prints=_prints(checkpoint))
     except Exception as error:
         faults, seen = tuple(as_faults(error, where=f"rank {rank()}")), listing is not None and listing.universal
         return Found(tag=str(tag), faults=faults, sizes=_sizes(listing), universal=seen)
+
+
+@uncollected()
+def look_too(found: Found, *, optimizer: bool) -> Found:
+    """Every other rank: read what rank 0 has read, by its listing. Never raises.
+
+    What goes wrong here is not told from here: rank 0 then tells what it has read, and this rank's own shards are
+    checked against that.
+    """
+    if found.listing is None:
+        return found
+    try:
+        checkpoint = open_checkpoint(found.listing, optimizer=optimizer)
+        same = _prints(checkpoint) == found.prints
+    except Exception:
+        return replace(found, same=False)
+    return replace(found, checkpoint=checkpoint, same=same)
+
+
+def _prints(checkpoint: ZeroCheckpoint) -> tuple[bytes, ...]:
+    """A digest of each file that was read: its pickle, and the place, size and checksum of all that it holds."""
+    paths = [checkpoint.model.path, *([checkpoint.optim.path] if checkpoint.optim is not None else [])]
+    return tuple(map(_print, paths))
+
+
+def _print(path: str) -> bytes:
+    with open_archive(path) as archive, open(path, "rb") as file:
+        told = [(name, one.byte_offset, one.nbytes, one.crc32) for name, one in archive.members.items()]
+        member = archive.members["data.pkl"]
+        file.seek(member.byte_offset)
+        digest = blake2b(file.read(member.nbytes), digest_size=16)
+    digest.update(repr((os.path.basename(path), archive.root, told)).encode("utf-8", "surrogatepass"))
+    return digest.digest()
 
 
 def _of_another_format(load_dir: str, tag: object) -> Located | None:

@@ -6,9 +6,11 @@ rank before that (`_get_all_ckpt_names`), so the public method is the lowest pla
 can be reached; it has had one signature from 0.14 to 0.19.8.
 
 A load has four collectives of ours where nothing is wrong: what rank 0 found is broadcast; every rank says that it is
-ready; every rank says what it read, as checksums; every rank says that it is done. None but the first grows with the
-model. Details are gathered only after a difference. A fingerprint or a report file, where one was asked for, adds one;
-over gloo stage 3 waits for DeepSpeed's gathers with a barrier, which carries nothing.
+ready; every rank says what it read, as checksums; every rank says that it is done. None of them grows with the model:
+every rank reads the two small files that rank 0 has read, and compares a digest. Details are told only after a
+difference; but of a universal checkpoint, and of one of another format, rank 0 tells all that it has read. A
+fingerprint or a report file, where one was asked for, adds one; over gloo stage 3 waits for DeepSpeed's gathers with a
+barrier, which carries nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +31,7 @@ from ds_reshard.formats.zero.names import pattern_in_path, stray_files
 from ds_reshard.formats.zero.optim_states import STATE
 from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries, scheduler_faults
-from ds_reshard.hosts.deepspeed.external_schedulers import as_it_is
-from ds_reshard.hosts.deepspeed.find_checkpoint import Found, latest_tag, look, look_aside, tag_files
+from ds_reshard.hosts.deepspeed.find_checkpoint import Found, latest_tag, look, look_aside, look_too, tag_files
 from ds_reshard.hosts.deepspeed.live import (
     LiveOptimizer,
     event,
@@ -41,9 +42,9 @@ from ds_reshard.hosts.deepspeed.live import (
     unsupported,
 )
 from ds_reshard.hosts.deepspeed.move import Moved, divided_names, move, unproved
-from ds_reshard.hosts.deepspeed.prepare import Prepared, prepare, same_layout
+from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, prepare, same_layout
 from ds_reshard.hosts.deepspeed.resume_session import Resume, policy_of, saved_by
-from ds_reshard.hosts.deepspeed.resume_values import narrowed
+from ds_reshard.hosts.deepspeed.resume_values import as_it_is, narrowed
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.model.index import Index
 from ds_reshard.operations.pickles import refuse_unsafe, scan_files, walk
@@ -76,7 +77,8 @@ class Ready(NamedTuple):
 
     `view` decides which way a rank takes, and `loader` is who loads. `signatures` are digests of what the model and
     optimizer shards say that this rank opened. `prints` is a digest of the checksums of each optimizer shard, with its
-    name. `names` is a digest of the tensors whose fingerprints the ranks will add up.
+    name. `names` is a digest of the tensors whose fingerprints the ranks will add up. `same` is False where a rank has
+    read anything else than rank 0.
     """
 
     view: str
@@ -85,6 +87,7 @@ class Ready(NamedTuple):
     signatures: frozenset[tuple[str, bytes]] = frozenset()
     prints: frozenset[tuple[bytes, str]] = frozenset()
     names: int | None = None
+    same: bool = True
 
 
 @dataclass(slots=True)
@@ -161,13 +164,15 @@ def _commit_pending_save(engine: DeepSpeedEngine) -> None:
 def _load(
     engine: DeepSpeedEngine, mine: Considered | None, original: Original, request: Request, tag: object, steps: Steps
 ) -> Result:
-    found = Found()
-    if mine is not None and rank() == 0:
-        seen, faults, _ = attempt(lambda: _find(engine, mine, request, tag))
-        found = seen or Found(faults=tuple(faults))
-    found = broadcast(found)
+    found = _found(engine, mine, request, tag)
     decision = _decide(engine, mine, found, request, steps)
-    _agree_ready(engine, steps, mine, found, decision, request)
+    told = steps.tell(_ready(engine, mine, found, decision, request))
+    if _needs_telling(told):
+        found, steps = broadcast(found), Steps()
+        steps.take(lambda: mine, subject=f"loading {request.load_dir}")
+        decision = _decide(engine, mine, found, request, steps)
+        told = steps.tell(_ready(engine, mine, found, decision, request))
+    _agree_ready(told, steps, found, decision, request)
     assert mine is not None and decision.resume is not None
     resume, tag = decision.resume, found.tag or tag
     if decision.prepared is not None:
@@ -182,12 +187,36 @@ def _load(
     return resume.report(resume.after_deepspeed(result))
 
 
+def _found(engine: DeepSpeedEngine, mine: Considered | None, request: Request, tag: object) -> Found:
+    """What rank 0 found; every rank reads the checkpoint's own two files by what rank 0 lists. Collective."""
+    found = Found()
+    if mine is not None and rank() == 0:
+        seen, faults, _ = attempt(lambda: _find(engine, mine, request, tag))
+        found = seen or Found(faults=tuple(faults))
+    told = broadcast(found.told())
+    if rank() == 0 or mine is None:
+        return found if rank() == 0 else told
+    return look_too(told, optimizer=narrowed(request, _policy(mine, told)).load_optimizer)
+
+
+def _policy(mine: Considered, found: Found) -> ResumePolicy:
+    """To load what this very run has saved is no resume."""
+    return mine.policy if not found.own_save else ResumePolicy(report=mine.policy.report)
+
+
+def _needs_telling(told: Sequence[Told]) -> bool:
+    """Whether some rank has read other files than rank 0, and none has failed before."""
+    if any(one.step == 1 and one.faults for one in told):
+        return False
+    return any(isinstance(one.value, Ready) and not one.value.same for one in told)
+
+
 def _find(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: object) -> Found:
     """Rank 0: what the folder holds, and what the resume policy needs to know of it."""
     load_dir, universal = request.load_dir, engine.load_universal_checkpoint()
     own_save = not mine.policy.is_default and saved_by(engine, load_dir, tag, universal=universal)
-    policy = mine.policy if not own_save else ResumePolicy(report=mine.policy.report)
     found = Found(own_save=own_save)
+    policy = _policy(mine, found)
     if mine.direct:
         wanted = narrowed(request, policy).load_optimizer
         looked = look(load_dir, tag, optimizer=wanted, universal=universal, names=mine.settings.names)
@@ -209,9 +238,9 @@ def _decide(
 ) -> _Decision:
     """What this rank does with what rank 0 found; every fault that can be known before the engine changes."""
     made, subject = _Decision(), f"loading {request.load_dir}"
-    if mine is None:
+    if mine is None or not found.same:
         return made
-    policy = mine.policy if not found.own_save else ResumePolicy(report=mine.policy.report)
+    policy = _policy(mine, found)
     made.resume = resume = steps.take(
         lambda: Resume(engine, policy, request, prove=mine.settings.prove), subject=subject
     )
@@ -228,26 +257,25 @@ def _decide(
     checkpoint = found.checkpoint
     if checkpoint is None:
         return made
-    steps.take(lambda: resume.read(mine.live, checkpoint, mine.settings), subject=subject)
+    groups = SavedGroups(mine.live, checkpoint)
+    steps.take(lambda: resume.read(checkpoint, groups, mine.settings), subject=subject)
     made.shards, asked = ZeroShards(checkpoint=checkpoint), replace(resume.request, tag=found.tag)
     resume.request, folder = asked, f"loading {checkpoint.listing.folder}"
     shards = made.shards
     leave = steps.take(lambda: leave_to_deepspeed(engine, mine, checkpoint, asked, shards), subject=folder)
     made.loader = {True: "DeepSpeed", False: "ds_reshard", None: ""}[leave]
     if leave is False:
-        made.prepared = steps.take(lambda: prepare(engine, mine.live, checkpoint, asked, mine.settings), subject=folder)
+        made.prepared = steps.take(
+            lambda: prepare(engine, mine.live, checkpoint, groups, asked, mine.settings), subject=folder
+        )
         made.shards = made.prepared.shards if made.prepared is not None else None
     return made
 
 
-def _agree_ready(
-    engine: DeepSpeedEngine, steps: Steps, mine: Considered | None, found: Found, decision: _Decision, request: Request
-) -> None:
+def _agree_ready(told: list[Told], steps: Steps, found: Found, decision: _Decision, request: Request) -> None:
     """Raise the same error on every rank where any is not ready, or where ranks differ. Collective."""
     subject = f"loading {request.load_dir}"
     folder = found.checkpoint.listing.folder if found.checkpoint is not None else request.load_dir
-    ready, _, _ = attempt(lambda: _ready(engine, mine, decision, request))
-    told = steps.tell(ready or Ready(view="", policy=None, loader=""))
     said = [one.value for one in told if isinstance(one.value, Ready)]
     if any(one.step == 1 and one.faults for one in told):
         steps.raise_first(told)
@@ -266,9 +294,17 @@ def _agree_ready(
     steps.raise_first(told)
 
 
-def _ready(engine: DeepSpeedEngine, mine: Considered | None, decision: _Decision, request: Request) -> Ready:
-    if mine is None:
-        return Ready(view="", policy=None, loader="")
+def _ready(
+    engine: DeepSpeedEngine, mine: Considered | None, found: Found, decision: _Decision, request: Request
+) -> Ready:
+    """What this rank says of itself; nothing where that fails, as its steps have then."""
+    ready = Ready(view="", policy=None, loader="", same=found.same)
+    if mine is None or not found.same:
+        return ready
+    return attempt(lambda: _said(engine, mine, decision, request))[0] or ready
+
+
+def _said(engine: DeepSpeedEngine, mine: Considered, decision: _Decision, request: Request) -> Ready:
     view, shards, prepared = repr((mine.direct, mine.settings.enabled, mine.policy)), decision.shards, decision.prepared
     ready = Ready(view=view, policy=mine.policy, loader=decision.loader)
     if shards is None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from ds_reshard.containers.crc import crc32
 from ds_reshard.errors import CheckpointDamaged, Fault, FingerprintMismatch, ModelMismatch, raise_faults
 from ds_reshard.execution.buffers import TensorTarget, read_tensor
-from ds_reshard.execution.checksums import combine, partial_sums, read_again, settle
 from ds_reshard.execution.cuda import choose
 from ds_reshard.execution.deviation import same_bits
 from ds_reshard.execution.fingerprint import Fingerprint, Fingerprints, Witness, held
@@ -24,7 +23,7 @@ from ds_reshard.hosts.deepspeed.load_targets import EXTRA_STATE
 from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.layout import Layout, Placement, TensorKey
-from ds_reshard.operations.ranks import Steps, Sums, agree, attempt, gather, raise_caused, rank, whole
+from ds_reshard.operations.ranks import Steps, rank, read_together
 
 if TYPE_CHECKING:
     import torch
@@ -66,31 +65,23 @@ def _read(
     engine: DeepSpeedEngine, prepared: Prepared, settings: Settings, subject: str
 ) -> tuple[Witness | None, Outcome]:
     """Read this rank's bytes, and agree with all ranks that every record has its checksum. Collective."""
-    begun, faults, cause = attempt(lambda: _begin(engine, prepared, settings))
-    witness, outcome = None, Outcome()
-    if begun is not None:
-        witness, targets, executor = begun
-        done, faults, cause = attempt(lambda: executor.execute(prepared.plan, targets))
-        outcome = done or outcome
-    bare = sum(record.crc32 is None for record in outcome.slices)
-    if bare:
-        logger.warning(
-            "%s: %d records carry no checksum (saved with torch's crc32 off): they were loaded without verification",
-            prepared.checkpoint.listing.folder,
-            bare,
-        )
-    settled, found, failed = attempt(lambda: settle(partial_sums(outcome)))
-    pending, mismatched = settled or ([], [])
-    mine = _replica(engine, prepared)
-    sums = None if pending and _shares_bytes(prepared) else Sums.of(pending, mine)
-    told = gather((faults + found + outcome.faults + mismatched, sums))
-    raise_caused([fault for of_rank, _ in told for fault in of_rank], subject=subject, cause=cause or failed)
-    if not whole([of_rank for _, of_rank in told]):
-        everyone = gather((pending, mine))
-        combined, again = combine([parts if replica == mine else [] for parts, replica in everyone])
-        combined += read_again([record for record, at in again.items() if at == rank()])
-        agree(combined, subject=subject)
-    return witness, outcome
+
+    def read() -> tuple[Witness | None, Outcome]:
+        witness, targets, executor = _begin(engine, prepared, settings)
+        outcome = executor.execute(prepared.plan, targets)
+        bare = sum(record.crc32 is None for record in outcome.slices)
+        if bare:
+            logger.warning(
+                "%s: %d records carry no checksum (saved with torch's crc32 off): they were loaded without "
+                "verification",
+                prepared.checkpoint.listing.folder,
+                bare,
+            )
+        return witness, outcome
+
+    return read_together(
+        read, replica=_replica(engine, prepared), shared=lambda: _shares_bytes(prepared), subject=subject
+    )
 
 
 def _shares_bytes(prepared: Prepared) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -97,6 +98,7 @@ def prepare(
     engine: DeepSpeedEngine,
     live: LiveOptimizer | None,
     checkpoint: ZeroCheckpoint,
+    groups: SavedGroups,
     request: Request,
     settings: Settings,
 ) -> Prepared:
@@ -114,11 +116,11 @@ def prepare(
     faults += live.faults() if live is not None else []
     raise_faults(faults, subject=subject)
     if loads_optimizer and checkpoint.stage == 0 and live is not None:
-        checkpoint, extents = with_order(checkpoint, live.order)
+        checkpoint, extents = groups.ordered
         shards = ZeroShards(checkpoint=checkpoint, stage0=extents)
     values = None
     if loads_optimizer and live is not None:
-        values, found = _optimizer_values(engine, live, checkpoint, settings, request)
+        values, found = _optimizer_values(engine, live, checkpoint, groups, settings, request)
         if request.moments:
             found += [*_unfollowed(checkpoint), *state_faults(engine, live, checkpoint)]
         faults += found
@@ -213,14 +215,20 @@ def _unfollowed(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
 
 
 def _optimizer_values(
-    engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroCheckpoint, settings: Settings, request: Request
+    engine: DeepSpeedEngine,
+    live: LiveOptimizer,
+    checkpoint: ZeroCheckpoint,
+    groups: SavedGroups,
+    settings: Settings,
+    request: Request,
 ) -> tuple[OptimizerValues, list[Fault]]:
     """What the optimizer takes over; without moments neither scalar states nor a step count."""
     facts, moments = checkpoint.facts, request.moments
     assert facts is not None
-    groups, faults = match_groups({g: live.members(g) for g in range(len(live.groups))}, facts, request.replaced)
+    faults: list[Fault] = []
     hyper: dict[int, Mapping[str, object]] = {}
-    for number, saved in groups.items():
+    for number, (saved, differing) in groups.matched.items():
+        faults += [fault for key, fault in differing if key not in request.replaced]
         made = revived(dict(saved), trusted=settings.trust, where=f"param group {number}")
         assert isinstance(made, dict)
         hyper[number] = made if moments else {name: value for name, value in made.items() if name != "step"}
@@ -416,45 +424,61 @@ def _mismatch(name: str, what: str, expected: str, found: str, mend: str = "") -
     )
 
 
-def match_groups(
-    live: Mapping[int, list[str]], facts: OptimizerFacts, replaced: Collection[str] = ()
-) -> tuple[dict[int, Mapping[str, object]], list[Fault]]:
-    """For each live param group (number to member names), the saved hyper-parameters that it inherits.
+class SavedGroups:
+    """The saved param groups beside this run's, matched once for a load: its report, its policy and its optimizer.
 
-    A group inherits from the saved group that holds all its members; where they come from several,
-    those must agree in every hyper-parameter, but for those that are `replaced` after the load. Groups
-    without members, and elastic checkpoints, which store none, inherit nothing.
+    What is wrong with them is raised whenever it is asked for.
     """
-    home = {name: group for group in facts.groups for name in group.members}
-    inherited: dict[int, Mapping[str, object]] = {}
-    faults: list[Fault] = []
-    for number, members in live.items():
-        sources: dict[int, GroupFacts] = {id(home[name]): home[name] for name in members if name in home}
-        groups = list(sources.values())
-        if not groups or groups[0].hyperparameters is None:
-            continue
-        inherited[number] = groups[0].hyperparameters
-        for other in groups[1:]:
-            faults += _disagreements(number, members, groups[0], other, replaced)
-    return inherited, faults
+
+    def __init__(self, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint) -> None:
+        self._live, self._checkpoint = live, checkpoint
+
+    @functools.cached_property
+    def ordered(self) -> tuple[ZeroCheckpoint, Mapping[str, Extent]]:
+        """The checkpoint with its optimizer named, at stage 0 by this run's order, and then where its tensors lie."""
+        if self._live is None or self._checkpoint.stage != 0:
+            return self._checkpoint, {}
+        return with_order(self._checkpoint, self._live.order)
+
+    @functools.cached_property
+    def matched(self) -> dict[int, tuple[Mapping[str, object], list[tuple[str, Fault]]]]:
+        """For each live param group the saved hyper-parameters that it inherits, and those that differ, as faults.
+
+        A group inherits from the saved group that holds all its members; where they come from several, those should
+        agree in every hyper-parameter. Groups without members, and elastic checkpoints, which store none, inherit
+        nothing.
+        """
+        facts = self.ordered[0].facts
+        if facts is None or self._live is None:
+            return {}
+        home = {name: group for group in facts.groups for name in group.members}
+        inherited = {}
+        for number in range(len(self._live.groups)):
+            members = self._live.members(number)
+            groups = list({id(home[name]): home[name] for name in members if name in home}.values())
+            if not groups or groups[0].hyperparameters is None:
+                continue
+            differing = [one for other in groups[1:] for one in _disagreements(number, members, groups[0], other)]
+            inherited[number] = (groups[0].hyperparameters, differing)
+        return inherited
 
 
-def _disagreements(
-    number: int, members: list[str], one: GroupFacts, other: GroupFacts, replaced: Collection[str]
-) -> list[Fault]:
+def _disagreements(number: int, members: list[str], one: GroupFacts, other: GroupFacts) -> Iterator[tuple[str, Fault]]:
     first, second = one.hyperparameters or {}, other.hyperparameters or {}
     names = [next(n for n in members if n in set(group.members)) for group in (one, other)]
-    return [
-        ParamGroupMismatch.fault(
-            f"param group {number}",
-            f"its members were saved with different values of {key!r}",
-            f"{describe(first.get(key))} (as {names[0]})",
-            f"{describe(second.get(key))} (as {names[1]})",
-            mend="build the optimizer with the param groups that were saved, or pass load_optimizer_states=False",
-        )
-        for key in sorted({*first, *second} - set(replaced))
-        if canonical(first.get(key)) != canonical(second.get(key))
-    ]
+    for key in sorted({*first, *second}):
+        if canonical(first.get(key)) != canonical(second.get(key)):
+            yield (
+                key,
+                ParamGroupMismatch.fault(
+                    f"param group {number}",
+                    f"its members were saved with different values of {key!r}",
+                    f"{describe(first.get(key))} (as {names[0]})",
+                    f"{describe(second.get(key))} (as {names[1]})",
+                    mend="build the optimizer with the param groups that were saved, or pass "
+                    "load_optimizer_states=False",
+                ),
+            )
 
 
 def match_scalars(where: str, members: list[str], facts: OptimizerFacts) -> tuple[Mapping[str, Scalar], list[Fault]]:

@@ -16,10 +16,23 @@ from typing import TYPE_CHECKING
 from ds_reshard.errors import ConfigError, Fault, ReshardError, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.hosts.deepspeed import resume_values
-from ds_reshard.hosts.deepspeed.entries import Request
-from ds_reshard.hosts.deepspeed.external_schedulers import refused, take_given
+from ds_reshard.hosts.deepspeed.entries import MEND, Request
+from ds_reshard.hosts.deepspeed.external_schedulers import (
+    Pairs,
+    code_faults,
+    compared,
+    continuation_faults,
+    fault,
+    mismatches,
+    position_alone,
+    rate_fault,
+    reduced,
+    refused,
+    take_given,
+)
 from ds_reshard.hosts.deepspeed.find_checkpoint import Aside, latest_tag, tag_files
-from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_kind, refuse_use, restore_use
+from ds_reshard.hosts.deepspeed.live import live_kind, refuse_use, restore_use
+from ds_reshard.hosts.deepspeed.prepare import SavedGroups
 from ds_reshard.hosts.deepspeed.resume_values import (
     Own,
     Saved,
@@ -30,18 +43,6 @@ from ds_reshard.hosts.deepspeed.resume_values import (
     report,
     saved_of,
     saved_values,
-)
-from ds_reshard.hosts.deepspeed.scheduler_faults import (
-    MEND,
-    Pairs,
-    code_faults,
-    compared,
-    continuation_faults,
-    fault,
-    mismatches,
-    position_alone,
-    rate_fault,
-    reduced,
 )
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.operations.ranks import Steps, agree, attempt, rank
@@ -130,11 +131,11 @@ class Resume:
             settings, stage = parse_settings(self._engine._config._param_dict), self._engine.zero_optimization_stage()
             self._saved = saved_of(aside.entries, settings, where=aside.folder, stage=int(stage), scheduler=True)
 
-    def read(self, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, settings: Settings) -> None:
+    def read(self, checkpoint: ZeroCheckpoint, groups: SavedGroups, settings: Settings) -> None:
         """Read the checkpoint's facts, and raise what it cannot give of what the policy asks for."""
         engine, policy = self._engine, self.policy
         wants = engine.lr_scheduler is not None or policy.scheduler in ("checkpoint", "strict")
-        saved, _, cause = attempt(lambda: read_saved(engine, live, checkpoint, settings, scheduler=wants))
+        saved, _, cause = attempt(lambda: read_saved(checkpoint, groups, settings, scheduler=wants))
         self._saved = saved
         if policy.is_default:
             return  # the facts are for the report alone; what is wrong with them, the load itself will say

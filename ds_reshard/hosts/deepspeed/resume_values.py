@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
-from ds_reshard.formats.zero.stage0 import with_order
 from ds_reshard.hooks.installation import REGISTRY
 from ds_reshard.hosts.deepspeed.entries import Request, revived
-from ds_reshard.hosts.deepspeed.live import LiveOptimizer
-from ds_reshard.hosts.deepspeed.prepare import match_groups
+from ds_reshard.hosts.deepspeed.prepare import SavedGroups
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.operations.ranks import attempt, rank
 from ds_reshard.resume import schedulers
@@ -48,8 +48,8 @@ class Beside:
 class Last:
     """The last load of an engine: its policy, what the checkpoint said, what was asked for, the iteration that it left.
 
-    `proof` says how many tensors were proved, and `shared` what ranks passed on to each other, None where nobody asked
-    for it. `placed` are the schedulers beside the engine that have taken a state since. Nothing here holds the engine.
+    `proof` says how many tensors were proved, None where nobody asked for it. `placed` are the schedulers beside the
+    engine that have taken a state since. Nothing here holds the engine.
     """
 
     policy: ResumePolicy
@@ -57,7 +57,6 @@ class Last:
     request: Request
     iteration: int
     proof: str | None = None
-    shared: str | None = None
     placed: weakref.WeakSet[object] = field(default_factory=weakref.WeakSet)
 
 
@@ -283,21 +282,14 @@ class Saved:
         return micro * steps * self.dp if isinstance(micro, int) and isinstance(steps, int) else None
 
 
-def read_saved(
-    engine: DeepSpeedEngine,
-    live: LiveOptimizer | None,
-    checkpoint: ZeroCheckpoint,
-    settings: Settings,
-    *,
-    scheduler: bool,
-) -> Saved:
+def read_saved(checkpoint: ZeroCheckpoint, groups: SavedGroups, settings: Settings, *, scheduler: bool) -> Saved:
     """Read these facts; no tensor is read. `scheduler` asks for the scheduler's state, which may need `trust`."""
     return saved_of(
         checkpoint.model.entries,
         settings,
         where=checkpoint.listing.folder,
         stage=checkpoint.stage,
-        groups=_groups(live, checkpoint, settings) if live is not None else {},
+        groups=_groups(groups, settings) if checkpoint.stage or _holds_optimizer(checkpoint) else {},
         clip_grad=checkpoint.optimizer_entries.get("clip_grad"),
         scheduler=scheduler,
     )
@@ -332,20 +324,18 @@ def saved_of(
     )
 
 
-def _groups(live: LiveOptimizer, checkpoint: ZeroCheckpoint, settings: Settings) -> dict[int, Mapping[str, object]]:
-    if checkpoint.stage == 0 and isinstance(checkpoint.model.entries.get("optimizer"), Mapping):
-        checkpoint, _ = with_order(checkpoint, live.order)
-    if checkpoint.facts is None:
-        return {}
+def _holds_optimizer(checkpoint: ZeroCheckpoint) -> bool:
+    """Whether a model file of stage 0 has the optimizer in it, as records."""
+    return isinstance(checkpoint.model.entries.get("optimizer"), Mapping)
+
+
+def _groups(groups: SavedGroups, settings: Settings) -> dict[int, Mapping[str, object]]:
     made: dict[int, Mapping[str, object]] = {}
-    for number in range(len(live.groups)):
-        groups, faults = match_groups({number: live.members(number)}, checkpoint.facts)
-        saved = groups.get(number)
-        if saved is None or faults:
-            continue
-        values = revived(dict(saved), trusted=settings.trust, where=f"param group {number}")
-        assert isinstance(values, dict)
-        made[number] = values
+    for number, (saved, differing) in groups.matched.items():
+        if not differing:
+            values = revived(dict(saved), trusted=settings.trust, where=f"param group {number}")
+            assert isinstance(values, dict)
+            made[number] = values
     return made
 
 
@@ -384,6 +374,25 @@ def owns(engine: DeepSpeedEngine, scheduler: object) -> bool:
 
 def _with_parts(scheduler: object) -> list[object]:
     return [scheduler, *(part for inner in getattr(scheduler, "_schedulers", ()) for part in _with_parts(inner))]
+
+
+_THREAD = threading.local()
+
+
+@contextmanager
+def as_it_is() -> Iterator[None]:
+    """States that schedulers are given inside are applied as they are."""
+    before = left_as_they_are()
+    _THREAD.inside = True
+    try:
+        yield
+    finally:
+        _THREAD.inside = before
+
+
+def left_as_they_are() -> bool:
+    """Whether this thread is inside `as_it_is`."""
+    return bool(getattr(_THREAD, "inside", False))
 
 
 logger = logging.getLogger("ds_reshard")
