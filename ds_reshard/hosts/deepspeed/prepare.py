@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -35,6 +35,7 @@ from ds_reshard.hosts.deepspeed.entries import (
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, Shape, live_kind, param_shape
 from ds_reshard.hosts.deepspeed.load_targets import Wants, want_model, want_optimizer
 from ds_reshard.hosts.deepspeed.settings import Settings
+from ds_reshard.model.content import regrouped, regrouping_fault
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, canonical, describe
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Extent, Index
@@ -131,7 +132,10 @@ def prepare(
     model = _own_model(engine, checkpoint)
     if model is not checkpoint.model:
         wants.take_buffers(model)
-    entries = live_entries(engine, model, request, settings)
+    entries = dict(live_entries(engine, model, request, settings))
+    if request.scheduler and not request.module_only and engine.lr_scheduler is not None:
+        entries["lr_scheduler"], found = groups.scheduler(entries.get("lr_scheduler"), request.replaced)
+        faults += found
     index = Index(checkpoint.layout, shards)
     position, size = (live.rank, live.dp) if live else (0, 1)
     plan = plan_rank(index, wants.layout(size), position, wants.sources, sizes=wants.sizes)
@@ -461,6 +465,37 @@ class SavedGroups:
             differing = [one for other in groups[1:] for one in _disagreements(number, members, groups[0], other)]
             inherited[number] = (groups[0].hyperparameters, differing)
         return inherited
+
+    def scheduler(self, state: object, replaced: Container[str]) -> tuple[object, list[Fault]]:
+        """A saved scheduler's state with the values that it has for each param group in this run's order.
+
+        Where this run's rates replace the saved ones, it does not matter which of several a group takes over.
+        """
+        facts = self.ordered[0].facts
+        if not isinstance(state, dict) or facts is None or not facts.groups or self._live is None:
+            return state, []
+        home = {name: number for number, group in enumerate(facts.groups) for name in group.members}
+        saved, order, joined = len(facts.groups), [], []
+        for number in range(len(self._live.groups)):
+            found = sorted({home[name] for name in self._live.members(number) if name in home})
+            order.append(found[0] if found else min(number, saved - 1))
+            joined.append(found or [order[-1]])
+        lasts = [found[-1] for found in joined]
+        made, unknown = regrouped(state, order, saved)
+        faults = [regrouping_fault(name, "lr_scheduler of this run") for name in unknown]
+        differ = lasts != order and canonical(made) != canonical(regrouped(state, lasts, saved)[0])
+        if differ and "lr" not in replaced:
+            faults.append(
+                ParamGroupMismatch.fault(
+                    "lr_scheduler of this run",
+                    "has one value for each param group, and members of one group were saved in several that differ",
+                    f"{saved} groups, as saved",
+                    f"{len(order)}",
+                    mend="build the optimizer with the param groups that were saved, or pass "
+                    "load_lr_scheduler_states=False",
+                )
+            )
+        return made, faults
 
 
 def _disagreements(number: int, members: list[str], one: GroupFacts, other: GroupFacts) -> Iterator[tuple[str, Fault]]:
