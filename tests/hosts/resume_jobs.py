@@ -25,7 +25,8 @@ from cases import Run, ds_config
 @dataclass(frozen=True)
 class Setup:
     """A run as far as its learning rates go. `scheduler` is (kind, parameters); `json` builds it and the optimizer
-    from the DeepSpeed JSON, otherwise the script does. The second group has `lr / 10` and no weight decay."""
+    from the DeepSpeed JSON, otherwise the script does. The second group has `lr / 10` and no weight decay; with
+    `exchanged` it comes first."""
 
     run: Run = field(default_factory=lambda: Run(1, 1))
     lr: float = 0.01
@@ -38,6 +39,7 @@ class Setup:
     groups: int = 2
     policy: dict[str, Any] = field(default_factory=dict)
     tensor_lr: bool = False
+    exchanged: bool = False
 
     def but(self, **changes: Any) -> Setup:
         return replace(self, **changes)
@@ -58,6 +60,7 @@ def make(setup: Setup, seed: int = 7) -> Any:
     for group in both if setup.tensor_lr else ():
         group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
     groups = both if setup.groups == 2 else [{**both[0], "params": [p for _, p in named]}]
+    groups = groups[::-1] if setup.exchanged else groups
     config = ds_config(setup.run)
     config["gradient_clipping"] = setup.clip
     if setup.policy:
@@ -120,7 +123,9 @@ def used(engine: Any, first: int, steps: int) -> list[list[dict[str, Any]]]:
     def step(*args: Any, **kwargs: Any) -> Any:
         values = [{k: _plain(v) for k, v in group.items() if k in _WATCHED} for group in inner.param_groups]
         if len(seen) and engine.global_steps == noted[-1]:
-            return original(*args, **kwargs)  # stage 3 steps once a sub-group
+            # Stage 3 steps once a sub-group, with all groups; stages 1 and 2 with one group each time.
+            seen[-1] += [{**v, "clip": _clip(engine)} for v in values] if engine.zero_optimization_stage() < 3 else []
+            return original(*args, **kwargs)
         noted.append(engine.global_steps)
         seen.append([{**v, "clip": _clip(engine)} for v in values])
         return original(*args, **kwargs)

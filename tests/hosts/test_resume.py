@@ -114,3 +114,48 @@ def test_strict_lists_every_difference_and_loads_what_agrees(worlds: Any, kept: 
     loaded = resume(worlds, SAVED[kind].but(run=run, policy={"scheduler": "strict"}), folder)
     assert loaded[0]["error"] is None, loaded[0].get("text")
     assert rates(loaded[0]["rates"]) == rates(saved[0]["rates"])
+
+
+EXCHANGED = {
+    "LambdaLR": SAVED["LambdaLR"],
+    "CosineAnnealingLR": SAVED["CosineAnnealingLR"],
+    "SequentialLR": SAVED["SequentialLR"],
+    "Chained": Setup(scheduler=("ChainedScheduler", {"gammas": [0.9, 0.8]})),
+    "Plateau": Setup(scheduler=("Plateau", {"patience": 1, "factor": 0.5})),
+    "OneCycleLR": SAVED["OneCycleLR"],
+}
+
+
+@pytest.mark.parametrize("policy", [None, "checkpoint"])
+@pytest.mark.parametrize(
+    ("kind", "source", "target"),
+    [(kind, Run(1, 2), Run(*((2, 1), (3, 2), (0, 1))[number % 3])) for number, kind in enumerate(EXCHANGED)],
+    ids=str,
+)
+def test_param_groups_in_another_order_keep_their_rates(
+    worlds: Any, kept: Any, kind: str, source: Run, target: Run, policy: str | None
+) -> None:
+    """Groups are found by their members: what a scheduler has for each goes with them."""
+    folder, saved = kept(EXCHANGED[kind].but(run=source))
+    given = {} if policy is None else {"scheduler": policy}
+    new = EXCHANGED[kind].but(run=target, exchanged=True, policy=given)
+    loaded = resume(worlds, new, folder)
+    if loaded[0]["error"] is not None:
+        assert (kind, policy) == ("LambdaLR", "checkpoint"), loaded[0]["text"]
+        return
+    expected = [step[::-1] for step in rates(saved[0]["rates"])]
+    assert [rates(rank["rates"]) for rank in loaded] == [expected] * len(loaded)
+    same_tensors(saved, loaded)
+
+
+_ALONE = {"load_optimizer_states": False, "load_lr_scheduler_states": True}
+
+
+def test_groups_that_are_joined_have_one_rate(worlds: Any, kept: Any) -> None:
+    """Two saved groups of other rates cannot be one, also where the schedule alone is loaded."""
+    folder, _ = kept(SAVED["CosineAnnealingLR"].but(run=Run(1, 2)))
+    joined = SAVED["CosineAnnealingLR"].but(run=Run(2, 1), groups=1)
+    for given, what in (({}, "were saved with different values of 'lr'"), (_ALONE, "lr_scheduler of this run")):
+        refused = resume(worlds, joined, folder, arguments=given)
+        assert refused[0]["error"] == "ParamGroupMismatch" and refused[0]["unchanged"]
+        assert what in refused[0]["text"]

@@ -469,13 +469,15 @@ class SavedGroups:
     def scheduler(self, state: object, replaced: Container[str]) -> tuple[object, list[Fault]]:
         """A saved scheduler's state with the values that it has for each param group in this run's order.
 
-        Where this run's rates replace the saved ones, it does not matter which of several a group takes over.
+        Where this run's rates replace the saved ones, it does not matter which of several a group takes over. Where the
+        optimizer is not read, the flat groups tell its members; without them the order is taken as it is.
         """
-        facts = self.ordered[0].facts
-        if not isinstance(state, dict) or facts is None or not facts.groups or self._live is None:
+        facts, shapes = self.ordered[0].facts, self._checkpoint.model.param_shapes or ()
+        members = [group.members for group in facts.groups] if facts is not None else [tuple(one) for one in shapes]
+        if not isinstance(state, dict) or not members or self._live is None:
             return state, []
-        home = {name: number for number, group in enumerate(facts.groups) for name in group.members}
-        saved, order, joined = len(facts.groups), [], []
+        home = {name: number for number, names in enumerate(members) for name in names}
+        saved, order, joined = len(members), list[int](), list[list[int]]()
         for number in range(len(self._live.groups)):
             found = sorted({home[name] for name in self._live.members(number) if name in home})
             order.append(found[0] if found else min(number, saved - 1))
