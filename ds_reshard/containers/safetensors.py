@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip_writer import Member
-from ds_reshard.errors import CheckpointDamaged, UnsupportedLayout
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout
 from ds_reshard.model.records import ElementType, StorageRecord, TensorRecord
 
 DTYPES = {
@@ -74,6 +74,14 @@ def plan_safetensors(tensors: Mapping[str, TensorRecord], metadata: Mapping[str,
         start += tensor.nbytes
     storages = {tensor.storage.key: tensor.storage for tensor in tensors.values()}
     return SafetensorsPlan(header=header, storages=storages, places=places, nbytes=start)
+
+
+def unwritable(names: Iterable[str]) -> Iterator[Fault]:
+    """Names of tensors with which no reader opens a safetensors file."""
+    for name in names:
+        if name == "__metadata__" or name.encode("utf-8", "ignore").decode() != name:
+            what = "is a name that no tensor of a safetensors file can have: no text, or the file's own entry"
+            yield UnsupportedLayout.fault(repr(name), what, mend="--to torch or dcp, or --names with another one")
 
 
 _LENGTH = struct.Struct("<Q")

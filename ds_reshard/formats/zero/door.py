@@ -218,7 +218,11 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     target = _target(as_zero(content), asked)
     target = replace(target, wants={key: content.tensors[wanted].origin for key, wanted in target.wants.items()})
     if weights:
-        return target
+        alone = asked.to == "safetensors"
+        ties = (
+            f"{name} is tied to {first}, and is there under that name alone" for name, first in content.tied.items()
+        )
+        return replace(target, notes=(*target.notes, *(ties if alone else ()), *content.notes))
     pointers = dict.fromkeys(target.pointers, content.tag)
     return replace(target, folder=content.tag, pointers=pointers, notes=(*target.notes, *_said(content)))
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from math import prod
 
+from ds_reshard.containers.safetensors import unwritable
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import alone, by_key, whole
@@ -32,6 +33,7 @@ def safetensors_target(checkpoint: ZeroCheckpoint, dtype: str | None) -> Target:
     keep their type. Tied weights are there once, under their first name, as safetensors has it.
     """
     weights = _weights(checkpoint, dtype)
+    raise_faults(list(unwritable(key.name for key in weights)), subject=f"converting {checkpoint.listing.folder}")
     groups = _cut(weights)
     names = list(_names(len(groups)))
     placements, units = [], []
