@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from ds_reshard.errors import ReshardError, UnsupportedLayout
@@ -78,6 +79,17 @@ def test_equal_bytes_are_no_tie(to: str, tmp_path: Path) -> None:
         assert list(held["frozen_param_shapes"]) == ["ln2"]
 
 
+@pytest.mark.parametrize("to", ["zero2", "zero3"])
+def test_frozen_or_a_buffer(to: str, tmp_path: Path) -> None:
+    """Stage 2 holds either whole; stage 3 holds them in two ways, and is told which was taken."""
+    weights = {"a": torch.ones(4), "inv_freq": torch.arange(6.0)}
+    notes = write(folder(tmp_path / "s", weights, optimizer(["a"], {0: states((4,))})), tmp_path / "o", to)
+    said = [note for note in notes if "written as frozen parameters: inv_freq." in note]
+    assert bool(said) is (to == "zero3") and all("--to zero2" in note for note in said)
+    shape = tuple(module(tmp_path / "o")["module"]["inv_freq"].shape)
+    assert shape == ((6,) if to == "zero2" else (0,))
+
+
 def test_a_member_without_states_is_no_other_name(tmp_path: Path) -> None:
     saved = optimizer(["ln1", "ln2", "a"], {0: states((8,)), 2: states((4,))})
     write(folder(tmp_path / "s", ONES, saved), tmp_path / "o", "pytorch")
@@ -103,6 +115,16 @@ def test_states_of_the_weights_names(kind: str, value: Any, tmp_path: Path) -> N
     source = folder(tmp_path / "s", {"a": torch.ones(4)}, optimizer(["a"], {0: states((4,), **{kind: value})}))
     with pytest.raises(UnsupportedLayout, match=f"a has an optimizer state of the name '{kind}'"):
         write(source, tmp_path / "o", "pytorch")
+
+
+@pytest.mark.parametrize("kind", ["weight", "fp32"])
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+def test_states_of_the_weights_names_in_torchs_folders(kind: str, flat: bool, tmp_path: Path) -> None:
+    kept = {**states((4,)), kind: torch.full((4,), 7.0)}
+    held = {f"state.a.{name}": value for name, value in kept.items()} if flat else {"state": {"a": kept}}
+    dcp.save({"model": {"a": torch.ones(4)}, "optimizer": held}, checkpoint_id=str(tmp_path / "s"), no_dist=True)
+    with pytest.raises(UnsupportedLayout, match=f"a.{kind} is an optimizer state of the name that a weight"):
+        write(tmp_path / "s", tmp_path / "o", "safetensors")
 
 
 NUMBERS = {

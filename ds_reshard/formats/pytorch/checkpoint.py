@@ -151,6 +151,8 @@ def _others(folder: str, found: Iterable[str]) -> Iterator[str]:
     names = sorted(set(os.listdir(folder)) - known)
     if names:
         yield f"left out, as nothing here reads them: {', '.join(names)}"
+    if "scaler.pt" in names:
+        yield "scaler.pt is the loss scale of an fp16 run: where DeepSpeed's files need one, they say 1"
 
 
 def _json(path: str) -> object:
