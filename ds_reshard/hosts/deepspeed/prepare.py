@@ -171,13 +171,12 @@ def names_apart(
     """
     for names, _ in entries_of(state) if checkpoint.foreign and not rank() else ():
         keys = [TensorKey(name=name, kind=WEIGHT) for name in names]
-        first, *others = [key for key in keys if key in index.layout] or [None]
-        for other in others:
-            if first is None or other is None or _same(index, first, other, memory_nbytes=memory_nbytes):
-                continue
-            mend = "build the model with a weight for each name, or correct the folder"
-            what = f"is tied to {first.name} in this run, and has other values than it in the checkpoint"
-            yield _mismatch(other.name, what, "the same bytes", "others", mend)
+        held = [key for key in keys if key in index.layout]
+        for other in held[1:]:
+            if not _same(index, held[0], other, memory_nbytes=memory_nbytes):
+                mend = "build the model with a weight for each name, or correct the folder"
+                what = f"is tied to {held[0].name} in this run, and has other values than it in the checkpoint"
+                yield _mismatch(other.name, what, "the same bytes", "others", mend)
 
 
 def _same(index: Index, one: TensorKey, other: TensorKey, *, memory_nbytes: int) -> bool:
