@@ -17,7 +17,7 @@ from ds_reshard.operations import Options, convert
 
 pytestmark = pytest.mark.slow
 ONE_THREAD = Options(threads=1, memory_nbytes=1 << 20)
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     **{to: {"dp": 2} for to in ("zero1", "zero2", "zero3", "dcp")},
     **{to: {} for to in ("pytorch", "safetensors", "universal")},
 }
@@ -44,7 +44,7 @@ def folder(place: Path, weights: dict[Any, Any], saved: Any, *, safe: bool = Fal
 
 
 def write(source: Path, out: Path, to: str) -> tuple[str, ...]:
-    return tuple(convert(str(source), str(out), to=to, options=ONE_THREAD, **SIZES[to]).notes)  # type: ignore[arg-type]
+    return tuple(convert(str(source), str(out), to=to, options=ONE_THREAD, **SIZES[to]).notes)
 
 
 def module(out: Path) -> dict[str, Any]:
