@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip_writer import Member
-from ds_reshard.errors import CheckpointDamaged, UnsupportedLayout
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, StorageRecord, TensorRecord
 
@@ -100,6 +100,14 @@ def shard_index(files: Mapping[str, list[TensorKey]], nbytes: Mapping[TensorKey,
     located = {key.name: name for name, keys in files.items() for key in keys}
     index = {"metadata": {"total_size": sum(nbytes.values())}, "weight_map": dict(sorted(located.items()))}
     return {"model.safetensors.index.json": json.dumps(index, indent=2) + "\n"} if len(files) > 1 else {}
+
+
+def unwritable(names: Iterable[str]) -> Iterator[Fault]:
+    """Names of tensors with which no reader opens a safetensors file."""
+    for name in names:
+        if name == "__metadata__" or name.encode("utf-8", "ignore").decode() != name:
+            what = "is a name that no tensor of a safetensors file can have: no text, or the file's own entry"
+            yield UnsupportedLayout.fault(repr(name), what, mend="--to torch or dcp, or --names with another one")
 
 
 _LENGTH = struct.Struct("<Q")

@@ -7,12 +7,11 @@ weights are the masters of its optimizer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import ClassVar, Protocol
-from zlib import crc32
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content, Held, Path, schedule_of
@@ -184,7 +183,6 @@ class Format:
 
 
 _RUNNING = ("running_mean", "running_var")
-_ZEROS = memoryview(bytes(1 << 20))
 
 
 class SavedState(Protocol):
@@ -262,7 +260,7 @@ class SavedCheckpoint(Checkpoint):
         return next(found, None)
 
     def content(self) -> Content:
-        """All of it; equal weights without states are tied ones."""
+        """All of it; weights are tied where they are one storage under two names, one of them the optimizer's."""
         layout, facts = self.layout, self.facts
         scalars = facts.scalars if facts is not None else {}
         tied = dict(self._tied())
@@ -277,6 +275,7 @@ class SavedCheckpoint(Checkpoint):
         weights = {
             key.name: held for key, held in tensors.items() if key.kind == WEIGHT and key.name not in self.beside
         }
+        buffers = frozenset(_buffers(weights)) - self._told()
         mend = "--to safetensors for the weights"
         content = Content(
             folder=self.folder,
@@ -284,12 +283,12 @@ class SavedCheckpoint(Checkpoint):
             tensors=tensors,
             facts=facts,
             tied=tied,
-            buffers=frozenset(_buffers(weights)),
+            buffers=buffers,
             beside=self.beside,
             records=dict(self._whole()),
             objects=self.objects,
             faults=tuple(UnsupportedLayout.fault(self.folder, note, mend=mend) for note in self.notes),
-            notes=self.left_out(),
+            notes=(*self.notes, *self._alike({*tied, *buffers}), *self.left_out()),
         )
         groups = len(facts.groups) if facts is not None else 0
         return replace(content, schedule=schedule_of(content.entries.get(SCHEDULER), groups))
@@ -314,29 +313,65 @@ class SavedCheckpoint(Checkpoint):
                     place = replace(made.storage, path=record.path, byte_offset=record.byte_offset, crc32=record.crc32)
                     yield key.name, replace(made, storage=place)
 
-    def _tied(self) -> Iterator[tuple[str, str]]:
-        """Weights without states whose bytes are those of a trained one, by the checksums in their files.
-
-        `get_state_dict` saves tied weights under each of their names. Zeros are no sign of it.
-        """
-        owners: dict[object, str] = {}
-        left: list[TensorKey] = []
+    def _optimized(self) -> tuple[list[TensorKey], list[TensorKey]]:
+        """The weights that the optimizer has, in a param group or with states, of a shape of the others; and those."""
+        known = self._told()
+        ours: list[TensorKey] = []
+        others: list[TensorKey] = []
         for key in self.layout.placements:
-            if key.kind == WEIGHT and len(self.layout.kinds(key.name)) > 1:
-                owners.setdefault(self._sums(key), key.name)
-            elif key.kind == WEIGHT:
-                left.append(key)
-        for key in left:
-            sums = self._sums(key)
-            if sums in owners and not all(crc == _of_zeros(nbytes) for _, nbytes, crc in sums[1]):
-                yield key.name, owners[sums]
+            if key.kind == WEIGHT and key.name not in self.beside:
+                (ours if key.name in known else others).append(key)
+        shapes = {self.layout[key].shape for key in others}
+        return [key for key in ours if self.layout[key].shape in shapes], others
 
-    def _sums(self, key: TensorKey) -> tuple[object, tuple[tuple[int, int, int | None], ...]]:
-        """Shape, type and the records of a tensor with their checksums; a record without one is like no other."""
+    def _told(self) -> set[str]:
+        """The names of parameters that the optimizer tells."""
+        facts = self.facts or OptimizerFacts(groups=())
+        states = (key.name for key in self.layout.placements if key.kind != WEIGHT)
+        return {*facts.scalars, *states, *(name for group in facts.groups for name in group.members)}
+
+    def _tied(self) -> Iterator[tuple[str, str]]:
+        """Weights that the optimizer has not, and that lie in the very bytes of one that it has.
+
+        Equal bytes are no proof of it: two layers of ones are two parameters.
+        """
+        ours, others = self._optimized()
+        owners: dict[object, str] = {}
+        for key in ours:
+            owners.setdefault(self._bytes(key), key.name)
+        for key in others:
+            if (place := self._bytes(key)) in owners:
+                yield key.name, owners[place]
+
+    def _bytes(self, key: TensorKey) -> object:
+        """Where a tensor lies; one without elements is like no other."""
         placement, extents = self.layout[key], self._extents(key)
-        alone = key if not extents or any(extent.record.crc32 is None for extent in extents) else None
-        records = dict.fromkeys((one.numel, one.record.nbytes, one.record.crc32) for one in extents)
-        return (placement.shape, placement.dtype, alone), tuple(records)
+        where = tuple((one.path, one.byte_offset, one.numel) for one in extents)
+        return (placement.shape, placement.dtype, where) if where else key
+
+    def _alike(self, apart: Container[str]) -> Iterator[str]:
+        """A note on weights that `get_state_dict` may have saved under each of their names, and nothing proves it."""
+        ours, others = self._optimized()
+        owners: dict[object, str] = {}
+        for key in ours:
+            owners.setdefault(checksums(self.index, key), key.name)
+        sums = {key.name: checksums(self.index, key) for key in others if key.name not in apart}
+        found = [f"{name} and {owners[told]}" for name, told in sums.items() if told in owners]
+        if found:
+            yield (
+                "equal bytes, no proof that they are tied: written as two weights; nothing is lost: "
+                f"{', '.join(found[:8])}{', ...' if len(found) > 8 else ''}"
+            )
+
+
+def checksums(index: Index, key: TensorKey) -> object:
+    """Equal for two tensors of which checksums tell that their bytes are equal; None of one is like no other."""
+    placement = index.layout[key]
+    region = Region(box=Box.whole(placement.shape), start=0, stop=prod(placement.shape))
+    extents = [fragment.extent for _, fragment in index.locate(key, region)]
+    if not extents or any(one.record.crc32 is None or one.nbytes != one.record.nbytes for one in extents):
+        return key
+    return placement.shape, placement.dtype, tuple((one.numel, one.record.crc32) for one in extents)
 
 
 def _buffers(weights: Mapping[str, Held]) -> Iterator[str]:
@@ -346,13 +381,6 @@ def _buffers(weights: Mapping[str, Held]) -> Iterator[str]:
         counted = f"{layer}.num_batches_tracked" in weights
         if not held.dtype.label.startswith(("float", "bfloat", "complex")) or (counted and leaf in _RUNNING):
             yield name
-
-
-def _of_zeros(nbytes: int) -> int:
-    found = 0
-    for at in range(0, nbytes, len(_ZEROS)):
-        found = crc32(_ZEROS[: nbytes - at], found)
-    return found
 
 
 def folder_format(

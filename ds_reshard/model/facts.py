@@ -154,6 +154,33 @@ def number_of(value: Scalar) -> int | float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
+# Types of which every value is a number of Python, with no rounding; struct has a letter for each but bfloat16.
+_EXACT = {
+    **_CODES,
+    "float16": "e",
+    "int16": "h",
+    "int8": "b",
+    "uint8": "B",
+    "uint16": "H",
+    "uint32": "I",
+    "uint64": "Q",
+    "bool": "?",
+}
+
+
+def exact_number(value: ScalarTensor) -> bool | int | float | None:
+    """The very value of a tensor of one element as Python has it; None where it has none."""
+    label, data = value.dtype.label, value.data
+    if label == "bfloat16" and len(data) == 2:
+        label, data = "float32", b"\0\0" + data
+    code = _EXACT.get(label)
+    if code is None or len(data) != struct.calcsize("<" + code):
+        return None
+    number = struct.unpack("<" + code, data)[0]
+    assert isinstance(number, bool | int | float)
+    return number
+
+
 def as_scalar(number: float, like: ScalarTensor) -> ScalarTensor | None:
     """The same number as a tensor of the type and shape of another; None where that type has not this number."""
     code = _CODES.get(like.dtype.label)

@@ -141,13 +141,15 @@ def test_it_goes_to_accelerates_folders(saved: Any, tmp_path: Path) -> None:
 def test_it_goes_to_deepspeed_and_back(saved: Any, tmp_path: Path, to: str) -> None:
     """Masters, states, steps, weights, buffers: to the bit; the script's own values are its client state."""
     folder, state = saved
-    convert(folder, str(tmp_path / "out"), to=to, dp=None if to == "universal" else 2)
+    done = convert(folder, str(tmp_path / "out"), to=to, dp=None if to == "universal" else 2)
     found = diff(folder, str(tmp_path / "out"))
     assert [one.name for one in found.differing] == ["train.rng"] and not found.values
     name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if to == "zero3" else "mp_rank_00_model_states.pt"
     held = torch.load(tmp_path / "out" / "step-2" / name, weights_only=False)
     assert _alike(held["train"], state["train"]) and held["global_steps"] == 2
-    assert held["shared_params"] == {"head.weight": "embed.weight"}
+    # torch saves a tied weight once for each name; equal bytes do not prove a tie, so these are two weights.
+    assert held["shared_params"] == {}
+    assert any("no proof that they are tied" in note and "head.weight and embed.weight" in note for note in done.notes)
     assert all(torch.equal(held["module"][key], state["model"][key]) for key in held["buffer_names"])
     assert sorted(held["buffer_names"]) == ["norm.num_batches_tracked", "norm.running_mean", "norm.running_var"]
     convert(str(tmp_path / "out"), str(tmp_path / "back"), to="dcp", dp=2)

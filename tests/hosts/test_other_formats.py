@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from cases import Model, Run
 from gathered import assert_same
+from safetensors.torch import load_file, save_file
 from saves import Saves
 
 from ds_reshard.operations import convert
@@ -83,3 +84,20 @@ def test_what_the_source_does_not_hold_is_refused(worlds: Any, folders: Any, tmp
     convert(str(folders("bf16", "dcp")[0]), str(tmp_path / "weights"), to="safetensors")
     assert "holds no optimizer" in _refused(worlds, run, tmp_path / "weights")
     assert "ModelMismatch" in _refused(worlds, run, folder, Model(groups=2, scheduler=False, tied=True))
+
+
+def test_a_tied_weight_that_was_saved_twice(worlds: Any, saves: Saves, tmp_path: Path) -> None:
+    """The run's own sharing proves it: the same bytes under both names load, others are refused on every rank."""
+    model = Model(scheduler=False, tied=True)
+    source, saved = saves(Run(2, 3), model)
+    folder = tmp_path / "out"
+    convert(str(source), str(folder), to="pytorch")
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, "head.weight": weights["embed.weight"].clone()}, folder / "model.safetensors")
+    run = Run(1, 2)
+    assert_same(saved, worlds[2].run("load", run=run, model=model, folder=str(folder)))
+    other = weights["embed.weight"].clone()
+    other[-1, -1] += 1
+    save_file({**weights, "head.weight": other}, folder / "model.safetensors")
+    said = _refused(worlds, run, folder, model)
+    assert "parameter head.weight: is tied to embed.weight in this run, and has other values" in said

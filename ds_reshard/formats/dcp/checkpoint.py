@@ -21,6 +21,7 @@ from ds_reshard.containers.dcp_directory import (
 from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, UnsupportedLayout, raise_faults
 from ds_reshard.formats.dcp.entries import ACCELERATE, MODELS, Path, group_key, read_values, tensor_key
 from ds_reshard.model.checkpoint import SavedFile, SavedListing
+from ds_reshard.model.content import MASTER, WEIGHT
 from ds_reshard.model.facts import OptimizerFacts
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
@@ -125,6 +126,7 @@ def open_dcp(folder: str) -> DcpCheckpoint:
     directory = _read(folder)
     faults = list(directory.contradictions)
     faults += [fault for key, tensor in directory.tensors.items() for fault in _faults(directory, key, tensor)]
+    faults += _named_as_weights(directory)
     raise_faults(faults, subject=f"checkpoint {folder}")
     single = dict(_single(directory))
     chunks = {family: _chunks(tensor) for family, tensor in directory.tensors.items()}
@@ -157,6 +159,18 @@ def open_dcp(folder: str) -> DcpCheckpoint:
         chunks=chunks,
         notes=tuple(_notes(directory)),
     )
+
+
+def _named_as_weights(directory: Directory) -> Iterator[Fault]:
+    """States of the optimizer under the names that weights and their masters have here."""
+    for family in (*directory.tensors, *directory.objects):
+        path = [str(part) for part in directory.paths.get(family, (family,))]
+        nested = len(path) >= 3 and path[-3] == "state" and path[0] not in MODELS
+        flattened = len(path) == 2 and path[0] == "optimizer" and path[1].startswith("state.")
+        if (nested or flattened) and path[-1].rpartition(".")[2] in (MASTER, WEIGHT):
+            what = f"{family} is an optimizer state of the name that a weight, or its master, has here"
+            mend = "save it again under names that differ"
+            yield UnsupportedLayout.fault(directory.path, what, f"any name but {MASTER!r} and {WEIGHT!r}", mend=mend)
 
 
 def _notes(directory: Directory) -> Iterator[str]:

@@ -6,6 +6,7 @@ and flattened, so that a run finds them in whichever form it asks; both forms na
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -64,8 +65,15 @@ def _unsupported(content: Content) -> Iterator[Fault]:
                 yield _fault(f"parameter {member}", what, "rename the parameters: --names")
     for name, states in content.facts.scalars.items() if content.facts is not None else ():
         step = states.get("step")
-        if isinstance(step, int) and not 0 <= step < _EXACT_STEPS:
+        if (isinstance(step, int) and not 0 <= step < _EXACT_STEPS) or (isinstance(step, float) and not _is_fp32(step)):
             yield _fault(f"{name}[step]", f"is {step}, which no fp32 step of torch's optimizers is", "another tag")
+
+
+def _is_fp32(number: float) -> bool:
+    try:
+        return bool(struct.unpack("<f", struct.pack("<f", number))[0] == number)
+    except OverflowError:
+        return False
 
 
 def _fault(where: str, what: str, mend: str) -> Fault:

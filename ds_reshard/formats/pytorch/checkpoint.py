@@ -4,14 +4,19 @@ Weights are `pytorch_model.bin` or `model.safetensors`, or shards of one of them
 `save_pretrained` and DeepSpeed's zero_to_fp32.py name them (5.23, 0.19.8). The optimizer is `optimizer.pt` (Hugging
 Face's Trainer) or `optimizer.bin` (accelerate), the scheduler `scheduler.pt` or `scheduler.bin`. An optimizer numbers
 its parameters (torch/optim/optimizer.py, 2.13): which number is which is told by `param_names` of its groups, where it
-was built of `named_parameters()`; else by `optimizer_names.json`, a list; else by shapes, where no two are alike.
+was built of `named_parameters()`; else by `optimizer_names.json`, a list; else by shapes, where no two are alike and
+every parameter has states of its own.
+
+Of two files for one thing none is taken; of all other files no more than the step of Trainer's `trainer_state.json`
+(`TrainerState.global_step`, transformers/trainer_callback.py, 5.23), and what is left out is told.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -19,8 +24,8 @@ from ds_reshard.containers.safetensors import read_header
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, fail, raise_faults
 from ds_reshard.model.checkpoint import SavedFile, SavedListing
-from ds_reshard.model.content import SCHEDULER, WEIGHT, Path, flattened
-from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
+from ds_reshard.model.content import MASTER, SCHEDULER, STEPS, WEIGHT, Path, flattened
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, number_of
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
 from ds_reshard.model.records import TensorRecord
@@ -28,11 +33,15 @@ from ds_reshard.model.region import Box
 
 OPTIMIZERS, SCHEDULERS = ("optimizer.pt", "optimizer.bin"), ("scheduler.pt", "scheduler.bin")
 NAMES = "optimizer_names.json"
+TRAINER = "trainer_state.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _INDEXES = tuple(f"{name}.index.json" for name in _WEIGHTS)
 # A folder with one of these is another checkpoint's: Trainer and accelerate keep weights beside those of DeepSpeed.
 _OTHERS = ("latest", ".metadata", "zero_to_fp32.py", "pytorch_model_fsdp_0")
 _INDEX_NBYTES = 1 << 28
+# Of torch's own (torch/optim/_adafactor.py, 2.13) and of transformers' (optimization.py, 5.23).
+_FACTORED = ("row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col")
+_RENAME = "save it again under names that differ"
 
 
 def list_pytorch(folder: str) -> SavedListing | None:
@@ -61,6 +70,7 @@ class PytorchCheckpoint:
     objects: Mapping[Path, object]
     extents: Mapping[str, Mapping[str, Extent]]
     notes: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
     beside: Mapping[str, Path] = field(default_factory=dict)
     ranks: int | None = 1
 
@@ -76,13 +86,16 @@ def open_pytorch(folder: str) -> PytorchCheckpoint:
     """
     found: dict[str, dict[TensorKey, TensorRecord]] = {}
     notes: list[str] = []
-    for name, tensors in _weights(folder, notes):
+    left_out: list[str] = []
+    for name, tensors in _weights(folder, notes, left_out):
         found[name] = {TensorKey(name=key, kind=WEIGHT): tensor for key, tensor in tensors.items()}
     weights = {key.name: tensor for tensors in found.values() for key, tensor in tensors.items()}
     facts, objects = None, dict(_scheduler(folder))
-    file = _first(folder, OPTIMIZERS)
+    file = _single(folder, OPTIMIZERS, "states of the optimizer")
     if file is not None:
         facts, found[file] = _optimizer(folder, file, weights)
+    objects |= _iteration(folder, facts, left_out)
+    left_out += _others(folder, found)
     placements: dict[TensorKey, Placement] = {}
     extents: dict[str, dict[str, Extent]] = {}
     for name, held in found.items():
@@ -96,12 +109,50 @@ def open_pytorch(folder: str) -> PytorchCheckpoint:
             extents.setdefault(name, {})[str(key)] = extent_of(tensor)
     layout = Layout(placements, dict.fromkeys(extents, 1))
     return PytorchCheckpoint(
-        folder=folder, layout=layout, facts=facts, objects=objects, extents=extents, notes=tuple(notes)
+        folder=folder,
+        layout=layout,
+        facts=facts,
+        objects=objects,
+        extents=extents,
+        notes=tuple(notes),
+        left_out=tuple(left_out),
     )
 
 
-def _first(folder: str, names: Sequence[str]) -> str | None:
-    return next((name for name in names if os.path.isfile(os.path.join(folder, name))), None)
+def _single(folder: str, names: Sequence[str], what: str) -> str | None:
+    """The one of these files that is there, None for none; nothing tells which of two is meant."""
+    found = [name for name in names if os.path.isfile(os.path.join(folder, name))]
+    if len(found) > 1:
+        said = f"holds {what} in several files, and nothing tells which are meant"
+        mend = "move all but one of them out of the folder"
+        fault = UnsupportedLayout.fault(folder, said, "one file", ", ".join(found), mend=mend)
+        raise_faults([fault], subject=f"checkpoint {folder}")
+    return found[0] if found else None
+
+
+def _iteration(folder: str, facts: OptimizerFacts | None, left_out: list[str]) -> dict[Path, object]:
+    """The step that Hugging Face's Trainer has counted; one of the optimizer's own that differs is told."""
+    path = os.path.join(folder, TRAINER)
+    told = _json(path) if os.path.isfile(path) else None
+    step = told.get("global_step") if isinstance(told, dict) else None
+    if type(step) is not int or step < 0:
+        return {}
+    left_out.append(f"of {TRAINER} its global_step, {step}, alone is taken, where the output has a place for a step")
+    counted = [states["step"] for states in facts.scalars.values() if "step" in states] if facts is not None else []
+    steps = sorted({str(number_of(value)) for value in counted} - {str(step), str(float(step))})
+    if steps:
+        left_out.append(f"{TRAINER} says step {step}, and the optimizer {', '.join(steps[:4])}: each is kept as it is")
+    return {(STEPS,): step}
+
+
+def _others(folder: str, found: Iterable[str]) -> Iterator[str]:
+    """A note on all that lies in the folder and is not read."""
+    known = {*found, *_INDEXES, *SCHEDULERS, NAMES, TRAINER, "ds_reshard.json"}
+    names = sorted(set(os.listdir(folder)) - known)
+    if names:
+        yield f"left out, as nothing here reads them: {', '.join(names)}"
+    if "scaler.pt" in names:
+        yield "scaler.pt is the loss scale of an fp16 run: where DeepSpeed's files need one, they say 1"
 
 
 def _json(path: str) -> object:
@@ -112,13 +163,12 @@ def _json(path: str) -> object:
         raise CheckpointDamaged(f"{path}: is not JSON: {error}") from None
 
 
-def _weights(folder: str, notes: list[str]) -> Iterator[tuple[str, dict[str, TensorRecord]]]:
+def _weights(folder: str, notes: list[str], left_out: list[str]) -> Iterator[tuple[str, dict[str, TensorRecord]]]:
     """The tensors of each file of weights, all of them those that the index lists."""
-    index = _first(folder, _INDEXES)
-    single = _first(folder, _WEIGHTS)
-    if index is None or single is not None:
-        assert single is not None
-        yield single, _tensors(f"{folder}/{single}", notes)
+    index = _single(folder, (*_WEIGHTS, *_INDEXES), "weights")
+    assert index is not None
+    if index in _WEIGHTS:
+        yield index, _tensors(f"{folder}/{index}", notes, left_out)
         return
     told = _json(f"{folder}/{index}")
     located = told.get("weight_map") if isinstance(told, dict) else None
@@ -127,7 +177,7 @@ def _weights(folder: str, notes: list[str]) -> Iterator[tuple[str, dict[str, Ten
     for name in dict.fromkeys(located.values()):
         if os.path.basename(name) != name or not os.path.isfile(f"{folder}/{name}"):
             raise fail(f"{folder}/{index}", "lists a file that is not there", name, "no such file")
-        tensors = _tensors(f"{folder}/{name}", notes)
+        tensors = _tensors(f"{folder}/{name}", notes, left_out)
         wanted = {key for key, place in located.items() if place == name}
         if wanted != set(tensors):
             differ = ", ".join(sorted(wanted ^ set(tensors))[:4])
@@ -135,23 +185,38 @@ def _weights(folder: str, notes: list[str]) -> Iterator[tuple[str, dict[str, Ten
         yield name, tensors
 
 
-def _tensors(path: str, notes: list[str]) -> dict[str, TensorRecord]:
+def _tensors(path: str, notes: list[str], left_out: list[str]) -> dict[str, TensorRecord]:
     if path.endswith(".safetensors"):
         return dict(read_header(path).tensors)
     with open_archive(path) as archive:
         tree = archive.load()
     if isinstance(tree, dict) and isinstance(tree.get("state_dict"), dict):
+        beside = sorted(str(name) for name in tree if name != "state_dict")
+        if beside:
+            left_out.append(f"left out of {os.path.basename(path)}, beside its state_dict: {', '.join(beside)}")
         tree = tree["state_dict"]
     if not isinstance(tree, dict):
         raise fail(path, "is no state dict", "a dict of tensors", type(tree).__name__)
+    _refuse_alike(path, tree)
     others = sorted(str(name) for name, value in tree.items() if not isinstance(value, TensorRecord))
     if others:
         notes.append(f"{os.path.basename(path)}: {', '.join(others[:4])} are no tensors, and are left out")
     return {str(name): value for name, value in tree.items() if isinstance(value, TensorRecord)}
 
 
+def _refuse_alike(where: str, keys: Iterable[object]) -> None:
+    """Raise for keys that are one name here, as 1 and "1" are."""
+    counted = Counter(map(str, keys))
+    faults = [
+        UnsupportedLayout.fault(where, f"several of its keys are {name!r} as a text", "one", str(count), mend=_RENAME)
+        for name, count in counted.items()
+        if count > 1
+    ]
+    raise_faults(faults, subject=f"checkpoint {os.path.dirname(where)}")
+
+
 def _scheduler(folder: str) -> Iterator[tuple[Path, object]]:
-    file = _first(folder, SCHEDULERS)
+    file = _single(folder, SCHEDULERS, "states of a scheduler")
     if file is not None:
         with open_archive(f"{folder}/{file}") as archive:
             yield from flattened({SCHEDULER: archive.load()})
@@ -167,14 +232,20 @@ def _optimizer(
         states, groups = (tree.get("state"), tree.get("param_groups")) if isinstance(tree, dict) else (None, None)
         if not isinstance(states, dict) or not isinstance(groups, list) or not all(map(_is_group, groups)):
             raise fail(path, "is no state dict of an optimizer", "'state' and 'param_groups'", type(tree).__name__)
-        names = _names(folder, path, groups, weights)
+        names = _names(folder, path, groups, weights, states)
         faults = [_unknown(path, number) for number in states if number not in names]
         tensors: dict[TensorKey, TensorRecord] = {}
         scalars: dict[str, dict[str, Scalar]] = {}
         for number, kinds in states.items():
-            for kind, value in kinds.items() if number in names and isinstance(kinds, dict) else ():
+            if number in names and not isinstance(kinds, dict):
+                faults.append(_other_states(path, number, names[number], kinds))
+                continue
+            _refuse_alike(path, kinds if number in names else ())
+            for kind, value in kinds.items() if number in names else ():
                 name = names[number]
-                if _is_single(value, kind, weights[name]):
+                if str(kind) in (MASTER, WEIGHT):
+                    faults.append(_of_weights(path, name, kind))
+                elif _is_single(value, kind, weights[name]):
                     scalars.setdefault(name, {})[str(kind)] = _read(archive, value)
                 elif isinstance(value, TensorRecord) and value.shape == weights[name].shape:
                     tensors[TensorKey(name=name, kind=str(kind))] = value
@@ -211,7 +282,11 @@ def _read(archive: TorchArchive, value: object) -> Scalar:
 
 
 def _names(
-    folder: str, path: str, groups: Sequence[Mapping[str, list[object]]], weights: Mapping[str, TensorRecord]
+    folder: str,
+    path: str,
+    groups: Sequence[Mapping[str, list[object]]],
+    weights: Mapping[str, TensorRecord],
+    states: Mapping[object, object],
 ) -> dict[object, str]:
     """Which parameter each number is."""
     numbers = [number for group in groups for number in group["params"]]
@@ -224,13 +299,44 @@ def _names(
     elif not told and len(groups) == 1:
         floats = [name for name, weight in weights.items() if weight.dtype.label.startswith(("float", "bfloat"))]
         proved = len({weights[name].shape for name in floats}) == len(floats) == len(numbers)
+        proved = proved and all(
+            _proves(states.get(number), weights[name]) for number, name in zip(numbers, floats, strict=True)
+        )
         told = [*floats] if proved else []
-    if len(told) != len(numbers) or len(set(map(str, told))) != len(told) or not set(map(str, told)) <= set(weights):
+    twice = len(set(map(str, numbers))) != len(numbers)
+    if (
+        twice
+        or len(told) != len(numbers)
+        or len(set(map(str, told))) != len(told)
+        or not set(map(str, told)) <= set(weights)
+    ):
         what = "does not tell which parameter is which: its groups have no names, and shapes do not tell them apart"
         mend = f"write a JSON list of the parameters' names, in the order of their numbers, into {listed}"
         expected, found = f"{len(numbers)} names of weights", f"{len(told)} names"
         raise_faults([UnsupportedLayout.fault(where, what, expected, found, mend=mend)], subject=f"checkpoint {folder}")
     return dict(zip(numbers, map(str, told), strict=True))
+
+
+def _proves(states: object, weight: TensorRecord) -> bool:
+    """Whether the shapes of a number's states can prove that they are a weight's: a scalar is of any weight.
+
+    Tensors of another shape do not: they are told apart from these by `_unproved`.
+    """
+    values = [value for kind, value in states.items() if kind != "step"] if isinstance(states, dict) else []
+    return bool(values) and all(
+        isinstance(value, TensorRecord) and (value.shape != () or weight.shape == ()) for value in values
+    )
+
+
+def _other_states(path: str, number: object, name: str, found: object) -> Fault:
+    mend = "save the whole state dict of the optimizer"
+    what = f"the states of parameter {number}, {name}, are no dict"
+    return UnsupportedLayout.fault(path, what, "a dict", type(found).__name__, mend=mend)
+
+
+def _of_weights(path: str, name: str, kind: object) -> Fault:
+    what = f"{name} has an optimizer state of the name {kind!r}, which is that of its weight here"
+    return UnsupportedLayout.fault(path, what, f"any name but {MASTER!r} and {WEIGHT!r}", mend=_RENAME)
 
 
 def _unknown(path: str, number: object) -> Fault:
@@ -240,6 +346,10 @@ def _unknown(path: str, number: object) -> Fault:
 
 def _unproved(path: str, number: object, name: str, kind: object, value: object, weight: TensorRecord) -> Fault:
     found = str(list(value.shape)) if isinstance(value, TensorRecord) else type(value).__name__
+    if kind in _FACTORED:
+        what = f"{name}: its {kind} is a factored state of Adafactor, of rows or columns: such states are not carried"
+        mend = f"move {os.path.basename(path)} out of the folder, for the weights alone; or resume it with torch"
+        return UnsupportedLayout.fault(path, what, str(list(weight.shape)), found, mend=mend)
     what = f"parameter {number} is not {name}: its {kind} is of another shape"
     mend = f"write a JSON list of the parameters' names, in the order of their numbers, into {NAMES} beside it"
     return UnsupportedLayout.fault(path, what, str(list(weight.shape)), found, mend=mend)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from ds_reshard.containers.safetensors import shard_index, shards
+from ds_reshard.containers.safetensors import shard_index, shards, unwritable
 from ds_reshard.errors import Fault, raise_faults
-from ds_reshard.formats.pytorch.checkpoint import OPTIMIZERS, SCHEDULERS, list_pytorch, open_pytorch
+from ds_reshard.formats.pytorch.checkpoint import OPTIMIZERS, SCHEDULERS, PytorchCheckpoint, list_pytorch, open_pytorch
 from ds_reshard.model.checkpoint import Checkpoint, Format, SavedCheckpoint
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content, Held
-from ds_reshard.model.facts import ScalarTensor, torch_step
+from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
 from ds_reshard.model.records import new_tensor
 from ds_reshard.model.region import Box
@@ -19,12 +19,19 @@ from ds_reshard.model.target import Asked, Target, TargetFile, Unit
 TO = "pytorch"
 
 
+class OpenedPytorch(SavedCheckpoint):
+    def left_out(self) -> tuple[str, ...]:
+        assert isinstance(self.state, PytorchCheckpoint)
+        return self.state.left_out
+
+
 def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
     """`model.safetensors`, or shards of 5 GB with their index, and `optimizer.pt`, its groups with their names.
 
     Weights are the fp32 masters where there are some: a plain optimizer trains the weights themselves.
     """
-    raise_faults([*faults, *content.faults], subject=f"converting {content.folder} to {asked.to}")
+    faults = [*faults, *content.faults, *unwritable(content.weights)]
+    raise_faults(faults, subject=f"converting {content.folder} to {asked.to}")
     weights: dict[TensorKey, Held] = {}
     for name, held in content.weights.items():
         weights[TensorKey(name=name, kind=WEIGHT)] = content.trained.get(name, {}).get(MASTER, held)
@@ -61,7 +68,10 @@ def _placed(tensors: Mapping[TensorKey, Held], family: str) -> dict[TensorKey, P
 
 
 def _beside(content: Content) -> Iterator[TargetFile]:
-    """The optimizer's file and the scheduler's, where they were saved; small tensors are buffers with their bytes."""
+    """The optimizer's file and the scheduler's, where they were saved; small tensors are buffers with their bytes.
+
+    A step is what it was: torch's optimizers make a tensor of a number when they load it (`Adam.__setstate__`, 2.13).
+    """
     data: dict[str, bytes] = {}
 
     def plain(value: object, where: str) -> object:
@@ -75,12 +85,12 @@ def _beside(content: Content) -> Iterator[TargetFile]:
         state: dict[int, dict[str, object]] = {}
         for group in content.facts.groups:
             numbers = range(len(state), len(state) + len(group.members))
-            values = {key: plain(value, f"{key}/{len(groups)}") for key, value in (group.hyperparameters or {}).items()}
+            settings = group.hyperparameters or {}
+            values = {key: plain(value, f"group\0{len(groups)}\0{key}") for key, value in settings.items()}
             groups.append({**values, "params": list(numbers), "param_names": list(group.members)})
             for number, name in zip(numbers, group.members, strict=True):
                 scalars = content.facts.scalars.get(name, {})
-                kept = {kind: torch_step(value) if kind == "step" else value for kind, value in scalars.items()}
-                state[number] = {kind: plain(value, f"{kind}/{name}") for kind, value in kept.items()}
+                state[number] = {kind: plain(value, f"state\0{number}\0{kind}") for kind, value in scalars.items()}
                 for kind, held in content.trained.get(name, {}).items():
                     key = TensorKey(name=name, kind=kind)
                     if kind != MASTER:
@@ -102,6 +112,6 @@ def _left_out(content: Content) -> Iterator[str]:
 PYTORCH = Format(
     name="plain PyTorch",
     list=list_pytorch,
-    open=lambda listing, states: SavedCheckpoint(open_pytorch(listing.folder), listing.nbytes),
+    open=lambda listing, states: OpenedPytorch(open_pytorch(listing.folder), listing.nbytes),
     writes={TO: _write},
 )

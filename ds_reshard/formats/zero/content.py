@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import isfinite
 
-from ds_reshard.containers.plain import plain
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import by_key, whole
@@ -17,7 +17,7 @@ from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.target import first_names, group_order, refuse_source, whole_tensors
 from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, flattened, schedule_of
-from ds_reshard.model.facts import GroupFacts, OptimizerFacts, ScalarTensor, canonical
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, ScalarTensor, canonical, exact_number
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import ElementType, new_tensor
 
@@ -132,9 +132,9 @@ def read_as_zero(content: Content, layout: Layout, files: Mapping[str, int]) -> 
 
 
 def _plain_group(group: GroupFacts) -> GroupFacts:
-    """Hyper-parameters that were kept as small tensors are numbers to DeepSpeed."""
+    """Hyper-parameters that were kept as small tensors are numbers to DeepSpeed; `optimizer_faults` has all others."""
     values = {
-        name: plain(value, {}) if isinstance(value, ScalarTensor) else value
+        name: exact_number(value) if isinstance(value, ScalarTensor) else value
         for name, value in (group.hyperparameters or {}).items()
     }
     return GroupFacts(members=group.members, hyperparameters=values)
@@ -150,12 +150,15 @@ def _entries(content: Content, module: Mapping[str, object]) -> dict[str, object
     if content.batch_size is not None:
         config["train_batch_size"] = content.batch_size
     scalars = content.facts.scalars.values() if content.facts is not None else ()
-    steps = [plain(states["step"], {}) for states in scalars if "step" in states]
+    found = [states["step"] for states in scalars if "step" in states]
+    steps = [exact_number(step) if isinstance(step, ScalarTensor) else step for step in found]
     usual: dict[str, object] = {
         **dict.fromkeys((*_UNSET, "lr_scheduler", "data_sampler", "random_ltd")),
         "sparse_tensor_module_names": set(),
         "skipped_steps": 0,
-        "global_steps": int(max((step for step in steps if isinstance(step, int | float)), default=0)),
+        "global_steps": int(
+            max((step for step in steps if isinstance(step, int | float) and isfinite(step)), default=0)
+        ),
     }
     return {
         **usual,
@@ -181,6 +184,11 @@ def optimizer_faults(content: Content) -> Iterator[Fault]:
     scalars = content.facts.scalars
     if not groups:
         yield _fault(content.folder, "has no param groups", "save the whole state dict of the optimizer")
+    for number, group in enumerate(groups):
+        for name, value in (group.hyperparameters or {}).items():
+            if isinstance(value, ScalarTensor) and exact_number(value) is None:
+                what = f"is a {value.dtype.label} tensor, which is no number of Python's"
+                yield _fault(f"param group {number}: {name}", what, "save it as a number")
     members = {name for group in groups for name in group.members}
     for name in sorted(members - trained.keys() - scalars.keys()):
         what = "is in a param group, and has no state: whether the coming run trains it, no file says"

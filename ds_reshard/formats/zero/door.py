@@ -212,12 +212,36 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
             f"--dp: no file of {content.folder} tells how many ranks saved it; name the coming run's: --dp N"
         )
     raise_faults([*faults, *(() if weights else (*content.faults, *optimizer_faults(content)))], subject=subject)
-    target = _target(as_zero(content), asked)
+    zero = as_zero(content)
+    target = _target(zero, asked)
     target = replace(target, wants={key: content.tensors[wanted].origin for key, wanted in target.wants.items()})
     if weights:
-        return target
+        alone = asked.to == "safetensors"
+        ties = (
+            f"{name} is tied to {first}, and is there under that name alone" for name, first in content.tied.items()
+        )
+        return replace(target, notes=(*target.notes, *(ties if alone else ()), *content.notes))
     pointers = dict.fromkeys(target.pointers, content.tag)
-    return replace(target, folder=content.tag, pointers=pointers, notes=(*target.notes, *_said(content)))
+    return replace(
+        target, folder=content.tag, pointers=pointers, notes=(*target.notes, *_frozen(zero, asked), *_said(content))
+    )
+
+
+def _frozen(checkpoint: ZeroCheckpoint, asked: Asked) -> Iterator[str]:
+    """What stage 3 is told of weights of which no file says whether they are frozen parameters or buffers.
+
+    Tried with DeepSpeed 0.19.8: its stages 1 and 2 load either from the whole tensor in the module. Its stage 3 wants a
+    buffer whole and a frozen parameter as a placeholder beside its fragments; either stops at the other's shape, in
+    `load_module_state_dict` (engine.py), so no file is right for both. Nothing goes wrong without a word.
+    """
+    names = sorted(checkpoint.model.frozen_shapes)
+    if asked.to == "zero3" and names:
+        yield (
+            f"in no param group, and written as frozen parameters: {', '.join(names[:8])}"
+            f"{f' and {len(names) - 8} others' if len(names) > 8 else ''}. Where one is a buffer of the module, "
+            "DeepSpeed's own load of stage 3 stops at its shape: --to zero2 holds either, and a run of stage 3 loads "
+            "that with import ds_reshard.auto"
+        )
 
 
 def _said(content: Content) -> Iterator[str]:
@@ -227,6 +251,9 @@ def _said(content: Content) -> Iterator[str]:
         yield f"the scheduler is the state of a LambdaLR with {groups} param groups: the coming run's must be one, too"
     elif SCHEDULER not in content.entries:
         yield "no scheduler was saved, and none is written"
+    scalars = content.facts.scalars.values() if content.facts is not None else ()
+    if content.steps is None and not any("step" in states for states in scalars):
+        yield "no file tells how many steps were made: global_steps is 0, where it has to be said"
     if content.batch_size is not None:
         yield f"the saving run's global batch was {content.batch_size} samples: train_batch_size {content.batch_size}"
     if content.own:

@@ -293,7 +293,8 @@ def read_universal(listing: Listing, model: ModelStates) -> UniversalStates:
     that differ within a param group, and masters that ds_to_universal is known to have made wrong.
     """
     shapes = model.trainable
-    names = [name for name, shape in shapes.items() if prod(shape)]
+    folder = f"{listing.folder}/{ZERO}"
+    names = [name for name, shape in shapes.items() if prod(shape) or os.path.isdir(f"{folder}/{name}")]
     files, faults = list_states(listing.folder, names)
     try:
         common = read_common(listing.path(OPTIMIZER_STATE), model)
@@ -322,9 +323,9 @@ def read_universal(listing: Listing, model: ModelStates) -> UniversalStates:
 
 @dataclass(slots=True, kw_only=True)
 class _Reading:
-    """A universal checkpoint being read: `files` are the states of each parameter that has elements, with their bytes.
+    """A universal checkpoint being read: `files` are the states of each parameter that has files, with their bytes.
 
-    A parameter without elements has no files: it is taken to have had what its group's others have.
+    ds_to_universal writes none for a parameter without elements: it is taken to have had what its group's others have.
     """
 
     listing: Listing
@@ -340,12 +341,12 @@ class _Reading:
         return [name for i in self.common.buffers[group] for name in shapes[i]]
 
     def sources(self) -> Iterator[tuple[str, str]]:
-        """Each parameter, and the one whose files tell of its states: itself, where it has elements."""
+        """Each parameter, and the one whose files tell of its states: itself, where it has some."""
         for group in range(len(self.common.groups)):
             members = self.members(group)
             first = next((name for name in members if name in self.files), None)
             for name in members:
-                source = first if not prod(self.shapes[name]) else name
+                source = first if not prod(self.shapes[name]) and name not in self.files else name
                 if source is not None and source in self.files:
                     yield name, source
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from functools import partial
 
-from ds_reshard.containers.safetensors import shard_index, shards
+from ds_reshard.containers.safetensors import shard_index, shards, unwritable
 from ds_reshard.errors import UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import alone, by_key, whole
@@ -26,6 +26,7 @@ def safetensors_target(checkpoint: ZeroCheckpoint, dtype: str | None) -> Target:
     keep their type. Tied weights are there once, under their first name, as safetensors has it.
     """
     weights = _weights(checkpoint, dtype)
+    raise_faults(list(unwritable(key.name for key in weights)), subject=f"converting {checkpoint.listing.folder}")
     nbytes = {key: placement.numel * placement.dtype.itemsize for key, placement in weights.items()}
     files = shards(nbytes)
     placements, units = [], []

@@ -67,7 +67,7 @@ class Wants:
 
     def take_buffers(self, model: ModelStates) -> None:
         """Take the module's buffers from this rank's own model file instead of the first one's."""
-        for names, tensor in _entries(self.state):
+        for names, tensor in entries_of(self.state):
             record = next((model.module[name] for name in names if name in model.module), None)
             if record is None or set(names).isdisjoint(model.buffer_names) or record.shape != tuple(tensor.shape):
                 continue
@@ -114,7 +114,7 @@ def want_model(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer | None
     wants.state = engine.module.state_dict(keep_vars=True)
     if live is not None and live.kind == "zero3":
         _want_partitioned(wants, engine, live, masters=masters)
-    for names, tensor in _entries(wants.state):
+    for names, tensor in entries_of(wants.state):
         if hasattr(tensor, "ds_id"):
             continue
         master = next((name for name in names if name in trainable and has(wants.checkpoint, name, "fp32")), None)
@@ -127,7 +127,7 @@ def want_model(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer | None
         _want_weight(wants, names, tensor, live)
 
 
-def _entries(state: Mapping[str, object]) -> Iterator[tuple[list[str], torch.Tensor]]:
+def entries_of(state: Mapping[str, object]) -> Iterator[tuple[list[str], torch.Tensor]]:
     """Each tensor of a state dict once, with all its names (tied weights have several)."""
     import torch
 

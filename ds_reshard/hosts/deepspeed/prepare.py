@@ -18,6 +18,8 @@ from ds_reshard.errors import (
     UnsupportedLayout,
     raise_faults,
 )
+from ds_reshard.execution.checksums import Ledger
+from ds_reshard.execution.deviation import same_bits
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, is_placeholder
 from ds_reshard.formats.zero.content import SAME_BYTES
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
@@ -33,14 +35,17 @@ from ds_reshard.hosts.deepspeed.entries import (
     scalar,
 )
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, Shape, live_kind, param_shape
-from ds_reshard.hosts.deepspeed.load_targets import Wants, want_model, want_optimizer
+from ds_reshard.hosts.deepspeed.load_targets import Wants, entries_of, want_model, want_optimizer
 from ds_reshard.hosts.deepspeed.settings import Settings
-from ds_reshard.model.content import regrouped, regrouping_fault
+from ds_reshard.model.checkpoint import checksums
+from ds_reshard.model.content import WEIGHT, regrouped, regrouping_fault
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, canonical, describe
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Extent, Index
+from ds_reshard.model.layout import TensorKey
 from ds_reshard.operations.ranks import rank
 from ds_reshard.operations.source import find_listing, open_checkpoint
+from ds_reshard.operations.values import SpanReader, logical
 from ds_reshard.planning.plan import Plan, plan_rank
 
 if TYPE_CHECKING:
@@ -142,6 +147,7 @@ def prepare(
     if checkpoint.listing.partitioned_model:
         for shard in range(position, checkpoint.dp, size):
             index.open(MODEL, shard)
+    faults += names_apart(wants.state, checkpoint, index, memory_nbytes=settings.memory_nbytes)
     faults += [*index.faults, *wants.faults, *(shards.compare() if isinstance(shards, ForeignShards) else ())]
     faults += _files_as_listed(checkpoint, plan)
     raise_faults(faults, subject=subject)
@@ -158,6 +164,35 @@ def prepare(
         extra=extra_state(engine, model, settings),
         shards=shards,
     )
+
+
+def names_apart(
+    state: Mapping[str, object], checkpoint: ZeroCheckpoint, index: Index, *, memory_nbytes: int
+) -> Iterator[Fault]:
+    """Rank 0: names of one tensor of this run under which another format's folder holds weights that differ.
+
+    That this run has one tensor under them is what proves them tied; a folder that was saved with each name's own bytes
+    does not tell, and one of two that differ would be lost.
+    """
+    for names, _ in entries_of(state) if checkpoint.foreign and not rank() else ():
+        keys = [TensorKey(name=name, kind=WEIGHT) for name in names]
+        held = [key for key in keys if key in index.layout]
+        for other in held[1:]:
+            if not _same(index, held[0], other, memory_nbytes=memory_nbytes):
+                mend = "build the model with a weight for each name, or correct the folder"
+                what = f"is tied to {held[0].name} in this run, and has other values than it in the checkpoint"
+                yield _mismatch(other.name, what, "the same bytes", "others", mend)
+
+
+def _same(index: Index, one: TensorKey, other: TensorKey, *, memory_nbytes: int) -> bool:
+    """Whether two tensors are equal to the bit; read where their checksums do not tell."""
+    if checksums(index, one) == checksums(index, other):
+        return True
+    left, right = logical(index, one), logical(index, other)
+    if (left.shape, left.dtype) != (right.shape, right.dtype):
+        return False
+    reader = SpanReader(Ledger(), threads=1, memory_nbytes=memory_nbytes, progress=None, total=left.nbytes)
+    return all(same_bits(*span.values) for span in reader.read([(left, right)]))
 
 
 def _own_model(engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint) -> ModelStates:
