@@ -101,3 +101,20 @@ def test_a_tied_weight_that_was_saved_twice(worlds: Any, saves: Saves, tmp_path:
     save_file({**weights, "head.weight": other}, folder / "model.safetensors")
     said = _refused(worlds, run, folder, model)
     assert "parameter head.weight: is tied to embed.weight in this run, and has other values" in said
+
+
+def test_an_optimizer_of_another_kind_is_refused(worlds: Any, folders: Any, saves: Saves, tmp_path: Path) -> None:
+    """States that this run's optimizer does not have, and states that it has and the source has not."""
+    run, momentum = Run(2, 2), Model(groups=2, scheduler=False, optimizer="sgd")
+    adam, _ = folders("bf16", "pytorch")
+    said = _refused(worlds, run, adam, momentum)
+    assert "exp_avg" in said and "momentum" in said, said
+    source, saved = saves(Run(2, 3), momentum)
+    folder = tmp_path / "momentum"
+    convert(str(source), str(folder), to="pytorch")
+    assert "tells nowhere how many steps were made" in _refused(worlds, run, folder, momentum)
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": saved[0]["steps"][0]}))
+    loaded = worlds[2].run("load", run=run, model=momentum, folder=str(folder))
+    assert_same(saved, loaded)
+    assert loaded[0]["steps"] == saved[0]["steps"]
+    assert "momentum" in _refused(worlds, run, folder, MODEL)

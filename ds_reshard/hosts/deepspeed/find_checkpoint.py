@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from ds_reshard.operations.source import Found as Located
 from ds_reshard.operations.source import find_listing
 from ds_reshard.operations.source import open_checkpoint as open_any
 
+logger = logging.getLogger("ds_reshard")
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 
 
@@ -194,7 +196,14 @@ def _foreign(found: Located, *, optimizer: bool, names: str | None) -> Found:
         if content.facts is None:
             mend = "pass load_optimizer_states=False for the weights alone"
             faults.append(UnsupportedLayout.fault(found.folder, "holds no optimizer", mend=mend))
+        elif content.steps is None and not any("step" in states for states in content.facts.scalars.values()):
+            what = "tells nowhere how many steps were made, and DeepSpeed counts on from there"
+            mend = 'say it beside plain PyTorch\'s files, trainer_state.json with {"global_step": N}; or pass '
+            mend += "load_optimizer_states=False for the weights alone"
+            faults.append(UnsupportedLayout.fault(found.folder, what, mend=mend))
     raise_faults([*source.index.faults, *faults], subject=f"loading {found.folder}")
+    for note in content.notes:
+        logger.warning("%s: %s", found.folder, note)
     checkpoint = read_as_zero(content, source.layout, source.files)
     return Found(tag=found.listing.tag, checkpoint=checkpoint)
 

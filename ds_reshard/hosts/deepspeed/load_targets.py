@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import Fault, UnsupportedLayout
+from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout
 from ds_reshard.execution.buffers import TensorTarget, element_type, torch_dtype
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import flat_group, sliced, sub_group, whole
@@ -286,3 +286,82 @@ def _flat_placements(
         return sub_group(buffer.shapes, live.dp, kinds, number=number, family=RUN)
     placements = flat_group(buffer.shapes, buffer.gaps, live.dp, kinds, number=number, family=RUN)
     return (placement._replace(replicated=live.replicated) for placement in placements)
+
+
+_ADAM = frozenset({"Adam", "AdamW", "RAdam", "FusedAdam", "DeepSpeedCPUAdam", "FusedLamb"})
+_HOMES = frozenset({"torch", "deepspeed", "apex"})
+
+
+def state_faults(engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+    """States that this run's optimizer has not, or has and the checkpoint has not; and those of universal ones."""
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    for number, buffer in enumerate(live.buffers):
+        own, saved = _own_states(inner, buffer, live.groups[buffer.group]), frozenset(state_kinds(checkpoint, buffer))
+        if own is not None and any(map(prod, buffer.shapes.values())) and own != saved:
+            yield ModelMismatch.fault(
+                f"flat buffer {number} ({next(iter(buffer.shapes))}, ...)",
+                "was trained by an optimizer of another kind: its states are others",
+                f"{', '.join(sorted(own)) or 'none'}, as {type(inner).__name__} has them",
+                ", ".join(sorted(saved)) or "none",
+                mend="build the optimizer that was saved, or pass load_optimizer_states=False",
+            )
+    yield from _universal_faults(inner, live, checkpoint)
+
+
+def _own_states(optimizer: object, buffer: FlatBuffer, group: Mapping[str, object]) -> frozenset[str] | None:
+    """The states that an optimizer keeps of a buffer's parameters, of its shape; None where that is unknown."""
+    if buffer.fp32.numel() < 2:
+        return None  # a state of one value may be any
+    states: Mapping[object, Mapping[str, object]] = getattr(optimizer, "state", {})
+    if held := states.get(buffer.fp32):
+        sizes = {name: value.numel() for name, value in held.items() if hasattr(value, "numel")}
+        return frozenset(name for name, size in sizes.items() if size == buffer.fp32.numel() and name != "step")
+    kind = type(optimizer)
+    if kind.__module__.partition(".")[0] not in _HOMES:
+        return None
+    if kind.__name__ == "SGD":
+        return frozenset({"momentum_buffer"} if group.get("momentum") else ())
+    if kind.__name__ in _ADAM:
+        return frozenset({"exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group.get("amsgrad") else [])})
+    return None
+
+
+def _universal_faults(optimizer: object, live: LiveOptimizer, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+    """States that are missing from a universal checkpoint, or may be: ds_to_universal drops them without a word.
+
+    Where its files do not tell what the saved optimizer kept, this run's optimizer must be one that is known to keep
+    no more than is there.
+    """
+    universal = checkpoint.universal
+    if universal is None:
+        return
+    yield from universal.incomplete
+    if universal.common.kept is not None:
+        return
+    path, kind = universal.common.path, type(optimizer)
+    if kind.__name__ not in _ADAM or kind.__module__.partition(".")[0] not in _HOMES:
+        what = f"does not say which states the saved optimizer kept, and {kind.__name__} may keep others"
+        yield _lost(path, what, "exp_avg, exp_avg_sq and step, which are all that ds_to_universal takes along")
+        return
+    if any(group.get("amsgrad") for group in universal.common.groups):
+        yield _lost(path, "belongs to an optimizer with amsgrad", "max_exp_avg_sq beside exp_avg_sq")
+    facts = universal.facts
+    counted = {name for group in facts.groups if "step" in (group.hyperparameters or {}) for name in group.members}
+    lacking = [
+        name
+        for number in range(len(live.groups))
+        for name in live.members(number)
+        if name not in counted and name in facts.scalars and "step" not in facts.scalars[name]
+    ]
+    if lacking and not universal.incomplete:
+        yield _lost(path, f"says no step of {', '.join(lacking[:8])}", "a step, or step.pt beside each parameter")
+
+
+def _lost(path: str, what: str, expected: str) -> Fault:
+    return UnsupportedLayout.fault(
+        path,
+        what,
+        expected,
+        "none",
+        mend="load the ZeRO checkpoint that it was made from, or pass load_optimizer_states=False",
+    )
