@@ -81,7 +81,7 @@ def test_parts_of_a_plan_are_the_whole(saves: Saves) -> None:
 
 
 def test_a_rank_opens_the_shards_that_it_reads(worlds: Any, saves: Saves, tmp_path: Path) -> None:
-    """Of 16 shards of ZeRO-3, under DeepSpeed: those that hold its share, and its model files; rank 0 reads the tag."""
+    """Of 16 shards of ZeRO-3, under DeepSpeed: those that hold its share, its model files, and the two files that each compares."""
     folder, _ = saves(Run(3, 2), Model())
     convert(str(folder), str(tmp_path / "out"), to="zero3", dp=16)
     opened = worlds[2].run("load_opening", run=Run(3, 2), model=Model(), folder=str(tmp_path / "out"))
@@ -93,6 +93,7 @@ def test_a_rank_opens_the_shards_that_it_reads(worlds: Any, saves: Saves, tmp_pa
             half, part = -(-numel // 2), -(-numel // 16)
             shards |= {element // part for element in range(rank * half, min(numel, (rank + 1) * half))}
         wanted = {names.optim[shard] for shard in shards} | {names.model[shard] for shard in range(rank, 16, 2)}
+        wanted |= {names.model[0], names.optim[0]}
         assert 8 <= len(shards) < 16
         assert {name for name in files if name.endswith(".pt")} == wanted
 
