@@ -81,7 +81,7 @@ def test_parts_of_a_plan_are_the_whole(saves: Saves) -> None:
 
 
 def test_a_rank_opens_the_shards_that_it_reads(worlds: Any, saves: Saves, tmp_path: Path) -> None:
-    """Of 16 shards of ZeRO-3, under DeepSpeed: those that hold its share, its model files, and the two files that each compares."""
+    """Of 16 shards of ZeRO-3: those that hold its share, its model files, and the two that each rank compares."""
     folder, _ = saves(Run(3, 2), Model())
     convert(str(folder), str(tmp_path / "out"), to="zero3", dp=16)
     opened = worlds[2].run("load_opening", run=Run(3, 2), model=Model(), folder=str(tmp_path / "out"))
