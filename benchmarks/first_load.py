@@ -53,12 +53,13 @@ def work(given: dict[str, Any]) -> None:
     engines.join(given["rendezvous"], rank, world)
     shape = Shape(**given["shape"])
     made = engines.engine(shape, stage=given["stage"], world=world, filled=False, config=contestant.config)
-    executions, ending = [], [0.0]
+    executions: list[Any] = []
+    ending: list[float] = []
     if contestant.hooked:
         from benchmarks.floor import watch_ending, watch_executor
         from ds_reshard.execution import buffers
 
-        executions, ending = watch_executor(), watch_ending(made)
+        executions, ending = watch_executor(), watch_ending()
         if contestant is SMALL_PAGES:
             buffers.page_choice = lambda: None  # type: ignore[assignment]
     torch.distributed.barrier()

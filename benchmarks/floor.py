@@ -44,6 +44,27 @@ def watch_executor() -> list[Execution]:
     return seen
 
 
+def watch_ending() -> list[float]:
+    """From now on the seconds of each part of a load that follows its bytes: DeepSpeed takes over what was read."""
+    from ds_reshard.hosts.deepspeed import move
+
+    seen: list[float] = []
+
+    def timed(original: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            started = time.perf_counter()
+            try:
+                return original(*arguments)
+            finally:
+                seen.append(time.perf_counter() - started)
+
+        return call
+
+    for name in ("_settle_model", "_adopt", "_settle_masters"):
+        setattr(move, name, timed(getattr(move, name)))
+    return seen
+
+
 def is_optimizer(buffer: str) -> bool:
     """Whether a buffer of a plan is part of the optimizer: masters and states, not weights."""
     return not buffer.startswith(("module/", "weight/", "frozen/"))
