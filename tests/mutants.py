@@ -66,7 +66,6 @@ TESTS = {
     "PYTORCH_DOOR": "tests/formats/test_pytorch.py tests/formats/test_every_pair.py",
     "NANOTRON_STEPS": "tests/formats/test_nanotron_deepspeed.py",
     "OTHER_FORMATS": "tests/hosts/test_other_formats.py::test_names_of_another_framework",
-    "EXCHANGE": "tests/hosts/test_collectives.py::test_what_ranks_exchange_does_not_grow_with_the_model",
     "LATEST": "tests/formats/test_pytorch.py::test_the_tag_is_the_one_that_latest_names",
     "SHARDS": "tests/formats/test_zero_shards.py",
     "COLLECTIVES": "tests/hosts/test_collectives.py::test_an_unchanged_layout_costs_two",

@@ -222,6 +222,26 @@ def test_a_directory_that_contradicts_itself_is_refused(saved: Any, tmp_path: Pa
     assert not verify(str(folder)).clean
 
 
+@pytest.mark.parametrize("what", ["shape", "type"])
+def test_a_chunk_that_is_not_what_the_directory_says_is_refused(saved: Any, tmp_path: Path, what: str) -> None:
+    """As many bytes of another shape or type: elements would be those of others."""
+    folder = tmp_path / "step-2"
+    shutil.copytree(saved[0], folder)
+    held = pickle.loads((folder / ".metadata").read_bytes())
+    told = held.state_dict_metadata["model.embed.weight"]
+    if what == "type":
+        told.properties.dtype = torch.int32
+    else:
+        told.size = torch.Size([7, 13])
+        (chunk,) = told.chunks
+        chunk.sizes = torch.Size([7, 13])
+    (folder / ".metadata").write_bytes(pickle.dumps(held))
+    with pytest.raises(
+        ds_reshard.CheckpointDamaged, match=r"model\.embed\.weight: the chunk .* is not what the directory"
+    ):
+        convert(str(folder), str(tmp_path / "out"), to="safetensors")
+
+
 def test_a_step_that_the_type_cannot_hold_is_refused_unless_it_may_be_cast(tmp_path: Path) -> None:
     """One that is no number is what it was."""
     steps = {"a": torch.tensor(2.5), "b": torch.tensor(float("nan"))}

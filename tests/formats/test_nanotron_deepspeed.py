@@ -188,6 +188,18 @@ def test_names_of_a_map(tmp_path: Path) -> None:
     same(contents(tmp_path / "back"), contents(source))
 
 
+def test_the_step_that_was_saved_is_the_one_that_is_named(tmp_path: Path) -> None:
+    """Not that of --like, which tells no more than how the coming run is laid out."""
+    source = write(Run(dp=2), tmp_path / "saved")
+    converted(source, tmp_path / "zero", "zero1", dp=1)
+    file = tmp_path / "zero" / TAG / "mp_rank_00_model_states.pt"
+    model = torch.load(file, weights_only=False)
+    torch.save({**model, "global_steps": STEP + 4}, file)
+    converted(tmp_path / "zero", tmp_path / "back", "nanotron", like=str(source))
+    assert (tmp_path / "back" / "latest.txt").read_text() == str(STEP + 4)
+    assert (tmp_path / "back" / str(STEP + 4)).is_dir()
+
+
 def test_a_checkpoint_without_its_step_is_refused_but_for_its_weights(tmp_path: Path) -> None:
     source = write(Run(dp=2), tmp_path / "saved")
     path = source / str(STEP) / "checkpoint_metadata.json"

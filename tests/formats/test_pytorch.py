@@ -237,3 +237,19 @@ def test_the_tag_is_the_one_that_latest_names(tmp_path: Path) -> None:
     assert inspect(str(tmp_path)).tag == "two"
     (tmp_path / "latest").write_text("one")
     assert inspect(str(tmp_path)).tag == "one"
+
+
+def test_a_sub_group_ends_with_the_parameter_that_fills_it(tmp_path: Path) -> None:
+    """As `_create_fp16_sub_groups` cuts them (runtime/zero/stage3.py): at least, not more than, `sub_group_size`."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    model = torch.nn.ParameterDict({name: torch.ones(10) for name in "abc"})
+    optimizer = torch.optim.AdamW(list(model.named_parameters()))
+    sum(parameter.sum() for parameter in model.values()).backward()
+    optimizer.step()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    convert(str(folder), str(tmp_path / "out"), to="zero3", dp=2, sub_group_size=10, options=ONE_THREAD)
+    (file, _) = sorted((tmp_path / "out").rglob("*optim_states.pt"))
+    saved = torch.load(file, weights_only=False)["optimizer_state_dict"]
+    assert [len(flat) for flat in saved["fp32_flat_groups"]] == [10, 5]

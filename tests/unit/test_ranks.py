@@ -70,3 +70,4 @@ def test_sums_of_all_ranks_cancel_where_the_record_is_as_it_was_saved() -> None:
     assert not whole([_sums(DATA, *cut[1:])]) and not whole([_sums(DATA, *cut[:-1])])
     assert not whole([_sums(DATA, *cut), _sums(DATA, cut[1])])
     assert not whole([_sums(DATA, *cut), None])
+    assert not whole([_sums(DATA, cut[0]), _sums(DATA, cut[0])]), "checksums alone cancel"
