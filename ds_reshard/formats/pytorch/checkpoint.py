@@ -42,6 +42,9 @@ _INDEX_NBYTES = 1 << 28
 # Of torch's own (torch/optim/_adafactor.py, 2.13) and of transformers' (optimization.py, 5.23).
 _FACTORED = ("row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col")
 _RENAME = "save it again under names that differ"
+_NUMBERED = ("params", "param_names")
+_WHOLE = "save the whole state dict of the optimizer"
+_LIST = "write a JSON list of the parameters' names, in the order of their numbers, into"
 
 
 def list_pytorch(folder: str) -> SavedListing | None:
@@ -233,34 +236,31 @@ def _optimizer(
         if not isinstance(states, dict) or not isinstance(groups, list) or not all(map(_is_group, groups)):
             raise fail(path, "is no state dict of an optimizer", "'state' and 'param_groups'", type(tree).__name__)
         names = _names(folder, path, groups, weights, states)
-        faults = [_unknown(path, number) for number in states if number not in names]
+        faults: list[Fault] = []
         tensors: dict[TensorKey, TensorRecord] = {}
         scalars: dict[str, dict[str, Scalar]] = {}
         for number, kinds in states.items():
-            if number in names and not isinstance(kinds, dict):
-                faults.append(_other_states(path, number, names[number], kinds))
-                continue
-            _refuse_alike(path, kinds if number in names else ())
-            for kind, value in kinds.items() if number in names else ():
+            if number not in names:
+                what = f"parameter {number} has states, and is in no param group"
+                faults.append(CheckpointDamaged.fault(path, what, mend=_WHOLE))
+            elif not isinstance(kinds, dict):
+                what = f"the states of parameter {number}, {names[number]}, are no dict"
+                faults.append(UnsupportedLayout.fault(path, what, "a dict", type(kinds).__name__, mend=_WHOLE))
+            else:
                 name = names[number]
-                if str(kind) in (MASTER, WEIGHT):
-                    faults.append(_of_weights(path, name, kind))
-                elif _is_single(value, kind, weights[name]):
-                    scalars.setdefault(name, {})[str(kind)] = _read(archive, value)
-                elif isinstance(value, TensorRecord) and value.shape == weights[name].shape:
-                    tensors[TensorKey(name=name, kind=str(kind))] = value
-                else:
-                    faults.append(_unproved(path, number, name, kind, value, weights[name]))
+                _refuse_alike(path, kinds)
+                faults += _unproved(path, number, name, kinds, weights[name])
+                single = {str(kind): value for kind, value in kinds.items() if _is_single(value, kind, weights[name])}
+                if single:
+                    scalars[name] = {kind: _read(archive, value) for kind, value in single.items()}
+                for kind, value in kinds.items():
+                    if isinstance(value, TensorRecord) and str(kind) not in single:
+                        tensors[TensorKey(name=name, kind=str(kind))] = value
         raise_faults(faults, subject=f"checkpoint {folder}")
-        told = [
-            GroupFacts(
-                members=tuple(names[number] for number in group["params"]),
-                hyperparameters={
-                    key: _read(archive, value) for key, value in group.items() if key not in ("params", "param_names")
-                },
-            )
-            for group in groups
-        ]
+        told = []
+        for group in groups:
+            values = {key: _read(archive, value) for key, value in group.items() if key not in _NUMBERED}
+            told.append(GroupFacts(members=tuple(names[one] for one in group["params"]), hyperparameters=values))
     return OptimizerFacts(groups=tuple(told), scalars=scalars), tensors
 
 
@@ -291,29 +291,21 @@ def _names(
     """Which parameter each number is."""
     numbers = [number for group in groups for number in group["params"]]
     told: list[object] = [name for group in groups for name in group.get("param_names", ())]
-    listed = os.path.join(folder, NAMES)
-    where = path
+    where, listed = path, os.path.join(folder, NAMES)
     if not told and os.path.isfile(listed):
         read, where = _json(listed), listed
         told = [*read] if isinstance(read, list) else []
     elif not told and len(groups) == 1:
         floats = [name for name, weight in weights.items() if weight.dtype.label.startswith(("float", "bfloat"))]
-        proved = len({weights[name].shape for name in floats}) == len(floats) == len(numbers)
-        proved = proved and all(
-            _proves(states.get(number), weights[name]) for number, name in zip(numbers, floats, strict=True)
-        )
-        told = [*floats] if proved else []
-    twice = len(set(map(str, numbers))) != len(numbers)
-    if (
-        twice
-        or len(told) != len(numbers)
-        or len(set(map(str, told))) != len(told)
-        or not set(map(str, told)) <= set(weights)
-    ):
+        pairs = [(states.get(number), weights[name]) for number, name in zip(numbers, floats, strict=False)]
+        apart = len({weights[name].shape for name in floats}) == len(floats) == len(numbers)
+        told = [*floats] if apart and all(_proves(held, weight) for held, weight in pairs) else []
+    given = set(map(str, told))
+    if not len(set(map(str, numbers))) == len(numbers) == len(told) == len(given) or not given <= set(weights):
         what = "does not tell which parameter is which: its groups have no names, and shapes do not tell them apart"
-        mend = f"write a JSON list of the parameters' names, in the order of their numbers, into {listed}"
         expected, found = f"{len(numbers)} names of weights", f"{len(told)} names"
-        raise_faults([UnsupportedLayout.fault(where, what, expected, found, mend=mend)], subject=f"checkpoint {folder}")
+        fault = UnsupportedLayout.fault(where, what, expected, found, mend=f"{_LIST} {listed}")
+        raise_faults([fault], subject=f"checkpoint {folder}")
     return dict(zip(numbers, map(str, told), strict=True))
 
 
@@ -328,28 +320,21 @@ def _proves(states: object, weight: TensorRecord) -> bool:
     )
 
 
-def _other_states(path: str, number: object, name: str, found: object) -> Fault:
-    mend = "save the whole state dict of the optimizer"
-    what = f"the states of parameter {number}, {name}, are no dict"
-    return UnsupportedLayout.fault(path, what, "a dict", type(found).__name__, mend=mend)
-
-
-def _of_weights(path: str, name: str, kind: object) -> Fault:
-    what = f"{name} has an optimizer state of the name {kind!r}, which is that of its weight here"
-    return UnsupportedLayout.fault(path, what, f"any name but {MASTER!r} and {WEIGHT!r}", mend=_RENAME)
-
-
-def _unknown(path: str, number: object) -> Fault:
-    mend = "save the whole state dict of the optimizer"
-    return CheckpointDamaged.fault(path, f"parameter {number} has states, and is in no param group", mend=mend)
-
-
-def _unproved(path: str, number: object, name: str, kind: object, value: object, weight: TensorRecord) -> Fault:
-    found = str(list(value.shape)) if isinstance(value, TensorRecord) else type(value).__name__
-    if kind in _FACTORED:
-        what = f"{name}: its {kind} is a factored state of Adafactor, of rows or columns: such states are not carried"
-        mend = f"move {os.path.basename(path)} out of the folder, for the weights alone; or resume it with torch"
-        return UnsupportedLayout.fault(path, what, str(list(weight.shape)), found, mend=mend)
-    what = f"parameter {number} is not {name}: its {kind} is of another shape"
-    mend = f"write a JSON list of the parameters' names, in the order of their numbers, into {NAMES} beside it"
-    return UnsupportedLayout.fault(path, what, str(list(weight.shape)), found, mend=mend)
+def _unproved(
+    path: str, number: object, name: str, kinds: Mapping[object, object], weight: TensorRecord
+) -> Iterator[Fault]:
+    """States that cannot be those of the weight, or have the name of one."""
+    for kind, value in kinds.items():
+        shape = value.shape if isinstance(value, TensorRecord) else None
+        if str(kind) in (MASTER, WEIGHT):
+            what = f"{name} has an optimizer state of the name {kind!r}, which is that of its weight here"
+            expected, mend = f"any name but {MASTER!r} and {WEIGHT!r}", _RENAME
+            yield UnsupportedLayout.fault(path, what, expected, mend=mend)
+        elif not _is_single(value, kind, weight) and shape != weight.shape:
+            what = f"parameter {number} is not {name}: its {kind} is of another shape"
+            mend = f"{_LIST} {NAMES} beside it"
+            if kind in _FACTORED:
+                what = f"{name}: its {kind} is a factored state of Adafactor, of rows or columns: it is not carried"
+                mend = f"move {os.path.basename(path)} out of the folder, for the weights; or resume it with torch"
+            found = str(list(shape)) if shape is not None else type(value).__name__
+            yield UnsupportedLayout.fault(path, what, str(list(weight.shape)), found, mend=mend)
