@@ -13,13 +13,13 @@ from benchmarks.report import ROOT
 
 RESULTS = ("--output", "benchmarks/results")
 PARTS: dict[str, tuple[str, ...]] = {
+    "first_load": RESULTS,
     "load": RESULTS,
     "convert": RESULTS,
     "offline": RESULTS,
     "verify": RESULTS,
     "fingerprint": RESULTS,
     "dcp": RESULTS,
-    "share": RESULTS,
     "scale": RESULTS,
     "long": ("--long", "--runs", "1", *RESULTS),
     "whole": ("--whole", "48", *RESULTS),

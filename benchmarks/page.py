@@ -39,6 +39,26 @@ def ratios() -> str:
     return rows_of_table(heads, [(what, peer, of(ratio, ".2g"), f"{ratio['n']:.0f}") for what, peer, ratio in rows])
 
 
+def first() -> str:
+    """The first load of a fresh process, in each condition of the machine; the last row is the worst of each."""
+    heads = (
+        "condition",
+        "seconds",
+        "DeepSpeed's own",
+        "over it",
+        "over small pages",
+        "over `ds_to_universal` and load",
+    )
+    rows: list[Row] = []
+    for _, made in results("first-load"):
+        for name, one in made["conditions"].items():
+            over = [of(one["over"].get(peer), ".2g") for peer in ("deepspeed", "small pages", "universal")]
+            rows.append((name, of(one["seconds"]["direct"], ".2g"), of(one["seconds"]["deepspeed"], ".2g"), *over))
+        worst = [f"{made['worst'][peer]:.2g}" for peer in ("deepspeed", "small pages", "universal")]
+        rows.append(("**worst median**", "", "", *worst))
+    return rows_of_table(heads, rows)
+
+
 def _loads() -> Iterator[tuple[str, str, Spread]]:
     for _, made in results("load"):
         for stage, summary in made["summary"].items():
@@ -219,7 +239,7 @@ def _size(nbytes: float) -> str:
 
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15, "EB": 1e18}
 TABLES: dict[str, Callable[[], str]] = {
-    made.__name__: made for made in (ratios, growth, spent, readers, machines, ranks, resume, parts)
+    made.__name__: made for made in (first, ratios, growth, spent, readers, machines, ranks, resume, parts)
 }
 
 
