@@ -39,6 +39,9 @@ def ratios() -> str:
     return rows_of_table(heads, [(what, peer, of(ratio, ".2g"), f"{ratio['n']:.0f}") for what, peer, ratio in rows])
 
 
+_PEERS = ("deepspeed", "small pages", "universal")
+
+
 def first() -> str:
     """The first load of a fresh process, in each condition of the machine; the last row is the worst of each."""
     heads = (
@@ -52,9 +55,9 @@ def first() -> str:
     rows: list[Row] = []
     for _, made in results("first-load"):
         for name, one in made["conditions"].items():
-            over = [of(one["over"].get(peer), ".2g") for peer in ("deepspeed", "small pages", "universal")]
+            over = [of(one["over"].get(peer), ".2g") for peer in _PEERS]
             rows.append((name, of(one["seconds"]["direct"], ".2g"), of(one["seconds"]["deepspeed"], ".2g"), *over))
-        worst = [f"{made['worst'][peer]:.2g}" for peer in ("deepspeed", "small pages", "universal")]
+        worst = [f"{made['worst'][peer]:.2g}" if peer in made["worst"] else "" for peer in _PEERS]
         rows.append(("**worst median**", "", "", *worst))
     return rows_of_table(heads, rows)
 
