@@ -76,6 +76,7 @@ def work(given: dict[str, Any]) -> None:
     }
     Path(f"{given['answers']}/{rank}.json").write_text(json.dumps(told), encoding="utf-8")
     torch.distributed.barrier()
+    os._exit(0)  # gloo's threads may end the process with an error where it is left to Python
 
 
 def run(contestant: Contestant, folder: Path, shape: Shape, stage: int, condition: str) -> list[dict[str, Any]]:
