@@ -123,8 +123,9 @@ def _state(engine: Any, kind: str) -> torch.Tensor:
 
 
 def _swap(values: torch.Tensor) -> None:
-    low, high = int(values.argmin()), int(values.argmax())
-    values[[low, high]] = values[[high, low]]
+    """The first with one near it: farther on lies stage 3's padding, which holds anything and is no tensor's."""
+    other = int((values != values[0]).nonzero()[0])
+    values[[0, other]] = values[[other, 0]]
 
 
 def _exchange(engine: Any) -> None:
