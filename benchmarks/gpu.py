@@ -31,7 +31,8 @@ from ds_reshard.execution.fingerprint import sum_on_device
 from ds_reshard.execution.scatter import INDEX_NUMEL, Block, Portion, Scatter, Scattering, deal
 from ds_reshard.model.index import Record
 from ds_reshard.model.records import ElementType, TensorRecord
-from ds_reshard.planning.plan import Copy, Plan
+from ds_reshard.planning.copies import Copy
+from ds_reshard.planning.plan import Plan
 from ds_reshard.testing.late_device import LateDevice
 
 Work = Callable[[], object]

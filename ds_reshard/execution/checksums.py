@@ -10,13 +10,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ds_reshard.containers.crc import crc32, shift
 from ds_reshard.errors import ChecksumMismatch, Fault
-from ds_reshard.execution.interfaces import Outcome, Slice
-from ds_reshard.execution.threads import read_failed
+from ds_reshard.execution.interfaces import Outcome, Slice, read_failed
 from ds_reshard.model.index import Record
-from ds_reshard.planning.plan import Check
+
+if TYPE_CHECKING:
+    from ds_reshard.planning.plan import Check
 
 _CHUNK_NBYTES = 1 << 20
 
@@ -169,6 +171,8 @@ class Ledger:
 
     def missing(self, record: Record) -> Iterator[Check]:
         """What is still to be read of a record for its checksum."""
+        from ds_reshard.planning.plan import Check  # which needs numpy
+
         at = 0
         for part in sorted(self._read.slices.get(record, ())):
             if part.byte_offset > at:

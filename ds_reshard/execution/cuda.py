@@ -23,10 +23,11 @@ import torch
 from ds_reshard.containers.crc import crc32
 from ds_reshard.errors import ConfigError, DeviceFailed, Fault, raise_faults
 from ds_reshard.execution.buffers import TensorTarget, memory_of
-from ds_reshard.execution.interfaces import Executor, Outcome, Saw, Slice, Target
+from ds_reshard.execution.interfaces import Executor, Outcome, Saw, Slice, Target, ended_early, read_failed
 from ds_reshard.execution.scatter import INDEX_NUMEL, ROW_NBYTES, Chunk, Named, Run, chunks, deal, scattering
-from ds_reshard.execution.threads import OpenFiles, ThreadExecutor, ended_early, read_failed
-from ds_reshard.planning.plan import Copy, Plan
+from ds_reshard.execution.threads import OpenFiles, ThreadExecutor
+from ds_reshard.planning.copies import Copies, Copy
+from ds_reshard.planning.plan import Plan
 
 
 class Event(Protocol):
@@ -227,10 +228,11 @@ class CudaExecutor:
         outcome = Outcome()
         for fill in plan.fills:
             targets[fill.buffer].zero(fill.element_offset, fill.numel)
-        copies = [copy for copy in plan.copies if copy.buffer in tensors and copy.numel]
+        runs = [copy for runs in Copies.of(plan.copies).runs() for copy in runs]
+        copies = [copy for copy in runs if copy.buffer in tensors and copy.numel]
         if copies:
             _Load(self, outcome, tensors).run(copies)
-        others = tuple(copy for copy in plan.copies if copy.buffer not in tensors)
+        others = tuple(copy for copy in runs if copy.buffer not in tensors)
         outcome.add(self._host.execute(replace(plan, copies=others, fills=()), targets))
         return outcome
 

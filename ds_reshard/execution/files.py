@@ -22,7 +22,8 @@ from ds_reshard.execution.interfaces import Outcome, Saw, Slice
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.index import Record
 from ds_reshard.model.records import ElementType
-from ds_reshard.planning.plan import Copy, Plan, window_nbytes
+from ds_reshard.planning.copies import Copies
+from ds_reshard.planning.plan import Fill, Plan, window_nbytes
 
 _ZEROS = memoryview(bytes(1 << 20))
 
@@ -179,14 +180,18 @@ class StagingExecutor:
 
     def execute(self, plan: Plan, targets: Mapping[str, FileTarget]) -> Outcome:
         """Carry out the plan, or what comes before the first window with a fault."""
-        if plan.nbytes >= len(plan.copies) * _LARGE_NBYTES:
+        copies = Copies.of(plan.copies)
+        if copies.nbytes >= copies.number_of_runs * _LARGE_NBYTES:
             return self._inner.execute(plan, targets)
         outcome = self._inner.execute(Plan(copies=(), fills=plan.fills, checks=plan.checks), targets)
-        memory = memoryview(bytearray(self._window_nbytes))
-        for copies in _windows(plan.copies, self._window_nbytes):
-            staged = _staged(copies, targets, memory)
-            ordered = sorted(copies, key=lambda copy: (copy.record.path, copy.byte_offset))
-            outcome.add(self._inner.execute(Plan(copies=tuple(ordered)), staged))
+        spans = list(_spans(copies, plan.fills))
+        needed = sum((stop - start) * targets[buffer].dtype.itemsize + _ALIGNMENT for buffer, start, stop in spans)
+        memory = memoryview(bytearray(min(self._window_nbytes, needed)))
+        of_buffer = copies.by_buffer()
+        for window in _windows(spans, targets, self._window_nbytes):
+            staged = _staged(window, targets, memory)
+            parts = [of_buffer[buffer].within(start, stop) for buffer, start, stop in window]
+            outcome.add(self._inner.execute(Plan(copies=Copies.together(parts).in_order()), staged))
             if outcome.faults:
                 break
             for target in staged.values():
@@ -194,29 +199,43 @@ class StagingExecutor:
         return outcome
 
 
-def _windows(copies: Iterable[Copy], nbytes: int) -> Iterator[list[Copy]]:
-    """The copies in the order of their targets, in parts that fill at most `nbytes`; those that cross are cut."""
-    copies = tuple(copies)
-    order = {buffer: number for number, buffer in enumerate(dict.fromkeys(copy.buffer for copy in copies))}
-    window: list[Copy] = []
+_Span = tuple[str, int, int]
+"""Elements [start, stop) of a buffer."""
+
+
+def _spans(copies: Copies, fills: Iterable[Fill]) -> Iterator[_Span]:
+    """What copies fill of each buffer; InternalError unless copies and fills cover it, each element once."""
+    filled: dict[str, list[tuple[int, int]]] = {}
+    for fill in fills:
+        filled.setdefault(fill.buffer, []).append((fill.element_offset, fill.element_offset + fill.numel))
+    for buffer, of_buffer in copies.by_buffer().items():
+        start, stop = of_buffer.extent()
+        spans, at = [], start
+        for first, last in (*sorted(filled.get(buffer, ())), (stop, stop)):
+            if at < min(first, stop):
+                spans.append((buffer, at, min(first, stop)))
+            at = max(at, last)
+        if sum(last - first for _, first, last in spans) != of_buffer.numel:
+            raise InternalError(f"{buffer}: {of_buffer.numel} elements are copied to {spans[:4]}")
+        yield from spans
+
+
+def _windows(spans: Iterable[_Span], targets: Mapping[str, FileTarget], nbytes: int) -> Iterator[list[_Span]]:
+    """The spans in parts that take at most `nbytes`; those that cross are cut."""
+    window: list[_Span] = []
     left = nbytes
-    for copy in sorted(copies, key=lambda copy: (order[copy.buffer], copy.element_offset)):
-        size = copy.target_dtype.itemsize
-        while _room(copy) > left:
-            if fits := max(0, left - _ALIGNMENT) // size:
-                window.append(copy.part(0, fits))
-                copy = copy.part(fits, copy.numel - fits)
-            yield window
-            window, left = [], nbytes
-        window.append(copy)
-        left -= _room(copy)
+    for buffer, start, stop in spans:
+        size = targets[buffer].dtype.itemsize
+        while start < stop:
+            fits = min(stop - start, (left - _ALIGNMENT) // size)
+            if fits > 0:
+                window.append((buffer, start, start + fits))
+                start, left = start + fits, left - fits * size - _ALIGNMENT
+            if start < stop:
+                yield window
+                window, left = [], nbytes
     if window:
         yield window
-
-
-def _room(copy: Copy) -> int:
-    """What a copy takes of a window at most."""
-    return copy.numel * copy.target_dtype.itemsize + _ALIGNMENT
 
 
 class _Staged:
@@ -257,22 +276,14 @@ class _Staged:
             self._target.store(start, memory, self._target.dtype)
 
 
-def _staged(copies: Iterable[Copy], targets: Mapping[str, FileTarget], memory: memoryview) -> dict[str, _Staged]:
-    """Targets for the copies of one window, in their order: each run of elements has a part of `memory`."""
-    runs: list[tuple[str, int, int, int]] = []
-    at = 0
-    for copy in copies:
-        size = copy.numel * copy.target_dtype.itemsize
-        if runs and runs[-1][0] == copy.buffer and runs[-1][2] == copy.element_offset:
-            buffer, start, _, begin = runs.pop()
-        else:
-            at = -(-at // _ALIGNMENT) * _ALIGNMENT
-            buffer, start, begin = copy.buffer, copy.element_offset, at
-        at += size
-        runs.append((buffer, start, copy.element_offset + copy.numel, begin))
+def _staged(window: Iterable[_Span], targets: Mapping[str, FileTarget], memory: memoryview) -> dict[str, _Staged]:
+    """Targets for the spans of one window: each has a part of `memory`."""
     staged: dict[str, _Staged] = {}
-    for buffer, start, stop, begin in runs:
+    at = 0
+    for buffer, start, stop in window:
+        nbytes = (stop - start) * targets[buffer].dtype.itemsize
         if buffer not in staged:
             staged[buffer] = _Staged(targets[buffer])
-        staged[buffer].add(start, memory[begin : begin + (stop - start) * targets[buffer].dtype.itemsize])
+        staged[buffer].add(start, memory[at : at + nbytes])
+        at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return staged

@@ -36,7 +36,8 @@ from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box, Region, Run, overlap
-from ds_reshard.planning.plan import Copy, wanted_pieces
+from ds_reshard.planning.copies import Copy
+from ds_reshard.planning.plan import wanted_pieces
 
 BLOCK_WORDS = 16384
 BLOCK_NBYTES = 4 * BLOCK_WORDS
@@ -180,8 +181,8 @@ class Fingerprints:
         flat = data.detach().reshape(-1)
         whole = Box.whole(shape)
         for run in overlap(region, Region(box=whole, start=0, stop=whole.numel)):
-            part = flat[run.first_offset : run.first_offset + run.numel]
-            self.add(key, run.second_offset * flat.element_size(), part)
+            for first, second, numel, _ in run.each():
+                self.add(key, second * flat.element_size(), flat[first : first + numel])
 
 
 class FingerprintTarget:
@@ -374,9 +375,9 @@ def _source_spans(
         if part.box == whole.box:
             runs: Iterable[Run] = (Run(0, piece.start, piece.stop - piece.start),)
         else:
-            runs = overlap(part.region(piece), whole)
+            runs = (one for run in overlap(part.region(piece), whole) for one in run.each())
         itemsize = extent.dtype.itemsize
-        for first, element, numel in runs:
+        for first, element, numel, _ in runs:
             start = extent.byte_offset + (piece.element_offset + first) * itemsize
             yield extent.path, _Span(start, start + numel * itemsize, key, element, wanted_offset, room)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from ds_reshard.errors import Fault
+from ds_reshard.errors import CheckpointDamaged, Fault, ReadFailed
 from ds_reshard.model.index import Record
 from ds_reshard.model.records import ElementType
-from ds_reshard.planning.plan import Copy, Plan
 
-Saw = Callable[[Sequence[Copy], Sequence[memoryview]], None]
+if TYPE_CHECKING:
+    from ds_reshard.planning.copies import Copy
+    from ds_reshard.planning.plan import Plan
+
+Saw: TypeAlias = "Callable[[Sequence[Copy], Sequence[memoryview]], None]"
 """Takes copies that were read, and the bytes of each."""
 
 
@@ -66,3 +69,21 @@ class Executor(Protocol):
     """
 
     def execute(self, plan: Plan, targets: Mapping[str, Target]) -> Outcome: ...
+
+
+def read_failed(path: str, error: OSError) -> Fault:
+    """What the operating system said when it could not read."""
+    return ReadFailed.fault(
+        path, f"cannot read: {error.strerror or error}", mend="check the file system, then load again"
+    )
+
+
+def ended_early(path: str, byte_offset: int, nbytes: int, end: int) -> Fault:
+    """A file that ends at `end`, before the `nbytes` bytes at `byte_offset` that it had when it was opened."""
+    return CheckpointDamaged.fault(
+        path,
+        "the file ended while it was read: it was truncated after it was opened",
+        f"{nbytes} bytes at {byte_offset}",
+        f"end of file at {end}",
+        mend="restore the file, then load again",
+    )

@@ -17,7 +17,7 @@ import torch
 from ds_reshard.execution.buffers import torch_dtype
 from ds_reshard.model.index import Record
 from ds_reshard.model.records import ElementType
-from ds_reshard.planning.plan import Copy
+from ds_reshard.planning.copies import Copy
 
 _ALIGNMENT = 16  # of the widest element type, complex128
 ROW_NBYTES = 24

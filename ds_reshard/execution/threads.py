@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy
+
 from ds_reshard.containers.crc import crc32
-from ds_reshard.errors import CheckpointDamaged, Fault, ReadFailed
-from ds_reshard.execution.interfaces import Outcome, Saw, Slice, Target
+from ds_reshard.errors import Fault
+from ds_reshard.execution.interfaces import Outcome, Saw, Slice, Target, ended_early, read_failed
 from ds_reshard.model.index import Record
-from ds_reshard.planning.plan import Copy, Plan, cut_checks, cut_copies
+from ds_reshard.model.records import ElementType
+from ds_reshard.planning.copies import BUFFER, BYTE_OFFSET, ELEMENT_OFFSET, NUMEL, RECORD, TYPES, Copies
+from ds_reshard.planning.plan import Plan, cut_checks
 
 
 class OpenFiles:
@@ -48,36 +52,20 @@ class OpenFiles:
                 os.close(self._open.pop(path))
 
 
-def read_failed(path: str, error: OSError) -> Fault:
-    """What the operating system said when it could not read."""
-    return ReadFailed.fault(
-        path, f"cannot read: {error.strerror or error}", mend="check the file system, then load again"
-    )
-
-
-def ended_early(path: str, byte_offset: int, nbytes: int, end: int) -> Fault:
-    """A file that ends at `end`, before the `nbytes` bytes at `byte_offset` that it had when it was opened."""
-    return CheckpointDamaged.fault(
-        path,
-        "the file ended while it was read: it was truncated after it was opened",
-        f"{nbytes} bytes at {byte_offset}",
-        f"end of file at {end}",
-        mend="restore the file, then load again",
-    )
-
-
 # Large enough that a system call costs nothing, small enough that the checksum finds the bytes in cache.
 _CHUNK_NBYTES = 2 << 20
 _VECTORS = 256
+_BETWEEN_NBYTES = 16 << 10
+"""Bytes that nobody wants are read along with those around them, where a system call of its own would cost more."""
 
 
 class _Batch(NamedTuple):
-    """Reads that lie together in one record: one vectored system call fills all of them."""
+    """Copies of one record, in the order of its bytes, that one thread reads; or, without copies, bytes to check."""
 
     record: Record
     byte_offset: int
     nbytes: int
-    copies: tuple[Copy, ...]
+    copies: Copies | None
 
 
 class ThreadExecutor:
@@ -96,7 +84,7 @@ class ThreadExecutor:
         outcome = Outcome()
         for fill in plan.fills:
             targets[fill.buffer].zero(fill.element_offset, fill.numel)
-        batches = list(self._batches(plan))
+        batches = self._batches(plan)
         files = OpenFiles((batch.record.path for batch in batches), outcome)
         work = _Work(targets=targets, outcome=outcome, files=files, executor=self)
         left = iter(batches)  # next() of a list's iterator is atomic: each thread takes the next batch
@@ -105,27 +93,27 @@ class ThreadExecutor:
                 done.result()
         return outcome
 
-    def _batches(self, plan: Plan) -> Iterator[_Batch]:
-        pending: list[Copy] = []
-        size = 0
-        for copy in cut_copies(plan.copies, self.chunk_nbytes):
-            joins = (
-                pending
-                and pending[-1].record == copy.record
-                and pending[-1].byte_offset + pending[-1].nbytes == copy.byte_offset
-                and size + copy.nbytes <= self.chunk_nbytes
-                and len(pending) < _VECTORS
-            )
-            if pending and not joins:
-                yield _Batch(pending[0].record, pending[0].byte_offset, size, tuple(pending))
-                pending, size = [], 0
-            pending.append(copy)
-            size += copy.nbytes
-        if pending:
-            yield _Batch(pending[0].record, pending[0].byte_offset, size, tuple(pending))
+    def _batches(self, plan: Plan) -> list[_Batch]:
+        found = []
+        for runs in Copies.of(plan.copies).runs():
+            copies = runs.cut(self.chunk_nbytes)
+            record, byte_offset, nbytes = copies.table[RECORD], copies.table[BYTE_OFFSET], copies.nbytes_each()
+            ends = byte_offset + nbytes
+            between = numpy.append(0, byte_offset[1:] - ends[:-1])
+            taken = numpy.cumsum(nbytes + numpy.where(between <= _BETWEEN_NBYTES, numpy.maximum(between, 0), 0))
+            changes = [*(numpy.flatnonzero(record[1:] != record[:-1]) + 1).tolist(), len(copies)]
+            first = 0
+            for change in changes:
+                while first < change:
+                    room = int(taken[first]) - int(nbytes[first]) + self.chunk_nbytes
+                    stop = int(numpy.searchsorted(taken[first : min(change, first + _VECTORS)], room, side="right"))
+                    last = first + max(1, stop)
+                    of = copies.records[int(record[first])]
+                    found.append(_Batch(of, int(byte_offset[first]), int(nbytes[first:last].sum()), copies[first:last]))
+                    first = last
         if self.checksum:
-            for check in cut_checks(plan.checks, self.chunk_nbytes):
-                yield _Batch(*check, copies=())
+            found += (_Batch(*check, copies=None) for check in cut_checks(plan.checks, self.chunk_nbytes))
+        return found
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,42 +139,43 @@ class _Work:
                 self.files.release(path)
 
     def _move(self, batch: _Batch, fd: int) -> None:
-        views, staged = self._views(batch)
-        calls = self._read(fd, views, batch)
-        if calls is None:
+        offsets, views, staged = self._views(batch)
+        counted = self._read(fd, offsets, views, batch)
+        if counted is None:
             return
-        crc = 0
-        if self.executor.checksum:
-            for view in views:
-                crc = crc32(view, crc)
-        if self.executor.saw is not None and batch.copies:
+        slices = list(_slices(batch.record, offsets, views)) if self.executor.checksum else []
+        if self.executor.saw is not None and batch.copies is not None:
             self.executor.saw(batch.copies, views)
-        for copy, view in staged:
-            self.targets[copy.buffer].store(copy.element_offset, view, copy.dtype)
+        for target, element_offset, view, dtype in staged:
+            target.store(element_offset, view, dtype)
         with self._lock:
-            self.outcome.bytes_read += batch.nbytes
-            self.outcome.read_calls += calls
+            self.outcome.read_calls += counted[0]
+            self.outcome.bytes_read += counted[1]
             if self.executor.checksum:
-                self.outcome.slices.setdefault(batch.record, []).append(
-                    Slice(byte_offset=batch.byte_offset - batch.record.byte_offset, nbytes=batch.nbytes, crc32=crc)
-                )
+                self.outcome.slices.setdefault(batch.record, []).extend(slices)
 
-    def _views(self, batch: _Batch) -> tuple[list[memoryview], list[tuple[Copy, memoryview]]]:
-        """Where the batch's bytes go: targets in place where possible, scratch memory otherwise."""
-        if not batch.copies:
-            return [self._scratch_memory()[: batch.nbytes]], []
-        views: list[memoryview] = []
-        staged: list[tuple[Copy, memoryview]] = []
-        used = 0
-        for copy in batch.copies:
-            target = self.targets[copy.buffer]
-            view = target.view(copy.element_offset, copy.numel, copy.dtype)
+    def _views(
+        self, batch: _Batch
+    ) -> tuple[list[int], list[memoryview], list[tuple[Target, int, memoryview, ElementType]]]:
+        """Where the bytes of each copy begin in the file, and where they go: in place where that can be, else scratch.
+
+        What is in scratch memory is stored afterwards, as elements of a type, at an offset of a target.
+        """
+        if batch.copies is None:
+            return [batch.byte_offset], [self._scratch_memory()[: batch.nbytes]], []
+        copies, views, used = batch.copies, [], 0
+        staged: list[tuple[Target, int, memoryview, ElementType]] = []
+        columns = copies.table[[BUFFER, ELEMENT_OFFSET, NUMEL, TYPES]].T.tolist()
+        for buffer, element_offset, numel, types in columns:
+            target, dtype = self.targets[copies.buffers[buffer]], copies.types[types][0]
+            view = target.view(element_offset, numel, dtype)
             if view is None:
-                view = self._scratch_memory()[used : used + copy.nbytes]
-                used += copy.nbytes
-                staged.append((copy, view))
+                nbytes = numel * dtype.itemsize
+                view = self._scratch_memory()[used : used + nbytes]
+                used += nbytes
+                staged.append((target, element_offset, view, dtype))
             views.append(view)
-        return views, staged
+        return copies.table[BYTE_OFFSET].tolist(), views, staged
 
     def _scratch_memory(self) -> memoryview:
         if not hasattr(self._scratch, "memory"):
@@ -194,23 +183,61 @@ class _Work:
         memory: memoryview = self._scratch.memory
         return memory
 
-    def _read(self, fd: int, views: list[memoryview], batch: _Batch) -> int | None:
-        """Fill the views; the number of system calls, or None after a fault was noted."""
-        left, offset, calls = list(views), batch.byte_offset, 0
-        while left:
-            got = os.preadv(fd, left, offset)
+    def _read(
+        self, fd: int, offsets: Sequence[int], views: Sequence[memoryview], batch: _Batch
+    ) -> tuple[int, int] | None:
+        """Fill the views; the number of system calls and of bytes, or None after a fault was noted.
+
+        A few bytes that nobody wants between two views are read with them, into scratch memory behind all that is used.
+        """
+        calls = nbytes = first = 0
+        together: list[memoryview] = []
+        for number, (at, view) in enumerate(zip(offsets, views, strict=True)):
+            between = at - offsets[number - 1] - len(views[number - 1]) if number else 0
+            if 0 < between <= _BETWEEN_NBYTES:
+                together.append(self._scratch_memory()[-between:])
+            elif between:
+                done = self._read_together(fd, offsets[first], together, batch)
+                if done is None:
+                    return None
+                calls, nbytes, first, together = calls + done[0], nbytes + done[1], number, []
+            together.append(view)
+        done = self._read_together(fd, offsets[first], together, batch)
+        return None if done is None else (calls + done[0], nbytes + done[1])
+
+    def _read_together(
+        self, fd: int, byte_offset: int, views: list[memoryview], batch: _Batch
+    ) -> tuple[int, int] | None:
+        calls, offset = 0, byte_offset
+        while views:
+            got = os.preadv(fd, views, offset)
             calls += 1
             if got == 0:
                 self._fault(ended_early(batch.record.path, batch.byte_offset, batch.nbytes, offset))
                 return None
             offset += got
-            while left and got >= len(left[0]):
-                got -= len(left[0])
-                left.pop(0)
-            if left and got:
-                left[0] = left[0][got:]
-        return calls
+            number = 0
+            while number < len(views) and got >= len(views[number]):
+                got -= len(views[number])
+                number += 1
+            views = views[number:]
+            if views and got:
+                views[0] = views[0][got:]
+        return calls, offset - byte_offset
 
     def _fault(self, fault: Fault) -> None:
         with self._lock:
             self.outcome.faults.append(fault)
+
+
+def _slices(record: Record, offsets: Sequence[int], views: Sequence[memoryview]) -> Iterator[Slice]:
+    """What was read, with its checksums: views that follow each other in the file are one slice."""
+    first = end = offsets[0]
+    crc = 0
+    for at, view in zip(offsets, views, strict=True):
+        if at != end:
+            yield Slice(byte_offset=first - record.byte_offset, nbytes=end - first, crc32=crc)
+            first, crc = at, 0
+        crc = crc32(view, crc)
+        end = at + len(view)
+    yield Slice(byte_offset=first - record.byte_offset, nbytes=end - first, crc32=crc)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, faults_of
 from ds_reshard.model.layout import Layout, Piece, Placement, TensorKey, Tiles, check_cover
 from ds_reshard.model.records import ElementType, TensorRecord
-from ds_reshard.model.region import Region, overlap
+from ds_reshard.model.region import Region, Run, overlap
 
 
 class Record(NamedTuple):
@@ -98,7 +99,7 @@ class Index:
                     self._failed.add(at)
             return self._opened[at]
 
-    def _extent(self, placement: Placement, shard: int) -> Extent | None:
+    def extent(self, placement: Placement, shard: int) -> Extent | None:
         """The buffer of one shard; a shard that was opened well and lacks it is damaged."""
         extent = self.open(placement.family, shard).get(placement.buffer)
         if extent is None and (placement.family, shard) not in self._failed:
@@ -134,25 +135,31 @@ class Index:
             for piece in part.cut.pieces(start, stop):
                 yield part, piece
 
-    def locate(self, key: TensorKey, wanted: Region) -> Iterator[tuple[int, Fragment]]:
-        """The fragments that hold elements of `wanted`, each with its first element's offset in `wanted`."""
+    def runs(self, key: TensorKey, wanted: Region) -> Iterator[tuple[int, Extent, Run]]:
+        """What holds elements of `wanted`: the shard, its whole buffer, and the runs, counted in `wanted` and in that.
+
+        A run that a faulty shard should hold is left out.
+        """
         placement, located = self.layout[key], 0
-        if not placement.tiles and placement.box == wanted.box:
-            for shard, start, stop, element_offset in placement.cut.pieces(wanted.start, wanted.stop):
-                located += stop - start
-                extent = self._extent(placement, shard)
-                if extent is not None:
-                    yield start - wanted.start, Fragment(shard, extent.part(element_offset, stop - start))
-        else:
-            for part, piece in self.pieces(placement, wanted):
+        for part, piece in self.pieces(placement, wanted):
+            runs: Iterable[Run]
+            if part.box == wanted.box:
+                runs = (Run(piece.start - wanted.start, 0, piece.stop - piece.start),)
+            else:
                 runs = list(overlap(wanted, part.region(piece)))
-                located += sum(numel for _, _, numel in runs)
-                extent = self._extent(placement, piece.shard) if runs else None
-                if extent is not None:
-                    for at, inside, numel in runs:
-                        yield at, Fragment(piece.shard, extent.part(piece.element_offset + inside, numel))
+            located += sum(run.total for run in runs)
+            extent = self.extent(placement, piece.shard) if runs else None
+            if extent is not None:
+                for run in runs:
+                    yield piece.shard, extent, run._replace(second_offset=run.second_offset + piece.element_offset)
         if located != wanted.numel:
             self._uncovered(placement, f"{located} of {wanted.numel} wanted elements")
+
+    def locate(self, key: TensorKey, wanted: Region) -> Iterator[tuple[int, Fragment]]:
+        """The fragments that hold elements of `wanted`, each with its first element's offset in `wanted`."""
+        for shard, extent, run in self.runs(key, wanted):
+            for at, inside, numel, _ in run.each():
+                yield at, Fragment(shard, extent.part(inside, numel))
 
     def _uncovered(self, placement: Placement, found: str) -> None:
         fault = CheckpointDamaged.fault(
@@ -164,3 +171,13 @@ class Index:
         )
         if fault not in self.faults:
             self.faults.append(fault)
+
+
+def extents_overlap(extents: Mapping[str, Extent]) -> list[tuple[str, str]]:
+    """Pairs of buffers of one shard whose bytes overlap; a well-formed shard has none."""
+    spans = sorted((e.path, e.byte_offset, e.byte_offset + e.nbytes, name) for name, e in extents.items() if e.numel)
+    found = []
+    for before, after in pairwise(spans):
+        if before[0] == after[0] and before[2] > after[1]:
+            found.append((before[3], after[3]))
+    return found

@@ -65,21 +65,49 @@ class Region:
         return offset + first % size, offset + last % size + 1
 
 
+class Rows(NamedTuple):
+    """`times` runs of one length, each so many elements behind the one before it in two places."""
+
+    times: int
+    first_step: int
+    second_step: int
+
+
 class Run(NamedTuple):
-    """`numel` elements that lie together in two regions, counted from the first element of each."""
+    """`numel` elements that lie together in two regions, counted from the first element of each.
+
+    With `rows`, at most two and the outer ones first, as many elements for each row.
+    """
 
     first_offset: int
     second_offset: int
     numel: int
+    rows: tuple[Rows, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Elements of all rows."""
+        return self.numel * prod(row.times for row in self.rows)
+
+    def each(self) -> Iterator[Run]:
+        """The runs of all rows, one by one."""
+        if not self.rows:
+            yield self
+            return
+        (times, first, second), rows = self.rows[0], self.rows[1:]
+        for number in range(times):
+            yield from Run(
+                self.first_offset + number * first, self.second_offset + number * second, self.numel, rows
+            ).each()
 
 
 def overlap(first: Region, second: Region) -> Iterator[Run]:
-    """Yield the runs of elements that both regions hold, in the order of `first`.
+    """Yield the elements that both regions hold, in the order in which they begin in `first`.
 
     Regions of one box overlap in at most one run, found in constant time, and so do those of boxes that differ along
-    the first axis alone. Regions of other boxes are cut into boxes (at most 2 * ndim - 1 each) whose rows are
-    intersected, a row being all that lies together in both: the cost is the number of runs. Runs that follow each other
-    in both storages are joined.
+    the first axis alone. Regions of other boxes are cut into boxes (at most 2 * ndim - 1 each) that are intersected:
+    what two of them share is one run with rows, a row being all that lies together in both; several where the boxes
+    differ along more than three axes. Runs that follow each other in both storages are joined.
     """
     if first.box.offset[1:] == second.box.offset[1:] and first.box.size[1:] == second.box.size[1:]:
         row = prod(first.box.size[1:])
@@ -89,15 +117,14 @@ def overlap(first: Region, second: Region) -> Iterator[Run]:
             yield Run(first_offset=start - one, second_offset=start - other, numel=stop - start)
         return
     pending: Run | None = None
-    for run in sorted(_different_boxes(first, second), key=lambda r: r.first_offset):
+    for run in sorted(_different_boxes(first, second)):
         if (
             pending is not None
+            and not (pending.rows or run.rows)
             and pending.first_offset + pending.numel == run.first_offset
             and pending.second_offset + pending.numel == run.second_offset
         ):
-            pending = Run(
-                first_offset=pending.first_offset, second_offset=pending.second_offset, numel=pending.numel + run.numel
-            )
+            pending = pending._replace(numel=pending.numel + run.numel)
             continue
         if pending is not None:
             yield pending
@@ -168,14 +195,32 @@ def _different_boxes(first: Region, second: Region) -> Iterator[Run]:
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
             axis = _row_axis(first.box, second.box, low, high)
-            numel = prod(b - a for a, b in zip(low[axis:], high[axis:], strict=True))
-            for row in _rows(low[: axis + 1], high[: axis + 1]):
-                index = row + low[axis + 1 :]
-                yield Run(
-                    first_offset=_position(first.box, index) - first.start,
-                    second_offset=_position(second.box, index) - second.start,
-                    numel=numel,
-                )
+            yield from _in_rows(
+                Run(
+                    first_offset=_position(first.box, low) - first.start,
+                    second_offset=_position(second.box, low) - second.start,
+                    numel=prod(b - a for a, b in zip(low[axis:], high[axis:], strict=True)),
+                ),
+                [
+                    Rows(b - a, prod(first.box.size[i + 1 :]), prod(second.box.size[i + 1 :]))
+                    for i, (a, b) in enumerate(zip(low[:axis], high[:axis], strict=True))
+                    if b - a > 1
+                ],
+            )
+
+
+def _in_rows(run: Run, axes: list[Rows]) -> Iterator[Run]:
+    """The run with the rows of these axes: axes of which one continues the other are one."""
+    rows: list[Rows] = []
+    for inner in reversed(axes):
+        last = rows[-1] if rows else None
+        if last is not None and inner[1:] == (last.times * last.first_step, last.times * last.second_step):
+            rows[-1] = last._replace(times=inner.times * last.times)
+        else:
+            rows.append(inner)
+    outer, kept = rows[:1:-1], tuple(reversed(rows[:2]))
+    for one in run._replace(rows=tuple(outer)).each():
+        yield one._replace(rows=kept)
 
 
 def _row_axis(first: Box, second: Box, low: tuple[int, ...], high: tuple[int, ...]) -> int:
@@ -187,16 +232,6 @@ def _row_axis(first: Box, second: Box, low: tuple[int, ...], high: tuple[int, ..
     ):
         axis -= 1
     return axis
-
-
-def _rows(low: tuple[int, ...], high: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The first index of every row (all axes but the last) of the box [low, high)."""
-    if len(low) <= 1:
-        yield low
-        return
-    for index in range(low[0], high[0]):
-        for rest in _rows(low[1:], high[1:]):
-            yield (index, *rest)
 
 
 def _position(box: Box, index: tuple[int, ...]) -> int:

@@ -15,7 +15,6 @@ from ds_reshard.formats.zero.saved_schedule import read_past
 from ds_reshard.model.reports import ConversionPlan, Difference, Fingerprinted, Inspection, Verification
 from ds_reshard.model.target import Asked
 from ds_reshard.operations.fingerprints import fingerprint
-from ds_reshard.operations.foresight import plan_listing
 from ds_reshard.operations.inspection import describe
 from ds_reshard.operations.options import FORMATS, Conversion, Options, Progress, Reading
 from ds_reshard.operations.pickles import scan_files, scan_pickles, siblings, untold
@@ -204,6 +203,8 @@ def plan(
     file of a ZeRO checkpoint beside those that the part reads: the parts together say what the whole plan says.
     Raises what `convert` raises before it writes; a part, what is wrong with its own files.
     """
+    from ds_reshard.operations.foresight import plan_listing  # which needs numpy
+
     before = _bytes_asked_for()
     asked = Asked(
         to=to,

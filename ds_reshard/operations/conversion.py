@@ -22,7 +22,7 @@ from ds_reshard.operations.options import Conversion, Options, Progress, refuse,
 from ds_reshard.operations.source import Found, open_checkpoint
 from ds_reshard.operations.units import Units, archive_of, buffer_of, target_of
 from ds_reshard.operations.workspace import Workspace, refuse_places
-from ds_reshard.planning.plan import Copy
+from ds_reshard.planning.copies import Copy
 from ds_reshard.version import VERSION
 
 _SYNCING = 8  # units at once: waiting for a disk costs no core, and a journal takes several files at one stroke

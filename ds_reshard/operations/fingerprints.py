@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault, InternalError, ReshardError, faults_of, raise_faults
 from ds_reshard.execution.interfaces import Saw
@@ -15,7 +16,10 @@ from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.reports import Fingerprinted, TensorFingerprint
 from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.source import find_listing, open_checkpoint
-from ds_reshard.planning.plan import Copy, Plan, plan_rank
+
+if TYPE_CHECKING:
+    from ds_reshard.planning.copies import Copy
+    from ds_reshard.planning.plan import Plan
 
 _FILE = "fingerprint"
 
@@ -52,6 +56,8 @@ def fingerprint(
 
 def _planned(source: Checkpoint, shard: tuple[int, int]) -> _Planned:
     """Every tensor of the share whole into a buffer of its own."""
+    from ds_reshard.planning.plan import plan_rank  # which needs numpy
+
     index = source.index
     wanted: dict[TensorKey, TensorKey] = {}
     same: dict[TensorKey, TensorKey] = {}
@@ -87,7 +93,7 @@ def _read(source: Checkpoint, planned: _Planned, reading: Reading, progress: Pro
     outcome = executor.execute(planned.plan, targets)
     faults = [*outcome.faults, *verify(outcome)]
     damaged = {fault.where for fault in faults}
-    unsure = {copy.buffer for copy in planned.plan.copies if copy.path in damaged}
+    unsure = {copy.buffer for copy in planned.plan.copies if copy.path in damaged} if damaged else set()
     unread = [
         key
         for key in planned.keys

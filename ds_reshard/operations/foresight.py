@@ -11,7 +11,8 @@ from ds_reshard.model.target import Asked, Unit
 from ds_reshard.operations.options import Reading, refuse, refuse_memory
 from ds_reshard.operations.source import Found, open_checkpoint
 from ds_reshard.operations.units import Units, archive_of, target_of
-from ds_reshard.planning.plan import Check, Copy, window_nbytes
+from ds_reshard.planning.copies import Copies
+from ds_reshard.planning.plan import window_nbytes
 
 
 @uncollected()
@@ -62,19 +63,12 @@ def _unit(found: Found, units: Units, unit: Unit) -> tuple[UnitPlan, float]:
     """What one unit reads and writes; and how many bytes a byte becomes, at most, where elements are cast."""
     archives = [archive_of(file) for file in unit.files]
     plan = units.plan(unit, archives)
-    of_path: dict[str, int] = {}
-    parts: list[Copy | Check] = [*plan.copies, *plan.checks]
-    for part in parts:
-        of_path[part.record.path] = of_path.get(part.record.path, 0) + part.nbytes
+    copies = Copies.of(plan.copies)
+    of_path = copies.nbytes_of_paths()
+    for check in plan.checks:
+        of_path[check.record.path] = of_path.get(check.record.path, 0) + check.nbytes
     reads = {os.path.relpath(path, found.folder): nbytes for path, nbytes in of_path.items()}
-    cast = max(
-        (
-            copy.target_dtype.itemsize / copy.dtype.itemsize
-            for copy in plan.copies
-            if copy.dtype is not copy.target_dtype
-        ),
-        default=0.0,
-    )
+    cast = max((into.itemsize / dtype.itemsize for dtype, into in copies.types_used if dtype is not into), default=0.0)
     made = UnitPlan(
         family=unit.family,
         shard=unit.shard,

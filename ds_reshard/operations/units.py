@@ -18,7 +18,8 @@ from ds_reshard.model.target import Asked, Target, TargetFile, Unit
 from ds_reshard.operations.formats import WRITERS
 from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.source import find_listing, open_checkpoint
-from ds_reshard.planning.plan import Copy, Gaps, Plan, plan_rank
+from ds_reshard.planning.copies import Copy
+from ds_reshard.planning.plan import Plan, Planner
 
 
 def target_of(source: Checkpoint, asked: Asked) -> Target:
@@ -66,7 +67,7 @@ class Units:
         self.wants: dict[str, dict[TensorKey, TensorKey]] = {family: {} for family in target.layout.shards}
         for key, origin in target.wants.items():
             self.wants[target.layout[key].family][key] = origin
-        self._gaps = {family: Gaps(source.index, target.layout, wants) for family, wants in self.wants.items()}
+        self._planners = {family: Planner(source.index, target.layout, wants) for family, wants in self.wants.items()}
 
     def plan(self, unit: Unit, archives: Sequence[FilePlan]) -> Plan:
         """The copies that fill the storages of a unit's archives; `buffer_of` names each."""
@@ -77,16 +78,10 @@ class Units:
             for key, storage in archive.storages.items()
         ]
         fresh = {buffer: s.numel for buffer, s in storages if not s.path and buffer not in filled}
-        plan = plan_rank(
-            self._source.index,
-            self._target.layout,
-            unit.shard,
-            self.wants[unit.family],
-            sizes=fresh,
-            gaps=self._gaps[unit.family],
-        )
+        plan = self._planners[unit.family].plan(unit.shard, sizes=fresh)
         copied = [_copy(storage, buffer) for buffer, storage in storages if storage.path and storage.nbytes]
-        return Plan(copies=(*plan.copies, *copied), fills=plan.fills, checks=plan.checks)
+        copies = (*plan.copies, *copied) if copied else plan.copies
+        return Plan(copies=copies, fills=plan.fills, checks=plan.checks)
 
 
 def buffer_of(storage: StorageRecord, number: int, key: str) -> str:

@@ -19,7 +19,8 @@ from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Box, Region
 from ds_reshard.operations.options import Progress
-from ds_reshard.planning.plan import Copy, Plan, coalesce
+from ds_reshard.planning.copies import Copy, coalesce
+from ds_reshard.planning.plan import Plan
 
 # Small enough that values are still in a cache when they are looked at.
 _UNIT_NBYTES = 16 << 20

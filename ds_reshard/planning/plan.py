@@ -7,48 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
+import numpy
+from numpy.typing import NDArray
+
+from ds_reshard.model.columns import Column, Cuts, Families, Family, Pieces
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Extent, Index, Record
 from ds_reshard.model.layout import Layout, Piece, Placement, TensorKey
 from ds_reshard.model.records import ElementType
-
-
-class Copy(NamedTuple):
-    """`numel` elements from a file to a buffer of the rank.
-
-    `byte_offset` counts from the start of the file, `element_offset` from the start of the buffer;
-    source and target elements may differ in type (they are then cast as torch casts).
-    """
-
-    record: Record
-    byte_offset: int
-    numel: int
-    dtype: ElementType
-    buffer: str
-    element_offset: int
-    target_dtype: ElementType
-
-    @property
-    def path(self) -> str:
-        return self.record.path
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes read from the file."""
-        return self.numel * self.dtype.itemsize
-
-    def part(self, at: int, numel: int) -> Copy:
-        """The copy of its elements [at, at + numel) alone."""
-        if numel == self.numel:
-            return self
-        return self._replace(
-            byte_offset=self.byte_offset + at * self.dtype.itemsize,
-            element_offset=self.element_offset + at,
-            numel=numel,
-        )
+from ds_reshard.model.region import Region, Rows, Run
+from ds_reshard.planning.copies import BUFFER, RECORD, TYPES, Copies, Copy, Numbers, Types
 
 
 class Fill(NamedTuple):
@@ -71,31 +41,34 @@ class Check(NamedTuple):
 class Plan:
     """One rank's work. Copies and checks are ordered by file and offset."""
 
-    copies: tuple[Copy, ...]
+    copies: Sequence[Copy]
     fills: tuple[Fill, ...] = ()
     checks: tuple[Check, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes that the plan reads from files."""
-        return sum(c.nbytes for c in self.copies) + sum(c.nbytes for c in self.checks)
+        return Copies.of(self.copies).nbytes + sum(c.nbytes for c in self.checks)
 
     @property
     def files(self) -> tuple[str, ...]:
-        return tuple(sorted({c.record.path for c in self.copies} | {c.record.path for c in self.checks}))
+        return tuple(sorted(Copies.of(self.copies).paths | {c.record.path for c in self.checks}))
 
     def to_json(self) -> dict[str, object]:
         """The plan as plain JSON values."""
 
         def rows(items: Sequence[Copy | Fill | Check]) -> list[dict[str, object]]:
-            return [{name: _plain(value) for name, value in item._asdict().items()} for item in items]
+            told = ({name: _plain(value) for name, value in item._asdict().items()} for item in items)
+            return [{name: value for name, value in row.items() if value != []} for row in told]
 
         return {"copies": rows(self.copies), "fills": rows(self.fills), "checks": rows(self.checks)}
 
 
 def _plain(value: object) -> object:
-    if isinstance(value, Record):
+    if isinstance(value, Record | Rows):
         return value._asdict()
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
     return value.label if isinstance(value, ElementType) else value
 
 
@@ -107,17 +80,6 @@ def window_nbytes(memory_nbytes: int) -> int:
     return max(4096, min(_WINDOW_NBYTES, memory_nbytes // 2))
 
 
-def cut_copies(copies: Iterable[Copy], chunk_nbytes: int) -> Iterator[Copy]:
-    """The same copies in pieces of at most `chunk_nbytes` bytes of source (at least one element)."""
-    for copy in copies:
-        if 0 < copy.nbytes <= chunk_nbytes:
-            yield copy
-            continue
-        step = max(1, chunk_nbytes // copy.dtype.itemsize)
-        for at in range(0, copy.numel, step):
-            yield copy.part(at, min(step, copy.numel - at))
-
-
 def cut_checks(checks: Iterable[Check], chunk_nbytes: int) -> Iterator[Check]:
     """The same checks in pieces of at most `chunk_nbytes` bytes."""
     for check in checks:
@@ -125,62 +87,183 @@ def cut_checks(checks: Iterable[Check], chunk_nbytes: int) -> Iterator[Check]:
             yield check._replace(byte_offset=check.byte_offset + at, nbytes=min(chunk_nbytes, check.nbytes - at))
 
 
-def coalesce(copies: Iterable[Copy]) -> tuple[Copy, ...]:
-    """The same copies, ordered by (file, offset), adjacent ones joined into one."""
-    joined: list[Copy] = []
-    for copy in sorted(copies, key=lambda c: (c.record.path, c.byte_offset, c.buffer, c.element_offset)):
-        last = joined[-1] if joined else None
-        if last is not None and _continues(last, copy):
-            joined[-1] = last._replace(numel=last.numel + copy.numel)
-        else:
-            joined.append(copy)
-    return tuple(joined)
+def copies_of(
+    source: Index, key: TensorKey, wanted: Region, *, buffer: str, element_offset: int, dtype: ElementType
+) -> Iterator[Copy]:
+    """What fills `buffer`, from `element_offset` on, with the elements of a region of a tensor of the source."""
+    for _, extent, run in source.runs(key, wanted):
+        yield _copy(extent, run, buffer, element_offset, dtype)
 
 
-def _continues(last: Copy, copy: Copy) -> bool:
-    return (
-        last.element_offset + last.numel == copy.element_offset
-        and last.byte_offset + last.nbytes == copy.byte_offset
-        and last.buffer == copy.buffer
-        and last.record == copy.record
-        and (last.dtype, last.target_dtype) == (copy.dtype, copy.target_dtype)
+def _copy(extent: Extent, run: Run, buffer: str, element_offset: int, dtype: ElementType) -> Copy:
+    byte_offset = extent.byte_offset + run.second_offset * extent.dtype.itemsize
+    rows = tuple(Rows(row.times, row.second_step, row.first_step) for row in run.rows)
+    return Copy(
+        extent.record, byte_offset, run.numel, extent.dtype, buffer, element_offset + run.first_offset, dtype, rows
     )
 
 
-@uncollected()
 def plan_rank(
-    source: Index,
-    target: Layout,
-    rank: int,
-    wants: Mapping[TensorKey, TensorKey],
-    *,
-    sizes: Mapping[str, int],
-    gaps: Gaps | None = None,
+    source: Index, target: Layout, rank: int, wants: Mapping[TensorKey, TensorKey], *, sizes: Mapping[str, int]
 ) -> Plan:
-    """The plan that fills `rank`'s buffers of the target layout.
+    """The plan that fills `rank`'s buffers of the target layout: that of a `Planner`."""
+    return Planner(source, target, wants).plan(rank, sizes=sizes)
+
+
+_Shard = tuple[str, int]
+"""A shard of a family."""
+
+
+class Planner:
+    """Plans for any rank of a target layout, from what an index has.
 
     `wants` maps each target tensor to the source tensor that it is read from; a source tensor serves
-    one target tensor. `sizes` gives the elements of each fresh buffer of this rank: what no tensor covers
-    there is zeroed. `gaps` is kept between the plans of several ranks for the same wants. Shards are opened through
-    `source`, whose `faults` the caller looks at afterwards. Cost is linear in the tensors of the shards that this rank
-    touches.
+    one target tensor. Shards are opened through `source`, whose `faults` the caller looks at afterwards.
     """
-    copies: list[Copy] = []
-    covered: dict[str, list[tuple[int, int]]] = {buffer: [] for buffer in sizes}
-    touched: dict[Record, set[_Shard]] = {}
-    for placement, piece in wanted_pieces(target, rank, wants):
-        source_key = wants[placement.key]
-        family = source.layout[source_key].family
-        if placement.buffer in covered:
-            covered[placement.buffer].append((piece.element_offset, piece.stop - piece.start))
-        for at, fragment in source.locate(source_key, placement.region(piece)):
-            record, byte_offset, dtype, numel = fragment.extent
-            touched.setdefault(record, set()).add((family, fragment.shard))
-            element_offset = piece.element_offset + at
-            copies.append(Copy(record, byte_offset, numel, dtype, placement.buffer, element_offset, placement.dtype))
-    fills = [fill for buffer, numel in sizes.items() for fill in _uncovered(buffer, numel, covered[buffer])]
-    checks = (gaps or Gaps(source, target, wants)).read_by(rank, touched)
-    return Plan(copies=coalesce(copies), fills=tuple(fills), checks=tuple(checks))
+
+    @uncollected()
+    def __init__(self, source: Index, target: Layout, wants: Mapping[TensorKey, TensorKey]) -> None:
+        self._source = source
+        self._families = Families(target)
+        self._matches: dict[str, list[_Match]] = {}
+        for name in dict.fromkeys(target[key].family for key in wants):
+            matches: dict[str | None, _Match] = {}
+            for number, member in enumerate(self._families[name].members):
+                origin = wants.get(member.key)
+                if origin is None:
+                    continue
+                placed = source.layout[origin]
+                alike = not placed.tiles and placed.box == member.box
+                match = matches.setdefault(placed.family if alike else None, _Match())
+                match.members.append(number)
+                match.origins.append(placed)
+            self._matches[name] = list(matches.values())
+            for of, match in matches.items():
+                match.finish(len(self._families[name].members), alike=of is not None)
+        self._gaps = _Gaps(source, target, wants)
+
+    @uncollected()
+    def plan(self, rank: int, *, sizes: Mapping[str, int]) -> Plan:
+        """The plan that fills `rank`'s buffers of the target layout.
+
+        `sizes` gives the elements of each fresh buffer of this rank: what no tensor covers there is zeroed. Cost is
+        linear in the tensors of the layout, by arithmetic on columns, and in the shards that this rank touches.
+        """
+        work = _Work(self._source)
+        spans: dict[str, list[tuple[int, int]]] = {buffer: [] for buffer in sizes}
+        for name in self._matches:
+            of_target = self._families[name]
+            held = of_target.cuts.held_by(rank)
+            for match in self._matches[name]:
+                mine = held.take(match.place[held.member] >= 0)
+                if match.cuts is not None:
+                    work.alike(of_target, mine, match)
+                else:
+                    work.one_by_one(of_target, mine, match)
+                numbers = of_target.buffer[mine.member].tolist()
+                for number, at, numel in zip(
+                    numbers, mine.element_offset.tolist(), (mine.stop - mine.start).tolist(), strict=True
+                ):
+                    if of_target.buffers[number] in spans:
+                        spans[of_target.buffers[number]].append((at, numel))
+        fills = [fill for buffer, numel in sizes.items() for fill in _uncovered(buffer, numel, spans[buffer])]
+        checks = self._gaps.read_by(rank, work.touched)
+        return Plan(copies=work.copies(), fills=tuple(fills), checks=tuple(checks))
+
+
+class _Match:
+    """Wanted tensors of one family of the target: numbers of its members, and where the source has each.
+
+    Where all lie in one box on both sides, and in one family of the source, `cuts` are those of the source.
+    """
+
+    def __init__(self) -> None:
+        self.members: list[int] = []
+        self.origins: list[Placement] = []
+        self.cuts: Cuts | None = None
+
+    def finish(self, members: int, *, alike: bool) -> None:
+        """All is there: `place` says of each of so many members which of the origins is its own, or -1."""
+        self.place = numpy.full(members, -1, dtype=numpy.int64)
+        self.place[self.members] = numpy.arange(len(self.members))
+        if alike:
+            buffers = Numbers[str]()
+            self.cuts = Cuts(self.origins)
+            self.buffer = numpy.array([buffers[one.buffer] for one in self.origins], dtype=numpy.int64)
+
+
+_TYPES = list(ElementType)
+_NUMBER = {dtype: number for number, dtype in enumerate(_TYPES)}
+_PAIRS: list[Types] = [(dtype, into) for dtype in _TYPES for into in _TYPES]
+
+
+class _Work:
+    """One plan while it is made."""
+
+    def __init__(self, source: Index) -> None:
+        self._source = source
+        self._records = Numbers[Record]()
+        self._buffers = Numbers[str]()
+        self._tables: list[Column] = []
+        self._others: list[Copy] = []
+        self.touched: dict[Record, set[_Shard]] = {}
+
+    def alike(self, of_target: Family, held: Pieces, match: _Match) -> None:
+        """Plan what a rank holds of tensors that both sides cut as they like, all at once."""
+        assert match.cuts is not None
+        origin = match.place[held.member]
+        pieces = match.cuts.take(origin).located(held.start, held.stop)
+        origin, member = origin[pieces.member], held.member[pieces.member]
+        _, first, extent = numpy.unique(
+            numpy.stack((pieces.shard, match.buffer[origin])), axis=1, return_index=True, return_inverse=True
+        )
+        found = [
+            self._extent(match.origins[number], shard)
+            for number, shard in zip(origin[first].tolist(), pieces.shard[first].tolist(), strict=True)
+        ]
+        record, byte_offset, dtype, itemsize = numpy.array(found, dtype=numpy.int64).reshape(-1, 4).T[:, extent.ravel()]
+        numbers = numpy.array([self._buffers[buffer] for buffer in of_target.buffers], dtype=numpy.int64)
+        ones, zeros = numpy.ones_like(record), numpy.zeros_like(record)
+        columns = (
+            record,
+            byte_offset + pieces.element_offset * itemsize,
+            pieces.stop - pieces.start,
+            dtype * len(_TYPES) + of_target.dtype[member],
+            numbers[of_target.buffer[member]],
+            held.element_offset[pieces.member] + pieces.start - held.start[pieces.member],
+            *(ones, zeros, zeros) * 2,
+        )
+        self._tables.append(numpy.stack(columns)[:, record >= 0])
+
+    def _extent(self, origin: Placement, shard: int) -> tuple[int, int, int, int]:
+        """The buffer of a tensor in a shard: numbers of its record and type, first byte, bytes of an element."""
+        extent = self._source.extent(origin, shard)
+        if extent is None:
+            return -1, 0, 0, 1
+        self.touched.setdefault(extent.record, set()).add((origin.family, shard))
+        return self._records[extent.record], extent.byte_offset, _NUMBER[extent.dtype], extent.dtype.itemsize
+
+    def one_by_one(self, of_target: Family, held: Pieces, match: _Match) -> None:
+        """Plan tensors whose boxes differ, or of which one side has several."""
+        for number, start, stop, at in zip(*(held[i].tolist() for i in (0, 2, 3, 4)), strict=True):
+            member, origin = of_target.members[number], match.origins[match.place[number]]
+            region = Region(box=member.box, start=start, stop=stop)
+            for shard, extent, run in self._source.runs(origin.key, region):
+                self.touched.setdefault(extent.record, set()).add((origin.family, shard))
+                self._others.append(_copy(extent, run, member.buffer, at, member.dtype))
+
+    def copies(self) -> Copies:
+        others = Copies.of(self._others)
+        table = others.table.copy()
+        for column, number in (
+            (RECORD, [self._records[record] for record in others.records]),
+            (BUFFER, [self._buffers[buffer] for buffer in others.buffers]),
+            (TYPES, [_NUMBER[dtype] * len(_TYPES) + _NUMBER[into] for dtype, into in others.types]),
+        ):
+            if len(others):
+                table[column] = numpy.array(number, dtype=numpy.int64)[table[column]]
+        together = numpy.concatenate((*self._tables, table), axis=1)
+        return Copies(together, list(self._records), list(self._buffers), _PAIRS).in_order().joined()
 
 
 def wanted_pieces(target: Layout, rank: int, wants: Mapping[TensorKey, TensorKey]) -> Iterator[tuple[Placement, Piece]]:
@@ -201,23 +284,6 @@ def _uncovered(buffer: str, numel: int, spans: Iterable[tuple[int, int]]) -> Ite
         yield Fill(buffer=buffer, element_offset=at, numel=numel - at)
 
 
-_Shard = tuple[str, int]
-"""A shard of a family."""
-
-_Use = tuple[Placement, Piece]
-"""A wanted piece of a tensor of the source."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Uses:
-    """Bytes [begin, end) of a file that hold wanted pieces one after another, by the first and the last of them."""
-
-    begin: int
-    end: int
-    first: _Use
-    last: _Use
-
-
 class _Gap(NamedTuple):
     """Bytes that are in no wanted tensor; every rank that touches the record reads them where `reader` is None."""
 
@@ -225,7 +291,7 @@ class _Gap(NamedTuple):
     check: Check
 
 
-class Gaps:
+class _Gaps:
     """Bytes of the source's records that are in no wanted tensor, each with the target rank that reads it.
 
     A gap (padding, a tensor that nobody asked for) is read for its record's checksum, by the rank that owns the wanted
@@ -236,78 +302,90 @@ class Gaps:
     def __init__(self, source: Index, target: Layout, wants: Mapping[TensorKey, TensorKey]) -> None:
         self._source = source
         self._target = target
+        self._families = Families(source.layout)
         self._wanted_by = {source_key: target_key for target_key, source_key in wants.items()}
+        self._wanted: dict[str, NDArray[numpy.bool_]] = {}
+        self._names: dict[str, int] = {}
         self._found: dict[tuple[Record, frozenset[_Shard]], list[_Gap]] = {}
 
     def read_by(self, rank: int, touched: Mapping[Record, Iterable[_Shard]]) -> list[Check]:
         """The gaps that `rank` reads of the records it touches, each given with the shards that hold it."""
-        holders = {(record, frozenset(shards)) for record, shards in touched.items()}
-        uses: dict[Record, list[_Uses]] = {record: [] for record, shards in holders - self._found.keys()}
-        for family, shard in sorted({at for record, shards in holders if record in uses for at in shards}):
-            self._add(family, shard, uses)
-        for record, shards in holders:
-            if record in uses:
-                ordered = sorted(uses[record], key=lambda together: (together.begin, together.end))
-                self._found[record, shards] = list(self._gaps(record, ordered))
-        found = (gap for held in holders for gap in self._found[held])
+        holders = {record: frozenset(shards) for record, shards in touched.items()}
+        self._find({record: shards for record, shards in holders.items() if (record, shards) not in self._found})
+        found = (gap for held in holders.items() for gap in self._found[held])
         return sorted(
             (gap.check for gap in found if gap.reader in (None, rank)),
             key=lambda check: (check.record.path, check.byte_offset),
         )
 
-    def _add(self, family: str, shard: int, uses: Mapping[Record, list[_Uses]]) -> None:
-        """Add the wanted bytes of one shard to those of the records in `uses`."""
-        for buffer, extent in self._source.open(family, shard).items():
-            found, itemsize = uses.get(extent.record), extent.dtype.itemsize
-            if found is None:
-                continue
-            last: _Uses | None = None
-            for use in self._source.layout.pieces(family, buffer, shard):
-                origin, (_, start, stop, element_offset) = use
-                if origin.key not in self._wanted_by:
-                    continue
-                begin = extent.byte_offset + element_offset * itemsize
-                end = begin + (stop - start) * itemsize
-                if last is not None and last.end == begin:
-                    last.end, last.last = end, use
-                else:
-                    last = _Uses(begin=begin, end=end, first=use, last=use)
-                    found.append(last)
+    def _find(self, holders: Mapping[Record, frozenset[_Shard]]) -> None:
+        """Find the gaps of some records; most have none, which is seen for all of them at once."""
+        numbers = {record: number for number, record in enumerate(holders)}
+        shards = sorted({at for shards in holders.values() for at in shards})
+        nothing = numpy.empty((7, 0), dtype=numpy.int64)
+        uses = numpy.concatenate([nothing, *(self._uses(*at, numbers) for at in shards)], axis=1)
+        uses = uses[:, numpy.lexsort((uses[2], uses[1], uses[0]))]
+        of, begin, end = uses[:3]
+        ends = numpy.searchsorted(of, numpy.arange(len(holders)), side="right").tolist()
+        apart = numpy.flatnonzero(begin[1:] != end[:-1]) + 1
+        broken = set(of[apart][of[apart] == of[apart - 1]].tolist())
+        first = 0
+        for number, ((record, held), last) in enumerate(zip(holders.items(), ends, strict=True)):
+            tiled = last > first and number not in broken and begin[first] == record.byte_offset
+            if tiled and end[last - 1] == record.byte_offset + record.nbytes:
+                self._found[record, held] = []
+            else:
+                self._found[record, held] = list(self._of_record(record, uses[1:, first:last].T.tolist()))
+            first = last
 
-    def _gaps(self, record: Record, uses: Sequence[_Uses]) -> Iterator[_Gap]:
+    def _uses(self, family: str, shard: int, numbers: Mapping[Record, int]) -> Column:
+        """What a shard holds of wanted tensors, in columns: number of the record, first byte, last, and what it is."""
+        of_source, opened = self._families[family], self._source.open(family, shard)
+        if family not in self._wanted:
+            self._wanted[family] = numpy.array([one.key in self._wanted_by for one in of_source.members], dtype=bool)
+        extents = [opened.get(buffer) for buffer in of_source.buffers]
+        found = [
+            (numbers[one.record], one.byte_offset, one.dtype.itemsize)
+            if one is not None and one.record in numbers
+            else (-1, 0, 0)
+            for one in extents
+        ]
+        pieces = of_source.cuts.held_by(shard)
+        pieces = pieces.take(self._wanted[family][pieces.member])
+        places = numpy.array(found, dtype=numpy.int64).reshape(-1, 3).T
+        record, byte_offset, itemsize = places[:, of_source.buffer[pieces.member]]
+        begin = byte_offset + pieces.element_offset * itemsize
+        end = begin + (pieces.stop - pieces.start) * itemsize
+        number = numpy.full_like(begin, self._names.setdefault(family, len(self._names)))
+        uses = numpy.stack((record, begin, end, number, pieces.member, pieces.start, pieces.stop))
+        return uses[:, record >= 0]
+
+    def _of_record(self, record: Record, uses: Sequence[Sequence[int]]) -> Iterator[_Gap]:
+        """The gaps beside the uses of one record, which come in the order of their bytes."""
         at, stop = record.byte_offset, record.byte_offset + record.nbytes
-        reader = self._reader(uses[0].first, first=True) if uses and uses[0].begin > at else None
-        for number, together in enumerate(uses):
-            if together.begin > at:
-                yield _Gap(reader, Check(record=record, byte_offset=at, nbytes=together.begin - at))
-            if together.end > at:
-                at = together.end
-                follows = uses[number + 1].begin if number + 1 < len(uses) else stop
-                reader = self._reader(together.last, first=False) if follows > at else None
+        reader = self._reader(uses[0][2:], first=True) if uses and uses[0][0] > at else None
+        for number, (begin, end, *use) in enumerate(uses):
+            if begin > at:
+                yield _Gap(reader, Check(record=record, byte_offset=at, nbytes=begin - at))
+            if end > at:
+                at = end
+                follows = uses[number + 1][0] if number + 1 < len(uses) else stop
+                reader = self._reader(use, first=False) if follows > at else None
         if at < stop:
             yield _Gap(reader, Check(record=record, byte_offset=at, nbytes=stop - at))
 
-    def _reader(self, use: _Use, *, first: bool) -> int | None:
+    def _reader(self, use: Sequence[int], *, first: bool) -> int | None:
         """The target rank that reads the first or last element of a use; None when every rank does.
 
         Where the boxes differ, or there are several, ownership is not arithmetic: rank 0 stands in (it may then read
         a gap that another rank reads as well; the combined checksum notices, and the record is read again whole).
         """
-        origin, piece = use
+        family, member, start, stop = use
+        origin = self._families[list(self._names)[family]].members[member]
         wanted = self._target[self._wanted_by[origin.key]]
         if wanted.replicated:
             return None
         if wanted.box != origin.box or wanted.tiles:
             return 0
-        element = piece.start if first else piece.stop - 1
+        element = start if first else stop - 1
         return next(iter(wanted.cut.pieces(element, element + 1))).shard
-
-
-def extents_overlap(extents: Mapping[str, Extent]) -> list[tuple[str, str]]:
-    """Pairs of buffers of one shard whose bytes overlap; a well-formed shard has none."""
-    spans = sorted((e.path, e.byte_offset, e.byte_offset + e.nbytes, name) for name, e in extents.items() if e.numel)
-    found = []
-    for before, after in pairwise(spans):
-        if before[0] == after[0] and before[2] > after[1]:
-            found.append((before[3], after[3]))
-    return found

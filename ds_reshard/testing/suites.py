@@ -25,7 +25,8 @@ from ds_reshard.model.index import Fragment, Index, Record
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box, Region
-from ds_reshard.planning.plan import Check, Copy, Fill, Plan
+from ds_reshard.planning.copies import Copy
+from ds_reshard.planning.plan import Check, Fill, Plan
 
 MEMORY_NBYTES = 1 << 20
 LONG_NBYTES = 1 << 18

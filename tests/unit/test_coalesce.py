@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ds_reshard.model.index import Record
 from ds_reshard.model.records import ElementType
-from ds_reshard.planning.plan import Copy, coalesce
+from ds_reshard.planning.copies import Copy, coalesce
 
 FP32, INT32, BF16 = ElementType.FLOAT32, ElementType.INT32, ElementType.BFLOAT16
 RECORD = Record(path="file", byte_offset=0, nbytes=64, crc32=None)

@@ -17,7 +17,8 @@ from ds_reshard.execution.cuda import CudaDevice, CudaExecutor, Slot
 from ds_reshard.execution.scatter import ROW_NBYTES, chunks, deal, scattering
 from ds_reshard.model.index import Record
 from ds_reshard.model.records import ElementType
-from ds_reshard.planning.plan import Check, Copy, Plan
+from ds_reshard.planning.copies import Copy
+from ds_reshard.planning.plan import Check, Plan
 from ds_reshard.testing import ExecutorSuite
 from ds_reshard.testing.late_device import LateDevice
 from ds_reshard.testing.suites import checksum_faults, open_files, write_record

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_reshard.model.region import Box, Region, Run, box_region, boxes, overlap
+from ds_reshard.model.region import Box, Region, Rows, Run, box_region, boxes, overlap
 
 QUICK = settings(deadline=None, max_examples=70)
 
@@ -115,6 +115,11 @@ def test_the_bound_of_boxes_is_reached(ndim):
     assert len(list(boxes(Region(box=cube, start=1, stop=cube.numel - 1)))) == 2 * ndim - 1
 
 
+def rows(first, second):
+    """Their overlap, each row as a run of its own."""
+    return [one for run in overlap(first, second) for one in run.each()]
+
+
 @QUICK
 @given(pairs())
 def test_overlap_is_what_both_hold(pair):
@@ -122,14 +127,14 @@ def test_overlap_is_what_both_hold(pair):
     first, second = pair
     in_second = {index: i for i, index in enumerate(elements(second))}
     expected = [(i, in_second[index]) for i, index in enumerate(elements(first)) if index in in_second]
-    found = [(run.first_offset + i, run.second_offset + i) for run in overlap(first, second) for i in range(run.numel)]
-    assert found == expected
+    found = [(run.first_offset + i, run.second_offset + i) for run in rows(first, second) for i in range(run.numel)]
+    assert sorted(found) == expected
 
 
 @QUICK
 @given(pairs())
 def test_runs_of_an_overlap_are_as_long_as_can_be(pair):
-    runs = list(overlap(*pair))
+    runs = sorted(rows(*pair))
     assert all(run.numel > 0 for run in runs)
     for run, after in pairwise(runs):
         continued = (run.first_offset + run.numel, run.second_offset + run.numel)
@@ -140,8 +145,8 @@ def test_runs_of_an_overlap_are_as_long_as_can_be(pair):
 @given(pairs())
 def test_overlap_does_not_depend_on_which_comes_first(pair):
     first, second = pair
-    swapped = sorted((run.second_offset, run.first_offset, run.numel) for run in overlap(second, first))
-    assert swapped == [(run.first_offset, run.second_offset, run.numel) for run in overlap(first, second)]
+    swapped = sorted((run.second_offset, run.first_offset, run.numel) for run in rows(second, first))
+    assert swapped == sorted((run.first_offset, run.second_offset, run.numel) for run in rows(first, second))
 
 
 def test_spans_of_one_huge_box_overlap_in_one_run():
@@ -155,10 +160,26 @@ def test_a_column_block_overlaps_row_by_row():
     """Columns 2 and 3 of a 3 x 5 tensor, against the span [1, 9) of the whole."""
     block = Region(box=Box(offset=(0, 2), size=(3, 2)), start=0, stop=6)
     span = Region(box=Box.whole((3, 5)), start=1, stop=9)
-    assert list(overlap(block, span)) == [
+    assert rows(block, span) == [
         Run(first_offset=0, second_offset=1, numel=2),
         Run(first_offset=2, second_offset=6, numel=2),
     ]
+
+
+def test_a_tensor_cut_along_an_inner_axis_overlaps_in_one_entry():
+    """A quarter of the columns of 8,192 x 28,672 elements, in files of an eighth each: one run with 8,192 rows."""
+    shape = (8192, 28672)
+    quarter, eighth = (Box(offset=(0, 7168), size=(8192, 28672 // parts)) for parts in (4, 8))
+    found = list(overlap(*(Region(box=box, start=0, stop=box.numel) for box in (quarter, eighth))))
+    assert found == [Run(first_offset=0, second_offset=0, numel=3584, rows=(Rows(8192, 7168, 3584),))]
+    assert found[0].total == prod(shape) // 8
+
+
+def test_heads_inside_of_layers_are_one_entry_of_two_kinds_of_rows():
+    """Layers x heads x elements, of which each side has other heads and other elements."""
+    first, second = Box(offset=(0, 2, 0), size=(5, 4, 6)), Box(offset=(0, 0, 3), size=(5, 9, 6))
+    (run,) = overlap(*(Region(box=box, start=0, stop=box.numel) for box in (first, second)))
+    assert run == Run(first_offset=3, second_offset=12, numel=3, rows=(Rows(5, 24, 54), Rows(4, 6, 6)))
 
 
 @pytest.mark.parametrize(

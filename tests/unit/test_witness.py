@@ -21,7 +21,7 @@ from ds_reshard.formats.zero.layout import by_key, flat_group, whole
 from ds_reshard.model.index import Extent, Index, Record
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import ElementType
-from ds_reshard.planning.plan import Copy
+from ds_reshard.planning.copies import Copy
 from ds_reshard.testing.late_device import LateDevice
 
 

@@ -20,9 +20,8 @@ from ds_reshard.formats.nanotron.optimizer_file import (
 )
 from ds_reshard.formats.nanotron.parameters import DATA, Parameter, dp_cut, place, read_parameters
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, canonical, describe
-from ds_reshard.model.index import Extent, extent_of
+from ds_reshard.model.index import Extent, extent_of, extents_overlap
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
-from ds_reshard.planning.plan import extents_overlap
 
 OPTIM = "optim"
 

@@ -16,8 +16,7 @@ from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.optim_states import STATE, OptimStates, Partition, read_optim_states
 from ds_reshard.formats.zero.universal import BUFFER, check_tensor, read_state
 from ds_reshard.model.facts import canonical
-from ds_reshard.model.index import Extent, Record, extent_of
-from ds_reshard.planning.plan import extents_overlap
+from ds_reshard.model.index import Extent, Record, extent_of, extents_overlap
 
 _LONGEST = 60
 

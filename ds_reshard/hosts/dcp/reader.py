@@ -37,7 +37,8 @@ from ds_reshard.model.index import Index
 from ds_reshard.model.region import Box, box_region
 from ds_reshard.operations.ranks import gather, of_all
 from ds_reshard.operations.source import find_listing, open_checkpoint
-from ds_reshard.planning.plan import Copy, Plan, coalesce
+from ds_reshard.planning.copies import Copy, coalesce
+from ds_reshard.planning.plan import Plan, copies_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -112,19 +113,8 @@ class Filling:
         self._targets[buffer] = TensorTarget(target)
         key = entry.sources.get(dtype, entry.sources[entry.dtype])
         box = Box(offset=tuple(item.storage_offsets), size=tuple(item.lengths))
-        for at, fragment in self._index.locate(key, box_region(entry.shape, box)):
-            extent = fragment.extent
-            self._copies.append(
-                Copy(
-                    record=extent.record,
-                    byte_offset=extent.byte_offset,
-                    numel=extent.numel,
-                    dtype=extent.dtype,
-                    buffer=buffer,
-                    element_offset=at,
-                    target_dtype=dtype,
-                )
-            )
+        region = box_region(entry.shape, box)
+        self._copies += copies_of(self._index, key, region, buffer=buffer, element_offset=0, dtype=dtype)
 
     def execute(self, *, threads: int, memory_nbytes: int) -> int:
         """Read every byte once; how many they were."""

@@ -15,7 +15,7 @@ from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.hosts.deepspeed.live import FlatBuffer, LiveOptimizer
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
-from ds_reshard.planning.plan import Copy
+from ds_reshard.planning.copies import Copy
 
 if TYPE_CHECKING:
     import torch

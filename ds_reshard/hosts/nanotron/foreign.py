@@ -25,7 +25,8 @@ from ds_reshard.model.records import ElementType
 from ds_reshard.operations.name_map import asked_names, read_name_map
 from ds_reshard.operations.ranks import agree, attempt, gather
 from ds_reshard.operations.source import find_listing, open_checkpoint
-from ds_reshard.planning.plan import Copy, Plan, coalesce
+from ds_reshard.planning.copies import Copy, coalesce
+from ds_reshard.planning.plan import Plan, copies_of
 from ds_reshard.resume.policy import ResumePolicy
 
 if TYPE_CHECKING:
@@ -198,19 +199,7 @@ def _plan(foreign: Foreign, weights: list[_Weight], context: ParallelContext) ->
             continue
         dtype, (_, tiles) = element_type(one.tensor.dtype), tiles_of_parameter(one.name, one.parameter)
         for region, first in regions_of(tiles, 0, one.tensor.numel()):
-            for at, fragment in shards.index.locate(key, region):
-                extent = fragment.extent
-                copies.append(
-                    Copy(
-                        record=extent.record,
-                        byte_offset=extent.byte_offset,
-                        numel=extent.numel,
-                        dtype=extent.dtype,
-                        buffer=str(number),
-                        element_offset=first + at,
-                        target_dtype=dtype,
-                    )
-                )
+            copies += copies_of(shards.index, key, region, buffer=str(number), element_offset=first, dtype=dtype)
     return _Planned(copies=copies, faults=[*faults, *shards.index.faults, *shards.compare()])
 
 

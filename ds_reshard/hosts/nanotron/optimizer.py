@@ -54,7 +54,8 @@ from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.operations.ranks import agree, attempt, gather
-from ds_reshard.planning.plan import Copy, Plan, coalesce
+from ds_reshard.planning.copies import Copy, coalesce
+from ds_reshard.planning.plan import Plan, copies_of
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import batch_size_warning, because
 
@@ -506,19 +507,9 @@ def _plan(live: Live, checkpoint: Saved, policy: ResumePolicy) -> States:
             if kind != MASTER and not policy.loads_moments:
                 continue
             tensors[name, kind] = torch.empty(tuple(held.tensor.shape), dtype=torch_dtype(saved.dtype), device="cpu")
-            copies += (
-                Copy(
-                    record=fragment.extent.record,
-                    byte_offset=fragment.extent.byte_offset,
-                    numel=fragment.extent.numel,
-                    dtype=fragment.extent.dtype,
-                    buffer=_buffer(name, kind),
-                    element_offset=first + at,
-                    target_dtype=fragment.extent.dtype,
-                )
-                for region, first in held.regions()
-                for at, fragment in index.locate(saved.origin, region)
-            )
+            for region, first in held.regions():
+                buffer = _buffer(name, kind)
+                copies += copies_of(index, saved.origin, region, buffer=buffer, element_offset=first, dtype=saved.dtype)
     raise_faults(index.faults or checkpoint.shards.compare(), subject=f"loading {checkpoint.folder}")
     return States(checkpoint=checkpoint, tensors=tensors, plan=Plan(copies=coalesce(copies)))
 
