@@ -178,7 +178,7 @@ class Copies(Sequence[Copy]):
         nbytes = self.nbytes_each()
         order = numpy.argsort(self.table[RECORD], kind="stable")
         numbers, starts = numpy.unique(self.table[RECORD][order], return_index=True)
-        ends = [*starts[1:].tolist(), len(self)]
+        ends = [*starts[1:].tolist(), len(self)][: len(starts)]
         for number, start, end in zip(numbers.tolist(), starts.tolist(), ends, strict=True):
             path = self.records[number].path
             found[path] = found.get(path, 0) + total(nbytes[order[start:end]])
@@ -197,7 +197,7 @@ class Copies(Sequence[Copy]):
         """Those of each buffer, in the order in which it fills."""
         ordered = self.take(numpy.lexsort((self.table[ELEMENT_OFFSET], self.table[BUFFER])))
         numbers, starts = numpy.unique(ordered.table[BUFFER], return_index=True)
-        ends = [*starts[1:].tolist(), len(self)]
+        ends = [*starts[1:].tolist(), len(self)][: len(starts)]
         return {
             self.buffers[number]: ordered[start:end]
             for number, start, end in zip(numbers.tolist(), starts.tolist(), ends, strict=True)
