@@ -21,23 +21,24 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from math import prod
-from typing import NamedTuple, TypeVar
+from operator import itemgetter
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy
 import torch
 
 from ds_reshard.execution.buffers import memory_of, torch_dtype
 from ds_reshard.model.index import Index
-from ds_reshard.model.layout import Layout, Placement, TensorKey
+from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import ElementType
-from ds_reshard.model.region import Box, Region, Run, overlap
+from ds_reshard.model.region import Box, Region, overlap
 from ds_reshard.planning.copies import Copy
-from ds_reshard.planning.plan import wanted_pieces
+from ds_reshard.planning.plan import Match, Wanted
 
 BLOCK_WORDS = 16384
 BLOCK_NBYTES = 4 * BLOCK_WORDS
@@ -106,7 +107,10 @@ class Fingerprint:
         return f"{self.value:016x}"
 
 
-class Fingerprints:
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+class Fingerprints(Generic[_Key]):
     """Fingerprints of tensors by key, summed part by part: any part, in any order, from any thread.
 
     Each thread that adds keeps 2 MiB of scratch memory. What lies on a device is summed there, in the stream that is
@@ -114,24 +118,31 @@ class Fingerprints:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[TensorKey, Fingerprint] = {}
-        self._elsewhere: dict[TensorKey, list[torch.Tensor]] = {}
+        self._sums: dict[_Key, list[int]] = {}
+        self._elsewhere: dict[_Key, list[torch.Tensor]] = {}
         self._lock = threading.Lock()
         self._scratch = threading.local()
 
-    def __getitem__(self, key: TensorKey) -> Fingerprint:
+    def __getitem__(self, key: _Key) -> Fingerprint:
         """What was added so far; nothing for a key that is not known."""
         with self._lock:
             value = sum(int(part) for part in self._elsewhere.pop(key, ()))
             if value:
                 self._add(key, value, 0)
-            return self._sums.get(key, Fingerprint())
+            value, nbytes = self._sums.get(key, (0, 0))
+        return Fingerprint(value=value & _MASK, nbytes=nbytes)
 
-    def _add(self, key: TensorKey, value: int, nbytes: int) -> None:
+    def __iter__(self) -> Iterator[_Key]:
+        """The keys of which something was added."""
+        return iter(list(self._sums))
+
+    def _add(self, key: _Key, value: int, nbytes: int) -> None:
         """Add a sum, not reduced, over so many bytes; the lock is held."""
-        self._sums[key] = self._sums.get(key, Fingerprint()) + Fingerprint(value=value, nbytes=nbytes)
+        known = self._sums.setdefault(key, [0, 0])
+        known[0] += value
+        known[1] += nbytes
 
-    def add(self, key: TensorKey, byte_position: int, data: Bytes | torch.Tensor) -> None:
+    def add(self, key: _Key, byte_position: int, data: Bytes | torch.Tensor) -> None:
         """Add bytes that begin at `byte_position` of the whole tensor: memory, or a contiguous tensor."""
         if isinstance(data, torch.Tensor) and data.device.type != "cpu":
             self.add_elsewhere(key, byte_position, data)
@@ -144,7 +155,7 @@ class Fingerprints:
         with self._lock:
             self._add(key, value, len(memory))
 
-    def add_elsewhere(self, key: TensorKey, byte_position: int, data: torch.Tensor) -> None:
+    def add_elsewhere(self, key: _Key, byte_position: int, data: torch.Tensor) -> None:
         """The same for a tensor of any device, by operations of that device."""
         part = sum_on_device(byte_position, data)
         with self._lock:
@@ -155,28 +166,33 @@ class Fingerprints:
             else:
                 parts.append(part)
 
-    def add_all(self, parts: Iterable[tuple[TensorKey, int, memoryview]]) -> None:
+    def add_all(self, parts: Iterable[tuple[_Key, int, memoryview]]) -> None:
         """Add many parts, each a key, a position and bytes as for `add`; small ones are summed together."""
-        small: list[tuple[TensorKey, int, int, _Words]] = []
+        small: list[tuple[_Key, int, int]] = []
+        memories: list[memoryview] = []
+        factors: list[_Wide] = []
         for key, byte_position, data in parts:
-            if len(data) > BLOCK_NBYTES or byte_position % 4 or len(data) % 4 or not data:
+            nbytes = len(data)
+            if nbytes > BLOCK_NBYTES or byte_position % 4 or nbytes % 4 or not nbytes:
                 self.add(key, byte_position, data)
                 continue
             block, inside = divmod(byte_position // 4, BLOCK_WORDS)
-            words, left = numpy.frombuffer(data, "<i4"), BLOCK_WORDS - inside
-            small.append((key, block, inside, words[:left]))
-            if len(words) > left:
-                small.append((key, block + 1, 0, words[left:]))
+            left = 4 * (BLOCK_WORDS - inside)
+            for number, at, part in ((block, inside, data[:left]), (block + 1, 0, data[left:])):
+                if part:
+                    small.append((key, number, len(part)))
+                    memories.append(part)
+                    factors.append(word_factors()[at : at + len(part) // 4])
         if not small:
             return
-        factors = [word_factors()[inside : inside + len(words)] for _, _, inside, words in small]
-        products = numpy.concatenate([words for *_, words in small]) * numpy.concatenate(factors)
-        starts = list(accumulate((len(words) for *_, words in small[:-1]), initial=0))
+        products = numpy.frombuffer(b"".join(memories), "<i4") * numpy.concatenate(factors)
+        starts = list(accumulate((nbytes // 4 for *_, nbytes in small[:-1]), initial=0))
+        totals = numpy.add.reduceat(products, starts).tolist()
         with self._lock:
-            for (key, block, _, words), total in zip(small, numpy.add.reduceat(products, starts).tolist(), strict=True):
-                self._add(key, _block_factor(block) * total, words.nbytes)
+            for (key, block, nbytes), total in zip(small, totals, strict=True):
+                self._add(key, _block_factor(block) * total, nbytes)
 
-    def add_region(self, key: TensorKey, shape: tuple[int, ...], region: Region, data: torch.Tensor) -> None:
+    def add_region(self, key: _Key, shape: tuple[int, ...], region: Region, data: torch.Tensor) -> None:
         """Add the elements of `region` of a tensor of that shape; `data` holds them as the region stores them."""
         flat = data.detach().reshape(-1)
         whole = Box.whole(shape)
@@ -188,7 +204,7 @@ class Fingerprints:
 class FingerprintTarget:
     """A tensor that is read for its fingerprint alone, and kept nowhere; it is summed on `device`, or on the host."""
 
-    def __init__(self, sums: Fingerprints, key: TensorKey, device: torch.device | None = None) -> None:
+    def __init__(self, sums: Fingerprints[TensorKey], key: TensorKey, device: torch.device | None = None) -> None:
         self._sums = sums
         self._key = key
         self._device = device
@@ -210,7 +226,7 @@ class FingerprintTarget:
 
 def fingerprint_of(data: Bytes | torch.Tensor) -> Fingerprint:
     """The fingerprint of a whole tensor, given as its row-major bytes or as a contiguous tensor."""
-    key, sums = TensorKey(name="", kind=""), Fingerprints()
+    key, sums = TensorKey(name="", kind=""), Fingerprints[TensorKey]()
     sums.add(key, 0, data)
     return sums[key]
 
@@ -278,7 +294,7 @@ class _Span(NamedTuple):
 
     start: int
     stop: int
-    key: TensorKey
+    key: tuple[int, TensorKey]
     element: int
     element_offset: int
     room: int
@@ -291,7 +307,7 @@ class _Spans:
     """The spans of one file that are wanted in one buffer; tied tensors share bytes, so spans may overlap."""
 
     def __init__(self, spans: list[_Span]) -> None:
-        self._spans = sorted(spans, key=lambda span: span.start)
+        self._spans = sorted(spans, key=itemgetter(0))
         self._reach = list(accumulate((span.stop for span in self._spans), max))
 
     def over(self, start: int, stop: int) -> Iterator[_Span]:
@@ -304,54 +320,60 @@ class _Spans:
 
 
 class Witness:
-    """Sums what a rank reads, by target tensor, in the target's type: bytes that are cast count as they are cast.
+    """Sums what ranks read, by target tensor, in the target's type: bytes that are cast count as they are cast.
 
-    `wants` maps target tensors to source tensors, as for `plan_rank`; `sums` has the fingerprints of the parts that
-    were seen. `saw` may be called from any thread.
+    `ranks` are those whose copies are seen, each with what stands before the names of its buffers there. `saw` may be
+    called from any thread.
     """
 
-    def __init__(self, source: Index, target: Layout, rank: int, wants: Mapping[TensorKey, TensorKey]) -> None:
-        self.sums = Fingerprints()
+    def __init__(self, source: Index, wanted: Wanted, ranks: Mapping[int, str]) -> None:
+        self._sums = Fingerprints[tuple[int, TensorKey]]()
         found: dict[tuple[str, str], list[_Span]] = {}
-        for placement, piece in wanted_pieces(target, rank, wants):
-            origin, region = source.layout[wants[placement.key]], placement.region(piece)
-            for path, span in _source_spans(source, origin, placement.key, region, piece.element_offset):
-                found.setdefault((path, placement.buffer), []).append(span)
+        for rank, prefix in ranks.items():
+            for match in wanted.matches:
+                spans = _spans_alike if match.cuts is not None else _spans_of_boxes
+                for path, buffer, span in spans(source, match, rank):
+                    found.setdefault((path, prefix + buffer), []).append(span)
         self._spans = {place: _Spans(spans) for place, spans in found.items()}
+
+    def sums(self, rank: int) -> dict[TensorKey, Fingerprint]:
+        """The fingerprints of the parts that were seen of a rank's copies."""
+        return {key: self._sums[of, key] for of, key in self._sums if of == rank}
 
     def saw(self, copies: Sequence[Copy], views: Sequence[memoryview]) -> None:
         """Count the bytes of copies, as they were read."""
-        self.sums.add_all(
+        self._sums.add_all(
             (key, position, _cast(copy, part))
             for copy, data in zip(copies, views, strict=True)
             for key, position, part in self._parts(copy, data)
         )
 
     def saw_there(self, copies: Sequence[Copy], tensors: Sequence[torch.Tensor]) -> None:
-        """The same of copies whose bytes are tensors on a device, by operations of that device."""
+        """The same for copies whose bytes are tensors on a device, by operations of that device."""
         for copy, data in zip(copies, tensors, strict=True):
             for key, position, part in self._parts(copy, data):
-                self.sums.add(key, position, part.view(torch_dtype(copy.dtype)).to(torch_dtype(copy.target_dtype)))
+                cast = part.view(torch_dtype(copy.dtype)).to(torch_dtype(copy.target_dtype))
+                self._sums.add(key, position, cast)
 
-    def _parts(self, copy: Copy, data: _Bytes) -> Iterator[tuple[TensorKey, int, _Bytes]]:
+    def _parts(self, copy: Copy, data: _Bytes) -> Iterator[tuple[tuple[int, TensorKey], int, _Bytes]]:
         """The tensors that a copy holds bytes of, with their position in the tensor and themselves."""
-        spans = self._spans.get((copy.path, copy.buffer))
-        begin, itemsize = copy.byte_offset, copy.dtype.itemsize
-        stop = begin + copy.numel * itemsize
+        record, begin, numel, dtype, buffer, element_offset, target_dtype, _ = copy
+        spans, itemsize = self._spans.get((record.path, buffer)), dtype.itemsize
+        stop = begin + numel * itemsize
         for span in spans.over(begin, stop) if spans is not None else ():
             first, last = max(span.start, begin), min(span.stop, stop)
             if (first - span.start) % itemsize or (first - begin) % itemsize:
                 continue  # between two elements of the tensor: nothing that it holds
-            if not span.holds(copy.element_offset + (first - begin) // itemsize):
+            if not span.holds(element_offset + (first - begin) // itemsize):
                 continue
             part = data[first - begin : last - begin]
-            position = (span.element + (first - span.start) // itemsize) * copy.target_dtype.itemsize
+            position = (span.element + (first - span.start) // itemsize) * target_dtype.itemsize
             yield span.key, position, part
 
 
-def held(layout: Layout, rank: int, buffers: Mapping[str, torch.Tensor]) -> Fingerprints:
+def held(layout: Layout, rank: int, buffers: Mapping[str, torch.Tensor]) -> Fingerprints[TensorKey]:
     """The fingerprints of a rank's parts as its buffers hold them now; a buffer that is not there holds nothing."""
-    sums = Fingerprints()
+    sums = Fingerprints[TensorKey]()
     for key, placement in layout.placements.items():
         flat = buffers.get(placement.buffer)
         if flat is None:
@@ -362,24 +384,48 @@ def held(layout: Layout, rank: int, buffers: Mapping[str, torch.Tensor]) -> Fing
     return sums
 
 
-def _source_spans(
-    source: Index, origin: Placement, key: TensorKey, wanted: Region, wanted_offset: int
-) -> Iterator[tuple[str, _Span]]:
-    """Where the files hold elements of `wanted`, a region of the target `key` at `wanted_offset` of its buffer."""
-    whole = Region(box=Box.whole(origin.shape), start=0, stop=prod(origin.shape))
-    room = wanted.numel
-    for part, piece in source.pieces(origin, wanted):
-        extent = source.open(origin.family, piece.shard).get(origin.buffer)
-        if extent is None:
-            continue
-        if part.box == whole.box:
-            runs: Iterable[Run] = (Run(0, piece.start, piece.stop - piece.start),)
-        else:
-            runs = (one for run in overlap(part.region(piece), whole) for one in run.each())
-        itemsize = extent.dtype.itemsize
-        for first, element, numel, _ in runs:
-            start = extent.byte_offset + (piece.element_offset + first) * itemsize
-            yield extent.path, _Span(start, start + numel * itemsize, key, element, wanted_offset, room)
+def _spans_alike(source: Index, match: Match, rank: int) -> Iterator[tuple[str, str, _Span]]:
+    """Where the files hold what a rank wants of tensors that lie in one box: path, buffer and bytes."""
+    held = match.held_by(rank)
+    pieces, origin = match.located(held)
+    places, numbers = match.extents(pieces, origin)
+    extents = [source.open(placement.family, shard).get(placement.buffer) for placement, shard in places]
+    family = match.family
+    columns = (
+        numbers,
+        held.member[pieces.member],
+        pieces.start,
+        pieces.stop,
+        pieces.element_offset,
+        held.element_offset[pieces.member],
+        (held.stop - held.start)[pieces.member],
+    )
+    for number, of, start, stop, inside, offset, room in zip(*(column.tolist() for column in columns), strict=True):
+        extent, member = extents[number], family.members[of]
+        if extent is not None:
+            itemsize = extent.dtype.itemsize
+            begin = extent.byte_offset + inside * itemsize
+            end = begin + (stop - start) * itemsize
+            yield extent.path, member.buffer, _Span(begin, end, (rank, member.key), start, offset, room)
+
+
+def _spans_of_boxes(source: Index, match: Match, rank: int) -> Iterator[tuple[str, str, _Span]]:
+    """The same where boxes differ: what lies in the pieces of files that hold some of it."""
+    held = match.held_by(rank)
+    columns = (held.member, held.start, held.stop, held.element_offset)
+    for number, start, stop, offset in zip(*(column.tolist() for column in columns), strict=True):
+        member, origin = match.family.members[number], match.origin(number)
+        whole = Region(box=Box.whole(origin.shape), start=0, stop=prod(origin.shape))
+        for part, piece in source.pieces(origin, Region(box=member.box, start=start, stop=stop)):
+            extent = source.open(origin.family, piece.shard).get(origin.buffer)
+            if extent is None:
+                continue
+            itemsize = extent.dtype.itemsize
+            for run in overlap(part.region(piece), whole):
+                for first, element, numel, _ in run.each():
+                    begin = extent.byte_offset + (piece.element_offset + first) * itemsize
+                    span = _Span(begin, begin + numel * itemsize, (rank, member.key), element, offset, stop - start)
+                    yield extent.path, member.buffer, span
 
 
 def _cast(copy: Copy, data: memoryview) -> memoryview:

@@ -188,10 +188,12 @@ class Layout:
         self.placements = dict(placements)
         self.shards = dict(shards)
         self._by_buffer: dict[tuple[str, str], list[Placement]] = {}
+        self._buffers: dict[str, dict[str, None]] = {}
         self._kinds: dict[str, list[str]] = {}
         self._flat: dict[tuple[str, str], list[Placement]] = {}
         for key, placement in self.placements.items():
             self._by_buffer.setdefault((placement.family, placement.buffer), []).extend(placement.parts)
+            self._buffers.setdefault(placement.family, {})[placement.buffer] = None
             self._kinds.setdefault(key.name, []).append(key.kind)
         for (family, buffer), members in self._by_buffer.items():
             by_first: dict[int, list[Placement]] = {}
@@ -233,7 +235,7 @@ class Layout:
                 yield placement, piece
 
     def buffers(self, family: str) -> list[str]:
-        return [buffer for of, buffer in self._by_buffer if of == family]
+        return list(self._buffers.get(family, ()))
 
     def _check(self, family: str, buffer: str, members: list[Placement]) -> None:
         filled = [member for member in members if member.numel]

@@ -86,7 +86,7 @@ def _read(source: Checkpoint, planned: _Planned, reading: Reading, progress: Pro
     from ds_reshard.execution.fingerprint import Fingerprints, FingerprintTarget, fingerprint_of
     from ds_reshard.execution.threads import ThreadExecutor
 
-    layout, sums, device = source.layout, Fingerprints(), offline_device(reading.device)
+    layout, sums, device = source.layout, Fingerprints[TensorKey](), offline_device(reading.device)
     targets = {str(key): FingerprintTarget(sums, key, device) for key in planned.keys if key not in planned.same}
     told = _told_of(progress, planned.plan.nbytes) if progress is not None else None
     executor = ThreadExecutor(threads=reading.threads, memory_nbytes=reading.memory_nbytes, checksum=True, saw=told)

@@ -19,7 +19,7 @@ from ds_reshard.operations.formats import WRITERS
 from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.copies import Copy
-from ds_reshard.planning.plan import Plan, Planner
+from ds_reshard.planning.plan import Plan, Planner, Wanted
 
 
 def target_of(source: Checkpoint, asked: Asked) -> Target:
@@ -68,6 +68,10 @@ class Units:
         for key, origin in target.wants.items():
             self.wants[target.layout[key].family][key] = origin
         self._planners = {family: Planner(source.index, target.layout, wants) for family, wants in self.wants.items()}
+
+    def wanted(self, family: str) -> Wanted:
+        """What the units of a family want, and where the source has it."""
+        return self._planners[family].wanted
 
     def plan(self, unit: Unit, archives: Sequence[FilePlan]) -> Plan:
         """The copies that fill the storages of a unit's archives; `buffer_of` names each."""

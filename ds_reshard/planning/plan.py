@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from ds_reshard.model.columns import Column, Cuts, Families, Family, Pieces
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Extent, Index, Record
-from ds_reshard.model.layout import Layout, Piece, Placement, TensorKey
+from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Region, Rows, Run
-from ds_reshard.planning.copies import BUFFER, RECORD, TYPES, Copies, Copy, Numbers, Types
+from ds_reshard.planning.copies import Copies, Copy, Numbers, Types
 
 
 class Fill(NamedTuple):
@@ -49,6 +49,15 @@ class Plan:
     def nbytes(self) -> int:
         """Bytes that the plan reads from files."""
         return Copies.of(self.copies).nbytes + sum(c.nbytes for c in self.checks)
+
+    @classmethod
+    def together(cls, plans: Sequence[tuple[str, Plan]]) -> Plan:
+        """Several plans as one: what stands before each is put before the names of its buffers."""
+        return cls(
+            copies=Copies.merged([(prefix, Copies.of(plan.copies)) for prefix, plan in plans]),
+            fills=tuple(fill._replace(buffer=prefix + fill.buffer) for prefix, plan in plans for fill in plan.fills),
+            checks=tuple(check for _, plan in plans for check in plan.checks),
+        )
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -124,23 +133,8 @@ class Planner:
     @uncollected()
     def __init__(self, source: Index, target: Layout, wants: Mapping[TensorKey, TensorKey]) -> None:
         self._source = source
-        self._families = Families(target)
-        self._matches: dict[str, list[_Match]] = {}
-        for name in dict.fromkeys(target[key].family for key in wants):
-            matches: dict[str | None, _Match] = {}
-            for number, member in enumerate(self._families[name].members):
-                origin = wants.get(member.key)
-                if origin is None:
-                    continue
-                placed = source.layout[origin]
-                alike = not placed.tiles and placed.box == member.box
-                match = matches.setdefault(placed.family if alike else None, _Match())
-                match.members.append(number)
-                match.origins.append(placed)
-            self._matches[name] = list(matches.values())
-            for of, match in matches.items():
-                match.finish(len(self._families[name].members), alike=of is not None)
         self._gaps = _Gaps(source, target, wants)
+        self.wanted = Wanted(source, target, wants)
 
     @uncollected()
     def plan(self, rank: int, *, sizes: Mapping[str, int]) -> Plan:
@@ -151,45 +145,91 @@ class Planner:
         """
         work = _Work(self._source)
         spans: dict[str, list[tuple[int, int]]] = {buffer: [] for buffer in sizes}
-        for name in self._matches:
-            of_target = self._families[name]
-            held = of_target.cuts.held_by(rank)
-            for match in self._matches[name]:
-                mine = held.take(match.place[held.member] >= 0)
-                if match.cuts is not None:
-                    work.alike(of_target, mine, match)
-                else:
-                    work.one_by_one(of_target, mine, match)
-                numbers = of_target.buffer[mine.member].tolist()
-                for number, at, numel in zip(
-                    numbers, mine.element_offset.tolist(), (mine.stop - mine.start).tolist(), strict=True
-                ):
-                    if of_target.buffers[number] in spans:
-                        spans[of_target.buffers[number]].append((at, numel))
+        for match in self.wanted.matches:
+            held = match.held_by(rank)
+            if match.cuts is not None:
+                work.alike(held, match)
+            else:
+                work.one_by_one(held, match)
+            numbers = match.family.buffer[held.member].tolist()
+            lengths = (held.stop - held.start).tolist()
+            for number, at, numel in zip(numbers, held.element_offset.tolist(), lengths, strict=True):
+                if match.family.buffers[number] in spans:
+                    spans[match.family.buffers[number]].append((at, numel))
         fills = [fill for buffer, numel in sizes.items() for fill in _uncovered(buffer, numel, spans[buffer])]
         checks = self._gaps.read_by(rank, work.touched)
         return Plan(copies=work.copies(), fills=tuple(fills), checks=tuple(checks))
 
 
-class _Match:
+class Match:
     """Wanted tensors of one family of the target: numbers of its members, and where the source has each.
 
-    Where all lie in one box on both sides, and in one family of the source, `cuts` are those of the source.
+    Where all lie in one box on both sides `cuts` are those of the source; `buffer` then says in which of the families
+    and buffers of the source each lies, by number.
     """
 
-    def __init__(self) -> None:
-        self.members: list[int] = []
+    def __init__(self, family: Family) -> None:
+        self.family = family
         self.origins: list[Placement] = []
         self.cuts: Cuts | None = None
+        self._members: list[int] = []
 
-    def finish(self, members: int, *, alike: bool) -> None:
-        """All is there: `place` says of each of so many members which of the origins is its own, or -1."""
-        self.place = numpy.full(members, -1, dtype=numpy.int64)
-        self.place[self.members] = numpy.arange(len(self.members))
+    def add(self, member: int, origin: Placement) -> None:
+        self._members.append(member)
+        self.origins.append(origin)
+
+    def finish(self, *, alike: bool) -> None:
+        """All are added."""
+        self._place = numpy.full(len(self.family.members), -1, dtype=numpy.int64)
+        self._place[self._members] = numpy.arange(len(self._members))
         if alike:
-            buffers = Numbers[str]()
-            self.cuts = Cuts(self.origins)
-            self.buffer = numpy.array([buffers[one.buffer] for one in self.origins], dtype=numpy.int64)
+            buffers = Numbers[tuple[str, str]]()
+            numbers = [buffers[one.family, one.buffer] for one in self.origins]
+            self.cuts, self.buffer = Cuts(self.origins), numpy.array(numbers, dtype=numpy.int64)
+
+    def held_by(self, rank: int) -> Pieces:
+        """What a rank holds of these tensors."""
+        held = self.family.cuts.held_by(rank)
+        return held.take(self._place[held.member] >= 0)
+
+    def located(self, held: Pieces) -> tuple[Pieces, Column]:
+        """Where the source has what a rank holds, of tensors that lie in one box: pieces, and the origin of each.
+
+        The members of the pieces are numbers of those that are held.
+        """
+        assert self.cuts is not None
+        origin = self._place[held.member]
+        pieces = self.cuts.take(origin).located(held.start, held.stop)
+        return pieces, origin[pieces.member]
+
+    def origin(self, member: int) -> Placement:
+        return self.origins[int(self._place[member])]
+
+    def extents(self, pieces: Pieces, origin: Column) -> tuple[list[tuple[Placement, int]], Column]:
+        """The buffers that pieces lie in, each by a tensor in it and its shard; and of each piece its number."""
+        _, first, number = numpy.unique(
+            numpy.stack((pieces.shard, self.buffer[origin])), axis=1, return_index=True, return_inverse=True
+        )
+        origins = (self.origins[at] for at in origin[first].tolist())
+        return list(zip(origins, pieces.shard[first].tolist(), strict=True)), number.ravel()
+
+
+class Wanted:
+    """The tensors of a target that are wanted, each matched with where the source has it."""
+
+    def __init__(self, source: Index, target: Layout, wants: Mapping[TensorKey, TensorKey]) -> None:
+        families = Families(target)
+        self.matches: list[Match] = []
+        for name in dict.fromkeys(target[key].family for key in wants):
+            alike, others = Match(families[name]), Match(families[name])
+            for number, member in enumerate(families[name].members):
+                origin = wants.get(member.key)
+                if origin is not None:
+                    placed = source.layout[origin]
+                    (alike if not placed.tiles and placed.box == member.box else others).add(number, placed)
+            alike.finish(alike=True)
+            others.finish(alike=False)
+            self.matches += [match for match in (alike, others) if match.origins]
 
 
 _TYPES = list(ElementType)
@@ -208,28 +248,21 @@ class _Work:
         self._others: list[Copy] = []
         self.touched: dict[Record, set[_Shard]] = {}
 
-    def alike(self, of_target: Family, held: Pieces, match: _Match) -> None:
+    def alike(self, held: Pieces, match: Match) -> None:
         """Plan what a rank holds of tensors that both sides cut as they like, all at once."""
-        assert match.cuts is not None
-        origin = match.place[held.member]
-        pieces = match.cuts.take(origin).located(held.start, held.stop)
-        origin, member = origin[pieces.member], held.member[pieces.member]
-        _, first, extent = numpy.unique(
-            numpy.stack((pieces.shard, match.buffer[origin])), axis=1, return_index=True, return_inverse=True
-        )
-        found = [
-            self._extent(match.origins[number], shard)
-            for number, shard in zip(origin[first].tolist(), pieces.shard[first].tolist(), strict=True)
-        ]
-        record, byte_offset, dtype, itemsize = numpy.array(found, dtype=numpy.int64).reshape(-1, 4).T[:, extent.ravel()]
-        numbers = numpy.array([self._buffers[buffer] for buffer in of_target.buffers], dtype=numpy.int64)
+        pieces, origin = match.located(held)
+        places, extent = match.extents(pieces, origin)
+        found = numpy.array([self._extent(*place) for place in places], dtype=numpy.int64).reshape(-1, 4).T
+        record, byte_offset, dtype, itemsize = found[:, extent]
+        member = held.member[pieces.member]
+        numbers = numpy.array([self._buffers[buffer] for buffer in match.family.buffers], dtype=numpy.int64)
         ones, zeros = numpy.ones_like(record), numpy.zeros_like(record)
         columns = (
             record,
             byte_offset + pieces.element_offset * itemsize,
             pieces.stop - pieces.start,
-            dtype * len(_TYPES) + of_target.dtype[member],
-            numbers[of_target.buffer[member]],
+            dtype * len(_TYPES) + match.family.dtype[member],
+            numbers[match.family.buffer[member]],
             held.element_offset[pieces.member] + pieces.start - held.start[pieces.member],
             *(ones, zeros, zeros) * 2,
         )
@@ -243,35 +276,22 @@ class _Work:
         self.touched.setdefault(extent.record, set()).add((origin.family, shard))
         return self._records[extent.record], extent.byte_offset, _NUMBER[extent.dtype], extent.dtype.itemsize
 
-    def one_by_one(self, of_target: Family, held: Pieces, match: _Match) -> None:
+    def one_by_one(self, held: Pieces, match: Match) -> None:
         """Plan tensors whose boxes differ, or of which one side has several."""
-        for number, start, stop, at in zip(*(held[i].tolist() for i in (0, 2, 3, 4)), strict=True):
-            member, origin = of_target.members[number], match.origins[match.place[number]]
+        columns = (held.member, held.start, held.stop, held.element_offset)
+        for number, start, stop, at in zip(*(column.tolist() for column in columns), strict=True):
+            member, origin = match.family.members[number], match.origin(number)
             region = Region(box=member.box, start=start, stop=stop)
             for shard, extent, run in self._source.runs(origin.key, region):
                 self.touched.setdefault(extent.record, set()).add((origin.family, shard))
                 self._others.append(_copy(extent, run, member.buffer, at, member.dtype))
 
     def copies(self) -> Copies:
-        others = Copies.of(self._others)
-        table = others.table.copy()
-        for column, number in (
-            (RECORD, [self._records[record] for record in others.records]),
-            (BUFFER, [self._buffers[buffer] for buffer in others.buffers]),
-            (TYPES, [_NUMBER[dtype] * len(_TYPES) + _NUMBER[into] for dtype, into in others.types]),
-        ):
-            if len(others):
-                table[column] = numpy.array(number, dtype=numpy.int64)[table[column]]
-        together = numpy.concatenate((*self._tables, table), axis=1)
-        return Copies(together, list(self._records), list(self._buffers), _PAIRS).in_order().joined()
-
-
-def wanted_pieces(target: Layout, rank: int, wants: Mapping[TensorKey, TensorKey]) -> Iterator[tuple[Placement, Piece]]:
-    """What `rank` holds of the target tensors in `wants`, buffer by buffer."""
-    for family, buffer in dict.fromkeys((target[key].family, target[key].buffer) for key in wants):
-        for placement, piece in target.pieces(family, buffer, rank):
-            if placement.key in wants:
-                yield placement, piece
+        together = numpy.concatenate((*self._tables, Copies.of(()).table), axis=1)
+        found = Copies(together, list(self._records), list(self._buffers), _PAIRS)
+        if self._others:
+            found = Copies.merged((("", found), ("", Copies.of(self._others))))
+        return found.in_order().joined()
 
 
 def _uncovered(buffer: str, numel: int, spans: Iterable[tuple[int, int]]) -> Iterable[Fill]:

@@ -9,19 +9,20 @@ from unittest import mock
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_plan import SOME, cases, expected_buffers, model, raw
+from test_plan import SOME, cases, execute, expected_buffers, model, raw
 
 from ds_reshard.execution import cuda
 from ds_reshard.execution.buffers import TensorTarget, torch_dtype
-from ds_reshard.execution.checksums import verify
+from ds_reshard.execution.checksums import combine, partial_sums, read_again, settle
 from ds_reshard.execution.cuda import CudaExecutor
-from ds_reshard.execution.fingerprint import Witness, fingerprint_of, held
+from ds_reshard.execution.fingerprint import Fingerprint, Witness, fingerprint_of, held
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.formats.zero.layout import by_key, flat_group, whole
 from ds_reshard.model.index import Extent, Index, Record
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.planning.copies import Copy
+from ds_reshard.planning.plan import Wanted
 from ds_reshard.testing.late_device import LateDevice
 
 
@@ -38,11 +39,12 @@ def by_device(witness):
 def watched(case, checkpoint, rank, harm=lambda copies: copies, made=by_host):
     """Carry out a rank's plan by an executor that is `made`, its copies changed by `harm`.
 
-    Returns the witness, what memory holds, memory itself, and the faults that the checksums of the read show.
+    Returns the witness, what memory holds, memory itself, and the faults that the checksums of the read show, together
+    with what the other ranks read.
     """
     index, target = Index(case.source.layout(case.shapes), checkpoint), case.target.layout(case.shapes)
     plan = case.plan(rank, checkpoint)
-    witness = Witness(index, target, rank, case.wants)
+    witness = Witness(index, Wanted(index, target, case.wants), {rank: ""})
     tensors = {  # -3 is no element of the model: a place that nothing is written to is wrong
         buffer: torch.full((numel,), -3, dtype=torch_dtype(case.target.kinds[buffer.partition("/")[0]]))
         for buffer, numel in case.target.sizes(case.shapes).items()
@@ -50,7 +52,12 @@ def watched(case, checkpoint, rank, harm=lambda copies: copies, made=by_host):
     copies = tuple(harm(list(plan.copies)))
     outcome = made(witness).execute(replace(plan, copies=copies), {b: TensorTarget(t) for b, t in tensors.items()})
     assert outcome.faults == []
-    return witness, held(target, rank, tensors), tensors, verify(outcome)
+    others = [other for other in case.target.ranks if other != rank and case.target.rule != "replicated"]
+    settled = [settle(partial_sums(execute(case, case.plan(other, checkpoint))[1])) for other in others]
+    settled.append(settle(partial_sums(outcome)))
+    combined, again = combine([left for left, _ in settled])
+    faults = [*combined, *(fault for _, found in settled for fault in found), *read_again(again)]
+    return witness, held(target, rank, tensors), tensors, faults
 
 
 @SOME
@@ -69,7 +76,7 @@ def test_what_is_read_is_what_is_held_and_the_ranks_add_up_to_the_model(case, ma
                 witness, now, _, faults = watched(case, checkpoint, rank, made=made)
             assert not faults
             for key in case.wants:
-                assert witness.sums[key] == now[key]
+                assert witness.sums(rank).get(key, Fingerprint()) == now[key]
                 alone = rank == 0 or case.target.rule == "replicated"
                 sums[key] = now[key] if alone else sums[key] + now[key]
     for key in case.wants:
@@ -110,7 +117,7 @@ def test_a_plan_that_puts_a_wrong_byte_into_a_tensor_is_seen(case, data):
         if piece is not None:
             part = slice(piece.element_offset, piece.element_offset + piece.stop - piece.start)
             wrong = raw(tensors[placement.buffer][part]) != raw(right[placement.buffer][part])
-            assert not wrong or witness.sums[key] != now[key] or faults, key
+            assert not wrong or witness.sums(rank).get(key, Fingerprint()) != now[key] or faults, key
 
 
 class OneBuffer:
@@ -119,6 +126,10 @@ class OneBuffer:
     def buffers(self, family, shard):
         record = Record(path="file", byte_offset=64, nbytes=400, crc32=None)
         return {"a": Extent(record=record, byte_offset=64, dtype=ElementType.FLOAT32, numel=100)}
+
+
+def of_rank_0(index, layout, wants):
+    return Witness(index, Wanted(index, layout, wants), {0: ""})
 
 
 def test_bytes_between_two_elements_count_nowhere():
@@ -135,9 +146,9 @@ def test_bytes_between_two_elements_count_nowhere():
         target_dtype=ElementType.FLOAT32,
     )
     for late, nbytes in ((0, 40), (1, 0), (4, 40)):
-        witness = Witness(Index(layout, OneBuffer()), layout, 0, {key: key})
+        witness = of_rank_0(Index(layout, OneBuffer()), layout, {key: key})
         witness.saw([copy._replace(byte_offset=copy.byte_offset + late)], [memoryview(bytearray(range(40)))])
-        assert witness.sums[key].nbytes == nbytes
+        assert witness.sums(0).get(key, Fingerprint()).nbytes == nbytes
 
 
 def test_bytes_of_two_tensors_count_for_the_one_whose_place_they_go_to():
@@ -150,7 +161,7 @@ def test_bytes_of_two_tensors_count_for_the_one_whose_place_they_go_to():
     target = Layout(by_key(flat), {"t": 1})
     record = OneBuffer().buffers("f", 0)["a"].record
     copy = Copy(record, 64, 100, ElementType.FLOAT32, "fp32/0", 0, ElementType.FLOAT32)
-    witness = Witness(Index(source, OneBuffer()), target, 0, {first: first, second: second})
+    witness = of_rank_0(Index(source, OneBuffer()), target, {first: first, second: second})
     for element_offset, counted in ((0, (400, 0)), (100, (400, 400))):
         witness.saw([copy._replace(element_offset=element_offset)], [memoryview(bytearray(400))])
-        assert tuple(witness.sums[key].nbytes for key in (first, second)) == counted
+        assert tuple(witness.sums(0).get(key, Fingerprint()).nbytes for key in (first, second)) == counted

@@ -24,6 +24,7 @@ from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.operations.ranks import Steps, rank, read_together
+from ds_reshard.planning.plan import Wanted
 
 if TYPE_CHECKING:
     import torch
@@ -463,7 +464,8 @@ class Proof:
 def seen_by(prepared: Prepared) -> Witness:
     """Who sums up what this rank is going to read."""
     position, size = place(prepared.live)
-    return Witness(prepared.index, prepared.wants.layout(size), position, prepared.wants.sources)
+    wanted = Wanted(prepared.index, prepared.wants.layout(size), prepared.wants.sources)
+    return Witness(prepared.index, wanted, {position: ""})
 
 
 def divided_names(prepared: Prepared, *, unproved: frozenset[str]) -> int:
@@ -490,12 +492,12 @@ def prove(
     layout = prepared.wants.layout(size)
     proved = sorted(key for key in layout.placements if key.kind not in unproved)
 
-    def compared() -> Fingerprints:
+    def compared() -> Fingerprints[TensorKey]:
         now = held(layout, position, _buffers(engine, prepared))
-        raise_faults(_differences(witness.sums, now, proved), subject=subject)
+        raise_faults(_differences(witness.sums(position), now, proved), subject=subject)
         return now
 
-    now = steps.take(compared, subject=subject) or Fingerprints()
+    now = steps.take(compared, subject=subject) or Fingerprints[TensorKey]()
     parts = {key: now[key] for key in _divided(layout, unproved)}
     whole = {key: now[key] for key in proved} | _summed(engine, prepared.live, parts)
     steps.take(lambda: raise_faults(_incomplete(layout, whole), subject=subject), subject=subject)
@@ -528,13 +530,16 @@ def _of_module(buffer: str) -> bool:
     return buffer.startswith(("module/", "weight/", "frozen/"))
 
 
-def _differences(read: Fingerprints, now: Fingerprints, keys: list[TensorKey]) -> Iterator[Fault]:
+def _differences(
+    read: Mapping[TensorKey, Fingerprint], now: Fingerprints[TensorKey], keys: list[TensorKey]
+) -> Iterator[Fault]:
     for key in keys:
-        if read[key] != now[key]:
+        seen = read.get(key, Fingerprint())
+        if seen != now[key]:
             yield FingerprintMismatch.fault(
                 str(key),
                 f"what lies in the engine of rank {rank()} is not what was read",
-                f"fingerprint {read[key]} of {read[key].nbytes} bytes",
+                f"fingerprint {seen} of {seen.nbytes} bytes",
                 f"{now[key]} of {now[key].nbytes}",
                 mend=_MEND,
             )

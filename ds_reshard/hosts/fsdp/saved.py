@@ -125,7 +125,7 @@ def _compared(checkpoint: FsdpCheckpoint, rank: int, size: int, model: Module, o
     from ds_reshard.execution.fingerprint import Fingerprints
 
     found = fingerprint(checkpoint.folder, reading=Reading(threads=1, memory_nbytes=_MEMORY_NBYTES), shard=(rank, size))
-    live = Fingerprints()
+    live = Fingerprints[TensorKey]()
     keys = set()
     for part in parts_of(model, optimizer):
         keys.add(part.key)
