@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -303,16 +304,19 @@ class _Span(NamedTuple):
         return 0 <= element_offset - self.element_offset < self.room
 
 
-class _Spans:
+class _Spans(list[_Span]):
     """The spans of one file that are wanted in one buffer; tied tensors share bytes, so spans may overlap."""
 
-    def __init__(self, spans: list[_Span]) -> None:
-        self._spans = sorted(spans, key=itemgetter(0))
-        self._reach = list(accumulate((span.stop for span in self._spans), max))
+    def finish(self) -> None:
+        """All are there."""
+        if len(self) > 1:
+            self.sort(key=itemgetter(0))
+        self._reach = list(accumulate(map(itemgetter(1), self), max))
 
     def over(self, start: int, stop: int) -> Iterator[_Span]:
-        for at in range(bisect_right(self._reach, start), len(self._spans)):
-            span = self._spans[at]
+        """The spans with bytes among [start, stop), in their order."""
+        for at in range(bisect_right(self._reach, start), len(self)):
+            span = self[at]
             if span.start >= stop:
                 return
             if span.stop > start:
@@ -328,13 +332,14 @@ class Witness:
 
     def __init__(self, source: Index, wanted: Wanted, ranks: Mapping[int, str]) -> None:
         self._sums = Fingerprints[tuple[int, TensorKey]]()
-        found: dict[tuple[str, str], list[_Span]] = {}
+        self._spans: defaultdict[tuple[str, str], _Spans] = defaultdict(_Spans)
         for rank, prefix in ranks.items():
             for match in wanted.matches:
                 spans = _spans_alike if match.cuts is not None else _spans_of_boxes
                 for path, buffer, span in spans(source, match, rank):
-                    found.setdefault((path, prefix + buffer), []).append(span)
-        self._spans = {place: _Spans(spans) for place, spans in found.items()}
+                    self._spans[path, prefix + buffer].append(span)
+        for together in self._spans.values():
+            together.finish()
 
     def sums(self, rank: int) -> dict[TensorKey, Fingerprint]:
         """The fingerprints of the parts that were seen of a rank's copies."""

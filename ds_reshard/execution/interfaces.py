@@ -43,7 +43,10 @@ class Slice:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What one rank read. `faults` are I/O errors: the targets are then not to be trusted."""
+    """What one rank read. `faults` are I/O errors: the targets are then not to be trusted.
+
+    `bytes_read` are those that the plan names; the few that were read along between them are not counted.
+    """
 
     slices: dict[Record, list[Slice]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)

@@ -140,8 +140,8 @@ class _Work:
 
     def _move(self, batch: _Batch, fd: int) -> None:
         offsets, views, staged = self._views(batch)
-        counted = self._read(fd, offsets, views, batch)
-        if counted is None:
+        calls = self._read(fd, offsets, views, batch)
+        if calls is None:
             return
         slices = list(_slices(batch.record, offsets, views)) if self.executor.checksum else []
         if self.executor.saw is not None and batch.copies is not None:
@@ -149,8 +149,8 @@ class _Work:
         for target, element_offset, view, dtype in staged:
             target.store(element_offset, view, dtype)
         with self._lock:
-            self.outcome.read_calls += counted[0]
-            self.outcome.bytes_read += counted[1]
+            self.outcome.read_calls += calls
+            self.outcome.bytes_read += batch.nbytes
             if self.executor.checksum:
                 self.outcome.slices.setdefault(batch.record, []).extend(slices)
 
@@ -183,14 +183,12 @@ class _Work:
         memory: memoryview = self._scratch.memory
         return memory
 
-    def _read(
-        self, fd: int, offsets: Sequence[int], views: Sequence[memoryview], batch: _Batch
-    ) -> tuple[int, int] | None:
-        """Fill the views; the number of system calls and of bytes, or None after a fault was noted.
+    def _read(self, fd: int, offsets: Sequence[int], views: Sequence[memoryview], batch: _Batch) -> int | None:
+        """Fill the views; the number of system calls, or None after a fault was noted.
 
         A few bytes that nobody wants between two views are read with them, into scratch memory behind all that is used.
         """
-        calls = nbytes = first = 0
+        calls = first = 0
         together: list[memoryview] = []
         for number, (at, view) in enumerate(zip(offsets, views, strict=True)):
             between = at - offsets[number - 1] - len(views[number - 1]) if number else 0
@@ -200,15 +198,13 @@ class _Work:
                 done = self._read_together(fd, offsets[first], together, batch)
                 if done is None:
                     return None
-                calls, nbytes, first, together = calls + done[0], nbytes + done[1], number, []
+                calls, first, together = calls + done, number, []
             together.append(view)
         done = self._read_together(fd, offsets[first], together, batch)
-        return None if done is None else (calls + done[0], nbytes + done[1])
+        return None if done is None else calls + done
 
-    def _read_together(
-        self, fd: int, byte_offset: int, views: list[memoryview], batch: _Batch
-    ) -> tuple[int, int] | None:
-        calls, offset = 0, byte_offset
+    def _read_together(self, fd: int, offset: int, views: list[memoryview], batch: _Batch) -> int | None:
+        calls = 0
         while views:
             got = os.preadv(fd, views, offset)
             calls += 1
@@ -223,7 +219,7 @@ class _Work:
             views = views[number:]
             if views and got:
                 views[0] = views[0][got:]
-        return calls, offset - byte_offset
+        return calls
 
     def _fault(self, fault: Fault) -> None:
         with self._lock:

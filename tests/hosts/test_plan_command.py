@@ -61,11 +61,11 @@ def test_a_plan_from_a_universal_checkpoint(saves: Saves, tmp_path: Path) -> Non
 
 
 def test_planning_needs_no_torch(saves: Saves) -> None:
-    """In a fresh process neither torch nor numpy is loaded."""
+    """In a fresh process torch is not loaded."""
     folder, _ = saves(Run(2, 2), MODEL)
     code = (
         "import sys; from ds_reshard.operations import plan; "
-        f"plan({str(folder)!r}, to='zero3', dp=5); print('torch' in sys.modules or 'numpy' in sys.modules)"
+        f"plan({str(folder)!r}, to='zero3', dp=5); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"

@@ -127,11 +127,9 @@ def one_by_one(record, numel, *, every=1, to=UINT8):
 
 
 @pytest.mark.parametrize(
-    ("every", "read_calls", "bytes_read"),
-    [(1, 4, 1000), (2, 4, 1996), (20_000, 1000, 1000)],
-    ids=["neighbours", "with a byte between", "with gaps"],
+    ("every", "read_calls"), [(1, 4), (2, 4), (20_000, 1000)], ids=["neighbours", "with a byte between", "with gaps"]
 )
-def test_neighbouring_copies_are_read_in_one_call(tmp_path, every, read_calls, bytes_read):
+def test_neighbouring_copies_are_read_in_one_call(tmp_path, every, read_calls):
     """256 targets a vectored read; what nobody wants is read to join two copies where it is less than a call costs."""
     data = bytes(range(251)) * (1000 * every // 251 + 1)
     record = write_record(str(tmp_path), "file", data)
@@ -140,7 +138,7 @@ def test_neighbouring_copies_are_read_in_one_call(tmp_path, every, read_calls, b
     executor = ThreadExecutor(threads=2, memory_nbytes=1 << 20, checksum=True)
     outcome = executor.execute(one_by_one(record, 1000, every=every), targets)
     assert bytes(int(tensor) for tensor in tensors) == data[: 1000 * every : every]
-    assert (outcome.read_calls, outcome.bytes_read, outcome.files_opened) == (read_calls, bytes_read, 1)
+    assert (outcome.read_calls, outcome.bytes_read, outcome.files_opened) == (read_calls, 1000, 1)
 
 
 def test_short_reads_are_continued(tmp_path, monkeypatch):
