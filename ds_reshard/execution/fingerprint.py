@@ -295,7 +295,7 @@ class _Span(NamedTuple):
 
     start: int
     stop: int
-    key: tuple[int, TensorKey]
+    key: TensorKey
     element: int
     element_offset: int
     room: int
@@ -324,30 +324,24 @@ class _Spans(list[_Span]):
 
 
 class Witness:
-    """Sums what ranks read, by target tensor, in the target's type: bytes that are cast count as they are cast.
+    """Sums what a rank reads, by target tensor, in the target's type: bytes that are cast count as they are cast.
 
-    `ranks` are those whose copies are seen, each with what stands before the names of its buffers there. `saw` may be
-    called from any thread.
+    `sums` has the fingerprints of the parts that were seen of what `rank` wants. `saw` may be called from any thread.
     """
 
-    def __init__(self, source: Index, wanted: Wanted, ranks: Mapping[int, str]) -> None:
-        self._sums = Fingerprints[tuple[int, TensorKey]]()
+    def __init__(self, source: Index, wanted: Wanted, rank: int) -> None:
+        self.sums = Fingerprints[TensorKey]()
         self._spans: defaultdict[tuple[str, str], _Spans] = defaultdict(_Spans)
-        for rank, prefix in ranks.items():
-            for match in wanted.matches:
-                spans = _spans_alike if match.cuts is not None else _spans_of_boxes
-                for path, buffer, span in spans(source, match, rank):
-                    self._spans[path, prefix + buffer].append(span)
+        for match in wanted.matches:
+            spans = _spans_alike if match.cuts is not None else _spans_of_boxes
+            for path, buffer, span in spans(source, match, rank):
+                self._spans[path, buffer].append(span)
         for together in self._spans.values():
             together.finish()
 
-    def sums(self, rank: int) -> dict[TensorKey, Fingerprint]:
-        """The fingerprints of the parts that were seen of a rank's copies."""
-        return {key: self._sums[of, key] for of, key in self._sums if of == rank}
-
     def saw(self, copies: Sequence[Copy], views: Sequence[memoryview]) -> None:
         """Count the bytes of copies, as they were read."""
-        self._sums.add_all(
+        self.sums.add_all(
             (key, position, _cast(copy, part))
             for copy, data in zip(copies, views, strict=True)
             for key, position, part in self._parts(copy, data)
@@ -358,9 +352,9 @@ class Witness:
         for copy, data in zip(copies, tensors, strict=True):
             for key, position, part in self._parts(copy, data):
                 cast = part.view(torch_dtype(copy.dtype)).to(torch_dtype(copy.target_dtype))
-                self._sums.add(key, position, cast)
+                self.sums.add(key, position, cast)
 
-    def _parts(self, copy: Copy, data: _Bytes) -> Iterator[tuple[tuple[int, TensorKey], int, _Bytes]]:
+    def _parts(self, copy: Copy, data: _Bytes) -> Iterator[tuple[TensorKey, int, _Bytes]]:
         """The tensors that a copy holds bytes of, with their position in the tensor and themselves."""
         record, begin, numel, dtype, buffer, element_offset, target_dtype, _ = copy
         spans, itemsize = self._spans.get((record.path, buffer)), dtype.itemsize
@@ -411,7 +405,7 @@ def _spans_alike(source: Index, match: Match, rank: int) -> Iterator[tuple[str, 
             itemsize = extent.dtype.itemsize
             begin = extent.byte_offset + inside * itemsize
             end = begin + (stop - start) * itemsize
-            yield extent.path, member.buffer, _Span(begin, end, (rank, member.key), start, offset, room)
+            yield extent.path, member.buffer, _Span(begin, end, member.key, start, offset, room)
 
 
 def _spans_of_boxes(source: Index, match: Match, rank: int) -> Iterator[tuple[str, str, _Span]]:
@@ -429,7 +423,7 @@ def _spans_of_boxes(source: Index, match: Match, rank: int) -> Iterator[tuple[st
             for run in overlap(part.region(piece), whole):
                 for first, element, numel, _ in run.each():
                     begin = extent.byte_offset + (piece.element_offset + first) * itemsize
-                    span = _Span(begin, begin + numel * itemsize, (rank, member.key), element, offset, stop - start)
+                    span = _Span(begin, begin + numel * itemsize, member.key, element, offset, stop - start)
                     yield extent.path, member.buffer, span
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 
@@ -23,7 +23,6 @@ from ds_reshard.operations.source import Found, open_checkpoint
 from ds_reshard.operations.units import FilePlan, Units, archive_of, buffer_of, target_of
 from ds_reshard.operations.workspace import Workspace, refuse_places
 from ds_reshard.planning.copies import Copy
-from ds_reshard.planning.plan import Plan, window_nbytes
 from ds_reshard.version import VERSION
 
 _SYNCING = 8  # units at once: waiting for a disk costs no core, and a journal takes several files at one stroke
@@ -98,21 +97,6 @@ def _changed(source: Checkpoint, before: Mapping[str, _Seen]) -> Iterator[Fault]
         yield CheckpointDamaged.fault(name, "has changed while it was read", mend=mend)
 
 
-def _groups(units: Iterable[Unit], nbytes: int) -> Iterator[list[Unit]]:
-    """Units in their order, those of a family together until they are of about so many bytes."""
-    group: list[Unit] = []
-    size = 0
-    for unit in units:
-        own = sum(archive_of(file).nbytes for file in unit.files)
-        if group and (size + own > nbytes or unit.family != group[0].family):
-            yield group
-            group, size = [], 0
-        group.append(unit)
-        size += own
-    if group:
-        yield group
-
-
 class _Stopped(Exception):
     """Another unit has failed, or the user has had enough."""
 
@@ -147,12 +131,10 @@ class _Work:
 
         While those that are written are brought to the disk, others are written.
         """
-        left = [unit for unit in units if self._workspace.noted(unit.name) is None]
-        at_once = max(1, min(self._options.threads, len(left)))
-        groups = _groups(left, window_nbytes(self._options.memory_nbytes // at_once))
+        at_once = max(1, min(self._options.threads, len(units)))
         with ThreadPoolExecutor(_SYNCING) as syncing, ThreadPoolExecutor(at_once) as pool:
             self._syncing = syncing
-            jobs = [pool.submit(self._or_stop, self._write, group, at_once) for group in groups]
+            jobs = [pool.submit(self._or_stop, self._write, unit, at_once) for unit in units]
             try:
                 wait(jobs, return_when=FIRST_EXCEPTION)
             except BaseException:
@@ -173,21 +155,14 @@ class _Work:
             self._stopping.set()
             raise
 
-    def _write(self, units: Sequence[Unit], at_once: int) -> None:
-        """Write the files of some units of one family at once, and have them synced and noted."""
+    def _write(self, unit: Unit, at_once: int) -> None:
+        """Write a unit's files, unless that was done before, and have them synced and noted."""
+        if self._workspace.noted(unit.name) is not None:
+            return
         subject = f"converting {self._source.folder}"
-        family = units[0].family
-        targets: dict[str, FileTarget] = {}
-        made: list[dict[str, ArchiveFile]] = []
-        plans: list[tuple[str, Plan]] = []
-        for number, unit in enumerate(units):
-            archives = [archive_of(file) for file in unit.files]
-            plans.append((f"{number}/", self._units.plan(unit, archives)))
-            files, of_unit = self._files(unit, archives)
-            made.append(files)
-            targets |= {f"{number}/{buffer}": target for buffer, target in of_unit.items()}
-        ranks = {unit.shard: prefix for unit, (prefix, _) in zip(units, plans, strict=True)}
-        witness = Witness(self._source.index, self._units.wanted(family), ranks)
+        archives = [archive_of(file) for file in unit.files]
+        made, targets = self._files(unit, archives)
+        witness = Witness(self._source.index, self._units.wanted(unit.family), unit.shard)
 
         def saw(copies: Sequence[Copy], views: Sequence[memoryview]) -> None:
             if self._stopping.is_set():
@@ -197,27 +172,24 @@ class _Work:
         executor = StagingExecutor(
             threads=self._options.threads // at_once, memory_nbytes=self._options.memory_nbytes // at_once, saw=saw
         )
-        outcome = executor.execute(Plan.together(plans), targets)
+        outcome = executor.execute(self._units.plan(unit, archives), targets)
         raise_faults(outcome.faults, subject=subject)
         pending, faults = settle(partial_sums(outcome))
         raise_faults(faults, subject=subject)
-        for unit, archived in zip(units, made, strict=True):
-            told = {name: {"nbytes": file.nbytes, "crc32": f"{file.finish():08x}"} for name, file in archived.items()}
-            prints = [
-                [key.name, key.kind, key.copy, found.value, found.nbytes]
-                for key, found in witness.sums(unit.shard).items()
-            ]
-            # Sums are of all units that were written together: where one of them is written again alone, after a
-            # crash, they do not tile their records, which are then read again.
-            sums = [asdict(item) for item in pending] if unit is units[0] else []
-            known = {"files": told, "family": family, "sums": sums, "tensors": prints}
-            self._room.acquire()
-            paths = [file.path for file in archived.values()]
-            self._synced.append(self._syncing.submit(self._or_stop, self._sync, unit, paths, known))
+        files = {name: {"nbytes": file.nbytes, "crc32": f"{file.finish():08x}"} for name, file in made.items()}
+        prints = [
+            [key.name, key.kind, key.copy, found.value, found.nbytes]
+            for key, found in ((key, witness.sums[key]) for key in witness.sums)
+        ]
+        sums = [asdict(item) for item in pending]
+        known = {"files": files, "family": unit.family, "sums": sums, "tensors": prints}
+        self._room.acquire()
+        paths = [file.path for file in made.values()]
+        self._synced.append(self._syncing.submit(self._or_stop, self._sync, unit, paths, known))
         with self._lock:
-            self.files += sum(map(len, made))
+            self.files += len(files)
             self.bytes_read += outcome.bytes_read
-            self.bytes_written += sum(file.nbytes for archived in made for file in archived.values())
+            self.bytes_written += sum(archive.nbytes for archive in archives)
             if self._progress is not None:
                 self._progress(self.bytes_written, self._needed)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ds_reshard.containers.pickle_rules import UNSAFE
+from ds_reshard.containers.pickle_rules import UNSAFE, in_force, rules_in_force
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.errors import CheckpointNotFound, ReadFailed, ReshardError, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.names import Listing as ZeroListing
@@ -33,8 +33,10 @@ def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True) ->
     load raises for files that are missing, damaged or of several saves; UnsafePickle where a file of the folder acts
     that is not read here, as another loader may read it.
     """
-    checkpoint = found.format.open(found.listing, states)
-    if whole:
+    with in_force(rules_in_force()):  # one list of what was read, and is not scanned again
+        checkpoint = found.format.open(found.listing, states)
+        if not whole:
+            return checkpoint
         checkpoint.open_all()
         others = scan_files(walk(found.folder, []))
         raise_faults([fault for fault in others.faults if fault.error in UNSAFE], subject=f"checkpoint {found.folder}")

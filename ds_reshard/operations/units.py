@@ -18,7 +18,7 @@ from ds_reshard.model.target import Asked, Target, TargetFile, Unit
 from ds_reshard.operations.formats import WRITERS
 from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.source import find_listing, open_checkpoint
-from ds_reshard.planning.copies import Copy
+from ds_reshard.planning.copies import Copies, Copy
 from ds_reshard.planning.plan import Plan, Planner, Wanted
 
 
@@ -84,7 +84,7 @@ class Units:
         fresh = {buffer: s.numel for buffer, s in storages if not s.path and buffer not in filled}
         plan = self._planners[unit.family].plan(unit.shard, sizes=fresh)
         copied = [_copy(storage, buffer) for buffer, storage in storages if storage.path and storage.nbytes]
-        copies = (*plan.copies, *copied) if copied else plan.copies
+        copies = Copies.of(plan.copies).and_also(Copies.of(copied)) if copied else plan.copies
         return Plan(copies=copies, fills=plan.fills, checks=plan.checks)
 
 

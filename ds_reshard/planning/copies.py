@@ -211,23 +211,21 @@ class Copies(Sequence[Copy]):
         tables = numpy.concatenate([part.table for part in parts], axis=1)
         return cls(tables, parts[0].records, parts[0].buffers, parts[0].types)
 
-    @classmethod
-    def merged(cls, parts: Sequence[tuple[str, Copies]]) -> Copies:
-        """Copies of several plans, in order; what stands before each part is put before the names of its buffers."""
+    def and_also(self, others: Copies) -> Copies:
+        """These copies, and others behind them."""
         records, buffers, types = Numbers[Record](), Numbers[str](), Numbers[Types]()
         tables = []
-        for prefix, part in parts:
+        for part in (self, others):
             made = part.table.copy()
             for column, numbers in (
                 (RECORD, [records[record] for record in part.records]),
-                (BUFFER, [buffers[prefix + buffer] for buffer in part.buffers]),
+                (BUFFER, [buffers[buffer] for buffer in part.buffers]),
                 (TYPES, [types[pair] for pair in part.types]),
             ):
                 if len(part):
                     made[column] = numpy.array(numbers, dtype=numpy.int64)[made[column]]
             tables.append(made)
-        whole = cls(numpy.concatenate(tables, axis=1), list(records), list(buffers), list(types))
-        return whole.in_order()
+        return Copies(numpy.concatenate(tables, axis=1), list(records), list(buffers), list(types))
 
     def extent(self) -> tuple[int, int]:
         """The first element of a buffer that they fill, and the one behind the last."""

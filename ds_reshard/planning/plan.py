@@ -50,15 +50,6 @@ class Plan:
         """Bytes that the plan reads from files."""
         return Copies.of(self.copies).nbytes + sum(c.nbytes for c in self.checks)
 
-    @classmethod
-    def together(cls, plans: Sequence[tuple[str, Plan]]) -> Plan:
-        """Several plans as one: what stands before each is put before the names of its buffers."""
-        return cls(
-            copies=Copies.merged([(prefix, Copies.of(plan.copies)) for prefix, plan in plans]),
-            fills=tuple(fill._replace(buffer=prefix + fill.buffer) for prefix, plan in plans for fill in plan.fills),
-            checks=tuple(check for _, plan in plans for check in plan.checks),
-        )
-
     @property
     def files(self) -> tuple[str, ...]:
         return tuple(sorted(Copies.of(self.copies).paths | {c.record.path for c in self.checks}))
@@ -290,7 +281,7 @@ class _Work:
         together = numpy.concatenate((*self._tables, Copies.of(()).table), axis=1)
         found = Copies(together, list(self._records), list(self._buffers), _PAIRS)
         if self._others:
-            found = Copies.merged((("", found), ("", Copies.of(self._others))))
+            found = found.and_also(Copies.of(self._others))
         return found.in_order().joined()
 
 

@@ -15,7 +15,7 @@ from ds_reshard.execution import cuda
 from ds_reshard.execution.buffers import TensorTarget, torch_dtype
 from ds_reshard.execution.checksums import combine, partial_sums, read_again, settle
 from ds_reshard.execution.cuda import CudaExecutor
-from ds_reshard.execution.fingerprint import Fingerprint, Witness, fingerprint_of, held
+from ds_reshard.execution.fingerprint import Witness, fingerprint_of, held
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.formats.zero.layout import by_key, flat_group, whole
 from ds_reshard.model.index import Extent, Index, Record
@@ -44,7 +44,7 @@ def watched(case, checkpoint, rank, harm=lambda copies: copies, made=by_host):
     """
     index, target = Index(case.source.layout(case.shapes), checkpoint), case.target.layout(case.shapes)
     plan = case.plan(rank, checkpoint)
-    witness = Witness(index, Wanted(index, target, case.wants), {rank: ""})
+    witness = Witness(index, Wanted(index, target, case.wants), rank)
     tensors = {  # -3 is no element of the model: a place that nothing is written to is wrong
         buffer: torch.full((numel,), -3, dtype=torch_dtype(case.target.kinds[buffer.partition("/")[0]]))
         for buffer, numel in case.target.sizes(case.shapes).items()
@@ -76,7 +76,7 @@ def test_what_is_read_is_what_is_held_and_the_ranks_add_up_to_the_model(case, ma
                 witness, now, _, faults = watched(case, checkpoint, rank, made=made)
             assert not faults
             for key in case.wants:
-                assert witness.sums(rank).get(key, Fingerprint()) == now[key]
+                assert witness.sums[key] == now[key]
                 alone = rank == 0 or case.target.rule == "replicated"
                 sums[key] = now[key] if alone else sums[key] + now[key]
     for key in case.wants:
@@ -117,7 +117,7 @@ def test_a_plan_that_puts_a_wrong_byte_into_a_tensor_is_seen(case, data):
         if piece is not None:
             part = slice(piece.element_offset, piece.element_offset + piece.stop - piece.start)
             wrong = raw(tensors[placement.buffer][part]) != raw(right[placement.buffer][part])
-            assert not wrong or witness.sums(rank).get(key, Fingerprint()) != now[key] or faults, key
+            assert not wrong or witness.sums[key] != now[key] or faults, key
 
 
 class OneBuffer:
@@ -129,7 +129,7 @@ class OneBuffer:
 
 
 def of_rank_0(index, layout, wants):
-    return Witness(index, Wanted(index, layout, wants), {0: ""})
+    return Witness(index, Wanted(index, layout, wants), 0)
 
 
 def test_bytes_between_two_elements_count_nowhere():
@@ -148,7 +148,7 @@ def test_bytes_between_two_elements_count_nowhere():
     for late, nbytes in ((0, 40), (1, 0), (4, 40)):
         witness = of_rank_0(Index(layout, OneBuffer()), layout, {key: key})
         witness.saw([copy._replace(byte_offset=copy.byte_offset + late)], [memoryview(bytearray(range(40)))])
-        assert witness.sums(0).get(key, Fingerprint()).nbytes == nbytes
+        assert witness.sums[key].nbytes == nbytes
 
 
 def test_bytes_of_two_tensors_count_for_the_one_whose_place_they_go_to():
@@ -164,4 +164,4 @@ def test_bytes_of_two_tensors_count_for_the_one_whose_place_they_go_to():
     witness = of_rank_0(Index(source, OneBuffer()), target, {first: first, second: second})
     for element_offset, counted in ((0, (400, 0)), (100, (400, 400))):
         witness.saw([copy._replace(element_offset=element_offset)], [memoryview(bytearray(400))])
-        assert tuple(witness.sums(0).get(key, Fingerprint()).nbytes for key in (first, second)) == counted
+        assert tuple(witness.sums[key].nbytes for key in (first, second)) == counted

@@ -465,7 +465,7 @@ def seen_by(prepared: Prepared) -> Witness:
     """Who sums up what this rank is going to read."""
     position, size = place(prepared.live)
     wanted = Wanted(prepared.index, prepared.wants.layout(size), prepared.wants.sources)
-    return Witness(prepared.index, wanted, {position: ""})
+    return Witness(prepared.index, wanted, position)
 
 
 def divided_names(prepared: Prepared, *, unproved: frozenset[str]) -> int:
@@ -494,7 +494,7 @@ def prove(
 
     def compared() -> Fingerprints[TensorKey]:
         now = held(layout, position, _buffers(engine, prepared))
-        raise_faults(_differences(witness.sums(position), now, proved), subject=subject)
+        raise_faults(_differences(witness.sums, now, proved), subject=subject)
         return now
 
     now = steps.take(compared, subject=subject) or Fingerprints[TensorKey]()
@@ -530,16 +530,13 @@ def _of_module(buffer: str) -> bool:
     return buffer.startswith(("module/", "weight/", "frozen/"))
 
 
-def _differences(
-    read: Mapping[TensorKey, Fingerprint], now: Fingerprints[TensorKey], keys: list[TensorKey]
-) -> Iterator[Fault]:
+def _differences(read: Fingerprints[TensorKey], now: Fingerprints[TensorKey], keys: list[TensorKey]) -> Iterator[Fault]:
     for key in keys:
-        seen = read.get(key, Fingerprint())
-        if seen != now[key]:
+        if read[key] != now[key]:
             yield FingerprintMismatch.fault(
                 str(key),
                 f"what lies in the engine of rank {rank()} is not what was read",
-                f"fingerprint {seen} of {seen.nbytes} bytes",
+                f"fingerprint {read[key]} of {read[key].nbytes} bytes",
                 f"{now[key]} of {now[key].nbytes}",
                 mend=_MEND,
             )
