@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -34,6 +33,7 @@ import numpy
 import torch
 
 from ds_reshard.execution.buffers import memory_of, torch_dtype
+from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import ElementType
@@ -300,28 +300,6 @@ class _Span(NamedTuple):
     element_offset: int
     room: int
 
-    def holds(self, element_offset: int) -> bool:
-        return 0 <= element_offset - self.element_offset < self.room
-
-
-class _Spans(list[_Span]):
-    """The spans of one file that are wanted in one buffer; tied tensors share bytes, so spans may overlap."""
-
-    def finish(self) -> None:
-        """All are there."""
-        if len(self) > 1:
-            self.sort(key=itemgetter(0))
-        self._reach = list(accumulate(map(itemgetter(1), self), max))
-
-    def over(self, start: int, stop: int) -> Iterator[_Span]:
-        """The spans with bytes among [start, stop), in their order."""
-        for at in range(bisect_right(self._reach, start), len(self)):
-            span = self[at]
-            if span.start >= stop:
-                return
-            if span.stop > start:
-                yield span
-
 
 class Witness:
     """Sums what a rank reads, by target tensor, in the target's type: bytes that are cast count as they are cast.
@@ -329,15 +307,21 @@ class Witness:
     `sums` has the fingerprints of the parts that were seen of what `rank` wants. `saw` may be called from any thread.
     """
 
+    @uncollected()
     def __init__(self, source: Index, wanted: Wanted, rank: int) -> None:
         self.sums = Fingerprints[TensorKey]()
-        self._spans: defaultdict[tuple[str, str], _Spans] = defaultdict(_Spans)
+        # By file and buffer, in the order of their bytes. Tied tensors share bytes, so spans may overlap: beside them
+        # stands how far the spans up to each reach.
+        self._spans: dict[tuple[str, str], list[_Span]] = {}
+        self._reach: dict[tuple[str, str], list[int]] = {}
         for match in wanted.matches:
             spans = _spans_alike if match.cuts is not None else _spans_of_boxes
             for path, buffer, span in spans(source, match, rank):
-                self._spans[path, buffer].append(span)
-        for together in self._spans.values():
-            together.finish()
+                self._spans.setdefault((path, buffer), []).append(span)
+        for place, together in self._spans.items():
+            if len(together) > 1:
+                together.sort(key=itemgetter(0))
+                self._reach[place] = list(accumulate(map(itemgetter(1), together), max))
 
     def saw(self, copies: Sequence[Copy], views: Sequence[memoryview]) -> None:
         """Count the bytes of copies, as they were read."""
@@ -357,17 +341,18 @@ class Witness:
     def _parts(self, copy: Copy, data: _Bytes) -> Iterator[tuple[TensorKey, int, _Bytes]]:
         """The tensors that a copy holds bytes of, with their position in the tensor and themselves."""
         record, begin, numel, dtype, buffer, element_offset, target_dtype, _ = copy
-        spans, itemsize = self._spans.get((record.path, buffer)), dtype.itemsize
-        stop = begin + numel * itemsize
-        for span in spans.over(begin, stop) if spans is not None else ():
-            first, last = max(span.start, begin), min(span.stop, stop)
-            if (first - span.start) % itemsize or (first - begin) % itemsize:
+        place, itemsize = (record.path, buffer), dtype.itemsize
+        stop, spans = begin + numel * itemsize, self._spans.get(place, ())
+        for at in range(bisect_right(self._reach[place], begin) if len(spans) > 1 else 0, len(spans)):
+            start, end, key, element, wanted_offset, room = spans[at]
+            if start >= stop:
+                return
+            first, last = max(start, begin), min(end, stop)
+            if first >= last or (first - start) % itemsize or (first - begin) % itemsize:
                 continue  # between two elements of the tensor: nothing that it holds
-            if not span.holds(element_offset + (first - begin) // itemsize):
-                continue
-            part = data[first - begin : last - begin]
-            position = (span.element + (first - span.start) // itemsize) * target_dtype.itemsize
-            yield span.key, position, part
+            if 0 <= element_offset + (first - begin) // itemsize - wanted_offset < room:
+                position = (element + (first - start) // itemsize) * target_dtype.itemsize
+                yield key, position, data[first - begin : last - begin]
 
 
 def held(layout: Layout, rank: int, buffers: Mapping[str, torch.Tensor]) -> Fingerprints[TensorKey]:
