@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import asdict
 
-from ds_reshard.cli.arguments import add_checkpoint, add_json, add_reading, add_target, add_trust, shard, target
+from ds_reshard.cli.arguments import add_checkpoint, add_json, add_reading, add_target, add_trust, count, shard, target
 from ds_reshard.cli.render import bar
 from ds_reshard.operations import Options, convert
 
@@ -21,6 +21,9 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_target(parser)
     add_reading(parser)
     parser.add_argument(
+        "--processes", type=count, metavar="N", default=os.cpu_count() or 1, help="for large ones (default: every core)"
+    )
+    parser.add_argument(
         "--shard", type=shard, metavar="I/N", help="do part I of N, counted from 0; the last one finishes"
     )
     parser.add_argument("--resume", action="store_true", help="go on with a conversion that was interrupted")
@@ -32,6 +35,7 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(arguments: argparse.Namespace) -> int:
     options = Options(
         threads=arguments.threads,
+        processes=arguments.processes,
         memory_nbytes=arguments.memory << 20,
         shard=arguments.shard or _launched(),
         resume=arguments.resume,

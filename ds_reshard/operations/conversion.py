@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from ds_reshard.errors import CheckpointDamaged, Fault, InternalError, raise_faults
 from ds_reshard.execution import disk
@@ -19,12 +19,14 @@ from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.target import Asked, Target, Unit
 from ds_reshard.operations.options import Conversion, Options, Progress, refuse, refuse_memory
+from ds_reshard.operations.processes import Parts, in_copies
 from ds_reshard.operations.source import Found, open_checkpoint
 from ds_reshard.operations.units import FilePlan, Units, archive_of, buffer_of, target_of
 from ds_reshard.operations.workspace import Workspace, refuse_places
 from ds_reshard.planning.copies import Copy
 from ds_reshard.version import VERSION
 
+_LEAST_NBYTES = 64 << 20  # to write, for a process of its own
 _SYNCING = 8  # units at once: waiting for a disk costs no core, and a journal takes several files at one stroke
 
 
@@ -57,7 +59,12 @@ def convert_listing(
         if finished:
             return Conversion(out=out, files=0, bytes_read=0, bytes_written=0, complete=True, notes=target.notes)
         work = _Work(source, target, workspace, options, progress, needed)
-        work.write(target.units[number::shards])
+        parts = Parts(target.units[number::shards])
+        copies = min(options.processes, len(parts), needed // _LEAST_NBYTES)
+        if copies > 1:
+            in_copies(copies, lambda tell: work.copy(copies, tell).write(parts), work.add)
+        else:
+            work.write(parts)
         raise_faults(list(_changed(source, seen)), subject=f"converting {source.folder}")
         complete = work.finish()
     return Conversion(
@@ -101,6 +108,10 @@ class _Stopped(Exception):
     """Another unit has failed, or the user has had enough."""
 
 
+_Done = tuple[int, int, int]
+"""What was done: files, bytes read, bytes written."""
+
+
 class _Work:
     """One process's share of a conversion."""
 
@@ -121,20 +132,43 @@ class _Work:
         self._needed = needed
         self._units = Units(source, target)
         self._options = options
+        self._tell: Callable[[_Done], None] = self.add
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._synced: list[Future[None]] = []
         self._room = threading.Semaphore(4 * _SYNCING)
 
-    def write(self, units: Sequence[Unit]) -> None:
+    def copy(self, copies: int, tell: Callable[[_Done], None]) -> _Work:
+        """This work in one of several copies of the process, with a share of threads and memory."""
+        threads, memory_nbytes = max(1, self._options.threads // copies), self._options.memory_nbytes // copies
+        self._options = replace(self._options, threads=threads, memory_nbytes=memory_nbytes)
+        self._tell = tell
+        return self
+
+    def add(self, done: _Done) -> None:
+        """Count what was done, here or in a copy of this process."""
+        self.files += done[0]
+        self.bytes_read += done[1]
+        self.bytes_written += done[2]
+        if self._progress is not None:
+            self._progress(self.bytes_written, self._needed)
+
+    def write(self, parts: Parts[Unit]) -> None:
         """Write units side by side, each by a share of the threads: a file takes one writer at a time.
 
         While those that are written are brought to the disk, others are written.
         """
-        at_once = max(1, min(self._options.threads, len(units)))
+        at_once = max(1, min(self._options.threads, len(parts)))
+
+        def write_all() -> None:
+            for unit in parts.left():
+                if self._stopping.is_set():
+                    raise _Stopped
+                self._write(unit, at_once)
+
         with ThreadPoolExecutor(_SYNCING) as syncing, ThreadPoolExecutor(at_once) as pool:
             self._syncing = syncing
-            jobs = [pool.submit(self._or_stop, self._write, unit, at_once) for unit in units]
+            jobs = [pool.submit(self._or_stop, write_all) for _ in range(at_once)]
             try:
                 wait(jobs, return_when=FIRST_EXCEPTION)
             except BaseException:
@@ -187,11 +221,7 @@ class _Work:
         paths = [file.path for file in made.values()]
         self._synced.append(self._syncing.submit(self._or_stop, self._sync, unit, paths, known))
         with self._lock:
-            self.files += len(files)
-            self.bytes_read += outcome.bytes_read
-            self.bytes_written += sum(archive.nbytes for archive in archives)
-            if self._progress is not None:
-                self._progress(self.bytes_written, self._needed)
+            self._tell((len(files), outcome.bytes_read, sum(archive.nbytes for archive in archives)))
 
     def _files(self, unit: Unit, archives: Sequence[FilePlan]) -> tuple[dict[str, ArchiveFile], dict[str, FileTarget]]:
         """A unit's files by their names, and the targets in them by buffers; what is no tensor is written."""

@@ -38,9 +38,14 @@ def refuse(asked: Asked) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a conversion works: `memory_nbytes` bounds its buffers, `shard` is (number, of how many)."""
+    """How a conversion works: `memory_nbytes` bounds its buffers, `shard` is (number, of how many).
+
+    With `processes` large outputs are written by so many copies of this process, made by fork, which share threads and
+    memory; leave it at one in a process that runs threads of its own.
+    """
 
     threads: int = THREADS
+    processes: int = 1
     memory_nbytes: int = 256 << 20
     shard: tuple[int, int] = (0, 1)
     resume: bool = False

@@ -1,0 +1,103 @@
+"""Work that copies of this process share: each takes the next part that nobody has taken."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from typing import Generic, TypeVar
+
+from ds_reshard.errors import InternalError, ReshardError, WriteFailed, as_faults
+
+Part = TypeVar("Part")
+Told = TypeVar("Told")
+
+
+class Parts(Generic[Part]):
+    """Parts of some work; each is given out once, to whichever thread or process asks for the next."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._next = multiprocessing.get_context("fork").Value("q", 0)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def left(self) -> Iterator[Part]:
+        while True:
+            with self._next.get_lock():
+                number = self._next.value
+                self._next.value += 1
+            if number >= len(self._parts):
+                return
+            yield self._parts[number]
+
+
+def in_copies(number: int, work: Callable[[Callable[[Told], None]], None], told: Callable[[Told], None]) -> None:
+    """Do `work` in so many copies of this process, each of which may tell something; `told` hears all of it, here.
+
+    What is open, and read so far, all of them have. A copy runs its operations of torch in one thread: the threads of
+    this process are not in it. Raises what a copy raises first, and WriteFailed where one ends without a word; none is
+    left behind.
+    """
+    context = multiprocessing.get_context("fork")
+    copies: dict[Connection[object, object], ForkProcess] = {}
+    try:
+        for _ in range(number):
+            here, there = context.Pipe(duplex=False)
+            copy = context.Process(target=_copy, args=(work, there, [*copies, here]), daemon=True)
+            copy.start()
+            there.close()
+            copies[here] = copy
+        while copies:
+            for pipe in wait(list(copies)):
+                assert isinstance(pipe, Connection)
+                try:
+                    said = pipe.recv()
+                except EOFError:
+                    copy = copies.pop(pipe)
+                    pipe.close()
+                    copy.join()
+                    if copy.exitcode:
+                        raise _lost(copy) from None
+                    continue
+                if isinstance(said, ReshardError):
+                    raise said
+                told(said)
+    finally:
+        for pipe, copy in copies.items():
+            copy.kill()
+            copy.join()
+            pipe.close()
+
+
+def _copy(
+    work: Callable[[Callable[[Told], None]], None],
+    pipe: Connection[object, object],
+    of_others: Sequence[Connection[object, object]],
+) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    for other in of_others:
+        other.close()
+    try:
+        work(pipe.send)
+    except KeyboardInterrupt:
+        os._exit(1)
+    except ReshardError as error:
+        pipe.send(error)
+    except Exception as error:
+        (fault,) = as_faults(error, where=f"process {os.getpid()}")
+        pipe.send(InternalError(fault.line(), [fault]))
+
+
+def _lost(copy: ForkProcess) -> WriteFailed:
+    code = copy.exitcode or 0
+    how = f"was ended by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"ended with status {code}"
+    mend = "run again with --resume; where memory was short, with fewer --processes or less --memory"
+    fault = WriteFailed.fault(f"process {copy.pid}", f"{how}, its part not written", mend=mend)
+    return WriteFailed(f"{fault.line()}; {mend}", [fault])

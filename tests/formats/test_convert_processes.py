@@ -1,0 +1,148 @@
+"""`convert --processes`: copies of the process that share the files, and what becomes of them when one ends early."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from zero_builder import Built, write
+
+from ds_reshard.cli.main import main
+from ds_reshard.errors import ChecksumMismatch, InternalError, WriteFailed
+from ds_reshard.operations import Options, conversion, convert
+from ds_reshard.operations.processes import Parts, in_copies
+
+SHAPES = tuple((f"p{i}", (7, i + 1)) for i in range(9))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Synthetic; small, so what calls for copies is made smaller."""
+    monkeypatch.setattr(conversion, "_LEAST_NBYTES", 1)
+    write(Built(groups=(SHAPES,), frozen=(), tied=(), states=("exp_avg",), dp=4, seed=5), tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def children() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("to", ["zero3", "universal", "safetensors"])
+def test_copies_write_what_one_process_writes(checkpoint: Path, tmp_path: Path, to: str) -> None:
+    """The same files to the byte, the same counts, and progress that ends at all of it."""
+    told: list[tuple[int, int]] = []
+    dp = {"dp": 3} if to == "zero3" else {}
+    alone = convert(str(checkpoint), str(tmp_path / "alone"), to=to, options=Options(threads=2), **dp)
+    shared = convert(
+        str(checkpoint),
+        str(tmp_path / "shared"),
+        to=to,
+        options=Options(threads=2, processes=3),
+        progress=lambda done, total: told.append((done, total)),
+        **dp,
+    )
+    assert files(tmp_path / "alone") == files(tmp_path / "shared")
+    assert (alone.files, alone.bytes_read, alone.bytes_written) == (
+        shared.files,
+        shared.bytes_read,
+        shared.bytes_written,
+    )
+    assert told and told[-1][0] == shared.bytes_written
+    assert children() == []
+
+
+def test_the_command_takes_their_number(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["convert", str(checkpoint), str(out), "--to", "zero1", "--dp", "2", "--processes", "2"]) == 0
+    assert "files" in capsys.readouterr().out and out.is_dir()
+
+
+@pytest.mark.parametrize("harm", [lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os._exit(3)])
+def test_a_copy_that_ends_is_a_named_error_and_the_rest_is_resumed(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: object
+) -> None:
+    """No output, no process left; `--resume` goes on, with another number of copies, and the files are the same."""
+    write_unit, parent, out = conversion._Work._write, os.getpid(), tmp_path / "out"
+
+    def ends(work: conversion._Work, unit: object, at_once: int) -> None:
+        write_unit(work, unit, at_once)  # type: ignore[arg-type]
+        if os.getpid() != parent:
+            harm()  # type: ignore[operator]
+
+    monkeypatch.setattr(conversion._Work, "_write", ends)
+    with pytest.raises(WriteFailed, match=r"process \d+: (was ended by signal 9|ended with status 3).*--resume"):
+        convert(str(checkpoint), str(out), to="zero3", dp=5, options=Options(threads=2, processes=2))
+    assert not out.exists() and children() == []
+    monkeypatch.setattr(conversion._Work, "_write", write_unit)
+    convert(str(checkpoint), str(out), to="zero3", dp=5, options=Options(threads=2, processes=3, resume=True))
+    convert(str(checkpoint), str(tmp_path / "alone"), to="zero3", dp=5, options=Options(threads=1))
+    assert files(out) == files(tmp_path / "alone")
+
+
+def test_what_a_copy_finds_is_raised_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
+    """A flipped byte: the same error as of one process."""
+    (file,) = checkpoint.rglob("*zero_pp_rank_2_mp_rank_00_optim_states.pt")
+    content = bytearray(file.read_bytes())
+    at = content.rindex(b"PK\x07\x08") - 40  # of the last tensor
+    content[at] ^= 1
+    file.write_bytes(content)
+    for number in (1, 2):
+        with pytest.raises(ChecksumMismatch, match=file.name):
+            convert(
+                str(checkpoint), str(tmp_path / "out"), to="zero3", dp=2, options=Options(threads=1, processes=number)
+            )
+    assert not (tmp_path / "out").exists() and children() == []
+
+
+def test_a_bug_in_a_copy_is_an_error_of_ours() -> None:
+    def fails(tell: object) -> None:
+        raise ValueError("no such thing")
+
+    with pytest.raises(InternalError, match="ValueError: no such thing"):
+        in_copies(2, fails, print)
+    assert children() == []
+
+
+def test_each_part_is_given_out_once() -> None:
+    parts, taken = Parts(range(200)), []
+
+    def takes(tell: object) -> None:
+        for part in parts.left():
+            tell(part)  # type: ignore[operator]
+
+    in_copies(3, takes, taken.append)
+    assert sorted(taken) == list(range(200))
+
+
+def test_copies_end_with_the_process_that_made_them(tmp_path: Path) -> None:
+    """Ended by a signal that it cannot catch, it leaves none behind that works on."""
+    code = (
+        "import os, time\n"
+        "from ds_reshard.operations.processes import in_copies\n"
+        "def works(tell):\n"
+        "    tell(os.getpid())\n"
+        "    while True:\n"
+        "        time.sleep(0.05)\n"
+        "        tell(None)\n"
+        "in_copies(2, works, lambda said: said and print(said, flush=True))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        process.kill()
+    for pid in pids:
+        for _ in range(200):
+            if not Path(f"/proc/{pid}").exists():
+                break
+            time.sleep(0.05)
+        else:
+            raise AssertionError(f"process {pid} works on")
