@@ -107,7 +107,7 @@ def main() -> None:
     with counted() as calls:
         plan, index, shards = rank_plan(pickle.loads(told), dp, rank)
     own = {**timed(started), **vars(calls), "peak_nbytes": resident()["peak"]}
-    batches = list(ThreadExecutor(threads=4, memory_nbytes=256 << 20, checksum=True)._batches(plan, {}))
+    batches = list(ThreadExecutor(threads=4, memory_nbytes=256 << 20, checksum=True)._batches(plan))
     planned = {
         "copies": len(plan.copies),
         "checks": len(plan.checks),

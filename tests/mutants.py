@@ -49,6 +49,9 @@ class Mutant(NamedTuple):
 TESTS = {
     "LAYOUT": "tests/unit/test_layout.py",
     "PLAN": "tests/unit/test_plan.py",
+    "COPIES": "tests/unit/test_copies.py tests/unit/test_coalesce.py",
+    "COLUMNS": "tests/unit/test_columns.py",
+    "PROCESSES": "tests/formats/test_convert_processes.py",
     "REGION": "tests/unit/test_region.py",
     "CHECKSUMS": "tests/unit/test_checksums.py tests/unit/test_ledger.py",
     "EXECUTOR": "tests/unit/test_executor.py",

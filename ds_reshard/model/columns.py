@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
+from ds_reshard.errors import UnsupportedLayout
 from ds_reshard.model.layout import Layout, Placement
 from ds_reshard.model.records import ElementType
 
@@ -37,15 +38,21 @@ _NUMBER = {dtype: number for number, dtype in enumerate(ElementType)}
 class Cuts:
     """The cuts of some placements, as columns.
 
-    Numbers of elements are below 2**62 (ValueError): a sum of two is then exact.
+    Numbers of elements are below 2**62 (UnsupportedLayout): a sum of two is then exact.
     """
 
     def __init__(self, members: Sequence[Placement]) -> None:
         rows = [(one.box.numel, one.replicated, *one.cut[:4], one.cut[4]) for one in members]
         whole = [(*row[:-1], _NO_WIDE if row[-1] is None else row[-1]) for row in rows]
         if whole and max(map(max, whole)) >= 1 << 62:
-            raise ValueError("tensors of 2**62 elements or more")
+            raise _too_large()
         self._columns = numpy.array(whole, dtype=numpy.int64).reshape(len(whole), 7).T
+
+    def check(self, shards: int) -> None:
+        """UnsupportedLayout where chunks of so many shards together have numbers that do not fit."""
+        widest = int(self._columns[2].max(initial=0)) * (shards + 1)
+        if widest + int(self._columns[3].max(initial=0)) >= 1 << 62:
+            raise _too_large()
 
     def take(self, which: Column) -> Cuts:
         """Those of some members, in that order."""
@@ -96,6 +103,13 @@ class Cuts:
         return number
 
 
+def _too_large() -> UnsupportedLayout:
+    return UnsupportedLayout(
+        "tensors or shards of 2**62 elements or more: no checkpoint has them, so its shapes are damaged; restore it "
+        "from a copy, or load another tag"
+    )
+
+
 class Family:
     """All boxes of one family of a layout: `members[i]` lies in `buffers[buffer[i]]`, cut as `cuts` says.
 
@@ -110,6 +124,7 @@ class Family:
         self.dtype = numpy.array([_NUMBER[member.dtype] for member in self.members], dtype=numpy.int64)
         self.buffer = numpy.repeat(numpy.arange(len(by_buffer)), [len(members) for members in by_buffer])
         self.cuts = Cuts(self.members)
+        self.cuts.check(layout.shards.get(family, 1))
 
 
 class Families(dict[str, Family]):

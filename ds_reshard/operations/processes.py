@@ -81,13 +81,12 @@ def _copy(
 ) -> None:
     import torch
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C the process that made it is told, and ends it
     torch.set_num_threads(1)
     for other in of_others:
         other.close()
     try:
         work(pipe.send)
-    except KeyboardInterrupt:
-        os._exit(1)
     except ReshardError as error:
         pipe.send(error)
     except Exception as error:

@@ -58,6 +58,7 @@ COMMANDS = {
         "--memory",
         "--names",
         "--pp",
+        "--processes",
         "--resume",
         "--shard",
         "--sub-group-size",
