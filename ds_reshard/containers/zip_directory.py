@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 from ds_reshard.containers.positioned import PositionedFile
@@ -277,7 +276,8 @@ def _data_offsets(file: PositionedFile, members: Sequence[_Entry], directory_off
 def _window_stop(members: Sequence[_Entry], first: int, directory_offset: int) -> int:
     """Where to stop reading so that headers close to the first are in the same read."""
     start = stop = members[first].header_offset
-    for member in islice(members, first, None):
+    for number in range(first, len(members)):
+        member = members[number]
         header_stop = member.header_offset + LOCAL.size + len(member.name.encode()) + _EXTRA_NBYTES
         if stop > start and (member.header_offset > stop + 1024 or header_stop > start + _WINDOW_NBYTES):
             break

@@ -188,22 +188,30 @@ class Layout:
         self.placements = dict(placements)
         self.shards = dict(shards)
         self._by_buffer: dict[tuple[str, str], list[Placement]] = {}
-        self._buffers: dict[str, dict[str, None]] = {}
+        self._buffers: dict[str, list[str]] = {}
         self._kinds: dict[str, list[str]] = {}
-        self._flat: dict[tuple[str, str], list[Placement]] = {}
+        by_buffer, kinds = self._by_buffer, self._kinds
         for key, placement in self.placements.items():
-            self._by_buffer.setdefault((placement.family, placement.buffer), []).extend(placement.parts)
-            self._buffers.setdefault(placement.family, {})[placement.buffer] = None
-            self._kinds.setdefault(key.name, []).append(key.kind)
-        for (family, buffer), members in self._by_buffer.items():
+            name, kind, _ = key
+            place = placement.family, placement.buffer
+            if place in by_buffer:
+                by_buffer[place] += placement.tiles or (placement,)
+            else:
+                by_buffer[place] = list(placement.tiles or (placement,))
+                self._buffers.setdefault(placement.family, []).append(placement.buffer)
+            if name in kinds:
+                kinds[name].append(kind)
+            else:
+                kinds[name] = [kind]
+        for (family, buffer), members in by_buffer.items():
+            if len(members) == 1:
+                self._check_fit(family, buffer, members)
+                continue
             by_first: dict[int, list[Placement]] = {}
             for member in members:
                 by_first.setdefault(member.cut.first, []).append(member)
             for together in by_first.values():
                 self._check(family, buffer, together)
-            filled = [member for member in members if member.numel]
-            if list(by_first) == [0] and all(_in_line(member, filled[0]) for member in filled):
-                self._flat[family, buffer] = sorted(filled, key=_begin)
 
     def __getitem__(self, key: TensorKey) -> Placement:
         return self.placements[key]
@@ -219,23 +227,14 @@ class Layout:
         return self._by_buffer.get((family, buffer), [])
 
     def pieces(self, family: str, buffer: str, shard: int) -> Iterator[tuple[Placement, Piece]]:
-        """The placements of one buffer that `shard` holds a piece of, with it.
-
-        Cost is their number and, in a flat buffer, the logarithm of all that are in it.
-        """
-        members: Sequence[Placement] = self.in_buffer(family, buffer)
-        ordered = self._flat.get((family, buffer))
-        if ordered:
-            chunk = ordered[0].cut.chunk
-            first = bisect_right(ordered, shard * chunk, key=_end)
-            members = ordered[first : bisect_left(ordered, (shard + 1) * chunk, lo=first, key=_begin)]
-        for placement in members:
+        """The placements of one buffer that `shard` holds a piece of, with it."""
+        for placement in self.in_buffer(family, buffer):
             piece = placement.piece(shard)
             if piece is not None:
                 yield placement, piece
 
     def buffers(self, family: str) -> list[str]:
-        return list(self._buffers.get(family, ()))
+        return self._buffers.get(family, [])
 
     def _check(self, family: str, buffer: str, members: list[Placement]) -> None:
         filled = [member for member in members if member.numel]
@@ -248,16 +247,15 @@ class Layout:
                 _begin(after) if flat else after.cut.origin
             ):
                 raise ValueError(f"buffer {buffer}: {before.key} and {after.key} overlap")
-        for member in filled:
-            cut = member.cut
-            if cut.phase + member.numel > cut.chunk * (1 if member.replicated else self.shards[family] - cut.first):
+        self._check_fit(family, buffer, filled)
+
+    def _check_fit(self, family: str, buffer: str, members: list[Placement]) -> None:
+        for member in members:
+            cut, numel = member.cut, member.box.numel
+            if not numel:
+                continue
+            if cut.phase + numel > cut.chunk * (1 if member.replicated else self.shards[family] - cut.first):
                 raise ValueError(f"buffer {buffer}: {member.key} does not fit {self.shards[family]} shards")
-
-
-def _in_line(placement: Placement, first: Placement) -> bool:
-    """Whether two tensors lie one after another in a flat buffer that is cut into equal parts."""
-    cut = placement.cut
-    return cut.origin == 0 and cut.chunk == first.cut.chunk and cut.wide is None and not placement.replicated
 
 
 def _begin(placement: Placement) -> int:
