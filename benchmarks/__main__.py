@@ -20,6 +20,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "verify": RESULTS,
     "fingerprint": RESULTS,
     "dcp": RESULTS,
+    "rows": RESULTS,
     "scale": RESULTS,
     "long": ("--long", "--runs", "1", *RESULTS),
     "whole": ("--whole", "48", *RESULTS),

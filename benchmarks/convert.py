@@ -139,9 +139,9 @@ def _contest(rank: int, world: int, *, rendezvous: str, name: str, source: str, 
 
 
 def _convert(rank: int, world: int, *, rendezvous: str, source: str, out: str, to: str, dp: int | None) -> None:
-    from ds_reshard.operations import convert
+    from ds_reshard.operations import Options, convert
 
-    convert(source, out, to=to, dp=dp)
+    convert(source, out, to=to, dp=dp, options=Options(processes=os.cpu_count() or 1))
 
 
 def table(made: dict[str, Any]) -> Table:

@@ -154,6 +154,17 @@ def readers() -> str:
     return rows_of_table(("state dict", "ranks", "reader", "seconds", "times as fast", "over `preadv`"), rows)
 
 
+def columns() -> str:
+    """Tensors that are cut by columns, under another tensor-parallel size."""
+    rows: list[Row] = []
+    for _, made in results("rows"):
+        for case in made["cases"]:
+            plan = {name: value * 1e3 if name != "n" else value for name, value in case["plan_s"].items()}
+            figures = (of(plan, ".2g"), of(case["seconds"], ".2g"), of(case["ratio"], ".2g"))
+            rows.append((f"{case['saved']} to {case['coming']}", case["entries"], *figures))
+    return rows_of_table(("ranks", "entries of a rank's plan", "planning, ms", "moving, s", "over `preadv`"), rows)
+
+
 def machines() -> str:
     """Where each file of results was made, and of which commit."""
     rows: list[Row] = []
@@ -242,7 +253,7 @@ def _size(nbytes: float) -> str:
 
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15, "EB": 1e18}
 TABLES: dict[str, Callable[[], str]] = {
-    made.__name__: made for made in (first, ratios, growth, spent, readers, machines, ranks, resume, parts)
+    made.__name__: made for made in (first, ratios, growth, spent, readers, columns, machines, ranks, resume, parts)
 }
 
 

@@ -42,9 +42,10 @@ def partial_sums(outcome: Outcome) -> list[PartialSum]:
         if record.crc32 is None:
             continue
         total = 0
-        for part in set(slices):
-            total ^= shift(part.crc32, record.nbytes - part.byte_offset - part.nbytes)
-        spans = _joined((part.byte_offset, part.byte_offset + part.nbytes) for part in set(slices))
+        parts = set(slices)
+        for byte_offset, nbytes, crc in parts:
+            total ^= shift(crc, record.nbytes - byte_offset - nbytes)
+        spans = _joined((part.byte_offset, part.byte_offset + part.nbytes) for part in parts)
         sums.append(PartialSum(record=record, crc32=total, spans=spans))
     return sums
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from ds_reshard.errors import CheckpointDamaged, Fault, ReadFailed
 from ds_reshard.model.index import Record
@@ -32,8 +32,7 @@ class Target(Protocol):
         """Write zeros."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Slice:
+class Slice(NamedTuple):
     """Bytes of a record that were read, and their crc32; `byte_offset` counts from the record's start."""
 
     byte_offset: int

@@ -190,10 +190,11 @@ class _Work:
         """
         calls = first = 0
         together: list[memoryview] = []
+        scratch, end = self._scratch_memory(), offsets[0]
         for number, (at, view) in enumerate(zip(offsets, views, strict=True)):
-            between = at - offsets[number - 1] - len(views[number - 1]) if number else 0
+            between, end = at - end, at + len(view)
             if 0 < between <= _BETWEEN_NBYTES:
-                together.append(self._scratch_memory()[-between:])
+                together.append(scratch[-between:])
             elif between:
                 done = self._read_together(fd, offsets[first], together, batch)
                 if done is None:
@@ -228,12 +229,13 @@ class _Work:
 
 def _slices(record: Record, offsets: Sequence[int], views: Sequence[memoryview]) -> Iterator[Slice]:
     """What was read, with its checksums: views that follow each other in the file are one slice."""
+    begin = record.byte_offset
     first = end = offsets[0]
     crc = 0
     for at, view in zip(offsets, views, strict=True):
         if at != end:
-            yield Slice(byte_offset=first - record.byte_offset, nbytes=end - first, crc32=crc)
+            yield Slice(first - begin, end - first, crc)
             first, crc = at, 0
         crc = crc32(view, crc)
         end = at + len(view)
-    yield Slice(byte_offset=first - record.byte_offset, nbytes=end - first, crc32=crc)
+    yield Slice(first - begin, end - first, crc)
