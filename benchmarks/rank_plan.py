@@ -107,13 +107,14 @@ def main() -> None:
     with counted() as calls:
         plan, index, shards = rank_plan(pickle.loads(told), dp, rank)
     own = {**timed(started), **vars(calls), "peak_nbytes": resident()["peak"]}
-    batches = list(ThreadExecutor(threads=4, memory_nbytes=256 << 20, checksum=True)._batches(plan))
+    executor = ThreadExecutor(threads=4, memory_nbytes=256 << 20, checksum=True)
+    reads = sum(map(len, executor._batches(plan)))
     planned = {
         "copies": len(plan.copies),
         "checks": len(plan.checks),
         "nbytes": plan.nbytes,
         "files": len(plan.files),
-        "reads": len(batches),
+        "reads": reads,
         "largest_byte_offset": max(copy.byte_offset for copy in plan.copies),
         "largest_element_offset": max(copy.element_offset for copy in plan.copies),
     }

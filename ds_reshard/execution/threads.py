@@ -84,18 +84,20 @@ class ThreadExecutor:
         outcome = Outcome()
         for fill in plan.fills:
             targets[fill.buffer].zero(fill.element_offset, fill.numel)
-        batches = self._batches(plan)
-        files = OpenFiles((batch.record.path for batch in batches), outcome)
-        work = _Work(targets=targets, outcome=outcome, files=files, executor=self)
-        left = iter(batches)  # next() of a list's iterator is atomic: each thread takes the next batch
-        with files, ThreadPoolExecutor(self.threads, thread_name_prefix="ds-reshard") as pool:
-            for done in [pool.submit(work.run_all, left) for _ in range(min(self.threads, len(batches)))]:
-                done.result()
+        with ThreadPoolExecutor(self.threads, thread_name_prefix="ds-reshard") as pool:
+            for batches in self._batches(plan):
+                files = OpenFiles((batch.record.path for batch in batches), outcome)
+                work = _Work(targets=targets, outcome=outcome, files=files, executor=self)
+                left = iter(batches)  # next() of a list's iterator is atomic: each thread takes the next batch
+                with files:
+                    for done in [pool.submit(work.run_all, left) for _ in range(min(self.threads, len(batches)))]:
+                        done.result()
         return outcome
 
-    def _batches(self, plan: Plan) -> list[_Batch]:
-        found = []
+    def _batches(self, plan: Plan) -> Iterator[list[_Batch]]:
+        """The batches of a plan, a list for each portion of its runs: what many rows are is not kept all at once."""
         for runs in Copies.of(plan.copies).runs():
+            found: list[_Batch] = []
             copies = runs.cut(self.chunk_nbytes)
             record, byte_offset, nbytes = copies.table[RECORD], copies.table[BYTE_OFFSET], copies.nbytes_each()
             ends = byte_offset + nbytes
@@ -111,9 +113,9 @@ class ThreadExecutor:
                     of = copies.records[int(record[first])]
                     found.append(_Batch(of, int(byte_offset[first]), int(nbytes[first:last].sum()), copies[first:last]))
                     first = last
-        if self.checksum:
-            found += (_Batch(*check, copies=None) for check in cut_checks(plan.checks, self.chunk_nbytes))
-        return found
+            yield found
+        if self.checksum and plan.checks:
+            yield [_Batch(*check, copies=None) for check in cut_checks(plan.checks, self.chunk_nbytes)]
 
 
 @dataclass(slots=True, kw_only=True)
