@@ -310,3 +310,10 @@ def test_chunks_that_do_not_tile_a_tensor_are_refused(grid, data):
         bad = [*boxes[:at], moved, *boxes[at + 1 :]] if shape else []
     with pytest.raises(ValueError, match="box"):
         in_chunks(shape, bad)
+
+
+def test_boxes_that_overlap_are_refused_where_their_elements_are_as_many_as_the_tensors():
+    """Two rows twice, and two in none."""
+    boxes = [Box(offset=(row, 0), size=(2, 4)) for row in (0, 1)]
+    with pytest.raises(ValueError, match="overlap"):
+        in_chunks((4, 4), boxes)
