@@ -48,7 +48,7 @@ class Mutant(NamedTuple):
 
 TESTS = {
     "LAYOUT": "tests/unit/test_layout.py",
-    "PLAN": "tests/unit/test_plan.py",
+    "PLAN": "tests/unit/test_plan.py tests/unit/test_plan_blocks.py",
     "COPIES": "tests/unit/test_copies.py tests/unit/test_coalesce.py",
     "COLUMNS": "tests/unit/test_columns.py",
     "PROCESSES": "tests/formats/test_convert_processes.py",
