@@ -21,7 +21,7 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_target(parser)
     add_reading(parser)
     parser.add_argument(
-        "--processes", type=count, metavar="N", default=os.cpu_count() or 1, help="for large ones (default: every core)"
+        "--processes", type=count, metavar="N", help="for large ones (default: as many as cores; with --shard 1)"
     )
     parser.add_argument(
         "--shard", type=shard, metavar="I/N", help="do part I of N, counted from 0; the last one finishes"
@@ -33,11 +33,12 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(arguments: argparse.Namespace) -> int:
+    part = arguments.shard or _launched()
     options = Options(
         threads=arguments.threads,
-        processes=arguments.processes,
+        processes=arguments.processes or (1 if part[1] > 1 else os.cpu_count() or 1),
         memory_nbytes=arguments.memory << 20,
-        shard=arguments.shard or _launched(),
+        shard=part,
         resume=arguments.resume,
         force=arguments.force,
     )

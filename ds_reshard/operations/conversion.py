@@ -59,8 +59,9 @@ def convert_listing(
         if finished:
             return Conversion(out=out, files=0, bytes_read=0, bytes_written=0, complete=True, notes=target.notes)
         work = _Work(source, target, workspace, options, progress, needed)
-        parts = Parts(target.units[number::shards])
-        copies = min(options.processes, len(parts), needed // _LEAST_NBYTES)
+        units = target.units[number::shards]
+        copies = min(options.processes, len(units), needed // _LEAST_NBYTES)
+        parts = Parts(units, copied=copies > 1)
         if copies > 1:
             in_copies(copies, lambda tell: work.copy(copies, tell).write(parts), work.add)
         else:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import Generic, TypeVar
@@ -17,18 +20,20 @@ Told = TypeVar("Told")
 
 
 class Parts(Generic[Part]):
-    """Parts of some work; each is given out once, to whichever thread or process asks for the next."""
+    """Parts of some work; each is given out once, to whichever thread, or copy of the process, asks for the next."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Part], *, copied: bool) -> None:
         self._parts = parts
-        self._next = multiprocessing.get_context("fork").Value("q", 0)
+        context = multiprocessing.get_context("fork")
+        self._lock: AbstractContextManager[object] = context.Lock() if copied else threading.Lock()
+        self._next = context.RawValue("q", 0) if copied else ctypes.c_longlong(0)
 
     def __len__(self) -> int:
         return len(self._parts)
 
     def left(self) -> Iterator[Part]:
         while True:
-            with self._next.get_lock():
+            with self._lock:
                 number = self._next.value
                 self._next.value += 1
             if number >= len(self._parts):

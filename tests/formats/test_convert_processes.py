@@ -115,7 +115,7 @@ def test_a_bug_in_a_copy_is_an_error_of_ours() -> None:
 
 
 def test_each_part_is_given_out_once() -> None:
-    parts, taken = Parts(range(200)), []
+    parts, taken = Parts(range(200), copied=True), []
 
     def takes(tell: object) -> None:
         for part in parts.left():
