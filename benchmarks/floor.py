@@ -45,8 +45,11 @@ def watch_executor() -> list[Execution]:
 
 
 def watch_ending() -> list[float]:
-    """From now on the seconds of each part of a load that follows its bytes: DeepSpeed takes over what was read."""
-    from ds_reshard.hosts.deepspeed import move
+    """From now on the seconds of each part of a load that follows its bytes: DeepSpeed takes over what was read.
+
+    That is what its own load does as well: masters, weights from them, and at stage 3 its gathers.
+    """
+    from ds_reshard.hosts.deepspeed import load, move
 
     seen: list[float] = []
 
@@ -60,8 +63,8 @@ def watch_ending() -> list[float]:
 
         return call
 
-    for name in ("_settle_model", "_adopt", "_settle_masters"):
-        setattr(move, name, timed(getattr(move, name)))
+    for module, name in ((move, "_settle_model"), (move, "_adopt"), (move, "_settle_masters"), (load, "event")):
+        setattr(module, name, timed(getattr(module, name)))
     return seen
 
 

@@ -166,11 +166,11 @@ class Copies(Sequence[Copy]):
 
     @property
     def paths(self) -> set[str]:
-        return {self.records[number].path for number in numpy.unique(self.table[RECORD]).tolist()}
+        return {self.records[number].path for number in numpy.unique(self.table[RECORD], return_index=True)[0].tolist()}
 
     @property
     def types_used(self) -> list[Types]:
-        return [self.types[number] for number in numpy.unique(self.table[TYPES]).tolist()]
+        return [self.types[number] for number in numpy.unique(self.table[TYPES], return_index=True)[0].tolist()]
 
     def nbytes_of_paths(self) -> dict[str, int]:
         """Bytes that are read of each file."""

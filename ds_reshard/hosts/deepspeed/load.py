@@ -46,6 +46,7 @@ from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, prepare, s
 from ds_reshard.hosts.deepspeed.resume_session import Resume, policy_of, saved_by
 from ds_reshard.hosts.deepspeed.resume_values import as_it_is, narrowed
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
+from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
 from ds_reshard.operations.pickles import refuse_unsafe, scan_files, walk
 from ds_reshard.operations.ranks import Steps, Told, attempt, broadcast, gather, rank
@@ -164,15 +165,7 @@ def _commit_pending_save(engine: DeepSpeedEngine) -> None:
 def _load(
     engine: DeepSpeedEngine, mine: Considered | None, original: Original, request: Request, tag: object, steps: Steps
 ) -> Result:
-    found = _found(engine, mine, request, tag)
-    decision = _decide(engine, mine, found, request, steps)
-    told = steps.tell(_ready(engine, mine, found, decision, request))
-    if _needs_telling(told):
-        found, steps = broadcast(found), Steps()
-        steps.take(lambda: mine, subject=f"loading {request.load_dir}")
-        decision = _decide(engine, mine, found, request, steps)
-        told = steps.tell(_ready(engine, mine, found, decision, request))
-    _agree_ready(told, steps, found, decision, request)
+    found, decision = _agreed(engine, mine, request, tag, steps)
     assert mine is not None and decision.resume is not None
     resume, tag = decision.resume, found.tag or tag
     if decision.prepared is not None:
@@ -185,6 +178,23 @@ def _load(
         _refuse_unsafe(request.load_dir, tag, universal=engine.load_universal_checkpoint())
     result = _by_deepspeed(engine, original, resume.request, tag)
     return resume.report(resume.after_deepspeed(result))
+
+
+@uncollected()
+def _agreed(
+    engine: DeepSpeedEngine, mine: Considered | None, request: Request, tag: object, steps: Steps
+) -> tuple[Found, _Decision]:
+    """What was found, and what every rank does with it; raises on every rank where one is not ready. Collective."""
+    found = _found(engine, mine, request, tag)
+    decision = _decide(engine, mine, found, request, steps)
+    told = steps.tell(_ready(engine, mine, found, decision, request))
+    if _needs_telling(told):
+        found, steps = broadcast(found), Steps()
+        steps.take(lambda: mine, subject=f"loading {request.load_dir}")
+        decision = _decide(engine, mine, found, request, steps)
+        told = steps.tell(_ready(engine, mine, found, decision, request))
+    _agree_ready(told, steps, found, decision, request)
+    return found, decision
 
 
 def _found(engine: DeepSpeedEngine, mine: Considered | None, request: Request, tag: object) -> Found:
@@ -462,6 +472,7 @@ def _by_deepspeed(engine: DeepSpeedEngine, original: Original, request: Request,
     return result
 
 
+@uncollected()
 def _load_directly(engine: DeepSpeedEngine, prepared: Prepared, settings: Settings, resume: Resume) -> Result:
     """Read the checkpoint into this engine, whatever layout either has, and apply the resume policy. Collective."""
     folder, steps = prepared.checkpoint.listing.folder, Steps()
