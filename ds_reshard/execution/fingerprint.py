@@ -20,17 +20,16 @@ plan, an executor or a framework that puts bytes elsewhere, loses or changes som
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import prod
-from operator import itemgetter
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy
 import torch
+from numpy.typing import NDArray
 
 from ds_reshard.execution.buffers import memory_of, torch_dtype
 from ds_reshard.model.gc_pause import uncollected
@@ -38,7 +37,18 @@ from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box, Region, overlap
-from ds_reshard.planning.copies import Copy
+from ds_reshard.planning.copies import (
+    BUFFER,
+    BYTE_OFFSET,
+    ELEMENT_OFFSET,
+    NUMEL,
+    RECORD,
+    TYPES,
+    Copies,
+    Copy,
+    Numbers,
+    Types,
+)
 from ds_reshard.planning.plan import Match, Wanted
 
 BLOCK_WORDS = 16384
@@ -52,7 +62,8 @@ _FIRST_BLOCK = 2**32
 Bytes = bytes | bytearray | memoryview
 _Bytes = TypeVar("_Bytes", memoryview, torch.Tensor)
 _Words = numpy.ndarray[tuple[int], numpy.dtype[numpy.int32]]
-_Wide = numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]
+_Wide = NDArray[numpy.int64]
+_Table = NDArray[numpy.int64]
 _Factors = TypeVar("_Factors", _Wide, torch.Tensor)
 
 
@@ -87,6 +98,28 @@ def _word_factors_on(device: torch.device) -> torch.Tensor:
 def _block_factors(first: int, number: int) -> _Wide:
     """K of `number` blocks from `first` on."""
     return _factors(numpy.arange(number), _FIRST_BLOCK + first)
+
+
+@cache
+def _word_factors_twice() -> _Wide:
+    return numpy.concatenate((word_factors(), word_factors()))
+
+
+def _sums_of_small(first: _Wide, number: _Wide, words: _Words) -> _Wide:
+    """The sums of parts of at most a block, modulo 2**64: where each begins, how many words it has, the words of all.
+
+    A part lies in one block or two, and the words of two have the factors of one after those of the other.
+    """
+    block, inside = numpy.divmod(first, BLOCK_WORDS)
+    twice, begin = _word_factors_twice(), numpy.cumsum(number) - number
+    factors = [twice[at : at + many] for at, many in zip(inside.tolist(), number.tolist(), strict=True)]
+    crossing = numpy.flatnonzero(inside + number > BLOCK_WORDS)
+    starts = numpy.concatenate((begin, (begin + BLOCK_WORDS - inside)[crossing]))
+    order = numpy.argsort(starts)
+    part = numpy.concatenate((numpy.arange(len(first)), crossing))[order]
+    blocks = numpy.concatenate((block, block[crossing] + 1))[order]
+    sums = numpy.add.reduceat(words * numpy.concatenate(factors), starts[order]) * _factors(blocks, _FIRST_BLOCK)
+    return numpy.add.reduceat(sums, numpy.searchsorted(part, numpy.arange(len(first))))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -167,31 +200,23 @@ class Fingerprints(Generic[_Key]):
             else:
                 parts.append(part)
 
-    def add_all(self, parts: Iterable[tuple[_Key, int, memoryview]]) -> None:
-        """Add many parts, each a key, a position and bytes as for `add`; small ones are summed together."""
-        small: list[tuple[_Key, int, int]] = []
-        memories: list[memoryview] = []
-        factors: list[_Wide] = []
-        for key, byte_position, data in parts:
-            nbytes = len(data)
-            if nbytes > BLOCK_NBYTES or byte_position % 4 or nbytes % 4 or not nbytes:
-                self.add(key, byte_position, data)
-                continue
-            block, inside = divmod(byte_position // 4, BLOCK_WORDS)
-            left = 4 * (BLOCK_WORDS - inside)
-            for number, at, part in ((block, inside, data[:left]), (block + 1, 0, data[left:])):
-                if part:
-                    small.append((key, number, len(part)))
-                    memories.append(part)
-                    factors.append(word_factors()[at : at + len(part) // 4])
-        if not small:
+    def add_all(self, keys: Sequence[_Key], byte_positions: Sequence[int], memories: Sequence[memoryview]) -> None:
+        """Add many parts, each with a key, a position and bytes as for `add`; small ones are summed together."""
+        position, nbytes = (
+            numpy.array(list(values), dtype=numpy.int64) for values in (byte_positions, map(len, memories))
+        )
+        small = (nbytes > 0) & (nbytes <= BLOCK_NBYTES) & (position % 4 == 0) & (nbytes % 4 == 0)
+        for number in numpy.flatnonzero(~small).tolist():
+            self.add(keys[number], byte_positions[number], memories[number])
+        chosen = numpy.flatnonzero(small)
+        if not len(chosen):
             return
-        products = numpy.frombuffer(b"".join(memories), "<i4") * numpy.concatenate(factors)
-        starts = list(accumulate((nbytes // 4 for *_, nbytes in small[:-1]), initial=0))
-        totals = numpy.add.reduceat(products, starts).tolist()
+        numbers, sizes = chosen.tolist(), nbytes[chosen]
+        words: _Words = numpy.frombuffer(b"".join([memories[number] for number in numbers]), "<i4")
+        totals = _sums_of_small(position[chosen] // 4, sizes // 4, words)
         with self._lock:
-            for (key, block, nbytes), total in zip(small, totals, strict=True):
-                self._add(key, _block_factor(block) * total, nbytes)
+            for number, total, size in zip(numbers, totals.tolist(), sizes.tolist(), strict=True):
+                self._add(keys[number], total, size)
 
     def add_region(self, key: _Key, shape: tuple[int, ...], region: Region, data: torch.Tensor) -> None:
         """Add the elements of `region` of a tensor of that shape; `data` holds them as the region stores them."""
@@ -287,18 +312,29 @@ def _in_blocks(part: torch.Tensor, inside: int) -> torch.Tensor:
     return part.view(torch.int32).view(rows, BLOCK_WORDS)
 
 
-class _Span(NamedTuple):
-    """Bytes [start, stop) of a file: elements of `key` from number `element` on.
+class _Spans(NamedTuple):
+    """Bytes of a file that are elements of tensors, in their order.
 
-    They are wanted among `room` elements of a buffer, from number `element_offset` on.
+    The rows of the table: first byte, the one behind the last, numbers of tensor and buffer, and of the first element;
+    the place in that buffer where they are wanted, the first element's and how many. Tied tensors share bytes, so spans
+    may overlap; `reach` is how far those up to each reach.
     """
 
-    start: int
-    stop: int
-    key: TensorKey
-    element: int
-    element_offset: int
-    room: int
+    table: _Table
+    reach: _Wide
+
+
+class _Parts(NamedTuple):
+    """Bytes of copies that are elements of tensors: of copy number `copy` the bytes [start, stop).
+
+    They are of the tensor `key`, at `position` of its bytes, both as numbers.
+    """
+
+    copy: list[int]
+    start: list[int]
+    stop: list[int]
+    key: list[int]
+    position: list[int]
 
 
 class Witness:
@@ -310,49 +346,77 @@ class Witness:
     @uncollected()
     def __init__(self, source: Index, wanted: Wanted, rank: int) -> None:
         self.sums = Fingerprints[TensorKey]()
-        # By file and buffer, in the order of their bytes. Tied tensors share bytes, so spans may overlap: beside them
-        # stands how far the spans up to each reach.
-        self._spans: dict[tuple[str, str], list[_Span]] = {}
-        self._reach: dict[tuple[str, str], list[int]] = {}
+        keys, buffers, paths = Numbers[TensorKey](), Numbers[str](), Numbers[str]()
+        tables = [numpy.empty((8, 0), dtype=numpy.int64)]
         for match in wanted.matches:
             spans = _spans_alike if match.cuts is not None else _spans_of_boxes
-            for path, buffer, span in spans(source, match, rank):
-                self._spans.setdefault((path, buffer), []).append(span)
-        for place, together in self._spans.items():
-            if len(together) > 1:
-                together.sort(key=itemgetter(0))
-                self._reach[place] = list(accumulate(map(itemgetter(1), together), max))
+            tables.append(spans(source, match, rank, (paths, keys, buffers)))
+        table = numpy.concatenate(tables, axis=1)
+        table = table[:, numpy.lexsort((table[1], table[0]))]
+        self._keys, self._buffers, self._spans = list(keys), dict(buffers), dict[str, _Spans]()
+        self._last: tuple[Sequence[str], Sequence[Types], tuple[_Wide, _Table]] = ((), (), (table[0], table))
+        ends = numpy.searchsorted(table[0], numpy.arange(len(paths)), side="right").tolist()
+        for name, first, last in zip(paths, [0, *ends], ends, strict=False):
+            self._spans[name] = _Spans(table[1:, first:last], numpy.maximum.accumulate(table[2, first:last]))
 
     def saw(self, copies: Sequence[Copy], views: Sequence[memoryview]) -> None:
         """Count the bytes of copies, as they were read."""
-        self.sums.add_all(
-            (key, position, _cast(copy, part))
-            for copy, data in zip(copies, views, strict=True)
-            for key, position, part in self._parts(copy, data)
-        )
+        copies = Copies.of(copies)
+        parts, types = self._parts(copies), [copies.types[number] for number in copies.table[TYPES].tolist()]
+        memories = [
+            _cast(types[copy], views[copy][start:stop])
+            for copy, start, stop in zip(parts.copy, parts.start, parts.stop, strict=True)
+        ]
+        self.sums.add_all([self._keys[key] for key in parts.key], parts.position, memories)
 
     def saw_there(self, copies: Sequence[Copy], tensors: Sequence[torch.Tensor]) -> None:
         """The same for copies whose bytes are tensors on a device, by operations of that device."""
-        for copy, data in zip(copies, tensors, strict=True):
-            for key, position, part in self._parts(copy, data):
-                cast = part.view(torch_dtype(copy.dtype)).to(torch_dtype(copy.target_dtype))
-                self.sums.add(key, position, cast)
+        for number, start, stop, key, position in zip(*self._parts(Copies.of(copies)), strict=True):
+            copy, part = copies[number], tensors[number][start:stop]
+            cast = part.view(torch_dtype(copy.dtype)).to(torch_dtype(copy.target_dtype))
+            self.sums.add(self._keys[key], position, cast)
 
-    def _parts(self, copy: Copy, data: _Bytes) -> Iterator[tuple[TensorKey, int, _Bytes]]:
-        """The tensors that a copy holds bytes of, with their position in the tensor and themselves."""
-        record, begin, numel, dtype, buffer, element_offset, target_dtype, _ = copy
-        place, itemsize = (record.path, buffer), dtype.itemsize
-        stop, spans = begin + numel * itemsize, self._spans.get(place, ())
-        for at in range(bisect_right(self._reach[place], begin) if len(spans) > 1 else 0, len(spans)):
-            start, end, key, element, wanted_offset, room = spans[at]
-            if start >= stop:
-                return
-            first, last = max(start, begin), min(end, stop)
-            if first >= last or (first - start) % itemsize or (first - begin) % itemsize:
-                continue  # between two elements of the tensor: nothing that it holds
-            if 0 <= element_offset + (first - begin) // itemsize - wanted_offset < room:
-                position = (element + (first - start) // itemsize) * target_dtype.itemsize
-                yield key, position, data[first - begin : last - begin]
+    def _named(self, copies: Copies) -> tuple[_Wide, _Table]:
+        """What copies name, in columns: this witness's numbers of their buffers, and the sizes of their types.
+
+        All batches of a plan name the same.
+        """
+        last = self._last
+        if last[0] is not copies.buffers or last[1] is not copies.types:
+            buffers = [self._buffers.get(buffer, -1) for buffer in copies.buffers]
+            sizes = [(dtype.itemsize, into.itemsize) for dtype, into in copies.types]
+            columns = numpy.array(buffers, dtype=numpy.int64), numpy.array(sizes, dtype=numpy.int64).reshape(-1, 2).T
+            self._last = last = (copies.buffers, copies.types, columns)
+        return last[2]
+
+    def _parts(self, copies: Copies) -> _Parts:
+        """What copies hold bytes of; those of one record, or of several."""
+        table, parts = copies.table, _Parts([], [], [], [], [])
+        buffers, sizes = self._named(copies)
+        itemsizes, into = sizes[:, table[TYPES]]
+        for record in dict.fromkeys(table[RECORD].tolist()):
+            spans = self._spans.get(copies.records[record].path)
+            if spans is None:
+                continue
+            of = numpy.flatnonzero(table[RECORD] == record)
+            begin, size = table[BYTE_OFFSET, of], itemsizes[of]
+            end = begin + table[NUMEL, of] * size
+            first = numpy.searchsorted(spans.reach, begin, side="right")
+            many = numpy.maximum(0, numpy.searchsorted(spans.table[0], end) - first)
+            which = numpy.repeat(numpy.arange(len(of)), many)
+            span = numpy.arange(len(which)) + (first - numpy.cumsum(many) + many)[which]
+            of, begin, end, size = of[which], begin[which], end[which], size[which]
+            known_start, known_stop, key, buffer, element, element_offset, room = spans.table[:, span]
+            start, stop = numpy.maximum(known_start, begin), numpy.minimum(known_stop, end)
+            place = table[ELEMENT_OFFSET, of] + (start - begin) // size - element_offset
+            held = (start < stop) & (buffers[table[BUFFER, of]] == buffer) & (place >= 0) & (place < room)
+            # Between two elements of a tensor is nothing that it holds.
+            held &= ((start - begin) % size == 0) & ((start - known_start) % size == 0)
+            position = (element + (start - known_start) // size) * into[of]
+            found = (of, start - begin, stop - begin, key, position)
+            for known, column in zip(parts, found, strict=True):
+                known += column[held].tolist()
+        return parts
 
 
 def held(layout: Layout, rank: int, buffers: Mapping[str, torch.Tensor]) -> Fingerprints[TensorKey]:
@@ -368,38 +432,40 @@ def held(layout: Layout, rank: int, buffers: Mapping[str, torch.Tensor]) -> Fing
     return sums
 
 
-def _spans_alike(source: Index, match: Match, rank: int) -> Iterator[tuple[str, str, _Span]]:
-    """Where the files hold what a rank wants of tensors that lie in one box: path, buffer and bytes."""
+_Named = tuple[Numbers[str], Numbers[TensorKey], Numbers[str]]
+"""Numbers of paths, tensors and buffers."""
+
+
+def _spans_alike(source: Index, match: Match, rank: int, named: _Named) -> _Table:
+    """Where files hold what a rank wants of tensors that lie in one box: numbers of paths, then columns of spans."""
     held = match.held_by(rank)
     pieces, origin = match.located(held)
     places, numbers = match.extents(pieces, origin)
     extents = [source.open(placement.family, shard).get(placement.buffer) for placement, shard in places]
-    family = match.family
-    columns = (
-        numbers,
-        held.member[pieces.member],
-        pieces.start,
-        pieces.stop,
-        pieces.element_offset,
-        held.element_offset[pieces.member],
-        (held.stop - held.start)[pieces.member],
-    )
-    for number, of, start, stop, inside, offset, room in zip(*(column.tolist() for column in columns), strict=True):
-        extent, member = extents[number], family.members[of]
-        if extent is not None:
-            itemsize = extent.dtype.itemsize
-            begin = extent.byte_offset + inside * itemsize
-            end = begin + (stop - start) * itemsize
-            yield extent.path, member.buffer, _Span(begin, end, member.key, start, offset, room)
+    paths, keys, buffers = named
+    found = [(paths[one.path], one.byte_offset, one.dtype.itemsize) if one else (-1, 0, 1) for one in extents]
+    path, offset, itemsize = numpy.array(found, dtype=numpy.int64).reshape(-1, 3).T[:, numbers]
+    of = held.member[pieces.member]
+    members, which = numpy.unique(of, return_inverse=True)
+    wanted = [match.family.members[number] for number in members.tolist()]
+    names = numpy.array([(keys[one.key], buffers[one.buffer]) for one in wanted], dtype=numpy.int64).reshape(-1, 2).T
+    begin, numel = offset + pieces.element_offset * itemsize, pieces.stop - pieces.start
+    rooms = held.element_offset, held.stop - held.start
+    key, buffer = names[:, which]
+    columns = (path, begin, begin + numel * itemsize, key, buffer, pieces.start, *(one[pieces.member] for one in rooms))
+    table: _Table = numpy.stack(columns)[:, path >= 0]
+    return table
 
 
-def _spans_of_boxes(source: Index, match: Match, rank: int) -> Iterator[tuple[str, str, _Span]]:
+def _spans_of_boxes(source: Index, match: Match, rank: int, named: _Named) -> _Table:
     """The same where boxes differ: what lies in the pieces of files that hold some of it."""
-    held = match.held_by(rank)
+    held, (paths, keys, buffers) = match.held_by(rank), named
     columns = (held.member, held.start, held.stop, held.element_offset)
+    found = []
     for number, start, stop, offset in zip(*(column.tolist() for column in columns), strict=True):
         member, origin = match.family.members[number], match.origin(number)
         whole = Region(box=Box.whole(origin.shape), start=0, stop=prod(origin.shape))
+        key, buffer = keys[member.key], buffers[member.buffer]
         for part, piece in source.pieces(origin, Region(box=member.box, start=start, stop=stop)):
             extent = source.open(origin.family, piece.shard).get(origin.buffer)
             if extent is None:
@@ -408,12 +474,15 @@ def _spans_of_boxes(source: Index, match: Match, rank: int) -> Iterator[tuple[st
             for run in overlap(part.region(piece), whole):
                 for first, element, numel, _ in run.each():
                     begin = extent.byte_offset + (piece.element_offset + first) * itemsize
-                    span = _Span(begin, begin + numel * itemsize, member.key, element, offset, stop - start)
-                    yield extent.path, member.buffer, span
+                    end = begin + numel * itemsize
+                    found.append((paths[extent.path], begin, end, key, buffer, element, offset, stop - start))
+    table: _Table = numpy.array(found, dtype=numpy.int64).reshape(-1, 8).T
+    return table
 
 
-def _cast(copy: Copy, data: memoryview) -> memoryview:
-    if copy.dtype is copy.target_dtype:
+def _cast(types: tuple[ElementType, ElementType], data: memoryview) -> memoryview:
+    dtype, into = types
+    if dtype is into:
         return data
-    cast = torch.frombuffer(data, dtype=torch_dtype(copy.dtype)).to(torch_dtype(copy.target_dtype))
+    cast = torch.frombuffer(data, dtype=torch_dtype(dtype)).to(torch_dtype(into))
     return cast.view(torch.uint8).numpy().data

@@ -72,7 +72,7 @@ def _plain(value: object) -> object:
     return value.label if isinstance(value, ElementType) else value
 
 
-_WINDOW_NBYTES = 8 << 20
+_WINDOW_NBYTES = 16 << 20
 
 
 def window_nbytes(memory_nbytes: int) -> int:

@@ -165,3 +165,16 @@ def test_bytes_of_two_tensors_count_for_the_one_whose_place_they_go_to():
     for element_offset, counted in ((0, (400, 0)), (100, (400, 400))):
         witness.saw([copy._replace(element_offset=element_offset)], [memoryview(bytearray(400))])
         assert tuple(witness.sums[key].nbytes for key in (first, second)) == counted
+
+
+def test_bytes_that_are_cast_count_as_they_are_cast():
+    key, values = TensorKey(name="w", kind="weight"), torch.arange(100, dtype=torch.float32)
+    kept, wanted = (
+        {key: whole("w", "weight", (100,), dtype, family="f", buffer="a")}
+        for dtype in (ElementType.FLOAT32, ElementType.BFLOAT16)
+    )
+    record = OneBuffer().buffers("f", 0)["a"].record
+    copy = Copy(record, 64, 100, ElementType.FLOAT32, "a", 0, ElementType.BFLOAT16)
+    witness = of_rank_0(Index(Layout(kept, {"f": 1}), OneBuffer()), Layout(wanted, {"f": 1}), {key: key})
+    witness.saw([copy], [memoryview(bytearray(raw(values)))])
+    assert witness.sums[key] == fingerprint_of(values.bfloat16())
