@@ -108,14 +108,15 @@ def compare(
 
 
 def _like_the_load(targets: Mapping[str, TensorTarget], *, touched: bool) -> dict[str, TensorTarget]:
-    from ds_reshard.execution.buffers import TensorTarget, fresh
+    import torch
+
+    from ds_reshard.execution.buffers import TensorTarget
 
     made = {name: target for name, target in targets.items() if is_optimizer(name)}
     for name, target in made.items():
         if not name.startswith("fp32/"):
-            made[name] = TensorTarget(fresh(target.tensor.numel(), target.tensor.dtype, "cpu"))
-            if touched:
-                made[name].tensor.fill_(1)
+            tensor = torch.empty(target.tensor.numel(), dtype=target.tensor.dtype)
+            made[name] = TensorTarget(tensor.fill_(1) if touched else tensor, untouched=not touched)
     return made
 
 
