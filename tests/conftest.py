@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,23 @@ def worlds() -> Iterator[Any]:
     made = Worlds()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[str]:
+    """A command like python's own that begins with the frameworks imported, of `hosts/interpreters.py`."""
+    own = [sys.executable, "-I", "-S", str(Path(_HOSTS) / "interpreters.py")]
+    with tempfile.TemporaryDirectory() as folder:
+        command, address = Path(folder) / "python", str(Path(folder) / "socket")
+        command.write_text(f'#!/bin/sh\nexec {shlex.join([*own, "call", address])} "$@"\n')
+        command.chmod(0o700)
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        served = [sys.executable, own[-1], "serve", address, str(command)]
+        with subprocess.Popen(
+            served, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as server:
+            assert server.stdout is not None and server.stdout.readline() == "ready\n"
+            yield str(command)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,11 +67,11 @@ def test_every_example_has_an_outcome() -> None:
     assert EXAMPLES
 
 
-def _run(path: Path) -> tuple[int, str, str]:
+def _run(path: Path, python: str) -> tuple[int, str, str]:
     """Exit status, output and errors of an example; after the time limit its whole process group is killed."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     process = subprocess.Popen(
-        [sys.executable, str(path)],
+        [python, str(path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -90,9 +89,9 @@ def _run(path: Path) -> tuple[int, str, str]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_prints_its_outcome(path: Path) -> None:
+def test_an_example_prints_its_outcome(path: Path, interpreter: str) -> None:
     """Run by plain python, each example launches its ranks and prints exactly what it is about."""
-    status, output, errors = _run(path)
+    status, output, errors = _run(path, interpreter)
     assert status == 0, f"{path.name} ended with {status}:\n{output}{errors}"
     # DeepSpeed logs to standard output as well; its lines begin with a date in brackets.
     lines = [line for line in output.splitlines(keepends=True) if not line.startswith("[")]

@@ -32,12 +32,12 @@ dist.destroy_process_group()
 """
 
 
-def test_the_example_resumes_as_asked(tmp_path: Path) -> None:
+def test_the_example_resumes_as_asked(tmp_path: Path, interpreter: str) -> None:
     """At another topology than was saved, with a flag, and prints what was done."""
     folder = write(Run(dp=2), tmp_path / "saved")
     paths = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("hosts", "formats", "hosts/nanotron_stand_in"))]
     done = subprocess.run(
-        [sys.executable, "-c", MAIN, str(folder), "--override-opt-param-scheduler"],
+        [interpreter, "-c", MAIN, str(folder), "--override-opt-param-scheduler"],
         cwd=ROOT,
         text=True,
         timeout=200,

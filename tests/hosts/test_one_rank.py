@@ -23,10 +23,16 @@ NEEDED = pytest.mark.skipif(
 
 
 def _run(
-    folder: Path, device: str, dtype: str, stages: tuple[int, int], policy: dict[str, Any], reshard: dict[str, Any]
+    folder: Path,
+    device: str,
+    dtype: str,
+    stages: tuple[int, int],
+    policy: dict[str, Any],
+    reshard: dict[str, Any],
+    python: str = sys.executable,
 ) -> dict[str, Any]:
     command = [
-        sys.executable,
+        python,
         str(SCRIPT),
         str(folder),
         "--device",
@@ -49,8 +55,9 @@ def _run(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_script_in_bf16_on_the_cpu(tmp_path: Path) -> None:
-    assert _run(tmp_path, "cpu", "bf16", (2, 3), {"scheduler": "override"}, {})["first_rate"] == 0.001
+def test_the_script_in_bf16_on_the_cpu(tmp_path: Path, interpreter: str) -> None:
+    found = _run(tmp_path, "cpu", "bf16", (2, 3), {"scheduler": "override"}, {}, interpreter)
+    assert found["first_rate"] == 0.001
 
 
 @pytest.mark.gpu

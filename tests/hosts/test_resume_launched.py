@@ -35,8 +35,8 @@ def _launch(*command: str, **environment: str) -> dict[str, Any]:
     return said
 
 
-def torchrun(*arguments: str, **environment: str) -> dict[str, Any]:
-    prefix = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1")
+def torchrun(python: str, *arguments: str, **environment: str) -> dict[str, Any]:
+    prefix = (python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1")
     return _launch(*prefix, *arguments, **environment)
 
 
@@ -59,24 +59,28 @@ def test_the_forks_flags_are_dead_without_us(saved: str) -> None:
     assert said["moments"] and said["lr"] == pytest.approx(0.1 * (1 - 12 / 400))
 
 
-def test_under_the_launcher_the_flags_are_live(saved: str) -> None:
-    """Two ranks resume as one; the flags come before the script. Other launchers below are given the other flags."""
-    said = torchrun("-m", "ds_reshard.run", "--no-load-optim", str(SCRIPT), "--lr", "0.4", "--load", saved)
+def test_under_the_launcher_the_flags_are_live(saved: str, interpreter: str) -> None:
+    """Two ranks resume as one; the flags come before the script. Other launchers below are given the other flags.
+
+    The rank is a new interpreter, which imports DeepSpeed after ds_reshard: those below have it already.
+    """
+    run = ("-m", "ds_reshard.run", "--no-load-optim", str(SCRIPT), "--lr", "0.4", "--load", saved)
+    said = torchrun(interpreter, *run, PYTHON_EXEC=sys.executable)
     assert said == {"lr": 0.4, "position": 0, "moments": False}
 
 
-def test_flags_that_the_script_defines_are_adopted(saved: str) -> None:
+def test_flags_that_the_script_defines_are_adopted(saved: str, interpreter: str) -> None:
     """`ds_reshard.add_arguments(parser)` on the script's own parser; its own --no-load-rng stays its own."""
     run = ("-m", "ds_reshard.run", str(SCRIPT), "--lr", "0.4", "--load", saved)
-    said = torchrun(*run, "--override-opt_param-scheduler", "--no-load-rng", ADOPT="1")
+    said = torchrun(interpreter, *run, "--override-opt_param-scheduler", "--no-load-rng", ADOPT="1")
     assert said == {"lr": FIRST, "position": 12, "moments": True}
 
 
-def test_under_deepspeeds_own_launcher(saved: str) -> None:
+def test_under_deepspeeds_own_launcher(saved: str, interpreter: str) -> None:
     """`deepspeed --module ds_reshard.run` puts --local_rank before our flags."""
     launcher = Path(sys.executable).with_name("deepspeed")
     command = (
-        sys.executable,
+        interpreter,
         str(launcher),
         "--num_gpus",
         "1",
@@ -94,9 +98,9 @@ def test_under_deepspeeds_own_launcher(saved: str) -> None:
     assert _launch(*command) == {"lr": FIRST, "position": 12, "moments": True}
 
 
-def test_under_accelerates_launcher(saved: str) -> None:
+def test_under_accelerates_launcher(saved: str, interpreter: str) -> None:
     command = (
-        sys.executable,
+        interpreter,
         "-m",
         "accelerate.commands.launch",
         "--cpu",
