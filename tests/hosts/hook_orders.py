@@ -1,11 +1,16 @@
-"""Run as a script: install the DeepSpeed hooks in an order of imports, remove them, and say what differs as JSON."""
+"""Run as a script: install the DeepSpeed hooks in each order of imports, remove them, and say what differs as JSON.
+
+Each argument is one order. Orders that begin alike share the process of what they begin with, and fork where they part.
+"""
 
 from __future__ import annotations
 
 import importlib
 import json
 import logging
+import os
 import sys
+from itertools import groupby
 from types import ModuleType
 from typing import Any
 
@@ -34,11 +39,25 @@ def held() -> dict[str, int]:
     return found
 
 
-def main(order: list[str]) -> None:
+def follow(orders: list[tuple[str, ...]], taken: tuple[str, ...] = ()) -> None:
+    """Go on with each of these orders, sorted, in a process that has `taken` the steps before."""
+    for step, alike in groupby(orders, key=lambda order: order[:1]):
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            continue
+        if step:
+            STEPS[step[0]]()
+            follow([order[1:] for order in alike], taken + step)
+        else:
+            tell(" ".join(taken))
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def tell(order: str) -> None:
     import ds_reshard
 
-    for step in order:
-        STEPS[step]()
     states = {status.target: status.state for status in ds_reshard.installed() if status.host == "deepspeed"}
     during = held()
     ds_reshard.uninstall("deepspeed")
@@ -51,6 +70,7 @@ def main(order: list[str]) -> None:
         "SAID"
         + json.dumps(
             {
+                "order": order,
                 "states": states,
                 "changed": sorted(n for n in before if during[n] != before[n]),
                 "again": sorted(n for n in before if again[n] != before[n]),
@@ -77,4 +97,6 @@ def _ours() -> list[str]:
 
 if __name__ == "__main__":
     logging.disable(logging.ERROR)
-    main(sys.argv[1:])
+    import ds_reshard  # noqa: F401
+
+    follow(sorted(tuple(order.split()) for order in sys.argv[1:]))

@@ -30,20 +30,22 @@ ORDERS = (
 )
 
 
-def _run(*order: str) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def told() -> dict[str, Any]:
+    """What each order of a new interpreter said."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, str(ROOT / "tests" / "hosts" / "hook_orders.py"), *order]
+    command = [sys.executable, str(ROOT / "tests" / "hosts" / "hook_orders.py"), *ORDERS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     lines = [line for line in done.stdout.splitlines() if line.startswith("SAID")]
-    assert lines, done.stderr[-3000:]
-    said: dict[str, Any] = json.loads(lines[-1].removeprefix("SAID"))
-    return said
+    said = [json.loads(line.removeprefix("SAID")) for line in lines]
+    assert sorted(one["order"] for one in said) == sorted(ORDERS), done.stderr[-3000:]
+    return {one["order"]: one for one in said}
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_removal_restores_every_object(order: str) -> None:
+def test_removal_restores_every_object(told: dict[str, Any], order: str) -> None:
     """All of the table's targets change, once, and nothing else; removed, each name holds what it held."""
-    said = _run(*order.split())
+    said = told[order]
     assert said["states"] == dict.fromkeys(TARGETS, "installed")
     assert said["left"] == [] and said["ours"] == []
     assert said["changed"] == said["again"] == sorted(TARGETS)
