@@ -120,8 +120,8 @@ print(json.dumps(taken))
 
 @pytest.mark.slow
 def test_memory_is_bounded_by_the_size_of_a_pickle(tmp_path: Path) -> None:
-    """A megabyte of any one opcode, and of those that make the most of a byte: at most 128 bytes for each."""
-    nbytes = 1 << 20
+    """Half a megabyte of any one opcode, and of those that make the most of a byte: at most 128 bytes for each."""
+    nbytes = 1 << 19
     cases = {opcode.name: ("\x80\4", spelled(opcode).decode("latin-1")) for opcode in pickletools.opcodes}
     called = "\x80\4ca\nb\nq\1"
     cases |= {

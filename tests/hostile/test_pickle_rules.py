@@ -224,11 +224,11 @@ print(json.dumps(missing))
 
 
 @pytest.mark.slow
-def test_each_name_of_the_table_is_one_of_the_frameworks() -> None:
+def test_each_name_of_the_table_is_one_of_the_frameworks(interpreter: str) -> None:
     """Of Megatron-LM's, which is not installed, tests/hosts/megatron has the same test; of nanotron's, none."""
     names = [pair for pair in ALLOWED if pair[0].partition(".")[0] not in ("megatron", "nanotron")]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _LOOK],
+        [interpreter, "-W", "ignore", "-c", _LOOK],
         input=json.dumps(names),
         capture_output=True,
         text=True,
