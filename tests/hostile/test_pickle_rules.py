@@ -228,11 +228,7 @@ def test_each_name_of_the_table_is_one_of_the_frameworks(interpreter: str) -> No
     """Of Megatron-LM's, which is not installed, tests/hosts/megatron has the same test; of nanotron's, none."""
     names = [pair for pair in ALLOWED if pair[0].partition(".")[0] not in ("megatron", "nanotron")]
     done = subprocess.run(
-        [interpreter, "-W", "ignore", "-c", _LOOK],
-        input=json.dumps(names),
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [interpreter, "-W", "ignore", "-c", _LOOK], input=json.dumps(names), capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     missing = json.loads(done.stdout.splitlines()[-1])

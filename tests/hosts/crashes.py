@@ -2,7 +2,9 @@
 
     python tests/hosts/crashes.py SOURCE FOLDER FORMAT DP STRIDE THREADS
 
-STRIDE 1 is every call, 5 every fifth. With several threads calls come in another order each time.
+STRIDE 1 is every call, 5 every fifth. What a process that is killed leaves is what lies there when the call comes: with
+one thread that is copied, at every call of one conversion. Several, whose calls come in another order each time, are
+killed.
 
 Prints one line of JSON: how many calls there are, and what went wrong at which.
 """
@@ -31,14 +33,15 @@ REFUSALS = ("ENOSPC", "EIO", "EACCES")
 
 
 class Counted:
-    """Counts the calls, and ends the process, or refuses, at number `at`."""
+    """Counts the calls, and ends the process, or refuses, at number `at`; `seen` is told each number before."""
 
-    def __init__(self, at: int | None, kind: str) -> None:
-        self.at, self.kind, self.count = at, kind, 0
+    def __init__(self, at: int | None, kind: str, seen: Callable[[int], None]) -> None:
+        self.at, self.kind, self.count, self.seen = at, kind, 0, seen
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
+            self.seen(self.count)
             if self.count != self.at:
                 return function(*args, **kwargs)
             if self.kind == "kill":
@@ -51,8 +54,8 @@ class Counted:
 
 
 @contextmanager
-def counted(at: int | None, kind: str = "kill") -> Iterator[Counted]:
-    watch = Counted(at, kind)
+def counted(at: int | None, kind: str = "kill", seen: Callable[[int], None] = lambda count: None) -> Iterator[Counted]:
+    watch = Counted(at, kind, seen)
     originals = {name: getattr(disk, name) for name in CALLS}
     for name, function in originals.items():
         setattr(disk, name, watch.wrap(function))
@@ -74,26 +77,35 @@ class Case:
             self.source, str(folder / "out"), to=self.to, dp=self.dp, options=Options(threads=self.threads, **options)
         )
 
-    def in_child(self, folder: Path, at: int | None, kind: str = "kill", **options: Any) -> str:
-        """What became of it in a process of its own: "done", "killed", or the error's class and text."""
-        read, write = os.pipe()
+    def told(self, folder: Path, at: int | None, kind: str = "kill", **options: Any) -> str:
+        """What became of it: "done", or the error's class and text."""
+        try:
+            with counted(at, kind):
+                self.run(folder, **options)
+        except ReshardError as error:
+            return f"{type(error).__name__}: {error}"
+        except Exception as error:
+            return f"unnamed {type(error).__name__}: {error}"
+        return "done"
+
+    def killed(self, folder: Path, at: int, **options: Any) -> str:
+        """The same of a process of its own, which is killed."""
         child = os.fork()
         if not child:
-            try:
-                with counted(at, kind):
-                    self.run(folder, **options)
-                said = "done"
-            except ReshardError as error:
-                said = f"{type(error).__name__}: {error}"
-            except BaseException as error:
-                said = f"unnamed {type(error).__name__}: {error}"
-            os.write(write, said.encode()[:4000])
+            self.told(folder, at, **options)
             os._exit(0)
-        os.close(write)
-        with os.fdopen(read, "rb") as pipe:
-            told = pipe.read().decode()
         os.waitpid(child, 0)
-        return told or "killed"
+        return "killed"
+
+    def copied(self, folder: Path, copies: Path, wanted: range, **options: Any) -> None:
+        """Copies of the folder as each of these calls finds it, by its number."""
+
+        def copy(count: int) -> None:
+            if count in wanted:
+                shutil.copytree(folder, copies / str(count))
+
+        with counted(None, seen=copy):
+            self.run(folder, **options)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -109,6 +121,15 @@ def fresh(folder: Path, copy_of: Path | None = None) -> Path:
     return folder
 
 
+def begun(folder: Path, old: bool) -> Path:
+    """A fresh folder, with an OUT of another run in it or without."""
+    fresh(folder)
+    if old:
+        (folder / "out").mkdir()
+        (folder / "out" / "mine").write_bytes(b"before")
+    return folder
+
+
 def main(source: str, place: str, to: str, dp: str, stride: str, threads: str) -> None:
     torch.set_num_threads(1)
     os.fsync = lambda fd: None  # the system lives on, and has all that a process wrote which it kills
@@ -116,14 +137,21 @@ def main(source: str, place: str, to: str, dp: str, stride: str, threads: str) -
     with counted(None) as watch:
         case.run(fresh(base / "whole"))
     expected, old = contents(base / "whole"), {"out/mine": b"before"}
-    for at in range(1, watch.count + 1, int(stride)):
-        kind = REFUSALS[at // 2 % len(REFUSALS)] if at % 2 else "kill"
-        for force in (False, True):
-            folder = fresh(base / "crashed")
-            if force:
-                (folder / "out").mkdir()
-                (folder / "out" / "mine").write_bytes(b"before")
-            said = case.in_child(folder, at, kind, force=force)
+    calls = range(1, watch.count + 1, int(stride))
+    for force in (False, True):
+        copies = fresh(base / "copies")
+        if case.threads == 1:
+            case.copied(begun(base / "crashed", force), copies, calls, force=force)
+        for at in calls:
+            kind = REFUSALS[at // 2 % len(REFUSALS)] if at % 2 else "kill"
+            folder = begun(base / "crashed", force)
+            if kind != "kill":
+                said = case.told(folder, at, kind, force=force)
+            elif case.threads == 1:
+                said = "killed"
+                fresh(folder, copy_of=copies / str(at))
+            else:
+                said = case.killed(folder, at, force=force)
             found = {name: data for name, data in contents(folder).items() if name.startswith("out/")}
             allowed = [expected, {}] + ([old] if force else [])
             if found not in allowed:
@@ -132,7 +160,7 @@ def main(source: str, place: str, to: str, dp: str, stride: str, threads: str) -
                 wrong.append((at, kind, force, said, ""))
             resume = bool((at // 2 + force) % 2)  # at each call both, and each with and without an old OUT
             again = fresh(base / "again", copy_of=folder)
-            told = case.in_child(again, None, resume=resume, force=force)
+            told = case.told(again, None, resume=resume, force=force)
             is_there = found == expected and not force and "is there already" in told
             if contents(again) != expected and not (is_there and found == expected):
                 wrong.append((at, kind, force, f"resume={resume} ends otherwise: {told}", sorted(contents(again))))
