@@ -3,8 +3,8 @@
     python tests/hosts/crashes.py SOURCE FOLDER FORMAT DP STRIDE THREADS
 
 STRIDE 1 is every call, 5 every fifth. What a process that is killed leaves is what lies there when the call comes: with
-one thread that is copied, at every call of one conversion. Several, whose calls come in another order each time, are
-killed.
+one thread, and those that bring files to the disk, that is copied at every call of one conversion. Several, whose calls
+come in another order each time, are killed.
 
 Prints one line of JSON: how many calls there are, and what went wrong at which.
 """
@@ -17,6 +17,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,16 +34,23 @@ REFUSALS = ("ENOSPC", "EIO", "EACCES")
 
 
 class Counted:
-    """Counts the calls, and ends the process, or refuses, at number `at`; `seen` is told each number before."""
+    """Counts the calls, and ends the process, or refuses, at number `at`.
 
-    def __init__(self, at: int | None, kind: str, seen: Callable[[int], None]) -> None:
+    `seen` is told each number before, and nothing is called meanwhile: files are brought to the disk by threads.
+    """
+
+    def __init__(self, at: int | None, kind: str, seen: Callable[[int], None] | None) -> None:
         self.at, self.kind, self.count, self.seen = at, kind, 0, seen
+        self.lock = threading.RLock()
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            self.seen(self.count)
-            if self.count != self.at:
+            with self.lock:
+                self.count = number = self.count + 1
+                if self.seen is not None:
+                    self.seen(number)
+                    return function(*args, **kwargs)
+            if number != self.at:
                 return function(*args, **kwargs)
             if self.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -54,7 +62,7 @@ class Counted:
 
 
 @contextmanager
-def counted(at: int | None, kind: str = "kill", seen: Callable[[int], None] = lambda count: None) -> Iterator[Counted]:
+def counted(at: int | None, kind: str = "kill", seen: Callable[[int], None] | None = None) -> Iterator[Counted]:
     watch = Counted(at, kind, seen)
     originals = {name: getattr(disk, name) for name in CALLS}
     for name, function in originals.items():
