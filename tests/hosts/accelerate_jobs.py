@@ -16,7 +16,7 @@ def _prepare(stage: int, lr: float, slope: float, policy: dict[str, Any], seed: 
 
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
-    jobs._STATE.clear()
+    jobs.forget()
     world = torch.distributed.get_world_size()
     config = {
         "train_batch_size": GLOBAL_BATCH,

@@ -5,7 +5,6 @@ Rates are read where the torch optimizer steps: what a getter says afterwards is
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -125,8 +124,7 @@ def new_accelerator(config: dict[str, Any], backend: bool = True, **kwargs: Any)
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 
-    jobs._STATE.clear()
-    gc.collect()
+    jobs.forget()
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
     _let_old_releases_run()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import ExitStack
 from typing import Any
 
@@ -57,8 +56,7 @@ def run(
 
     import ds_reshard
 
-    jobs._STATE.clear()
-    gc.collect()
+    jobs.forget()
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
     rates: list[list[float]] = []

@@ -7,7 +7,6 @@ what stands in a group at another moment, is not what was used.
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import json
 import logging
@@ -48,8 +47,7 @@ class Setup:
 def make(setup: Setup, seed: int = 7) -> Any:
     import deepspeed
 
-    jobs._STATE.clear()
-    gc.collect()
+    jobs.forget()
     torch.manual_seed(seed)
     net = jobs.Net(jobs.Model())
     named = [(n, p) for n, p in net.named_parameters() if p.requires_grad]

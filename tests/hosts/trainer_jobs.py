@@ -22,7 +22,7 @@ def best_at_end(folder: str, own_scheduler: bool, resume_from: str | None = None
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
     backend, PartialState._prepare_backend = PartialState._prepare_backend, lambda *_: ("gloo", DistributedType.NO)
-    jobs._STATE.clear()
+    jobs.forget()
     torch.manual_seed(7)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
