@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ds_reshard.errors import Fault, UnsupportedLayout
-from ds_reshard.model.facts import OptimizerFacts
+from ds_reshard.model.facts import OptimizerFacts, canonical
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
 
@@ -77,6 +77,26 @@ def regrouped(state: Mapping[str, object], order: Sequence[int], saved: int) -> 
             elif key not in _OF_NO_GROUP:
                 unknown.append(key)
     return made, unknown
+
+
+def joined(states: Sequence[Mapping[str, object]], groups: Sequence[int]) -> tuple[dict[str, object], list[str]]:
+    """One scheduler's state of those of several optimizers, whose param groups follow each other; of each so many.
+
+    Schedulers inside it too. Beside it, the entries in which they differ though they have not a value for each group.
+    """
+    made, differing = dict(states[0]), list[str]()
+    for key, value in states[0].items():
+        values = [state.get(key) for state in states]
+        lists = [one for one in values if isinstance(one, list | tuple)]
+        if len(lists) == len(states) and all(one and isinstance(one[0], dict) for one in lists):
+            parts = [joined(part, groups) for part in zip(*lists, strict=False)]
+            made[key] = [part for part, _ in parts]
+            differing += [name for _, names in parts for name in names]
+        elif [len(one) for one in lists] == list(groups) and key not in _OF_NO_GROUP:
+            made[key] = [item for one in lists for item in one]
+        elif any(canonical(one) != canonical(value) for one in values):
+            differing.append(key)
+    return made, differing
 
 
 def regrouping_fault(entry: str, where: str) -> Fault:

@@ -220,7 +220,7 @@ class Layout:
         return key in self.placements
 
     def kinds(self, name: str) -> list[str]:
-        return self._kinds.get(name, [])
+        return list(dict.fromkeys(self._kinds.get(name, ())))
 
     def in_buffer(self, family: str, buffer: str) -> list[Placement]:
         """The placements of one buffer, those of tiles for the tensor, in the order in which they were declared."""

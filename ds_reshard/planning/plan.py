@@ -104,10 +104,16 @@ def _copy(extent: Extent, run: Run, buffer: str, element_offset: int, dtype: Ele
 
 
 def plan_rank(
-    source: Index, target: Layout, rank: int, wants: Mapping[TensorKey, TensorKey], *, sizes: Mapping[str, int]
+    source: Index,
+    target: Layout,
+    rank: int,
+    wants: Mapping[TensorKey, TensorKey],
+    *,
+    sizes: Mapping[str, int],
+    elsewhere: frozenset[TensorKey] = frozenset(),
 ) -> Plan:
     """The plan that fills `rank`'s buffers of the target layout: that of a `Planner`."""
-    return Planner(source, target, wants).plan(rank, sizes=sizes)
+    return Planner(source, target, wants, elsewhere=elsewhere).plan(rank, sizes=sizes)
 
 
 _Shard = tuple[str, int]
@@ -118,13 +124,21 @@ class Planner:
     """Plans for any rank of a target layout, from what an index has.
 
     `wants` maps each target tensor to the source tensor that it is read from; a source tensor serves
-    one target tensor. Shards are opened through `source`, whose `faults` the caller looks at afterwards.
+    one target tensor. Those `elsewhere` are read by ranks that have another target layout, gaps behind them too.
+    Shards are opened through `source`, whose `faults` the caller looks at afterwards.
     """
 
     @uncollected()
-    def __init__(self, source: Index, target: Layout, wants: Mapping[TensorKey, TensorKey]) -> None:
+    def __init__(
+        self,
+        source: Index,
+        target: Layout,
+        wants: Mapping[TensorKey, TensorKey],
+        *,
+        elsewhere: frozenset[TensorKey] = frozenset(),
+    ) -> None:
         self._source = source
-        self._gaps = _Gaps(source, target, wants)
+        self._gaps = _Gaps(source, target, wants, elsewhere)
         self.wanted = Wanted(source, target, wants)
 
     @uncollected()
@@ -310,9 +324,12 @@ class _Gaps:
     neighbour is replicated, every rank reads the record whole, gaps too. What is found is kept for the next plan.
     """
 
-    def __init__(self, source: Index, target: Layout, wants: Mapping[TensorKey, TensorKey]) -> None:
+    def __init__(
+        self, source: Index, target: Layout, wants: Mapping[TensorKey, TensorKey], elsewhere: frozenset[TensorKey]
+    ) -> None:
         self._source = source
         self._target = target
+        self._elsewhere = elsewhere
         self._families = Families(source.layout)
         self._wanted_by = {source_key: target_key for target_key, source_key in wants.items()}
         self._wanted: dict[str, NDArray[numpy.bool_]] = {}
@@ -353,7 +370,8 @@ class _Gaps:
         """What a shard holds of wanted tensors, in columns: number of the record, first byte, last, and what it is."""
         of_source, opened = self._families[family], self._source.open(family, shard)
         if family not in self._wanted:
-            self._wanted[family] = numpy.array([one.key in self._wanted_by for one in of_source.members], dtype=bool)
+            wanted = [one.key in self._wanted_by or one.key in self._elsewhere for one in of_source.members]
+            self._wanted[family] = numpy.array(wanted, dtype=bool)
         extents = [opened.get(buffer) for buffer in of_source.buffers]
         found = [
             (numbers[one.record], one.byte_offset, one.dtype.itemsize)
@@ -386,13 +404,15 @@ class _Gaps:
             yield _Gap(reader, Check(record=record, byte_offset=at, nbytes=stop - at))
 
     def _reader(self, use: Sequence[int], *, first: bool) -> int | None:
-        """The target rank that reads the first or last element of a use; None when every rank does.
+        """The target rank that reads the first or last element of a use; None when every rank does, -1 when none here.
 
         Where the boxes differ, or there are several, ownership is not arithmetic: rank 0 stands in (it may then read
         a gap that another rank reads as well; the combined checksum notices, and the record is read again whole).
         """
         family, member, start, stop = use
         origin = self._families[list(self._names)[family]].members[member]
+        if origin.key not in self._wanted_by:
+            return -1
         wanted = self._target[self._wanted_by[origin.key]]
         if wanted.replicated:
             return None

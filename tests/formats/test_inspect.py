@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cases import Model, Run
 from sparse_archive import Hole, write_sparse
 from sparse_checkpoint import gpt_shapes, write_checkpoint
@@ -349,7 +350,11 @@ def test_a_tensor_parallel_checkpoint_is_refused_by_name(tmp_path: Path, capsys:
     """A layout that is not read is one fault that names it; what its first files say is still told."""
     write_checkpoint(tmp_path, gpt_shapes(1, 4, 8), 2)
     folder = tmp_path / "global_step1000"
+    entries = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)
+    torch.save({**entries, "mp_world_size": 2}, folder / "mp_rank_00_model_states.pt")
     shutil.copy(folder / "mp_rank_00_model_states.pt", folder / "mp_rank_01_model_states.pt")
+    for path in folder.glob("*_mp_rank_00_optim_states.pt"):
+        shutil.copy(path, folder / path.name.replace("_mp_rank_00", "_mp_rank_01"))
     found = inspect(str(tmp_path))
     assert lines(found) == ["global_step1000: saved with tensor parallelism"]
     assert (found.stage, found.steps.global_steps) == (2, 1000)

@@ -15,8 +15,6 @@ def load_with_feature(run: Run, model: Model, folder: str, switch: str) -> tuple
     optimizer = engine.optimizer
     if switch in ("mp_world_size", "has_moe_layers"):
         setattr(engine, switch, 2 if switch == "mp_world_size" else True)
-    elif switch == "pipeline":
-        engine.module.__class__ = type("PipelineModule", (type(engine.module),), {})
     elif switch == "nvme":
         optimizer.swap_optimizer = True
     elif switch == "zenflow":

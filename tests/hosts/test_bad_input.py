@@ -142,10 +142,10 @@ STRUCTURAL = {
     "tensor-parallel files": (
         Run(2, 2),
         touch("mp_rank_01_model_states.pt"),
-        "UnsupportedLayout",
-        "tensor parallelism",
+        "CheckpointDamaged",
+        "files of another grid",
     ),
-    "pipeline files": (Run(2, 2), touch("layer_03-model_00-model_states.pt"), "UnsupportedLayout", "PipelineModule"),
+    "pipeline files": (Run(2, 2), touch("layer_03-model_00-model_states.pt"), "CheckpointDamaged", "layer_03"),
     "expert files": (
         Run(2, 2),
         touch("layer_0_expert_1_mp_rank_00_model_states.pt"),
@@ -170,7 +170,7 @@ def broken(saves: Saves, run: Run, damage: Callable[[Path], None], into: Path) -
 
 def _paths() -> list[tuple[str, bool]]:
     """Each case under another layout; and under the same one, but for what is another layout by its nature."""
-    own = {"tensor-parallel files", "pipeline files", "expert files"}
+    own = {"expert files"}
     return [(case, same) for case in STRUCTURAL for same in (False, True) if not (same and case in own)]
 
 

@@ -15,8 +15,7 @@ pytestmark = pytest.mark.distributed
 
 MODEL = Model()
 FEATURES = {
-    "tensor parallelism": "mp_world_size",
-    "PipelineModule": "pipeline",
+    "model-parallel ranks in another order": "mp_world_size",
     "mixture of experts": "has_moe_layers",
     "NVMe offload": "nvme",
     "ZenFlow": "zenflow",

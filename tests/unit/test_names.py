@@ -50,6 +50,11 @@ SOUND = {
         "",
     ),
     "others beside it": ([model(), "zero_to_fp32.py", "README.md", "latest"], {0: model()}, {}, False, ""),
+    "pipeline": (["layer_00-model_states.pt", model()], {0: model()}, {}, False, ""),
+    "pipeline with tensor ranks": (["layer_12-model_03-model_states.pt"], {}, {}, False, ""),
+    "tensor ranks of the model": ([model(), model(mp_rank=1)], {0: model()}, {}, False, ""),
+    "tensor ranks of stage 3": ([model(0, 0), model(0, 1)], {0: model(0, 0)}, {}, True, ""),
+    "tensor ranks of the optimizer": ([model(), optim(0, mp_rank=3)], {0: model()}, {}, False, ""),
     "not whole names": ([f"{model()}.tmp", f"x{optim(0)}", f"{optim(0)}\n"], {}, {}, False, ""),
     "nothing": ([], {}, {}, False, ""),
 }
@@ -74,14 +79,10 @@ REFUSED = {
         "CheckpointDamaged",
         "that DeepSpeed would take for one of this save",
     ),
-    "pipeline": (["layer_00-model_states.pt", model()], "UnsupportedLayout", "PipelineModule"),
-    "pipeline with tensor ranks": (["layer_12-model_03-model_states.pt"], "UnsupportedLayout", "PipelineModule"),
+    "layers on other axes": (["layer_12-slice_03-model_states.pt"], "UnsupportedLayout", "a grid with axes of its own"),
     "experts": (["layer_1_expert_7_mp_rank_00_model_states.pt"], "UnsupportedLayout", "mixture-of-experts"),
     "experts of old releases": (["expert_7_mp_rank_00_model_states.pt"], "UnsupportedLayout", "mixture-of-experts"),
     "expert optimizer": (["expp_rank_0_mp_rank_00_optim_states.pt"], "UnsupportedLayout", "mixture-of-experts"),
-    "tensor ranks of the model": ([model(), model(mp_rank=1)], "UnsupportedLayout", "tensor parallelism"),
-    "tensor ranks of stage 3": ([model(0, 0), model(0, 1)], "UnsupportedLayout", "tensor parallelism"),
-    "tensor ranks of the optimizer": ([model(), optim(0, mp_rank=3)], "UnsupportedLayout", "tensor parallelism"),
     "models of two saves": ([model(), model(0)], "CheckpointDamaged", "model files of two checkpoints"),
     "optimizers of two saves": (
         [model(), optim(0), optim(0, "bf16_")],
@@ -101,12 +102,24 @@ def test_what_is_not_one_zero_checkpoint_is_named(files, error, what):
 
 
 def test_many_foreign_files_are_one_fault():
-    assert len(listing(*(f"layer_{i:02}-model_states.pt" for i in range(40))).faults) == 1
+    assert len(listing(*(f"layer_{i:02}-slice_00-model_states.pt" for i in range(40))).faults) == 1
 
 
 def test_all_that_is_wrong_is_said():
-    found = listing("layer_00-model_states.pt", model(mp_rank=1), model(0), optim(0), optim(0, "bf16_"))
-    assert [fault.error for fault in found.faults] == [*["UnsupportedLayout"] * 2, *["CheckpointDamaged"] * 2]
+    found = listing("layer_00-slice_00-model_states.pt", model(mp_rank=1), model(0), optim(0), optim(0, "bf16_"))
+    assert [fault.error for fault in found.faults] == ["UnsupportedLayout", *["CheckpointDamaged"] * 2]
+
+
+def test_each_column_of_the_grid_has_its_files():
+    """The number after mp_rank_ is the column's; a layer's file has that of its tensor-parallel rank."""
+    layer = "layer_02-model_01-model_states.pt"
+    found = listing(model(), model(mp_rank=1), optim(0, mp_rank=1), optim(1, mp_rank=1), layer)
+    assert {number: tuple(files) for number, files in found.columns.items()} == {
+        0: ({0: model()}, {}),
+        1: ({0: model(mp_rank=1)}, {0: optim(0, mp_rank=1), 1: optim(1, mp_rank=1)}),
+    }
+    assert (found.column(1).model, found.column(1).optim) == tuple(found.columns[1])
+    assert found.layers == {(2, 1): layer}
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
+from typing import NamedTuple
 
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, damaged, fail, raise_faults
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    Fault,
+    UnsupportedLayout,
+    damaged,
+    fail,
+    raise_faults,
+)
 from ds_reshard.formats.zero.layout import by_key, flat_group, sliced, sub_group, whole
-from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
+from ds_reshard.formats.zero.model_states import ModelStates, positive, read_model_states
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
 from ds_reshard.formats.zero.universal import UniversalStates, read_universal
-from ds_reshard.model.facts import GroupFacts, OptimizerFacts
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar
 from ds_reshard.model.layout import Layout, Placement
 from ds_reshard.model.records import ElementType, TensorRecord
 
 OPTIM, MODEL = "optim", "model"
+Shape = tuple[int, ...]
+
+
+class Row(NamedTuple):
+    """Which of the tensor-parallel ranks of a grid a reader is, and how many there are.
+
+    `ties` are the keys of a PipelineModule's layers that are tied modules, None where no run tells them.
+    """
+
+    size: int = 1
+    rank: int = 0
+    ties: Mapping[int, str] | None = None
+
+
+ALONE = Row()
+
+
+class Grid(NamedTuple):
+    """How many ranks saved a checkpoint, along each axis."""
+
+    dp: int
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    def column(self, stage: int, tp_rank: int) -> int:
+        """The number after `mp_rank_` of a stage's files (`PipelineParallelGrid`, runtime/pipe/topology.py, 0.19.8)."""
+        return stage * self.tp + tp_rank
+
+    def __str__(self) -> str:
+        ep = f", ep={self.ep}" if self.ep > 1 else ""
+        return f"dp={self.dp}, tp={self.tp}, pp={self.pp}{ep}"
+
+
+ONE_RANK = Grid(dp=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridColumn:
+    """Optimizer files whose flat buffers are cut together: shard i of `family` is the file `files[i]`.
+
+    `shapes` are the parameters of the flat buffers that are read from them, by number, under the names that they have
+    in the whole model; `copies` those of which an earlier column has the first copy. `first` is what the first file
+    says.
+    """
+
+    family: str
+    files: tuple[str, ...]
+    shapes: Mapping[int, Mapping[str, Shape]]
+    first: OptimStates
+    copies: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def dp(self) -> int:
+        return len(self.files)
+
+    def placements(self) -> Iterator[Placement]:
+        """Where the tensors of these buffers lie."""
+        for number, shapes in self.shapes.items():
+            partition = self.first.partitions[number]
+            kinds = kinds_of(partition)
+            if self.first.kind == "zero3":
+                found = sub_group(shapes, self.dp, kinds, number=number, family=self.family)
+            else:
+                found = flat_group(shapes, partition.alignment, self.dp, kinds, number=number, family=self.family)
+            for placement in found:
+                copy = self.copies.get(placement.key.name, 0)
+                yield placement._replace(key=placement.key._replace(copy=copy)) if copy else placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +103,10 @@ class ZeroCheckpoint:
 
     Made by one rank from the listing, one model file and one optimizer file; small and picklable.
     `optim` is None when the optimizer was not asked for, or for a stage-0 checkpoint, or where `universal` has what
-    it would. With `masters_in_module` (fp32 training at stage 0) the weights are the masters: both keys name the same
-    bytes, and a reader wants them once. `foreign` says that it was made of a checkpoint of another format.
+    it would. `columns` are where the flat buffers of `optim` lie; under pipeline parallelism `model` and `optim` are
+    what all `stages` say together, and `copies` the tensors of which a file before has a copy. With
+    `masters_in_module` (fp32 training at stage 0) the weights are the masters: both keys name the same bytes, and a
+    reader wants them once. `foreign` says that it was made of a checkpoint of another format.
     """
 
     listing: Listing
@@ -38,6 +117,10 @@ class ZeroCheckpoint:
     masters_in_module: bool = False
     universal: UniversalStates | None = None
     foreign: bool = False
+    grid: Grid = ONE_RANK
+    columns: tuple[GridColumn, ...] = ()
+    stages: tuple[ModelStates, ...] = ()
+    copies: Mapping[str, TensorRecord] = field(default_factory=dict)
 
     @property
     def optimizer_entries(self) -> Mapping[str, object]:
@@ -85,54 +168,123 @@ class ZeroCheckpoint:
         return {0: "none", 3: "zero3"}.get(self.stage, "zero")
 
 
-def open_checkpoint(listing: Listing, *, optimizer: bool) -> ZeroCheckpoint:
+def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row = ALONE) -> ZeroCheckpoint:
     """Read what all shards share. `optimizer=False` leaves the optimizer files unopened below stage 3.
 
-    A universal folder is read likewise: its files below `zero` stand for the optimizer files.
+    A universal folder is read likewise: its files below `zero` stand for the optimizer files. `row` says whose shards
+    are read of tensors that tensor-parallel ranks have divided.
 
     Raises every structural fault that the listing, the first model file and the first optimizer file
     show: missing shards, wrong sizes, unknown layouts.
     """
     subject = f"checkpoint {listing.folder}"
     raise_faults(listing.faults, subject=subject)
-    if 0 not in listing.model:
-        raise_faults(
-            [
-                CheckpointNotFound.fault(
-                    listing.folder,
-                    "holds no DeepSpeed model file",
-                    "mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_model_states.pt",
-                    ", ".join(sorted(listing.nbytes)[:6]) or "no files",
-                    mend="give the folder that save_checkpoint was given, and its tag",
-                )
-            ],
-            subject=subject,
-        )
-    name = listing.model[0]
-    model = read_model_states(listing.path(name), name.removesuffix(".pt"))
-    wanted = optimizer or listing.partitioned_model
-    sharded = wanted and not listing.universal and model.param_shapes is not None
-    faults = list(missing(listing, model.dp, optimizer=sharded))
-    raise_faults(faults, subject=subject)
+    heads = {number: files.model[0] for number, files in listing.columns.items() if 0 in files.model}
+    if not heads:
+        raise_faults([_no_model(listing)], subject=subject)
+    number = row.rank if row.rank in heads else min(heads)
+    model = read_model_states(listing.path(heads[number]), heads[number].removesuffix(".pt"))
+    grid = read_grid(listing, model)
+    sharded = (optimizer or listing.partitioned_model) and not listing.universal and model.param_shapes is not None
+    raise_faults(grid_faults(listing, grid, row, optimizer=sharded), subject=subject)
+    listing = listing.column(row.rank)
+    if grid.pp > 1 or listing.layers:
+        from ds_reshard.formats.zero.pipeline import open_pipeline
+
+        return open_pipeline(listing, grid, row, model, optimizer=sharded)
     optim = universal = facts = None
-    placements = [*_weights(model, listing)]
-    shards = {OPTIM: model.dp, MODEL: model.dp if listing.partitioned_model else 1}
-    if wanted and listing.universal:
+    columns: tuple[GridColumn, ...] = ()
+    placements = [*weights(model, listing)]
+    shards = {MODEL: model.dp if listing.partitioned_model else 1}
+    if (optimizer or listing.partitioned_model) and listing.universal:
         universal = read_universal(listing, model)
         listing = replace(listing, nbytes={**listing.nbytes, **universal.nbytes})
         placements += universal.placements
         shards |= {placement.family: 1 for placement in universal.placements}
         facts = universal.facts
-    elif wanted and model.param_shapes is not None:
+    elif sharded:
         name = listing.optim[0]
         optim = read_optim_states(listing.path(name), name.removesuffix(".pt"))
-        placements += _optimizer(model, optim)
-        facts = _facts(model, optim)
+        raise_faults(unmatched(model, optim), subject="reading a checkpoint")
+        columns = (one_column(listing, model, optim),)
+        facts = facts_of(model.param_shapes or (), optim)
+    for column in columns:
+        placements += column.placements()
+        shards[column.family] = column.dp
+    layout = layout_of(listing, placements, shards)
+    return ZeroCheckpoint(
+        listing=listing,
+        model=model,
+        optim=optim,
+        layout=layout,
+        facts=facts,
+        universal=universal,
+        grid=grid,
+        columns=columns,
+    )
+
+
+def layout_of(listing: Listing, placements: Iterable[Placement], shards: Mapping[str, int]) -> Layout:
     try:
-        layout = Layout(by_key(placements), shards)
+        return Layout(by_key(placements), shards)
     except ValueError as error:
         raise fail(listing.folder, f"declares an impossible layout: {error}", "disjoint tensors", "overlap") from error
-    return ZeroCheckpoint(listing=listing, model=model, optim=optim, layout=layout, facts=facts, universal=universal)
+
+
+def one_column(listing: Listing, model: ModelStates, optim: OptimStates) -> GridColumn:
+    """The optimizer files of a checkpoint without pipeline or expert parallelism."""
+    files = tuple(listing.optim.get(rank, "") for rank in range(model.dp))
+    return GridColumn(family=OPTIM, files=files, shapes=dict(enumerate(model.param_shapes or ())), first=optim)
+
+
+def _no_model(listing: Listing) -> Fault:
+    return CheckpointNotFound.fault(
+        listing.folder,
+        "holds no DeepSpeed model file",
+        "mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_model_states.pt",
+        ", ".join(sorted(listing.nbytes)[:6]) or "no files",
+        mend="give the folder that save_checkpoint was given, and its tag",
+    )
+
+
+def read_grid(listing: Listing, model: ModelStates) -> Grid:
+    """The sizes of the saving run, as its model files say them.
+
+    `checkpoint_parallel_dimensions` is newer than 0.18.9: before it the names of the layers' files tell tp.
+    """
+    columns = positive(model.path, "mp_world_size", model.entries.get("mp_world_size", 1))
+    said = model.entries.get("checkpoint_parallel_dimensions")
+    if isinstance(said, dict):
+        pp, tp = (positive(model.path, name, said.get(name)) for name in ("pp_degree", "tp_degree"))
+    else:
+        tp = len({rank for _, rank in listing.layers}) or columns
+        pp = max(1, columns // tp)
+    if pp * tp != columns:
+        sizes = f"tp={tp}, pp={pp}"
+        raise fail(model.path, "names sizes that do not fit each other", f"{columns} model-parallel ranks", sizes)
+    return Grid(dp=model.dp, tp=tp, pp=pp)
+
+
+def grid_faults(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Iterator[Fault]:
+    """Files that a grid of these sizes has not, or lacks; or that belong to another row than is asked for."""
+    if listing.universal and grid.tp * grid.pp > 1:
+        what, mend = "is a universal checkpoint of tensor- or pipeline-parallel ranks", 'set "load_universal": true'
+        yield UnsupportedLayout.fault(listing.folder, what, "tp=1, pp=1", str(grid), mend=mend)
+    elif grid.tp != row.size:
+        what = "was saved with tensor parallelism of another size" if row.size > 1 else "saved with tensor parallelism"
+        expected = f"tensor-parallel size {row.size}"
+        mend = f"load it in a run with import ds_reshard.auto and tensor-parallel size {grid.tp}"
+        yield UnsupportedLayout.fault(listing.folder, what, expected, str(grid), mend=mend)
+    foreign = sorted(set(listing.columns) - set(range(grid.tp * grid.pp)))
+    if foreign:
+        what, expected = "holds files of another grid", f"mp_rank_00 to mp_rank_{grid.tp * grid.pp - 1:02d} ({grid})"
+        found = f"mp_rank_{foreign[0]:02d}"
+        yield CheckpointDamaged.fault(
+            listing.folder, what, expected, found, mend="move the files of the other save out of the folder"
+        )
+    for number in range(grid.tp * grid.pp):
+        of = f" of mp_rank_{number:02d}" if grid.tp * grid.pp > 1 else ""
+        yield from missing(listing.column(number), grid.dp, optimizer=optimizer, of=of)
 
 
 def saved_sizes(listing: Listing) -> tuple[int, int] | None:
@@ -150,8 +302,8 @@ def saved_sizes(listing: Listing) -> tuple[int, int] | None:
     return (numbers[0], numbers[1]) if len(numbers) == 2 else None
 
 
-def missing(listing: Listing, dp: int, *, optimizer: bool) -> Iterator[Fault]:
-    """Files that a checkpoint of so many ranks must have and the folder does not, or has empty."""
+def missing(listing: Listing, dp: int, *, optimizer: bool, of: str = "") -> Iterator[Fault]:
+    """Files that a column of so many ranks must have and the folder does not, or has empty."""
     families = [(listing.model, "model_states", dp if listing.partitioned_model else 1)]
     if optimizer:
         families.append((listing.optim, "optim_states", dp))
@@ -160,7 +312,7 @@ def missing(listing: Listing, dp: int, *, optimizer: bool) -> Iterator[Fault]:
         if absent:
             yield CheckpointDamaged.fault(
                 listing.folder,
-                f"{what} files of data-parallel ranks {_ranges(absent)} are missing",
+                f"{what} files{of} of data-parallel ranks {_ranges(absent)} are missing",
                 f"{count} files (the saving run had dp={dp})",
                 f"{count - len(absent)}",
                 mend="restore the missing files, or load another tag"
@@ -183,7 +335,7 @@ def is_placeholder(tensor: TensorRecord, shape: tuple[int, ...]) -> bool:
     return tensor.numel == 0 and prod(shape) != 0
 
 
-def _weights(model: ModelStates, listing: Listing) -> Iterator[Placement]:
+def weights(model: ModelStates, listing: Listing) -> Iterator[Placement]:
     trainable = model.trainable
     for name, tensor in model.module.items():
         shape = trainable.get(name) or model.frozen_shapes.get(name) or tensor.shape
@@ -214,18 +366,8 @@ def unmatched(model: ModelStates, optim: OptimStates) -> list[Fault]:
     return []
 
 
-def _optimizer(model: ModelStates, optim: OptimStates) -> Iterator[Placement]:
-    raise_faults(unmatched(model, optim), subject="reading a checkpoint")
-    for number, (shapes, partition) in enumerate(zip(model.param_shapes or (), optim.partitions, strict=True)):
-        kinds = kinds_of(partition)
-        if optim.kind == "zero3":
-            yield from sub_group(shapes, model.dp, kinds, number=number, family=OPTIM)
-        else:
-            yield from flat_group(shapes, partition.alignment, model.dp, kinds, number=number, family=OPTIM)
-
-
-def _facts(model: ModelStates, optim: OptimStates) -> OptimizerFacts:
-    shapes = model.param_shapes or ()
+def facts_of(shapes: Sequence[Mapping[str, Shape]], optim: OptimStates) -> OptimizerFacts:
+    """What the optimizer keeps beside tensors; of a parameter in several buffers, what the first has."""
     groups = tuple(
         GroupFacts(
             members=tuple(name for i in members for name in shapes[i]),
@@ -233,7 +375,8 @@ def _facts(model: ModelStates, optim: OptimStates) -> OptimizerFacts:
         )
         for g, members in enumerate(optim.members)
     )
-    scalars = {
-        name: partition.scalars for group, partition in zip(shapes, optim.partitions, strict=True) for name in group
-    }
+    scalars: dict[str, Mapping[str, Scalar]] = {}
+    for group, partition in zip(shapes, optim.partitions, strict=True):
+        for name in group:
+            scalars.setdefault(name, partition.scalars)
     return OptimizerFacts(groups=groups, scalars=scalars)

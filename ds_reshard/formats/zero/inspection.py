@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ds_reshard.containers.plain import Scalars, plain, read_scalars, single_elements
 from ds_reshard.errors import Fault, ReshardError, damaged
-from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, missing, open_checkpoint, unmatched
+from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, missing, one_column, open_checkpoint, unmatched
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
@@ -62,7 +62,9 @@ def survey(listing: Listing) -> Survey:
         model, optim = look.first(listing.model, read_model_states), look.first(listing.optim, read_optim_states)
         return look.done(model, optim)
     checkpoint = look.whole()
-    if checkpoint is not None:
+    if any(fault.error == "UnsupportedLayout" for fault in look.faults):
+        model, optim = look.first(listing.model, read_model_states), look.first(listing.optim, read_optim_states)
+    elif checkpoint is not None:
         model, optim = checkpoint.model, checkpoint.optim
         look.open_shards(checkpoint)
         if checkpoint.universal is not None:
@@ -134,8 +136,14 @@ class _Look:
         placed = model is not None and self.matching(model, optim)
         if model is not None:
             # The shards are checked against the model file and the first of them; no tensor is placed.
+            columns = (one_column(listing, model, optim),) if placed and optim is not None else ()
             checkpoint = ZeroCheckpoint(
-                listing=listing, model=model, optim=optim if placed else None, layout=Layout({}, {}), facts=None
+                listing=listing,
+                model=model,
+                optim=optim if placed else None,
+                layout=Layout({}, {}),
+                facts=None,
+                columns=columns,
             )
             self.open_shards(checkpoint)
         if optim is not None and not placed:
@@ -155,10 +163,11 @@ class _Look:
     def open_shards(self, checkpoint: ZeroCheckpoint) -> None:
         """Open every shard of the checkpoint, and compare what they say and hold."""
         shards = ZeroShards(checkpoint=checkpoint)
-        optim = self.listing.optim if checkpoint.optim is not None else {}
-        for family, files in ((MODEL, self.listing.model), (OPTIM, optim)):
+        of_model = {rank: name for rank, name in self.listing.model.items() if rank < checkpoint.dp}
+        families = {column.family: dict(enumerate(column.files)) for column in checkpoint.columns}
+        for family, files in {MODEL: of_model, **families}.items():
             for rank in sorted(files):
-                if files[rank] in self.unreadable or rank >= checkpoint.dp:
+                if files[rank] in {"", *self.unreadable}:
                     continue
                 try:
                     shards.buffers(family, rank)

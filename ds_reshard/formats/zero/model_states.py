@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_reshard.containers.torch_zip import check_root, open_archive
-from ds_reshard.errors import UnsupportedLayout, damaged, fail, raise_faults
+from ds_reshard.errors import damaged, fail, raise_faults
 from ds_reshard.model.facts import describe, text_of
 from ds_reshard.model.records import TensorRecord
 
@@ -69,17 +69,6 @@ def read_model_states(path: str, stem: str) -> ModelStates:
     module = top.get("module") or {}
     if not isinstance(module, dict):
         faults.append(damaged(path, "entry 'module' is not a state dict", "a dict", type(module).__name__))
-    mp = top.get("mp_world_size", 1)
-    if mp != 1:
-        faults.append(
-            UnsupportedLayout.fault(
-                path,
-                "saved with model parallelism",
-                "mp_world_size 1",
-                f"{mp}",
-                mend="load it at the tensor- and data-parallel sizes it was saved with",
-            )
-        )
     raise_faults(faults, subject="reading a checkpoint")
     assert isinstance(module, dict)
     return ModelStates(

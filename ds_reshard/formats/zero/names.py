@@ -10,22 +10,26 @@ import glob
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple, TypeVar
 
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout
+
+Place = TypeVar("Place", int, tuple[int, int])
 
 _MODEL = re.compile(r"mp_rank_([0-9]+)_model_states\.pt")
 _MODEL_ZERO3 = re.compile(r"zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_model_states\.pt")
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_?optim_states\.pt")
+_LAYER = re.compile(r"layer_([0-9]+)(?:-model_([0-9]+))?-model_states\.pt")
 _MODEL_AS_FOUND = re.compile(r"(zero_pp_rank_.*_)?mp_rank_.*_model_states\.pt", re.DOTALL)
 """What `glob` finds for DeepSpeed, which looks for model files by pattern (`_get_all_ckpt_names`)."""
 _OTHER_SAVE = "move the one that does not belong to this save out of the folder"
 _FOREIGN: tuple[tuple[re.Pattern[str], str, str], ...] = (
     (
         re.compile(r"layer_\d+-.*model_states\.pt"),
-        "a PipelineModule checkpoint (one file per layer)",
-        "load it with the pipeline layout it was saved with",
+        "a PipelineModule checkpoint on a grid with axes of its own (file names of layers)",
+        "save it with PipeDataParallelTopology or PipeModelDataParallelTopology",
     ),
     (
         re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_.*optim_states\.pt"),
@@ -35,11 +39,20 @@ _FOREIGN: tuple[tuple[re.Pattern[str], str, str], ...] = (
 )
 
 
+class Files(NamedTuple):
+    """The files of one column of the grid, by data-parallel rank."""
+
+    model: dict[int, str]
+    optim: dict[int, str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
     """The files of one tag folder, sorted into what ZeRO calls them; sizes in bytes.
 
-    `model` is keyed by data-parallel rank (0 alone below stage 3), `optim` likewise.
+    `model` is keyed by data-parallel rank (0 alone below stage 3), `optim` likewise: those of one column of the grid of
+    tensor- and pipeline-parallel ranks, the first until another is taken. `columns` has them of all, by the number
+    after `mp_rank_`, and `layers` the files of a PipelineModule, by layer and tensor-parallel rank.
     """
 
     folder: str
@@ -51,6 +64,13 @@ class Listing:
     nvme: bool = False
     universal: bool = False
     faults: tuple[Fault, ...] = ()
+    columns: dict[int, Files] = field(default_factory=dict)
+    layers: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def column(self, number: int) -> Listing:
+        """The same folder, seen from another column of the grid."""
+        files = self.columns.get(number, Files({}, {}))
+        return replace(self, model=files.model, optim=files.optim)
 
     @property
     def tag(self) -> str:
@@ -64,55 +84,53 @@ class Listing:
 def read_listing(folder: str, files: Mapping[str, int], subfolders: frozenset[str] = frozenset()) -> Listing:
     """Sort the files (name to bytes) of a tag folder; what cannot be read as one checkpoint is a fault."""
     faults = stray_files(folder, [*files, *subfolders])
-    whole: dict[int, str] = {}
-    partitioned: dict[int, str] = {}
-    optim: dict[str, dict[int, str]] = {}
-    tensor_ranks: set[int] = set()
+    whole: dict[int, dict[int, str]] = {}
+    partitioned: dict[int, dict[int, str]] = {}
+    optim: dict[str, dict[int, dict[int, str]]] = {}
+    layers: dict[tuple[int, int], str] = {}
     for name in sorted(files):
         if match := _MODEL_ZERO3.fullmatch(name):
-            tensor_ranks.add(int(match[2]))
-            if not int(match[2]):
-                faults.extend(_taken(folder, partitioned, int(match[1]), name))
-                partitioned[int(match[1])] = name
+            faults.extend(_taken(folder, partitioned.setdefault(int(match[2]), {}), int(match[1]), name))
         elif match := _MODEL.fullmatch(name):
-            faults.extend(_taken(folder, whole, int(match[1]), name))
-            whole[int(match[1])] = name
-            tensor_ranks.add(int(match[1]))
+            faults.extend(_taken(folder, whole.setdefault(int(match[1]), {}), 0, name))
         elif match := _OPTIM.fullmatch(name):
-            shards = optim.setdefault(match[1] or "", {})
-            tensor_ranks.add(int(match[3]))
-            if not int(match[3]):
-                faults.extend(_taken(folder, shards, int(match[2]), name))
-                shards[int(match[2])] = name
+            column = optim.setdefault(match[1] or "", {}).setdefault(int(match[3]), {})
+            faults.extend(_taken(folder, column, int(match[2]), name))
+        elif match := _LAYER.fullmatch(name):
+            faults.extend(_taken(folder, layers, (int(match[1]), int(match[2] or 0)), name))
         else:
             faults.extend(_foreign(folder, name))
-    if tensor_ranks - {0}:
-        found = f"files of tensor-parallel ranks {sorted(tensor_ranks)}"
-        what, mend = "saved with tensor parallelism", "load it at the tensor- and data-parallel sizes it was saved with"
-        faults.append(UnsupportedLayout.fault(folder, what, "tensor-parallel size 1", found, mend=mend))
     prefix, shards = next(iter(optim.items())) if optim else ("", {})
     universal = "zero" in subfolders and not shards
     if universal and whole:
         partitioned = {}  # `ds-reshard convert` writes one beside it, without weights, for the loader of stage 3
     faults.extend(_two_checkpoints(folder, whole, partitioned, optim))
+    models = partitioned or whole
+    columns = {number: Files(models.get(number, {}), shards.get(number, {})) for number in sorted({*models, *shards})}
     return Listing(
         folder=folder,
         nbytes=dict(files),
-        model=partitioned or {rank: name for rank, name in whole.items() if rank == 0},
-        optim=shards,
         partitioned_model=bool(partitioned),
         optim_prefix=prefix,
         nvme="offloaded_tensors" in subfolders,
         universal=universal,
         faults=tuple(dict.fromkeys(faults)),
-    )
+        columns=columns,
+        layers=layers,
+    ).column(0)
+
+
+def column_of(name: str) -> int:
+    """The column of the grid that a model or optimizer file belongs to; -1 of others."""
+    match = re.search(r"mp_rank_([0-9]+)", name)
+    return int(match[1]) if match else -1
 
 
 def stray_files(folder: str, names: Iterable[str], listed: Collection[str] | None = None) -> list[Fault]:
     """Names that DeepSpeed may open as a shard, and no save gives; with `listed`, also those that are not in it."""
     faults = []
     for name in sorted(names):
-        own = any(pattern.fullmatch(name) for pattern in (_MODEL, _MODEL_ZERO3, _OPTIM))
+        own = any(pattern.fullmatch(name) for pattern in (_MODEL, _MODEL_ZERO3, _OPTIM, _LAYER))
         if (own and listed is not None and name not in listed) or (not own and _MODEL_AS_FOUND.fullmatch(name)):
             what = "holds a file that DeepSpeed would take for one of this save"
             expected = "names as DeepSpeed gives them, such as mp_rank_00_model_states.pt"
@@ -129,10 +147,12 @@ def pattern_in_path(load_dir: str, tag: str) -> list[Fault]:
     return [fault] if glob.escape(path) != path else []
 
 
-def _taken(folder: str, files: Mapping[int, str], rank: int, name: str) -> Iterator[Fault]:
-    if rank in files:
-        what = f"holds two files of rank {rank}"
-        yield CheckpointDamaged.fault(folder, what, files[rank], f"{name} as well", mend=_OTHER_SAVE)
+def _taken(folder: str, files: dict[Place, str], place: Place, name: str) -> Iterator[Fault]:
+    """Enter a file; a fault where another has its place."""
+    if place in files:
+        what = f"holds two files of rank {place}" if isinstance(place, int) else f"holds two files of layer {place[0]}"
+        yield CheckpointDamaged.fault(folder, what, files[place], f"{name} as well", mend=_OTHER_SAVE)
+    files[place] = name
 
 
 def _foreign(folder: str, name: str) -> list[Fault]:
@@ -142,7 +162,7 @@ def _foreign(folder: str, name: str) -> list[Fault]:
 
 
 def _two_checkpoints(
-    folder: str, whole: Mapping[int, str], partitioned: Mapping[int, str], optim: Mapping[str, Mapping[int, str]]
+    folder: str, whole: Mapping[int, object], partitioned: Mapping[int, object], optim: Mapping[str, object]
 ) -> Iterator[Fault]:
     mend = "move the files of the older run out of the folder, or load another tag"
     wrong = partial(CheckpointDamaged.fault, folder, mend=mend)

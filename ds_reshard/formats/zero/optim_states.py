@@ -49,7 +49,8 @@ class OptimStates:
     """What one optimizer file says.
 
     `kind` is "zero" (stages 1 and 2), "bf16" (BF16_Optimizer) or "zero3"; `groups` the hyper-parameters
-    per param group (None when elastic); `members` the partitions of each param group.
+    per param group (None when elastic); `members` the partitions of each param group. `counts` are the ranks that share
+    each flat buffer: fewer than `partition_count` where its parameters are experts.
     """
 
     path: str
@@ -57,6 +58,7 @@ class OptimStates:
     stage: int
     elastic: bool
     partition_count: int
+    counts: tuple[int, ...]
     partitions: tuple[Partition, ...]
     groups: tuple[Mapping[str, object], ...] | None
     members: tuple[tuple[int, ...], ...]
@@ -69,7 +71,7 @@ class OptimStates:
         said = {
             "ZeRO stage": str(self.stage),
             "optimizer wrapper": self.kind,
-            "partition count": str(self.partition_count),
+            "partition count": str(self.counts),
             "DeepSpeed version": self.version,
             "saved DeepSpeed config": canonical(_compared(self.config)),
             "elastic": str(self.elastic),
@@ -123,14 +125,17 @@ def _flat_groups(
         padded = tensor.numel + paddings[g] if kind == "zero" else tensor.numel
         alignment = _alignment(path, alignments, g)
         partitions.append(_partition(path, archive, g, tensor, states.get(g, {}), padded, alignment))
-    counts = entries.get("partition_count")
-    count = counts[0] if isinstance(counts, list) and counts else counts
+    said = entries.get("partition_count")
+    counts = [positive(path, "partition_count", n) for n in (said if isinstance(said, list) else [said] * len(fp32))]
+    if len(counts) != len(fp32):
+        raise fail(path, "entry 'partition_count' is malformed", f"{len(fp32)} numbers", f"{len(counts)}")
     return OptimStates(
         path=path,
         kind=kind,
         stage=read_stage(path, entries.get("zero_stage")) if kind == "zero" else 1,
         elastic=elastic,
-        partition_count=positive(path, "partition_count", count),
+        partition_count=max(counts),
+        counts=tuple(counts),
         partitions=tuple(partitions),
         groups=groups,
         members=members,
@@ -150,12 +155,14 @@ def sub_groups(
     partitions = tuple(
         _partition(path, archive, i, tensor, states.get(i, {}), tensor.numel, None) for i, tensor in enumerate(fp32)
     )
+    count = positive(path, "partition_count", entries.get("partition_count"))
     return OptimStates(
         path=path,
         kind="zero3",
         stage=3,
         elastic=False,
-        partition_count=positive(path, "partition_count", entries.get("partition_count")),
+        partition_count=count,
+        counts=(count,) * len(fp32),
         partitions=partitions,
         groups=groups,
         members=members,

@@ -10,10 +10,11 @@ from math import prod
 
 from ds_reshard.containers.crc import repeated
 from ds_reshard.errors import CheckpointDamaged, Fault, damaged, fail, raise_faults
-from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, kinds_of
+from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, GridColumn, Shape, ZeroCheckpoint, kinds_of
 from ds_reshard.formats.zero.layout import flat_numel, partition_numel, sub_group_numel
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
-from ds_reshard.formats.zero.optim_states import STATE, OptimStates, Partition, read_optim_states
+from ds_reshard.formats.zero.names import column_of
+from ds_reshard.formats.zero.optim_states import STATE, OptimStates, read_optim_states
 from ds_reshard.formats.zero.universal import BUFFER, check_tensor, read_state
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.index import Extent, Record, extent_of, extents_overlap
@@ -28,21 +29,40 @@ def compare_signatures(signatures: Mapping[str, Mapping[str, str]], folder: str,
     which only a load under another layout has to refuse.
     """
     faults = []
-    families: dict[str, list[str]] = {}
+    families: dict[str, list[tuple[str, Mapping[str, str]]]] = {}
     for name in sorted(signatures):
-        families.setdefault(OPTIM if name.endswith("optim_states.pt") else MODEL, []).append(name)
-    for names in families.values():
-        first = signatures[names[0]]
-        for name in names[1:]:
-            for key in sorted({*first, *signatures[name]}):
-                if key.startswith(STATE) and not states:
-                    continue
-                one, other = first.get(key, "absent"), signatures[name].get(key, "absent")
+        for family, said in said_alike(name, signatures[name], states=states).items():
+            families.setdefault(family, []).append((name, said))
+    columns = {column_of(name) for name in signatures}
+    firsts = {name for members in families.values() for name, _ in members[:1]}
+    for family, ((first_name, first), *others) in families.items():
+        across = family in (MODEL, OPTIM)
+        if across and len(columns) == 1:
+            continue
+        for name, said in others:
+            if across and name not in firsts:
+                continue  # compared with the first of its column
+            for key in sorted({*first, *said}):
+                one, other = first.get(key, "absent"), said.get(key, "absent")
                 if one != other:
-                    what = f"is of another step or run than {names[0]}: {key} differs"
+                    what = f"is of another step or run than {first_name}: {key} differs"
                     mend = "restore all files of one save, or load another tag"
                     faults.append(CheckpointDamaged.fault(f"{folder}/{name}", what, one, other, mend=mend))
     return faults
+
+
+_OF_GRID: tuple[str, ...]
+_OF_GRID = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "DeepSpeed version", "sizes")
+_OF_GRID += ("ZeRO stage", "optimizer wrapper", "saved DeepSpeed config", "elastic", "step of partition 0")
+"""What the files of all columns of a grid say alike; the rest is said alike in a column."""
+
+
+def said_alike(name: str, said: Mapping[str, str], *, states: bool) -> dict[str, Mapping[str, str]]:
+    """What a shard says, by the family of files that say it alike: those of its column, and those of all columns."""
+    kind = OPTIM if name.endswith("optim_states.pt") else MODEL
+    of_column = {key: text for key, text in said.items() if states or not key.startswith(STATE)}
+    of_grid = {key: text for key, text in said.items() if key in _OF_GRID}
+    return {f"{kind} {column_of(name)}": of_column, kind: of_grid}
 
 
 def abridged(said: Mapping[str, str]) -> dict[str, str]:
@@ -58,21 +78,22 @@ def compare_prints(prints: Mapping[str, Sequence[tuple[int, int | None]]], folde
     """Faults where two optimizer shards hold the same bytes: one was copied over the other.
 
     Partitions of constant values (zero moments, unit weights) may truly be equal: a shard counts as a
-    copy only when all its buffers equal another's and at least two of them are not all zeros.
+    copy only when all its buffers equal those of another of its column and at least two of them are not all zeros.
     """
-    seen: dict[tuple[tuple[int, int | None], ...], str] = {}
+    seen: dict[tuple[object, ...], str] = {}
     faults = []
     for name in sorted(prints):
         marks = tuple(prints[name])
         telling = [crc for nbytes, crc in marks if crc is not None and crc != repeated(b"\0", nbytes)]
         if len(telling) < 2:
             continue
-        if marks in seen:
-            what = f"holds the same bytes as {seen[marks]}: one shard was copied over another"
+        if (column_of(name), marks) in seen:
+            twin = seen[column_of(name), marks]
+            what = f"holds the same bytes as {twin}: one shard was copied over another"
             said = ("different partitions", "identical checksums in every buffer")
             mend = "restore the shard, or load another tag"
             faults.append(CheckpointDamaged.fault(f"{folder}/{name}", what, *said, mend=mend))
-        seen.setdefault(marks, name)
+        seen.setdefault((column_of(name), marks), name)
     return faults
 
 
@@ -95,8 +116,11 @@ class ZeroShards:
 
         A file of a universal checkpoint is a family of one shard with one buffer.
         """
-        if family in (MODEL, OPTIM):
-            return self._model(shard) if family == MODEL else self._optim(shard)
+        if family == MODEL:
+            return self._model(shard)
+        column = next((one for one in self.checkpoint.columns if one.family == family), None)
+        if column is not None:
+            return self._optim(column, shard)
         (placement,) = self.checkpoint.layout.in_buffer(family, BUFFER)
         path = self.checkpoint.listing.path(family)
         if not placement.numel:  # ds_to_universal writes no file of what has no elements
@@ -129,59 +153,64 @@ class ZeroShards:
                 found = "nothing" if fragment is None else f"{fragment.numel}"
                 raise fail(model.path, f"frozen parameter {key!r} has the wrong share", f"{expected} elements", found)
             extents[f"frozen/{key}"] = extent_of(fragment)
+        extents |= {buffer: extent_of(tensor) for buffer, tensor in checkpoint.copies.items() if tensor.contiguous}
         return {**extents, **self.stage0}
 
-    def _optim(self, shard: int) -> Mapping[str, Extent]:
-        checkpoint, first = self.checkpoint, self.checkpoint.optim
-        assert first is not None, "optimizer shards are wanted only where there are some"
-        name = checkpoint.listing.optim[shard]
-        optim = first if shard == 0 else read_optim_states(checkpoint.listing.path(name), name.removesuffix(".pt"))
+    def _optim(self, column: GridColumn, shard: int) -> Mapping[str, Extent]:
+        checkpoint, first, name = self.checkpoint, column.first, column.files[shard]
+        path = checkpoint.listing.path(name)
+        optim = first if path == first.path else read_optim_states(path, name.removesuffix(".pt"))
         self.signatures[name] = abridged(optim.signature())
         faults: list[Fault] = []
         wrong = partial(damaged, optim.path)
-        if optim.partition_count != checkpoint.dp:
+        counts = {optim.counts[number] for number in column.shapes if number < len(optim.counts)}
+        if counts - {column.dp}:
             what = "was saved with another data-parallel size than the model file"
-            faults.append(wrong(what, f"{checkpoint.dp}", f"{optim.partition_count}"))
+            faults.append(wrong(what, f"{column.dp}", f"{max(counts - {column.dp})}"))
         said = [f"{states.kind}, {len(states.partitions)} buffers" for states in (first, optim)]
         if said[0] != said[1]:
             faults.append(wrong("is of another optimizer layout than the first shard", *said))
         raise_faults(faults, subject=f"checkpoint {checkpoint.listing.folder}")
         extents: dict[str, Extent] = {}
-        for number, partition in enumerate(optim.partitions):
-            faults += self._sizes(optim, shard, number, partition)
+        for number, shapes in column.shapes.items():
+            partition = optim.partitions[number]
+            faults += _sizes(column, optim, shapes, shard, number)
             extents[f"fp32/{number}"] = extent_of(partition.fp32)
             extents |= {f"{kind}/{number}": extent_of(state) for kind, state in partition.states.items()}
         for one, other in extents_overlap(extents):
             faults.append(wrong(f"buffers {one} and {other} share bytes", "disjoint buffers", "overlap"))
         raise_faults(faults, subject=f"checkpoint {checkpoint.listing.folder}")
-        self.prints[name] = tuple((e.record.nbytes, e.record.crc32) for e in extents.values() if e.numel)
+        marks = tuple((e.record.nbytes, e.record.crc32) for e in extents.values() if e.numel)
+        self.prints[name] = (*self.prints.get(name, ()), *marks)
         return extents
 
-    def _sizes(self, optim: OptimStates, shard: int, number: int, partition: Partition) -> Iterator[Fault]:
-        """Whether a partition has exactly the elements that the layout gives it."""
-        checkpoint = self.checkpoint
-        assert checkpoint.optim is not None
-        shapes = (checkpoint.model.param_shapes or ())[number]
-        first, wrong = checkpoint.optim.partitions[number], partial(damaged, optim.path)
-        if kinds_of(partition) != kinds_of(first):
-            names = [", ".join(sorted(kinds_of(one))) for one in (first, partition)]
-            yield wrong(f"partition {number} holds other states than the first shard", *names)
-        if (partition.alignment or ()) != (first.alignment or ()):
-            yield wrong(f"partition {number} has other alignment gaps than the first shard", "the same gaps", "others")
-            return
-        if optim.kind == "zero3":
-            padded = used = sub_group_numel(shapes, checkpoint.dp)
-        else:
-            total = flat_numel(shapes, partition.alignment)
-            padded = partition_numel(total, checkpoint.dp)
-            used = min(padded, max(0, total - shard * padded))
-        allowed = {"zero": {used}, "bf16": {padded}, "zero3": {padded}}[optim.kind]
-        if partition.fp32.numel not in allowed:
-            expected = f"{min(allowed)} elements"
-            yield wrong(f"fp32 partition {number} has the wrong size", expected, f"{partition.fp32.numel}")
-        for kind, state in partition.states.items():
-            if state.numel not in (padded, used):
-                yield wrong(f"{kind} partition {number} has the wrong size", f"{padded} elements", f"{state.numel}")
+
+def _sizes(
+    column: GridColumn, optim: OptimStates, shapes: Mapping[str, Shape], shard: int, number: int
+) -> Iterator[Fault]:
+    """Whether a partition has exactly the elements that the layout gives it."""
+    partition, first = optim.partitions[number], column.first.partitions[number]
+    wrong = partial(damaged, optim.path)
+    if kinds_of(partition) != kinds_of(first):
+        names = [", ".join(sorted(kinds_of(one))) for one in (first, partition)]
+        yield wrong(f"partition {number} holds other states than the first shard", *names)
+    if (partition.alignment or ()) != (first.alignment or ()):
+        yield wrong(f"partition {number} has other alignment gaps than the first shard", "the same gaps", "others")
+        return
+    if optim.kind == "zero3":
+        padded = used = sub_group_numel(shapes, column.dp)
+    else:
+        total = flat_numel(shapes, partition.alignment)
+        padded = partition_numel(total, column.dp)
+        used = min(padded, max(0, total - shard * padded))
+    allowed = {"zero": {used}, "bf16": {padded}, "zero3": {padded}}[optim.kind]
+    if partition.fp32.numel not in allowed:
+        yield wrong(
+            f"fp32 partition {number} has the wrong size", f"{min(allowed)} elements", f"{partition.fp32.numel}"
+        )
+    for kind, state in partition.states.items():
+        if state.numel not in (padded, used):
+            yield wrong(f"{kind} partition {number} has the wrong size", f"{padded} elements", f"{state.numel}")
 
 
 def model_signature(model: ModelStates) -> dict[str, str]:
@@ -190,4 +219,5 @@ def model_signature(model: ModelStates) -> dict[str, str]:
     return {key: canonical(model.entries[key]) for key in keys if key in model.entries} | {
         "DeepSpeed version": model.version,
         "param_shapes": str(model.param_shapes),
+        "sizes": canonical([model.entries.get(key) for key in ("mp_world_size", "checkpoint_parallel_dimensions")]),
     }

@@ -12,7 +12,7 @@ from pathlib import Path
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, in_force
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointNotFound, Fault, ReshardError, UnsupportedLayout, as_faults, raise_faults
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint, saved_sizes
+from ds_reshard.formats.zero.checkpoint import ALONE, Row, ZeroCheckpoint, open_checkpoint, saved_sizes
 from ds_reshard.formats.zero.content import optimizer_faults, read_as_zero
 from ds_reshard.formats.zero.model_states import read_entries
 from ds_reshard.formats.zero.names import Listing, read_listing
@@ -45,7 +45,8 @@ class Found:
     it, so that loading it is no resume. `aside` is what a resume policy needs of files that are not read here.
 
     With a `listing` the checkpoint is not told: every rank reads the same two files, and `prints` says what rank 0
-    read. `same` is False on a rank that has read anything else, and is then told all of it.
+    read. `same` is False on a rank that has read anything else, and is then told all of it. `row` is the
+    tensor-parallel rank whose shards `checkpoint` is of: ranks of other rows read those of their own.
     """
 
     tag: str = ""
@@ -58,6 +59,7 @@ class Found:
     listing: Listing | None = None
     prints: tuple[bytes, ...] = ()
     same: bool = True
+    row: int = 0
 
     def told(self) -> Found:
         """What is told where all goes well: nothing in it grows with the model."""
@@ -114,7 +116,9 @@ def tag_files(*, universal: bool) -> tuple[str, ...]:
 
 
 @uncollected()
-def look(load_dir: str, tag: object, *, optimizer: bool, universal: bool, names: str | None = None) -> Found:
+def look(
+    load_dir: str, tag: object, *, optimizer: bool, universal: bool, names: str | None = None, row: Row = ALONE
+) -> Found:
     """Rank 0: resolve the tag, list the folder, read what all shards share. Never raises.
 
     A folder of another format is taken as DeepSpeed would have saved what it holds, its parameters renamed as the file
@@ -132,36 +136,44 @@ def look(load_dir: str, tag: object, *, optimizer: bool, universal: bool, names:
         if not folder.is_dir():
             return Found(faults=(_no_tag(load_dir, str(tag)),))
         listing = _listed(folder)
-        checkpoint = open_checkpoint(listing, optimizer=optimizer)
+        checkpoint = open_checkpoint(listing, optimizer=optimizer, row=row)
         if listing.universal:  # made of as many files as there are tensors: one rank reads them
             return Found(tag=str(tag), checkpoint=checkpoint, universal=True)
-        return Found(tag=str(tag), checkpoint=checkpoint, listing=listing, prints=_prints(checkpoint))
+        prints = _prints(checkpoint)
+        return Found(tag=str(tag), checkpoint=checkpoint, listing=listing, prints=prints, row=row.rank)
     except Exception as error:
         faults, seen = tuple(as_faults(error, where=f"rank {rank()}")), listing is not None and listing.universal
         return Found(tag=str(tag), faults=faults, sizes=_sizes(listing), universal=seen)
 
 
 @uncollected()
-def look_too(found: Found, *, optimizer: bool) -> Found:
-    """Every other rank: read what rank 0 has read, by its listing. Never raises.
+def look_too(found: Found, *, optimizer: bool, row: Row = ALONE) -> Found:
+    """Every other rank: read what rank 0 has read, by its listing, or the same of its own row. Never raises.
 
-    What goes wrong here is not told from here: rank 0 then tells what it has read, and this rank's own shards are
-    checked against that.
+    What goes wrong in rank 0's row is not told from here: rank 0 then tells what it has read, and this rank's own
+    shards are checked against that.
     """
     if found.listing is None:
         return found
     try:
-        checkpoint = open_checkpoint(found.listing, optimizer=optimizer)
-        same = _prints(checkpoint) == found.prints
-    except Exception:
+        checkpoint = open_checkpoint(found.listing, optimizer=optimizer, row=row)
+        prints = _prints(checkpoint)
+    except Exception as error:
+        if row.rank != found.row:
+            return replace(found, row=row.rank, faults=tuple(as_faults(error, where=f"rank {rank()}")))
         return replace(found, same=False)
-    return replace(found, checkpoint=checkpoint, same=same)
+    same = row.rank != found.row or prints == found.prints
+    return replace(found, checkpoint=checkpoint, same=same, prints=prints, row=row.rank)
 
 
 def _prints(checkpoint: ZeroCheckpoint) -> tuple[bytes, ...]:
     """A digest of each file that was read: its pickle, and the place, size and checksum of all that it holds."""
-    paths = [checkpoint.model.path, *([checkpoint.optim.path] if checkpoint.optim is not None else [])]
-    return tuple(map(_print, paths))
+    files = [stage.path for stage in checkpoint.stages] or [checkpoint.model.path]
+    files += [column.first.path for column in checkpoint.columns]
+    if checkpoint.stages:
+        layers = (name for (_, rank), name in sorted(checkpoint.listing.layers.items()))
+        files += map(checkpoint.listing.path, layers)
+    return tuple(map(_print, files))
 
 
 def _print(path: str) -> bytes:

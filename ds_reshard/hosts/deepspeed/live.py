@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.errors import EngineUnusable, Fault, UnsupportedLayout
 from ds_reshard.formats.zero.layout import flat_numel, partition_numel, sub_group_numel
+from ds_reshard.hosts.deepspeed.grid import live_grid
 
 if TYPE_CHECKING:
     import torch
@@ -93,13 +94,12 @@ def unsupported(engine: DeepSpeedEngine) -> list[str]:
     """What this engine uses that a load under another layout cannot handle; names for the refusal."""
     optimizer = getattr(engine, "optimizer", None)
     wrapper = type(optimizer).__name__
-    module = getattr(engine, "module", None)
     stage = engine.zero_optimization_stage()
     base = type(getattr(optimizer, "optimizer", optimizer)).__name__
-    autotp = getattr(engine, "autotp_size", lambda: 0)
+    grid, columns = live_grid(engine), int(getattr(engine, "mp_world_size", 1))
+    apart = columns > 1 and (grid.row.size * grid.pp, grid.column) != (columns, int(engine.checkpoint_mp_rank))
     found = {
-        "tensor parallelism": getattr(engine, "mp_world_size", 1) > 1 or autotp() > 1,
-        "PipelineModule": any(cls.__name__ == "PipelineModule" for cls in type(module).__mro__),
+        "model-parallel ranks in another order than stage by stage": apart,
         "mixture of experts": bool(getattr(engine, "has_moe_layers", False)),
         "NVMe offload": _nvme(engine),
         "ZenFlow": bool(getattr(optimizer, "zenflow", False)) or bool(getattr(engine, "zenflow", False)),
@@ -142,7 +142,8 @@ def live_optimizer(engine: DeepSpeedEngine) -> LiveOptimizer | None:
     if kind in ("none", "offload"):
         return None
     optimizer, names = engine.optimizer, engine.param_names
-    stage = int(engine.zero_optimization_stage())
+    # a PipelineModule's BF16_Optimizer divides its masters at stage 0 too (`_configure_bf16_optimizer`, engine.py)
+    stage = int(engine.zero_optimization_stage()) or int(kind == "bf16")
     readers = {"zero": _zero, "bf16": _bf16, "zero3": _zero3, "fused": _fused, "unfused": _unfused, "torch": _torch}
     buffers = tuple(readers[kind](optimizer, names))
     groups = tuple(getattr(optimizer, "optimizer", optimizer).param_groups)

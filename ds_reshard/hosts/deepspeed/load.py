@@ -18,20 +18,20 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force, trusted
-from ds_reshard.errors import Fault, InternalError, UnsupportedLayout, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, InternalError, UnsupportedLayout, raise_faults
 from ds_reshard.execution.cuda import device_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
-from ds_reshard.formats.zero.names import pattern_in_path, stray_files
-from ds_reshard.formats.zero.optim_states import STATE
-from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures
+from ds_reshard.formats.zero.names import column_of, pattern_in_path, stray_files
+from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures, said_alike
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries, scheduler_faults
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, latest_tag, look, look_aside, look_too, tag_files
+from ds_reshard.hosts.deepspeed.grid import NO_GRID, LiveGrid, live_grid
 from ds_reshard.hosts.deepspeed.live import (
     LiveOptimizer,
     event,
@@ -71,6 +71,7 @@ class Considered:
     live: LiveOptimizer | None
     features: tuple[str, ...]
     policy: ResumePolicy
+    grid: LiveGrid = NO_GRID
 
 
 class Ready(NamedTuple):
@@ -78,8 +79,9 @@ class Ready(NamedTuple):
 
     `view` decides which way a rank takes, and `loader` is who loads. `signatures` are digests of what the model and
     optimizer shards say that this rank opened. `prints` is a digest of the checksums of each optimizer shard, with its
-    name. `names` is a digest of the tensors whose fingerprints the ranks will add up. `same` is False where a rank has
-    read anything else than rank 0.
+    name. `names` is a column of the grid, and a digest of the tensors whose fingerprints its ranks will add up. `row`
+    is a row of the grid, and a digest of what its ranks read. `same` is False where a rank has read anything else than
+    rank 0.
     """
 
     view: str
@@ -87,7 +89,8 @@ class Ready(NamedTuple):
     loader: str
     signatures: frozenset[tuple[str, bytes]] = frozenset()
     prints: frozenset[tuple[bytes, str]] = frozenset()
-    names: int | None = None
+    names: tuple[int, int] | None = None
+    row: tuple[int, bytes] | None = None
     same: bool = True
 
 
@@ -149,7 +152,8 @@ def _consider(engine: DeepSpeedEngine, *, module_only: bool) -> Considered:
     if not settings.enabled or by_universal or live_kind(engine) == "offload":
         return Considered(direct=False, settings=settings, live=None, features=features, policy=policy)
     _commit_pending_save(engine)
-    return Considered(direct=True, settings=settings, live=live_optimizer(engine), features=features, policy=policy)
+    live, grid = live_optimizer(engine), live_grid(engine)
+    return Considered(direct=True, settings=settings, live=live, features=features, policy=policy, grid=grid)
 
 
 def _commit_pending_save(engine: DeepSpeedEngine) -> None:
@@ -189,7 +193,8 @@ def _agreed(
     decision = _decide(engine, mine, found, request, steps)
     told = steps.tell(_ready(engine, mine, found, decision, request))
     if _needs_telling(told):
-        found, steps = broadcast(found), Steps()
+        first, steps = broadcast(found), Steps()
+        found = first if found.row == first.row else found
         steps.take(lambda: mine, subject=f"loading {request.load_dir}")
         decision = _decide(engine, mine, found, request, steps)
         told = steps.tell(_ready(engine, mine, found, decision, request))
@@ -206,7 +211,8 @@ def _found(engine: DeepSpeedEngine, mine: Considered | None, request: Request, t
     told = broadcast(found.told())
     if rank() == 0 or mine is None:
         return found if rank() == 0 else told
-    return look_too(told, optimizer=narrowed(request, _policy(mine, told)).load_optimizer)
+    wanted = narrowed(request, _policy(mine, told)).load_optimizer
+    return look_too(told, optimizer=wanted, row=mine.grid.row)
 
 
 def _policy(mine: Considered, found: Found) -> ResumePolicy:
@@ -229,7 +235,8 @@ def _find(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: obje
     policy = _policy(mine, found)
     if mine.direct:
         wanted = narrowed(request, policy).load_optimizer
-        looked = look(load_dir, tag, optimizer=wanted, universal=universal, names=mine.settings.names)
+        names, row = mine.settings.names, mine.grid.row
+        looked = look(load_dir, tag, optimizer=wanted, universal=universal, names=names, row=row)
         found = replace(looked, own_save=own_save)
         tag = found.tag
     unread = not mine.direct or (found.tag and _is_unread(engine, mine, found))
@@ -267,7 +274,7 @@ def _decide(
     checkpoint = found.checkpoint
     if checkpoint is None:
         return made
-    groups = SavedGroups(mine.live, checkpoint)
+    groups = SavedGroups(mine.live, checkpoint, mine.grid)
     steps.take(lambda: resume.read(checkpoint, groups, mine.settings), subject=subject)
     made.shards, asked = ZeroShards(checkpoint=checkpoint), replace(resume.request, tag=found.tag)
     resume.request, folder = asked, f"loading {checkpoint.listing.folder}"
@@ -276,7 +283,7 @@ def _decide(
     made.loader = {True: "DeepSpeed", False: "ds_reshard", None: ""}[leave]
     if leave is False:
         made.prepared = steps.take(
-            lambda: prepare(engine, mine.live, checkpoint, groups, asked, mine.settings), subject=folder
+            lambda: prepare(engine, mine.live, mine.grid, checkpoint, groups, asked, mine.settings), subject=folder
         )
         made.shards = made.prepared.shards if made.prepared is not None else None
     return made
@@ -295,9 +302,13 @@ def _agree_ready(told: list[Told], steps: Steps, found: Found, decision: _Decisi
     failed = any(one.faults for one in told)
     if not failed and len({one.loader for one in said}) > 1:
         raise_faults([_disagreement(folder)], subject=f"loading {folder}")
-    if not failed and len({one.names for one in said}) > 1:
+    names = {one.names for one in said if one.names is not None}
+    if not failed and len(names) > len({column for column, _ in names}):
         what = "ranks hold parts of other tensors"
         raise_faults([InternalError.fault(folder, what, mend=_BUILD_ALIKE)], subject=f"loading {folder}")
+    rows = {one.row for one in said if one.row is not None}
+    if not failed and len(rows) > len({row for row, _ in rows}):
+        raise_faults([_other_files(folder)], subject=f"loading {folder}")
     if found.checkpoint is not None and (failed or _shards_differ(said)):
         states = any(one.loader == "ds_reshard" for one in said)
         told = _compare_shards(told, decision.shards, folder, states=states)
@@ -311,29 +322,28 @@ def _ready(
     ready = Ready(view="", policy=None, loader="", same=found.same)
     if mine is None or not found.same:
         return ready
-    return attempt(lambda: _said(engine, mine, decision, request))[0] or ready
+    return attempt(lambda: _said(engine, mine, found, decision, request))[0] or ready
 
 
-def _said(engine: DeepSpeedEngine, mine: Considered, decision: _Decision, request: Request) -> Ready:
+def _said(engine: DeepSpeedEngine, mine: Considered, found: Found, decision: _Decision, request: Request) -> Ready:
     view, shards, prepared = repr((mine.direct, mine.settings.enabled, mine.policy)), decision.shards, decision.prepared
-    ready = Ready(view=view, policy=mine.policy, loader=decision.loader)
+    ready = Ready(view=view, policy=mine.policy, loader=decision.loader, row=(found.row, _digest(found.prints)))
     if shards is None:
         return ready
     signatures = frozenset(
-        (OPTIM if name.endswith("optim_states.pt") else MODEL, _digest(_told_by_all(said, states=prepared is not None)))
+        (family, _digest(sorted(alike.items())))
         for name, said in shards.signatures.items()
+        for family, alike in said_alike(name, said, states=prepared is not None).items()
     )
     prints = frozenset(
-        (_digest(marks), name) for name, marks in shards.prints.items() if sum(crc is not None for _, crc in marks) > 1
+        (_digest((column_of(name), marks)), name)
+        for name, marks in shards.prints.items()
+        if sum(crc is not None for _, crc in marks) > 1
     )
     names = None
     if prepared is not None and mine.settings.prove:
-        names = divided_names(prepared, unproved=unproved(engine, prepared, request))
+        names = mine.grid.column, divided_names(prepared, unproved=unproved(engine, prepared, request))
     return ready._replace(signatures=signatures, prints=prints, names=names)
-
-
-def _told_by_all(said: Mapping[str, str], *, states: bool) -> list[tuple[str, str]]:
-    return sorted((key, text) for key, text in said.items() if states or not key.startswith(STATE))
 
 
 def _digest(value: object) -> bytes:
@@ -357,6 +367,12 @@ def _compare_shards(told: list[Told], shards: ZeroShards | None, folder: str, *,
 
 
 _BUILD_ALIKE = "give every rank the same DeepSpeed config and build the same engine"
+
+
+def _other_files(folder: str) -> Fault:
+    what = "ranks of one tensor-parallel rank see other files of one name"
+    mend = "load from a folder that every rank sees (with node-local storage: copy all files to each node)"
+    return CheckpointDamaged.fault(folder, what, "the same files on every node", "others", mend=mend)
 
 
 def _disagreement(where: str) -> Fault:
@@ -386,7 +402,7 @@ def leave_to_deepspeed(
     (`_load_checkpoint`, runtime/engine.py, 0.19.8; issue 8499 of DeepSpeed). With "load_universal" DeepSpeed
     takes every folder for a universal one.
     """
-    same = same_layout(engine, mine.live, checkpoint)
+    same = same_layout(engine, mine.live, checkpoint, mine.grid)
     faults: list[Fault] = []
     if mine.features and not same:
         faults.append(_unsupported_fault(engine, mine.features, checkpoint))
@@ -436,7 +452,7 @@ def _unsupported_fault(engine: DeepSpeedEngine, features: tuple[str, ...], check
     return UnsupportedLayout.fault(
         checkpoint.listing.folder,
         f"a load under another layout is not supported with {', '.join(features)}",
-        f"stage {checkpoint.stage}, dp={checkpoint.dp}, as saved",
+        f"stage {checkpoint.stage}, {checkpoint.grid}, as saved",
         f"stage {engine.zero_optimization_stage()}, dp={engine.seq_dp_world_size}",
         mend='set "checkpoint": {"load_universal": true}: DeepSpeed then loads it'
         if checkpoint.listing.universal

@@ -92,6 +92,8 @@ def _shares_bytes(prepared: Prepared) -> bool:
     fault that two ranks have read.
     """
     module, layout = prepared.checkpoint.model.module, prepared.checkpoint.layout
+    if prepared.checkpoint.stages and prepared.grid.row.ties and prepared.grid.pp > 1:
+        return True  # stages that have one tied module may read one copy of it
     found = [
         module[key.name]
         for key in prepared.wants.sources.values()
@@ -120,6 +122,8 @@ def _replica(engine: DeepSpeedEngine, prepared: Prepared) -> int:
 
     if prepared.live is None or prepared.live.replicated:
         return rank()
+    if prepared.checkpoint.stages:
+        return prepared.grid.row.rank  # all stages of a row together
     return min(dist.get_process_group_ranks(engine.optimizer.dp_process_group))
 
 

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -18,13 +18,20 @@ from ds_reshard.errors import (
     UnsupportedLayout,
     raise_faults,
 )
-from ds_reshard.execution.checksums import Ledger
-from ds_reshard.execution.deviation import same_bits
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, is_placeholder
 from ds_reshard.formats.zero.content import SAME_BYTES
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
+from ds_reshard.formats.zero.pipeline import layer_of
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.stage0 import with_order
+from ds_reshard.hosts.deepspeed.copies import (
+    copies_apart,
+    of_stage,
+    same_values,
+    take_own_copies,
+    take_own_weights,
+    wanted_elsewhere,
+)
 from ds_reshard.hosts.deepspeed.entries import (
     OptimizerValues,
     Request,
@@ -34,18 +41,17 @@ from ds_reshard.hosts.deepspeed.entries import (
     revived,
     scalar,
 )
+from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, Shape, live_kind, param_shape
 from ds_reshard.hosts.deepspeed.load_targets import Wants, entries_of, state_faults, want_model, want_optimizer
 from ds_reshard.hosts.deepspeed.settings import Settings
-from ds_reshard.model.checkpoint import checksums
-from ds_reshard.model.content import WEIGHT, regrouped, regrouping_fault
+from ds_reshard.model.content import SCHEDULER, WEIGHT, regrouped, regrouping_fault
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, canonical, describe
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Extent, Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.operations.ranks import rank
 from ds_reshard.operations.source import find_listing, open_checkpoint
-from ds_reshard.operations.values import SpanReader, logical
 from ds_reshard.planning.plan import Plan, plan_rank
 
 if TYPE_CHECKING:
@@ -67,6 +73,7 @@ class Prepared:
     checkpoint: ZeroCheckpoint
     model: ModelStates
     live: LiveOptimizer | None
+    grid: LiveGrid
     wants: Wants
     index: Index
     plan: Plan
@@ -103,6 +110,7 @@ def shards_of(checkpoint: ZeroCheckpoint) -> ZeroShards:
 def prepare(
     engine: DeepSpeedEngine,
     live: LiveOptimizer | None,
+    grid: LiveGrid,
     checkpoint: ZeroCheckpoint,
     groups: SavedGroups,
     request: Request,
@@ -116,7 +124,7 @@ def prepare(
     loads_optimizer = request.load_optimizer and live is not None
     shards = shards_of(checkpoint)
     faults: list[Fault] = list(
-        model_faults(live_model(engine, live), checkpoint, optimizer=loads_optimizer, strict=request.strict)
+        model_faults(live_model(engine, live), checkpoint, grid, optimizer=loads_optimizer, strict=request.strict)
     )
     faults += _custom_faults(request, live, checkpoint)
     faults += live.faults() if live is not None else []
@@ -133,9 +141,9 @@ def prepare(
         raise_faults(faults, subject=subject)
     masters = loads_optimizer and (live is None or live.stage == 0 or live.kind == "zero3" or _from_fp32(engine))
     states = loads_optimizer and request.moments
-    wants = _wants(engine, live, checkpoint, loads_optimizer=loads_optimizer, states=states, masters=masters)
-    model = _own_model(engine, checkpoint)
-    if model is not checkpoint.model:
+    wants = _wants(engine, live, checkpoint, grid, loads_optimizer=loads_optimizer, states=states, masters=masters)
+    model = _own_model(engine, checkpoint, grid)
+    if model is not checkpoint.model and checkpoint.listing.partitioned_model:
         wants.take_buffers(model)
     entries = dict(live_entries(engine, model, request, settings))
     if request.scheduler and not request.module_only and engine.lr_scheduler is not None:
@@ -143,11 +151,13 @@ def prepare(
         faults += found
     index = Index(checkpoint.layout, shards)
     position, size = (live.rank, live.dp) if live else (0, 1)
-    plan = plan_rank(index, wants.layout(size), position, wants.sources, sizes=wants.sizes)
+    elsewhere = wanted_elsewhere(wants, grid)
+    plan = plan_rank(index, wants.layout(size), position, wants.sources, sizes=wants.sizes, elsewhere=elsewhere)
     if checkpoint.listing.partitioned_model:
         for shard in range(position, checkpoint.dp, size):
             index.open(MODEL, shard)
     faults += names_apart(wants.state, checkpoint, index, memory_nbytes=settings.memory_nbytes)
+    faults += copies_apart(checkpoint, grid, index, position, size, memory_nbytes=settings.memory_nbytes)
     faults += [*index.faults, *wants.faults, *(shards.compare() if isinstance(shards, ForeignShards) else ())]
     faults += _files_as_listed(checkpoint, plan)
     raise_faults(faults, subject=subject)
@@ -155,6 +165,7 @@ def prepare(
         checkpoint=checkpoint,
         model=model,
         live=live,
+        grid=grid,
         wants=wants,
         index=index,
         plan=plan,
@@ -178,26 +189,19 @@ def names_apart(
         keys = [TensorKey(name=name, kind=WEIGHT) for name in names]
         held = [key for key in keys if key in index.layout]
         for other in held[1:]:
-            if not _same(index, held[0], other, memory_nbytes=memory_nbytes):
+            if not same_values(index, held[0], other, memory_nbytes=memory_nbytes):
                 mend = "build the model with a weight for each name, or correct the folder"
                 what = f"is tied to {held[0].name} in this run, and has other values than it in the checkpoint"
                 yield _mismatch(other.name, what, "the same bytes", "others", mend)
 
 
-def _same(index: Index, one: TensorKey, other: TensorKey, *, memory_nbytes: int) -> bool:
-    """Whether two tensors are equal to the bit; read where their checksums do not tell."""
-    if checksums(index, one) == checksums(index, other):
-        return True
-    left, right = logical(index, one), logical(index, other)
-    if (left.shape, left.dtype) != (right.shape, right.dtype):
-        return False
-    reader = SpanReader(Ledger(), threads=1, memory_nbytes=memory_nbytes, progress=None, total=left.nbytes)
-    return all(same_bits(*span.values) for span in reader.read([(left, right)]))
-
-
-def _own_model(engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint) -> ModelStates:
+def _own_model(engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ModelStates:
     import torch.distributed as dist
 
+    if len(checkpoint.stages) > 1 and len(checkpoint.stages) == grid.pp:
+        own, of_all = checkpoint.stages[grid.stage], ("module", SCHEDULER)
+        entries = {**own.entries, **{key: checkpoint.model.entries[key] for key in of_all}}
+        return replace(checkpoint.model, path=own.path, entries=entries)
     listing, number = checkpoint.listing, dist.get_rank(group=engine.seq_data_parallel_group)
     if not listing.partitioned_model or number == 0 or engine.seq_dp_world_size != checkpoint.dp:
         return checkpoint.model
@@ -225,6 +229,7 @@ def _wants(
     engine: DeepSpeedEngine,
     live: LiveOptimizer | None,
     checkpoint: ZeroCheckpoint,
+    grid: LiveGrid,
     *,
     loads_optimizer: bool,
     states: bool,
@@ -232,11 +237,13 @@ def _wants(
 ) -> Wants:
     wants = Wants(checkpoint=checkpoint)
     want_model(wants, engine, live, masters=masters)
+    take_own_weights(wants, grid)
     if live is None:
         return wants
     gathered = bool(wants.from_masters) and live.kind in ("zero", "bf16")
     if loads_optimizer or gathered:
         want_optimizer(wants, live, masters=masters or gathered, states=states)
+    take_own_copies(wants, grid)
     return wants
 
 
@@ -325,14 +332,19 @@ def _other_folder(path: str, rank: int, expected: str, found: str) -> Fault:
     )
 
 
-def same_layout(engine: DeepSpeedEngine, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint) -> bool:
+def same_layout(
+    engine: DeepSpeedEngine, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, grid: LiveGrid
+) -> bool:
     """Whether DeepSpeed itself loads this checkpoint into this engine, rightly.
 
     That takes the same stage, wrapper, data-parallel size, file prefix, order of parameters in every
     flat buffer (round-robin), gaps (parameter alignment), sub-groups and param groups; and no elastic
-    optimizer state, which DeepSpeed loads at no size. Two stage-0 runs are alike at any size.
+    optimizer state, which DeepSpeed loads at no size. Two stage-0 runs are alike at any size. Of a PipelineModule it
+    loses what is not tied of tied modules, and bf16 at stage 0 (`BF16_Optimizer._load_legacy_checkpoint`).
     """
     if checkpoint.foreign:
+        return False
+    if checkpoint.stages and (checkpoint.stage != 0 or len(checkpoint.stages) != grid.pp):
         return False
     if live is None or live.stage == 0:
         return checkpoint.stage == 0 and live_kind(engine) == _stage0_kind(checkpoint)
@@ -400,9 +412,14 @@ def live_model(engine: DeepSpeedEngine, live: LiveOptimizer | None) -> LiveModel
     )
 
 
-def model_faults(model: LiveModel, checkpoint: ZeroCheckpoint, *, optimizer: bool, strict: bool) -> Iterator[Fault]:
+def model_faults(
+    model: LiveModel, checkpoint: ZeroCheckpoint, grid: LiveGrid, *, optimizer: bool, strict: bool
+) -> Iterator[Fault]:
     """All differences between the model and the checkpoint that this load cannot accept."""
     saved = checkpoint.model
+    held = {name for name in (*saved.module, *saved.objects) if grid.answers(name)}
+    # weights that DeepSpeed saves in no file of a layer are made from their masters
+    from_masters = {name for name in saved.trainable if checkpoint.stages and layer_of(name) is None}
     shapes = saved_shapes(checkpoint)
     wanted = {**model.trainable, **model.frozen, **model.buffers}
     for name, shape in wanted.items():
@@ -410,12 +427,12 @@ def model_faults(model: LiveModel, checkpoint: ZeroCheckpoint, *, optimizer: boo
             mend = "build the model with the shapes that were saved"
             yield _mismatch(name, "has another shape", str(list(shape)), str(list(shapes[name])), mend)
     if strict:
-        for name in sorted(model.keys - set(saved.module) - set(saved.objects)):
+        for name in sorted(model.keys - held - from_masters):
             yield _mismatch(name, "is missing from the checkpoint", "an entry", "none")
-        for name in sorted((set(saved.module) | set(saved.objects)) - model.keys):
+        for name in sorted(held - model.keys):
             yield _mismatch(name, "is in the checkpoint but not in the model", "no entry", "an entry")
     if optimizer and saved.param_shapes is None:
-        saved_names = set(saved.module) - saved.buffer_names
+        saved_names = {name for name in set(saved.module) - saved.buffer_names if grid.answers(name)}
         mend = "a stage-0 optimizer names nothing and is matched by order: build the model that was saved"
         for name in sorted(set(model.trainable) - saved_names):
             if not strict:
@@ -425,10 +442,10 @@ def model_faults(model: LiveModel, checkpoint: ZeroCheckpoint, *, optimizer: boo
                 yield _mismatch(name, "is in the checkpoint but not in the model", "no entry", "an entry", mend)
     if optimizer and saved.param_shapes is not None:
         live = {name for name, shape in model.trainable.items() if prod(shape)}
-        trained = {name for name, shape in saved.trainable.items() if prod(shape)}
+        trained = {name for name, shape in saved.trainable.items() if prod(shape) and grid.answers(name)}
         mend = "train the same parameters, or pass load_optimizer_states=False"
         for name in sorted(live - trained):
-            if strict and name not in saved.module:
+            if strict and name not in saved.module and name not in from_masters:
                 continue
             found = "frozen" if name in shapes else "absent"
             yield _mismatch(name, "is trained by this run but not by the saved one", "optimizer state", found, mend)
@@ -469,15 +486,15 @@ class SavedGroups:
     What is wrong with them is raised whenever it is asked for.
     """
 
-    def __init__(self, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint) -> None:
-        self._live, self._checkpoint = live, checkpoint
+    def __init__(self, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, grid: LiveGrid) -> None:
+        self._live, self._checkpoint, self._grid = live, checkpoint, grid
 
     @functools.cached_property
     def ordered(self) -> tuple[ZeroCheckpoint, Mapping[str, Extent]]:
         """The checkpoint with its optimizer named, at stage 0 by this run's order, and then where its tensors lie."""
         if self._live is None or self._checkpoint.stage != 0:
             return self._checkpoint, {}
-        return with_order(self._checkpoint, self._live.order)
+        return with_order(of_stage(self._checkpoint, self._grid), self._live.order)
 
     @functools.cached_property
     def matched(self) -> dict[int, tuple[Mapping[str, object], list[tuple[str, Fault]]]]:

@@ -1,0 +1,305 @@
+"""The files of a PipelineModule, all stages of one row of the grid together as one checkpoint.
+
+Each stage has model and optimizer files of its own, with its parameters alone, and each layer of a module a file. Names
+count layers from the first of all, `3.weight`, whatever the stages (`PipelineModule._build`, `ckpt_layer_path`,
+runtime/pipe/module.py, 0.19.8); a tied module's are `tied_modules.KEY.weight`, in each stage that has it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+from ds_reshard.containers.torch_zip import check_root, open_archive
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, damaged, fail, raise_faults
+from ds_reshard.formats.zero.checkpoint import (
+    MODEL,
+    OPTIM,
+    Grid,
+    GridColumn,
+    Row,
+    Shape,
+    ZeroCheckpoint,
+    facts_of,
+    layout_of,
+    unmatched,
+    weights,
+)
+from ds_reshard.formats.zero.layout import whole
+from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
+from ds_reshard.formats.zero.names import Listing
+from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
+from ds_reshard.formats.zero.shards import abridged, compare_signatures, model_signature
+from ds_reshard.model.content import SCHEDULER, joined
+from ds_reshard.model.facts import OptimizerFacts
+from ds_reshard.model.layout import Placement, TensorKey
+from ds_reshard.model.records import TensorRecord
+
+_LAYER = re.compile(r"([0-9]+)\.(.*)", re.DOTALL)
+_TIED = re.compile(r"tied_modules\.([^.]*)\.(.*)", re.DOTALL)
+_RESTORE = "restore the file, or load another tag"
+
+
+def layer_of(name: str) -> int | None:
+    """The layer whose parameter or buffer has this name; None where it is a tied module's, or none's."""
+    match = _LAYER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def tied_key(name: str) -> str | None:
+    match = _TIED.fullmatch(name)
+    return match[1] if match else None
+
+
+def open_pipeline(listing: Listing, grid: Grid, row: Row, first: ModelStates, *, optimizer: bool) -> ZeroCheckpoint:
+    """Read the heads of all stages of a row; raises every structural fault that they show."""
+    subject = f"checkpoint {listing.folder}"
+    numbers = [grid.column(stage, row.rank) for stage in range(grid.pp)]
+    stages = [_stage(listing, number, first) for number in numbers]
+    shapes = [stage.param_shapes or () for stage in stages]
+    copies, faults = _copies(stages)
+    raise_faults([*_unlike(listing, stages, ()), *faults], subject=subject)
+    named, objects, beside = _layers(listing, row, stages)
+    groups = [len(one) for one in shapes]
+    columns: list[GridColumn] = []
+    optims: list[OptimStates] = []
+    facts: OptimizerFacts | None = None
+    if optimizer and first.param_shapes is not None:
+        for stage, (number, model) in enumerate(zip(numbers, stages, strict=True)):
+            files = listing.column(number).optim
+            optim = read_optim_states(listing.path(files[0]), files[0].removesuffix(".pt"))
+            raise_faults(unmatched(model, optim), subject=subject)
+            optims.append(optim)
+            columns.append(
+                GridColumn(
+                    family=f"{OPTIM} of stage {stage}",
+                    files=tuple(files[rank] for rank in range(grid.dp)),
+                    shapes=dict(enumerate(shapes[stage])),
+                    first=optim,
+                    copies=copies[stage],
+                )
+            )
+        groups = [len(optim.members) for optim in optims]
+        raise_faults(_unlike(listing, stages, optims), subject=subject)
+    together = _together(optims) if optims else None
+    module: dict[str, object] = {**named, **objects}
+    model = replace(
+        first,
+        entries={**first.entries, "module": module, SCHEDULER: _schedule(stages, groups)},
+        module=named,
+        objects=objects,
+        buffer_names=frozenset(name for stage in stages for name in stage.buffer_names),
+        param_shapes=tuple(group for one in shapes for group in one) if first.param_shapes is not None else None,
+        frozen_shapes={name: shape for stage in stages for name, shape in stage.frozen_shapes.items()},
+        shared={name: owner for stage in stages for name, owner in stage.shared.items()},
+    )
+    if together is not None:
+        facts = _owned(facts_of(model.param_shapes or (), together), columns, optims)
+    placements: list[Placement] = [*weights(model, listing), *_beside(beside)]
+    for column in columns:
+        placements += column.placements()
+    shards = {MODEL: 1, **{column.family: column.dp for column in columns}}
+    return ZeroCheckpoint(
+        listing=listing,
+        model=model,
+        optim=together,
+        layout=layout_of(listing, placements, shards),
+        facts=facts,
+        grid=grid,
+        columns=tuple(columns),
+        stages=tuple(stages),
+        copies={_buffer(key): tensor for key, tensor in beside.items()},
+    )
+
+
+def _stage(listing: Listing, number: int, first: ModelStates) -> ModelStates:
+    name = listing.column(number).model[0]
+    path = listing.path(name)
+    return first if path == first.path else read_model_states(path, name.removesuffix(".pt"))
+
+
+def _unlike(listing: Listing, stages: Sequence[ModelStates], optims: Sequence[OptimStates]) -> list[Fault]:
+    """Where the files of two stages are not of one save."""
+    said = {os.path.basename(stage.path): abridged(model_signature(stage)) for stage in stages}
+    said |= {os.path.basename(optim.path): abridged(optim.signature()) for optim in optims}
+    return compare_signatures(said, listing.folder, states=False)
+
+
+def _copies(stages: Sequence[ModelStates]) -> tuple[list[dict[str, int]], list[Fault]]:
+    """For each stage, the parameters of which an earlier one has a copy, with the number of its own."""
+    seen: dict[str, tuple[int, Shape, str]] = {}
+    copies: list[dict[str, int]] = []
+    faults: list[Fault] = []
+    for stage in stages:
+        own: dict[str, int] = {}
+        for name, shape in stage.trainable.items():
+            number, first, path = seen.get(name, (0, shape, stage.path))
+            if name in seen:
+                own[name] = number
+            if name in seen and tied_key(name) is None:
+                what = f"holds {name}, which {os.path.basename(path)} holds too: the ranks are numbered otherwise"
+                expected = "mp_rank = stage * tp + tensor-parallel rank, and each layer in one stage"
+                mend = "save it with PipeModelDataParallelTopology"
+                faults.append(UnsupportedLayout.fault(stage.path, what, expected, "a layer in two", mend=mend))
+            elif shape != first:
+                what = f"holds a copy of {name} of another shape than {os.path.basename(path)}"
+                faults.append(damaged(stage.path, what, str(list(first)), str(list(shape))))
+            seen[name] = (number + 1, first, path)
+        copies.append(own)
+    return copies, faults
+
+
+Module = tuple[dict[str, TensorRecord], dict[str, object], dict[TensorKey, TensorRecord]]
+
+
+def _layers(listing: Listing, row: Row, stages: Sequence[ModelStates]) -> Module:
+    """The entries of all layers' files by their names in the model: tensors, other values, and copies of tensors."""
+    shapes = {name: shape for stage in stages for name, shape in stage.trainable.items()}
+    files = {layer: name for (layer, rank), name in sorted(listing.layers.items()) if rank == row.rank}
+    read = {layer: _read_layer(listing.path(name), name.removesuffix(".pt")) for layer, name in files.items()}
+    ties = dict(row.ties) if row.ties is not None else _inferred(read, shapes, stages, listing.folder)
+    named: dict[str, TensorRecord] = {}
+    objects: dict[str, object] = {}
+    beside: dict[TensorKey, TensorRecord] = {}
+    seen: dict[str, int] = {}
+    for layer, entries in read.items():
+        prefix = f"tied_modules.{ties[layer]}" if layer in ties else f"{layer}"
+        number = seen.get(prefix, 0)
+        seen[prefix] = number + 1
+        for key, value in entries.items():
+            name = f"{prefix}.{key}"
+            if not isinstance(value, TensorRecord):
+                objects[name] = value
+            elif number:
+                beside[TensorKey(name, "weight", number)] = value
+            else:
+                named[name] = value
+    faults = [*_absent(listing, files, shapes), *_misshapen(listing, named, beside, shapes)]
+    raise_faults(faults, subject=f"checkpoint {listing.folder}")
+    return named, objects, beside
+
+
+def _read_layer(path: str, stem: str) -> dict[str, object]:
+    with open_archive(path) as archive:
+        check_root(path, stem, archive.root)
+        entries = archive.load()
+    if not isinstance(entries, dict) or not all(isinstance(key, str) for key in entries):
+        raise fail(path, "is not a file of a layer", "a dict of entries", type(entries).__name__)
+    return entries
+
+
+def _inferred(
+    read: Mapping[int, Mapping[str, object]], shapes: Mapping[str, Shape], stages: Sequence[ModelStates], folder: str
+) -> dict[int, str]:
+    """The key of each layer that is a tied module, by the names and shapes of its parameters: no file says it.
+
+    Its layers are those whose own names are nowhere among the parameters and buffers of the stages.
+    """
+    known = {*shapes, *(name for stage in stages for name in stage.buffer_names)}
+    owned = {layer for layer in map(layer_of, known) if layer is not None}
+    wanted: dict[str, dict[str, Shape]] = {}
+    for name, shape in shapes.items():
+        key = tied_key(name)
+        if key is not None:
+            wanted.setdefault(key, {})[name.removeprefix(f"tied_modules.{key}.")] = shape
+    found: dict[int, str] = {}
+    for layer, entries in read.items():
+        held = {key: value.shape for key, value in entries.items() if isinstance(value, TensorRecord)}
+        keys = [key for key, members in wanted.items() if all(held.get(name) == s for name, s in members.items())]
+        if layer in owned or not keys:
+            continue
+        if len(keys) > 1:
+            what = f"layer {layer} may be any of the tied modules {', '.join(map(repr, keys))}: their shapes are equal"
+            mend = "load it in a run with import ds_reshard.auto, whose PipelineModule tells"
+            raise_faults([UnsupportedLayout.fault(folder, what, mend=mend)], subject=f"checkpoint {folder}")
+        found[layer] = keys[0]
+    return found
+
+
+def _absent(listing: Listing, files: Mapping[int, str], shapes: Mapping[str, Shape]) -> Iterator[Fault]:
+    layers = (layer_of(name) for name, shape in shapes.items() if prod(shape))
+    wanted = {layer for layer in layers if layer is not None}
+    missing = sorted(wanted - set(files))
+    if missing:
+        shown = ", ".join(f"layer_{layer:02d}" for layer in missing[:16]) + (", ..." if len(missing) > 16 else "")
+        what, mend = f"files of layers are missing: {shown}", _RESTORE
+        said = (f"{len(wanted)} files", f"{len(wanted) - len(missing)}")
+        yield CheckpointDamaged.fault(listing.folder, what, *said, mend=mend)
+
+
+def _misshapen(
+    listing: Listing,
+    named: Mapping[str, TensorRecord],
+    beside: Mapping[TensorKey, TensorRecord],
+    shapes: Mapping[str, Shape],
+) -> Iterator[Fault]:
+    of_files = {layer_of(name) for name in named} - {None}
+    for name, shape in shapes.items():
+        tensor, layer = named.get(name), layer_of(name)
+        if tensor is None and layer in of_files:
+            yield damaged(listing.folder, f"the file of layer {layer} lacks {name}", str(list(shape)), "nothing")
+        elif tensor is not None and tensor.shape != tuple(shape):
+            yield damaged(
+                tensor.storage.path, f"holds {name} of another shape", str(list(shape)), str(list(tensor.shape))
+            )
+    for key, tensor in beside.items():
+        first = named.get(key.name)
+        if first is not None and tensor.shape != first.shape:
+            what = f"holds a copy of {key.name} of another shape"
+            yield damaged(tensor.storage.path, what, str(list(first.shape)), str(list(tensor.shape)))
+
+
+def _together(optims: Sequence[OptimStates]) -> OptimStates:
+    """What the first files of all stages say, as one file would: buffers and param groups one stage after another."""
+    groups: list[Mapping[str, object]] = []
+    members: list[tuple[int, ...]] = []
+    at = 0
+    for optim in optims:
+        groups += optim.groups or ()
+        members += (tuple(number + at for number in of_group) for of_group in optim.members)
+        at += len(optim.partitions)
+    return replace(
+        optims[0],
+        partitions=tuple(partition for optim in optims for partition in optim.partitions),
+        counts=tuple(count for optim in optims for count in optim.counts),
+        groups=tuple(groups) if all(optim.groups is not None for optim in optims) else None,
+        members=tuple(members),
+    )
+
+
+def _owned(facts: OptimizerFacts, columns: Sequence[GridColumn], optims: Sequence[OptimStates]) -> OptimizerFacts:
+    """The groups with each parameter once: of one that several stages have a copy of, in the first stage's group."""
+    owners = [column for column, optim in zip(columns, optims, strict=True) for _ in optim.members]
+    groups = tuple(
+        replace(group, members=tuple(name for name in group.members if name not in column.copies))
+        for group, column in zip(facts.groups, owners, strict=True)
+    )
+    return replace(facts, groups=groups)
+
+
+def _schedule(stages: Sequence[ModelStates], groups: Sequence[int]) -> object:
+    """The scheduler with the values of all stages' param groups, one stage after another."""
+    states = [stage.entries.get(SCHEDULER) for stage in stages]
+    dicts = [state for state in states if isinstance(state, dict)]
+    if len(dicts) < len(states):
+        return states[0]
+    made, differing = joined(dicts, groups)
+    faults = [
+        damaged(stages[0].path, f"another stage's scheduler has another {key}", "one", "two") for key in differing
+    ]
+    raise_faults(faults, subject="reading a checkpoint")
+    return made
+
+
+def _buffer(key: TensorKey) -> str:
+    return f"copy {key.copy} of {key.name}"
+
+
+def _beside(copies: Mapping[TensorKey, TensorRecord]) -> Iterator[Placement]:
+    for key, tensor in copies.items():
+        if tensor.contiguous:
+            placed = whole(key.name, key.kind, tensor.shape, tensor.dtype, family=MODEL, buffer=_buffer(key))
+            yield placed._replace(key=key)

@@ -1,0 +1,119 @@
+"""Parameters of which several stages of a pipeline have a copy: who takes which, and whether all are equal."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
+from ds_reshard.execution.checksums import Ledger
+from ds_reshard.execution.deviation import same_bits
+from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.formats.zero.pipeline import tied_key
+from ds_reshard.hosts.deepspeed.grid import LiveGrid, copies_of
+from ds_reshard.hosts.deepspeed.load_targets import Wants
+from ds_reshard.model.checkpoint import checksums
+from ds_reshard.model.content import MASTER, WEIGHT
+from ds_reshard.model.index import Index
+from ds_reshard.model.layout import TensorKey
+from ds_reshard.operations.values import SpanReader, logical
+
+logger = logging.getLogger("ds_reshard")
+
+
+def take_own_weights(wants: Wants, grid: LiveGrid) -> None:
+    """Leave to its master a weight of which this stage takes a copy of its own: files of layers have one alone."""
+    for key, source in list(wants.sources.items()):
+        master = TensorKey(source.name, MASTER)
+        if source.kind == WEIGHT and master in wants.checkpoint.layout and grid.source(wants.checkpoint, master).copy:
+            placement = wants.placements.pop(key)
+            del wants.sources[key], wants.makers[placement.buffer]
+            wants.from_masters.append(source.name)
+
+
+def take_own_copies(wants: Wants, grid: LiveGrid) -> None:
+    """Read masters and states from the copy of them that this stage takes."""
+    for key, source in wants.sources.items():
+        if source.kind != WEIGHT:
+            wants.sources[key] = grid.source(wants.checkpoint, source)
+
+
+def wanted_elsewhere(wants: Wants, grid: LiveGrid) -> frozenset[TensorKey]:
+    """Tensors of flat buffers that ranks of other stages read, and see to the checksums of."""
+    if not wants.checkpoint.stages:
+        return frozenset()
+    kinds = {source.kind for source in wants.sources.values()} - {WEIGHT}
+    others = (key for key in wants.checkpoint.layout.placements if key.kind in kinds)
+    return frozenset(others).difference(wants.sources.values())
+
+
+def of_stage(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ZeroCheckpoint:
+    """A checkpoint of stage 0 with the optimizer of this rank's stage, which names no parameter."""
+    if len(checkpoint.stages) < 2:
+        return checkpoint
+    if len(checkpoint.stages) != grid.pp:
+        fault = UnsupportedLayout.fault(
+            checkpoint.listing.folder,
+            "holds optimizers that name no parameter (ZeRO stage 0), one for each stage of the pipeline",
+            f"pp={len(checkpoint.stages)}, as saved",
+            f"pp={grid.pp}",
+            mend="resume with the stages that were saved, and save at ZeRO stage 1; or pass "
+            "load_optimizer_states=False",
+        )
+        raise_faults([fault], subject=f"loading {checkpoint.listing.folder}")
+    own = checkpoint.stages[grid.stage]
+    return replace(checkpoint, model=replace(checkpoint.model, path=own.path, entries=own.entries))
+
+
+def copies_apart(
+    checkpoint: ZeroCheckpoint, grid: LiveGrid, index: Index, position: int, size: int, *, memory_nbytes: int
+) -> Iterator[Fault]:
+    """Copies that should be equal and are not: of tied parameters, and of others where this run has one for several.
+
+    A copy that was never trained, as that of a position embedding in the last stage, is passed over. The ranks of a row
+    divide the copies among them; `position` of `size` is this rank's among those of its stage.
+    """
+    copies = [key for key in checkpoint.layout.placements if key.copy]
+    for key in copies[grid.stage * size + position :: grid.pp * size]:
+        first = key._replace(copy=0)
+        if key.name in grid.tied:
+            if not same_values(index, first, key, memory_nbytes=memory_nbytes):
+                what = (
+                    f"copy {key.copy + 1}, of another stage, has other values than the first: they are tied in this run"
+                )
+                mend = "restore all files of one save, or load another tag"
+                yield CheckpointDamaged.fault(f"tied parameter {key}", what, "the same bytes", "others", mend=mend)
+            continue
+        if key.kind == WEIGHT or len(grid.stages_of(tied_key(key.name))) == copies_of(checkpoint, first):
+            continue
+        states = set(checkpoint.layout.kinds(key.name)) - {MASTER, WEIGHT}
+        if key.kind == MASTER and states:
+            continue  # its states tell whether it was trained
+        if not same_values(index, first, key, memory_nbytes=memory_nbytes) and not _zero(
+            index, key, memory_nbytes=memory_nbytes
+        ):
+            yield UnsupportedLayout.fault(
+                f"parameter {key}",
+                "is not tied, was trained in several stages, and is one parameter in this run",
+                f"{copies_of(checkpoint, first)} stages with {tied_key(key.name)!r}, as saved",
+                f"{len(grid.stages_of(tied_key(key.name)))}",
+                mend="resume with stages that have as many copies; or name it in tied_weight_attr",
+            )
+
+
+def same_values(index: Index, one: TensorKey, other: TensorKey, *, memory_nbytes: int) -> bool:
+    """Whether two tensors are equal to the bit; read where their checksums do not tell."""
+    if checksums(index, one) == checksums(index, other):
+        return True
+    left, right = logical(index, one), logical(index, other)
+    if (left.shape, left.dtype) != (right.shape, right.dtype):
+        return False
+    reader = SpanReader(Ledger(), threads=1, memory_nbytes=memory_nbytes, progress=None, total=left.nbytes)
+    return all(same_bits(*span.values) for span in reader.read([(left, right)]))
+
+
+def _zero(index: Index, key: TensorKey, *, memory_nbytes: int) -> bool:
+    column = logical(index, key)
+    reader = SpanReader(Ledger(), threads=1, memory_nbytes=memory_nbytes, progress=None, total=column.nbytes)
+    return not any(bool(span.values[0].any()) for span in reader.read([(column,)]))

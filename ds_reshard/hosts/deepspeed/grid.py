@@ -1,0 +1,106 @@
+"""Where this rank is in the grid of tensor-, pipeline- and data-parallel ranks, as the running engine says.
+
+Attributes read here, all seen in deepspeed 0.19.8: `engine.mpu` by `deepspeed.utils.bwc`, `engine.checkpoint_mp_rank`,
+`PipelineModule._layer_specs`, `.parts`, `.stage_id` and `.tied_weight_attrs` (runtime/pipe/module.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ds_reshard.formats.zero.checkpoint import ALONE, Row, ZeroCheckpoint
+from ds_reshard.formats.zero.pipeline import layer_of, tied_key
+from ds_reshard.model.layout import TensorKey
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveGrid:
+    """This rank's place: its row, its stage of so many, and the layers of each stage.
+
+    `parts` are the first layers of the stages and the number of all layers, empty without a PipelineModule. `tied` are
+    the parameters of tied modules that are equal in all stages.
+    """
+
+    row: Row = ALONE
+    stage: int = 0
+    pp: int = 1
+    parts: tuple[int, ...] = ()
+    tied: frozenset[str] = frozenset()
+
+    @property
+    def column(self) -> int:
+        """The number after `mp_rank_` in the files that this rank saves."""
+        return self.stage * self.row.size + self.row.rank
+
+    def answers(self, name: str) -> bool:
+        """Whether this rank says what is wrong with a tensor of this name: it should have it, or no rank should."""
+        layer, key = layer_of(name), tied_key(name)
+        if not self.parts or (layer is None and key not in (self.row.ties or {}).values()):
+            return True
+        if layer is not None:
+            return not 0 <= layer < self.parts[-1] or self.parts[self.stage] <= layer < self.parts[self.stage + 1]
+        return self.stage in self.stages_of(key)
+
+    def stages_of(self, key: str | None) -> list[int]:
+        """The stages that have a tied module, in order."""
+        layers = [layer for layer, tie in (self.row.ties or {}).items() if tie == key]
+        return [s for s in range(self.pp) if any(self.parts[s] <= layer < self.parts[s + 1] for layer in layers)]
+
+    def source(self, checkpoint: ZeroCheckpoint, key: TensorKey) -> TensorKey:
+        """The copy of a tensor that this rank takes: its own of what is not tied, where each stage has one."""
+        tie = tied_key(key.name) if self.parts else None
+        if tie is None or key.name in self.tied:
+            return key
+        stages = self.stages_of(tie)
+        own = key._replace(copy=stages.index(self.stage)) if self.stage in stages else key
+        return own if len(stages) == copies_of(checkpoint, key) else key
+
+
+def copies_of(checkpoint: ZeroCheckpoint, key: TensorKey) -> int:
+    """How many stages of the saving run had a copy of this tensor."""
+    number = 1
+    while key._replace(copy=number) in checkpoint.layout:
+        number += 1
+    return number
+
+
+NO_GRID = LiveGrid()
+
+
+def live_grid(engine: DeepSpeedEngine) -> LiveGrid:
+    from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
+
+    mpu = getattr(engine, "mpu", None)
+    size, rank = int(bwc_tensor_model_parallel_world_size(mpu)), int(bwc_tensor_model_parallel_rank(mpu))
+    if not is_pipeline(engine):
+        return LiveGrid(row=Row(size, rank))
+    module = engine.module
+    specs = module._layer_specs
+    tied = {layer: spec for layer, spec in enumerate(specs) if _is(type(spec), "TiedLayerSpec")}
+    ties = {layer: str(spec.key) for layer, spec in tied.items()}
+    return LiveGrid(
+        row=Row(size, rank, ties),
+        stage=int(module.stage_id),
+        pp=len(module.parts) - 1,
+        parts=tuple(map(int, module.parts)),
+        tied=frozenset(
+            f"tied_modules.{spec.key}.{name}" for spec in tied.values() for name in _names(spec.tied_weight_attr)
+        ),
+    )
+
+
+def is_pipeline(engine: DeepSpeedEngine) -> bool:
+    return _is(type(getattr(engine, "module", None)), "PipelineModule")
+
+
+def _is(cls: type, name: str) -> bool:
+    return any(base.__name__ == name for base in cls.__mro__)
+
+
+def _names(attributes: str | list[str]) -> list[str]:
+    """`TiedLayerSpec.tied_weight_attr`: one name in old releases."""
+    return [attributes] if isinstance(attributes, str) else list(attributes)

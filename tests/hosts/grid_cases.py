@@ -1,0 +1,37 @@
+"""Runs with tensor, pipeline and expert parallelism: plain values that travel to the workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One side of a case.
+
+    `kind` is "pipeline" (PipelineModule), "autotp" or "mpu" (tensor parallelism by DeepSpeed, or by an mpu), "moe"
+    (deepspeed.moe) or "autoep". `stage` is 0 to 3 or "bf16opt" (stage 1 under BF16_Optimizer). `options` go to
+    "zero_optimization", `config` beside it. `layers` names another list of layers, or way to tie them.
+    """
+
+    kind: str
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    stage: int | str = 1
+    dtype: str = "fp32"
+    options: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    layers: str = "usual"
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    def __str__(self) -> str:
+        sizes = "".join(f"{axis}{n}" for axis, n in (("pp", self.pp), ("tp", self.tp), ("ep", self.ep)) if n > 1)
+        return f"{self.kind}-{sizes}dp{self.dp}-z{self.stage}-{self.dtype}" + (
+            "" if self.layers == "usual" else f"-{self.layers}"
+        )

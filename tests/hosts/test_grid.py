@@ -1,0 +1,70 @@
+"""Tensor, pipeline and expert parallelism: columns are loaded under other data-parallel sizes and stages.
+
+Truth is a rule that gives every element of every tensor its own value (`grid_jobs.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grid_cases import Grid
+
+pytestmark = pytest.mark.distributed
+
+
+class Folders:
+    """What each run saved; each made once."""
+
+    def __init__(self, worlds: Any, base: Path) -> None:
+        self._worlds, self._base = worlds, base
+        self._made: dict[str, Path] = {}
+
+    def __call__(self, grid: Grid) -> Path:
+        name = str(grid)
+        if name not in self._made:
+            self._made[name] = self._base / name
+            self._worlds[grid.ranks].run("grid_jobs.save", grid=grid, folder=str(self._made[name]))
+        return self._made[name]
+
+
+@pytest.fixture(scope="module")
+def folders(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return Folders(worlds, tmp_path_factory.mktemp("grids"))
+
+
+def pipe(pp: int, dp: int, stage: int | str = 1, dtype: str = "fp32", **options: Any) -> Grid:
+    return Grid("pipeline", pp=pp, dp=dp, stage=stage, dtype=dtype, **options)
+
+
+def autotp(dp: int, stage: int | str = 1, dtype: str = "fp32", tp: int = 2) -> Grid:
+    return Grid("autotp", tp=tp, dp=dp, stage=stage, dtype=dtype)
+
+
+def mpu(dp: int, stage: int | str = 1, dtype: str = "fp32") -> Grid:
+    return Grid("mpu", tp=2, dp=dp, stage=stage, dtype=dtype)
+
+
+LOADS = [
+    (pipe(2, 2), pipe(2, 1)),
+    (pipe(2, 2, 0, "bf16"), pipe(2, 1, 0, "bf16")),
+    (pipe(2, 2, "bf16opt", "bf16"), pipe(2, 1, 1, "bf16")),
+    (autotp(2), autotp(1)),
+    (autotp(2, 1, "bf16"), autotp(1, 3, "bf16")),
+    (autotp(2, 2), autotp(1, 1)),
+    (autotp(2, 3), autotp(1, 2)),
+    (autotp(2, "bf16opt", "bf16"), autotp(2, 2, "bf16")),
+    (mpu(2), mpu(1, 2)),
+    (mpu(2, 3, "bf16"), mpu(1, "bf16opt", "bf16")),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), LOADS, ids=str)
+def test_a_column_of_the_grid_loads_bit_equal(worlds: Any, folders: Folders, source: Grid, target: Grid) -> None:
+    loaded = worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(folders(source)))
+    for rank in loaded:
+        assert rank["wrong"] == {}, loaded
+        assert rank["compared"] > 5
+        assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
+        assert rank["scheduler"]["last_epoch"] == 1
