@@ -185,7 +185,9 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row = ALONE) -> Z
     number = row.rank if row.rank in heads else min(heads)
     model = read_model_states(listing.path(heads[number]), heads[number].removesuffix(".pt"))
     grid = read_grid(listing, model)
-    sharded = (optimizer or listing.partitioned_model) and not listing.universal and model.param_shapes is not None
+    # BF16_Optimizer divides its masters at stage 0 of a PipelineModule, and the model file then says no shapes
+    divided = model.param_shapes is not None or bool(listing.layers and any(c.optim for c in listing.columns.values()))
+    sharded = (optimizer or listing.partitioned_model) and not listing.universal and divided
     raise_faults(grid_faults(listing, grid, row, optimizer=sharded), subject=subject)
     listing = listing.column(row.rank)
     if grid.pp > 1 or listing.layers:

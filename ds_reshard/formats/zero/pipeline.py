@@ -36,7 +36,7 @@ from ds_reshard.formats.zero.shards import abridged, compare_signatures, model_s
 from ds_reshard.model.content import SCHEDULER, joined
 from ds_reshard.model.facts import OptimizerFacts
 from ds_reshard.model.layout import Placement, TensorKey
-from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.records import ObjectRecord, TensorRecord
 
 _LAYER = re.compile(r"([0-9]+)\.(.*)", re.DOTALL)
 _TIED = re.compile(r"tied_modules\.([^.]*)\.(.*)", re.DOTALL)
@@ -59,15 +59,20 @@ def open_pipeline(listing: Listing, grid: Grid, row: Row, first: ModelStates, *,
     subject = f"checkpoint {listing.folder}"
     numbers = [grid.column(stage, row.rank) for stage in range(grid.pp)]
     stages = [_stage(listing, number, first) for number in numbers]
+    read = _read_layers(listing, row)
+    if optimizer and first.param_shapes is None:
+        stages = [
+            _with_shapes(listing, number, stage, read, row) for number, stage in zip(numbers, stages, strict=True)
+        ]
     shapes = [stage.param_shapes or () for stage in stages]
     copies, faults = _copies(stages)
     raise_faults([*_unlike(listing, stages, ()), *faults], subject=subject)
-    named, objects, beside = _layers(listing, row, stages)
+    named, objects, beside = _layers(listing, row, read, stages)
     groups = [len(one) for one in shapes]
     columns: list[GridColumn] = []
     optims: list[OptimStates] = []
     facts: OptimizerFacts | None = None
-    if optimizer and first.param_shapes is not None:
+    if optimizer:
         for stage, (number, model) in enumerate(zip(numbers, stages, strict=True)):
             files = listing.column(number).optim
             optim = read_optim_states(listing.path(files[0]), files[0].removesuffix(".pt"))
@@ -92,7 +97,7 @@ def open_pipeline(listing: Listing, grid: Grid, row: Row, first: ModelStates, *,
         module=named,
         objects=objects,
         buffer_names=frozenset(name for stage in stages for name in stage.buffer_names),
-        param_shapes=tuple(group for one in shapes for group in one) if first.param_shapes is not None else None,
+        param_shapes=tuple(group for one in shapes for group in one) if stages[0].param_shapes is not None else None,
         frozen_shapes={name: shape for stage in stages for name, shape in stage.frozen_shapes.items()},
         shared={name: owner for stage in stages for name, owner in stage.shared.items()},
     )
@@ -152,14 +157,59 @@ def _copies(stages: Sequence[ModelStates]) -> tuple[list[dict[str, int]], list[F
     return copies, faults
 
 
+Layers = Mapping[int, Mapping[str, object]]
+"""The entries of each layer's file."""
+
+
+def _read_layers(listing: Listing, row: Row) -> Layers:
+    files = {layer: name for (layer, rank), name in sorted(listing.layers.items()) if rank == row.rank}
+    return {layer: _read_layer(listing.path(name), name.removesuffix(".pt")) for layer, name in files.items()}
+
+
+def _with_shapes(listing: Listing, number: int, stage: ModelStates, read: Layers, row: Row) -> ModelStates:
+    """A stage with its parameters in the order of the flat buffers, where its model file does not say them.
+
+    `BF16_Optimizer` divides its masters at ZeRO stage 0 too, of which `_save_checkpoint` (runtime/engine.py, 0.19.8)
+    saves no `param_shapes`. The optimizer files name what each rank has, in order (`_create_param_mapping`).
+    """
+    groups: list[dict[str, int]] = []
+    for _, name in sorted(listing.column(number).optim.items()):
+        path = listing.path(name)
+        said = read_optim_states(path, name.removesuffix(".pt")).entries.get("param_slice_mappings")
+        for at, mapping in enumerate(said if isinstance(said, list) else ()):
+            groups += [{}] if at == len(groups) else []
+            for parameter, fragment in mapping.items() if isinstance(mapping, dict) else ():
+                state = fragment.state if isinstance(fragment, ObjectRecord) else None
+                numel = state.get("numel") if isinstance(state, dict) else None
+                if not isinstance(parameter, str) or not isinstance(numel, int):
+                    raise fail(path, "entry 'param_slice_mappings' is malformed", "names and sizes", f"{parameter!r}")
+                groups[at][parameter] = groups[at].get(parameter, 0) + numel
+    shapes = tuple({name: _shape(stage, name, numel, read, row) for name, numel in group.items()} for group in groups)
+    return replace(stage, param_shapes=shapes)
+
+
+def _shape(stage: ModelStates, name: str, numel: int, read: Layers, row: Row) -> Shape:
+    """The shape of a parameter of so many elements, by the file of its layer."""
+    layer, key = layer_of(name), tied_key(name)
+    entry = name.removeprefix(f"tied_modules.{key}." if layer is None else f"{layer}.")
+    layers = [layer] if layer is not None else [one for one, tie in (row.ties or {}).items() if tie == key]
+    layers = list(read) if layer is None and row.ties is None else layers
+    held = (read.get(one, {}).get(entry) for one in layers)
+    found = {value.shape for value in held if isinstance(value, TensorRecord) and value.numel == numel}
+    if len(found) == 1:
+        return found.pop()
+    what, mend = f"no file tells the shape of {name}", "save it at ZeRO stage 1, or with a layer that has no forward_fn"
+    fault = UnsupportedLayout.fault(stage.path, what, f"{numel} elements in the file of its layer", "none", mend=mend)
+    raise_faults([fault], subject="reading a checkpoint")
+    raise AssertionError
+
+
 Module = tuple[dict[str, TensorRecord], dict[str, object], dict[TensorKey, TensorRecord]]
 
 
-def _layers(listing: Listing, row: Row, stages: Sequence[ModelStates]) -> Module:
+def _layers(listing: Listing, row: Row, read: Layers, stages: Sequence[ModelStates]) -> Module:
     """The entries of all layers' files by their names in the model: tensors, other values, and copies of tensors."""
     shapes = {name: shape for stage in stages for name, shape in stage.trainable.items()}
-    files = {layer: name for (layer, rank), name in sorted(listing.layers.items()) if rank == row.rank}
-    read = {layer: _read_layer(listing.path(name), name.removesuffix(".pt")) for layer, name in files.items()}
     ties = dict(row.ties) if row.ties is not None else _inferred(read, shapes, stages, listing.folder)
     named: dict[str, TensorRecord] = {}
     objects: dict[str, object] = {}
@@ -177,7 +227,7 @@ def _layers(listing: Listing, row: Row, stages: Sequence[ModelStates]) -> Module
                 beside[TensorKey(name, "weight", number)] = value
             else:
                 named[name] = value
-    faults = [*_absent(listing, files, shapes), *_misshapen(listing, named, beside, shapes)]
+    faults = [*_absent(listing, read, shapes), *_misshapen(listing, named, beside, shapes)]
     raise_faults(faults, subject=f"checkpoint {listing.folder}")
     return named, objects, beside
 
@@ -191,9 +241,7 @@ def _read_layer(path: str, stem: str) -> dict[str, object]:
     return entries
 
 
-def _inferred(
-    read: Mapping[int, Mapping[str, object]], shapes: Mapping[str, Shape], stages: Sequence[ModelStates], folder: str
-) -> dict[int, str]:
+def _inferred(read: Layers, shapes: Mapping[str, Shape], stages: Sequence[ModelStates], folder: str) -> dict[int, str]:
     """The key of each layer that is a tied module, by the names and shapes of its parameters: no file says it.
 
     Its layers are those whose own names are nowhere among the parameters and buffers of the stages.
@@ -219,10 +267,10 @@ def _inferred(
     return found
 
 
-def _absent(listing: Listing, files: Mapping[int, str], shapes: Mapping[str, Shape]) -> Iterator[Fault]:
+def _absent(listing: Listing, read: Layers, shapes: Mapping[str, Shape]) -> Iterator[Fault]:
     layers = (layer_of(name) for name, shape in shapes.items() if prod(shape))
     wanted = {layer for layer in layers if layer is not None}
-    missing = sorted(wanted - set(files))
+    missing = sorted(wanted - set(read))
     if missing:
         shown = ", ".join(f"layer_{layer:02d}" for layer in missing[:16]) + (", ..." if len(missing) > 16 else "")
         what, mend = f"files of layers are missing: {shown}", _RESTORE
