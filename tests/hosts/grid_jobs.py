@@ -68,9 +68,12 @@ def head(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class Norm(torch.nn.Module):
+    """Alone in its stage where there are four: the ranks of DeepSpeed's stages need as many param groups each."""
+
     def __init__(self, start: int) -> None:
         super().__init__()
         self.g = torch.nn.Parameter(numbers(start, 9))
+        self.m = torch.nn.Parameter(numbers(start + 20, 3, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + square(self)
@@ -103,7 +106,7 @@ def _pipeline(grid: Grid) -> tuple[torch.nn.Module, Any]:
     model = PipelineModule(
         _layers(grid.layers), topology=topology, loss_fn=lambda out, label: out.sum(), partition_method="uniform"
     )
-    if model.stage_id > 0 and "embed" in model.tied_modules:
+    if model.stage_id > 0 and "embed" in model.tied_modules and grid.layers != "one position":
         model.tied_modules["embed"].position.data = numbers(60, 3)
     for name, parameter in model.named_parameters():
         if grid.tp > 1 and name.endswith(".w"):  # as a shard: each tensor-parallel rank has values of its own

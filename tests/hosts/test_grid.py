@@ -60,6 +60,35 @@ LOADS = [
 ]
 
 
+STAGES = [
+    (pipe(2, 2), pipe(2, 2)),
+    (pipe(2, 2), pipe(1, 4)),
+    (pipe(2, 2, 1, "bf16"), pipe(4, 1, 1, "bf16")),
+    (pipe(2, 2), pipe(3, 1)),
+    (pipe(2, 2, "bf16opt", "bf16"), pipe(1, 2, "bf16opt", "bf16")),
+    (pipe(2, 2, 0, "bf16"), pipe(3, 1, "bf16opt", "bf16")),
+    (pipe(4, 1, 1, "bf16"), pipe(1, 4, 0, "bf16")),
+    (pipe(4, 1), pipe(2, 1)),
+    (pipe(1, 2), pipe(2, 2, layers="one position")),
+    (pipe(2, 1, tp=2), pipe(1, 2, tp=2)),
+    (pipe(1, 2, tp=2), pipe(2, 1, tp=2, layers="one position")),
+    (pipe(2, 2, layers="no file"), pipe(3, 1, layers="no file")),
+    (pipe(2, 2, 1, "bf16", layers="no file"), pipe(2, 2, 1, "bf16", layers="no file")),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), STAGES, ids=str)
+def test_a_pipeline_loads_bit_equal_with_other_stages(
+    worlds: Any, folders: Folders, source: Grid, target: Grid
+) -> None:
+    """Weights of tied modules, masters, states and what is not tied of them are each stage's own."""
+    loaded = worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(folders(source)))
+    for rank in loaded:
+        assert rank["wrong"] == {}, loaded
+        assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
+        assert rank["scheduler"]["last_epoch"] == 1
+
+
 @pytest.mark.parametrize(("source", "target"), LOADS, ids=str)
 def test_a_column_of_the_grid_loads_bit_equal(worlds: Any, folders: Folders, source: Grid, target: Grid) -> None:
     loaded = worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(folders(source)))
