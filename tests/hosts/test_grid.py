@@ -5,6 +5,7 @@ Truth is a rule that gives every element of every tensor its own value (`grid_jo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ class Folders:
 
 
 @pytest.fixture(scope="module")
-def folders(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return Folders(worlds, tmp_path_factory.mktemp("grids"))
+def folders(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folders]:
+    yield Folders(worlds, tmp_path_factory.mktemp("grids"))
+    worlds.close()  # DeepSpeed keeps the groups of a grid for the process
 
 
 def pipe(pp: int, dp: int, stage: int | str = 1, dtype: str = "fp32", **options: Any) -> Grid:
