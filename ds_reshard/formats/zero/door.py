@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, raise_faults
-from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, open_checkpoint
+from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, UnsupportedLayout, raise_faults
+from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.content import LAYOUT_ENTRIES, as_zero, content_of, optimizer_faults
 from ds_reshard.formats.zero.inspection import Survey, describe_survey, survey
 from ds_reshard.formats.zero.names import Listing, read_listing
@@ -22,7 +22,7 @@ from ds_reshard.model.checkpoint import Listing as AnyListing
 from ds_reshard.model.content import SCHEDULER, Content
 from ds_reshard.model.facts import canonical, describe
 from ds_reshard.model.index import Index
-from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.reports import Inspection
 from ds_reshard.model.target import Asked, Target
@@ -39,11 +39,13 @@ class OpenedZero(Checkpoint):
     def __init__(self, listing: Listing, *, states: bool = True) -> None:
         self.zero = zero = open_checkpoint(listing, optimizer=True)
         self._states = states
-        self.folder, self.layout, self.facts, self.ranks = listing.folder, zero.layout, zero.facts, zero.dp
+        self.folder, self.facts, self.ranks = listing.folder, zero.facts, zero.dp
+        owned = {key: at for key, at in zero.layout.placements.items() if not key.copy}
+        self.layout = zero.layout if len(owned) == len(zero.layout.placements) else Layout(owned, zero.layout.shards)
         self.shared, self.buffer_names = zero.model.shared, zero.model.buffer_names
         self.notes, self.module = tuple(_notes(zero)), zero.model.module
         found = zero.listing
-        self.shard_names = [files[rank] for files in (found.model, found.optim) for rank in sorted(files)]
+        self.shard_names = list(_shards(zero))
         names = (*self.shard_names, *(zero.universal.nbytes if zero.universal is not None else ()))
         self.files = {name: found.nbytes[name] for name in names}
         self.scaling = (
@@ -70,9 +72,11 @@ class OpenedZero(Checkpoint):
         return pieces, Shards(index=Index(self.layout, pieces), compare=compare)
 
     def content(self) -> Content:
+        raise_faults(_stages(self.zero), subject=f"converting {self.folder}")
         return content_of(self.zero)
 
     def target(self, asked: Asked, like: Checkpoint | None) -> Target | None:
+        raise_faults(_stages(self.zero), subject=f"converting {self.folder}")
         self.opened  # noqa: B018  (its shards are read for model files, too)
         return _target(self.zero, asked, self._pieces) if asked.to in WRITES else None
 
@@ -82,8 +86,8 @@ class OpenedZero(Checkpoint):
         super().open_all()
 
     def open_first(self) -> None:
-        if self.zero.optim is not None:
-            self.index.open(OPTIM, 0)
+        for column in self.zero.columns:
+            self.index.open(column.family, 0)
         self.open_for(MODEL, 0)
 
     def open_for(self, family: str, shard: int) -> None:
@@ -136,7 +140,28 @@ class OpenedZero(Checkpoint):
                 yield f"state {kind!r} of flat buffer {number} in {name} is not compared: {why}"
 
 
+def _shards(zero: ZeroCheckpoint) -> Iterator[str]:
+    """The names of all files that the ranks of the saving run wrote."""
+    if not zero.stages:
+        yield from (files[rank] for files in (zero.listing.model, zero.listing.optim) for rank in sorted(files))
+        return
+    yield from (os.path.basename(stage.path) for stage in zero.stages)
+    yield from (name for _, name in sorted(zero.listing.layers.items()))
+    yield from (name for column in zero.columns for name in column.files)
+
+
+def _stages(zero: ZeroCheckpoint) -> Iterator[Fault]:
+    """What is converted has the names of a plain module, and each parameter once."""
+    if zero.stages:
+        what = "is of a PipelineModule, whose files of stages and layers are not converted"
+        mend = "load it in a run with import ds_reshard.auto, under any number of stages and ranks"
+        yield UnsupportedLayout.fault(zero.listing.folder, what, "a plain module", str(zero.grid), mend=mend)
+
+
 def _notes(zero: ZeroCheckpoint) -> Iterator[str]:
+    copies = sorted({key.name for key in zero.layout.placements if key.copy})
+    if copies:
+        yield f"several stages have a copy of {', '.join(copies[:8])}: those of the first stage are shown"
     if zero.stage == 0:
         yield "a ZeRO 0 checkpoint names no tensor of its optimizer: weights and buffers only"
     if zero.listing.partitioned_model and zero.model.buffer_names and zero.dp > 1:

@@ -10,7 +10,16 @@ from typing import TypeVar
 
 from ds_reshard.containers.plain import Scalars, plain, read_scalars, single_elements
 from ds_reshard.errors import Fault, ReshardError, damaged
-from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, missing, one_column, open_checkpoint, unmatched
+from ds_reshard.formats.zero.checkpoint import (
+    MODEL,
+    Grid,
+    ZeroCheckpoint,
+    missing,
+    one_column,
+    open_checkpoint,
+    read_grid,
+    unmatched,
+)
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
@@ -41,6 +50,17 @@ class Survey:
     scalars: Scalars
     faults: tuple[Fault, ...]
     universal: UniversalStates | None = None
+
+    @property
+    def grid(self) -> Grid | None:
+        """The sizes of the saving run; None of one without tensor and pipeline parallelism."""
+        if self.model is None:
+            return None
+        try:
+            grid = read_grid(self.listing, self.model)
+        except ReshardError:
+            return None
+        return grid if grid.tp * grid.pp > 1 or self.listing.layers else None
 
     @property
     def dp(self) -> int | None:
@@ -259,6 +279,8 @@ def describe_survey(found: Survey, *, tag: str, bytes_read: int | None) -> Inspe
         files=tuple(_files(found.listing, found.dp)),
         faults=found.faults,
         bytes_read=bytes_read,
+        tp=found.grid.tp if found.grid is not None else None,
+        pp=found.grid.pp if found.grid is not None else None,
     )
 
 
@@ -398,12 +420,13 @@ def _arrangement(found: Survey, config: Mapping[str, object]) -> Arrangement:
 def _parameters(model: ModelStates, group_of: Mapping[str, int]) -> Iterator[ParameterEntry]:
     """Every entry of the module's state, then what is known by shape alone (stage 3, excluded weights)."""
     trainable, frozen = model.trainable, model.frozen_shapes
-    owners: dict[tuple[str, int, tuple[int, ...]], str] = {}
+    owners: dict[tuple[str, str, int, tuple[int, ...]], str] = {}
     for name in dict.fromkeys((*model.module, *trainable, *frozen)):
         tensor = model.module.get(name)
         tied = model.shared.get(name)
         if tensor is not None and tensor.numel:
-            first = owners.setdefault((tensor.storage.key, tensor.element_offset, tensor.shape), name)
+            place = (tensor.storage.path, tensor.storage.key, tensor.element_offset, tensor.shape)
+            first = owners.setdefault(place, name)
             tied = tied or (first if first != name else None)
         owner = tied or name
         if name in model.buffer_names:
@@ -432,9 +455,11 @@ def _members(found: Survey) -> dict[str, int]:
 
 def _files(listing: Listing, dp: int | None) -> Iterator[FileEntry]:
     roles: dict[str, str] = {}
-    for role, files in (("model", listing.model), ("optimizer", listing.optim)):
-        for rank, name in files.items():
-            roles[name] = "unused" if dp is not None and rank >= dp else role
+    for column in listing.columns.values():
+        for role, files in (("model", column.model), ("optimizer", column.optim)):
+            for rank, name in files.items():
+                roles[name] = "unused" if dp is not None and rank >= dp else role
+    roles |= dict.fromkeys(listing.layers.values(), "model")
     roles |= {name: "optimizer" for name in listing.nbytes if "/" in name}
     for name in sorted(listing.nbytes):
         yield FileEntry(name=name, nbytes=listing.nbytes[name], role=roles.get(name, "other"))
