@@ -54,6 +54,12 @@ class Plan:
     def files(self) -> tuple[str, ...]:
         return tuple(sorted(Copies.of(self.copies).paths | {c.record.path for c in self.checks}))
 
+    def and_also(self, other: Plan) -> Plan:
+        """Both plans as one; they fill different buffers."""
+        copies = Copies.of(self.copies).and_also(Copies.of(other.copies)).in_order()
+        checks = sorted({*self.checks, *other.checks}, key=lambda check: (check.record.path, check.byte_offset))
+        return Plan(copies=copies, fills=(*self.fills, *other.fills), checks=tuple(checks))
+
     def to_json(self) -> dict[str, object]:
         """The plan as plain JSON values."""
 

@@ -7,6 +7,7 @@ the loss sum(p * p / 4) in which the second factor is constant, a weight is what
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -204,7 +205,47 @@ def _mpu(grid: Grid) -> tuple[torch.nn.Module, Any]:
     return model, mpu
 
 
-_BUILD = {"pipeline": _pipeline, "autotp": _autotp, "mpu": _mpu}
+EXPERTS = 4
+
+
+class Expert(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 5), torch.nn.Linear(5, 4, bias=False)
+
+
+def _moe(grid: Grid) -> tuple[torch.nn.Module, Any]:
+    """Two layers of four experts; each has numbers of its own, by its number among all."""
+    from deepspeed.moe.layer import MoE
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = torch.nn.Linear(4, 4)
+            layers = [MoE(4, Expert(), num_experts=EXPERTS, ep_size=grid.ep, k=1, use_residual=n > 0) for n in range(2)]
+            self.moe = torch.nn.ModuleList(layers)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return square(self)
+
+    model, rank, ranks = Model(), torch.distributed.get_rank(), torch.distributed.get_world_size()
+    swapped = grid.config.get("use_data_before_expert_parallelism")
+    place = rank // (ranks // grid.ep) if swapped else rank % grid.ep
+    start = 0
+    for name, parameter in model.named_parameters():
+        if ".deepspeed_experts." not in name:
+            parameter.data.copy_(numbers(start, *parameter.shape))
+            start += parameter.numel()
+    for layer, moe in enumerate(model.moe):
+        for local, expert in enumerate(moe.deepspeed_moe.experts.deepspeed_experts):
+            start = 1000 + 1000 * layer + 100 * (place * EXPERTS // grid.ep + local)
+            for parameter in expert.parameters():
+                parameter.data.copy_(numbers(start, *parameter.shape))
+                start += parameter.numel()
+    return model, None
+
+
+_BUILD = {"moe": _moe, "pipeline": _pipeline, "autotp": _autotp, "mpu": _mpu}
 
 
 def config_of(grid: Grid) -> dict[str, Any]:
@@ -242,7 +283,13 @@ def build(grid: Grid) -> Any:
 
     _forget()
     model, mpu = _BUILD[grid.kind](grid)
-    optimizer = torch.optim.AdamW(_groups(model))
+    groups = _groups(model)
+    if grid.kind == "moe":
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        every = {"params": list(model.parameters()), "name": "all", "lr": 0.0, "weight_decay": 0.0}
+        groups = split_params_into_different_moe_groups_for_optimizer(every)
+    optimizer = torch.optim.AdamW(groups)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -261,8 +308,10 @@ def build(grid: Grid) -> Any:
 
 def _forget() -> None:
     """The last engine, and the groups of ranks that DeepSpeed keeps for the process."""
+    from deepspeed.module_inject import layers
     from deepspeed.utils import groups
 
+    layers.set_autotp_mode(training=False)
     _STATE.clear()
     gc.collect()
     for name, value in {
@@ -299,6 +348,20 @@ def step(grid: Grid, engine: Any) -> None:
         engine.step()
 
 
+def alone(job: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave nothing behind to which engines of other tests would hold."""
+
+    @functools.wraps(job)
+    def run(**arguments: Any) -> Any:
+        try:
+            return job(**arguments)
+        finally:
+            _forget()
+
+    return run
+
+
+@alone
 def save(grid: Grid, folder: str) -> None:
     engine = build(grid)
     step(grid, engine)
@@ -324,7 +387,8 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
     return found | dict(engine.module.named_buffers())
 
 
-def load(grid: Grid, folder: str, hooks: bool = True, untrained: bool = False, **arguments: Any) -> dict[str, Any]:
+@alone
+def load(grid: Grid, folder: str, hooks: bool = True, saved_ep: int = 1, **arguments: Any) -> dict[str, Any]:
     """Build, note the truth, wipe, load; `wrong` names what is not the truth, with the number of wrong elements."""
     import ds_reshard
 
@@ -341,13 +405,15 @@ def load(grid: Grid, folder: str, hooks: bool = True, untrained: bool = False, *
     wrong = {name: _differing(now, weights[name]) for name, now in _weights(engine).items()}
     steps = set()
     untied = _untied(engine)
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     for number, ((flat, state), master) in enumerate(zip(_parts(engine), truth, strict=True)):
         wrong[f"{number} fp32"] = _differing(flat.detach(), master)
-        expected = moments(torch.where(untied(master), 0.0, master.float()))
+        of_experts = grid.kind == "moe" and inner.param_groups[number].get("moe")
+        # DeepSpeed divides the gradients of experts by all data-parallel ranks, of which only some have them
+        expected = moments(torch.where(untied(master), 0.0, master.float()) / (saved_ep if of_experts else 1))
         for kind, value in expected.items():
             wrong[f"{number} {kind}"] = _differing(state[kind], value) if kind in state else -1
         steps.add(float(state.get("step", -1)))
-    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return {
         "wrong": {name: count for name, count in wrong.items() if count},
         "compared": len(wrong),
@@ -373,6 +439,7 @@ def _differing(now: torch.Tensor, then: torch.Tensor) -> int:
     return int((one[:shared].float() != other[:shared].float()).sum()) + abs(one.numel() - other.numel())
 
 
+@alone
 def refused(grid: Grid, folder: str, **arguments: Any) -> tuple[str, str, bool]:
     """The error of a load, its text, and whether the engine is as it was."""
     import ds_reshard

@@ -553,7 +553,7 @@ def break_rank_1(fault: str) -> Any:
     place, name = {
         "unreadable": (threads.os, "preadv"),
         "another folder": (prepare.os, "stat"),
-        "crash": (prepare, "plan_rank"),
+        "crash": (prepare, "plan_of"),
         "crash in settings": (load, "parse_settings"),
         "crash in live": (load, "live_optimizer"),
         "crash in check": (load, "Index"),

@@ -91,6 +91,34 @@ def test_a_pipeline_loads_bit_equal_with_other_stages(
         assert rank["scheduler"]["last_epoch"] == 1
 
 
+def moe(ep: int, dp: int, stage: int | str = 1, dtype: str = "fp32", swapped: bool = False) -> Grid:
+    config = {"use_data_before_expert_parallelism": True} if swapped else {}
+    return Grid("moe", ep=ep, dp=dp, stage=stage, dtype=dtype, config=config, layers="swapped" if swapped else "usual")
+
+
+EXPERTS = [
+    (moe(2, 4), moe(2, 2)),
+    (moe(2, 4, 2, "bf16"), moe(2, 2, "bf16opt", "bf16")),
+    (moe(2, 4, "bf16opt", "bf16"), moe(4, 4, 1, "bf16")),
+    (moe(2, 4), moe(1, 4)),
+    (moe(2, 4, swapped=True), moe(4, 4)),
+    (moe(1, 2), moe(2, 4, 2, swapped=True)),
+    (moe(4, 4), moe(4, 4)),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), EXPERTS, ids=str)
+def test_each_expert_loads_bit_equal_wherever_it_is(worlds: Any, folders: Folders, source: Grid, target: Grid) -> None:
+    """Experts are counted through all ranks, in whatever order ranks are dealt out."""
+    folder = str(folders(source))
+    loaded = worlds[target.ranks].run("grid_jobs.load", grid=target, folder=folder, saved_ep=source.ep)
+    for rank in loaded:
+        assert rank["wrong"] == {}, loaded
+        assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
+        names = [group["name"] for group in rank["groups"]]
+        assert names == ["all", f"ep_size_{target.ep}"]
+
+
 @pytest.mark.parametrize(("source", "target"), LOADS, ids=str)
 def test_a_column_of_the_grid_loads_bit_equal(worlds: Any, folders: Folders, source: Grid, target: Grid) -> None:
     loaded = worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(folders(source)))

@@ -52,6 +52,7 @@ SOUND = {
     "others beside it": ([model(), "zero_to_fp32.py", "README.md", "latest"], {0: model()}, {}, False, ""),
     "pipeline": (["layer_00-model_states.pt", model()], {0: model()}, {}, False, ""),
     "pipeline with tensor ranks": (["layer_12-model_03-model_states.pt"], {}, {}, False, ""),
+    "experts": (["layer_1_expert_7_mp_rank_00_model_states.pt", model()], {0: model()}, {}, False, ""),
     "tensor ranks of the model": ([model(), model(mp_rank=1)], {0: model()}, {}, False, ""),
     "tensor ranks of stage 3": ([model(0, 0), model(0, 1)], {0: model(0, 0)}, {}, True, ""),
     "tensor ranks of the optimizer": ([model(), optim(0, mp_rank=3)], {0: model()}, {}, False, ""),
@@ -80,7 +81,11 @@ REFUSED = {
         "that DeepSpeed would take for one of this save",
     ),
     "layers on other axes": (["layer_12-slice_03-model_states.pt"], "UnsupportedLayout", "a grid with axes of its own"),
-    "experts": (["layer_1_expert_7_mp_rank_00_model_states.pt"], "UnsupportedLayout", "mixture-of-experts"),
+    "experts with tensor ranks": (
+        ["layer_1_expert_7_mp_rank_01_model_states.pt"],
+        "UnsupportedLayout",
+        "mixture-of-experts",
+    ),
     "experts of old releases": (["expert_7_mp_rank_00_model_states.pt"], "UnsupportedLayout", "mixture-of-experts"),
     "expert optimizer": (["expp_rank_0_mp_rank_00_optim_states.pt"], "UnsupportedLayout", "mixture-of-experts"),
     "models of two saves": ([model(), model(0)], "CheckpointDamaged", "model files of two checkpoints"),
@@ -112,14 +117,14 @@ def test_all_that_is_wrong_is_said():
 
 def test_each_column_of_the_grid_has_its_files():
     """The number after mp_rank_ is the column's; a layer's file has that of its tensor-parallel rank."""
-    layer = "layer_02-model_01-model_states.pt"
-    found = listing(model(), model(mp_rank=1), optim(0, mp_rank=1), optim(1, mp_rank=1), layer)
+    layer, expert = "layer_02-model_01-model_states.pt", "layer_1_expert_7_mp_rank_00_model_states.pt"
+    found = listing(model(), model(mp_rank=1), optim(0, mp_rank=1), optim(1, mp_rank=1), layer, expert)
     assert {number: tuple(files) for number, files in found.columns.items()} == {
         0: ({0: model()}, {}),
         1: ({0: model(mp_rank=1)}, {0: optim(0, mp_rank=1), 1: optim(1, mp_rank=1)}),
     }
     assert (found.column(1).model, found.column(1).optim) == tuple(found.columns[1])
-    assert found.layers == {(2, 1): layer}
+    assert (found.layers, found.experts) == ({(2, 1): layer}, {(1, 7): expert})
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,10 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row = ALONE) -> Z
         from ds_reshard.formats.zero.pipeline import open_pipeline
 
         return open_pipeline(listing, grid, row, model, optimizer=sharded)
+    if listing.experts:
+        from ds_reshard.formats.zero.experts import open_experts
+
+        return open_experts(listing, grid, model, optimizer=sharded)
     optim = universal = facts = None
     columns: tuple[GridColumn, ...] = ()
     placements = [*weights(model, listing)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import reduce
 
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.execution.checksums import Ledger
@@ -18,6 +19,7 @@ from ds_reshard.model.content import MASTER, WEIGHT
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.operations.values import SpanReader, logical
+from ds_reshard.planning.plan import Plan, plan_rank
 
 logger = logging.getLogger("ds_reshard")
 
@@ -34,18 +36,35 @@ def take_own_weights(wants: Wants, grid: LiveGrid) -> None:
 
 def take_own_copies(wants: Wants, grid: LiveGrid) -> None:
     """Read masters and states from the copy of them that this stage takes."""
-    for key, source in wants.sources.items():
+    for key, source in wants.sources.items() if wants.checkpoint.stages else ():
         if source.kind != WEIGHT:
             wants.sources[key] = grid.source(wants.checkpoint, source)
 
 
 def wanted_elsewhere(wants: Wants, grid: LiveGrid) -> frozenset[TensorKey]:
-    """Tensors of flat buffers that ranks of other stages read, and see to the checksums of."""
-    if not wants.checkpoint.stages:
+    """Tensors of flat buffers that ranks with other layers or experts read, and see to the checksums of."""
+    if not wants.checkpoint.stages and not grid.experts:
         return frozenset()
     kinds = {source.kind for source in wants.sources.values()} - {WEIGHT}
     others = (key for key in wants.checkpoint.layout.placements if key.kind in kinds)
     return frozenset(others).difference(wants.sources.values())
+
+
+def plan_of(index: Index, wants: Wants, grid: LiveGrid, position: int, size: int) -> Plan:
+    """The plan of this rank, of what all ranks of the run divide and of what only some do; opens shards."""
+    shares = {(position, size): wants, **wants.shares}
+    plans = [
+        plan_rank(index, one.layout(ranks), place, one.sources, sizes=one.sizes, elsewhere=wanted_elsewhere(one, grid))
+        for (place, ranks), one in shares.items()
+    ]
+    return reduce(Plan.and_also, plans)
+
+
+def shares_unproved(wants: Wants, *, prove: bool) -> Iterator[Fault]:
+    """Fingerprints are added up over the ranks of a run, which do not all have a share of an expert."""
+    if prove and wants.shares:
+        what, mend = "does not prove the experts of a mixture", '"reshard": {"verify": "crc32"}'
+        yield UnsupportedLayout.fault("ds_reshard.reshard.verify", what, "crc32", "fingerprint", mend=mend)
 
 
 def of_stage(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ZeroCheckpoint:

@@ -6,15 +6,26 @@ Attributes read here, all seen in deepspeed 0.19.8: `engine.mpu` by `deepspeed.u
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard.formats.zero.checkpoint import ALONE, Row, ZeroCheckpoint
+from ds_reshard.formats.zero.experts import expert_of, renumbered
 from ds_reshard.formats.zero.pipeline import layer_of, tied_key
 from ds_reshard.model.layout import TensorKey
 
 if TYPE_CHECKING:
+    import torch
     from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+class Experts(NamedTuple):
+    """The experts of one layer that a rank has: so many from the first on, of all."""
+
+    first: int
+    held: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +33,8 @@ class LiveGrid:
     """This rank's place: its row, its stage of so many, and the layers of each stage.
 
     `parts` are the first layers of the stages and the number of all layers, empty without a PipelineModule. `tied` are
-    the parameters of tied modules that are equal in all stages.
+    the parameters of tied modules that are equal in all stages. `experts` are those of this rank, by what is before
+    their numbers in the names of their tensors.
     """
 
     row: Row = ALONE
@@ -30,6 +42,7 @@ class LiveGrid:
     pp: int = 1
     parts: tuple[int, ...] = ()
     tied: frozenset[str] = frozenset()
+    experts: Mapping[str, Experts] = field(default_factory=dict)
 
     @property
     def column(self) -> int:
@@ -38,12 +51,20 @@ class LiveGrid:
 
     def answers(self, name: str) -> bool:
         """Whether this rank says what is wrong with a tensor of this name: it should have it, or no rank should."""
+        of = expert_of(name) if self.experts else None
+        if of is not None and of[0] in self.experts:
+            mine = self.experts[of[0]]
+            return not 0 <= of[1] < mine.total or mine.first <= of[1] < mine.first + mine.held
         layer, key = layer_of(name), tied_key(name)
         if not self.parts or (layer is None and key not in (self.row.ties or {}).values()):
             return True
         if layer is not None:
             return not 0 <= layer < self.parts[-1] or self.parts[self.stage] <= layer < self.parts[self.stage + 1]
         return self.stage in self.stages_of(key)
+
+    def named(self, name: str) -> str:
+        """What a tensor of this rank is called among those of all ranks."""
+        return renumbered(name, {prefix: held.first for prefix, held in self.experts.items()}) if self.experts else name
 
     def stages_of(self, key: str | None) -> list[int]:
         """The stages that have a tied module, in order."""
@@ -77,7 +98,7 @@ def live_grid(engine: DeepSpeedEngine) -> LiveGrid:
     mpu = getattr(engine, "mpu", None)
     size, rank = int(bwc_tensor_model_parallel_world_size(mpu)), int(bwc_tensor_model_parallel_rank(mpu))
     if not is_pipeline(engine):
-        return LiveGrid(row=Row(size, rank))
+        return LiveGrid(row=Row(size, rank), experts=_experts(engine))
     module = engine.module
     specs = module._layer_specs
     tied = {layer: spec for layer, spec in enumerate(specs) if _is(type(spec), "TiedLayerSpec")}
@@ -91,6 +112,29 @@ def live_grid(engine: DeepSpeedEngine) -> LiveGrid:
             f"tied_modules.{spec.key}.{name}" for spec in tied.values() for name in _names(spec.tied_weight_attr)
         ),
     )
+
+
+def _experts(engine: DeepSpeedEngine) -> dict[str, Experts]:
+    """`deepspeed.moe.layer.MoE`: experts are dealt out in order over the ranks of an expert-parallel group."""
+    from deepspeed.utils import groups
+
+    found = {}
+    for name, module in engine.module.named_modules() if getattr(engine, "has_moe_layers", False) else ():
+        if _is(type(module), "MoE") and hasattr(module, "deepspeed_moe"):
+            held, total = int(module.num_local_experts), int(module.num_experts)
+            place = int(groups._get_expert_parallel_rank(module.expert_group_name))
+            prefix = f"{name}.deepspeed_moe.experts.deepspeed_experts.".removeprefix(".")
+            found[prefix] = Experts(place * held, held, total)
+    return found
+
+
+def param_names(engine: DeepSpeedEngine) -> dict[torch.Tensor, str]:
+    """What each parameter of this rank is called among those of all ranks."""
+    names: dict[torch.Tensor, str] = engine.param_names
+    if not getattr(engine, "has_moe_layers", False):
+        return names
+    grid = live_grid(engine)
+    return {param: grid.named(name) for param, name in names.items()}
 
 
 def is_pipeline(engine: DeepSpeedEngine) -> bool:

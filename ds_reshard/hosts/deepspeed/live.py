@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.errors import EngineUnusable, Fault, UnsupportedLayout
 from ds_reshard.formats.zero.layout import flat_numel, partition_numel, sub_group_numel
-from ds_reshard.hosts.deepspeed.grid import live_grid
+from ds_reshard.hosts.deepspeed.grid import LiveGrid, live_grid, param_names
 
 if TYPE_CHECKING:
     import torch
@@ -32,13 +32,15 @@ class FlatBuffer:
     """One flat buffer of this rank: its parameters in order, and the fp32 tensor that holds its masters.
 
     A param group at stages 1 and 2, a sub-group at stage 3. `gaps[i]` elements follow parameter i in
-    the group (`parameter_alignment`); `group` is the param group that the buffer belongs to.
+    the group (`parameter_alignment`); `group` is the param group that the buffer belongs to. `share` is this rank's
+    place among the ranks that divide the buffer, and their number, where it is not the optimizer's: of experts.
     """
 
     shapes: dict[str, Shape]
     fp32: torch.Tensor
     gaps: tuple[int, ...] | None
     group: int
+    share: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ class LiveOptimizer:
             elif self.replicated:
                 expected = sum(prod(shape) for shape in buffer.shapes.values())
             else:
-                expected = partition_numel(flat_numel(buffer.shapes, buffer.gaps), self.dp)
+                expected = partition_numel(flat_numel(buffer.shapes, buffer.gaps), self.share(buffer)[1])
             if buffer.fp32.numel() != expected:
                 found.append(
                     UnsupportedLayout.fault(
@@ -85,6 +87,10 @@ class LiveOptimizer:
                     )
                 )
         return found
+
+    def share(self, buffer: FlatBuffer) -> tuple[int, int]:
+        """This rank's place among the ranks that divide a buffer, and their number."""
+        return buffer.share or (self.rank, self.dp)
 
     def members(self, group: int) -> list[str]:
         return [name for buffer in self.buffers if buffer.group == group for name in buffer.shapes]
@@ -100,7 +106,7 @@ def unsupported(engine: DeepSpeedEngine) -> list[str]:
     apart = columns > 1 and (grid.row.size * grid.pp, grid.column) != (columns, int(engine.checkpoint_mp_rank))
     found = {
         "model-parallel ranks in another order than stage by stage": apart,
-        "mixture of experts": bool(getattr(engine, "has_moe_layers", False)),
+        "mixture of experts": bool(getattr(engine, "has_moe_layers", False)) and not _plain_experts(engine, grid),
         "NVMe offload": _nvme(engine),
         "ZenFlow": bool(getattr(optimizer, "zenflow", False)) or bool(getattr(engine, "zenflow", False)),
         "SuperOffload": wrapper.startswith("SuperOffload"),
@@ -108,6 +114,11 @@ def unsupported(engine: DeepSpeedEngine) -> list[str]:
         "Muon at stage 3": stage == 3 and "Muon" in base,
     }
     return [name for name, present in found.items() if present]
+
+
+def _plain_experts(engine: DeepSpeedEngine, grid: LiveGrid) -> bool:
+    """Whether experts are those of deepspeed.moe, divided by ZeRO 1, 2 or BF16_Optimizer, and nothing else is cut."""
+    return bool(grid.experts) and grid.row.size == grid.pp == 1 and live_kind(engine) in ("zero", "bf16")
 
 
 def _nvme(engine: DeepSpeedEngine) -> bool:
@@ -141,7 +152,7 @@ def live_optimizer(engine: DeepSpeedEngine) -> LiveOptimizer | None:
     kind = live_kind(engine)
     if kind in ("none", "offload"):
         return None
-    optimizer, names = engine.optimizer, engine.param_names
+    optimizer, names = engine.optimizer, param_names(engine)
     # a PipelineModule's BF16_Optimizer divides its masters at stage 0 too (`_configure_bf16_optimizer`, engine.py)
     stage = int(engine.zero_optimization_stage()) or int(kind == "bf16")
     readers = {"zero": _zero, "bf16": _bf16, "zero3": _zero3, "fused": _fused, "unfused": _unfused, "torch": _torch}
@@ -186,7 +197,11 @@ def _zero(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[Flat
     group_of = _group_of(optimizer)
     return [
         FlatBuffer(
-            shapes=_shapes(params, names), fp32=flat, gaps=tuple(gaps[g]) if gaps else None, group=group_of[id(flat)]
+            shapes=_shapes(params, names),
+            fp32=flat,
+            gaps=tuple(gaps[g]) if gaps else None,
+            group=group_of[id(flat)],
+            share=_share(optimizer, g),
         )
         for g, (params, flat) in enumerate(zip(groups, flats, strict=True))
     ]
@@ -205,9 +220,18 @@ def _bf16(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[Flat
     groups = optimizer.bf16_groups
     flats = optimizer.fp32_groups_flat_partition
     return [
-        FlatBuffer(shapes=_shapes(params, names), fp32=flat, gaps=None, group=g)
+        FlatBuffer(shapes=_shapes(params, names), fp32=flat, gaps=None, group=g, share=_share(optimizer, g))
         for g, (params, flat) in enumerate(zip(groups, flats, strict=True))
     ]
+
+
+def _share(optimizer: ZeROOptimizer, number: int) -> tuple[int, int] | None:
+    """The ranks that divide a group of experts are fewer than those that divide the others."""
+    import torch.distributed as dist
+
+    group = optimizer.real_dp_process_group[number]
+    place, size = dist.get_rank(group=group), dist.get_world_size(group=group)
+    return None if size == dist.get_world_size(group=optimizer.dp_process_group) else (place, size)
 
 
 def _zero3(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[FlatBuffer]:

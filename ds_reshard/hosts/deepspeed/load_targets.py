@@ -12,6 +12,7 @@ from ds_reshard.execution.buffers import TensorTarget, element_type, torch_dtype
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import flat_group, sliced, sub_group, whole
 from ds_reshard.formats.zero.model_states import ModelStates
+from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import FlatBuffer, LiveOptimizer
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
@@ -35,7 +36,8 @@ class Wants:
     the weights that the checkpoint does not hold and that are cast from the masters once those are in;
     `absent` the trainable parameters that it does not hold at all (a non-strict load keeps them).
     `state` is the module's state dict, taken once: where its entries are not the module's own tensors,
-    they are what is read into. `faults` are entries that cannot be read.
+    they are what is read into. `faults` are entries that cannot be read. `shares` are what is wanted of buffers that
+    other ranks divide than all of the run, by this rank's place among them and their number.
     """
 
     checkpoint: ZeroCheckpoint
@@ -49,6 +51,11 @@ class Wants:
     state: Mapping[str, object] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
+    shares: dict[tuple[int, int], Wants] = field(default_factory=dict)
+
+    def share(self, place: int, size: int) -> Wants:
+        """What is wanted of buffers that so many ranks divide, of which this is one, and not all of the run."""
+        return self.shares.setdefault((place, size), Wants(checkpoint=self.checkpoint))
 
     def existing(self, placement: Placement, source: TensorKey, tensor: torch.Tensor) -> None:
         """Want `source` in a buffer that the engine already has."""
@@ -85,10 +92,11 @@ class Wants:
 
         def tensors(copy: Copy) -> str:
             first, last = copy.element_offset, copy.element_offset + copy.numel
-            held = self.layout(world).pieces(RUN, copy.buffer, rank)
+            shares = ((self, rank, world), *((wants, *share) for share, wants in self.shares.items()))
             return ", ".join(
                 str(placement.key)
-                for placement, piece in held
+                for wants, place, size in shares
+                for placement, piece in wants.layout(size).pieces(RUN, copy.buffer, place)
                 if piece.element_offset < last and first < piece.element_offset + piece.stop - piece.start
             )
 
@@ -97,14 +105,20 @@ class Wants:
     def targets(self) -> dict[str, TensorTarget]:
         """Make every buffer; memory is allocated here and not before."""
         self.tensors = {buffer: make() for buffer, make in self.makers.items()}
-        return {buffer: TensorTarget(tensor, untouched=buffer in self.sizes) for buffer, tensor in self.tensors.items()}
+        made = {buffer: TensorTarget(tensor, untouched=buffer in self.sizes) for buffer, tensor in self.tensors.items()}
+        for wants in self.shares.values():
+            made |= wants.targets()
+            self.tensors |= wants.tensors
+        return made
 
 
 def has(checkpoint: ZeroCheckpoint, name: str, kind: str) -> bool:
     return TensorKey(name=name, kind=kind) in checkpoint.layout
 
 
-def want_model(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer | None, *, masters: bool) -> None:
+def want_model(
+    wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer | None, grid: LiveGrid, *, masters: bool
+) -> None:
     """Want every weight and buffer of the module.
 
     `masters` says that fp32 masters are loaded: a trainable weight that the checkpoint lacks, or holds
@@ -114,7 +128,8 @@ def want_model(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer | None
     wants.state = engine.module.state_dict(keep_vars=True)
     if live is not None and live.kind == "zero3":
         _want_partitioned(wants, engine, live, masters=masters)
-    for names, tensor in entries_of(wants.state):
+    for own_names, tensor in entries_of(wants.state):
+        names = [grid.named(name) for name in own_names]
         if hasattr(tensor, "ds_id"):
             continue
         master = next((name for name in names if name in trainable and has(wants.checkpoint, name, "fp32")), None)
@@ -262,10 +277,11 @@ def want_optimizer(wants: Wants, live: LiveOptimizer, *, masters: bool, states: 
             if key not in wants.checkpoint.layout:
                 wants.absent.append(key.name)
                 continue
+            into = wants.share(*buffer.share) if buffer.share is not None else wants
             if key.kind == "fp32":
-                wants.existing(placement, key, buffer.fp32)
+                into.existing(placement, key, buffer.fp32)
             else:
-                wants.fresh(placement, key, buffer.fp32.numel(), buffer.fp32.device)
+                into.fresh(placement, key, buffer.fp32.numel(), buffer.fp32.device)
 
 
 def state_kinds(checkpoint: ZeroCheckpoint, buffer: FlatBuffer) -> dict[str, ElementType]:
@@ -284,7 +300,7 @@ def _flat_placements(
 ) -> Iterator[Placement]:
     if live.kind == "zero3":
         return sub_group(buffer.shapes, live.dp, kinds, number=number, family=RUN)
-    placements = flat_group(buffer.shapes, buffer.gaps, live.dp, kinds, number=number, family=RUN)
+    placements = flat_group(buffer.shapes, buffer.gaps, live.share(buffer)[1], kinds, number=number, family=RUN)
     return (placement._replace(replicated=live.replicated) for placement in placements)
 
 

@@ -18,6 +18,7 @@ from ds_reshard.execution.deviation import same_bits
 from ds_reshard.execution.fingerprint import Fingerprint, Fingerprints, Witness, held
 from ds_reshard.execution.interfaces import Executor, Outcome
 from ds_reshard.hosts.deepspeed.entries import OptimizerValues, Request
+from ds_reshard.hosts.deepspeed.grid import param_names
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_optimizer
 from ds_reshard.hosts.deepspeed.load_targets import EXTRA_STATE
 from ds_reshard.hosts.deepspeed.prepare import Prepared
@@ -242,7 +243,7 @@ def _weights_from_masters(engine: DeepSpeedEngine, live: LiveOptimizer, prepared
         engine.optimizer.update_lp_params()
         return
     names = set(prepared.wants.from_masters)
-    params = {name: param for param, name in engine.param_names.items()}
+    params = {name: param for param, name in param_names(engine).items()}
     with torch.no_grad():
         for buffer in live.buffers:
             at = 0
@@ -276,7 +277,8 @@ _COMPARED_NUMEL = 1 << 20
 
 
 def masters_read(prepared: Prepared) -> bool:
-    return any(key.kind == "fp32" for key in prepared.wants.placements)
+    wants = prepared.wants
+    return any(key.kind == "fp32" for one in (wants, *wants.shares.values()) for key in one.placements)
 
 
 def masters_against_weights(engine: DeepSpeedEngine, prepared: Prepared) -> Iterator[Fault]:
@@ -308,14 +310,16 @@ def _weights_beside(engine: DeepSpeedEngine, live: LiveOptimizer) -> list[torch.
     """For each flat buffer the weights in the same order and cut, None where there is no such view."""
     optimizer = engine.optimizer
     if live.kind == "zero":
-        return [parts[live.rank] for parts in optimizer.parallel_partitioned_bit16_groups]
+        groups = optimizer.parallel_partitioned_bit16_groups
+        return [parts[live.share(of)[0]] for parts, of in zip(groups, live.buffers, strict=True)]
     if live.kind == "bf16":
-        return [parts[live.rank] for parts in optimizer.bf16_partitioned_groups]
+        groups = optimizer.bf16_partitioned_groups
+        return [parts[live.share(of)[0]] for parts, of in zip(groups, live.buffers, strict=True)]
     if live.kind == "zero3":
         return list(optimizer.fp16_partitioned_groups_flat)
     if live.kind == "fused":
         return list(optimizer.fp16_groups_flat)
-    params = {name: param for param, name in engine.param_names.items()}
+    params = {name: param for param, name in param_names(engine).items()}
     return [params[next(iter(buffer.shapes))] if live.kind == "unfused" else None for buffer in live.buffers]
 
 
@@ -369,6 +373,8 @@ def _param_groups(live: LiveOptimizer, values: OptimizerValues) -> list[dict[str
             hyper = {key: value for key, value in group.items() if key != "params"}
             if values.step is not None:
                 hyper["step"] = values.step
+        if group.get("moe"):
+            hyper = {**hyper, "name": group["name"]}  # says how many ranks share the experts of this run
         groups.append({**hyper, "params": [n for n, buffer in enumerate(live.buffers) if buffer.group == number]})
     return groups
 

@@ -27,10 +27,11 @@ from ds_reshard.formats.zero.stage0 import with_order
 from ds_reshard.hosts.deepspeed.copies import (
     copies_apart,
     of_stage,
+    plan_of,
     same_values,
+    shares_unproved,
     take_own_copies,
     take_own_weights,
-    wanted_elsewhere,
 )
 from ds_reshard.hosts.deepspeed.entries import (
     OptimizerValues,
@@ -52,10 +53,9 @@ from ds_reshard.model.index import Extent, Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.operations.ranks import rank
 from ds_reshard.operations.source import find_listing, open_checkpoint
-from ds_reshard.planning.plan import Plan, plan_rank
+from ds_reshard.planning.plan import Plan
 
 if TYPE_CHECKING:
-    import torch
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
@@ -124,7 +124,7 @@ def prepare(
     loads_optimizer = request.load_optimizer and live is not None
     shards = shards_of(checkpoint)
     faults: list[Fault] = list(
-        model_faults(live_model(engine, live), checkpoint, grid, optimizer=loads_optimizer, strict=request.strict)
+        model_faults(live_model(engine, live, grid), checkpoint, grid, optimizer=loads_optimizer, strict=request.strict)
     )
     faults += _custom_faults(request, live, checkpoint)
     faults += live.faults() if live is not None else []
@@ -151,13 +151,13 @@ def prepare(
         faults += found
     index = Index(checkpoint.layout, shards)
     position, size = (live.rank, live.dp) if live else (0, 1)
-    elsewhere = wanted_elsewhere(wants, grid)
-    plan = plan_rank(index, wants.layout(size), position, wants.sources, sizes=wants.sizes, elsewhere=elsewhere)
+    plan = plan_of(index, wants, grid, position, size)
     if checkpoint.listing.partitioned_model:
         for shard in range(position, checkpoint.dp, size):
             index.open(MODEL, shard)
     faults += names_apart(wants.state, checkpoint, index, memory_nbytes=settings.memory_nbytes)
     faults += copies_apart(checkpoint, grid, index, position, size, memory_nbytes=settings.memory_nbytes)
+    faults += shares_unproved(wants, prove=settings.prove)
     faults += [*index.faults, *wants.faults, *(shards.compare() if isinstance(shards, ForeignShards) else ())]
     faults += _files_as_listed(checkpoint, plan)
     raise_faults(faults, subject=subject)
@@ -236,7 +236,7 @@ def _wants(
     masters: bool,
 ) -> Wants:
     wants = Wants(checkpoint=checkpoint)
-    want_model(wants, engine, live, masters=masters)
+    want_model(wants, engine, live, grid, masters=masters)
     take_own_weights(wants, grid)
     if live is None:
         return wants
@@ -340,9 +340,12 @@ def same_layout(
     That takes the same stage, wrapper, data-parallel size, file prefix, order of parameters in every
     flat buffer (round-robin), gaps (parameter alignment), sub-groups and param groups; and no elastic
     optimizer state, which DeepSpeed loads at no size. Two stage-0 runs are alike at any size. Of a PipelineModule it
-    loses what is not tied of tied modules, and bf16 at stage 0 (`BF16_Optimizer._load_legacy_checkpoint`).
+    loses what is not tied of tied modules, and bf16 at stage 0 (`BF16_Optimizer._load_legacy_checkpoint`); experts of
+    several expert-parallel ranks it takes for those of any other number.
     """
     if checkpoint.foreign:
+        return False
+    if len(checkpoint.columns) > 1:
         return False
     if checkpoint.stages and (checkpoint.stage != 0 or len(checkpoint.stages) != grid.pp):
         return False
@@ -389,16 +392,16 @@ class LiveModel:
     keys: frozenset[str]
 
 
-def live_model(engine: DeepSpeedEngine, live: LiveOptimizer | None) -> LiveModel:
+def live_model(engine: DeepSpeedEngine, live: LiveOptimizer | None, grid: LiveGrid) -> LiveModel:
     """Names and shapes of the engine's module; the state dict is not gathered."""
-    named = dict(engine.module.named_parameters())
+    named = {grid.named(name): param for name, param in engine.module.named_parameters()}
     shapes = {name: param_shape(param) for name, param in named.items()}
     if live is not None:
         owned = {name for buffer in live.buffers for name in buffer.shapes}
         owned |= {name for name, param in named.items() if param.requires_grad and not prod(shapes[name])}
     else:
         owned = {name for name, param in named.items() if param.requires_grad}
-    entries: Mapping[str, torch.Tensor] = engine.module.state_dict(keep_vars=True)
+    entries = {grid.named(name): value for name, value in engine.module.state_dict(keep_vars=True).items()}
     parameters = {id(param) for param in named.values()}
     return LiveModel(
         trainable={name: shape for name, shape in shapes.items() if name in owned},
@@ -588,6 +591,3 @@ def match_scalars(where: str, members: list[str], facts: OptimizerFacts) -> tupl
                     )
                 )
     return first, faults
-
-
-# Optimizers of torch, DeepSpeed and apex that keep exp_avg, exp_avg_sq and step, and nothing else (without amsgrad).
