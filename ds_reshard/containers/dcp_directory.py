@@ -142,17 +142,22 @@ def _is(key: str, names: tuple[object, ...]) -> bool:
 def _places(
     folder: str, path: str, storage: Mapping[object, object]
 ) -> Iterator[tuple[tuple[str, Shape | None], Place]]:
+    files: dict[str, str] = {}
     for index, told in storage.items():
         one, other = _state(index), _state(told)
         name, file_name = one.get("fqn"), other.get("relative_path")
         start, nbytes = other.get("offset"), other.get("length")
-        if not isinstance(name, str) or not isinstance(file_name, str) or os.path.basename(file_name) != file_name:
+        if not isinstance(name, str) or not isinstance(file_name, str):
             raise CheckpointDamaged(f"{path}: {name}: {file_name!r} is not the name of a file of the checkpoint")
+        if file_name not in files:
+            if os.path.basename(file_name) != file_name:
+                raise CheckpointDamaged(f"{path}: {name}: {file_name!r} is not the name of a file of the checkpoint")
+            files[file_name] = os.path.join(folder, file_name)
         if type(start) is not int or type(nbytes) is not int or min(start, nbytes) < 0:
             raise CheckpointDamaged(f"{path}: {name}: offset {start!r} and length {nbytes!r} are no numbers of bytes")
         offset = one.get("offset")
         place = Place(
-            path=os.path.join(folder, file_name),
+            path=files[file_name],
             byte_offset=start,
             nbytes=nbytes,
             transformed=bool(other.get("transform_descriptors")),
@@ -169,21 +174,20 @@ def _tensor(
     chunks = told.get("chunks")
     if not isinstance(dtype, GlobalName) or not isinstance(chunks, list):
         raise CheckpointDamaged(f"{path}: {key} has no element type, or no list of chunks")
-    boxes = [
-        (_sizes(path, key, _state(chunk).get("offsets")), _sizes(path, key, _state(chunk).get("sizes")))
-        for chunk in chunks
-    ]
-    return SavedTensor(
-        shape=_sizes(path, key, told.get("size")),
-        dtype=dtype.name,
-        chunks=tuple(Chunk(offset=offset, size=size, place=places.get((key, offset))) for offset, size in boxes),
-    )
+    boxes: list[Chunk] = []
+    for chunk in map(_state, chunks):
+        offset, size = _sizes(path, key, chunk.get("offsets")), _sizes(path, key, chunk.get("sizes"))
+        boxes.append(Chunk(offset=offset, size=size, place=places.get((key, offset))))
+    return SavedTensor(shape=_sizes(path, key, told.get("size")), dtype=dtype.name, chunks=tuple(boxes))
 
 
 def _sizes(path: str, key: str, value: object) -> Shape:
-    if isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value):
+    if isinstance(value, tuple) and _INTEGERS.issuperset(map(type, value)) and min(value, default=0) >= 0:
         return tuple(value)
     raise CheckpointDamaged(f"{path}: {key}: {value!r} is no shape")
+
+
+_INTEGERS = frozenset({int})
 
 
 def _state(record: object) -> Mapping[object, object]:

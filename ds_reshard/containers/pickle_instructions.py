@@ -277,8 +277,9 @@ def _tuple1(m: PickleMachine, pos: int) -> int:
 
 def _tuple2(m: PickleMachine, pos: int) -> int:
     last = m.stack.pop()
-    items = m.stack[-1], last
-    m.stack[-1] = items if CALLEES.isdisjoint(map(type, items)) else m.together(items, pos - 1)
+    first = m.stack[-1]
+    plain = type(first) not in CALLEES and type(last) not in CALLEES
+    m.stack[-1] = (first, last) if plain else m.together((first, last), pos - 1)
     return pos
 
 
@@ -363,9 +364,9 @@ def _set_items(m: PickleMachine, target: object, items: list[object], byte: int)
         m.refuse(byte, f"sets items of a {type(target).__name__}")
         return
     m.see_unread(target, byte)
-    m.check_keys(items[::2], target)
-    for i in range(0, len(items), 2):
-        target[items[i]] = items[i + 1]
+    keys = items[::2]
+    m.check_keys(keys, target)
+    target.update(zip(keys, items[1::2], strict=True))
 
 
 def _additems(m: PickleMachine, pos: int) -> int:
@@ -404,7 +405,11 @@ def _reduce(m: PickleMachine, pos: int) -> int:
 
 def _newobj(m: PickleMachine, pos: int) -> int:
     args = m.stack.pop()
-    m.stack[-1] = call(m, m.stack[-1], args, {}, pos - 1, by_new=True)
+    made = m.makes.get(id(m.stack[-1])) if args == () else None
+    if made is not None:
+        m.stack[-1] = ObjectRecord(callable=made, by_new=True)
+    else:
+        m.stack[-1] = call(m, m.stack[-1], args, {}, pos - 1, by_new=True)
     return pos
 
 

@@ -31,7 +31,7 @@ _CHANGEABLE_OF = frozenset({"collections", "numpy"})
 _FIXED = frozenset({tuple, CalleeArguments})
 
 # Hashing these is one step, however they were made, and next to none have the same hash.
-_CHEAP_KEYS = frozenset({str, float, bool, type(None), bytes})
+_CHEAP_KEYS = frozenset({str, float, bool, type(None), bytes, ObjectRecord})
 
 
 class CutShort(ValueError):
@@ -96,6 +96,7 @@ class PickleMachine:
     marked: list[list[object]] = field(default_factory=list)
     memo: dict[int, object] = field(default_factory=dict)
     named: dict[tuple[str, str, bool], GlobalName | Callee] = field(default_factory=dict)
+    makes: dict[int, GlobalName] = field(default_factory=dict)
     uses: dict[int, Allowed | None] = field(default_factory=lambda: {id(UNKNOWN): None})
     outside: ObjectRecord = field(default_factory=lambda: ObjectRecord(callable=UNKNOWN))
     findings: dict[tuple[str, int], Finding] = field(default_factory=dict)
@@ -155,6 +156,8 @@ class PickleMachine:
                 self.find(byte, found, f"names {shown(found)}")
             only_called = allowed is not None and not allowed.value and not self.rules.everything
             kept = self.named[module, name, old] = Callee(found) if only_called else found
+            if allowed is not None and allowed.plain:
+                self.makes[id(kept)] = found
         return kept
 
     def keep(self, values: Iterable[object], byte: int) -> None:
@@ -206,8 +209,8 @@ class PickleMachine:
     def give_state(self, target: ObjectRecord, state: object, byte: int) -> None:
         """See that an object may be given this state: BUILD calls `__setstate__`, and sets attributes of any name."""
         self.see_unread(target, byte)
-        self.give((state,), inside=str(target.callable) == "numpy.dtype")
         function = target.callable
+        self.give((state,), inside=function.module == "numpy" and function.name == "dtype")
         made = reconstructed(function, target.args) if function.module == "copyreg" else None
         allowed = self.uses.get(id(made or function))
         if function is UNKNOWN:
@@ -241,6 +244,8 @@ class PickleMachine:
         for held in left:
             for value in held:
                 kind = type(value)
+                if kind in LEAVES:
+                    continue
                 if kind in _FIXED:
                     assert isinstance(value, tuple)
                     self.charge(len(value))
@@ -298,6 +303,8 @@ class PickleMachine:
         Numbers and tuples can be made to have any hash: a dict of n keys of one hash costs n * n. Without a holder
         they are all that goes into something new.
         """
+        if _CHEAP_KEYS.issuperset(map(type, keys)):
+            return
         alike: dict[int, int] | None = None
         for key in keys:
             if type(key) in _CHEAP_KEYS or (type(key) is int and abs(key) < sys.hash_info.modulus):
@@ -351,7 +358,7 @@ def call(
             members = cast("Iterable[object]", args[0])
             machine.check_keys(members if make is not OrderedDict else [cast(Args, pair)[0] for pair in members])
         return make(*args)
-    machine.give((*args, *kwargs.values()))
+    machine.give((*args, *kwargs.values()) if kwargs else args)
     if not kwargs and not by_new:
         made = machine.reduce(function, args)
         if made is not NotImplemented:

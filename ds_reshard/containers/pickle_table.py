@@ -50,6 +50,11 @@ class Allowed:
     fits: Callable[[Args, PickleRules], bool] | None = None
     fits_state: Callable[[object], bool] | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether NEWOBJ without arguments is allowed, and all there is to see about it."""
+        return self.new and self.fits is None and not self.nested
+
 
 TRUSTED = Allowed(reason="the user trusts it", call=True, new=True, state=True, items="both", value=True, keywords=True)
 
@@ -58,19 +63,19 @@ TRUSTED = Allowed(reason="the user trusts it", call=True, new=True, state=True, 
 
 def plain_state(state: object) -> bool:
     """Whether a state sets no attribute that Python itself looks up: `__setstate__`, `__class__` and the like."""
-    parts = state if isinstance(state, tuple) else (state,)
-    return not any(
-        any(_is_special(name) for name in part) if isinstance(part, dict) else _is_mapping(part) for part in parts
-    )
+    for part in state if isinstance(state, tuple) else (state,):
+        if isinstance(part, dict):
+            for name in part:
+                if not isinstance(name, str) or name.startswith("__"):
+                    return False
+        elif _is_mapping(part):
+            return False
+    return True
 
 
 def _is_mapping(value: object) -> bool:
     """Whether a record may be a dict whose keys are not known here."""
     return isinstance(value, ObjectRecord) and value.callable.module == "collections"
-
-
-def _is_special(name: object) -> bool:
-    return not isinstance(name, str) or name.startswith("__")
 
 
 def is_enum(name: GlobalName) -> bool:
@@ -142,7 +147,7 @@ _METHODS = frozenset(dir(type)) | frozenset(dir(str)) | frozenset(dir(int))
 def _no_hooks(args: Args, rules: PickleRules) -> bool:
     """No hooks among a tensor's arguments, which backward would call: torch saves an empty OrderedDict for them."""
     for value in args:
-        if type(value) in _HOLDERS:
+        if type(value) in _HOLDERS and value:
             held = value.values() if isinstance(value, dict) else ()
             if _is_mapping(value) or any(isinstance(one, GlobalName | ObjectRecord) for one in held):
                 return False
@@ -250,7 +255,10 @@ def _bounds(args: Args, rules: PickleRules) -> bool:
 
 def _sizes(args: Args, rules: PickleRules) -> bool:
     sizes = args[0] if len(args) == 1 else None
-    return not args or (isinstance(sizes, list | tuple) and all(isinstance(size, int) for size in sizes))
+    return not args or (isinstance(sizes, (list, tuple)) and _INTEGERS.issuperset(map(type, sizes)))
+
+
+_INTEGERS = frozenset({int, bool})
 
 
 def _generator(args: Args, rules: PickleRules) -> bool:

@@ -367,7 +367,9 @@ class TensorCalls:
         numel = storage.nbytes // dtype.itemsize
         if 0 in shape:
             return min(offset, numel)
-        stop = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        stop = offset + 1
+        for size, step in zip(shape, stride, strict=True):
+            stop += (size - 1) * step
         if stop > numel:
             raise CheckpointDamaged(
                 f"{self._path}: a tensor of shape {shape}, stride {stride} and offset {offset} ends at element "
@@ -381,7 +383,7 @@ def _dimensions(value: object) -> tuple[int, ...] | None:
     if not isinstance(value, (tuple, list)) or len(value) > _MAX_NDIM:
         return None
     for size in value:
-        if not _is_dimension(size):
+        if type(size) is not int or not 0 <= size <= _MAX_DIMENSION:
             return None
     return tuple(value)
 

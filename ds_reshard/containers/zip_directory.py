@@ -62,9 +62,10 @@ class DirectoryPlace(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """One line of the directory, at `entry_offset`: the member's whole name, and what is said of it."""
+    """One line of the directory, at `entry_offset`: the member's whole name, also as its bytes, and what is said."""
 
     name: str
+    raw: bytes
     header_offset: int
     nbytes: int
     crc32: int
@@ -191,16 +192,20 @@ def _entries(file: PositionedFile, place: DirectoryPlace) -> list[_Entry]:
         at = extra_at + extra_nbytes + comment_nbytes
         if at > len(directory):
             raise CheckpointDamaged(f"{path}: entry {number} of the zip directory leaves it")
-        name = _decoded(path, directory[name_at:extra_at])
+        raw = directory[name_at:extra_at]
+        name = _decoded(path, raw)
         _check_stored(path, name, flags, method)
         extra = directory[extra_at : extra_at + extra_nbytes]
         nbytes, packed, header = _wide_fields(path, name, extra, [nbytes, packed, header])
         if packed != nbytes or disk:
             raise CheckpointDamaged(f"{path}: {name!r} takes {packed} bytes for {nbytes} of content, and is not stored")
-        found.append(_Entry(name, header, nbytes, crc, entry_offset))
+        found.append(_Entry(name, raw, header, nbytes, crc, entry_offset))
     if at != len(directory):
         raise CheckpointDamaged(f"{path}: {len(directory) - at} bytes follow the last entry of the zip directory")
     return sorted(found, key=lambda entry: entry.header_offset)
+
+
+_NO_NAMES = frozenset({"", ".", ".."})
 
 
 def _decoded(path: str, raw: bytes) -> str:
@@ -208,12 +213,14 @@ def _decoded(path: str, raw: bytes) -> str:
         name = raw.decode("utf-8")
     except UnicodeDecodeError:
         raise CheckpointDamaged(f"{path}: a name in the zip directory is not UTF-8: {raw[:80]!r}") from None
-    if "\0" in name or "\\" in name or any(part in ("", ".", "..") for part in name.split("/")):
+    if "\0" in name or "\\" in name or not _NO_NAMES.isdisjoint(name.split("/")):
         raise CheckpointDamaged(f"{path}: {name[:200]!r} is not the name of a member that torch.save writes")
     return name
 
 
 def _check_stored(path: str, name: str, flags: int, method: int) -> None:
+    if not method and flags in (0, _DESCRIBED, _KNOWN_FLAGS):
+        return
     if flags & 0x2041:
         raise CheckpointDamaged(f"{path}: {name!r} is encrypted; torch.save encrypts nothing")
     if method:
@@ -253,7 +260,7 @@ def _data_offsets(file: PositionedFile, members: Sequence[_Entry], directory_off
     """The offset of each member's bytes, from their local headers; near headers are read together."""
     free_from, window, window_offset = 0, b"", 0
     for i, member in enumerate(members):
-        start, stop = member.header_offset, member.header_offset + LOCAL.size + len(member.name.encode())
+        start, stop = member.header_offset, member.header_offset + LOCAL.size + len(member.raw)
         if start < free_from:
             raise CheckpointDamaged(f"{file.path}: {member.name!r} begins at byte {start}, inside another member")
         if stop + member.nbytes > directory_offset:
@@ -278,7 +285,7 @@ def _window_stop(members: Sequence[_Entry], first: int, directory_offset: int) -
     start = stop = members[first].header_offset
     for number in range(first, len(members)):
         member = members[number]
-        header_stop = member.header_offset + LOCAL.size + len(member.name.encode()) + _EXTRA_NBYTES
+        header_stop = member.header_offset + LOCAL.size + len(member.raw) + _EXTRA_NBYTES
         if stop > start and (member.header_offset > stop + 1024 or header_stop > start + _WINDOW_NBYTES):
             break
         stop = header_stop
@@ -288,14 +295,15 @@ def _window_stop(members: Sequence[_Entry], first: int, directory_offset: int) -
 def _extra_nbytes(path: str, member: _Entry, header: bytes) -> int:
     """The length of the extra field in a local header, which must agree with the directory's entry."""
     signature, _, flags, method, _, _, crc, packed, nbytes, name_nbytes, extra_nbytes = LOCAL.unpack_from(header)
-    extra_at = LOCAL.size + len(member.name.encode())
+    extra_at = LOCAL.size + len(member.raw)
     name = header[LOCAL.size : extra_at]
-    if signature != b"PK\x03\x04" or name_nbytes != len(name) or name != member.name.encode():
+    if signature != b"PK\x03\x04" or name_nbytes != len(name) or name != member.raw:
         raise CheckpointDamaged(
             f"{path}: the header at byte {member.header_offset} is not that of {member.name!r}, as the directory says"
         )
     _check_stored(path, member.name, flags, method)
-    if any(size not in (0, WIDE, member.nbytes) for size in (packed, nbytes)) or crc not in (0, member.crc32):
+    sizes = (0, WIDE, member.nbytes)
+    if packed not in sizes or nbytes not in sizes or crc not in (0, member.crc32):
         raise CheckpointDamaged(
             f"{path}: {member.name!r} has another size or checksum in its header than in the directory"
         )

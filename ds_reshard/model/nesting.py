@@ -13,7 +13,8 @@ LEAVES = _UNITS | {str, int, bytes, bytearray, GlobalName, StorageRecord, Tensor
 
 _NDIM = 64  # of a tensor, at most; counting more of them anew wherever they are shared would not be linear
 _WRITTEN_OUT = 1 << 20  # references that are looked at without asking whether they are shared
-_LIGHT = _UNITS | {str, list, tuple, dict, ObjectRecord}
+_SEQUENCES = frozenset({list, tuple, SizeRecord})
+_LIGHT = _UNITS | _SEQUENCES | {str, int, dict, ObjectRecord}
 
 
 def children(value: object) -> Iterator[object]:
@@ -41,7 +42,7 @@ def out_of_bounds(value: object, *, depth: int, parts: int) -> str | None:
     pairs are a million million. Long texts count by their length, and an object is one part of what holds it: it is
     told by its class. The sizes of the parts are kept, so the walk is linear. A cycle counts once around.
     """
-    if type(value) in LEAVES or _surely_within(value, depth, min(parts >> 4, _WRITTEN_OUT)):
+    if type(value) in LEAVES or _surely_within(value, depth, parts >> 4):
         return None
     known: dict[int, tuple[int, int]] = {id(value): (0, 0)}  # height and size; of a part being walked, none yet
     path: list[tuple[object, Iterator[object]]] = [(value, children(value))]
@@ -89,7 +90,7 @@ def _surely_within(value: object, depth: int, parts: int) -> bool:
     """Whether the value is within the bounds however often its parts are shared: looked at level by level, each part
     as often as it is reached. What nobody shares much is done with that in half the time.
     """
-    level = [value]
+    level, room = [value], min(parts, _WRITTEN_OUT)
     for _ in range(depth):
         inner: list[object] = []
         for part in level:
@@ -97,10 +98,12 @@ def _surely_within(value: object, depth: int, parts: int) -> bool:
                 inner += part
                 inner += part.values()
             else:
-                inner += part if type(part) is tuple or type(part) is list else children(part)
-            if len(inner) > parts:
+                inner += part if type(part) in _SEQUENCES else children(part)  # type: ignore[arg-type]
+            if len(inner) > room:
                 return False
+        room -= len(inner)
         parts -= len(inner) + sum([len(child) >> 3 for child in inner if type(child) is str])
+        parts -= sum([child.bit_length() >> 5 for child in inner if type(child) is int])
         if not _LIGHT.issuperset(map(type, inner)):
             parts -= sum([_weight(child) for child in inner if type(child) not in _LIGHT])
         level = [child for child in inner if type(child) not in LEAVES]

@@ -145,6 +145,8 @@ def _fields(told: DataclassInstance) -> dict[str, object]:
 
 
 def _json(value: object) -> object:
+    if value is None or type(value) in (str, int, bool):
+        return value
     if is_dataclass(value) and not isinstance(value, type):
         return _fields(value)
     if isinstance(value, float):
