@@ -76,10 +76,10 @@ def add_json(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace]
     parser.set_defaults(run=run)
 
 
-def show(arguments: argparse.Namespace, told: object, render: Callable[[Console], None]) -> None:
+def show(arguments: argparse.Namespace, told: Callable[[], object], render: Callable[[Console], None]) -> None:
     """Print what was found: as JSON, or on the console."""
     if arguments.json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(told(), indent=2))
     else:
         render(Console())
 

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     show(
         arguments,
-        found.to_json(every_tensor=arguments.tensors),
+        lambda: found.to_json(every_tensor=arguments.tensors),
         lambda console: render_difference(found, console, every_tensor=arguments.tensors),
     )
     return 0 if found.equal else 1

@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _hooks(arguments: argparse.Namespace) -> int:
     statuses = installed()
     told = {"hooks": [asdict(status) for status in statuses]}
-    show(arguments, told, lambda console: render.render_hooks(statuses, console))
+    show(arguments, lambda: told, lambda console: render.render_hooks(statuses, console))
     return FINDING if any(status.state == "refused" for status in statuses) else OK
 
 
@@ -131,7 +131,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     inspection = inspect(arguments.checkpoint, tag=arguments.tag)
     show(
         arguments,
-        inspection.to_json(),
+        inspection.to_json,
         lambda console: render.render_inspection(inspection, console, every_row=arguments.all),
     )
     return FINDING if inspection.faults else OK
@@ -140,7 +140,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _fingerprint(arguments: argparse.Namespace) -> int:
     with bar("read") as progress:
         found = fingerprint(arguments.checkpoint, tag=arguments.tag, reading=reading(arguments), progress=progress)
-    show(arguments, found.to_json(), lambda console: render.render_fingerprints(found, console))
+    show(arguments, found.to_json, lambda console: render.render_fingerprints(found, console))
     return FINDING if found.faults else OK
 
 
@@ -169,7 +169,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     """Status 1 for a version outside its range, or a JSON that no optimizer and no scheduler can go with."""
     found = doctor.frameworks()
     findings = diagnose(read_config(arguments.config)) if arguments.config is not None else ()
-    show(arguments, doctor.to_json(found, findings), lambda console: doctor.render(found, findings, console))
+    show(arguments, lambda: doctor.to_json(found, findings), lambda console: doctor.render(found, findings, console))
     return FINDING if doctor.wrong(found, findings) else OK
 
 

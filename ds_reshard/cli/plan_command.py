@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.html is not None:
         _write(arguments.html, page(made))
-    show(arguments, made.to_json(), lambda console: render_plan(made, console))
+    show(arguments, made.to_json, lambda console: render_plan(made, console))
     return 0
 
 

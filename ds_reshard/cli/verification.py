@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
             reading=reading(arguments),
             progress=progress,
         )
-    show(arguments, found.to_json(), lambda console: render_verification(found, console))
+    show(arguments, found.to_json, lambda console: render_verification(found, console))
     return 0 if found.clean else 1
 
 
@@ -53,7 +53,7 @@ def _run_pickles(arguments: argparse.Namespace) -> int:
     if arguments.deep or arguments.against is not None or arguments.tag is not None:
         raise ConfigError("--pickles looks at pickles alone: leave out --deep, --against and --tag")
     found = scan_pickles(arguments.checkpoint)
-    show(arguments, found.to_json(), lambda console: _render_pickles(found, console))
+    show(arguments, found.to_json, lambda console: _render_pickles(found, console))
     return 1 if found.faults else 0
 
 
