@@ -27,6 +27,7 @@ from ds_reshard.planning.copies import Copy
 from ds_reshard.version import VERSION
 
 _LEAST_NBYTES = 64 << 20  # to write, for a process of its own
+_COPY_NBYTES, _TENSOR_NBYTES = 16 << 20, 8 << 10  # that a process of its own takes, with what it knows of each tensor
 _SYNCING = 8  # units at once: waiting for a disk costs no core, and a journal takes several files at one stroke
 
 
@@ -60,7 +61,8 @@ def convert_listing(
             return Conversion(out=out, files=0, bytes_read=0, bytes_written=0, complete=True, notes=target.notes)
         work = _Work(source, target, workspace, options, progress, needed)
         units = target.units[number::shards]
-        copies = min(options.processes, len(units), needed // _LEAST_NBYTES)
+        held = _COPY_NBYTES + len(target.layout.placements) * _TENSOR_NBYTES
+        copies = min(options.processes, len(units), needed // _LEAST_NBYTES, options.memory_nbytes // held)
         parts = Parts(units, copied=copies > 1)
         if copies > 1:
             in_copies(copies, lambda tell: work.copy(copies, tell).write(parts), work.add)

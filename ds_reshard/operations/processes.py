@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -50,6 +51,8 @@ def in_copies(number: int, work: Callable[[Callable[[Told], None]], None], told:
     """
     context = multiprocessing.get_context("fork")
     copies: dict[Connection[object, object], ForkProcess] = {}
+    gc.collect()
+    gc.freeze()  # a copy's collections write into each object that they pass, and so copy its page
     try:
         for _ in range(number):
             here, there = context.Pipe(duplex=False)
@@ -73,6 +76,7 @@ def in_copies(number: int, work: Callable[[Callable[[Told], None]], None], told:
                     raise said
                 told(said)
     finally:
+        gc.unfreeze()
         for pipe, copy in copies.items():
             copy.kill()
             copy.join()

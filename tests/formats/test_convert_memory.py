@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from high_water import memory_taken
+from high_water import memory_taken, memory_taken_together
 from sparse_checkpoint import gpt_shapes, write_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,37 @@ def test_convert_keeps_to_its_memory(checkpoint: Path, tmp_path: Path, to: str, 
     assert taken < most * MIB
 
 
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As large, in 7,200 small tensors: of what a process knows of each, every copy of it may have its own."""
+    folder = tmp_path_factory.mktemp("pieces") / "checkpoint"
+    write_checkpoint(folder, {f"blocks.{i}.weight": (64, 256) for i in range(2400)}, dp=1)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("source", "asked", "number"), [("checkpoint", 3, 4), ("pieces", 8, 4)], ids=["three", "fewer than asked for"]
+)
+def test_processes_keep_to_it_together(
+    source: str, asked: int, number: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Those that write, and the one that waits for them: no more than one may have, and fewer where each needs much."""
+    words = [str(request.getfixturevalue(source)), str(tmp_path / "out"), "--to", "zero3", "--dp", "8"]
+    taken, most_at_once = memory_taken_together(CONVERT, *words, "--threads", "2", "--processes", str(asked))
+    assert most_at_once == number
+    assert taken < 256 * MIB
+
+
 def test_a_file_that_is_read_whole_is_more(checkpoint: Path) -> None:
     """What is measured here would show it."""
     largest = max((checkpoint / "global_step1000").iterdir(), key=lambda file: file.stat().st_size)
     assert memory_taken("held = open(sys.argv[2], 'rb').read()", str(largest)) > 256 * MIB
+
+
+def test_what_a_copy_reads_whole_is_more(checkpoint: Path) -> None:
+    """The same of what is held by a process that it starts."""
+    code = "import os\nif pid := os.fork():\n    os.waitpid(pid, 0)\nelse:\n    import time\n"
+    code += "    held = open(sys.argv[2], 'rb').read()\n    time.sleep(0.5)\n    os._exit(0)"
+    largest = max((checkpoint / "global_step1000").iterdir(), key=lambda file: file.stat().st_size)
+    taken, number = memory_taken_together(code, str(largest))
+    assert taken > 256 * MIB and number == 2
