@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -303,7 +302,7 @@ def test_a_longer_run_without_a_flag_names_the_flag(loops: Loops) -> None:
     assert told["error"] == "ScheduleMismatch" and "add --override-opt-param-scheduler" in told["message"]
 
 
-def test_the_example_runs() -> None:
+def test_the_example_runs(interpreter: str) -> None:
     """examples/03 prints the new curve's value where Megatron is, not the reason why it was skipped."""
     try:
         folder = home("0.16.1")
@@ -312,6 +311,6 @@ def test_the_example_runs() -> None:
     path = os.pathsep.join([str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "NO_VCS_VERSION": "1"}
     script = str(ROOT / "examples" / "04_megatron_learning_rate.py")
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([interpreter, script], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "goes on at step 20, learning rate 2.800e-05, moments kept: True"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -69,7 +68,7 @@ print(json.dumps([states, same, clean]))
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_order_of_imports(order: str) -> None:
+def test_every_order_of_imports(interpreter: str, order: str) -> None:
     """Core and training patched whatever is imported when; copies of `from m import f` follow, and come back."""
     release = "0.18.2" if order == "core, auto, training" else "0.19.2"
     try:
@@ -84,7 +83,7 @@ def test_every_order_of_imports(order: str) -> None:
     path = os.pathsep.join([str(HERE), str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "NO_VCS_VERSION": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(order=text)], env=environment, capture_output=True, text=True, timeout=150
+        [interpreter, "-c", SCRIPT.format(order=text)], env=environment, capture_output=True, text=True, timeout=150
     )
     assert done.returncode == 0, done.stderr[-3000:]
     states, same, clean = json.loads(done.stdout.splitlines()[-1])
