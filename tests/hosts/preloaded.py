@@ -16,7 +16,8 @@ import fsdp_jobs  # noqa: F401
 import jobs
 from transformers import Trainer  # noqa: F401
 
-import ds_reshard.operations  # noqa: F401
+import ds_reshard.operations
+import ds_reshard.resume.report  # noqa: F401  # with rich
 
 os.fsync = lambda fd: None  # as in conftest.py
 jobs.load_frameworks()

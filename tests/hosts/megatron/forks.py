@@ -154,7 +154,8 @@ def _import(release: str) -> None:
         datasets.compile_helpers = lambda: None  # the C++ index builder; the runs bring their own dataset
         _read_the_help()
     imported()
-    importlib.import_module("ds_reshard.operations")  # what of it knows no framework: its hosts are imported in a run
+    for name in ("operations", "resume.report"):  # what of it knows no framework: its hosts are imported in a run
+        importlib.import_module(f"ds_reshard.{name}")
     gc.freeze()  # what is imported would be most of what each run's collections look at, and copy
 
 
