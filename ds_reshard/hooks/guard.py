@@ -7,7 +7,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.machinery import PathFinder
@@ -92,18 +92,21 @@ def locate(patch: Patch) -> Site | None:
     return None
 
 
-def holders(package: str, value: object) -> Iterator[tuple[ModuleType, str]]:
-    """Every loaded module of `package` that holds `value` itself, and under which name.
+def holders(package: str, values: Iterable[object]) -> dict[int, list[tuple[ModuleType, str]]]:
+    """By the id of each value: every loaded module of `package` that holds it itself, and under which name.
 
-    `from m import f` copies the reference; a patch of `m.f` alone would miss such copies.
+    `from m import f` copies the reference; a patch of `m.f` alone would miss such copies. All values are looked for
+    at once: torch alone has some thousand modules.
     """
+    found: dict[int, list[tuple[ModuleType, str]]] = {id(value): [] for value in values}
     for name, module in list(sys.modules.items()):
-        if not isinstance(module, ModuleType) or not (name == package or name.startswith(package + ".")):
+        if not (name == package or name.startswith(f"{package}.")) or not isinstance(module, ModuleType):
             continue
         # object.__getattribute__: a module behind importlib.util.LazyLoader loads when it is looked at.
         for attribute, held in list(object.__getattribute__(module, "__dict__").items()):
-            if held is value:
-                yield module, attribute
+            if id(held) in found:
+                found[id(held)].append((module, attribute))
+    return found
 
 
 def _bound_at_call(descriptor: Function) -> Function:

@@ -123,23 +123,35 @@ class Replacement:
 
     def put(self) -> None:
         """Put the replacement in place, and over every copy of a module's function."""
-        if isinstance(self.site.owner, ModuleType):
-            self.copies = list(holders(self.patch.package, self.site.stored))
         setattr(self.site.owner, self.site.name, self.value)
         for module, name in self.copies:
             setattr(module, name, self.value)
 
-    def restore(self) -> None:
+    def restore(self, more: Iterable[tuple[ModuleType, str]]) -> None:
         """Put back whatever is still ours; what another library has put there since stays.
 
-        Copies are looked for again: modules that were imported since took theirs from the replacement.
+        `more` holds the replacement as well: modules that were imported since took their copies from it.
         """
-        if isinstance(self.site.owner, ModuleType):
-            for module, name in [*self.copies, *holders(self.patch.package, self.value)]:
-                if vars(module).get(name) is self.value:
-                    setattr(module, name, self.site.stored)
+        for module, name in [*self.copies, *more]:
+            if vars(module).get(name) is self.value:
+                setattr(module, name, self.site.stored)
         if self.site.holds(self.value):
             self.site.put_back()
+
+
+def _holders(
+    replacements: Sequence[Replacement], value_of: Callable[[Replacement], object]
+) -> list[list[tuple[ModuleType, str]]]:
+    """For each replacement the holders of its value, where its owner is a module; of one value those of the first."""
+    values: dict[str, list[object]] = {}
+    for one in replacements:
+        if isinstance(one.site.owner, ModuleType):
+            values.setdefault(one.patch.package, []).append(value_of(one))
+    found = {package: holders(package, wanted) for package, wanted in values.items()}
+    return [
+        found[one.patch.package].pop(id(value_of(one)), []) if isinstance(one.site.owner, ModuleType) else []
+        for one in replacements
+    ]
 
 
 class Installation:
@@ -175,7 +187,8 @@ class Installation:
             assert original is not None, f"{patch.target} was passed by the guard"
             made.append(Replacement(patch=patch, site=site, original=original, installation=self))
         self._replacements += tuple(made)
-        for replacement in made:
+        for replacement, copies in zip(made, _holders(made, lambda one: one.site.stored), strict=True):
+            replacement.copies = copies
             try:
                 replacement.put()
             except (AttributeError, TypeError) as error:
@@ -191,8 +204,9 @@ class Installation:
             if self.active:
                 self._ended()
             self.active = False
-            for replacement in self._replacements:
-                replacement.restore()
+            more = _holders(self._replacements, lambda one: one.value)
+            for replacement, holding in zip(self._replacements, more, strict=True):
+                replacement.restore(holding)
 
     def __enter__(self) -> Installation:
         return self
