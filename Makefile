@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 unexport PYTHONDONTWRITEBYTECODE
 FAST_TESTS := tests/policy tests/docs tests/unit tests/hostile tests/versions
 
-.PHONY: help venv gpu-packages check style types contracts fast-tests test deepspeed-tests other-tests megatron-tests resume-tests mutants fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu gpu-wheels test-versions test-nanotron test-corpora format clean
+.PHONY: help venv gpu-packages check style types contracts fast-tests test engine-tests other-tests mutants fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu gpu-wheels test-versions test-nanotron test-corpora format clean
 
 help:
 	@echo "make demo           train, change stage and ranks, resume; prints the bit-equality table"
@@ -64,22 +64,19 @@ contracts: venv
 fast-tests: venv
 	$(BIN)/python -m pytest -m "not slow and not distributed and not gpu" $(FAST_TESTS)
 
-# Four parts, two of them at a time: the longest come first, and another begins where one ends.
+# Two parts that take about as long: each imports the frameworks for itself.
 HOST_TESTS := $(wildcard tests/hosts/test_*.py)
-RESUME_TESTS := $(filter tests/hosts/test_resume% tests/hosts/test_late% tests/hosts/test_lr%,$(HOST_TESTS))
-MEGATRON_TESTS := tests/hosts/megatron $(filter tests/hosts/test_fsdp% tests/hosts/test_dcp%,$(HOST_TESTS))
-DEEPSPEED_TESTS := $(filter-out $(RESUME_TESTS) $(MEGATRON_TESTS),$(HOST_TESTS))
-OTHER_TESTS := $(filter-out tests/hosts tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
-PARTS := deepspeed-tests other-tests megatron-tests resume-tests
+TORCH_TESTS := tests/hosts/megatron $(filter tests/hosts/test_fsdp% tests/hosts/test_dcp%,$(HOST_TESTS))
+ENGINE_TESTS := $(filter-out $(TORCH_TESTS),$(HOST_TESTS))
+OTHER_TESTS := $(filter-out tests/hosts tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/))) $(TORCH_TESTS)
+PARTS := other-tests engine-tests
 
 test: venv
 	@$(BIN)/python tests/hosts/megatron/releases.py
 	@$(MAKE) --no-print-directory --keep-going -j2 $(PARTS)
 
-deepspeed-tests: TESTS = $(DEEPSPEED_TESTS)
+engine-tests: TESTS = $(ENGINE_TESTS)
 other-tests: TESTS = $(OTHER_TESTS)
-megatron-tests: TESTS = $(MEGATRON_TESTS)
-resume-tests: TESTS = $(RESUME_TESTS)
 
 $(PARTS): venv
 	$(BIN)/python -m pytest -m "not gpu" --durations=25 $(TESTS)
