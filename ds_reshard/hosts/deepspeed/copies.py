@@ -6,13 +6,14 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
+from typing import TYPE_CHECKING
 
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.execution.checksums import Ledger
 from ds_reshard.execution.deviation import same_bits
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.pipeline import tied_key
-from ds_reshard.hosts.deepspeed.grid import LiveGrid, copies_of
+from ds_reshard.hosts.deepspeed.grid import LiveGrid, copies_of, param_names
 from ds_reshard.hosts.deepspeed.load_targets import Wants
 from ds_reshard.model.checkpoint import checksums
 from ds_reshard.model.content import MASTER, WEIGHT
@@ -20,6 +21,9 @@ from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.operations.values import SpanReader, logical
 from ds_reshard.planning.plan import Plan, plan_rank
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 logger = logging.getLogger("ds_reshard")
 
@@ -58,6 +62,19 @@ def plan_of(index: Index, wants: Wants, grid: LiveGrid, position: int, size: int
         for (place, ranks), one in shares.items()
     ]
     return reduce(Plan.and_also, plans)
+
+
+def left_as_built(engine: DeepSpeedEngine, grid: LiveGrid) -> None:
+    """Say what no file of ZeRO stage 0 holds: what is not tied of a tied module, in all stages but the first."""
+    names = [name for name in param_names(engine).values() if tied_key(name) is not None and name not in grid.tied]
+    lost = sorted(name for name in names if grid.stages_of(tied_key(name))[:1] != [grid.stage])
+    if lost:
+        logger.warning(
+            "stage %d keeps %s as it was built: DeepSpeed has saved that of the first stage alone (save at ZeRO stage "
+            "1 and each stage's own is saved)",
+            grid.stage,
+            ", ".join(lost),
+        )
 
 
 def shares_unproved(wants: Wants, *, prove: bool) -> Iterator[Fault]:
@@ -109,9 +126,11 @@ def copies_apart(
         states = set(checkpoint.layout.kinds(key.name)) - {MASTER, WEIGHT}
         if key.kind == MASTER and states:
             continue  # its states tell whether it was trained
-        if not same_values(index, first, key, memory_nbytes=memory_nbytes) and not _zero(
-            index, key, memory_nbytes=memory_nbytes
-        ):
+        if same_values(index, first, key, memory_nbytes=memory_nbytes):
+            continue
+        if _zero(index, key, memory_nbytes=memory_nbytes):
+            logger.warning("%s: copy %d, which was never trained, is not loaded: this run has one", key, key.copy + 1)
+        else:
             yield UnsupportedLayout.fault(
                 f"parameter {key}",
                 "is not tied, was trained in several stages, and is one parameter in this run",

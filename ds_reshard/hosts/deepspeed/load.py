@@ -29,6 +29,7 @@ from ds_reshard.execution.cuda import device_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.names import column_of, pattern_in_path, stray_files
 from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures, said_alike
+from ds_reshard.hosts.deepspeed.copies import left_as_built
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries, scheduler_faults
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, latest_tag, look, look_aside, look_too, tag_files
 from ds_reshard.hosts.deepspeed.grid import NO_GRID, LiveGrid, live_grid
@@ -418,6 +419,8 @@ def leave_to_deepspeed(
         faults += pattern_in_path(request.load_dir, request.tag) + _check_own(mine.live, checkpoint, shards)
         faults += scheduler_faults(engine, checkpoint.model, request)
     raise_faults(faults, subject=f"loading {checkpoint.listing.folder}")
+    if leave and checkpoint.stages:
+        left_as_built(engine, mine.grid)
     return leave
 
 
@@ -509,18 +512,22 @@ def _load_directly(engine: DeepSpeedEngine, prepared: Prepared, settings: Settin
 
 
 def _log(prepared: Prepared, moved: Moved, seconds: float) -> None:
-    live = prepared.live
+    live, grid = prepared.live, prepared.checkpoint.grid._replace(dp=prepared.checkpoint.dp)
     logger.info(
-        "loaded %s (%sZeRO %s, dp=%d) as ZeRO %s, dp=%d: %.1f MiB read from %d files in %.2f s",
+        "loaded %s (%sZeRO %s, %s) as ZeRO %s, dp=%d: %.1f MiB read from %d files in %.2f s",
         prepared.checkpoint.listing.folder,
         "universal, of " if prepared.checkpoint.listing.universal else "",
         prepared.checkpoint.stage,
-        prepared.checkpoint.dp,
+        grid if grid.tp * grid.pp * grid.ep > 1 else f"dp={grid.dp}",
         live.stage if live else 0,
         live.dp if live else 1,
         moved.bytes_read / 2**20,
         len(moved.files),
         seconds,
     )
+    made = prepared.wants.from_masters if prepared.checkpoint.stages else []
+    if made:
+        what = "lie in no file of a layer, or not as this stage has them, and are the cast of their masters"
+        logger.warning("%s: weights of %s %s", prepared.checkpoint.listing.folder, ", ".join(made), what)
     if moved.proof is not None:
         logger.info("%s: %s", prepared.checkpoint.listing.folder, moved.proof)

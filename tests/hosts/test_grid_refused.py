@@ -1,0 +1,172 @@
+"""What is wrong with the files of a grid is found before a byte moves: all of it, the same on every rank, by name."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grid_cases import Grid
+
+pytestmark = pytest.mark.distributed
+
+PIPE = Grid("pipeline", pp=2)
+PLAIN = Grid("pipeline", pp=2, stage=0)
+TP = Grid("autotp", tp=2)
+MOE = Grid("moe", ep=2, dp=2)
+OPTIM = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
+MODEL = "mp_rank_01_model_states.pt"
+TIED, POSITION = "tied_modules.embed.weight", "tied_modules.embed.position"
+
+Damage = Callable[[Path], None]
+
+
+def remove(*names: str) -> Damage:
+    return lambda folder: [(folder / name).unlink() for name in names] and None
+
+
+def copied(name: str, to: str) -> Damage:
+    return lambda folder: shutil.copy(folder / name, folder / to) and None
+
+
+def changed(name: str, change: Callable[[dict[str, Any]], None]) -> Damage:
+    def run(folder: Path) -> None:
+        content = torch.load(folder / name, weights_only=False)
+        change(content)
+        torch.save(content, folder / name)
+
+    return run
+
+
+def of_stage(name: str, kind: str, value: float) -> Damage:
+    """The first element of a parameter of the second stage's optimizer takes another value."""
+
+    def run(folder: Path) -> None:
+        groups = torch.load(folder / MODEL, weights_only=False)["param_shapes"]
+        (number,) = (g for g, group in enumerate(groups) if name in group)
+        before = list(groups[number])[: list(groups[number]).index(name)]
+        at = sum(groups[number][one].numel() for one in before)
+
+        def change(content: dict[str, Any]) -> None:
+            said = content["optimizer_state_dict"]
+            flat = said["single_partition_of_fp32_groups"][number].detach()
+            (flat if kind == "fp32" else said["base_optimizer_state"]["state"][number][kind])[at] = value
+
+        changed(OPTIM, change)(folder)
+
+    return run
+
+
+def reshape(content: dict[str, Any]) -> None:
+    for group in content["param_shapes"]:
+        if TIED in group:
+            group[TIED] = torch.Size((3, 11))
+
+
+def of_first_stage(content: dict[str, Any]) -> None:
+    content["param_shapes"][0] = {"1.w": torch.Size((5, 7)), **content["param_shapes"][0]}
+
+
+REFUSED = {
+    "a column is missing": (PIPE, remove(MODEL), "CheckpointDamaged", "model_states files of mp_rank_01"),
+    "a shard of a column is missing": (PIPE, remove(OPTIM), "CheckpointDamaged", "optim_states files of mp_rank_01"),
+    "a shard of a row is missing": (TP, remove(OPTIM), "CheckpointDamaged", "optim_states files of mp_rank_01"),
+    "two layers are missing": (
+        PIPE,
+        remove("layer_02-model_00-model_states.pt", "layer_04-model_00-model_states.pt"),
+        "CheckpointDamaged",
+        "files of layers are missing: layer_02, layer_04",
+    ),
+    "a column too many": (
+        PIPE,
+        copied(MODEL, "mp_rank_02_model_states.pt"),
+        "CheckpointDamaged",
+        "files of another grid (expected mp_rank_00 to mp_rank_01",
+    ),
+    "a stage of another step": (
+        PIPE,
+        changed(MODEL, lambda content: content.update(global_steps=9)),
+        "CheckpointDamaged",
+        "global_steps differs",
+    ),
+    "a row of another step": (
+        TP,
+        changed(MODEL, lambda content: content.update(global_steps=9)),
+        "CheckpointDamaged",
+        "global_steps differs",
+    ),
+    "ranks are numbered otherwise": (PIPE, changed(MODEL, of_first_stage), "UnsupportedLayout", "numbered otherwise"),
+    "a tied copy of another shape": (PIPE, changed(MODEL, reshape), "CheckpointDamaged", "of another shape"),
+    "a tied master with another value": (
+        PIPE,
+        of_stage(TIED, "fp32", 3.0),
+        "CheckpointDamaged",
+        f"tied parameter {TIED}[fp32]: copy 2, of another stage, has other values",
+    ),
+    "a tied moment with another value": (
+        PIPE,
+        of_stage(TIED, "exp_avg", 3.0),
+        "CheckpointDamaged",
+        f"tied parameter {TIED}[exp_avg]",
+    ),
+    "what is not tied was trained twice": (
+        PIPE,
+        of_stage(POSITION, "exp_avg", 3.0),
+        "UnsupportedLayout",
+        f"parameter {POSITION}[exp_avg]: is not tied, was trained in several stages",
+    ),
+    "stage 0 names no parameter": (PLAIN, lambda folder: None, "UnsupportedLayout", "one for each stage"),
+    "an expert is missing": (
+        MOE,
+        remove("layer_1_expert_2_mp_rank_00_model_states.pt"),
+        "CheckpointDamaged",
+        "files of experts are missing: layer 1 expert 2",
+    ),
+    "one expert over another": (
+        MOE,
+        lambda folder: torch.save(
+            torch.load(folder / "layer_0_expert_1_mp_rank_00_model_states.pt"),
+            folder / "layer_0_expert_3_mp_rank_00_model_states.pt",
+        ),
+        "CheckpointDamaged",
+        "is not a file of this expert",
+    ),
+    "other tensor-parallel ranks": (
+        TP,
+        lambda folder: None,
+        "UnsupportedLayout",
+        "saved with tensor parallelism (expected tensor-parallel size 1, found dp=1, tp=2, pp=1",
+    ),
+}
+TARGETS = {"pipeline": Grid("pipeline", dp=2), "autotp": Grid("autotp", tp=2, stage=2), "moe": Grid("moe", dp=2)}
+
+
+@pytest.fixture(scope="module")
+def saved(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Grid], Path]:
+    made: dict[str, Path] = {}
+
+    def folder(grid: Grid) -> Path:
+        if str(grid) not in made:
+            made[str(grid)] = tmp_path_factory.mktemp("grid") / "saved"
+            worlds[2].run("grid_jobs.save", grid=grid, folder=str(made[str(grid)]))
+        return made[str(grid)]
+
+    return folder
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_wrong_with_a_grid_is_said_on_every_rank(
+    worlds: Any, saved: Callable[[Grid], Path], tmp_path: Path, case: str
+) -> None:
+    source, damage, error, text = REFUSED[case]
+    folder = shutil.copytree(saved(source), tmp_path / "broken")
+    damage(folder / "t")
+    target = Grid("autotp", dp=2) if case == "other tensor-parallel ranks" else TARGETS[source.kind]
+    told = worlds[2].run("grid_jobs.refused", grid=target, folder=str(folder))
+    assert {name for name, _, _ in told} == {error}, told[0][1]
+    assert len({said for _, said, _ in told}) == 1
+    assert text in told[0][1] and "To mend: " in told[0][1]
+    assert all(same for _, _, same in told)
