@@ -138,7 +138,9 @@ def _summary(inspection: Inspection) -> Table:
         "tag": inspection.tag,
         "layout": f"stage {_or_unknown(inspection.stage)}, dp {_or_unknown(inspection.dp)}, "
         + "".join(
-            f"{axis} {size}, " for axis, size in (("tp", inspection.tp), ("pp", inspection.pp)) if size is not None
+            f"{axis} {size}, "
+            for axis, size in (("tp", inspection.tp), ("pp", inspection.pp), ("ep", inspection.ep))
+            if size is not None
         )
         + f"wrapper {_or_unknown(inspection.wrapper)}"
         + (f", flat buffers a rank: {made.buffers}" if made.buffers is not None else ""),

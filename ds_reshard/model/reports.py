@@ -115,6 +115,7 @@ class Inspection:
     writer: str = "DeepSpeed"
     tp: int | None = None
     pp: int | None = None
+    ep: int | None = None
     pickles: int = 0
     pickles_unread: int = 0
 

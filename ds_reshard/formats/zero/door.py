@@ -144,6 +144,7 @@ def _shards(zero: ZeroCheckpoint) -> Iterator[str]:
     """The names of all files that the ranks of the saving run wrote."""
     if not zero.stages:
         yield from (files[rank] for files in (zero.listing.model, zero.listing.optim) for rank in sorted(files))
+        yield from (name for _, name in sorted(zero.listing.experts.items()))
         return
     yield from (os.path.basename(stage.path) for stage in zero.stages)
     yield from (name for _, name in sorted(zero.listing.layers.items()))
@@ -152,9 +153,10 @@ def _shards(zero: ZeroCheckpoint) -> Iterator[str]:
 
 def _stages(zero: ZeroCheckpoint) -> Iterator[Fault]:
     """What is converted has the names of a plain module, and each parameter once."""
-    if zero.stages:
-        what = "is of a PipelineModule, whose files of stages and layers are not converted"
-        mend = "load it in a run with import ds_reshard.auto, under any number of stages and ranks"
+    of = "a PipelineModule, whose files of stages and layers" if zero.stages else "a mixture of experts, whose files"
+    if zero.stages or zero.listing.experts:
+        what = f"is of {of} are not converted"
+        mend = "load it in a run with import ds_reshard.auto, under any number of stages, experts and ranks"
         yield UnsupportedLayout.fault(zero.listing.folder, what, "a plain module", str(zero.grid), mend=mend)
 
 

@@ -53,14 +53,16 @@ class Survey:
 
     @property
     def grid(self) -> Grid | None:
-        """The sizes of the saving run; None of one without tensor and pipeline parallelism."""
+        """The sizes of the saving run; None of one without tensor, pipeline and expert parallelism."""
         if self.model is None:
             return None
         try:
             grid = read_grid(self.listing, self.model)
         except ReshardError:
             return None
-        return grid if grid.tp * grid.pp > 1 or self.listing.layers else None
+        if self.listing.experts and self.optim is not None:
+            grid = grid._replace(ep=max(grid.dp // count for count in self.optim.counts))
+        return grid if grid.tp * grid.pp > 1 or self.listing.layers or self.listing.experts else None
 
     @property
     def dp(self) -> int | None:
@@ -281,6 +283,7 @@ def describe_survey(found: Survey, *, tag: str, bytes_read: int | None) -> Inspe
         bytes_read=bytes_read,
         tp=found.grid.tp if found.grid is not None else None,
         pp=found.grid.pp if found.grid is not None else None,
+        ep=found.grid.ep if found.grid is not None else None,
     )
 
 
@@ -459,7 +462,7 @@ def _files(listing: Listing, dp: int | None) -> Iterator[FileEntry]:
         for role, files in (("model", column.model), ("optimizer", column.optim)):
             for rank, name in files.items():
                 roles[name] = "unused" if dp is not None and rank >= dp else role
-    roles |= dict.fromkeys(listing.layers.values(), "model")
+    roles |= dict.fromkeys((*listing.layers.values(), *listing.experts.values()), "model")
     roles |= {name: "optimizer" for name in listing.nbytes if "/" in name}
     for name in sorted(listing.nbytes):
         yield FileEntry(name=name, nbytes=listing.nbytes[name], role=roles.get(name, "other"))

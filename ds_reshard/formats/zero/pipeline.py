@@ -66,7 +66,7 @@ def open_pipeline(listing: Listing, grid: Grid, row: Row, first: ModelStates, *,
         ]
     shapes = [stage.param_shapes or () for stage in stages]
     copies, faults = _copies(stages)
-    raise_faults([*_unlike(listing, stages, ()), *faults], subject=subject)
+    raise_faults([*_of_another_kind(listing, grid, stages), *_unlike(listing, stages, ()), *faults], subject=subject)
     named, objects, beside = _layers(listing, row, read, stages)
     groups = [len(one) for one in shapes]
     columns: list[GridColumn] = []
@@ -124,6 +124,16 @@ def _stage(listing: Listing, number: int, first: ModelStates) -> ModelStates:
     name = listing.column(number).model[0]
     path = listing.path(name)
     return first if path == first.path else read_model_states(path, name.removesuffix(".pt"))
+
+
+def _of_another_kind(listing: Listing, grid: Grid, stages: Sequence[ModelStates]) -> Iterator[Fault]:
+    """Stages that save their weights themselves count layers as they like, and experts are in files of their own."""
+    if any(stage.module for stage in stages):
+        what, mend = "has stages of a pipeline that is no PipelineModule", "load it with the sizes it was saved with"
+        yield UnsupportedLayout.fault(listing.folder, what, "files of layers", str(grid), mend=mend)
+    if listing.experts:
+        what, mend = "has experts beside stages of a pipeline", "load it with the sizes it was saved with"
+        yield UnsupportedLayout.fault(listing.folder, what, "one or the other", str(grid), mend=mend)
 
 
 def _unlike(listing: Listing, stages: Sequence[ModelStates], optims: Sequence[OptimStates]) -> list[Fault]:

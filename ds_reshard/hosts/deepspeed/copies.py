@@ -36,6 +36,15 @@ def take_own_weights(wants: Wants, grid: LiveGrid) -> None:
             placement = wants.placements.pop(key)
             del wants.sources[key], wants.makers[placement.buffer]
             wants.from_masters.append(source.name)
+        elif source.kind == WEIGHT and grid.parts and _copied(source.name, grid):
+            what = "is that of the first stage: those of others are in the optimizer's files alone, which are not read"
+            logger.warning("stage %d: %s %s", grid.stage, source.name, what)
+
+
+def _copied(name: str, grid: LiveGrid) -> bool:
+    """Whether an earlier stage has a tensor of this name, too, and they are not tied."""
+    key = tied_key(name)
+    return key is not None and name not in grid.tied and grid.stages_of(key)[:1] != [grid.stage]
 
 
 def take_own_copies(wants: Wants, grid: LiveGrid) -> None:
@@ -66,8 +75,7 @@ def plan_of(index: Index, wants: Wants, grid: LiveGrid, position: int, size: int
 
 def left_as_built(engine: DeepSpeedEngine, grid: LiveGrid) -> None:
     """Say what no file of ZeRO stage 0 holds: what is not tied of a tied module, in all stages but the first."""
-    names = [name for name in param_names(engine).values() if tied_key(name) is not None and name not in grid.tied]
-    lost = sorted(name for name in names if grid.stages_of(tied_key(name))[:1] != [grid.stage])
+    lost = sorted(name for name in param_names(engine).values() if _copied(name, grid))
     if lost:
         logger.warning(
             "stage %d keeps %s as it was built: DeepSpeed has saved that of the first stage alone (save at ZeRO stage "

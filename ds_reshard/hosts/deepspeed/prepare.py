@@ -21,7 +21,6 @@ from ds_reshard.errors import (
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, is_placeholder
 from ds_reshard.formats.zero.content import SAME_BYTES
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
-from ds_reshard.formats.zero.pipeline import layer_of
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.stage0 import with_order
 from ds_reshard.hosts.deepspeed.copies import (
@@ -46,7 +45,7 @@ from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, Shape, live_kind, param_shape
 from ds_reshard.hosts.deepspeed.load_targets import Wants, entries_of, state_faults, want_model, want_optimizer
 from ds_reshard.hosts.deepspeed.settings import Settings
-from ds_reshard.model.content import SCHEDULER, WEIGHT, regrouped, regrouping_fault
+from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, regrouped, regrouping_fault
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, canonical, describe
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Extent, Index
@@ -215,12 +214,12 @@ def _from_fp32(engine: DeepSpeedEngine) -> bool:
 
 def _custom_faults(request: Request, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     partitioned = checkpoint.listing.partitioned_model or (live is not None and live.kind == "zero3")
-    if request.custom_load_fn is not None and partitioned:
+    if request.custom_load_fn is not None and (partitioned or checkpoint.stages or checkpoint.listing.experts):
         yield UnsupportedLayout.fault(
             "load_checkpoint(custom_load_fn=...)",
-            "a custom load function gets whole weights, which stage 3 does not have",
+            "a custom load function gets whole weights, which stage 3, pipelines and experts do not have",
             "stages 0 to 2 on both sides",
-            "stage 3",
+            "stage 3" if partitioned else str(checkpoint.grid),
             mend="load without custom_load_fn, or save and load at stages 0 to 2",
         )
 
@@ -422,7 +421,7 @@ def model_faults(
     saved = checkpoint.model
     held = {name for name in (*saved.module, *saved.objects) if grid.answers(name)}
     # weights that DeepSpeed saves in no file of a layer are made from their masters
-    from_masters = {name for name in saved.trainable if checkpoint.stages and layer_of(name) is None}
+    from_masters = {n for n in saved.trainable if checkpoint.stages and TensorKey(n, MASTER) in checkpoint.layout}
     shapes = saved_shapes(checkpoint)
     wanted = {**model.trainable, **model.frozen, **model.buffers}
     for name, shape in wanted.items():
