@@ -17,6 +17,7 @@ from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.reports import DIFFERS, EQUAL, Difference, TensorDifference, ValueDifference
 from ds_reshard.operations.archives import read_records
 from ds_reshard.operations.options import Progress, Reading
+from ds_reshard.operations.proof import prove
 from ds_reshard.operations.source import Found, open_checkpoint
 from ds_reshard.operations.values import SpanReader, index_of, logical
 
@@ -25,6 +26,8 @@ def compare_listings(a: Found, b: Found, *, reading: Reading, progress: Progress
     """Read both side by side, span by span; every byte that is read is checked against its file's checksum."""
     started = time.monotonic()
     sides = (open_checkpoint(a), open_checkpoint(b))
+    for side in sides:
+        prove(side)
     pairs = _Pairs(*sides)
     deviations = {key: Deviation() for key in pairs.compared}
     keys = list(pairs.compared)

@@ -14,12 +14,14 @@ from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, re
 from ds_reshard.execution.files import ArchiveFile, FileTarget, StagingExecutor
 from ds_reshard.execution.fingerprint import Fingerprint, Witness
 from ds_reshard.model.checkpoint import Checkpoint
+from ds_reshard.model.content import WEIGHT
 from ds_reshard.model.index import Record
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.target import Asked, Target, Unit
 from ds_reshard.operations.options import Conversion, Options, Progress, refuse, refuse_memory
 from ds_reshard.operations.processes import Parts, in_copies
+from ds_reshard.operations.proof import prove
 from ds_reshard.operations.source import Found, open_checkpoint
 from ds_reshard.operations.units import FilePlan, Units, archive_of, buffer_of, target_of
 from ds_reshard.operations.workspace import Workspace, refuse_places
@@ -43,6 +45,7 @@ def convert_listing(
     refuse_memory(options.threads, options.memory_nbytes)
     source = open_checkpoint(found)
     target = target_of(source, asked)
+    prove(source, {origin.name for origin in target.wants.values() if origin.kind != WEIGHT})
     needed = _nbytes(target)
     refuse_places(path, out, needed)
     seen = _seen(source)

@@ -15,6 +15,7 @@ from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.reports import Fingerprinted, TensorFingerprint
 from ds_reshard.operations.options import Progress, Reading
+from ds_reshard.operations.proof import prove
 from ds_reshard.operations.source import find_listing, open_checkpoint
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def fingerprint(
     format says.
     """
     source = open_checkpoint(find_listing(os.fspath(path), tag), states=False)
+    prove(source)
     return _read(source, _planned(source, shard), reading or Reading(), progress)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from ds_reshard.errors import ReadFailed, UnsupportedLayout, raise_faults
 from ds_reshard.formats.dcp.door import DCP
 from ds_reshard.formats.fsdp.door import FSDP
+from ds_reshard.formats.megatron.door import MEGATRON
 from ds_reshard.formats.nanotron.door import NANOTRON
 from ds_reshard.formats.pytorch.door import PYTORCH
 from ds_reshard.formats.zero.door import ZERO
 from ds_reshard.model.checkpoint import Format, Listing, Writer
 
-FORMATS: tuple[Format, ...] = (NANOTRON, PYTORCH, FSDP, DCP, ZERO)
+FORMATS: tuple[Format, ...] = (NANOTRON, PYTORCH, FSDP, DCP, MEGATRON, ZERO)
 
 WRITERS: dict[str, Writer] = {to: writer for one in reversed(FORMATS) for to, writer in one.writes.items()}
 """What makes a target of any content, by the name that `--to` takes."""

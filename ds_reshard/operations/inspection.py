@@ -8,6 +8,7 @@ from math import prod
 from ds_reshard.containers.plain import plain
 from ds_reshard.errors import Fault, ReshardError, faults_of
 from ds_reshard.model.checkpoint import Checkpoint, SavedListing
+from ds_reshard.model.content import SAMPLES, STEPS
 from ds_reshard.model.facts import GroupFacts, ScalarTensor
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.reports import Arrangement, FileEntry, GroupEntry, Inspection, ParameterEntry, StateEntry, Steps
@@ -41,6 +42,8 @@ def describe(found: Found, *, bytes_read: Callable[[], int | None]) -> Inspectio
         files=tuple(FileEntry(name=name, nbytes=file.nbytes, role=file.role) for name, file in files.items()),
         faults=tuple(faults),
         bytes_read=bytes_read(),
+        tp=state.tp if state is not None else None,
+        pp=state.pp if state is not None else None,
     )
 
 
@@ -89,7 +92,13 @@ def _steps(state: Checkpoint | None) -> Steps:
     scalars = state.facts.scalars if state is not None and state.facts is not None else {}
     said = dict.fromkeys(plain(kinds["step"], {}) for kinds in scalars.values() if "step" in kinds)
     numbers = (int(step) if isinstance(step, float) and step.is_integer() else step for step in said)
-    return Steps(global_steps=None, global_samples=None, skipped_steps=None, optimizer_steps=tuple(numbers))
+    steps, samples = (state.objects.get((name,)) if state is not None else None for name in (STEPS, SAMPLES))
+    return Steps(
+        global_steps=steps if isinstance(steps, int) else None,
+        global_samples=samples if isinstance(samples, int) else None,
+        skipped_steps=None,
+        optimizer_steps=tuple(numbers),
+    )
 
 
 def _parameters(state: Checkpoint, groups: tuple[GroupFacts, ...]) -> Iterator[ParameterEntry]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ds_reshard.containers.pickle_rules import UNSAFE, in_force, rules_in_force
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.errors import CheckpointNotFound, ReadFailed, ReshardError, UnsupportedLayout, raise_faults
+from ds_reshard.formats.megatron.checkpoint import TRACKER, iteration_name
 from ds_reshard.formats.zero.names import Listing as ZeroListing
 from ds_reshard.model.checkpoint import Checkpoint, Format, Listing
 from ds_reshard.operations.formats import format_of
@@ -50,8 +51,9 @@ _LATEST_NANOTRON = "latest.txt"  # trainer.py of nanotron
 def find_listing(path: str, tag: str | None) -> Found:
     """The files of the checkpoint in `path`: of `tag`, else of the folder itself, else of the tag `latest` names.
 
-    The tags of nanotron are its steps, of which `latest.txt` names the last. Folders of torch.distributed.checkpoint,
-    of accelerate's sharded FSDP, and of EasyR1 and verl are checkpoints themselves, or tags of the folder above.
+    The tags of nanotron are its steps, of which `latest.txt` names the last; those of Megatron-LM its iterations.
+    Folders of torch.distributed.checkpoint, of accelerate's sharded FSDP, and of EasyR1 and verl are checkpoints
+    themselves, or tags of the folder above.
 
     Raises CheckpointNotFound where there is none, and ReadFailed where a folder cannot be listed.
     """
@@ -69,6 +71,8 @@ def find_listing(path: str, tag: str | None) -> Found:
             return found
         file, tag = _latest(path)
     folder = os.path.join(path, tag)
+    if not os.path.isdir(folder):
+        folder = os.path.join(path, iteration_name(tag))
     found = _found(folder) if os.path.isdir(folder) else None
     if found is None and file == _LATEST_NANOTRON:
         raise _no_checkpoint(path, f"has a file {file!r} that names no checkpoint of nanotron")
@@ -95,7 +99,7 @@ def find_zero(path: str, tag: str | None, *, tool: str) -> ZeroListing:
 
 def _latest(path: str) -> tuple[str, str]:
     """The first file there that names the last tag, and the tag."""
-    names = ("latest", "latest_universal", _LATEST_NANOTRON)
+    names = ("latest", "latest_universal", _LATEST_NANOTRON, TRACKER)
     file = next((name for name in names if os.path.exists(os.path.join(path, name))), names[0])
     return file, _named_in(os.path.join(path, file), path)
 

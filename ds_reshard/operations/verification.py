@@ -17,6 +17,7 @@ from ds_reshard.model.reports import Verification
 from ds_reshard.operations.archives import CheckedFile, list_files, open_file, read_records
 from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.pickles import scan_files, siblings, untold
+from ds_reshard.operations.proof import unproved
 from ds_reshard.operations.source import Found, open_checkpoint
 from ds_reshard.operations.values import SpanReader, Values, rows_of
 from ds_reshard.operations.workspace import MANIFEST, read_manifest
@@ -77,7 +78,9 @@ def verify_listing(found: Found, path: str, *, deep: bool, reading: Reading, pro
 def _opened(found: Found, faults: list[Fault]) -> Checkpoint | None:
     """The checkpoint opened whole, None where it cannot be; why not is then among the faults."""
     try:
-        return open_checkpoint(found)
+        source = open_checkpoint(found)
+        faults += unproved(source)
+        return source
     except ReshardError as error:
         faults += faults_of(error)
         return None
@@ -136,7 +139,8 @@ class _Check:
         except ReshardError as error:
             faults += faults_of(error)
         wrong, told = values.faults()
-        faults += wrong
+        known = {fault.where for fault in faults}
+        faults += [fault for fault in wrong if fault.where not in known]
         notes += told
         return sum(len(row.columns) for row in rows)
 

@@ -67,7 +67,7 @@ class DcpCheckpoint:
 
 
 def is_dcp(folder: str) -> bool:
-    return bool(_parts(folder))
+    return bool(_parts(folder)) and not _is_megatrons(folder)
 
 
 def list_dcp(folder: str) -> SavedListing:
@@ -90,19 +90,19 @@ def list_dcp(folder: str) -> SavedListing:
     )
 
 
-def _refuse_megatron(folder: str) -> None:
-    """Megatron-LM says beside the directory which of its formats it wrote (core/dist_checkpointing/core.py, 0.19.2)."""
-    path = os.path.join(folder, "metadata.json")
+def _is_megatrons(folder: str) -> bool:
+    """Megatron-LM keeps beside the directory what all ranks share, or says there which of its formats it wrote.
+
+    core/dist_checkpointing/core.py and strategies/common.py, 0.16.1 to 0.19.2.
+    """
+    if os.path.isfile(os.path.join(folder, "common.pt")):
+        return True
     try:
-        with open(path, "rb") as file:
+        with open(os.path.join(folder, "metadata.json"), "rb") as file:
             told = json.loads(file.read(1 << 20))
     except (OSError, ValueError, RecursionError):
-        return
-    if isinstance(told, dict) and "sharded_backend" in told:
-        what = f"a checkpoint of Megatron-LM, format {str(told['sharded_backend'])[:40]}, which is not opened here"
-        mend = "load it with Megatron-LM; `ds-reshard verify --pickles FOLDER` and `lr FOLDER` take it as it is"
-        fault = UnsupportedLayout.fault(path, what, mend=mend)
-        raise_faults([fault], subject=f"checkpoint {folder}")
+        return False
+    return isinstance(told, dict) and "sharded_backend" in told
 
 
 def _archives(folder: str) -> dict[str, tuple[tuple[int, int], ...]]:
@@ -119,10 +119,8 @@ def _archives(folder: str) -> dict[str, tuple[tuple[int, int], ...]]:
 def open_dcp(folder: str) -> DcpCheckpoint:
     """Read the directory; raises every structural fault: chunks that overlap, leave a hole or have no file.
 
-    And what `read_directory` raises; UnsupportedLayout for chunks that were compressed, for unknown types, and for
-    folders of Megatron-LM, whose keys are none of a state dict.
+    And what `read_directory` raises; UnsupportedLayout for chunks that were compressed, and for unknown types.
     """
-    _refuse_megatron(folder)
     directory = _read(folder)
     faults = list(directory.contradictions)
     faults += [fault for key, tensor in directory.tensors.items() for fault in _faults(directory, key, tensor)]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from types import SimpleNamespace
 
-from ds_reshard.containers.dcp_directory import METADATA, Place, read_directory
+from ds_reshard.containers.dcp_directory import METADATA, Directory, Place, read_directory
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReadFailed, UnsupportedLayout
@@ -19,7 +19,7 @@ from ds_reshard.model.records import ObjectRecord
 from ds_reshard.resume.megatron import MegatronPast, extra_values, read_schedule
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_COMMON, _BACKEND = "common.pt", "metadata.json"
+COMMON, BACKEND = "common.pt", "metadata.json"
 MODEL = "model_optim_rng.pt"
 _NUMBER = 20
 
@@ -28,7 +28,7 @@ def is_megatron(path: str) -> bool:
     """Whether a folder is Megatron-LM's; Megatron-DeepSpeed leaves the tracker beside DeepSpeed's own files."""
     names = _names(path)
     ranks = any(name.startswith("mp_rank_") and os.path.isdir(os.path.join(path, name)) for name in names)
-    return "latest" not in names and (ranks or not names.isdisjoint((TRACKER, METADATA, _COMMON)))
+    return "latest" not in names and (ranks or not names.isdisjoint((TRACKER, METADATA, COMMON)))
 
 
 def find_iteration(path: str, tag: str | None) -> str:
@@ -39,7 +39,7 @@ def find_iteration(path: str, tag: str | None) -> str:
     names = _names(path)
     if tag is None and TRACKER not in names:
         return path
-    name = _folder_name(tag if tag is not None else _latest(path))
+    name = iteration_name(tag if tag is not None else latest_iteration(path))
     if name not in names:
         there = sorted(name for name in names if name.startswith("iter_") or name == "release")
         mend = f"name one that is there: --tag {' | '.join(there[:12])}" if there else "give the folder of --save"
@@ -47,24 +47,26 @@ def find_iteration(path: str, tag: str | None) -> str:
     return os.path.join(path, name)
 
 
-def read_common(folder: str) -> tuple[Mapping[object, object], Mapping[str, Place]]:
+def read_common(folder: str, directory: Directory | None = None) -> tuple[Mapping[object, object], Mapping[str, Place]]:
     """What all ranks share, and where the other objects lie by name; no tensor's bytes are read.
+
+    `directory` is the folder's, where it was read before.
 
     Raises UnsupportedLayout for torch_dcp and fsdp_dtensor, and what reading a damaged file raises.
     """
     names = _names(folder)
     if METADATA in names:
-        if _BACKEND not in names:
+        if BACKEND not in names:
             mend = "start the run with --resume-report FILE, or save with --ckpt-format torch_dist"
             what = "is a checkpoint of format torch_dcp or fsdp_dtensor, whose rates are not drawn"
             raise UnsupportedLayout(f"{folder}: {what}; {mend}", [UnsupportedLayout.fault(folder, what, mend=mend)])
-        places = read_directory(folder).objects
-        if _COMMON in names:
-            common = _load(os.path.join(folder, _COMMON))
+        places = (directory or read_directory(folder)).objects
+        if COMMON in names:
+            common = _load(os.path.join(folder, COMMON))
         elif "common_state/shard_0_1" in places:
             common = read_object(places["common_state/shard_0_1"])
         else:
-            raise CheckpointDamaged(f"{folder}: holds neither {_COMMON} nor the object common_state: it is incomplete")
+            raise CheckpointDamaged(f"{folder}: holds neither {COMMON} nor the object common_state: it is incomplete")
         return _mapping(folder, common), places
     ranks = sorted(name for name in names if name.startswith("mp_rank_"))
     if not ranks:
@@ -91,7 +93,7 @@ def _mapping(where: str, held: object) -> Mapping[object, object]:
     return held
 
 
-def _latest(path: str) -> str:
+def latest_iteration(path: str) -> str:
     file = PositionedFile(os.path.join(path, TRACKER))
     try:
         return file.read(0, min(file.nbytes, _NUMBER)).decode("utf-8", errors="replace").strip()
@@ -99,7 +101,7 @@ def _latest(path: str) -> str:
         file.close()
 
 
-def _folder_name(tag: str) -> str:
+def iteration_name(tag: str) -> str:
     return f"iter_{int(tag):07d}" if tag.isdecimal() and len(tag) <= _NUMBER else tag
 
 
@@ -152,20 +154,20 @@ def read_past(path: str, *, tag: str | None = None) -> MegatronPast:
     if state is None:
         what = "holds no scheduler state: it is a release, or was saved with --no-save-optim"
         raise UnsupportedLayout(f"{folder}: {what}; name another iteration: --tag ITERATION")
-    arguments = _arguments(common.get("args"))
+    arguments = arguments_of(common.get("args"))
     schedule = read_schedule(state, where=folder, extra=extra_values(SimpleNamespace(**arguments)))
     return MegatronPast(
-        where=folder, schedule=schedule, groups=_groups(common.get("optimizer"), places), arguments=arguments
+        where=folder, schedule=schedule, groups=chained_groups(common.get("optimizer"), places), arguments=arguments
     )
 
 
-def _arguments(held: object) -> dict[str, object]:
+def arguments_of(held: object) -> dict[str, object]:
     """The attributes of a pickled `argparse.Namespace`."""
     state = held.state if isinstance(held, ObjectRecord) else None
     return {name: value for name, value in state.items() if isinstance(name, str)} if isinstance(state, dict) else {}
 
 
-def _groups(state: object, places: Mapping[str, Place]) -> tuple[Group, ...] | None:
+def chained_groups(state: object, places: Mapping[str, Place]) -> tuple[Group, ...] | None:
     """All groups in the order of the chain of optimizers; None where any cannot be found."""
     found = saved_groups(state)
     if found is not None:

@@ -35,6 +35,7 @@ from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
 from ds_reshard.model.region import Box, box_region
+from ds_reshard.operations.proof import prove
 from ds_reshard.operations.ranks import gather, of_all
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.copies import Copy, coalesce
@@ -205,6 +206,7 @@ class Reader(StorageReader):
     def _open_here(self, path: str | os.PathLike[str]) -> None:
         self.checkpoint_id = os.fspath(path)
         self._source = open_checkpoint(find_listing(self.checkpoint_id, self._tag), states=False, whole=False)
+        prove(self._source)
         self._entries: Mapping[str, Entry] = entries(self._source, **self._names)
         facts = self._source.facts
         self._groups = Groups(facts.groups if facts is not None else (), self._source.shared, where=self._source.folder)

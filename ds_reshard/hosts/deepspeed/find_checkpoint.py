@@ -18,6 +18,7 @@ from ds_reshard.formats.zero.model_states import read_entries
 from ds_reshard.formats.zero.names import Listing, read_listing
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.operations.name_map import read_name_map
+from ds_reshard.operations.proof import unproved
 from ds_reshard.operations.ranks import rank
 from ds_reshard.operations.source import Found as Located
 from ds_reshard.operations.source import find_listing
@@ -213,6 +214,7 @@ def _foreign(found: Located, *, optimizer: bool, names: str | None) -> Found:
             mend = 'say it beside plain PyTorch\'s files, trainer_state.json with {"global_step": N}; or pass '
             mend += "load_optimizer_states=False for the weights alone"
             faults.append(UnsupportedLayout.fault(found.folder, what, mend=mend))
+    faults += unproved(source) if optimizer and not faults else []
     raise_faults([*source.index.faults, *faults], subject=f"loading {found.folder}")
     for note in content.notes:
         logger.warning("%s: %s", found.folder, note)

@@ -23,6 +23,7 @@ from ds_reshard.model.content import BASE, LAST, MASTER, SCHEDULER, Content, Hel
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.operations.name_map import asked_names, read_name_map
+from ds_reshard.operations.proof import unproved
 from ds_reshard.operations.ranks import agree, attempt, gather
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.copies import Copy, coalesce
@@ -103,7 +104,7 @@ def _open(folder: str) -> Foreign | None:
         renamed = read_name_map(path)
         faults += renamed.faults(content)
         content = renamed.applied(content)
-    raise_faults(faults, subject=f"loading {folder}")
+    raise_faults([*faults, *unproved(source)], subject=f"loading {folder}")
     return Foreign(source=source, content=content)
 
 

@@ -1,0 +1,87 @@
+"""Checkpoints of Megatron-LM as the door knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ds_reshard.errors import Fault, UnsupportedLayout
+from ds_reshard.formats.megatron.checkpoint import read_object
+from ds_reshard.formats.megatron.torch_dist import (
+    TorchDist,
+    is_torch_dist,
+    list_torch_dist,
+    open_torch_dist,
+    random_states,
+)
+from ds_reshard.model.checkpoint import SavedCheckpoint, folder_format
+from ds_reshard.model.content import Content, Path
+from ds_reshard.model.records import GlobalName
+
+
+class OpenedMegatron(SavedCheckpoint):
+    framework = "Megatron-LM"
+    state: TorchDist
+    unproved_mend = (
+        "Megatron-LM core 0.15 to 0.19 saves states that are shifted where a buffer has several buckets: save it again "
+        "without --dist-ckpt-optim-fully-reshardable, or take the weights alone: convert --to safetensors"
+    )
+
+    def __init__(self, state: TorchDist, files: Mapping[str, int]) -> None:
+        super().__init__(state, files)
+        self.tp, self.pp = (_size(state, f"{name}_model_parallel_size") for name in ("tensor", "pipeline"))
+        self.masters_are_cast = state.distributed
+
+    def content(self) -> Content:
+        """All of it but random states; of the arguments those that are plain values."""
+        content, arguments = super().content(), self.state.arguments
+        held = {name: value for name, value in arguments.items() if _is_plain(value)}
+        objects: dict[Path, object] = {**content.objects, ("args",): held}
+        batch = arguments.get("global_batch_size")
+        return replace(
+            content,
+            objects=objects,
+            batch_size=batch if type(batch) is int else None,
+            faults=(*content.faults, *self._ungrouped()),
+        )
+
+    def _ungrouped(self) -> tuple[Fault, ...]:
+        mend = "--to safetensors or torch, for the weights"
+        told = self.state.ungrouped
+        return (UnsupportedLayout.fault(self.folder, told, mend=mend),) if told else ()
+
+    def left_out(self) -> tuple[str, ...]:
+        """What no other format has a place for."""
+        odd = [name for name, value in self.state.arguments.items() if not _is_plain(value)]
+        told = ["random states are left out: no other format has a place for them"]
+        if odd:
+            told.append(f"arguments that are no plain values are left out: {', '.join(odd)}")
+        if self.state.arguments.get("fp8"):
+            told.append("scales of fp8 layers (_extra_state) are left out")
+        return tuple(told)
+
+    def values(self) -> Mapping[str, Mapping[str, object]]:
+        """Arguments and counters, and the random states of each rank."""
+        states = {name: read_object(place) for name, place in random_states(self.state.directory).items()}
+        return {**super().values(), "random states": states}
+
+
+def _size(state: TorchDist, name: str) -> int | None:
+    value = state.arguments.get(name)
+    return value if type(value) is int else None
+
+
+def _is_plain(value: object) -> bool:
+    """Whether any framework reads the value back: numbers, texts, types of torch, and lists and dicts of them."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, GlobalName):
+        return value.module == "torch"
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+MEGATRON = folder_format(
+    "Megatron-LM", is_torch_dist, list_torch_dist, open_torch_dist, opened=OpenedMegatron, writes={}
+)

@@ -1,0 +1,264 @@
+"""Checkpoints that Megatron-LM saved are opened without it: each element of each tensor is the one that was saved."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import shutil
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from format_jobs import ITERATION, SAMPLES_SEEN, STEP, value
+from torch.distributed.checkpoint import FileSystemReader
+
+import ds_reshard.operations as tools
+from ds_reshard.containers.dcp_directory import read_directory
+from ds_reshard.errors import CheckpointDamaged, ReshardError, UnsupportedLayout
+from ds_reshard.execution.checksums import Ledger
+from ds_reshard.operations.fingerprints import fingerprint
+from ds_reshard.operations.source import find_listing, open_checkpoint
+from ds_reshard.operations.values import SpanReader, logical
+
+GATED = (
+    "--swiglu --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights --disable-bias-linear"
+    " --normalization RMSNorm --position-embedding-type rope --no-rope-fusion "
+)
+DISTRIBUTED = "--bf16 --use-distributed-optimizer "
+TP, PP = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
+
+
+@dataclass(frozen=True)
+class World:
+    """A model under a topology, its state saved in several formats by one run."""
+
+    release: str
+    ranks: int
+    arguments: str
+    formats: tuple[str, ...]
+
+
+WORLDS = {
+    "gated tp2 pp2": World("0.19.2", 4, DISTRIBUTED + GATED + TP + PP, ("model_space", "buckets")),
+    "tied dp2": World("0.19.2", 2, DISTRIBUTED, ("model_space",)),
+    "tied tp2, bf16 without the distributed optimizer": World("0.18.2", 2, "--bf16 " + TP, ("plain",)),
+    "gated pp2, 0.18.2": World("0.18.2", 2, DISTRIBUTED + GATED + PP, ("model_space",)),
+    "gated fp32": World("0.18.2", 1, GATED, ("plain",)),
+}
+FLAGS: dict[str, dict[str, Any]] = {
+    "model_space": {"ckpt_format": "torch_dist", "dist_ckpt_optim_fully_reshardable": True},
+    "buckets": {"ckpt_format": "torch_dist", "dist_ckpt_optim_fully_reshardable": False},
+    "plain": {"ckpt_format": "torch_dist"},
+}
+READ = [(name, one) for name, world in WORLDS.items() for one in world.formats if one != "buckets"]
+
+Saved = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="module")
+def saved(releases: Any, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """The folder of `--save` of a world and a format; each world is run once."""
+    folders: dict[str, Path] = {}
+
+    def folder(name: str, wanted: str) -> Path:
+        world = WORLDS[name]
+        if name not in folders:
+            made = tmp_path_factory.mktemp("world")
+            saves = [{"save": str(made / one), **FLAGS[one]} for one in world.formats]
+            job = {"arguments": world.arguments, "saves": saves}
+            releases[world.release].run("format_jobs:save", ranks=world.ranks, **job)
+            folders[name] = made
+        return folders[name] / wanted
+
+    return folder
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Every tensor that is there, by name and kind."""
+    source = open_checkpoint(find_listing(str(path), None))
+    keys = [key for key, place in source.layout.placements.items() if place.numel]
+    rows = [(logical(source.index, key),) for key in keys]
+    reader = SpanReader(Ledger(), threads=1, memory_nbytes=64 << 20, progress=None, total=0)
+    for span in reader.read(rows):
+        key = keys[span.row]
+        yield key.name, key.kind, span.values[0].clone().view(source.layout[key].shape)
+
+
+def _rule(name: str, kind: str, shape: torch.Size) -> torch.Tensor:
+    """What was saved under that name: of stacked layers the part of one."""
+    match = re.fullmatch(r"(decoder\.layers\.)(\d+)\.(.*)", name)
+    key, layer = (match[1] + match[3], int(match[2])) if match is not None else (name, 0)
+    index = torch.arange(prod(shape)) + layer * prod(shape)
+    return value(key, index, "param" if kind in ("weight", "fp32") else kind).view(shape)
+
+
+@pytest.mark.parametrize(("world", "form"), READ)
+def test_every_element_is_the_one_that_was_saved(saved: Saved, world: str, form: str) -> None:
+    arguments, kinds = WORLDS[world].arguments, set()
+    names = {name for name, _, _ in _tensors(saved(world, form))}
+    for name, kind, held in _tensors(saved(world, form)):
+        assert held.equal(_rule(name, kind, held.shape).to(held.dtype)), (name, kind)
+        kinds.add((kind, str(held.dtype)))
+    weights = "torch.bfloat16" if "--bf16" in arguments else "torch.float32"
+    masters = {("fp32", "torch.float32")} if "--bf16" in arguments else set()
+    moments = {("exp_avg", "torch.float32"), ("exp_avg_sq", "torch.float32")}
+    assert kinds == {("weight", weights)} | masters | moments
+    assert {f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in range(4)} <= names
+    assert ("output_layer.weight" in names) == ("--untie" in arguments)
+
+
+@pytest.mark.parametrize(("world", "form"), READ[:1] + READ[2:3])
+def test_groups_steps_and_counters(saved: Saved, world: str, form: str) -> None:
+    told = tools.inspect(str(saved(world, form)))
+    assert told.faults == () and told.format == "Megatron-LM, torch_dist"
+    assert (told.steps.global_steps, told.steps.global_samples, told.steps.optimizer_steps) == (
+        ITERATION,
+        SAMPLES_SEEN,
+        (STEP,),
+    )
+    assert [group.hyperparameters["weight_decay"] for group in told.groups] == [0.01, 0.0]
+    assert all(len(one.shape) > 1 for one in told.parameters if one.group == 0)
+    assert all(len(one.shape) == 1 or one.name.endswith(".bias") for one in told.parameters if one.group == 1)
+    assert {one.role for one in told.parameters} == {"trainable"}
+
+
+def test_tools_on_a_whole_checkpoint(saved: Saved, tmp_path: Path) -> None:
+    """verify finds nothing; what is converted to another format has the fingerprints that the source has."""
+    folder = saved("gated tp2 pp2", "model_space")
+    assert tools.verify(str(folder), deep=True).faults == ()
+    own = {(one.name, one.kind): one.fingerprint for one in fingerprint(str(folder)).tensors}
+    assert None not in own.values()
+    for to in ("zero2", "universal", "dcp"):
+        tools.convert(str(folder), str(tmp_path / to), to=to, dp=2 if to != "universal" else None)
+        made = {(one.name, one.kind): one.fingerprint for one in fingerprint(str(tmp_path / to)).tensors}
+        for name, kind in own:
+            if kind != "weight":  # of which DCP has the masters
+                kept = (name, "weight") if to == "dcp" and kind == "fp32" else (name, kind)
+                assert made[kept] == own[name, kind], (to, name, kind)
+    tools.convert(str(folder), str(tmp_path / "weights"), to="safetensors")
+
+
+def test_two_topologies_of_one_state_do_not_differ(saved: Saved) -> None:
+    """But in the rows that pad the vocabulary, and the run's arguments."""
+    found = tools.diff(str(saved("gated tp2 pp2", "model_space")), str(saved("gated pp2, 0.18.2", "model_space")))
+    others = {(one.name.rpartition(".")[0], one.state) for one in found.tensors if one.state != "equal"}
+    assert others == {("embedding.word_embeddings", "other shape"), ("output_layer", "other shape")}
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def _copied(saved: Saved, to: Path) -> Path:
+    (step,) = saved("gated tp2 pp2", "model_space").glob("iter_*")
+    return Path(shutil.copytree(step, to / step.name))
+
+
+def test_buckets_are_refused_by_type(saved: Saved) -> None:
+    with pytest.raises(UnsupportedLayout, match="dp_reshardable") as error:
+        open_checkpoint(find_listing(str(saved("gated tp2 pp2", "buckets")), None))
+    assert "--dist-ckpt-optim-fully-reshardable" in error.value.faults[0].mend
+
+
+def test_a_file_that_is_missing(saved: Saved, tmp_path: Path) -> None:
+    folder = _copied(saved, tmp_path)
+    next(folder.glob("__1_*.distcp")).unlink()
+    with pytest.raises(ReshardError, match="__1_"):
+        open_checkpoint(find_listing(str(folder), None))
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "said"),
+    [('{"sharded_backend": "zarr"}', UnsupportedLayout, "zarr"), ("{}", UnsupportedLayout, "without the paths")],
+)
+def test_a_folder_of_another_backend(saved: Saved, tmp_path: Path, text: str, error: Any, said: str) -> None:
+    folder = _copied(saved, tmp_path)
+    (folder / "metadata.json").write_text(text, encoding="utf-8")
+    with pytest.raises(error, match=said):
+        tools.convert(str(folder), str(tmp_path / "out"), to="zero2", dp=1)
+
+
+def _changed_common(folder: Path, change: Callable[[bytes], bytes]) -> None:
+    """Change the pickle of what all ranks share, and its checksum with it."""
+    place = read_directory(str(folder)).objects["common_state/shard_0_1"]
+    file = Path(place.path)
+    data, end = file.read_bytes(), place.byte_offset + place.nbytes
+    archive = data[place.byte_offset : end]
+    with zipfile.ZipFile(io.BytesIO(archive)) as held:
+        pickled = held.read(next(name for name in held.namelist() if name.endswith("data.pkl")))
+    changed = change(pickled)
+    assert changed != pickled and len(changed) == len(pickled)
+    sums = (zlib.crc32(one).to_bytes(4, "little") for one in (pickled, changed))
+    file.write_bytes(data[: place.byte_offset] + archive.replace(pickled, changed).replace(*sums) + data[end:])
+
+
+def test_a_sharding_type_that_nobody_knows(saved: Saved, tmp_path: Path) -> None:
+    """A later release may write one; it is named."""
+    folder = _copied(saved, tmp_path)
+    _changed_common(folder, lambda held: held.replace(b"fully_reshardable", b"fully_reshardabel"))
+    with pytest.raises(UnsupportedLayout, match="fully_reshardabel"):
+        open_checkpoint(find_listing(str(folder), None))
+
+
+@pytest.mark.parametrize(("name", "was"), [(b"padded_vocab_size", 112), (b"num_layers", 4)])
+def test_arguments_that_contradict_the_tensors(saved: Saved, tmp_path: Path, name: bytes, was: int) -> None:
+    def changed(held: bytes) -> bytes:
+        (at,) = (
+            one.end() for one in re.finditer(rb"\x00" + name + rb"(q.|r....)K(?=%c)" % was, held, re.DOTALL)
+        )  # BININT1
+        return held[:at] + bytes([was + 1]) + held[at + 1 :]
+
+    folder = _copied(saved, tmp_path)
+    _changed_common(folder, changed)
+    with pytest.raises(CheckpointDamaged, match=name.decode()):
+        open_checkpoint(find_listing(str(folder), None))
+
+
+def _changed_chunks(folder: Path, key: str, change: Callable[[list[Any]], None]) -> None:
+    """Change the list of chunks of a key in the directory, as torch reads and writes it."""
+    metadata = FileSystemReader(folder).read_metadata()
+    change(metadata.state_dict_metadata[key].chunks)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("key", ["output_layer.weight", "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"])
+@pytest.mark.parametrize("change", ["hole", "overlap"])
+def test_chunks_that_leave_a_hole_or_overlap(saved: Saved, tmp_path: Path, key: str, change: str) -> None:
+    folder = _copied(saved, tmp_path)
+    _changed_chunks(folder, key, lambda chunks: chunks.pop() if change == "hole" else chunks.append(chunks[0]))
+    with pytest.raises(CheckpointDamaged, match=re.escape(key)):
+        open_checkpoint(find_listing(str(folder), None))
+
+
+def test_masters_that_are_not_of_their_weights(saved: Saved, tmp_path: Path) -> None:
+    """As Megatron-LM itself saves them where a bucket is padded: verify and every load find it; weights are had."""
+    folder = _copied(saved, tmp_path)
+
+    def exchange(metadata: Any) -> None:
+        one, other = (f"optimizer.state.param.{name}.weight" for name in ("output_layer", "embedding.word_embeddings"))
+        places = metadata.storage_data
+        for index in [index for index in places if index.fqn == one]:
+            twin = next(held for held in places if held.fqn == other and held.offset == index.offset)
+            places[index], places[twin] = places[twin], places[index]
+
+    metadata = FileSystemReader(folder).read_metadata()
+    exchange(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    wrong = {"output_layer.weight[weight]", "embedding.word_embeddings.weight[weight]"}
+    assert {fault.where for fault in tools.verify(str(folder)).faults} == wrong
+    for attempt in (
+        lambda: tools.convert(str(folder), str(tmp_path / "out"), to="zero2", dp=1),
+        lambda: fingerprint(str(folder)),
+        lambda: tools.diff(str(folder), str(folder)),
+    ):
+        with pytest.raises(CheckpointDamaged) as error:
+            attempt()
+        assert {fault.where for fault in error.value.faults} == wrong
+    assert not (tmp_path / "out").exists()
+    tools.convert(str(folder), str(tmp_path / "weights"), to="safetensors")
