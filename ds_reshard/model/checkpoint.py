@@ -7,7 +7,7 @@ weights are the masters of its optimizer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -145,6 +145,14 @@ class Checkpoint(ABC):
         """The tensor that holds a parameter's fp32 master, None where there is none."""
         key = TensorKey(name=self.shared.get(name, name), kind="fp32")
         return key if key in self.layout else None
+
+    def unprovable(self) -> Iterable[Fault]:
+        """Where masters that are the casts of their weights would not prove what they are of."""
+        return ()
+
+    def replicas(self) -> Index | None:
+        """Copies of tensors that several ranks have saved, under the keys of the layout but for `copy`."""
+        return None
 
     def values(self) -> Mapping[str, Mapping[str, object]]:
         """The values beside the tensors as `diff` compares them within a framework, by the name of what holds them."""

@@ -23,6 +23,9 @@ def unproved(source: Checkpoint, names: Collection[str] | None = None) -> list[F
     masters = [key for key in masters if layout[key].numel] if source.masters_are_cast else []
     if not masters:
         return []
+    faults = list(source.unprovable())
+    if faults:
+        return faults
     from ds_reshard.execution.checksums import Ledger
     from ds_reshard.execution.deviation import as_bits
     from ds_reshard.operations.values import SpanReader, logical
@@ -37,7 +40,25 @@ def unproved(source: Checkpoint, names: Collection[str] | None = None) -> list[F
         if bool(differs.any()):
             key = masters[span.row]
             wrong[key] = wrong.get(key, 0) + int(differs.sum())
-    return [_fault(key, count, layout[key].numel, source.unproved_mend) for key, count in wrong.items()]
+    faults = [_fault(key, count, layout[key].numel, source.unproved_mend) for key, count in wrong.items()]
+    return faults or _differing(source, names)
+
+
+def _differing(source: Checkpoint, names: Collection[str] | None) -> list[Fault]:
+    """The states of which several ranks hold copies that are not the same bits."""
+    from ds_reshard.execution.checksums import Ledger
+    from ds_reshard.execution.deviation import same_bits
+    from ds_reshard.operations.values import SpanReader, logical
+
+    copies = source.replicas()
+    if copies is None:
+        return []
+    keys = [key for key in copies.layout.placements if names is None or key.name in names]
+    rows = [(logical(copies, key), logical(source.index, key._replace(copy=0))) for key in keys]
+    reader = SpanReader(Ledger(), threads=Reading().threads, memory_nbytes=64 << 20, progress=None, total=0)
+    wrong = {keys[span.row] for span in reader.read(rows) if not same_bits(*span.values)}
+    what, mend = "is not the same on each rank that holds a copy of it", source.unproved_mend
+    return [CheckpointDamaged.fault(str(key), what, "the same bits", "others", mend=mend) for key in sorted(wrong)]
 
 
 def _fault(key: TensorKey, count: int, numel: int, mend: str) -> Fault:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.megatron.checkpoint import read_object
+from ds_reshard.formats.megatron.flat_states import RESAVE
 from ds_reshard.formats.megatron.torch_dist import (
     TorchDist,
     is_torch_dist,
@@ -14,8 +16,9 @@ from ds_reshard.formats.megatron.torch_dist import (
     open_torch_dist,
     random_states,
 )
-from ds_reshard.model.checkpoint import SavedCheckpoint, folder_format
-from ds_reshard.model.content import Content, Path
+from ds_reshard.model.checkpoint import SavedCheckpoint, checksums, folder_format
+from ds_reshard.model.content import WEIGHT, Content, Path
+from ds_reshard.model.index import Index
 from ds_reshard.model.records import GlobalName
 
 
@@ -31,6 +34,34 @@ class OpenedMegatron(SavedCheckpoint):
         super().__init__(state, files)
         self.tp, self.pp = (_size(state, f"{name}_model_parallel_size") for name in ("tensor", "pipeline"))
         self.masters_are_cast = state.distributed
+
+    def unprovable(self) -> Iterator[Fault]:
+        """Weights of a layer that are the same: were their states exchanged, nothing would show it.
+
+        The order of Megatron's own layers was observed but for norms of queries and keys; that of Transformer Engine's
+        is inferred, and needs the proof.
+        """
+        if not self.state.flat:
+            return
+        observed = self.state.arguments.get("transformer_impl") == "local"
+        alike: dict[object, list[str]] = {}
+        for key in self.layout.placements:
+            layer = re.match(r"decoder\.layers\.\d+\.", key.name)
+            if (
+                key.kind == WEIGHT
+                and layer is not None
+                and (not observed or re.search(r"\.[qk]_layernorm\.", key.name))
+            ):
+                told = checksums(self.index, key)
+                told = self.layout[key].shape if told == key else told
+                alike.setdefault((layer[0], told), []).append(key.name)
+        for names in (names for names in alike.values() if len(names) > 1):
+            others = ", ".join(names[1:])
+            what = f"the weights are the same bits as those of {others}: nothing proves whose states are whose"
+            yield UnsupportedLayout.fault(names[0], what, mend=RESAVE)
+
+    def replicas(self) -> Index | None:
+        return Index(self.state.replicas, self.state)
 
     def content(self) -> Content:
         """All of it but random states; of the arguments those that are plain values."""

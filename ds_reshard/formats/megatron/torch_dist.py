@@ -19,6 +19,7 @@ from math import prod
 from ds_reshard.containers.dcp_directory import METADATA, AlikeArchives, Chunk, Directory, Place, read_directory
 from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, UnsupportedLayout, raise_faults
 from ds_reshard.formats.megatron.checkpoint import BACKEND, COMMON, arguments_of, chained_groups, read_common
+from ds_reshard.formats.megatron.flat_states import FLAT, RESAVE, FlatStates, Tile, family_of, find_states, ordered
 from ds_reshard.formats.megatron.optimizer import KINDS, Trained, facts_of
 from ds_reshard.model.checkpoint import SavedFile, SavedListing
 from ds_reshard.model.content import MASTER, SAMPLES, STEPS, WEIGHT, Path
@@ -33,26 +34,32 @@ _MEND = "restore the folder from a copy, or save it again"
 _STACKED = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer\.")
-_READ = (None, "fully_reshardable")
+_FLAT = "dp_reshardable"
+_READ = (None, "fully_reshardable", _FLAT)
 _RESAVE = {
     "fully_sharded_model_space": "load it with Megatron-LM core 0.15, and save it there without "
     "--dist-ckpt-save-pre-mcore-014"
 }
-_RESAVE_OTHERS = "load it with the Megatron-LM that saved it, and save it with --dist-ckpt-optim-fully-reshardable"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchDist:
-    """What the files tell; a family of shards is one key of the directory, and a shard one of its chunks."""
+    """What the files tell; a shard is a chunk of a key of the directory, a family of them those of one key, or several.
+
+    `replicas` are the copies of states that other ranks hold; `distributed` is whether an optimizer of that kind saved
+    them, and `flat` whether in flat buffers, the order of which the weights prove.
+    """
 
     folder: str
     directory: Directory
     layout: Layout
     facts: OptimizerFacts | None
     objects: Mapping[Path, object]
-    chunks: Mapping[str, Sequence[Chunk]]
+    chunks: Mapping[str, Sequence[tuple[str, Chunk]]]
     arguments: Mapping[str, object]
+    replicas: Layout
     distributed: bool
+    flat: bool
     ungrouped: str = ""
     ranks: int | None = None
     notes: tuple[str, ...] = ()
@@ -61,8 +68,8 @@ class TorchDist:
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
         """The one buffer of a chunk, opened and checked against the directory."""
-        dtype, chunk = self.directory.tensors[family].dtype, self.chunks[family][shard]
-        place = chunk.place
+        key, chunk = self.chunks[family][shard]
+        dtype, place = self.directory.tensors[key].dtype, chunk.place
         assert place is not None, "a chunk without a place is refused when the folder is opened"
         held = self.archives.load(place.path, (place.byte_offset, place.nbytes), (dtype, chunk.size))
         if (
@@ -72,7 +79,7 @@ class TorchDist:
         ):
             expected = f"{dtype} {list(chunk.size)}, row-major"
             found = f"{held.dtype.label} {list(held.shape)}" if isinstance(held, TensorRecord) else type(held).__name__
-            what = f"{family}: the chunk at {list(chunk.offset)} is not what the directory says"
+            what = f"{key}: the chunk at {list(chunk.offset)} is not what the directory says"
             raise_faults([_damaged(place.path, what, expected, found)], subject=f"checkpoint {self.folder}")
             raise AssertionError
         return {BUFFER: extent_of(held)}
@@ -145,20 +152,32 @@ def open_torch_dist(folder: str) -> TorchDist:
     arguments = arguments_of(common.get("args"))
     kind = _sharding(common, directory)
     raise_faults(list(_unread(folder, kind)), subject=f"checkpoint {folder}")
+    flat = kind == _FLAT
     chunks = {key: [one for one in tensor.chunks if prod(one.size)] for key, tensor in directory.tensors.items()}
     faults = list(directory.contradictions)
-    faults += [fault for key in directory.tensors for fault in _faults(directory, key, chunks[key])]
+    faults += [fault for key in directory.tensors for fault in _faults(directory, key, chunks[key], flat=flat)]
     raise_faults(faults, subject=f"checkpoint {folder}")
     placements: dict[TensorKey, Placement] = {}
+    families = {key: [(key, chunk) for chunk in held] for key, held in chunks.items()}
     for family in directory.tensors:
-        for made in _placements(directory, family, chunks[family], faults):
+        for made in () if flat and FLAT.fullmatch(family) else _placements(directory, family, chunks[family], faults):
             if made.key in placements:
                 faults.append(_damaged(directory.path, f"{family} and another key name {made.key}", "one", "two"))
             placements[made.key] = made
     faults += _contradictions(folder, arguments, placements)
+    raise_faults(faults, subject=f"checkpoint {folder}")
+    replicas: dict[TensorKey, Placement] = {}
+    if flat:
+        found = find_states(directory, arguments, dict(placements))
+        raise_faults(found.faults, subject=f"checkpoint {folder}")
+        families |= found.chunks
+        for key, tiles in found.tiles.items():
+            made = _flat_placed(directory, key, placements[TensorKey(name=key.name, kind=WEIGHT)], tiles, found, faults)
+            (replicas if key.copy else placements)[key] = made
     faults += _incomplete(directory.path, placements)
     raise_faults(faults, subject=f"checkpoint {folder}")
-    layout = Layout(placements, {family: len(held) for family, held in chunks.items()})
+    shards = {family: len(held) for family, held in families.items()}
+    layout = Layout(placements, shards)
     groups = chained_groups(common.get("optimizer"), directory.objects)
     trained = _trained(placements)
     facts, ungrouped = facts_of(groups, common.get("optimizer"), trained, arguments)
@@ -168,9 +187,11 @@ def open_torch_dist(folder: str) -> TorchDist:
         layout=layout,
         facts=facts,
         objects=dict(_objects(common, arguments)),
-        chunks=chunks,
+        chunks=families,
         arguments=arguments,
+        replicas=Layout(replicas, shards),
         distributed=kind is not None,
+        flat=flat,
         ungrouped=ungrouped,
         ranks=_count(arguments.get("data_parallel_size")),
     )
@@ -197,17 +218,22 @@ def _sharding(common: Mapping[object, object], directory: Directory) -> str | No
 def _unread(folder: str, kind: str | None) -> Iterator[Fault]:
     if kind not in _READ:
         what = "keeps the optimizer's state in a sharding type that is not read here"
-        mend = _RESAVE.get(str(kind), _RESAVE_OTHERS)
+        mend = _RESAVE.get(str(kind), RESAVE)
         yield UnsupportedLayout.fault(folder, what, "fully_reshardable", str(kind)[:60], mend=mend)
 
 
-def _faults(directory: Directory, key: str, chunks: Sequence[Chunk]) -> Iterator[Fault]:
+def _faults(directory: Directory, key: str, chunks: Sequence[Chunk], *, flat: bool) -> Iterator[Fault]:
     path, tensor = directory.path, directory.tensors[key]
-    if _OPTIMIZER.match(key) is not None:
+    if flat and FLAT.fullmatch(key) is not None:
+        try:
+            check_cover([Box(offset=one.offset, size=one.size) for one in chunks], tensor.shape)
+        except ValueError as error:
+            yield _damaged(path, f"{key}: declares impossible chunks: {error}", "each element once", "others")
+    elif _OPTIMIZER.match(key) is not None:
         match = _STATE.fullmatch(key)
         if match is None or match[1] in (MASTER, WEIGHT) or match[2] not in directory.tensors:
             what = f"{key} is no state of a parameter that the model has"
-            yield UnsupportedLayout.fault(path, what, "optimizer.state.STATE.PARAMETER", mend=_RESAVE_OTHERS)
+            yield UnsupportedLayout.fault(path, what, "optimizer.state.STATE.PARAMETER", mend=RESAVE)
     try:
         ElementType.named(tensor.dtype)
     except KeyError:
@@ -257,6 +283,26 @@ def _placed(
     whole = Placement(key, shape, dtype, family, BUFFER, Cut(chunk=max(1, prod(shape))), Box.whole(shape))
     cuts = ((Cut(chunk=max(1, box.numel), origin=origin, first=shard), box) for shard, origin, box in tiles)
     return whole._replace(tiles=tuple(whole._replace(cut=cut, box=box) for cut, box in cuts))
+
+
+def _flat_placed(
+    directory: Directory,
+    key: TensorKey,
+    weight: Placement,
+    tiles: Sequence[Tile],
+    found: FlatStates,
+    faults: list[Fault],
+) -> Placement:
+    """A state of the buckets, which is of the shape of its weight."""
+    family = family_of(key.kind)
+    labels = {directory.tensors[held].dtype for held in {found.chunks[family][shard][0] for shard, _, _ in tiles}}
+    try:
+        (label,) = labels
+        check_cover([box for _, _, box in tiles], weight.shape)
+    except ValueError as error:
+        faults.append(_damaged(directory.path, f"{key}: does not lie in the buckets once: {error}", "each element", ""))
+        label = min(labels)
+    return _placed(key, weight.shape, ElementType.named(label), family, ordered(tiles))
 
 
 def _contradictions(

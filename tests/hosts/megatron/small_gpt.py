@@ -222,7 +222,7 @@ def _model(
     args = get_args()
     return GPTModel(
         config=core_transformer_config_from_args(args) if config is None else config,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
+        transformer_layer_spec=get_gpt_layer_local_spec(args.num_experts, args.moe_grouped_gemm),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,

@@ -18,6 +18,7 @@ import pytest
 import torch
 from format_jobs import ITERATION, SAMPLES_SEEN, STEP, value
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import ds_reshard.operations as tools
 from ds_reshard.containers.dcp_directory import read_directory
@@ -45,11 +46,21 @@ class World:
     formats: tuple[str, ...]
 
 
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type allgather --moe-ffn-hidden-size 24"
+    " --expert-model-parallel-size 2 "
+)
+MANY_BUCKETS = "--hidden-size 20 --ffn-hidden-size 28 --overlap-grad-reduce --ddp-bucket-size 1000 "
+BOTH = ("model_space", "buckets")
 WORLDS = {
-    "gated tp2 pp2": World("0.19.2", 4, DISTRIBUTED + GATED + TP + PP, ("model_space", "buckets")),
-    "tied dp2": World("0.19.2", 2, DISTRIBUTED, ("model_space",)),
+    "gated tp2 pp2": World("0.19.2", 4, DISTRIBUTED + GATED + TP + PP, BOTH),
+    "gated pp2 vp2": World("0.19.2", 2, DISTRIBUTED + GATED + PP + "--num-layers-per-virtual-pipeline-stage 1 ", BOTH),
+    "tied pp2": World(
+        "0.19.2", 2, DISTRIBUTED + GATED.replace("--untie-embeddings-and-output-weights ", "") + PP, BOTH
+    ),
+    "experts ep2": World("0.19.2", 2, DISTRIBUTED + GATED + EXPERTS, BOTH),
+    "many buckets dp2": World("0.18.2", 2, DISTRIBUTED + MANY_BUCKETS, BOTH),
     "tied tp2, bf16 without the distributed optimizer": World("0.18.2", 2, "--bf16 " + TP, ("plain",)),
-    "gated pp2, 0.18.2": World("0.18.2", 2, DISTRIBUTED + GATED + PP, ("model_space",)),
     "gated fp32": World("0.18.2", 1, GATED, ("plain",)),
 }
 FLAGS: dict[str, dict[str, Any]] = {
@@ -57,7 +68,9 @@ FLAGS: dict[str, dict[str, Any]] = {
     "buckets": {"ckpt_format": "torch_dist", "dist_ckpt_optim_fully_reshardable": False},
     "plain": {"ckpt_format": "torch_dist"},
 }
-READ = [(name, one) for name, world in WORLDS.items() for one in world.formats if one != "buckets"]
+WRONG = ("many buckets dp2", "model_space")
+"""What Megatron-LM itself saves wrong."""
+READ = [(name, one) for name, world in WORLDS.items() for one in world.formats if (name, one) != WRONG]
 
 Saved = Callable[[str, str], Path]
 
@@ -110,11 +123,14 @@ def test_every_element_is_the_one_that_was_saved(saved: Saved, world: str, form:
     masters = {("fp32", "torch.float32")} if "--bf16" in arguments else set()
     moments = {("exp_avg", "torch.float32"), ("exp_avg_sq", "torch.float32")}
     assert kinds == {("weight", weights)} | masters | moments
-    assert {f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in range(4)} <= names
+    experts = "experts.experts." if "--num-experts" in arguments else ""
+    assert {f"decoder.layers.{layer}.mlp.{experts}linear_fc1.weight" for layer in range(4)} <= names
     assert ("output_layer.weight" in names) == ("--untie" in arguments)
 
 
-@pytest.mark.parametrize(("world", "form"), READ[:1] + READ[2:3])
+@pytest.mark.parametrize(
+    ("world", "form"), [("gated tp2 pp2", "model_space"), ("gated tp2 pp2", "buckets"), ("gated fp32", "plain")]
+)
 def test_groups_steps_and_counters(saved: Saved, world: str, form: str) -> None:
     told = tools.inspect(str(saved(world, form)))
     assert told.faults == () and told.format == "Megatron-LM, torch_dist"
@@ -145,11 +161,31 @@ def test_tools_on_a_whole_checkpoint(saved: Saved, tmp_path: Path) -> None:
     tools.convert(str(folder), str(tmp_path / "weights"), to="safetensors")
 
 
+@pytest.mark.parametrize("world", [name for name, one in WORLDS.items() if one.formats == BOTH and name != WRONG[0]])
+def test_both_forms_of_one_state_do_not_differ(saved: Saved, world: str) -> None:
+    found = tools.diff(str(saved(world, "model_space")), str(saved(world, "buckets")))
+    assert {one.state for one in found.tensors} == {"equal"} and found.faults == ()
+
+
 def test_two_topologies_of_one_state_do_not_differ(saved: Saved) -> None:
     """But in the rows that pad the vocabulary, and the run's arguments."""
-    found = tools.diff(str(saved("gated tp2 pp2", "model_space")), str(saved("gated pp2, 0.18.2", "model_space")))
+    found = tools.diff(str(saved("gated tp2 pp2", "buckets")), str(saved("gated pp2 vp2", "model_space")))
     others = {(one.name.rpartition(".")[0], one.state) for one in found.tensors if one.state != "equal"}
     assert others == {("embedding.word_embeddings", "other shape"), ("output_layer", "other shape")}
+
+
+def test_what_megatron_saves_shifted_is_found(saved: Saved, tmp_path: Path) -> None:
+    """Every tensor of which a master is wrong is named, by verify and before anything is written; no other is."""
+    folder, wrong = str(saved(*WRONG)), set()
+    for name, kind, held in _tensors(saved(*WRONG)):
+        if kind == "fp32" and not held.equal(_rule(name, kind, held.shape)):
+            wrong.add(f"{name}[weight]")
+    assert wrong
+    found = {fault.where for fault in tools.verify(folder).faults}
+    assert found == wrong
+    with pytest.raises(CheckpointDamaged) as error:
+        tools.convert(folder, str(tmp_path / "out"), to="zero2", dp=1)
+    assert {fault.where for fault in error.value.faults} == wrong and not (tmp_path / "out").exists()
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -158,12 +194,6 @@ def test_two_topologies_of_one_state_do_not_differ(saved: Saved) -> None:
 def _copied(saved: Saved, to: Path) -> Path:
     (step,) = saved("gated tp2 pp2", "model_space").glob("iter_*")
     return Path(shutil.copytree(step, to / step.name))
-
-
-def test_buckets_are_refused_by_type(saved: Saved) -> None:
-    with pytest.raises(UnsupportedLayout, match="dp_reshardable") as error:
-        open_checkpoint(find_listing(str(saved("gated tp2 pp2", "buckets")), None))
-    assert "--dist-ckpt-optim-fully-reshardable" in error.value.faults[0].mend
 
 
 def test_a_file_that_is_missing(saved: Saved, tmp_path: Path) -> None:
@@ -262,3 +292,39 @@ def test_masters_that_are_not_of_their_weights(saved: Saved, tmp_path: Path) -> 
         assert {fault.where for fault in error.value.faults} == wrong
     assert not (tmp_path / "out").exists()
     tools.convert(str(folder), str(tmp_path / "weights"), to="safetensors")
+
+
+@pytest.mark.parametrize(
+    ("kind", "numel", "said"), [("param", 256, "not the cast"), ("exp_avg", 16, "not the same on each rank")]
+)
+def test_buckets_in_another_order(saved: Saved, tmp_path: Path, kind: str, numel: int, said: str) -> None:
+    """Of two parameters of one size exchanged in a bucket the masters tell, and what ranks hold twice."""
+    (step,) = saved("gated tp2 pp2", "buckets").glob("iter_*")
+    folder = Path(shutil.copytree(step, tmp_path / step.name))
+    metadata = FileSystemReader(folder).read_metadata()
+    key = f"dp_group_idx_1.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.{kind}"
+    (full,) = (name for name in metadata.state_dict_metadata if name.endswith(key))
+    chunks = [one for one in metadata.state_dict_metadata[full].chunks if one.sizes.numel() == numel]
+    one, other = (next(at for at in metadata.storage_data if at == MetadataIndex(full, c.offsets)) for c in chunks[:2])
+    places = metadata.storage_data
+    places[one], places[other] = places[other], places[one]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert tools.inspect(str(folder)).faults == ()
+    with pytest.raises(CheckpointDamaged, match=said):
+        fingerprint(str(folder))
+    assert any(said in fault.what for fault in tools.verify(str(folder)).faults)
+
+
+@pytest.mark.parametrize("lacking", ["bucket", "sizes"])
+def test_buckets_that_are_missing(saved: Saved, tmp_path: Path, lacking: str) -> None:
+    (step,) = saved("gated tp2 pp2", "buckets").glob("iter_*")
+    folder = Path(shutil.copytree(step, tmp_path / step.name))
+    metadata = FileSystemReader(folder).read_metadata()
+    last = "bucket_idx_0.exp_avg" if lacking == "bucket" else "per_bucket_numel/shard_0_1"
+    (gone,) = (key for key in metadata.state_dict_metadata if "dp_group_idx_1." in key and key.endswith(last))
+    del metadata.state_dict_metadata[gone]
+    places = metadata.storage_data
+    metadata.storage_data = {index: place for index, place in places.items() if index.fqn != gone}
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointDamaged, match=r"dp_group_idx_1|exp_avg"):
+        open_checkpoint(find_listing(str(folder), None))

@@ -90,8 +90,7 @@ def test_other_tools_say_whose_checkpoint_it_is(
     """Its `.metadata` is one of torch.distributed.checkpoint: what Megatron wrote is told from what torch wrote."""
     (folder,) = stages.first(release, FORMATS[kind]).folder.glob("iter_*")
     for words in (["inspect"], ["verify"], ["fingerprint"], ["plan", "--to", "zero2"]):
-        refused = main([words[0], str(folder), *words[1:]])
+        assert main([words[0], str(folder), *words[1:]]) == 0
         told = "".join(capsys.readouterr())
-        assert bool(refused) == (kind == "dist-sharded") == ("dp_reshardable" in told), told
         assert words[0] != "inspect" or "Megatron-LM, torch_dist" in told
     assert main(["verify", "--pickles", str(folder)]) == 0

@@ -1,0 +1,315 @@
+"""States of sharding type `dp_reshardable`: flat buckets of each model-parallel rank, and where parameters lie in them.
+
+Keys are `optimizer.distributed.dp_group_idx_G.gbuf_idx_I.dtype_(torch.bfloat16, torch.float32).bucket_idx_B.KIND`, with
+`chained_C.` in front where experts have an optimizer of their own; G is the rank in the tensor- and pipeline-parallel
+group, I the model chunk (core/optimizer/distrib_optimizer.py, `sharded_param_state_dp_reshardable`, 0.16.1 to 0.19.2).
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ds_reshard.containers.dcp_directory import Chunk, Directory
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout
+from ds_reshard.formats.megatron.buckets import Bucket, Slot, boxes_between, bucket_size_of, buckets_of, shards_of
+from ds_reshard.formats.megatron.checkpoint import read_object
+from ds_reshard.formats.megatron.optimizer import KINDS
+from ds_reshard.model.content import WEIGHT
+from ds_reshard.model.layout import Placement, TensorKey
+from ds_reshard.model.region import Box
+
+FLAT = re.compile(r"((?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+)\.(gbuf_idx_\d+\..+)\.([^.]+)")
+_WORDS, _POSITIONS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
+_OUTPUT, _EXPERTS = "output_layer.weight", "mlp.experts.experts"
+_ATTENTION = (
+    "self_attention.linear_proj.",
+    "self_attention.linear_qkv.layer_norm_",
+    "self_attention.linear_qkv.",
+    "self_attention.q_layernorm.",
+    "self_attention.k_layernorm.",
+)
+_LAYER = {
+    "local": (
+        "self_attention.linear_qkv.layer_norm_",
+        *(name for name in _ATTENTION if not name.endswith("norm_")),
+        "mlp.linear_fc1.layer_norm_",
+        "pre_mlp_layernorm.",
+        "mlp.router.",
+        "mlp.linear_fc1.",
+        "mlp.linear_fc2.",
+    ),
+    "transformer_engine": (
+        *_ATTENTION,
+        "pre_mlp_layernorm.",
+        "mlp.router.",
+        "mlp.linear_fc1.layer_norm_",
+        "mlp.linear_fc1.",
+        "mlp.linear_fc2.",
+    ),
+}
+"""The order in which a layer's modules are built (core/models/gpt/gpt_layer_specs.py, core/transformer/attention.py,
+0.19.2), by the names that their tensors have in a checkpoint; the order inside Transformer Engine's is inferred."""
+_UNEVEN = (
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "mtp_num_layers",
+)
+RESAVE = "load it with the Megatron-LM that saved it, and save it with --dist-ckpt-optim-fully-reshardable"
+
+Tile = tuple[int, int, Box]
+"""A box of a tensor, at an element of the buffer of a shard: (shard, element, box)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FlatStates:
+    """Of each state its tiles, copies that other ranks hold numbered; `chunks` are the shards of each family."""
+
+    tiles: dict[TensorKey, list[Tile]] = field(default_factory=dict)
+    chunks: dict[str, list[tuple[str, Chunk]]] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    """A model-parallel rank of one optimizer: its keys, pipeline stage, place among `size` tensor-parallel ranks.
+
+    `experts` are those that it holds beside the `dense` parameters, or alone.
+    """
+
+    prefix: str
+    stage: int
+    number: int
+    size: int
+    shards: int
+    dense: bool
+    experts: range
+
+
+def family_of(kind: str) -> str:
+    return f"buckets of {kind}"
+
+
+def find_states(
+    directory: Directory, arguments: Mapping[str, object], weights: Mapping[TensorKey, Placement]
+) -> FlatStates:
+    """Where every state lies; what cannot be known is among the faults, by name."""
+    found = FlatStates()
+    found.faults += _unsupported(directory.path, arguments)
+    if found.faults:
+        return found
+    known, left = set[str](), dict[str, list[str]]()
+    for key in directory.tensors:
+        match = FLAT.fullmatch(key)
+        if match is not None:
+            left.setdefault(f"{match[1]}.{match[2]}", []).append(match[3])
+    seen: dict[tuple[str, tuple[Box, ...]], int] = {}
+    pp, vp = _size(arguments, "pipeline_model_parallel_size"), _size(arguments, "virtual_pipeline_model_parallel_size")
+    for rank in _ranks(arguments, chained=any(key.startswith("chained_1.") for key in left)):
+        sizes = [
+            _numbers(directory, f"{rank.prefix}.{name}") for name in ("per_bucket_numel", "per_bucket_numel_unpadded")
+        ]
+        for chunk in range(vp):
+            slots = list(_slots(rank, chunk, pp, vp, arguments, weights))
+            known.update(slot.name for slot in slots)
+            size = bucket_size_of(arguments, rank.stage, chunk)
+            fast = bool(arguments.get("ddp_pad_buckets_for_high_nccl_busbw"))
+            buckets = buckets_of(slots, bucket_size=size, dp=rank.shards, fast=fast)
+            dtype = _same(directory, rank, chunk, sizes, buckets, found.faults)
+            for number, bucket in enumerate(buckets if dtype is not None else ()):
+                stem = f"{rank.prefix}.gbuf_idx_{chunk}.dtype_{dtype}.bucket_idx_{number}"
+                _place(directory, stem, bucket, seen, found, left)
+    for name in sorted({key.name for key in weights} - known):
+        what = f"{name}: where it lies in the flat buffers of the optimizer is not known: no layer of this kind is"
+        found.faults.append(UnsupportedLayout.fault(directory.path, what, mend=RESAVE))
+    for stem in sorted(left) if not found.faults else ():
+        found.faults.append(_other(directory.path, f"{stem}: the arguments call for no such bucket", "none", "one"))
+    return found
+
+
+def _unsupported(path: str, arguments: Mapping[str, object]) -> Iterator[Fault]:
+    told = [name for name in _UNEVEN if arguments.get(name)]
+    stages = _size(arguments, "pipeline_model_parallel_size") * _size(arguments, "virtual_pipeline_model_parallel_size")
+    layers = arguments.get("num_layers")
+    if arguments.get("transformer_impl") not in _LAYER:
+        told.append(f"transformer_impl {arguments.get('transformer_impl')}")
+    if not isinstance(layers, int) or layers % stages:
+        told.append(f"num_layers {layers} over {stages} stages")
+    told += [name for name in ("ddp_num_buckets", "moe_grouped_gemm") if arguments.get(name)]
+    if arguments.get("num_distributed_optimizer_instances") not in (None, 1):
+        told.append("num_distributed_optimizer_instances")
+    for name in told:
+        what = f"with {name} the order in the optimizer's flat buffers is not known"
+        yield UnsupportedLayout.fault(path, what, mend=RESAVE)
+
+
+def _size(arguments: Mapping[str, object], name: str) -> int:
+    value = arguments.get(name)
+    return value if isinstance(value, int) and value > 0 else 1
+
+
+def _ranks(arguments: Mapping[str, object], *, chained: bool) -> Iterator[_Rank]:
+    """Every rank whose state was saved, in Megatron's numbering: of each optimizer, pipeline stages outside."""
+    tp, pp, ep = (_size(arguments, f"{name}_model_parallel_size") for name in ("tensor", "pipeline", "expert"))
+    etp = _size(arguments, "expert_tensor_parallel_size") if arguments.get("expert_tensor_parallel_size") else tp
+    count, first = _size(arguments, "num_experts") if arguments.get("num_experts") else 0, "chained_0." * chained
+    for stage in range(pp):
+        for number in range(tp):
+            yield _Rank(
+                prefix=f"{first}optimizer.distributed.dp_group_idx_{stage * tp + number}",
+                stage=stage,
+                number=number,
+                size=tp,
+                shards=shards_of(arguments),
+                dense=True,
+                experts=range(0 if chained else count),
+            )
+        for part, number in ((part, number) for part in range(ep * chained) for number in range(etp)):
+            yield _Rank(
+                prefix=f"chained_1.optimizer.distributed.dp_group_idx_{(stage * ep + part) * etp + number}",
+                stage=stage,
+                number=number,
+                size=etp,
+                shards=_size(arguments, "world_size") // (pp * ep * etp),
+                dense=False,
+                experts=range(part * count // ep, (part + 1) * count // ep),
+            )
+
+
+def _slots(
+    rank: _Rank, chunk: int, pp: int, vp: int, arguments: Mapping[str, object], weights: Mapping[TensorKey, Placement]
+) -> Iterator[Slot]:
+    """What a rank holds of a model chunk, in the order of `named_parameters`."""
+    layers = _size(arguments, "num_layers")
+    each = layers // (pp * vp)
+    begin = chunk * (layers // vp) + rank.stage * each
+    tied = not arguments.get("untie_embeddings_and_output_weights")
+    names: list[tuple[str, int | None]] = []
+    if rank.dense and not rank.stage and not chunk:
+        names += [(_WORDS, None), (_POSITIONS, None)]
+    for layer in range(begin, begin + each):
+        stem = f"decoder.layers.{layer}."
+        if rank.dense:
+            order = _LAYER[str(arguments["transformer_impl"])]
+            names += [(f"{stem}{name}{leaf}", None) for name in order for leaf in ("weight", "bias")]
+        for expert in rank.experts:
+            of_expert = (
+                f"{stem}{_EXPERTS}.{fc}.{leaf}" for fc in ("linear_fc1", "linear_fc2") for leaf in ("weight", "bias")
+            )
+            names += [(name, expert) for name in of_expert]
+    if rank.dense and rank.stage == pp - 1 and chunk == vp - 1:
+        names += [(f"decoder.final_layernorm.{leaf}", None) for leaf in ("weight", "bias")]
+        names += [(_WORDS, None)] if tied and pp > 1 else [(_OUTPUT, None)] if not tied else []
+    for name, number in names:
+        placement = weights.get(TensorKey(name=name, kind=WEIGHT))
+        if placement is not None:
+            boxes = tuple(_held(placement, number, rank))
+            yield Slot(name=name, boxes=boxes, shared=tied and pp > 1 and name == _WORDS)
+
+
+def _held(placement: Placement, expert: int | None, rank: _Rank) -> Sequence[Box]:
+    """The boxes that a tensor-parallel rank holds: the chunks of the file say how the tensor was cut.
+
+    One, or of a gated linear unit two: the gate's and the other half's.
+    """
+    boxes = [tile.box for tile in placement.parts]
+    if expert is not None:
+        boxes = [box for box in boxes if box.offset[0] == expert]
+    boxes.sort(key=lambda box: box.offset)
+    return boxes if len(boxes) == 1 else boxes[rank.number :: rank.size]
+
+
+def _numbers(directory: Directory, name: str) -> list[dict[str, list[int]]] | None:
+    """Sizes of each chunk's buckets, by the types of the buffer; None where they are not there."""
+    place = directory.objects.get(f"{name}/shard_0_1")
+    held = read_object(place) if place is not None else None
+    if not isinstance(held, list):
+        held = [held]
+    found: list[dict[str, list[int]]] = []
+    for one in held:
+        if not isinstance(one, dict):
+            return None
+        rows: dict[str, list[int]] = {}
+        for types, sizes in one.items():
+            if not isinstance(types, tuple) or not isinstance(sizes, int | list):
+                return None
+            rows[f"({', '.join(map(str, types))})"] = sizes if isinstance(sizes, list) else [sizes]
+        found.append(rows)
+    return found
+
+
+def _same(
+    directory: Directory,
+    rank: _Rank,
+    chunk: int,
+    sizes: Sequence[list[dict[str, list[int]]] | None],
+    buckets: Sequence[Bucket],
+    faults: list[Fault],
+) -> str | None:
+    """The types of a buffer of which the saved sizes are those that were computed; else None, and a fault."""
+    computed = [[bucket.numel for bucket in buckets], [bucket.unpadded for bucket in buckets]]
+    saved = [one[chunk] if one is not None and chunk < len(one) else {} for one in sizes]
+    if len(saved[0]) == 1 and saved[0].keys() == saved[1].keys():
+        (dtype,) = saved[0]
+        if [saved[0][dtype], saved[1][dtype]] == computed:
+            return dtype
+    what = f"{rank.prefix}: the buckets of model chunk {chunk} are others than those of its parameters"
+    faults.append(_other(directory.path, what, str(computed), str([list(one.values()) for one in saved])))
+    return None
+
+
+def _place(
+    directory: Directory,
+    stem: str,
+    bucket: Bucket,
+    seen: dict[tuple[str, tuple[Box, ...]], int],
+    found: FlatStates,
+    left: dict[str, list[str]],
+) -> None:
+    """Put every slot of a bucket where it lies, for each kind of state."""
+    copies = []
+    for _, slot in bucket.slots:
+        copies.append(seen.get((slot.name, slot.boxes), 0))
+        seen[slot.name, slot.boxes] = copies[-1] + 1
+    kinds = left.pop(stem, [])
+    if not kinds:
+        found.faults.append(
+            _other(directory.path, f"{stem}: the bucket is missing", "param, exp_avg, exp_avg_sq", "none")
+        )
+    for saved in kinds:
+        key = f"{stem}.{saved}"
+        tensor = directory.tensors[key]
+        if tensor.shape != (bucket.unpadded,):
+            found.faults.append(
+                _other(directory.path, f"{key} is of another size", str(bucket.unpadded), str(tensor.shape))
+            )
+            continue
+        kind = KINDS.get(saved, saved)
+        family = found.chunks.setdefault(family_of(kind), [])
+        parts = sorted((one for one in tensor.chunks if one.size != (0,)), key=lambda one: one.offset)
+        first, starts = len(family), [one.offset[0] for one in parts]
+        family += [(key, one) for one in parts]
+        for (at, slot), copy in zip(bucket.slots, copies, strict=True):
+            tiles = found.tiles.setdefault(TensorKey(name=slot.name, kind=kind, copy=copy), [])
+            for box in slot.boxes:
+                for number in range(max(0, bisect_right(starts, at) - 1), len(parts)):
+                    begin = starts[number]
+                    if begin >= at + box.numel:
+                        break
+                    end = min(at + box.numel, begin + parts[number].size[0])
+                    pieces = boxes_between(box, max(at, begin) - at, end - at)
+                    tiles += [(first + number, at + inside - begin, piece) for inside, piece in pieces]
+                at += box.numel
+
+
+def _other(where: str, what: str, expected: str, found: str) -> Fault:
+    return CheckpointDamaged.fault(where, what, expected, found, mend=f"restore the folder from a copy; or {RESAVE}")
+
+
+def ordered(tiles: Sequence[Tile]) -> list[Tile]:
+    return sorted(tiles, key=lambda tile: tile[2].offset)
