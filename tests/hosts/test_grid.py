@@ -58,6 +58,11 @@ LOADS = [
     (autotp(2, 3), autotp(1, 2)),
     (autotp(2, "bf16opt", "bf16"), autotp(2, 2, "bf16")),
     (autotp(1, tp=4), autotp(1, 2, tp=4)),
+    (autotp(2, 0), autotp(1, 0)),
+    (autotp(2, 0), autotp(1, 2)),
+    (autotp(2, 1), autotp(1, 0)),
+    (pipe(2, 2, 0, layers="no ties"), pipe(2, 1, 1, layers="no ties")),
+    (pipe(2, 2, 0, layers="no ties"), pipe(2, 1, 0, layers="no ties")),
     (mpu(2), mpu(1, 2)),
     (mpu(2, 3, "bf16"), mpu(1, "bf16opt", "bf16")),
 ]
@@ -140,3 +145,24 @@ def test_a_column_of_the_grid_loads_bit_equal(worlds: Any, folders: Folders, sou
         assert rank["compared"] > 5
         assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
         assert rank["scheduler"]["last_epoch"] == 1
+
+
+BY_DEEPSPEED = {
+    "stages, as equal sizes are taken for equal layouts": (
+        pipe(2, 2, "bf16opt", "bf16"),
+        pipe(1, 2, "bf16opt", "bf16"),
+    ),
+    "experts, likewise": (moe(2, 4, "bf16opt", "bf16"), moe(4, 4, "bf16opt", "bf16")),
+    "what is not tied": (pipe(2, 2), pipe(2, 2)),
+    "weights that are in no file": (pipe(2, 2, layers="no file"), pipe(2, 2, layers="no file")),
+}
+
+
+@pytest.mark.parametrize("case", BY_DEEPSPEED)
+def test_what_deepspeed_loads_wrongly_without_a_word(worlds: Any, folders: Folders, case: str) -> None:
+    """Its own load returns, and masters, moments or weights are others; with the hooks they are the truth."""
+    source, target = BY_DEEPSPEED[case]
+    arguments = {"grid": target, "folder": str(folders(source)), "saved_ep": source.ep}
+    alone = worlds[target.ranks].run("grid_jobs.load", hooks=False, **arguments)
+    assert any(rank["wrong"] for rank in alone)
+    assert not any(rank["wrong"] for rank in worlds[target.ranks].run("grid_jobs.load", **arguments))

@@ -12,11 +12,12 @@ from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise
 from ds_reshard.execution.checksums import Ledger
 from ds_reshard.execution.deviation import same_bits
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.pipeline import tied_key
 from ds_reshard.hosts.deepspeed.grid import LiveGrid, copies_of, param_names
 from ds_reshard.hosts.deepspeed.load_targets import Wants
 from ds_reshard.model.checkpoint import checksums
-from ds_reshard.model.content import MASTER, WEIGHT
+from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.operations.values import SpanReader, logical
@@ -37,14 +38,17 @@ def take_own_weights(wants: Wants, grid: LiveGrid) -> None:
             del wants.sources[key], wants.makers[placement.buffer]
             wants.from_masters.append(source.name)
         elif source.kind == WEIGHT and grid.parts and _copied(source.name, grid):
-            what = "is that of the first stage: those of others are in the optimizer's files alone, which are not read"
-            logger.warning("stage %d: %s %s", grid.stage, source.name, what)
+            _of_first(source.name, grid, "are in the optimizer's files alone, which are not read")
 
 
 def _copied(name: str, grid: LiveGrid) -> bool:
     """Whether an earlier stage has a tensor of this name, too, and they are not tied."""
     key = tied_key(name)
     return key is not None and name not in grid.tied and grid.stages_of(key)[:1] != [grid.stage]
+
+
+def _of_first(name: str, grid: LiveGrid, why: str) -> None:
+    logger.warning("stage %d: the values of %s are those of the first stage; those of others %s", grid.stage, name, why)
 
 
 def take_own_copies(wants: Wants, grid: LiveGrid) -> None:
@@ -106,8 +110,16 @@ def of_stage(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ZeroCheckpoint:
             "load_optimizer_states=False",
         )
         raise_faults([fault], subject=f"loading {checkpoint.listing.folder}")
-    own = checkpoint.stages[grid.stage]
-    return replace(checkpoint, model=replace(checkpoint.model, path=own.path, entries=own.entries))
+    for name in sorted(name for name in checkpoint.model.module if _copied(name, grid)):
+        _of_first(name, grid, "are in no file of ZeRO stage 0")
+    return replace(checkpoint, model=model_of_stage(checkpoint, grid))
+
+
+def model_of_stage(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ModelStates:
+    """What the model file of this rank's stage says, and of weights and schedule what all stages' say together."""
+    own, of_all = checkpoint.stages[grid.stage], ("module", SCHEDULER)
+    entries = {**own.entries, **{key: checkpoint.model.entries[key] for key in of_all}}
+    return replace(checkpoint.model, path=own.path, entries=entries)
 
 
 def copies_apart(

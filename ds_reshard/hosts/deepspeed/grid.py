@@ -1,12 +1,12 @@
 """Where this rank is in the grid of tensor-, pipeline- and data-parallel ranks, as the running engine says.
 
-Attributes read here, all seen in deepspeed 0.19.8: `engine.mpu` by `deepspeed.utils.bwc`, `engine.checkpoint_mp_rank`,
-`PipelineModule._layer_specs`, `.parts`, `.stage_id` and `.tied_weight_attrs` (runtime/pipe/module.py).
+Attributes read here, all seen in deepspeed 0.19.8: the calls of `engine.mpu` (utils/bwc.py), and of `PipelineModule`
+`_layer_specs`, `parts` and `stage_id` (runtime/pipe/module.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -93,10 +93,8 @@ NO_GRID = LiveGrid()
 
 
 def live_grid(engine: DeepSpeedEngine) -> LiveGrid:
-    from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
-
     mpu = getattr(engine, "mpu", None)
-    size, rank = int(bwc_tensor_model_parallel_world_size(mpu)), int(bwc_tensor_model_parallel_rank(mpu))
+    size, rank = _asked(mpu, "world_size", 1), _asked(mpu, "rank", 0)
     if not is_pipeline(engine):
         return LiveGrid(row=Row(size, rank), experts=_experts(engine))
     module = engine.module
@@ -112,6 +110,15 @@ def live_grid(engine: DeepSpeedEngine) -> LiveGrid:
             f"tied_modules.{spec.key}.{name}" for spec in tied.values() for name in _names(spec.tied_weight_attr)
         ),
     )
+
+
+def _asked(mpu: object, what: str, otherwise: int) -> int:
+    """What an mpu says of tensor parallelism: as `deepspeed.utils.bwc` asks, which old releases have not."""
+    for name in ("get_tensor_model_parallel", "get_slice_parallel", "get_model_parallel"):
+        method: Callable[[], int] | None = getattr(mpu, f"{name}_{what}", None)
+        if method is not None:
+            return int(method())
+    return otherwise
 
 
 def _experts(engine: DeepSpeedEngine) -> dict[str, Experts]:

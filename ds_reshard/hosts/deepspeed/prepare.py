@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.stage0 import with_order
 from ds_reshard.hosts.deepspeed.copies import (
     copies_apart,
+    model_of_stage,
     of_stage,
     plan_of,
     same_values,
@@ -45,7 +46,7 @@ from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, Shape, live_kind, param_shape
 from ds_reshard.hosts.deepspeed.load_targets import Wants, entries_of, state_faults, want_model, want_optimizer
 from ds_reshard.hosts.deepspeed.settings import Settings
-from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, regrouped, regrouping_fault
+from ds_reshard.model.content import MASTER, WEIGHT, regrouped, regrouping_fault
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, canonical, describe
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Extent, Index
@@ -198,9 +199,7 @@ def _own_model(engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint, grid: LiveGr
     import torch.distributed as dist
 
     if len(checkpoint.stages) > 1 and len(checkpoint.stages) == grid.pp:
-        own, of_all = checkpoint.stages[grid.stage], ("module", SCHEDULER)
-        entries = {**own.entries, **{key: checkpoint.model.entries[key] for key in of_all}}
-        return replace(checkpoint.model, path=own.path, entries=entries)
+        return model_of_stage(checkpoint, grid)
     listing, number = checkpoint.listing, dist.get_rank(group=engine.seq_data_parallel_group)
     if not listing.partitioned_model or number == 0 or engine.seq_dp_world_size != checkpoint.dp:
         return checkpoint.model
