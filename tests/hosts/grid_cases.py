@@ -11,7 +11,7 @@ class Grid:
     """One side of a case.
 
     `kind` is "pipeline" (PipelineModule), "autotp" or "mpu" (tensor parallelism by DeepSpeed, or by an mpu), "moe"
-    (deepspeed.moe) or "autoep". `stage` is 0 to 3 or "bf16opt" (stage 1 under BF16_Optimizer). `options` go to
+    (deepspeed.moe). `stage` is 0 to 3 or "bf16opt" (stage 1 under BF16_Optimizer). `options` go to
     "zero_optimization", `config` beside it. `layers` names another list of layers, or way to tie them.
     """
 

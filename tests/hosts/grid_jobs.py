@@ -424,7 +424,7 @@ def load(grid: Grid, folder: str, hooks: bool = True, saved_ep: int = 1, **argum
         "scheduler": {k: v for k, v in engine.lr_scheduler.state_dict().items() if k != "lr_lambdas"},
         "global_steps": engine.global_steps,
         "note": (client or {}).get("note"),
-        "optimizer": type(engine.optimizer).__name__,
+        "report": str(ds_reshard.last_report()) if hooks else "",
     }
 
 

@@ -6,6 +6,7 @@ Truth is a rule that gives every element of every tensor its own value (`grid_jo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,17 @@ def test_a_column_of_the_grid_loads_bit_equal(worlds: Any, folders: Folders, sou
         assert rank["compared"] > 5
         assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
         assert rank["scheduler"]["last_epoch"] == 1
+
+
+PROVED = [(pipe(2, 2), pipe(2, 1)), (pipe(2, 2), pipe(3, 1)), (autotp(2), autotp(1)), (autotp(2), autotp(2))]
+
+
+@pytest.mark.parametrize(("source", "target"), PROVED, ids=str)
+def test_fingerprints_are_added_up_over_a_column(worlds: Any, folders: Folders, source: Grid, target: Grid) -> None:
+    proving = replace(target, config={"ds_reshard": {"reshard": {"verify": "fingerprint"}}})
+    loaded = worlds[target.ranks].run("grid_jobs.load", grid=proving, folder=str(folders(source)))
+    assert not any(rank["wrong"] for rank in loaded)
+    assert "tensors proved" in loaded[0]["report"]
 
 
 BY_DEEPSPEED = {

@@ -71,6 +71,12 @@ def of_first_stage(content: dict[str, Any]) -> None:
 
 
 REFUSED = {
+    "experts that DeepSpeed cuts": (
+        MOE,
+        changed("mp_rank_00_model_states.pt", lambda content: content.update(ds_autoep_layers=[{"ep_size": 2}])),
+        "UnsupportedLayout",
+        "has cut itself (AutoEP) (expected experts of deepspeed.moe, or none, found ep=2",
+    ),
     "a column is missing": (PIPE, remove(MODEL), "CheckpointDamaged", "model_states files of mp_rank_01"),
     "a shard of a column is missing": (PIPE, remove(OPTIM), "CheckpointDamaged", "optim_states files of mp_rank_01"),
     "a shard of a row is missing": (TP, remove(OPTIM), "CheckpointDamaged", "optim_states files of mp_rank_01"),
@@ -141,7 +147,12 @@ REFUSED = {
         "saved with tensor parallelism (expected tensor-parallel size 1, found dp=1, tp=2, pp=1",
     ),
 }
-TARGETS = {"pipeline": Grid("pipeline", dp=2), "autotp": Grid("autotp", tp=2, stage=2), "moe": Grid("moe", dp=2)}
+TARGETS = {
+    "pipeline": Grid("pipeline", dp=2),
+    "autotp": Grid("autotp", tp=2, stage=2),
+    "moe": Grid("moe", dp=2),
+    "autoep": Grid("autoep", dp=2),
+}
 
 
 @pytest.fixture(scope="module")

@@ -188,7 +188,8 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row = ALONE) -> Z
     # BF16_Optimizer divides its masters at stage 0 of a PipelineModule, and the model file then says no shapes
     divided = model.param_shapes is not None or bool(listing.layers and any(c.optim for c in listing.columns.values()))
     sharded = (optimizer or listing.partitioned_model) and not listing.universal and divided
-    raise_faults(grid_faults(listing, grid, row, optimizer=sharded), subject=subject)
+    experts = autoep_sizes(model.entries)
+    raise_faults(grid_faults(listing, grid, row, optimizer=sharded, experts=experts), subject=subject)
     listing = listing.column(row.rank)
     if grid.pp > 1 or listing.layers:
         from ds_reshard.formats.zero.pipeline import open_pipeline
@@ -271,8 +272,14 @@ def read_grid(listing: Listing, model: ModelStates) -> Grid:
     return Grid(dp=model.dp, tp=tp, pp=pp)
 
 
-def grid_faults(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Iterator[Fault]:
+def grid_faults(
+    listing: Listing, grid: Grid, row: Row, *, optimizer: bool, experts: frozenset[int] = frozenset()
+) -> Iterator[Fault]:
     """Files that a grid of these sizes has not, or lacks; or that belong to another row than is asked for."""
+    if experts:
+        what, mend = "has experts that DeepSpeed has cut itself (AutoEP)", "load it with the sizes it was saved with"
+        found = f"ep={', '.join(map(str, sorted(experts)))}"
+        yield UnsupportedLayout.fault(listing.folder, what, "experts of deepspeed.moe, or none", found, mend=mend)
     if listing.universal and grid.tp * grid.pp > 1:
         what, mend = "is a universal checkpoint of tensor- or pipeline-parallel ranks", 'set "load_universal": true'
         yield UnsupportedLayout.fault(listing.folder, what, "tp=1, pp=1", str(grid), mend=mend)
@@ -293,8 +300,23 @@ def grid_faults(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> I
         yield from missing(listing.column(number), grid.dp, optimizer=optimizer, of=of)
 
 
-def saved_sizes(listing: Listing) -> tuple[int, int] | None:
-    """The data- and model-parallel sizes that the first model file says, None where it says none.
+class Sizes(NamedTuple):
+    """The data- and model-parallel sizes of a saving run, and the expert-parallel sizes where DeepSpeed cut experts."""
+
+    dp: int
+    mp: int
+    ep: frozenset[int] = frozenset()
+
+
+def autoep_sizes(entries: Mapping[str, object]) -> frozenset[int]:
+    """The expert-parallel sizes of a model file that AutoEP's layers have written; empty without them."""
+    layers = entries.get("ds_autoep_layers") or ()
+    said = [layer.get("ep_size") for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else [0]
+    return frozenset(size for size in said if isinstance(size, int)) if layers else frozenset()
+
+
+def saved_sizes(listing: Listing) -> Sizes | None:
+    """The sizes that the first model file says, None where it says none.
 
     Reads the pickle alone and judges nothing: for checkpoints that this format refuses.
     """
@@ -305,7 +327,9 @@ def saved_sizes(listing: Listing) -> tuple[int, int] | None:
         top = archive.load()
     sizes = [top.get(key) for key in ("dp_world_size", "mp_world_size")] if isinstance(top, dict) else []
     numbers = [size for size in sizes if isinstance(size, int)]
-    return (numbers[0], numbers[1]) if len(numbers) == 2 else None
+    if not isinstance(top, dict) or len(numbers) < 2:
+        return None
+    return Sizes(dp=numbers[0], mp=numbers[1], ep=autoep_sizes(top))
 
 
 def missing(listing: Listing, dp: int, *, optimizer: bool, of: str = "") -> Iterator[Fault]:

@@ -52,7 +52,7 @@ def renumbered(name: str, first: Mapping[str, int]) -> str:
 def open_experts(listing: Listing, grid: Grid, model: ModelStates, *, optimizer: bool) -> ZeroCheckpoint:
     """Read the heads of all ranks' files; raises every structural fault that they show."""
     subject = f"checkpoint {listing.folder}"
-    raise_faults(_unread(listing, grid, model), subject=subject)
+    raise_faults(_unread(listing, grid), subject=subject)
     raise_faults(_missing(listing, model), subject=subject)
     module = {**model.module, **_experts(listing)}
     optim: OptimStates | None = None
@@ -77,13 +77,10 @@ def open_experts(listing: Listing, grid: Grid, model: ModelStates, *, optimizer:
     )
 
 
-def _unread(listing: Listing, grid: Grid, model: ModelStates) -> Iterator[Fault]:
+def _unread(listing: Listing, grid: Grid) -> Iterator[Fault]:
     if grid.tp * grid.pp > 1 or listing.layers:
         what, mend = "has experts beside tensor or pipeline parallelism", "load it with the sizes it was saved with"
         yield UnsupportedLayout.fault(listing.folder, what, "tp=1, pp=1", str(grid), mend=mend)
-    if model.entries.get("ds_autoep_layers"):
-        what, mend = "has experts that DeepSpeed has cut itself (AutoEP)", "load it with the sizes it was saved with"
-        yield UnsupportedLayout.fault(listing.folder, what, "experts of deepspeed.moe", "expert_parallel", mend=mend)
     if listing.universal:
         what, mend = "is a universal checkpoint of a mixture of experts", 'set "load_universal": true'
         yield UnsupportedLayout.fault(listing.folder, what, "a ZeRO checkpoint", "universal", mend=mend)

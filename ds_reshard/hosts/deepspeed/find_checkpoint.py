@@ -12,7 +12,7 @@ from pathlib import Path
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, in_force
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointNotFound, Fault, ReshardError, UnsupportedLayout, as_faults, raise_faults
-from ds_reshard.formats.zero.checkpoint import ALONE, Row, ZeroCheckpoint, open_checkpoint, saved_sizes
+from ds_reshard.formats.zero.checkpoint import ALONE, Row, Sizes, ZeroCheckpoint, open_checkpoint, saved_sizes
 from ds_reshard.formats.zero.content import optimizer_faults, read_as_zero
 from ds_reshard.formats.zero.model_states import read_entries
 from ds_reshard.formats.zero.names import Listing, read_listing
@@ -41,9 +41,9 @@ class Aside:
 class Found:
     """What rank 0 found on disk, told to every rank: faults, nothing to do with us, or a checkpoint.
 
-    `sizes` are the saved data- and model-parallel sizes, read only where the files are of a kind that is
-    not loaded here; `universal` says that the folder is a universal one; `own_save` says that this very run has saved
-    it, so that loading it is no resume. `aside` is what a resume policy needs of files that are not read here.
+    `sizes` are those of the saving run, read only where the files are of a kind that is not loaded here; `universal`
+    says that the folder is a universal one; `own_save` says that this very run has saved it, so that loading it is no
+    resume. `aside` is what a resume policy needs of files that are not read here.
 
     With a `listing` the checkpoint is not told: every rank reads the same two files, and `prints` says what rank 0
     read. `same` is False on a rank that has read anything else, and is then told all of it. `row` is the
@@ -54,7 +54,7 @@ class Found:
     checkpoint: ZeroCheckpoint | None = None
     universal: bool = False
     faults: tuple[Fault, ...] = ()
-    sizes: tuple[int, int] | None = None
+    sizes: Sizes | None = None
     own_save: bool = False
     aside: Aside | None = None
     listing: Listing | None = None
@@ -222,7 +222,7 @@ def _foreign(found: Located, *, optimizer: bool, names: str | None) -> Found:
     return Found(tag=found.listing.tag, checkpoint=checkpoint)
 
 
-def _sizes(listing: Listing | None) -> tuple[int, int] | None:
+def _sizes(listing: Listing | None) -> Sizes | None:
     """The saved sizes of a checkpoint that is not loaded here; None where even those cannot be read."""
     try:
         with in_force(ALLOW_ALL):

@@ -112,6 +112,12 @@ def live_grid(engine: DeepSpeedEngine) -> LiveGrid:
     )
 
 
+def autoep_live(engine: DeepSpeedEngine) -> frozenset[int]:
+    """The expert-parallel sizes of the layers in which DeepSpeed has cut the experts of a model (AutoEP)."""
+    layers = (module for module in engine.module.modules() if _is(type(module), "AutoEPMoELayer"))
+    return frozenset(int(layer.ep_size) for layer in layers)
+
+
 def _asked(mpu: object, what: str, otherwise: int) -> int:
     """What an mpu says of tensor parallelism: as `deepspeed.utils.bwc` asks, which old releases have not."""
     for name in ("get_tensor_model_parallel", "get_slice_parallel", "get_model_parallel"):

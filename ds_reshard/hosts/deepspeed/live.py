@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.errors import EngineUnusable, Fault, UnsupportedLayout
 from ds_reshard.formats.zero.layout import flat_numel, partition_numel, sub_group_numel
-from ds_reshard.hosts.deepspeed.grid import LiveGrid, live_grid, param_names
+from ds_reshard.hosts.deepspeed.grid import LiveGrid, autoep_live, live_grid, param_names
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +121,8 @@ def unsupported(engine: DeepSpeedEngine) -> list[str]:
 
 def _plain_experts(engine: DeepSpeedEngine, grid: LiveGrid) -> bool:
     """Whether experts are those of deepspeed.moe, divided by ZeRO 1, 2 or BF16_Optimizer, and nothing else is cut."""
-    return bool(grid.experts) and grid.row.size == grid.pp == 1 and live_kind(engine) in ("zero", "bf16")
+    alone = grid.row.size == grid.pp == 1 and not autoep_live(engine)
+    return bool(grid.experts) and alone and live_kind(engine) in ("zero", "bf16")
 
 
 def _nvme(engine: DeepSpeedEngine) -> bool:

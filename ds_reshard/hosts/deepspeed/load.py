@@ -32,7 +32,7 @@ from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_s
 from ds_reshard.hosts.deepspeed.copies import left_as_built
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries, scheduler_faults
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, latest_tag, look, look_aside, look_too, tag_files
-from ds_reshard.hosts.deepspeed.grid import NO_GRID, LiveGrid, live_grid
+from ds_reshard.hosts.deepspeed.grid import NO_GRID, LiveGrid, autoep_live, live_grid
 from ds_reshard.hosts.deepspeed.live import (
     LiveOptimizer,
     event,
@@ -381,15 +381,17 @@ def _disagreement(where: str) -> Fault:
 
 
 def as_saved(engine: DeepSpeedEngine, found: Found, features: tuple[str, ...]) -> bool:
-    """Whether files of a kind that is not read here (pipeline, experts, tensor parallel) are this engine's own.
+    """Whether files of a kind that is not read here are this engine's own.
 
+    DeepSpeed does not look at the expert-parallel size of AutoEP, and at ZeRO 1 loads the masters of others silently
+    (`_get_padded_tensor`, runtime/zero/stage_1_and_2.py, 0.19.8).
     Of a universal checkpoint DeepSpeed loads other sizes too, when it is asked to.
     """
     if any(fault.error != "UnsupportedLayout" for fault in found.faults):
         return False
     if found.universal and engine.load_universal_checkpoint():
         return True
-    return bool(features) and found.sizes == (engine.seq_dp_world_size, engine.mp_world_size)
+    return bool(features) and found.sizes == (engine.seq_dp_world_size, engine.mp_world_size, autoep_live(engine))
 
 
 def leave_to_deepspeed(
