@@ -103,10 +103,8 @@ def unsupported(engine: DeepSpeedEngine) -> list[str]:
     stage = engine.zero_optimization_stage()
     base = type(getattr(optimizer, "optimizer", optimizer)).__name__
     grid, columns = live_grid(engine), int(getattr(engine, "mp_world_size", 1))
-    apart = columns > 1 and (grid.row.size * grid.pp, grid.column) != (
-        columns,
-        int(engine.mpu.get_model_parallel_rank()),
-    )
+    numbered = getattr(getattr(engine, "mpu", None), "get_model_parallel_rank", lambda: None)()
+    apart = columns > 1 and (grid.row.size * grid.pp, grid.column) != (columns, numbered)
     found = {
         "model-parallel ranks in another order than stage by stage": apart,
         "mixture of experts": bool(getattr(engine, "has_moe_layers", False)) and not _plain_experts(engine, grid),
