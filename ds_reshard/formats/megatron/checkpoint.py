@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 
 from ds_reshard.containers.dcp_directory import METADATA, Directory, Place, read_directory
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReadFailed, UnsupportedLayout
+from ds_reshard.model.content import SAMPLES, STEPS, Path
 from ds_reshard.model.records import ObjectRecord
 from ds_reshard.resume.megatron import MegatronPast, extra_values, read_schedule
 
@@ -22,6 +23,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 COMMON, BACKEND = "common.pt", "metadata.json"
 MODEL = "model_optim_rng.pt"
 _NUMBER = 20
+_APART = ("args", "optimizer", "content_metadata", "iteration", "rerun_state_machine", "rng_state")
 
 
 def is_megatron(path: str) -> bool:
@@ -116,6 +118,20 @@ def _names(path: str) -> frozenset[str]:
 
 def _not_found(where: str, what: str, mend: str) -> CheckpointNotFound:
     return CheckpointNotFound(f"{where}: {what}; {mend}", [CheckpointNotFound.fault(where, what, mend=mend)])
+
+
+def objects_of(common: Mapping[object, object], arguments: Mapping[str, object]) -> Iterator[tuple[Path, object]]:
+    """The values beside the tensors that are no file's alone, under the names of every format and Megatron's own."""
+    counters = {STEPS: common.get("iteration"), SAMPLES: arguments.get("consumed_train_samples")}
+    yield from (((name,), value) for name, value in counters.items() if value is not None)
+    for name, value in common.items():
+        if name not in _APART and not str(name).startswith("model"):
+            yield (str(name),), value
+    yield ("args",), dict(arguments)
+
+
+def counted(value: object) -> int | None:
+    return value if type(value) is int and value > 0 else None
 
 
 Group = dict[str, object]

@@ -7,16 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ds_reshard.errors import Fault, UnsupportedLayout
-from ds_reshard.formats.megatron.checkpoint import read_object
 from ds_reshard.formats.megatron.flat_states import RESAVE
-from ds_reshard.formats.megatron.torch_dist import (
-    TorchDist,
-    is_torch_dist,
-    list_torch_dist,
-    open_torch_dist,
-    random_states,
-)
-from ds_reshard.model.checkpoint import SavedCheckpoint, checksums, folder_format
+from ds_reshard.formats.megatron.torch_dist import TorchDist, is_torch_dist, list_torch_dist, open_torch_dist
+from ds_reshard.formats.megatron.torch_format import TorchFormat, is_torch_format, list_torch_format, open_torch_format
+from ds_reshard.model.checkpoint import SavedCheckpoint, SavedListing, checksums, folder_format
 from ds_reshard.model.content import WEIGHT, Content, Path
 from ds_reshard.model.index import Index
 from ds_reshard.model.records import GlobalName
@@ -24,13 +18,13 @@ from ds_reshard.model.records import GlobalName
 
 class OpenedMegatron(SavedCheckpoint):
     framework = "Megatron-LM"
-    state: TorchDist
+    state: TorchDist | TorchFormat
     unproved_mend = (
         "Megatron-LM core 0.15 to 0.19 saves states that are shifted where a buffer has several buckets: save it again "
         "without --dist-ckpt-optim-fully-reshardable, or take the weights alone: convert --to safetensors"
     )
 
-    def __init__(self, state: TorchDist, files: Mapping[str, int]) -> None:
+    def __init__(self, state: TorchDist | TorchFormat, files: Mapping[str, int]) -> None:
         super().__init__(state, files)
         self.tp, self.pp = (_size(state, f"{name}_model_parallel_size") for name in ("tensor", "pipeline"))
         self.masters_are_cast = state.distributed
@@ -87,17 +81,18 @@ class OpenedMegatron(SavedCheckpoint):
         told = ["random states are left out: no other format has a place for them"]
         if odd:
             told.append(f"arguments that are no plain values are left out: {', '.join(odd)}")
+        if self.state.arguments.get("fp16"):
+            told.append("the loss scaler's state is left out")
         if self.state.arguments.get("fp8"):
             told.append("scales of fp8 layers (_extra_state) are left out")
         return tuple(told)
 
     def values(self) -> Mapping[str, Mapping[str, object]]:
         """Arguments and counters, and the random states of each rank."""
-        states = {name: read_object(place) for name, place in random_states(self.state.directory).items()}
-        return {**super().values(), "random states": states}
+        return {**super().values(), "random states": self.state.random_states()}
 
 
-def _size(state: TorchDist, name: str) -> int | None:
+def _size(state: TorchDist | TorchFormat, name: str) -> int | None:
     value = state.arguments.get(name)
     return value if type(value) is int else None
 
@@ -113,6 +108,19 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
+def _list(folder: str) -> SavedListing:
+    return list_torch_dist(folder) if is_torch_dist(folder) else list_torch_format(folder)
+
+
+def _open(folder: str) -> TorchDist | TorchFormat:
+    return open_torch_dist(folder) if is_torch_dist(folder) else open_torch_format(folder)
+
+
 MEGATRON = folder_format(
-    "Megatron-LM", is_torch_dist, list_torch_dist, open_torch_dist, opened=OpenedMegatron, writes={}
+    "Megatron-LM",
+    lambda folder: is_torch_dist(folder) or is_torch_format(folder),
+    _list,
+    _open,
+    opened=OpenedMegatron,
+    writes={},
 )

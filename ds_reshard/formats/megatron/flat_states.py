@@ -52,7 +52,7 @@ _LAYER = {
 }
 """The order in which a layer's modules are built (core/models/gpt/gpt_layer_specs.py, core/transformer/attention.py,
 0.19.2), by the names that their tensors have in a checkpoint; the order inside Transformer Engine's is inferred."""
-_UNEVEN = (
+UNEVEN = (
     "pipeline_model_parallel_layout",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
@@ -109,7 +109,10 @@ def find_states(
         if match is not None:
             left.setdefault(f"{match[1]}.{match[2]}", []).append(match[3])
     seen: dict[tuple[str, tuple[Box, ...]], int] = {}
-    pp, vp = _size(arguments, "pipeline_model_parallel_size"), _size(arguments, "virtual_pipeline_model_parallel_size")
+    pp, vp = (
+        size_of(arguments, "pipeline_model_parallel_size"),
+        size_of(arguments, "virtual_pipeline_model_parallel_size"),
+    )
     for rank in _ranks(arguments, chained=any(key.startswith("chained_1.") for key in left)):
         sizes = [
             _numbers(directory, f"{rank.prefix}.{name}") for name in ("per_bucket_numel", "per_bucket_numel_unpadded")
@@ -133,8 +136,10 @@ def find_states(
 
 
 def _unsupported(path: str, arguments: Mapping[str, object]) -> Iterator[Fault]:
-    told = [name for name in _UNEVEN if arguments.get(name)]
-    stages = _size(arguments, "pipeline_model_parallel_size") * _size(arguments, "virtual_pipeline_model_parallel_size")
+    told = [name for name in UNEVEN if arguments.get(name)]
+    stages = size_of(arguments, "pipeline_model_parallel_size") * size_of(
+        arguments, "virtual_pipeline_model_parallel_size"
+    )
     layers = arguments.get("num_layers")
     if arguments.get("transformer_impl") not in _LAYER:
         told.append(f"transformer_impl {arguments.get('transformer_impl')}")
@@ -148,16 +153,16 @@ def _unsupported(path: str, arguments: Mapping[str, object]) -> Iterator[Fault]:
         yield UnsupportedLayout.fault(path, what, mend=RESAVE)
 
 
-def _size(arguments: Mapping[str, object], name: str) -> int:
+def size_of(arguments: Mapping[str, object], name: str) -> int:
     value = arguments.get(name)
     return value if isinstance(value, int) and value > 0 else 1
 
 
 def _ranks(arguments: Mapping[str, object], *, chained: bool) -> Iterator[_Rank]:
     """Every rank whose state was saved, in Megatron's numbering: of each optimizer, pipeline stages outside."""
-    tp, pp, ep = (_size(arguments, f"{name}_model_parallel_size") for name in ("tensor", "pipeline", "expert"))
-    etp = _size(arguments, "expert_tensor_parallel_size") if arguments.get("expert_tensor_parallel_size") else tp
-    count, first = _size(arguments, "num_experts") if arguments.get("num_experts") else 0, "chained_0." * chained
+    tp, pp, ep = (size_of(arguments, f"{name}_model_parallel_size") for name in ("tensor", "pipeline", "expert"))
+    etp = size_of(arguments, "expert_tensor_parallel_size") if arguments.get("expert_tensor_parallel_size") else tp
+    count, first = size_of(arguments, "num_experts") if arguments.get("num_experts") else 0, "chained_0." * chained
     for stage in range(pp):
         for number in range(tp):
             yield _Rank(
@@ -175,7 +180,7 @@ def _ranks(arguments: Mapping[str, object], *, chained: bool) -> Iterator[_Rank]
                 stage=stage,
                 number=number,
                 size=etp,
-                shards=_size(arguments, "world_size") // (pp * ep * etp),
+                shards=size_of(arguments, "world_size") // (pp * ep * etp),
                 dense=False,
                 experts=range(part * count // ep, (part + 1) * count // ep),
             )
@@ -185,7 +190,7 @@ def _slots(
     rank: _Rank, chunk: int, pp: int, vp: int, arguments: Mapping[str, object], weights: Mapping[TensorKey, Placement]
 ) -> Iterator[Slot]:
     """What a rank holds of a model chunk, in the order of `named_parameters`."""
-    layers = _size(arguments, "num_layers")
+    layers = size_of(arguments, "num_layers")
     each = layers // (pp * vp)
     begin = chunk * (layers // vp) + rank.stage * each
     tied = not arguments.get("untie_embeddings_and_output_weights")

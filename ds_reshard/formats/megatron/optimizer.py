@@ -46,7 +46,7 @@ def facts_of(
     if not trained and not groups:
         return None, ""
     held, ungrouped = list(groups or ()), ""
-    members = _members(held, trained, arguments)
+    members = members_of(held, trained, arguments)
     if members is None:
         ungrouped = (
             f"which of its {len(held)} param groups a parameter is in is told by no file, and no rule of Megatron's"
@@ -65,7 +65,7 @@ def facts_of(
     return OptimizerFacts(groups=made, scalars=scalars), ungrouped
 
 
-def _members(
+def members_of(
     groups: Sequence[Mapping[str, object]], trained: Sequence[Trained], arguments: Mapping[str, object]
 ) -> list[list[str]] | None:
     """The members of each group by Megatron's rule; None where the groups are others than it makes."""

@@ -16,13 +16,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 
-from ds_reshard.containers.dcp_directory import METADATA, AlikeArchives, Chunk, Directory, Place, read_directory
+from ds_reshard.containers.dcp_directory import METADATA, AlikeArchives, Chunk, Directory, read_directory
 from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, UnsupportedLayout, raise_faults
-from ds_reshard.formats.megatron.checkpoint import BACKEND, COMMON, arguments_of, chained_groups, read_common
+from ds_reshard.formats.megatron.checkpoint import (
+    BACKEND,
+    COMMON,
+    arguments_of,
+    chained_groups,
+    counted,
+    objects_of,
+    read_common,
+    read_object,
+)
 from ds_reshard.formats.megatron.flat_states import FLAT, RESAVE, FlatStates, Tile, family_of, find_states, ordered
 from ds_reshard.formats.megatron.optimizer import KINDS, Trained, facts_of
 from ds_reshard.model.checkpoint import SavedFile, SavedListing
-from ds_reshard.model.content import MASTER, SAMPLES, STEPS, WEIGHT, Path
+from ds_reshard.model.content import MASTER, WEIGHT, Path
 from ds_reshard.model.facts import OptimizerFacts
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, check_cover
@@ -83,6 +92,11 @@ class TorchDist:
             raise_faults([_damaged(place.path, what, expected, found)], subject=f"checkpoint {self.folder}")
             raise AssertionError
         return {BUFFER: extent_of(held)}
+
+    def random_states(self) -> Mapping[str, object]:
+        """What each rank's random number generators would have said next, by the name of the object."""
+        objects = self.directory.objects
+        return {key: read_object(place) for key, place in objects.items() if key.startswith("rng_state/")}
 
 
 def is_torch_dist(folder: str) -> bool:
@@ -186,14 +200,14 @@ def open_torch_dist(folder: str) -> TorchDist:
         directory=directory,
         layout=layout,
         facts=facts,
-        objects=dict(_objects(common, arguments)),
+        objects=dict(objects_of(common, arguments)),
         chunks=families,
         arguments=arguments,
         replicas=Layout(replicas, shards),
         distributed=kind is not None,
         flat=flat,
         ungrouped=ungrouped,
-        ranks=_count(arguments.get("data_parallel_size")),
+        ranks=counted(arguments.get("data_parallel_size")),
     )
 
 
@@ -344,25 +358,6 @@ def _trained(placements: Mapping[TensorKey, Placement]) -> list[Trained]:
     names = dict.fromkeys(key.name for key in placements if key.kind != WEIGHT)
     shapes = ((name, placements[TensorKey(name=name, kind=WEIGHT)].shape) for name in names)
     return [Trained(name=name, shape=shape) for name, shape in shapes]
-
-
-def _objects(common: Mapping[object, object], arguments: Mapping[str, object]) -> Iterator[tuple[Path, object]]:
-    """The values beside the tensors that are no file's alone, under the names of every format and Megatron's own."""
-    counters = {STEPS: common.get("iteration"), SAMPLES: arguments.get("consumed_train_samples")}
-    yield from (((name,), value) for name, value in counters.items() if value is not None)
-    for name, value in common.items():
-        if name not in ("args", "optimizer", "content_metadata", "iteration", "rerun_state_machine"):
-            yield (str(name),), value
-    yield ("args",), dict(arguments)
-
-
-def random_states(directory: Directory) -> dict[str, Place]:
-    """Where each rank's random states lie."""
-    return {key: place for key, place in directory.objects.items() if key.startswith("rng_state/")}
-
-
-def _count(value: object) -> int | None:
-    return value if type(value) is int and value > 0 else None
 
 
 def _damaged(where: str, what: str, expected: str, found: str) -> Fault:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import ds_reshard.operations as tools
 from ds_reshard.containers.dcp_directory import read_directory
-from ds_reshard.errors import CheckpointDamaged, ReshardError, UnsupportedLayout
+from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReshardError, UnsupportedLayout
 from ds_reshard.execution.checksums import Ledger
 from ds_reshard.operations.fingerprints import fingerprint
 from ds_reshard.operations.source import find_listing, open_checkpoint
@@ -51,26 +51,26 @@ EXPERTS = (
     " --expert-model-parallel-size 2 "
 )
 MANY_BUCKETS = "--hidden-size 20 --ffn-hidden-size 28 --overlap-grad-reduce --ddp-bucket-size 1000 "
-BOTH = ("model_space", "buckets")
+ALL = ("model_space", "buckets", "torch")
 WORLDS = {
-    "gated tp2 pp2": World("0.19.2", 4, DISTRIBUTED + GATED + TP + PP, BOTH),
-    "gated pp2 vp2": World("0.19.2", 2, DISTRIBUTED + GATED + PP + "--num-layers-per-virtual-pipeline-stage 1 ", BOTH),
-    "tied pp2": World(
-        "0.19.2", 2, DISTRIBUTED + GATED.replace("--untie-embeddings-and-output-weights ", "") + PP, BOTH
-    ),
-    "experts ep2": World("0.19.2", 2, DISTRIBUTED + GATED + EXPERTS, BOTH),
-    "many buckets dp2": World("0.18.2", 2, DISTRIBUTED + MANY_BUCKETS, BOTH),
-    "tied tp2, bf16 without the distributed optimizer": World("0.18.2", 2, "--bf16 " + TP, ("plain",)),
-    "gated fp32": World("0.18.2", 1, GATED, ("plain",)),
+    "gated tp2 pp2": World("0.19.2", 4, DISTRIBUTED + GATED + TP + PP, ALL),
+    "gated pp2 vp2": World("0.19.2", 2, DISTRIBUTED + GATED + PP + "--num-layers-per-virtual-pipeline-stage 1 ", ALL),
+    "tied pp2": World("0.19.2", 2, DISTRIBUTED + GATED.replace("--untie-embeddings-and-output-weights ", "") + PP, ALL),
+    "experts ep2": World("0.19.2", 2, DISTRIBUTED + GATED + EXPERTS, ALL),
+    "many buckets dp2": World("0.18.2", 2, DISTRIBUTED + MANY_BUCKETS, ALL),
+    "tied tp2, bf16 without the distributed optimizer": World("0.18.2", 2, "--bf16 " + TP, ("plain", "torch")),
+    "gated fp32": World("0.18.2", 1, GATED, ("plain", "torch")),
 }
 FLAGS: dict[str, dict[str, Any]] = {
     "model_space": {"ckpt_format": "torch_dist", "dist_ckpt_optim_fully_reshardable": True},
     "buckets": {"ckpt_format": "torch_dist", "dist_ckpt_optim_fully_reshardable": False},
     "plain": {"ckpt_format": "torch_dist"},
+    "torch": {"ckpt_format": "torch"},
 }
 WRONG = ("many buckets dp2", "model_space")
 """What Megatron-LM itself saves wrong."""
-READ = [(name, one) for name, world in WORLDS.items() for one in world.formats if (name, one) != WRONG]
+REFUSED = ("experts ep2", "torch")
+READ = [(name, one) for name, world in WORLDS.items() for one in world.formats if (name, one) not in (WRONG, REFUSED)]
 
 Saved = Callable[[str, str], Path]
 
@@ -121,7 +121,8 @@ def test_every_element_is_the_one_that_was_saved(saved: Saved, world: str, form:
         kinds.add((kind, str(held.dtype)))
     weights = "torch.bfloat16" if "--bf16" in arguments else "torch.float32"
     masters = {("fp32", "torch.float32")} if "--bf16" in arguments else set()
-    moments = {("exp_avg", "torch.float32"), ("exp_avg_sq", "torch.float32")}
+    named = (world, form) != ("gated fp32", "torch")  # which has no master that says whose a moment is
+    moments = {("exp_avg", "torch.float32"), ("exp_avg_sq", "torch.float32")} if named else set()
     assert kinds == {("weight", weights)} | masters | moments
     experts = "experts.experts." if "--num-experts" in arguments else ""
     assert {f"decoder.layers.{layer}.mlp.{experts}linear_fc1.weight" for layer in range(4)} <= names
@@ -129,11 +130,11 @@ def test_every_element_is_the_one_that_was_saved(saved: Saved, world: str, form:
 
 
 @pytest.mark.parametrize(
-    ("world", "form"), [("gated tp2 pp2", "model_space"), ("gated tp2 pp2", "buckets"), ("gated fp32", "plain")]
+    ("world", "form"), [("gated tp2 pp2", "model_space"), ("gated tp2 pp2", "torch"), ("gated fp32", "plain")]
 )
 def test_groups_steps_and_counters(saved: Saved, world: str, form: str) -> None:
     told = tools.inspect(str(saved(world, form)))
-    assert told.faults == () and told.format == "Megatron-LM, torch_dist"
+    assert told.faults == () and told.format == ("Megatron-LM, torch" if form == "torch" else "Megatron-LM, torch_dist")
     assert (told.steps.global_steps, told.steps.global_samples, told.steps.optimizer_steps) == (
         ITERATION,
         SAMPLES_SEEN,
@@ -161,9 +162,13 @@ def test_tools_on_a_whole_checkpoint(saved: Saved, tmp_path: Path) -> None:
     tools.convert(str(folder), str(tmp_path / "weights"), to="safetensors")
 
 
-@pytest.mark.parametrize("world", [name for name, one in WORLDS.items() if one.formats == BOTH and name != WRONG[0]])
-def test_both_forms_of_one_state_do_not_differ(saved: Saved, world: str) -> None:
-    found = tools.diff(str(saved(world, "model_space")), str(saved(world, "buckets")))
+PAIRS = [(name, *one.formats[at : at + 2]) for name, one in WORLDS.items() for at in range(len(one.formats) - 1)]
+PAIRS = [one for one in PAIRS if one[0] != "gated fp32" and {(one[0], one[1]), (one[0], one[2])} <= set(READ)]
+
+
+@pytest.mark.parametrize(("world", "one", "other"), PAIRS)
+def test_two_forms_of_one_state_do_not_differ(saved: Saved, world: str, one: str, other: str) -> None:
+    found = tools.diff(str(saved(world, one)), str(saved(world, other)))
     assert {one.state for one in found.tensors} == {"equal"} and found.faults == ()
 
 
@@ -328,3 +333,47 @@ def test_buckets_that_are_missing(saved: Saved, tmp_path: Path, lacking: str) ->
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointDamaged, match=r"dp_group_idx_1|exp_avg"):
         open_checkpoint(find_listing(str(folder), None))
+
+
+def _copied_torch(saved: Saved, to: Path) -> Path:
+    (step,) = saved("gated tp2 pp2", "torch").glob("iter_*")
+    return Path(shutil.copytree(step, to / step.name))
+
+
+def test_experts_in_format_torch_are_refused(saved: Saved) -> None:
+    with pytest.raises(UnsupportedLayout, match="num_experts"):
+        open_checkpoint(find_listing(str(saved(*REFUSED)), None))
+
+
+@pytest.mark.parametrize("gone", ["mp_rank_01_001", "mp_rank_00_001/distrib_optim.pt"])
+def test_a_rank_that_is_missing(saved: Saved, tmp_path: Path, gone: str) -> None:
+    folder = _copied_torch(saved, tmp_path)
+    shutil.rmtree(folder / gone) if (folder / gone).is_dir() else (folder / gone).unlink()
+    with pytest.raises(CheckpointNotFound, match=gone):
+        open_checkpoint(find_listing(str(folder), None))
+
+
+def test_a_folder_that_the_arguments_do_not_call_for(saved: Saved, tmp_path: Path) -> None:
+    folder = _copied_torch(saved, tmp_path)
+    shutil.copytree(folder / "mp_rank_01_001", folder / "mp_rank_02_001")
+    with pytest.raises(CheckpointDamaged, match="mp_rank_02_001"):
+        open_checkpoint(find_listing(str(folder), None))
+
+
+@pytest.mark.parametrize(("one", "other"), [("mp_rank_00_000", "mp_rank_01_000"), ("mp_rank_00_000", "mp_rank_00_001")])
+def test_two_folders_exchanged(saved: Saved, tmp_path: Path, one: str, other: str) -> None:
+    folder = _copied_torch(saved, tmp_path)
+    (folder / one).rename(folder / "held")
+    (folder / other).rename(folder / one)
+    (folder / "held").rename(folder / other)
+    with pytest.raises(CheckpointDamaged, match="another rank than its folder"):
+        open_checkpoint(find_listing(str(folder), None))
+
+
+@pytest.mark.parametrize(("whose", "said"), [("mp_rank_01_000", "not the cast"), ("mp_rank_00_001", "another size")])
+def test_states_of_another_rank(saved: Saved, tmp_path: Path, whose: str, said: str) -> None:
+    """Their size tells it, or their masters."""
+    folder = _copied_torch(saved, tmp_path)
+    (folder / "mp_rank_00_000" / "distrib_optim.pt").write_bytes((folder / whose / "distrib_optim.pt").read_bytes())
+    with pytest.raises(CheckpointDamaged, match=said):
+        fingerprint(str(folder))

@@ -1,0 +1,445 @@
+"""A checkpoint of Megatron-LM's format `torch`: a folder of each model-parallel rank; Megatron is not needed for it.
+
+Folders are `mp_rank_TT`, `mp_rank_TT_PPP` with several pipeline stages (megatron/training/checkpointing.py,
+`get_checkpoint_name`, 0.16.1 to 0.19.2). Tensors are pieces of tensor-parallel ranks, with local layer numbers. They
+get the names that the same model has in `torch_dist`, so that one state is the same tensors in both formats.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+from ds_reshard.containers.torch_zip import open_archive
+from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, UnsupportedLayout, raise_faults
+from ds_reshard.formats.megatron.buckets import Slot, bucket_size_of, buckets_of, shards_of
+from ds_reshard.formats.megatron.checkpoint import MODEL, Group, arguments_of, chained_groups, counted, objects_of
+from ds_reshard.formats.megatron.flat_states import UNEVEN, size_of
+from ds_reshard.formats.megatron.optimizer import KINDS, Trained, facts_of, members_of
+from ds_reshard.model.checkpoint import SavedFile, SavedListing
+from ds_reshard.model.content import MASTER, WEIGHT, Path
+from ds_reshard.model.facts import OptimizerFacts, canonical
+from ds_reshard.model.index import Extent, extent_of
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, check_cover
+from ds_reshard.model.records import ElementType, TensorRecord
+from ds_reshard.model.region import Box
+
+FLAT_FILE = "distrib_optim.pt"
+_FAMILY = "model-parallel ranks"
+_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_COLUMNS = re.compile(
+    r"(?:.*\.)?(linear_qkv|linear_fc1)\.(weight|bias)|embedding\.word_embeddings\.weight|output_layer\.weight"
+)
+_ROWS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
+_WHOLE = re.compile(
+    r"embedding\.position_embeddings\.weight|decoder\.final_layernorm\.(weight|bias)|"
+    r"decoder\.layers\.\d+\.(self_attention\.(linear_proj\.bias|[qk]_layernorm\.(weight|bias))|mlp\.linear_fc2\.bias|"
+    r"(self_attention\.linear_qkv|mlp\.linear_fc1)\.layer_norm_(weight|bias))"
+)
+_LOCAL = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""Names in local layers, and in `torch_dist` (`sharded_state_dict_keys_map`, core/models/gpt/gpt_layer_specs.py)."""
+_SAME = (
+    "num_layers",
+    "swiglu",
+    "padded_vocab_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "data_parallel_size",
+    "consumed_train_samples",
+)
+_MEND = "restore the folder from a copy, or take another iteration"
+_SAVE_DIST = "save it with --ckpt-format torch_dist"
+_NAMELESS = (
+    "its fp32 optimizer numbers its states, and nothing proves which parameter a number is: they are not read; "
+    "save it with --ckpt-format torch_dist"
+)
+
+
+class _Piece(NamedTuple):
+    """What one rank holds of a tensor: which one, the whole's shape, the boxes that the bytes are of, and the bytes."""
+
+    key: TensorKey
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    extent: Extent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    """One folder, read: its place, and what its files hold."""
+
+    path: str
+    tp: int
+    pp: int
+    held: Mapping[object, object]
+    flat: object
+    arguments: Mapping[str, object]
+
+    @property
+    def models(self) -> list[Mapping[object, object]]:
+        """The model chunks: one, or those of virtual stages."""
+        count = size_of(self.arguments, "virtual_pipeline_model_parallel_size")
+        names = ["model"] if count == 1 else [f"model{number}" for number in range(count)]
+        found = [self.held.get(name) for name in names]
+        return [one for one in found if isinstance(one, Mapping)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchFormat:
+    """What the files tell; the shards are the folders, and each piece is a buffer of one."""
+
+    folder: str
+    layout: Layout
+    replicas: Layout
+    facts: OptimizerFacts | None
+    objects: Mapping[Path, object]
+    arguments: Mapping[str, object]
+    extents: Sequence[Mapping[str, Extent]]
+    random: Mapping[str, object]
+    distributed: bool = True
+    flat: bool = False
+    ungrouped: str = ""
+    ranks: int | None = None
+    notes: tuple[str, ...] = ()
+    beside: Mapping[str, Path] = field(default_factory=dict)
+
+    def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
+        return self.extents[shard]
+
+    def random_states(self) -> Mapping[str, object]:
+        return self.random
+
+
+def is_torch_format(folder: str) -> bool:
+    return any(os.path.isfile(os.path.join(folder, name, MODEL)) for name in _folders(folder))
+
+
+def _folders(folder: str) -> list[str]:
+    if not os.path.isdir(folder):
+        return []
+    return sorted(name for name in os.listdir(folder) if _FOLDER.fullmatch(name))
+
+
+def list_torch_format(folder: str) -> SavedListing:
+    files = {}
+    for name in _folders(folder):
+        for file in sorted(os.listdir(os.path.join(folder, name))):
+            path, role = os.path.join(folder, name, file), "optimizer" if file == FLAT_FILE else "model"
+            if os.path.isfile(path):
+                files[f"{name}/{file}"] = SavedFile(nbytes=os.path.getsize(path), role=role)
+    return SavedListing(
+        format="Megatron-LM, torch",
+        writer="Megatron-LM",
+        folder=folder,
+        tag=os.path.basename(os.path.abspath(folder)),
+        files=files,
+    )
+
+
+def open_torch_format(folder: str) -> TorchFormat:
+    """Read every folder's pickles; raises every structural fault at once, UnsupportedLayout by name."""
+    ranks = _ranks(folder)
+    first, faults = ranks[0], list[Fault]()
+    placed: dict[TensorKey, list[tuple[int, _Piece]]] = {}
+    extents: list[dict[str, Extent]] = []
+    seen: dict[tuple[TensorKey, tuple[Box, ...]], int] = {}
+    for shard, rank in enumerate(ranks):
+        extents.append({})
+        for piece in _pieces(rank, faults):
+            copy = seen.get((piece.key, piece.boxes), 0)
+            seen[piece.key, piece.boxes] = copy + 1
+            key = piece.key._replace(copy=copy)
+            placed.setdefault(key, []).append((shard, piece))
+            extents[shard][_buffer(piece.key)] = piece.extent
+    faults += _groups_differ(ranks)
+    raise_faults(faults, subject=f"checkpoint {folder}")
+    placements = {key: _placed(folder, key, pieces, faults) for key, pieces in placed.items()}
+    raise_faults(faults, subject=f"checkpoint {folder}")
+    layout = Layout({key: one for key, one in placements.items() if not key.copy}, {_FAMILY: len(ranks)})
+    names = dict.fromkeys(key.name for key in layout.placements if key.kind != WEIGHT)
+    trained = [Trained(name=name, shape=layout[TensorKey(name=name, kind=WEIGHT)].shape) for name in names]
+    facts, ungrouped = facts_of(_groups(first) if names else None, None, trained, first.arguments)
+    return TorchFormat(
+        folder=folder,
+        layout=layout,
+        replicas=Layout({key: one for key, one in placements.items() if key.copy}, {_FAMILY: len(ranks)}),
+        facts=facts,
+        objects=dict(objects_of(first.held, first.arguments)),
+        arguments=first.arguments,
+        extents=extents,
+        random={os.path.basename(rank.path): rank.held.get("rng_state") for rank in ranks},
+        ungrouped=ungrouped,
+        ranks=counted(first.arguments.get("data_parallel_size")),
+        notes=() if names or "optimizer" not in first.held else (_NAMELESS,),
+    )
+
+
+def _ranks(folder: str) -> list[_Rank]:
+    """Every folder that the arguments of the first call for, read; faults for those that are not there or too many."""
+    names = _folders(folder)
+    first = arguments_of(_load(os.path.join(folder, names[0], MODEL)).get("args"))
+    raise_faults(list(_unsupported(folder, first)), subject=f"checkpoint {folder}")
+    tp, pp = (size_of(first, f"{name}_model_parallel_size") for name in ("tensor", "pipeline"))
+    places = {
+        f"mp_rank_{t:02d}_{p:03d}" if pp > 1 else f"mp_rank_{t:02d}": (t, p) for p in range(pp) for t in range(tp)
+    }
+    faults = [
+        CheckpointNotFound.fault(os.path.join(folder, name), "is missing", f"tp {tp}, pp {pp}", "none", mend=_MEND)
+        for name in places
+        if name not in names
+    ]
+    faults += [
+        _damaged(os.path.join(folder, name), f"is no folder of tp {tp}, pp {pp}, as the arguments say", "none", "one")
+        for name in names
+        if name not in places
+    ]
+    raise_faults(faults, subject=f"checkpoint {folder}")
+    ranks = []
+    for name, (t, p) in places.items():
+        path = os.path.join(folder, name)
+        held, file = _load(os.path.join(path, MODEL)), os.path.join(path, FLAT_FILE)
+        arguments = arguments_of(held.get("args"))
+        apart = bool(arguments.get("use_distributed_optimizer")) and "optimizer" in held
+        if apart and not os.path.isfile(file):
+            faults.append(CheckpointNotFound.fault(file, "is missing", "the optimizer's state", "none", mend=_MEND))
+            continue
+        flat = _load(file) if apart else None
+        ranks.append(_Rank(path=path, tp=t, pp=p, held=held, flat=flat, arguments=arguments))
+    raise_faults(faults, subject=f"checkpoint {folder}")
+    raise_faults([fault for rank in ranks for fault in _differs(rank, ranks[0])], subject=f"checkpoint {folder}")
+    return ranks
+
+
+def _load(path: str) -> Mapping[object, object]:
+    with open_archive(path) as archive:
+        held = archive.load()
+    if not isinstance(held, dict):
+        raise CheckpointDamaged(f"{path}: holds a {type(held).__name__}, where Megatron saves a dict; {_MEND}")
+    return held
+
+
+def _unsupported(folder: str, arguments: Mapping[str, object]) -> Iterator[Fault]:
+    told = [name for name in (*UNEVEN, "num_experts", "ddp_num_buckets", "fp8") if arguments.get(name)]
+    stages = size_of(arguments, "pipeline_model_parallel_size") * size_of(
+        arguments, "virtual_pipeline_model_parallel_size"
+    )
+    layers = arguments.get("num_layers")
+    if not isinstance(layers, int) or layers % stages:
+        told.append(f"num_layers {layers} over {stages} stages")
+    if arguments.get("num_distributed_optimizer_instances") not in (None, 1):
+        told.append("num_distributed_optimizer_instances")
+    for name in told:
+        what = f"with {name} a checkpoint of format torch is not read"
+        yield UnsupportedLayout.fault(folder, what, mend=_SAVE_DIST)
+
+
+def _differs(rank: _Rank, first: _Rank) -> Iterator[Fault]:
+    """What one rank's file says otherwise than the first's, and otherwise than its folder."""
+    said = {"iteration": (rank.held.get("iteration"), first.held.get("iteration"))}
+    said |= {f"args.{name}": (rank.arguments.get(name), first.arguments.get(name)) for name in _SAME}
+    for name, (own, others) in said.items():
+        if canonical(own) != canonical(others):
+            yield _damaged(rank.path, f"{name} is another than the first rank's", canonical(others), canonical(own))
+    number, world = rank.arguments.get("rank"), size_of(rank.arguments, "world_size")
+    tp, pp = (size_of(rank.arguments, f"{name}_model_parallel_size") for name in ("tensor", "pipeline"))
+    if isinstance(number, int) and not rank.arguments.get("use_tp_pp_dp_mapping"):
+        place = number % tp, number // max(1, world // pp)
+        if place != (rank.tp, rank.pp):
+            what = "was saved by another rank than its folder is of"
+            yield _damaged(rank.path, what, f"tp {rank.tp}, pp {rank.pp}", f"tp {place[0]}, pp {place[1]}")
+
+
+def _pieces(rank: _Rank, faults: list[Fault]) -> Iterator[_Piece]:
+    """All that a rank holds of weights and states."""
+    models, count = rank.models, size_of(rank.arguments, "virtual_pipeline_model_parallel_size")
+    if len(models) != count:
+        faults.append(_damaged(rank.path, "holds another number of model chunks", str(count), str(len(models))))
+        return
+    chunks = [list(_weights(rank, number, model, faults)) for number, model in enumerate(models)]
+    yield from (piece for chunk in chunks for piece in chunk)
+    if isinstance(rank.flat, Mapping):
+        for number, chunk in enumerate(chunks):
+            yield from _flat(rank, number, chunk, faults)
+    elif "optimizer" in rank.held:
+        yield from _plain(rank, [piece for chunk in chunks for piece in chunk], faults)
+
+
+def _weights(rank: _Rank, number: int, model: Mapping[object, object], faults: list[Fault]) -> Iterator[_Piece]:
+    for local, held in model.items():
+        if not isinstance(held, TensorRecord) or not _is_floating(held.dtype):
+            continue
+        name = _name(rank, number, str(local))
+        cut = _cut(rank, name, held.shape)
+        if cut is None or not held.contiguous:
+            what = f"{local}: how it is cut over tensor-parallel ranks is not known"
+            faults.append(UnsupportedLayout.fault(rank.path, what, mend=_SAVE_DIST))
+            continue
+        yield _Piece(TensorKey(name=name, kind=WEIGHT), *cut, extent_of(held))
+
+
+def _is_floating(dtype: ElementType) -> bool:
+    return dtype.label.startswith(("float", "bfloat"))
+
+
+def _name(rank: _Rank, number: int, local: str) -> str:
+    """The name in the whole model, as `torch_dist` has it."""
+    arguments, match = rank.arguments, _LAYER.fullmatch(local)
+    if match is None:
+        shared = local == "output_layer.weight" and not arguments.get("untie_embeddings_and_output_weights")
+        return "embedding.word_embeddings.weight" if shared else local
+    pp, vp = (size_of(arguments, f"{name}pipeline_model_parallel_size") for name in ("", "virtual_"))
+    layers, rest = size_of(arguments, "num_layers"), match[2]
+    layer = int(match[1]) + number * (layers // vp) + rank.pp * (layers // (pp * vp))
+    for own, other in _LOCAL.items() if arguments.get("transformer_impl") == "local" else ():
+        rest = other + rest.removeprefix(own) if rest.startswith(own) else rest
+    return f"decoder.layers.{layer}.{rest}"
+
+
+def _cut(rank: _Rank, name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[Box, ...]] | None:
+    """The shape of the whole tensor, and the boxes of it that a rank's piece is, one after another."""
+    tp, at, arguments = size_of(rank.arguments, "tensor_model_parallel_size"), rank.tp, rank.arguments
+    if tp == 1 or _WHOLE.fullmatch(name):
+        return shape, (Box.whole(shape),)
+    if _ROWS.fullmatch(name):
+        return (shape[0], shape[1] * tp), (Box(offset=(0, at * shape[1]), size=shape),)
+    if not _COLUMNS.fullmatch(name):
+        return None
+    rest, zeros = shape[1:], (0,) * (len(shape) - 1)
+    gated = ".linear_fc1." in name and (arguments.get("swiglu") or arguments.get("quick_geglu"))
+    parts = (at, tp + at) if gated else (at,)
+    rows = shape[0] // len(parts)
+    boxes = tuple(Box(offset=(part * rows, *zeros), size=(rows, *rest)) for part in parts)
+    return (shape[0] * tp, *rest), boxes
+
+
+def _flat(rank: _Rank, number: int, weights: Sequence[_Piece], faults: list[Fault]) -> Iterator[_Piece]:
+    """The pieces of a flat buffer, in which the padding at the end of each bucket is left out (`buckets_coalesced`)."""
+    assert isinstance(rank.flat, Mapping)
+    path, arguments = os.path.join(rank.path, FLAT_FILE), rank.arguments
+    held = rank.flat.get(number)
+    tensors = next(iter(held.values())) if isinstance(held, Mapping) and len(held) == 1 else None
+    if not isinstance(tensors, Mapping) or rank.flat.get("buckets_coalesced") is not True:
+        what = f"holds no flat buffer of one type for model chunk {number}"
+        faults.append(UnsupportedLayout.fault(path, what, mend=_SAVE_DIST))
+        return
+    tied = not arguments.get("untie_embeddings_and_output_weights")
+    tied = tied and size_of(arguments, "pipeline_model_parallel_size") > 1
+    slots = [
+        Slot(name=piece.key.name, boxes=piece.boxes, shared=tied and piece.key.name.startswith("embedding.word_"))
+        for piece in weights
+    ]
+    buckets = buckets_of(
+        slots,
+        bucket_size=bucket_size_of(arguments, rank.pp, number),
+        dp=shards_of(arguments),
+        fast=bool(arguments.get("ddp_pad_buckets_for_high_nccl_busbw")),
+    )
+    shapes, numel = {piece.key.name: piece.shape for piece in weights}, sum(bucket.unpadded for bucket in buckets)
+    if tensors.get("numel_unpadded") != numel:
+        what = f"model chunk {number}: the flat buffer is of another size than its parameters"
+        faults.append(_damaged(path, what, str(numel), str(tensors.get("numel_unpadded"))))
+        return
+    for kind, tensor in tensors.items():
+        if kind == "numel_unpadded":
+            continue
+        if not isinstance(tensor, TensorRecord) or tensor.shape != (numel,) or not tensor.contiguous:
+            faults.append(_damaged(path, f"{kind} of model chunk {number} is no flat buffer", str(numel), "another"))
+            continue
+        whole, base = extent_of(tensor), 0
+        for bucket in buckets:
+            for at, slot in bucket.slots:
+                key = TensorKey(name=slot.name, kind=KINDS.get(str(kind), str(kind)))
+                yield _Piece(key, shapes[slot.name], slot.boxes, whole.part(base + at, slot.numel))
+            base += bucket.unpadded
+
+
+def _plain(rank: _Rank, weights: Sequence[_Piece], faults: list[Fault]) -> Iterator[_Piece]:
+    """The states of an optimizer that is not distributed, and has masters: by the numbers that its groups give.
+
+    They number the parameters group by group, each in the model's order (`Float16OptimizerWithFloat16Params`).
+    """
+    state, groups = rank.held["optimizer"], _groups(rank)
+    masters = state.get("fp32_from_fp16_params") if isinstance(state, Mapping) else None
+    if not isinstance(state, Mapping) or not isinstance(masters, list):
+        return  # FP32Optimizer: told in the notes
+    inner = state.get("optimizer")
+    states = inner.get("state") if isinstance(inner, Mapping) else None
+    local = {piece.key.name: piece for piece in weights}
+    shapes = {name: _local_shape(piece) for name, piece in local.items()}
+    members = members_of(groups, [Trained(name=name, shape=shape) for name, shape in shapes.items()], rank.arguments)
+    if members is None or not isinstance(states, Mapping) or len(masters) != len(groups):
+        what = "which parameter a state is of is told by no file, and no rule of Megatron's"
+        faults.append(UnsupportedLayout.fault(rank.path, what, mend=_SAVE_DIST))
+        return
+    for names, group, owned in zip(members, groups, masters, strict=True):
+        numbers = group.get("params")
+        if not isinstance(numbers, list) or not isinstance(owned, list) or not len(numbers) == len(owned) == len(names):
+            what = "a param group has another number of parameters than Megatron's rule gives it"
+            faults.append(_damaged(rank.path, what, str(len(names)), str(len(owned))))
+            continue
+        for name, number, master in zip(names, numbers, owned, strict=True):
+            saved = states.get(number)
+            for kind, tensor in {MASTER: master, **(saved if isinstance(saved, Mapping) else {})}.items():
+                if not isinstance(tensor, TensorRecord) or tensor.shape != shapes[name] or not tensor.contiguous:
+                    what = f"{name}: its {kind} is no tensor of its shape"
+                    faults.append(UnsupportedLayout.fault(rank.path, what, str(list(shapes[name])), mend=_SAVE_DIST))
+                    continue
+                piece = local[name]
+                yield _Piece(TensorKey(name=name, kind=str(kind)), piece.shape, piece.boxes, extent_of(tensor))
+
+
+def _local_shape(piece: _Piece) -> tuple[int, ...]:
+    return (sum(box.size[0] for box in piece.boxes), *piece.boxes[0].size[1:])
+
+
+def _groups(rank: _Rank) -> list[Group]:
+    return list(chained_groups(rank.held.get("optimizer"), {}) or ())
+
+
+def _groups_differ(ranks: Sequence[_Rank]) -> Iterator[Fault]:
+    """Param groups that are not the same on each rank, but for their members."""
+    told = [canonical([{k: v for k, v in group.items() if k != "params"} for group in _groups(one)]) for one in ranks]
+    for rank, text in zip(ranks, told, strict=True):
+        if text != told[0]:
+            yield _damaged(rank.path, "its param groups are others than the first rank's", told[0][:80], text[:80])
+
+
+def _buffer(key: TensorKey) -> str:
+    return f"{key.name}[{key.kind}]"
+
+
+def _placed(folder: str, key: TensorKey, pieces: Sequence[tuple[int, _Piece]], faults: list[Fault]) -> Placement:
+    """A tensor of the pieces that ranks hold."""
+    shape, dtype = pieces[0][1].shape, pieces[0][1].extent.dtype
+    if any(piece.shape != shape or piece.extent.dtype is not dtype for _, piece in pieces):
+        faults.append(_damaged(folder, f"{key}: its pieces are of several shapes or types", "one", "several"))
+    if key.kind == MASTER and dtype is not ElementType.FLOAT32:
+        faults.append(
+            UnsupportedLayout.fault(folder, f"{key}: its master is no fp32", "float32", dtype.label, mend=_MEND)
+        )
+    whole = Placement(key, shape, dtype, _FAMILY, _buffer(key), Cut(chunk=max(1, prod(shape))), Box.whole(shape))
+    tiles = []
+    for shard, piece in pieces:
+        origin = 0
+        for box in piece.boxes:
+            cut = Cut(chunk=max(1, box.numel), origin=origin, first=shard)
+            tiles.append(whole._replace(cut=cut, box=box))
+            origin += box.numel
+    try:
+        check_cover([tile.box for tile in tiles], shape)
+    except ValueError as error:
+        faults.append(_damaged(folder, f"{key}: its pieces are not all of it: {error}", "each element once", "others"))
+    return whole._replace(tiles=tuple(tiles))
+
+
+def _damaged(where: str, what: str, expected: str, found: str) -> Fault:
+    return CheckpointDamaged.fault(where, what, expected, found, mend=_MEND)
