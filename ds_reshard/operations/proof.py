@@ -17,7 +17,14 @@ def prove(source: Checkpoint, names: Collection[str] | None = None) -> None:
 
 
 def unproved(source: Checkpoint, names: Collection[str] | None = None) -> list[Fault]:
-    """The parameters, of `names` or all, whose weight is not the cast of its master; reads both, in 64 MiB."""
+    """The parameters, of `names` or all, whose weight is not the cast of its master, and copies that are not the same.
+
+    Of parameters that are not in `names` copies of the weights are compared. Reads them in 64 MiB.
+    """
+    return _uncast(source, names) or _differing(source, names)
+
+
+def _uncast(source: Checkpoint, names: Collection[str] | None) -> list[Fault]:
     layout = source.layout
     masters = [key for key in layout.placements if key.kind == MASTER and (names is None or key.name in names)]
     masters = [key for key in masters if layout[key].numel] if source.masters_are_cast else []
@@ -40,12 +47,11 @@ def unproved(source: Checkpoint, names: Collection[str] | None = None) -> list[F
         if bool(differs.any()):
             key = masters[span.row]
             wrong[key] = wrong.get(key, 0) + int(differs.sum())
-    faults = [_fault(key, count, layout[key].numel, source.unproved_mend) for key, count in wrong.items()]
-    return faults or _differing(source, names)
+    return [_fault(key, count, layout[key].numel, source.unproved_mend) for key, count in wrong.items()]
 
 
 def _differing(source: Checkpoint, names: Collection[str] | None) -> list[Fault]:
-    """The states of which several ranks hold copies that are not the same bits."""
+    """The tensors of which several ranks hold copies that are not the same bits."""
     from ds_reshard.execution.checksums import Ledger
     from ds_reshard.execution.deviation import same_bits
     from ds_reshard.operations.values import SpanReader, logical
@@ -53,7 +59,7 @@ def _differing(source: Checkpoint, names: Collection[str] | None) -> list[Fault]
     copies = source.replicas()
     if copies is None:
         return []
-    keys = [key for key in copies.layout.placements if names is None or key.name in names]
+    keys = [key for key in copies.layout.placements if names is None or key.name in names or key.kind == WEIGHT]
     rows = [(logical(copies, key), logical(source.index, key._replace(copy=0))) for key in keys]
     reader = SpanReader(Ledger(), threads=Reading().threads, memory_nbytes=64 << 20, progress=None, total=0)
     wrong = {keys[span.row] for span in reader.read(rows) if not same_bits(*span.values)}

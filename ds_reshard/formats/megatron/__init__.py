@@ -1,1 +1,1 @@
-"""Checkpoints of Megatron-LM: what they say of schedule and param groups; tensors are left to Megatron."""
+"""Checkpoints of Megatron-LM: schedule, param groups, and the tensors of the formats torch and torch_dist."""

@@ -206,7 +206,8 @@ class Reader(StorageReader):
     def _open_here(self, path: str | os.PathLike[str]) -> None:
         self.checkpoint_id = os.fspath(path)
         self._source = open_checkpoint(find_listing(self.checkpoint_id, self._tag), states=False, whole=False)
-        prove(self._source)
+        if self._group is None or self._group.rank() == 0:
+            prove(self._source)  # all ranks are told what one finds
         self._entries: Mapping[str, Entry] = entries(self._source, **self._names)
         facts = self._source.facts
         self._groups = Groups(facts.groups if facts is not None else (), self._source.shared, where=self._source.folder)

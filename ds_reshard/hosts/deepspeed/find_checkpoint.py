@@ -214,7 +214,7 @@ def _foreign(found: Located, *, optimizer: bool, names: str | None) -> Found:
             mend = 'say it beside plain PyTorch\'s files, trainer_state.json with {"global_step": N}; or pass '
             mend += "load_optimizer_states=False for the weights alone"
             faults.append(UnsupportedLayout.fault(found.folder, what, mend=mend))
-    faults += unproved(source) if optimizer and not faults else []
+    faults += unproved(source, None if optimizer else ()) if not faults else []
     raise_faults([*source.index.faults, *faults], subject=f"loading {found.folder}")
     for note in content.notes:
         logger.warning("%s: %s", found.folder, note)

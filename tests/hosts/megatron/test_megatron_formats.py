@@ -377,3 +377,19 @@ def test_states_of_another_rank(saved: Saved, tmp_path: Path, whose: str, said: 
     (folder / "mp_rank_00_000" / "distrib_optim.pt").write_bytes((folder / whose / "distrib_optim.pt").read_bytes())
     with pytest.raises(CheckpointDamaged, match=said):
         fingerprint(str(folder))
+
+
+@pytest.mark.parametrize("kind", ["weight", "exp_avg"])
+def test_copies_of_ranks_that_differ(saved: Saved, tmp_path: Path, kind: str) -> None:
+    """Of what tensor-parallel ranks hold whole; of weights also where no state is used."""
+    folder = _copied_torch(saved, tmp_path)
+    state: Any = open_checkpoint(find_listing(str(folder), None)).state  # type: ignore[attr-defined]
+    extent = state.extents[-1][f"decoder.final_layernorm.weight[{kind}]"]
+    with open(extent.path, "r+b") as file:
+        file.seek(extent.byte_offset)
+        (byte,) = file.read(1)
+        file.seek(extent.byte_offset)
+        file.write(bytes([byte ^ 1]))
+    to = "safetensors" if kind == "weight" else "universal"
+    with pytest.raises(CheckpointDamaged, match="not the same on each rank"):
+        tools.convert(str(folder), str(tmp_path / "out"), to=to)
