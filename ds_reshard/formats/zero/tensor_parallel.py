@@ -1,0 +1,324 @@
+"""How tensor-parallel ranks divide a parameter: by what the checkpoint says, or by rules that the user gives.
+
+DeepSpeed keeps it in `universal_checkpoint_info` of each model file: since 0.19.6 an affine map, which says of each
+shard where its elements lie (checkpoint/affine.py, 0.19.8); before that, and for a user's own model-parallel unit,
+patterns of names (checkpoint/ds_to_universal.py). Patterns are matched whole here, and one alone may fit: DeepSpeed
+matches their beginning, and takes the first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+from ds_reshard.model.region import Box
+
+Shape = tuple[int, ...]
+
+
+class Misfit(Exception):
+    """Why a parameter's division is not known: what was expected, and what was found."""
+
+    def __init__(self, what: str, expected: str, found: str) -> None:
+        super().__init__(what)
+        self.what, self.expected, self.found = what, expected, found
+
+
+class Part(NamedTuple):
+    """A box of the whole parameter that lies row-major in one shard, from its element `at` on."""
+
+    box: Box
+    at: int
+
+
+class Division(NamedTuple):
+    """A whole parameter, and the parts of it that each tensor-parallel rank has.
+
+    Elements of a shard that are in no part are padding. Of a `replicated` one every rank has all. `evidence` is what
+    says so.
+    """
+
+    shape: Shape
+    ranks: tuple[tuple[Part, ...], ...]
+    replicated: bool
+    evidence: str
+
+
+class Rule(NamedTuple):
+    """What a user says of the parameters that a pattern names: they are cut along `dim`, or `replicated`.
+
+    `parts` are the sizes along it of what is cut one by one (query, key, value; gate and up), or the number of equal
+    ones. Rows behind `vocabulary` are padding.
+    """
+
+    parameters: str
+    dim: int = 0
+    parts: int | tuple[int, ...] = 1
+    replicated: bool = False
+    vocabulary: int | None = None
+
+
+def divisions(
+    shards: Mapping[str, Sequence[Shape]], info: Mapping[str, object], rules: Sequence[Rule]
+) -> tuple[dict[str, Division], dict[str, Misfit]]:
+    """The division of each parameter, given the shapes of its shards by rank, and of which it is not known.
+
+    A rule of the user's goes before what the checkpoint says.
+    """
+    found: dict[str, Division] = {}
+    unknown: dict[str, Misfit] = {}
+    said = _Said(info)
+    for name, shapes in shards.items():
+        try:
+            own = [rule for rule in rules if re.fullmatch(rule.parameters, name)]
+            if len(own) > 1:
+                raise Misfit("two rules name it", "one", " and ".join(repr(rule.parameters) for rule in own))
+            found[name] = _by_rule(own[0], shapes, "rule") if own else said.of(name, shapes)
+        except Misfit as misfit:
+            unknown[name] = misfit
+    return found, unknown
+
+
+def _by_rule(rule: Rule, shards: Sequence[Shape], evidence: str) -> Division:
+    if rule.replicated:
+        return _replicated(shards, evidence)
+    dims, cut = {len(shape) for shape in shards}, rule.dim
+    others = {shape[:cut] + shape[cut + 1 :] for shape in shards}
+    if len(dims) != 1 or not 0 <= cut < min(dims) or len(others) != 1:
+        raise Misfit(f"its shards are not cut along dimension {cut}", "shapes that differ there alone", _shapes(shards))
+    sizes = [shape[cut] for shape in shards]
+    if isinstance(rule.parts, int):
+        if rule.parts < 1 or any(size % rule.parts for size in sizes):
+            raise Misfit("its shards cannot be cut into so many equal parts", str(rule.parts), _shapes(shards))
+        widths = [[size // rule.parts for size in sizes]] * rule.parts
+    else:
+        if any(part % len(shards) for part in rule.parts) or {sum(rule.parts)} != {
+            size * len(shards) for size in sizes
+        }:
+            expected = f"parts {list(rule.parts)}, each in {len(shards)} equal shares"
+            raise Misfit("its shards are not of these parts", expected, _shapes(shards))
+        widths = [[part // len(shards)] * len(shards) for part in rule.parts]
+    return divided(_whole(shards, cut), cut, widths, evidence, vocabulary=rule.vocabulary)
+
+
+def divided(
+    shape: Shape, dim: int, widths: Sequence[Sequence[int]], evidence: str, *, vocabulary: int | None = None
+) -> Division:
+    """A parameter of which rank r has `widths[p][r]` of each part p along `dim`, one part behind the other.
+
+    Of a `vocabulary` the rows behind it are padding, which the whole parameter does not have.
+    """
+    begins = [0, *accumulate(map(sum, widths))]
+    if begins[-1] != shape[dim]:
+        raise Misfit(f"its parts do not fill dimension {dim}", str(shape[dim]), str(begins[-1]))
+    if vocabulary is not None and (dim or len(widths) != 1 or not 0 < vocabulary <= shape[0]):
+        raise Misfit("its padding is not behind its last row", f"a vocabulary of at most {shape[0]}", str(vocabulary))
+    ranks = []
+    for rank in range(len(widths[0])):
+        own, inside, parts = sum(width[rank] for width in widths), 0, list[Part]()
+        for begin, width in zip(begins, widths, strict=False):
+            first, size = begin + sum(width[:rank]), width[rank]
+            if vocabulary is not None:
+                first, size = min(first, vocabulary), max(0, min(first + size, vocabulary) - first)
+            parts += _parts(shape, dim, first, size, own, inside)
+            inside += width[rank]
+        ranks.append(tuple(parts))
+    whole = shape if vocabulary is None else (vocabulary, *shape[1:])
+    return Division(whole, tuple(ranks), replicated=False, evidence=evidence)
+
+
+def _parts(shape: Shape, dim: int, first: int, size: int, own: int, inside: int) -> Iterator[Part]:
+    """Indices [first, first + size) along `dim`, from index `inside` of the `own` that a shard has, as parts.
+
+    A part for each index along the dimensions before, unless the shard has nothing else.
+    """
+    if not size or not prod(shape):
+        return
+    row = prod(shape[dim + 1 :])
+    if size == own:
+        yield Part(_box(shape, dim, first, size, None), 0)
+        return
+    for number in range(prod(shape[:dim])):
+        yield Part(_box(shape, dim, first, size, number), (number * own + inside) * row)
+
+
+def _box(shape: Shape, dim: int, first: int, size: int, number: int | None) -> Box:
+    """Indices along `dim` of all that is before it, or of one index there, given by number."""
+    offset, sizes = [0] * len(shape), list(shape)
+    offset[dim], sizes[dim] = first, size
+    if number is not None:
+        for axis in reversed(range(dim)):
+            number, offset[axis] = divmod(number, shape[axis])
+            sizes[axis] = 1
+    return Box(offset=tuple(offset), size=tuple(sizes))
+
+
+def _replicated(shards: Sequence[Shape], evidence: str) -> Division:
+    if len(set(shards)) != 1:
+        raise Misfit("it is said to be the same on all ranks", "one shape", _shapes(shards))
+    whole = (Part(Box.whole(shards[0]), 0),) if prod(shards[0]) else ()
+    return Division(shards[0], (whole,) * len(shards), replicated=True, evidence=evidence)
+
+
+def _whole(shards: Sequence[Shape], dim: int) -> Shape:
+    return (*shards[0][:dim], sum(shape[dim] for shape in shards), *shards[0][dim + 1 :])
+
+
+def _shapes(shards: Sequence[Shape]) -> str:
+    return ", ".join("x".join(map(str, shape)) or "a scalar" for shape in shards)
+
+
+class _Said:
+    """What `universal_checkpoint_info` says; Misfit where it says nothing of a parameter, or two things."""
+
+    _ROW, _REPLICATED = "parameter_with_row_parallelism_patterns", "tp_replicated_parameter_patterns"
+    _HALVES, _PARTS = "parameter_with_2_sub_params_cat_dim_0", "parameter_with_sub_params"
+    _VOCABULARY, _AVERAGE = "vocabulary_parameter_patterns", "parameter_to_average_patterns"
+
+    def __init__(self, info: Mapping[str, object]) -> None:
+        self._info = info
+        maps = info.get("affine_map")
+        self._maps: Mapping[object, object] = {}
+        if isinstance(maps, Mapping):
+            params = maps.get("params")
+            self._maps = params if maps.get("version") == 1 and isinstance(params, Mapping) else {}
+        unsupported = info.get("autotp_unsupported_parameter_patterns")
+        self._unsupported = unsupported if isinstance(unsupported, Mapping) else {}
+
+    def of(self, name: str, shards: Sequence[Shape]) -> Division:
+        reasons = [reason for pattern, reason in self._unsupported.items() if _fits(pattern, name)]
+        if reasons:
+            raise Misfit("the run that saved it did not know how it is cut", "a known layout", str(reasons[0]))
+        maps = [entry for pattern, entry in self._maps.items() if _fits(pattern, name)]
+        if len(maps) > 1:
+            raise Misfit("two affine maps name it", "one", str(len(maps)))
+        if maps:
+            return _by_affine_map(maps[0], shards)
+        if not self._info:
+            raise Misfit("nothing says how it is cut", "a rule", f"shards of {_shapes(shards)}")
+        named = {kind for kind in (self._ROW, self._REPLICATED, self._HALVES, self._AVERAGE) if self._names(kind, name)}
+        parts = self._sub_params(name)
+        if len(named) + len(parts) > 1:
+            raise Misfit("two patterns of the checkpoint name it", "one", ", ".join([*sorted(named), *parts]))
+        vocabulary = self._info.get("original_vocab_size") if self._names(self._VOCABULARY, name) else None
+        evidence = "pattern"
+        if self._AVERAGE in named:
+            raise Misfit("its copies may differ between ranks, and are averaged", "one value", self._AVERAGE)
+        if self._REPLICATED in named:
+            return _replicated(shards, evidence)
+        if parts:
+            return _by_sub_params(next(iter(parts.values())), shards, self._widths(next(iter(parts))), evidence)
+        if isinstance(vocabulary, bool) or not isinstance(vocabulary, int | None):
+            raise Misfit("its vocabulary's size is malformed", "a number", repr(vocabulary))
+        rule = Rule(name, dim=1 if self._ROW in named else 0, parts=2 if self._HALVES in named else 1)
+        return _by_rule(rule._replace(vocabulary=vocabulary), shards, evidence)
+
+    def _names(self, kind: str, name: str) -> bool:
+        patterns = self._info.get(kind)
+        return isinstance(patterns, (list, tuple)) and any(_fits(pattern, name) for pattern in patterns)
+
+    def _sub_params(self, name: str) -> dict[str, Mapping[object, object]]:
+        """The entries that name a parameter with parts of its own, by the pattern that fits."""
+        entries = self._info.get(self._PARTS)
+        return {
+            str(pattern): entry
+            for entry in (entries if isinstance(entries, (list, tuple)) else ())
+            if isinstance(entry, Mapping)
+            for pattern in entry.get("patterns") or ()
+            if _fits(pattern, name)
+        }
+
+    def _widths(self, pattern: str) -> object:
+        known = self._info.get("sub_param_shard_widths")
+        return known.get(pattern) if isinstance(known, Mapping) else None
+
+
+def _fits(pattern: object, name: str) -> bool:
+    try:
+        return isinstance(pattern, str) and re.fullmatch(pattern, name) is not None
+    except re.error:
+        return False
+
+
+def _by_sub_params(entry: Mapping[object, object], shards: Sequence[Shape], known: object, evidence: str) -> Division:
+    """By `SubparamShape(patterns, shape, partition_dim)`: the shape has the sizes of the parts along that dimension.
+
+    Releases before 0.19.6 give the number of equal parts instead, and no widths: they cut evenly.
+    """
+    dim, shape = entry.get("partition_dim"), entry.get("shape")
+    if not isinstance(dim, int) or not isinstance(shape, (list, tuple)) or not 0 <= dim < len(shape):
+        raise Misfit("its parts are malformed", "a shape and a dimension of it", f"{shape!r}, {dim!r}")
+    sizes = shape[dim]
+    rule = Rule("", dim=dim, parts=tuple(sizes) if isinstance(sizes, (list, tuple)) else sizes)
+    if not isinstance(known, (list, tuple)):
+        return _by_rule(rule, shards, evidence)
+    widths = [list(width) for width in known if isinstance(width, (list, tuple)) and len(width) == len(shards)]
+    sums = [sum(column) for column in zip(*widths, strict=True)]
+    if len(widths) != len(known) or sums != [one[dim] for one in shards]:
+        raise Misfit("its shards have other widths than the checkpoint says", f"{known}", _shapes(shards))
+    return divided(_whole(shards, dim), dim, widths, evidence)
+
+
+def _by_affine_map(entry: object, shards: Sequence[Shape]) -> Division:
+    """By the pieces of each shard: blocks that `torch.as_strided` takes out of the whole and of the shard."""
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("ranks"), Mapping):
+        raise Misfit("its affine map is malformed", "a shape and the pieces of each rank", repr(entry)[:80])
+    shape = _numbers(entry.get("logical_shape"))
+    ranks = []
+    for rank, shard in enumerate(shards):
+        held = entry["ranks"].get(rank, entry["ranks"].get(str(rank)))
+        pieces = held.get("pieces") if isinstance(held, Mapping) else None
+        if not isinstance(held, Mapping) or not isinstance(pieces, (list, tuple)):
+            raise Misfit("its affine map lacks a rank", f"{len(shards)} ranks", f"no pieces of rank {rank}")
+        if _numbers(held.get("shard_shape")) != shard:
+            raise Misfit("its affine map is of another shard", str(held.get("shard_shape")), _shapes([shard]))
+        ranks.append(tuple(part for piece in pieces for part in _by_piece(piece, shape, shard)))
+    whole = (Part(Box.whole(shape), 0),)
+    replicated = len(shards) > 1 and all(parts == whole for parts in ranks)
+    return Division(shape, tuple(ranks), replicated=replicated, evidence="affine map")
+
+
+def _by_piece(piece: object, shape: Shape, shard: Shape) -> Iterator[Part]:
+    if not isinstance(piece, Mapping) or piece.get("scale", 1) != 1:
+        found = repr(piece.get("scale")) if isinstance(piece, Mapping) else repr(piece)[:80]
+        raise Misfit("its affine map scales it, which an optimizer's states do not follow", "a scale of 1", found)
+    size = _numbers(piece.get("shape"))
+    if not prod(size):
+        return
+    here, there = (_placed(piece.get(side), size, of) for side, of in (("source", shape), ("dest", shard)))
+    if here is None or there is None:
+        raise Misfit("its affine map does not place blocks", "boxes, row-major on both sides", repr(piece)[:120])
+    # What lies together in the shard: all axes behind the last that is not taken whole, and that one.
+    axis = next((axis for axis in reversed(range(len(shard))) if size[axis] != shard[axis]), 0)
+    for number in range(prod(size[:axis])):
+        index, left = [0] * len(size), number
+        for before in reversed(range(axis)):
+            left, index[before] = divmod(left, size[before])
+        offset = tuple(map(sum, zip(here, index, strict=True)))
+        sizes = (1,) * axis + size[axis:]
+        at = sum((start + i) * prod(shard[n + 1 :]) for n, (start, i) in enumerate(zip(there, index, strict=True)))
+        yield Part(Box(offset=offset, size=sizes), at)
+
+
+def _placed(said: object, size: Shape, shape: Shape) -> Shape | None:
+    """The index of a block's first element in a tensor of a shape; None where it is no box of that."""
+    if not isinstance(said, (list, tuple)) or len(said) != 2 or len(size) != len(shape):
+        return None
+    strides, own = _numbers(said[1]), tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    if not isinstance(said[0], int) or any(a != b for a, b, n in zip(strides, own, size, strict=True) if n > 1):
+        return None
+    left, index = said[0], []
+    for stride in own:
+        at, left = divmod(left, max(1, stride))
+        index.append(at)
+    fits = all(at >= 0 and at + n <= of for at, n, of in zip(index, size, shape, strict=True))
+    return tuple(index) if fits and not left else None
+
+
+def _numbers(said: object) -> Shape:
+    if not isinstance(said, (list, tuple)) or not all(type(one) is int and one >= 0 for one in said):
+        raise Misfit("its affine map is malformed", "a list of numbers", repr(said)[:80])
+    return tuple(said)

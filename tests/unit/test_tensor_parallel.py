@@ -1,0 +1,174 @@
+"""How tensor-parallel ranks divide parameters: every element has its place, by any way to say it; else a refusal."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_reshard.formats.zero.tensor_parallel import Misfit, Rule, divided, divisions
+from ds_reshard.model.layout import check_cover
+
+
+@st.composite
+def cut_parameters(draw):
+    """A tensor, the dimension it is cut along, and the width that each rank has of each part."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    dim = draw(st.integers(0, len(shape) - 1))
+    ranks = draw(st.integers(1, 4))
+    widths = draw(st.lists(st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks), min_size=1, max_size=3))
+    shape[dim] = sum(map(sum, widths))
+    return numpy.arange(numpy.prod(shape)).reshape(shape), dim, widths
+
+
+def shards_of(whole, dim, widths):
+    """The shard of each rank, cut by numpy: its share of each part, one behind the other."""
+    parts = numpy.split(whole, numpy.cumsum([sum(width) for width in widths])[:-1], axis=dim)
+    cut = [numpy.split(part, numpy.cumsum(width)[:-1], axis=dim) for part, width in zip(parts, widths, strict=True)]
+    return [numpy.concatenate(shares, axis=dim) for shares in zip(*cut, strict=True)]
+
+
+def rebuilt(division, shards):
+    whole = numpy.full(division.shape, -1)
+    for parts, shard in zip(division.ranks, shards, strict=True):
+        for box, at in parts:
+            index = tuple(slice(first, first + size) for first, size in zip(box.offset, box.size, strict=True))
+            whole[index] = shard.reshape(-1)[at : at + box.numel].reshape(box.size)
+    return whole
+
+
+def affine_map(whole, dim, widths):
+    """What DeepSpeed writes of such a cut, as checkpoint/affine.py has it (0.19.8)."""
+
+    def strides(shape):
+        return [int(numpy.prod(shape[axis + 1 :])) for axis in range(len(shape))]
+
+    ranks = {}
+    for rank, shard in enumerate(shards_of(whole, dim, widths)):
+        pieces, inside, begin = [], 0, 0
+        for width in widths:
+            size, first = [*whole.shape], begin + sum(width[:rank])
+            size[dim] = width[rank]
+            sides = ((first, strides(whole.shape)), (inside, strides(shard.shape)))
+            source, dest = ([at * steps[dim], steps] for at, steps in sides)
+            pieces.append({"shape": size, "source": source, "dest": dest, "locations": [rank]})
+            inside, begin = inside + width[rank], begin + sum(width)
+        ranks[rank] = {"shard_shape": list(shard.shape), "pieces": pieces}
+    return {"logical_shape": list(whole.shape), "ranks": ranks}
+
+
+@given(cut_parameters())
+def test_every_element_has_its_place(case):
+    whole, dim, widths = case
+    shards = shards_of(whole, dim, widths)
+    by_widths = divided(whole.shape, dim, widths, "rule")
+    info = {"affine_map": {"version": 1, "params": {"^w$": affine_map(whole, dim, widths)}}}
+    by_map, unknown = divisions({"w": [shard.shape for shard in shards]}, info, [])
+    assert not unknown
+    for division in (by_widths, by_map["w"]):
+        assert division.shape == whole.shape
+        assert numpy.array_equal(rebuilt(division, shards), whole)
+        if not division.replicated:
+            check_cover([part.box for parts in division.ranks for part in parts], whole.shape)
+
+
+HEADS, HALVES, ROW, SAME, VOCABULARY = (
+    {"parameter_with_sub_params": [{"patterns": [r"a\.w"], "shape": ((8, 4, 4), 6), "partition_dim": 0}]},
+    {"parameter_with_2_sub_params_cat_dim_0": [r"a\.w"]},
+    {"parameter_with_row_parallelism_patterns": [r"a\.w"]},
+    {"tp_replicated_parameter_patterns": [r"a\.w"]},
+    {"vocabulary_parameter_patterns": [r"a\.w"], "original_vocab_size": 7},
+)
+WAYS = [
+    (HEADS, Rule(r"a\.w", parts=(8, 4, 4)), 16, 0, [[4, 4], [2, 2], [2, 2]]),
+    (HALVES, Rule(r"a\..", parts=2), 16, 0, [[4, 4], [4, 4]]),
+    (ROW, Rule(r"a\.w", dim=1), 16, 1, [[3, 3]]),
+    ({"universal_checkpoint_version": 0.2}, Rule(r"a\.w"), 16, 0, [[8, 8]]),
+]
+
+
+@pytest.mark.parametrize(("info", "rule", "rows", "dim", "widths"), WAYS)
+def test_patterns_of_the_checkpoint_and_rules_of_the_user_say_the_same(info, rule, rows, dim, widths):
+    whole = numpy.arange(rows * 6).reshape(rows, 6)
+    shards = shards_of(whole, dim, widths)
+    shapes = {"a.w": [shard.shape for shard in shards]}
+    for found, unknown in (divisions(shapes, info, []), divisions(shapes, {}, [rule])):
+        assert not unknown
+        assert numpy.array_equal(rebuilt(found["a.w"], shards), whole)
+
+
+def test_rows_behind_the_vocabulary_are_padding():
+    padded = numpy.arange(48).reshape(8, 6)
+    shards = shards_of(padded, 0, [[4, 4]])
+    for found, _ in (
+        divisions({"a.w": [(4, 6)] * 2}, VOCABULARY, []),
+        divisions({"a.w": [(4, 6)] * 2}, {}, [Rule("a.w", vocabulary=7)]),
+    ):
+        assert found["a.w"].shape == (7, 6)
+        assert numpy.array_equal(rebuilt(found["a.w"], shards), padded[:7])
+        assert sum(part.box.numel for parts in found["a.w"].ranks for part in parts) == 42
+
+
+def test_what_is_the_same_on_all_ranks_is_whole_on_each():
+    for found, _ in (
+        divisions({"a.w": [(4, 6)] * 3}, SAME, []),
+        divisions({"a.w": [(4, 6)] * 3}, {}, [Rule("a.w", replicated=True)]),
+    ):
+        assert found["a.w"].replicated
+        assert found["a.w"].shape == (4, 6)
+        assert [part.box.size for parts in found["a.w"].ranks for part in parts] == [(4, 6)] * 3
+
+
+SCALED = {"version": 1, "params": {"a.w": {"logical_shape": [2], "ranks": {}}}}
+SCALED["params"]["a.w"]["ranks"] = {
+    rank: {"shard_shape": [2], "pieces": [{"shape": [2], "source": [0, [1]], "dest": [0, [1]], "scale": 0.5}]}
+    for rank in range(2)
+}
+SLANTED = {"version": 1, "params": {"a.w": {"logical_shape": [4, 6], "ranks": {}}}}
+SLANTED["params"]["a.w"]["ranks"] = {
+    rank: {"shard_shape": [2, 6], "pieces": [{"shape": [2, 6], "source": [0, [7, 1]], "dest": [0, [6, 1]]}]}
+    for rank in range(2)
+}
+
+SPLIT = {"version": 1, "params": {"a.w": affine_map(numpy.zeros((4, 6)), 0, [[2, 2]])}}
+
+
+@pytest.mark.parametrize(
+    ("info", "rules", "shapes", "what"),
+    [
+        ({}, [], [(4, 6)] * 2, "nothing says how it is cut"),
+        ({}, [Rule("a.*"), Rule("a.w", dim=1)], [(4, 6)] * 2, "two rules name it"),
+        ({}, [Rule("a")], [(4, 6)] * 2, "nothing says how it is cut"),  # patterns are matched whole
+        ({**ROW, **SAME}, [], [(4, 6)] * 2, "two patterns of the checkpoint name it"),
+        ({**ROW, **HEADS}, [], [(8, 6)] * 2, "two patterns of the checkpoint name it"),
+        ({"parameter_to_average_patterns": ["a.w"]}, [], [(4, 6)] * 2, "may differ between ranks"),
+        ({"autotp_unsupported_parameter_patterns": {"a.w": "fused"}}, [], [(4, 6)] * 2, "did not know how it is cut"),
+        (SAME, [], [(4, 6), (3, 6)], "said to be the same on all ranks"),
+        (ROW, [], [(4, 6), (3, 6)], "not cut along dimension 1"),
+        (HEADS, [], [(9, 6), (7, 6)], "not of these parts"),
+        (HEADS, [], [(6, 6), (6, 6)], "not of these parts"),
+        ({}, [Rule("a.w", parts=(3, 3))], [(3, 6), (3, 6)], "not of these parts"),
+        ({}, [Rule("a.w", parts=2)], [(3, 6), (3, 6)], "so many equal parts"),
+        ({}, [Rule("a.w", dim=2)], [(3, 6), (3, 6)], "not cut along dimension 2"),
+        ({}, [Rule("a.w", vocabulary=9)], [(4, 6)] * 2, "padding is not behind its last row"),
+        ({"affine_map": SCALED}, [], [(2,)] * 2, "scales it"),
+        ({"affine_map": SLANTED}, [], [(2, 6)] * 2, "does not place blocks"),
+        ({"affine_map": SPLIT}, [], [(2, 6)] * 3, "lacks a rank"),
+        ({"affine_map": SLANTED}, [], [(3, 6)] * 2, "of another shard"),
+    ],
+)
+def test_what_is_not_known_is_said(info, rules, shapes, what):
+    found, unknown = divisions({"a.w": shapes}, info, rules)
+    assert not found
+    assert what in unknown["a.w"].what
+    assert unknown["a.w"].expected
+    assert unknown["a.w"].found
+
+
+def test_widths_that_are_not_the_shards_are_refused():
+    info = {**HEADS, "sub_param_shard_widths": {r"a\.w": [[4, 4], [2, 2], [2, 2]]}}
+    assert divisions({"a.w": [(8, 6)] * 2}, info, [])[0]
+    assert divisions({"a.w": [(9, 6), (7, 6)]}, info, [])[1]
+    with pytest.raises(Misfit, match="do not fill"):
+        divided((17, 6), 0, [[4, 4], [2, 2]], "rule")
