@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_reshard.formats.zero.tensor_parallel import Misfit, Rule, divided, divisions
+from ds_reshard.formats.zero.tensor_parallel import Misfit, Rule, divided, divisions, rule_faults, rules_in
 from ds_reshard.model.layout import check_cover
 
 
@@ -172,3 +172,47 @@ def test_widths_that_are_not_the_shards_are_refused():
     assert divisions({"a.w": [(9, 6), (7, 6)]}, info, [])[1]
     with pytest.raises(Misfit, match="do not fill"):
         divided((17, 6), 0, [[4, 4], [2, 2]], "rule")
+
+
+def test_rules_of_a_file():
+    said = [
+        {"parameters": r".*\.qkv\.weight", "parts": [8, 4, 4]},
+        {"parameters": "norm", "replicated": True},
+        {"parameters": "embed", "vocabulary": 7},
+        {"parameters": "out", "dim": 1, "parts": 2},
+    ]
+    assert rule_faults("rules", said) == []
+    assert rules_in(said) == (
+        Rule(r".*\.qkv\.weight", parts=(8, 4, 4)),
+        Rule("norm", replicated=True),
+        Rule("embed", vocabulary=7),
+        Rule("out", dim=1, parts=2),
+    )
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "w",
+        {},
+        {"parameters": 3},
+        {"parameters": "("},
+        {"parameters": "w", "dimension": 0},
+        {"parameters": "w", "dim": -1},
+        {"parameters": "w", "dim": True},
+        {"parameters": "w", "parts": []},
+        {"parameters": "w", "parts": [4, 0]},
+        {"parameters": "w", "parts": 2.0},
+        {"parameters": "w", "vocabulary": 0},
+        {"parameters": "w", "replicated": 1},
+        {"parameters": "w", "replicated": True, "dim": 0},
+    ],
+)
+def test_what_is_no_rule(rule):
+    (fault,) = rule_faults("rules", [{"parameters": "v"}, rule])
+    assert fault.where == "rules[1]"
+    assert fault.mend
+
+
+def test_rules_are_a_list():
+    assert rule_faults("rules", {"parameters": "w"})

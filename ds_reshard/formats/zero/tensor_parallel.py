@@ -14,6 +14,7 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
+from ds_reshard.errors import Fault, wrong_value
 from ds_reshard.model.region import Box
 
 Shape = tuple[int, ...]
@@ -59,6 +60,40 @@ class Rule(NamedTuple):
     parts: int | tuple[int, ...] = 1
     replicated: bool = False
     vocabulary: int | None = None
+
+
+_FORM = '{"parameters": "REGEX"} with "dim" (0), "parts" (sizes, or a number), "vocabulary", or "replicated": true'
+
+
+def rule_faults(where: str, said: object) -> list[Fault]:
+    """What is wrong with rules as a JSON file has them: a list of objects."""
+    if not isinstance(said, list):
+        return [wrong_value(where, "a list of rules", said)]
+    return [wrong_value(f"{where}[{number}]", _FORM, rule) for number, rule in enumerate(said) if not _is_rule(rule)]
+
+
+def rules_in(said: object) -> tuple[Rule, ...]:
+    """The rules of a JSON file without faults."""
+    rules = said if isinstance(said, list) else []
+    return tuple(
+        Rule(**{**rule, "parts": tuple(rule["parts"])} if isinstance(rule.get("parts"), list) else rule)
+        for rule in rules
+    )
+
+
+def _is_rule(rule: object) -> bool:
+    if not isinstance(rule, dict) or not rule.keys() <= set(Rule._fields):
+        return False
+    try:
+        re.compile(rule["parameters"])
+    except (KeyError, TypeError, re.error):
+        return False
+    cut, parts = {"dim", "parts", "vocabulary"} & rule.keys(), rule.get("parts", 1)
+    if rule.get("replicated", False) is not False:
+        return rule["replicated"] is True and not cut
+    sizes = parts if isinstance(parts, list) and parts else [parts]
+    least = ((rule.get("dim", 0), 0), (rule.get("vocabulary", 1), 1), *((size, 1) for size in sizes))
+    return all(type(one) is int and one >= low for one, low in least)
 
 
 def divisions(
