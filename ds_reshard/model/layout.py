@@ -238,14 +238,13 @@ class Layout:
 
     def _check(self, family: str, buffer: str, members: list[Placement]) -> None:
         filled = [member for member in members if member.numel]
-        flat = all(member.cut.origin == 0 and member.cut.chunk == filled[0].cut.chunk for member in filled)
-        if not flat and any(member.cut.phase for member in filled):
-            raise ValueError(f"buffer {buffer}: flat and per-tensor cuts are mixed")
-        for before, after in pairwise(sorted(filled, key=_begin if flat else _origin)):
-            cut = before.cut
-            if (_end(before) if flat else cut.origin + min(cut.chunk, before.numel)) > (
-                _begin(after) if flat else after.cut.origin
-            ):
+        for before, after in pairwise(sorted(filled, key=_begin)):
+            cut, behind = before.cut, after.cut
+            if (cut.origin, cut.chunk) == (behind.origin, behind.chunk):
+                apart = cut.phase + before.numel <= behind.phase
+            else:
+                apart = cut.origin + min(cut.chunk, cut.phase + before.numel) <= behind.origin
+            if not apart:
                 raise ValueError(f"buffer {buffer}: {before.key} and {after.key} overlap")
         self._check_fit(family, buffer, filled)
 
@@ -258,15 +257,9 @@ class Layout:
                 raise ValueError(f"buffer {buffer}: {member.key} does not fit {self.shards[family]} shards")
 
 
-def _begin(placement: Placement) -> int:
-    """Where a tensor begins in a flat buffer that all shards hold one after another."""
-    return placement.cut.phase
+def _begin(placement: Placement) -> tuple[int, int]:
+    """Where a box begins: the first element of its tensor's buffer in each shard, and how far it is behind that.
 
-
-def _end(placement: Placement) -> int:
-    return _begin(placement) + placement.numel
-
-
-def _origin(placement: Placement) -> int:
-    """Where each shard's piece of a tensor begins in its buffer, of tensors that are cut one by one."""
-    return placement.cut.origin
+    Of a flat buffer, whose shards hold one after another, the first is that of the buffer.
+    """
+    return placement.cut.origin, placement.cut.phase

@@ -194,6 +194,51 @@ class Mpu:
         raise AttributeError(name)
 
 
+def _mpu_cut(grid: Grid) -> tuple[torch.nn.Module, Any]:
+    """A vocabulary of 7 rows, padded to a multiple of the ranks, SwiGLU halves, uneven heads, a row, and a norm."""
+    mpu = Mpu(grid.tp)
+    model, rank, tp = torch.nn.Module(), mpu.get_model_parallel_rank(), grid.tp
+    padded = -(-VOCABULARY // tp) * tp
+    embed = torch.cat([numbers(0, VOCABULARY, WIDTH), torch.zeros(padded - VOCABULARY, WIDTH)])
+    gate, up, (q, k, v) = (
+        numbers(100, 8, 6),
+        numbers(200, 8, 6),
+        (numbers(300 + 100 * n, r, 6) for n, r in enumerate((8, 4, 4))),
+    )
+    cut = {
+        "embed": embed.chunk(tp)[rank],
+        "gate_up": torch.cat([part.chunk(tp)[rank] for part in (gate, up)]),
+        "qkv": torch.cat([part.chunk(tp)[rank] for part in (q, k, v)]),
+        "row": numbers(600, 6, 8).chunk(tp, 1)[rank].contiguous(),
+        "norm": numbers(700, 6),
+    }
+    for name, tensor in cut.items():
+        parameter = torch.nn.Parameter(tensor.clone())
+        parameter.model_parallel = parameter.tensor_model_parallel = name != "norm"  # type: ignore[attr-defined]
+        model.register_parameter(name, parameter)
+    model.forward = lambda x: square(model)  # type: ignore[method-assign]
+    if grid.layers == "said":
+        model.universal_checkpoint_info = {
+            "universal_checkpoint_version": 0.2,
+            "tp_replicated_parameter_patterns": ["norm"],
+            "parameter_with_row_parallelism_patterns": ["row"],
+            "vocabulary_parameter_patterns": ["embed"],
+            "original_vocab_size": VOCABULARY,
+            "parameter_with_2_sub_params_cat_dim_0": ["gate_up"],
+            "parameter_with_sub_params": [{"patterns": ["qkv"], "shape": ((8, 4, 4), 6), "partition_dim": 0}],
+        }
+    return model, mpu
+
+
+RULES = [
+    {"parameters": "embed", "vocabulary": VOCABULARY},
+    {"parameters": "gate_up", "parts": 2},
+    {"parameters": "qkv", "parts": [8, 4, 4]},
+    {"parameters": "row", "dim": 1},
+    {"parameters": "norm", "replicated": True},
+]
+
+
 def _mpu(grid: Grid) -> tuple[torch.nn.Module, Any]:
     """Nothing in its files says how a tensor is cut: each rank has numbers of its own, but for one that all share."""
     mpu = Mpu(grid.tp)
@@ -247,7 +292,7 @@ def _moe(grid: Grid) -> tuple[torch.nn.Module, Any]:
     return model, None
 
 
-_BUILD = {"moe": _moe, "pipeline": _pipeline, "autotp": _autotp, "mpu": _mpu}
+_BUILD = {"moe": _moe, "pipeline": _pipeline, "autotp": _autotp, "mpu": _mpu, "cut": _mpu_cut}
 
 
 def config_of(grid: Grid) -> dict[str, Any]:

@@ -140,12 +140,6 @@ REFUSED = {
         "CheckpointDamaged",
         "is not a file of this expert",
     ),
-    "other tensor-parallel ranks": (
-        TP,
-        lambda folder: None,
-        "UnsupportedLayout",
-        "saved with tensor parallelism (expected tensor-parallel size 1, found dp=1, tp=2, pp=1",
-    ),
 }
 TARGETS = {
     "pipeline": Grid("pipeline", dp=2),
@@ -175,8 +169,7 @@ def test_what_is_wrong_with_a_grid_is_said_on_every_rank(
     source, damage, error, text = REFUSED[case]
     folder = shutil.copytree(saved(source), tmp_path / "broken")
     damage(folder / "t")
-    target = Grid("autotp", dp=2) if case == "other tensor-parallel ranks" else TARGETS[source.kind]
-    told = worlds[2].run("grid_jobs.refused", grid=target, folder=str(folder))
+    told = worlds[2].run("grid_jobs.refused", grid=TARGETS[source.kind], folder=str(folder))
     assert {name for name, _, _ in told} == {error}, told[0][1]
     assert len({said for _, said, _ in told}) == 1
     assert text in told[0][1] and "To mend: " in told[0][1]

@@ -195,8 +195,11 @@ REFUSED = {
     "too long for the shards": ([tensor("a", 13, Cut(chunk=6))], "a.*does not fit 2 shards"),
     "phase pushes it out": ([tensor("a", 3, Cut(chunk=6, phase=10))], "a.*does not fit 2 shards"),
     "replica longer than a shard": ([tensor("a", 7, Cut(chunk=6), replicated=True)], "a.*does not fit"),
-    "two rules in one buffer": ([tensor("a", 4, Cut(chunk=3, phase=1)), tensor("b", 2, Cut(chunk=2))], "mixed"),
-    "origin in a flat group": ([tensor("a", 2, Cut(chunk=3, phase=1)), tensor("b", 1, Cut(chunk=3, origin=1))], "mix"),
+    "two rules in one buffer": ([tensor("a", 4, Cut(chunk=3, phase=1)), tensor("b", 2, Cut(chunk=2))], "overlap"),
+    "origin in a flat group": (
+        [tensor("a", 2, Cut(chunk=3, phase=1)), tensor("b", 1, Cut(chunk=3, origin=1))],
+        "overlap",
+    ),
 }
 
 
@@ -207,6 +210,11 @@ def test_a_layout_that_cannot_be_is_refused(placements, why):
 
 
 ACCEPTED = {
+    "parts of one shard behind each other": [
+        tensor("a", 4, Cut(chunk=4)),
+        tensor("b", 2, Cut(chunk=2, origin=4)),
+        tensor("c", 2, Cut(chunk=2, origin=4, phase=2)),
+    ],
     "fills its shards": [tensor("a", 12, Cut(chunk=6))],
     "next to each other": [tensor("a", 5, Cut(chunk=6)), tensor("b", 7, Cut(chunk=6, phase=5))],
     "slices side by side": [tensor("a", 8, Cut(chunk=4)), tensor("b", 3, Cut(chunk=2, origin=4))],

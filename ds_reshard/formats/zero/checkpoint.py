@@ -21,6 +21,7 @@ from ds_reshard.formats.zero.layout import by_key, flat_group, sliced, sub_group
 from ds_reshard.formats.zero.model_states import ModelStates, positive, read_model_states
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
+from ds_reshard.formats.zero.tensor_parallel import Rule
 from ds_reshard.formats.zero.universal import UniversalStates, read_universal
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar
 from ds_reshard.model.layout import Layout, Placement
@@ -33,12 +34,14 @@ Shape = tuple[int, ...]
 class Row(NamedTuple):
     """Which of the tensor-parallel ranks of a grid a reader is, and how many there are.
 
-    `ties` are the keys of a PipelineModule's layers that are tied modules, None where no run tells them.
+    `ties` are the keys of a PipelineModule's layers that are tied modules, None where no run tells them. `rules` are
+    what the user says of how tensors are divided; None of a reader that takes no other tensor-parallel size.
     """
 
     size: int = 1
     rank: int = 0
     ties: Mapping[int, str] | None = None
+    rules: tuple[Rule, ...] | None = None
 
 
 ALONE = Row()
@@ -70,7 +73,7 @@ class GridColumn:
 
     `shapes` are the parameters of the flat buffers that are read from them, by number, under the names that they have
     in the whole model; `copies` those of which an earlier column has the first copy. `first` is what the first file
-    says.
+    says. Where columns share a family, shards of it begin with number `begin` in this one, the `number`-th.
     """
 
     family: str
@@ -78,6 +81,8 @@ class GridColumn:
     shapes: Mapping[int, Mapping[str, Shape]]
     first: OptimStates
     copies: Mapping[str, int] = field(default_factory=dict)
+    begin: int = 0
+    number: int = 0
 
     @property
     def dp(self) -> int:
@@ -104,7 +109,8 @@ class ZeroCheckpoint:
     Made by one rank from the listing, one model file and one optimizer file; small and picklable.
     `optim` is None when the optimizer was not asked for, or for a stage-0 checkpoint, or where `universal` has what
     it would. `columns` are where the flat buffers of `optim` lie; under pipeline parallelism `model` and `optim` are
-    what all `stages` say together, and `copies` the tensors of which a file before has a copy. With
+    what all `stages` say together, and `copies` the tensors of which a file before has a copy. `rows` are the model
+    files of all tensor-parallel ranks where `model` is made of them, with whole tensors. With
     `masters_in_module` (fp32 training at stage 0) the weights are the masters: both keys name the same bytes, and a
     reader wants them once. `foreign` says that it was made of a checkpoint of another format.
     """
@@ -121,6 +127,7 @@ class ZeroCheckpoint:
     columns: tuple[GridColumn, ...] = ()
     stages: tuple[ModelStates, ...] = ()
     copies: Mapping[str, TensorRecord] = field(default_factory=dict)
+    rows: tuple[ModelStates, ...] = ()
 
     @property
     def optimizer_entries(self) -> Mapping[str, object]:
@@ -190,6 +197,10 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row = ALONE) -> Z
     sharded = (optimizer or listing.partitioned_model) and not listing.universal and divided
     experts = autoep_sizes(model.entries)
     raise_faults(grid_faults(listing, grid, row, optimizer=sharded, experts=experts), subject=subject)
+    if reshaped(listing, grid, row):
+        from ds_reshard.formats.zero.rows import open_rows
+
+        return open_rows(listing, grid, row, optimizer=sharded)
     listing = listing.column(row.rank)
     if grid.pp > 1 or listing.layers:
         from ds_reshard.formats.zero.pipeline import open_pipeline
@@ -229,6 +240,12 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row = ALONE) -> Z
         grid=grid,
         columns=columns,
     )
+
+
+def reshaped(listing: Listing, grid: Grid, row: Row) -> bool:
+    """Whether a reader that has no tensor-parallel ranks takes what several have saved."""
+    alone = row.size == grid.pp == 1 and not (listing.layers or listing.experts or listing.universal)
+    return grid.tp > 1 and alone and row.rules is not None
 
 
 def layout_of(listing: Listing, placements: Iterable[Placement], shards: Mapping[str, int]) -> Layout:
@@ -283,7 +300,7 @@ def grid_faults(
     if listing.universal and grid.tp * grid.pp > 1:
         what, mend = "is a universal checkpoint of tensor- or pipeline-parallel ranks", 'set "load_universal": true'
         yield UnsupportedLayout.fault(listing.folder, what, "tp=1, pp=1", str(grid), mend=mend)
-    elif grid.tp != row.size:
+    elif grid.tp != row.size and not reshaped(listing, grid, row):
         what = "was saved with tensor parallelism of another size" if row.size > 1 else "saved with tensor parallelism"
         expected = f"tensor-parallel size {row.size}"
         mend = f"load it in a run with import ds_reshard.auto and tensor-parallel size {grid.tp}"

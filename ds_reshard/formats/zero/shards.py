@@ -118,9 +118,9 @@ class ZeroShards:
         """
         if family == MODEL:
             return self._model(shard)
-        column = next((one for one in self.checkpoint.columns if one.family == family), None)
-        if column is not None:
-            return self._optim(column, shard)
+        columns = [one for one in self.checkpoint.columns if one.family == family and one.begin <= shard]
+        if columns:
+            return self._optim(columns[-1], shard - columns[-1].begin)
         (placement,) = self.checkpoint.layout.in_buffer(family, BUFFER)
         path = self.checkpoint.listing.path(family)
         if not placement.numel:  # ds_to_universal writes no file of what has no elements
@@ -131,7 +131,7 @@ class ZeroShards:
 
     def model_states(self, shard: int) -> ModelStates:
         """What the model file of a shard says; read once where it is asked for again before another."""
-        if shard == 0:
+        if shard == 0 and not self.checkpoint.rows:
             return self.checkpoint.model
         name = self.checkpoint.listing.model[shard]
         path, latest = self.checkpoint.listing.path(name), self.latest
@@ -144,7 +144,8 @@ class ZeroShards:
         name, model = checkpoint.listing.model[shard], self.model_states(shard)
         self.signatures[name] = abridged(model_signature(model))
         extents = {f"module/{key}": extent_of(tensor) for key, tensor in model.module.items() if tensor.contiguous}
-        for key, shape in checkpoint.model.frozen_shapes.items() if checkpoint.listing.partitioned_model else ():
+        said = checkpoint.rows[shard // checkpoint.dp] if checkpoint.rows else checkpoint.model
+        for key, shape in said.frozen_shapes.items() if checkpoint.listing.partitioned_model else ():
             fragment = model.frozen_fragments.get(key)
             expected = -(-prod(shape) // checkpoint.dp)
             if not prod(shape):

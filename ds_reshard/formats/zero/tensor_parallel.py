@@ -119,7 +119,7 @@ def divisions(
 
 def _by_rule(rule: Rule, shards: Sequence[Shape], evidence: str) -> Division:
     if rule.replicated:
-        return _replicated(shards, evidence)
+        return replicated(shards, evidence)
     dims, cut = {len(shape) for shape in shards}, rule.dim
     others = {shape[:cut] + shape[cut + 1 :] for shape in shards}
     if len(dims) != 1 or not 0 <= cut < min(dims) or len(others) != 1:
@@ -191,7 +191,8 @@ def _box(shape: Shape, dim: int, first: int, size: int, number: int | None) -> B
     return Box(offset=tuple(offset), size=tuple(sizes))
 
 
-def _replicated(shards: Sequence[Shape], evidence: str) -> Division:
+def replicated(shards: Sequence[Shape], evidence: str) -> Division:
+    """A tensor of which all ranks have a copy; Misfit where their shapes differ."""
     if len(set(shards)) != 1:
         raise Misfit("it is said to be the same on all ranks", "one shape", _shapes(shards))
     whole = (Part(Box.whole(shards[0]), 0),) if prod(shards[0]) else ()
@@ -243,7 +244,7 @@ class _Said:
         if self._AVERAGE in named:
             raise Misfit("its copies may differ between ranks, and are averaged", "one value", self._AVERAGE)
         if self._REPLICATED in named:
-            return _replicated(shards, evidence)
+            return replicated(shards, evidence)
         if parts:
             return _by_sub_params(next(iter(parts.values())), shards, self._widths(next(iter(parts))), evidence)
         if isinstance(vocabulary, bool) or not isinstance(vocabulary, int | None):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.execution.checksums import Ledger
-from ds_reshard.execution.deviation import same_bits
+from ds_reshard.execution.deviation import Deviation, same_bits
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.pipeline import tied_key
@@ -130,7 +130,7 @@ def copies_apart(
     A copy that was never trained, as that of a position embedding in the last stage, is passed over. The ranks of a row
     divide the copies among them; `position` of `size` is this rank's among those of its stage.
     """
-    copies = [key for key in checkpoint.layout.placements if key.copy]
+    copies = [key for key in checkpoint.layout.placements if key.copy and not checkpoint.rows]
     for key in copies[grid.stage * size + position :: grid.pp * size]:
         first = key._replace(copy=0)
         if key.name in grid.tied:
@@ -158,6 +158,35 @@ def copies_apart(
                 f"{len(grid.stages_of(tied_key(key.name)))}",
                 mend="resume with stages that have as many copies; or name it in tied_weight_attr",
             )
+
+
+def replicas_apart(
+    checkpoint: ZeroCheckpoint, index: Index, position: int, size: int, *, memory_nbytes: int
+) -> Iterator[Fault]:
+    """Tensors that tensor-parallel ranks have not divided, and of which two have other values.
+
+    The ranks of the run divide them among themselves; `position` of `size` is this one's.
+    """
+    copies = [key for key in checkpoint.layout.placements if key.copy and checkpoint.rows]
+    for key in copies[position::size]:
+        first = key._replace(copy=0)
+        if not same_values(index, first, key, memory_nbytes=memory_nbytes):
+            what = f"is not divided, and tensor-parallel rank {key.copy} has other values than rank 0"
+            mend = "resume with the tensor-parallel size that was saved; or restore all files of one save"
+            found = _difference(index, first, key, memory_nbytes=memory_nbytes)
+            yield CheckpointDamaged.fault(f"tensor {first}", what, "the same bytes", found, mend=mend)
+
+
+def _difference(index: Index, one: TensorKey, other: TensorKey, *, memory_nbytes: int) -> str:
+    left, right = logical(index, one), logical(index, other)
+    if (left.shape, left.dtype) != (right.shape, right.dtype):
+        return f"{right.dtype} {list(right.shape)} beside {left.dtype} {list(left.shape)}"
+    reader = SpanReader(Ledger(), threads=1, memory_nbytes=memory_nbytes, progress=None, total=left.nbytes)
+    found, at = Deviation(), 0
+    for span in reader.read([(left, right)]):
+        found.add(at, *span.values)
+        at += span.values[0].numel()
+    return f"{found.differing} of {at} elements differ, by at most {found.max_abs:g}"
 
 
 def same_values(index: Index, one: TensorKey, other: TensorKey, *, memory_nbytes: int) -> bool:

@@ -28,6 +28,7 @@ from ds_reshard.hosts.deepspeed.copies import (
     model_of_stage,
     of_stage,
     plan_of,
+    replicas_apart,
     same_values,
     shares_unproved,
     take_own_copies,
@@ -153,9 +154,10 @@ def prepare(
     position, size = (live.rank, live.dp) if live else (0, 1)
     plan = plan_of(index, wants, grid, position, size)
     if checkpoint.listing.partitioned_model:
-        for shard in range(position, checkpoint.dp, size):
+        for shard in range(position, checkpoint.layout.shards[MODEL], size):
             index.open(MODEL, shard)
     faults += names_apart(wants.state, checkpoint, index, memory_nbytes=settings.memory_nbytes)
+    faults += replicas_apart(checkpoint, index, position, size, memory_nbytes=settings.memory_nbytes)
     faults += copies_apart(checkpoint, grid, index, position, size, memory_nbytes=settings.memory_nbytes)
     faults += shares_unproved(wants, prove=settings.prove)
     faults += [*index.faults, *wants.faults, *(shards.compare() if isinstance(shards, ForeignShards) else ())]
@@ -201,6 +203,8 @@ def _own_model(engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint, grid: LiveGr
     if len(checkpoint.stages) > 1 and len(checkpoint.stages) == grid.pp:
         return model_of_stage(checkpoint, grid)
     listing, number = checkpoint.listing, dist.get_rank(group=engine.seq_data_parallel_group)
+    if checkpoint.rows:
+        return checkpoint.model
     if not listing.partitioned_model or number == 0 or engine.seq_dp_world_size != checkpoint.dp:
         return checkpoint.model
     name = listing.model[number]
@@ -213,10 +217,12 @@ def _from_fp32(engine: DeepSpeedEngine) -> bool:
 
 def _custom_faults(request: Request, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     partitioned = checkpoint.listing.partitioned_model or (live is not None and live.kind == "zero3")
-    if request.custom_load_fn is not None and (partitioned or checkpoint.stages or checkpoint.listing.experts):
+    if request.custom_load_fn is not None and (
+        partitioned or checkpoint.stages or checkpoint.rows or checkpoint.listing.experts
+    ):
         yield UnsupportedLayout.fault(
             "load_checkpoint(custom_load_fn=...)",
-            "a custom load function gets whole weights, which stage 3, pipelines and experts do not have",
+            "a custom load function gets whole weights, which stage 3, pipelines, experts and shards do not have",
             "stages 0 to 2 on both sides",
             "stage 3" if partitioned else str(checkpoint.grid),
             mend="load without custom_load_fn, or save and load at stages 0 to 2",

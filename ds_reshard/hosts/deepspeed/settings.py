@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 from ds_reshard.containers.pickle_rules import trust_faults
 from ds_reshard.errors import ConfigError, Fault, raise_faults, wrong_value
+from ds_reshard.formats.zero.tensor_parallel import Rule, rule_faults, rules_in
 from ds_reshard.resume.policy import Given, from_json
 from ds_reshard.resume.schedulers import clock_faults, clock_in
 
 SECTION = "ds_reshard"
 _TOP = ("enabled", "reshard", "resume", "trust", "accelerate", "names")
-_RESHARD = ("always", "threads", "memory_mib", "device", "verify")
+_RESHARD = ("always", "threads", "memory_mib", "device", "verify", "tensor_parallel")
 _DROPPED = {"share_reads": "0.1.0"}
 _DEVICES = ("auto", "cpu", "cuda")
 _VERIFY = ("crc32", "fingerprint", "off")
@@ -27,8 +28,9 @@ class Settings:
     reading; `device` is where bytes for a GPU are cut and cast, "auto", "cpu" or "cuda"; `verify` is "crc32",
     "fingerprint" or "off"; `trust` names classes ("module.Class") that may be built when they occur in `client_state`;
     `resume` is what the section says of the resume policy; `clock` is who steps a scheduler that accelerate prepares,
-    None where the section does not say. `names` is a JSON file with what the parameters of a checkpoint of another
-    format are called in this run, as `convert --names` takes it.
+    None where the section does not say. `rules` say how tensor-parallel ranks have divided parameters. `names` is a
+    JSON file with what the parameters of a checkpoint of another format are called in this run, as `convert --names`
+    takes it.
     """
 
     enabled: bool = True
@@ -41,6 +43,7 @@ class Settings:
     resume: Given = field(default_factory=lambda: from_json({}))
     clock: str | None = None
     names: str | None = None
+    rules: tuple[Rule, ...] = ()
 
     @property
     def memory_nbytes(self) -> int:
@@ -90,6 +93,8 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
     names = section.get("names")
     if names is not None and not isinstance(names, str):
         faults.append(wrong_value(f"{SECTION}.names", "the path of a JSON file", names))
+    rules = reshard.get("tensor_parallel", [])
+    faults += rule_faults(f"{SECTION}.reshard.tensor_parallel", rules)
     faults += trust_faults(f"{SECTION}.trust", trust)
     faults += clock_faults(section.get("accelerate", {}))
     raise_faults(faults, subject="DeepSpeed config")
@@ -104,6 +109,7 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
         resume=from_json(section.get("resume", {})),
         clock=clock_in(config),
         names=names,
+        rules=rules_in(rules),
     )
 
 

@@ -1,0 +1,314 @@
+"""The files of all tensor-parallel ranks as one checkpoint, whose tensors are whole.
+
+Each tensor-parallel rank has model and optimizer files of its own: one column of the grid each. What they have divided
+lies in the parts that `tensor_parallel` knows; what they have not, each has a copy of, and that of the first counts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
+from ds_reshard.formats.zero.checkpoint import (
+    MODEL,
+    OPTIM,
+    Grid,
+    GridColumn,
+    Row,
+    Shape,
+    ZeroCheckpoint,
+    facts_of,
+    kinds_of,
+    layout_of,
+    unmatched,
+)
+from ds_reshard.formats.zero.layout import chunk_numel, flat_offsets, partition_numel
+from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
+from ds_reshard.formats.zero.names import Listing
+from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
+from ds_reshard.formats.zero.shards import abridged, compare_signatures, model_signature
+from ds_reshard.formats.zero.tensor_parallel import Division, Misfit, divisions, replicated
+from ds_reshard.model.facts import canonical
+from ds_reshard.model.layout import Cut, Placement, TensorKey, check_cover
+from ds_reshard.model.records import ElementType, TensorRecord
+from ds_reshard.model.region import Box
+
+_RULE = '"ds_reshard": {"reshard": {"tensor_parallel": [{"parameters": "%s", "dim": 0}]}}'
+
+
+class Place(NamedTuple):
+    """Where a tensor-parallel rank's shard of a tensor begins: a flat group has a phase, a sub-group an origin."""
+
+    chunk: int
+    phase: int
+    origin: int
+    first: int
+
+
+def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> ZeroCheckpoint:
+    """Read the heads of all tensor-parallel ranks' files; raises every structural fault that they show."""
+    subject = f"checkpoint {listing.folder}"
+    models = [_head(listing, number) for number in range(grid.tp)]
+    raise_faults(_unread(listing, grid, models), subject=subject)
+    shapes, faults = _shapes(models)
+    raise_faults(faults, subject=subject)
+    known = {name for model in models for name in model.trainable}
+    shared = models[0].shared
+    parameters = {n: held for n, held in shapes.items() if n not in models[0].buffer_names and n not in shared}
+    info = models[0].entries.get("universal_checkpoint_info")
+    found, unknown = divisions(parameters, info if isinstance(info, dict) else {}, row.rules or ())
+    buffers = {name: held for name, held in shapes.items() if name in models[0].buffer_names}
+    found |= {name: replicated(held, "buffer") for name, held in buffers.items() if len(set(held)) == 1}
+    unknown |= {
+        name: Misfit("it is a buffer of another shape on each rank", "one shape", ", ".join(map(str, held)))
+        for name, held in buffers.items()
+        if len(set(held)) > 1
+    }
+    found |= {name: found[owner] for name, owner in shared.items() if owner in found and name in shapes}
+    faults = [_unknown(name, misfit, models[0].path) for name, misfit in unknown.items()]
+    faults += [fault for name, division in found.items() for fault in _uncovered(name, division, shapes[name])]
+    raise_faults(faults, subject=subject)
+    optims: list[OptimStates] = []
+    columns: list[GridColumn] = []
+    if optimizer:
+        for number, model in enumerate(models):
+            files = listing.column(number).optim
+            optim = read_optim_states(listing.path(files[0]), files[0].removesuffix(".pt"))
+            raise_faults(unmatched(model, optim), subject=subject)
+            optims.append(optim)
+            held = dict(enumerate(model.param_shapes or ()))
+            names = tuple(files[rank] for rank in range(grid.dp))
+            columns.append(
+                GridColumn(family=OPTIM, files=names, shapes=held, first=optim, begin=number * grid.dp, number=number)
+            )
+    raise_faults(_unlike(listing, models, optims), subject=subject)
+    placements = [*_weights(listing, grid, models, found, known)]
+    for at in range(len(optims[0].partitions) if optims else 0):
+        placements += _group(columns, found, at)
+    model = _together(models, found, known)
+    files_of = [listing.column(number) for number in range(grid.tp)]
+    count = grid.dp if listing.partitioned_model else 1
+    listing = replace(
+        listing,
+        model={n * count + rank: files.model[rank] for n, files in enumerate(files_of) for rank in range(count)},
+        optim={n * grid.dp + rank: name for n, files in enumerate(files_of) for rank, name in files.optim.items()},
+    )
+    shards = {MODEL: grid.tp * count, **({OPTIM: grid.tp * grid.dp} if columns else {})}
+    return ZeroCheckpoint(
+        listing=listing,
+        model=model,
+        optim=optims[0] if optims else None,
+        layout=layout_of(listing, placements, shards),
+        facts=facts_of(model.param_shapes or (), optims[0]) if optims else None,
+        grid=grid,
+        columns=tuple(columns),
+        rows=tuple(models),
+    )
+
+
+def _head(listing: Listing, number: int) -> ModelStates:
+    name = listing.column(number).model[0]
+    return read_model_states(listing.path(name), name.removesuffix(".pt"))
+
+
+def _unread(listing: Listing, grid: Grid, models: Sequence[ModelStates]) -> Iterator[Fault]:
+    mend = f"load it in a run with tensor-parallel size {grid.tp}"
+    if models[0].param_shapes is None:
+        what = "holds optimizers that name no parameter (ZeRO stage 0), one for each tensor-parallel rank"
+        yield UnsupportedLayout.fault(listing.folder, what, "ZeRO stage 1 to 3", "stage 0", mend=mend)
+    for model in models:
+        for name, tensor in model.module.items():
+            if not tensor.contiguous:
+                what = f"holds {name}, which is not row-major"
+                yield UnsupportedLayout.fault(model.path, what, "contiguous tensors", str(tensor.stride), mend=mend)
+
+
+def _shapes(models: Sequence[ModelStates]) -> tuple[dict[str, list[Shape]], list[Fault]]:
+    """The shapes of each tensor's shards by rank; one that has no elements does not say that it is trained."""
+    names = dict.fromkeys(name for model in models for name in (*model.trainable, *model.frozen_shapes, *model.module))
+    said: list[dict[str, Shape]] = [
+        {**{name: one.shape for name, one in model.module.items()}, **model.frozen_shapes, **model.trainable}
+        for model in models
+    ]
+    faults: list[Fault] = []
+    shapes: dict[str, list[Shape]] = {}
+    for name in names:
+        held: list[Shape] = []
+        for model, shapes_of in zip(models, said, strict=True):
+            owner = model.shared.get(name, name)
+            if owner in shapes_of and name in shapes_of:
+                held.append(shapes_of[owner])
+                continue
+            what = f"lacks {name}, which the files of other tensor-parallel ranks have"
+            mend = "restore all files of one save, or load another tag"
+            faults.append(CheckpointDamaged.fault(model.path, what, "the same names", "nothing", mend=mend))
+        shapes[name] = held
+    trained = {name for model in models for name in model.trainable}
+    for name in trained:
+        for model, shape in zip(models, shapes[name], strict=False):
+            if name not in model.trainable and 0 not in shape:
+                what = f"has {name} frozen, which other tensor-parallel ranks have trained"
+                faults.append(CheckpointDamaged.fault(model.path, what, "trained on all ranks", f"{list(shape)}"))
+    return shapes, faults
+
+
+def _unknown(name: str, misfit: Misfit, path: str) -> Fault:
+    mend = f"say how it is cut: {_RULE % re.escape(name)}"
+    return UnsupportedLayout.fault(f"{path}: {name}", misfit.what, misfit.expected, misfit.found, mend=mend)
+
+
+def _uncovered(name: str, division: Division, shapes: Sequence[Shape]) -> Iterator[Fault]:
+    """Where parts do not lie in their shards, or do not make the whole."""
+    mend = f"say how it is cut: {_RULE % re.escape(name)}"
+    for parts, shape in zip(division.ranks, shapes, strict=True):
+        if any(part.at < 0 or part.at + part.box.numel > prod(shape) for part in parts):
+            what = "is said to have parts that leave its shard"
+            yield UnsupportedLayout.fault(f"parameter {name}", what, f"{prod(shape)} elements", "more", mend=mend)
+            return
+    if division.replicated:
+        return
+    try:
+        check_cover([part.box for parts in division.ranks for part in parts], division.shape)
+    except ValueError as error:
+        what = "is said to have parts that do not make the whole"
+        yield UnsupportedLayout.fault(f"parameter {name}", what, f"{list(division.shape)}", str(error), mend=mend)
+
+
+def _unlike(listing: Listing, models: Sequence[ModelStates], optims: Sequence[OptimStates]) -> list[Fault]:
+    """Where the files of two ranks are not of one save, or do not divide the same parameters alike."""
+    said = {os.path.basename(model.path): abridged(model_signature(model)) for model in models}
+    said |= {os.path.basename(optim.path): abridged(optim.signature()) for optim in optims}
+    faults = compare_signatures(said, listing.folder, states=True)
+    mend = "load it with the tensor-parallel size that was saved"
+    home: dict[str, int] = {}
+    for model in models:
+        own = model.param_shapes or ()
+        moved = [n for at, group in enumerate(own) for n in group if home.setdefault(n, at) != at]
+        if moved or len(own) != len(models[0].param_shapes or ()):
+            what = "has its parameters in other flat buffers than the first tensor-parallel rank"
+            yours = f"{len(models[0].param_shapes or ())} buffers of the same parameters"
+            found = f"{len(own)}, {', '.join(moved[:4]) or 'the same'}"
+            faults.append(UnsupportedLayout.fault(model.path, what, yours, found, mend=mend))
+    first = optims[0] if optims else None
+    for optim in optims[1:]:
+        assert first is not None
+        if _kept(optim) != _kept(first):
+            what = "keeps other states, steps or param groups than the first tensor-parallel rank"
+            faults.append(UnsupportedLayout.fault(optim.path, what, "the same", "others", mend=mend))
+    return faults
+
+
+def _kept(optim: OptimStates) -> str:
+    partitions = [
+        (sorted((kind, str(dtype)) for kind, dtype in kinds_of(one).items()), sorted(one.unfollowed))
+        for one in optim.partitions
+    ]
+    values = [{key: canonical(value) for key, value in sorted(one.scalars.items())} for one in optim.partitions]
+    groups = [canonical(dict(group)) for group in optim.groups or ()]
+    return repr((optim.kind, optim.stage, optim.members, partitions, values, groups))
+
+
+def _weights(
+    listing: Listing, grid: Grid, models: Sequence[ModelStates], found: Mapping[str, Division], known: set[str]
+) -> Iterator[Placement]:
+    """Where the model files have tensors: whole shards, or at stage 3 frozen ones in pieces."""
+    files = grid.dp if listing.partitioned_model else 1
+    for name, division in found.items():
+        records = [model.module.get(name) for model in models]
+        whole = [one for one in records if one is not None and (one.numel or not prod(division.shape))]
+        partial = listing.partitioned_model and name not in models[0].buffer_names
+        fragments = [model.frozen_fragments.get(name) for model in models]
+        if partial and name not in known and name in models[0].frozen_shapes:
+            shapes = [model.frozen_shapes[name] for model in models]
+            dtype = next((one.dtype for one in fragments if one is not None), None)
+            places = [Place(chunk_numel(s, grid.dp), 0, 0, n * files) for n, s in enumerate(shapes)]
+            if dtype is not None:
+                yield from _placed(name, "weight", dtype, division, places, MODEL, f"frozen/{name}")
+        elif not partial and whole:
+            places = [
+                Place(0 if one is None else one.numel, 0, 0, number * files) for number, one in enumerate(records)
+            ]
+            yield from _placed(name, "weight", whole[0].dtype, division, places, MODEL, f"module/{name}")
+
+
+def _group(columns: Sequence[GridColumn], found: Mapping[str, Division], number: int) -> Iterator[Placement]:
+    """Where one flat buffer of all ranks has masters and states."""
+    places: dict[str, list[Place | None]] = {}
+    for column in columns:
+        for name, place in _flat(column, number):
+            places.setdefault(name, [None] * len(columns))[column.number] = place
+    partition: Partition = columns[0].first.partitions[number]
+    for kind, dtype in kinds_of(partition).items():
+        for name, held in places.items():
+            own = [place or Place(0, 0, 0, 0) for place in held]
+            yield from _placed(name, kind, dtype, found[name], own, OPTIM, f"{kind}/{number}")
+
+
+def _flat(column: GridColumn, number: int) -> Iterator[tuple[str, Place]]:
+    shapes, dp = column.shapes[number], column.dp
+    if column.first.kind == "zero3":
+        at = 0
+        for name, shape in shapes.items():
+            chunk = chunk_numel(shape, dp)
+            yield name, Place(chunk, 0, at, column.begin)
+            at += chunk
+        return
+    offsets, total = flat_offsets(shapes, column.first.partitions[number].alignment)
+    chunk = partition_numel(total, dp)
+    for name, offset in offsets.items():
+        yield name, Place(chunk, offset, 0, column.begin)
+
+
+def _placed(
+    name: str, kind: str, dtype: ElementType, division: Division, places: Sequence[Place], family: str, buffer: str
+) -> Iterator[Placement]:
+    """The tensor with a tile for each part; of a replicated one, a placement for each copy."""
+    box = Box.whole(division.shape)
+    whole = Placement(TensorKey(name, kind), division.shape, dtype, family, buffer, Cut(chunk=1), box)
+    tiles: list[Placement] = []
+    for rank, (place, parts) in enumerate(zip(places, division.ranks, strict=True)):
+        chunk, phase, origin, first = place
+        if division.replicated:
+            cut = Cut(chunk=max(1, chunk), phase=phase, origin=origin, first=first)
+            yield whole._replace(key=TensorKey(name, kind, rank), cut=cut)
+            continue
+        for part in parts:
+            cut = Cut(chunk=max(1, chunk), phase=phase + part.at, origin=origin, first=first)
+            tiles.append(whole._replace(cut=cut, box=part.box))
+    if len(tiles) == 1:
+        yield tiles[0]
+    elif not division.replicated:
+        yield whole._replace(tiles=tuple(tiles))
+
+
+def _together(models: Sequence[ModelStates], found: Mapping[str, Division], known: set[str]) -> ModelStates:
+    """What the model files of all ranks say, of whole tensors; what is divided is in the module as a placeholder."""
+    first = models[0]
+    module: dict[str, TensorRecord] = {}
+    for name, record in first.module.items():
+        cut = not found[name].replicated
+        module[name] = replace(record, shape=(0,), stride=(1,)) if cut else record
+    groups: list[dict[str, Shape]] = [{} for _ in first.param_shapes or ()]
+    for model in models:
+        for group, own in zip(groups, model.param_shapes or (), strict=True):
+            group.update({name: found[name].shape for name in own})
+    buffers = frozenset(name for model in models for name in model.buffer_names)
+    frozen = {
+        name: division.shape
+        for name, division in found.items()
+        if first.shared.get(name, name) not in known and name not in buffers and name not in first.shared
+    }
+    return replace(
+        first,
+        entries={**first.entries, "module": {**module, **first.objects}},
+        module=module,
+        buffer_names=buffers,
+        param_shapes=tuple(groups),
+        frozen_shapes=frozen,
+        frozen_fragments={},
+    )
