@@ -134,10 +134,15 @@ class Attention(torch.nn.Module):
 
 
 class Cut(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, few: bool = False) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(VOCABULARY, WIDTH)
+        if few:
+            self.few = torch.nn.Linear(WIDTH, 2)
         self.layers = torch.nn.ModuleList([Attention(), Attention()])
+        if few:
+            self.head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
+            self.head.weight = self.embed.weight
         self.frozen = torch.nn.Parameter(torch.zeros(5), requires_grad=False)
         self.register_buffer("count", torch.tensor([3.0, 4.0]))
 
@@ -150,6 +155,7 @@ SPECS = {
     "layer_specs": [
         {"patterns": [r".*\.row\.weight$"], "partition_type": "row"},
         {"patterns": [r".*\.col\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*few\.weight$"], "partition_type": "column"},
         {"patterns": [r".*\.qkv\.weight$"], "partition_type": "column", "shape": [[8, 4, 4], -1], "partition_dim": 0},
         {"patterns": [r".*\.untouched\.weight$"], "partition_type": "skip"},
     ],
@@ -157,7 +163,7 @@ SPECS = {
 
 
 def _autotp(grid: Grid) -> tuple[torch.nn.Module, Any]:
-    model, start = Cut(), 0
+    model, start = Cut(few=grid.layers == "few"), 0
     for parameter in model.parameters():
         parameter.data.copy_(numbers(start, *parameter.shape))
         start += parameter.numel()
@@ -198,8 +204,9 @@ def _mpu_cut(grid: Grid) -> tuple[torch.nn.Module, Any]:
     """A vocabulary of 7 rows, padded to a multiple of the ranks, SwiGLU halves, uneven heads, a row, and a norm."""
     mpu = Mpu(grid.tp)
     model, rank, tp = torch.nn.Module(), mpu.get_model_parallel_rank(), grid.tp
-    padded = -(-VOCABULARY // tp) * tp
-    embed = torch.cat([numbers(0, VOCABULARY, WIDTH), torch.zeros(padded - VOCABULARY, WIDTH)])
+    vocabulary = 8 if grid.layers == "even" else VOCABULARY
+    padded = -(-vocabulary // tp) * tp
+    embed = torch.cat([numbers(0, vocabulary, WIDTH), torch.zeros(padded - vocabulary, WIDTH)])
     gate, up, (q, k, v) = (
         numbers(100, 8, 6),
         numbers(200, 8, 6),
@@ -217,13 +224,13 @@ def _mpu_cut(grid: Grid) -> tuple[torch.nn.Module, Any]:
         parameter.model_parallel = parameter.tensor_model_parallel = name != "norm"  # type: ignore[attr-defined]
         model.register_parameter(name, parameter)
     model.forward = lambda x: square(model)  # type: ignore[method-assign]
-    if grid.layers == "said":
+    if grid.layers in ("said", "even"):
         model.universal_checkpoint_info = {
             "universal_checkpoint_version": 0.2,
             "tp_replicated_parameter_patterns": ["norm"],
             "parameter_with_row_parallelism_patterns": ["row"],
             "vocabulary_parameter_patterns": ["embed"],
-            "original_vocab_size": VOCABULARY,
+            "original_vocab_size": vocabulary,
             "parameter_with_2_sub_params_cat_dim_0": ["gate_up"],
             "parameter_with_sub_params": [{"patterns": ["qkv"], "shape": ((8, 4, 4), 6), "partition_dim": 0}],
         }
@@ -440,6 +447,8 @@ def load(grid: Grid, folder: str, hooks: bool = True, saved_ep: int = 1, **argum
     import ds_reshard
 
     engine = build(grid)
+    if grid.stage == 3:
+        _clear_padding(engine)
     truth = [flat.detach().clone() for flat, _ in _parts(engine)]
     weights = {name: tensor.clone() for name, tensor in _weights(engine).items()}
     for tensor in (*(flat for flat, _ in _parts(engine)), *_weights(engine).values()):
@@ -471,6 +480,24 @@ def load(grid: Grid, folder: str, hooks: bool = True, saved_ep: int = 1, **argum
         "note": (client or {}).get("note"),
         "report": str(ds_reshard.last_report()) if hooks else "",
     }
+
+
+def _clear_padding(engine: Any) -> None:
+    """What is behind the last element of a parameter's last part is memory as it was found."""
+    optimizer = engine.optimizer
+    for params, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+        at = 0
+        for p in params:
+            size = p.ds_tensor.ds_numel
+            flat.data[at + _own(p) : at + size] = 0
+            at += size
+    for p in engine.module.parameters():
+        p.ds_tensor.data[_own(p) :] = 0
+
+
+def _own(parameter: Any) -> int:
+    size, place = parameter.ds_tensor.ds_numel, torch.distributed.get_rank(parameter.ds_process_group)
+    return int(max(0, min(size, parameter.ds_numel - place * size)))
 
 
 def _untied(engine: Any) -> Callable[[torch.Tensor], torch.Tensor]:

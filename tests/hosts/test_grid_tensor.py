@@ -1,4 +1,4 @@
-"""Tensor parallelism is left: what several ranks have divided loads whole, bit for bit, or is refused by name.
+"""Tensor-parallel sizes change: what ranks have divided loads under any other, bit for bit, or is refused by name.
 
 Truth is a rule that gives every element of every tensor its own value (`grid_jobs.py`).
 """
@@ -22,8 +22,18 @@ def autotp(dp: int, stage: int | str = 1, dtype: str = "fp32", tp: int = 1) -> G
     return Grid("autotp", tp=tp, dp=dp, stage=stage, dtype=dtype)
 
 
+def few(dp: int, stage: int | str = 1, tp: int = 1) -> Grid:
+    """With a layer of two rows: some ranks have none of them."""
+    return Grid("autotp", tp=tp, dp=dp, stage=stage, layers="few")
+
+
 def mpu(dp: int, stage: int | str = 1, dtype: str = "fp32", tp: int = 1, layers: str = "said") -> Grid:
     return Grid("cut", tp=tp, dp=dp, stage=stage, dtype=dtype, layers=layers)
+
+
+def proved(target: Grid) -> Grid:
+    config = {"ds_reshard": {"reshard": {"verify": "fingerprint"}}}
+    return Grid(target.kind, tp=target.tp, dp=target.dp, stage=target.stage, config=config, layers=target.layers)
 
 
 def by_rules(target: Grid, rules: list[dict[str, Any]] = RULES) -> Grid:
@@ -38,6 +48,17 @@ LOADS = [
     (autotp(1, "bf16opt", "bf16", tp=3), autotp(2, 1, "bf16")),
     (autotp(1, 3, "bf16", tp=3), autotp(1, "bf16opt", "bf16")),
     (autotp(1, tp=4), autotp(1, 0)),
+    (autotp(2, tp=2), autotp(1, 2, tp=4)),
+    (autotp(1, 3, "bf16", tp=3), autotp(2, 2, "bf16", tp=2)),
+    (autotp(2, 2, "bf16", tp=2), autotp(1, 3, "bf16", tp=3)),
+    (autotp(1), autotp(2, 3, tp=2)),
+    (few(1, tp=4), few(2, 2)),
+    (few(1, 2, tp=3), proved(few(2))),
+    (few(1, 3, tp=3), few(2)),
+    (few(2), few(1, 3, tp=4)),
+    (few(1, 2, tp=3), few(2, tp=2)),
+    (mpu(2, tp=2, layers="even"), mpu(1, 2, tp=4, layers="even")),
+    (mpu(1, tp=4, layers="even"), mpu(2, 3, "bf16", tp=2, layers="even")),
     (mpu(2, tp=2), mpu(2, 2)),
     (mpu(2, 3, "bf16", tp=2), mpu(1, "bf16opt", "bf16")),
     (mpu(1, tp=4, layers="unsaid"), by_rules(mpu(2, 3))),
@@ -61,7 +82,7 @@ def folders(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 
 
 @pytest.mark.parametrize(("source", "target"), LOADS, ids=str)
-def test_what_tensor_parallel_ranks_divided_loads_whole(
+def test_tensors_load_bit_equal_under_another_tensor_parallel_size(
     worlds: Any, folders: Callable[[Grid], Path], source: Grid, target: Grid
 ) -> None:
     """Weights, masters, moments, steps, buffers and frozen parameters, of even and of uneven parts."""
@@ -127,12 +148,14 @@ REFUSED = {
     "copies of a moment differ": (CUT, mpu(1), changed(OPTIM, moment), "tensor norm[exp_avg]: is not divided"),
     "a rank's file is missing": (TP, autotp(1), lambda f: (f / OPTIM).unlink(), "optim_states files of mp_rank_01"),
     "an affine map that scales": (TP, autotp(1), changed("mp_rank_00_model_states.pt", scaled), "affine map scales it"),
-    "more ranks than were saved": (TP, autotp(1, tp=4), nothing, "tensor parallelism of another size"),
+    "a proof of parts": (TP, proved(autotp(1, tp=4)), nothing, "does not prove tensors that this run divides"),
+    "padding of this run": (CUT, mpu(1, tp=4), nothing, "parameter embed: has padding in this run"),
+    "this run does not say": (CUT, mpu(1, tp=4, layers="unsaid"), nothing, "nothing says how it is cut"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_made_whole_is_refused_by_name(
+def test_what_cannot_be_divided_anew_is_refused_by_name(
     worlds: Any, folders: Callable[[Grid], Path], tmp_path: Path, case: str
 ) -> None:
     source, target, damage, text = REFUSED[case]

@@ -243,9 +243,9 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row = ALONE) -> Z
 
 
 def reshaped(listing: Listing, grid: Grid, row: Row) -> bool:
-    """Whether a reader that has no tensor-parallel ranks takes what several have saved."""
-    alone = row.size == grid.pp == 1 and not (listing.layers or listing.experts or listing.universal)
-    return grid.tp > 1 and alone and row.rules is not None
+    """Whether a reader takes what another number of tensor-parallel ranks has saved."""
+    alone = grid.pp == 1 and not (listing.layers or listing.experts or listing.universal)
+    return grid.tp != row.size and alone and row.rules is not None
 
 
 def layout_of(listing: Listing, placements: Iterable[Placement], shards: Mapping[str, int]) -> Layout:

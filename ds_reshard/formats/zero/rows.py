@@ -6,6 +6,7 @@ lies in the parts that `tensor_parallel` knows; what they have not, each has a c
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ from ds_reshard.model.layout import Cut, Placement, TensorKey, check_cover
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Box
 
-_RULE = '"ds_reshard": {"reshard": {"tensor_parallel": [{"parameters": "%s", "dim": 0}]}}'
+_RULE = '"ds_reshard": {"reshard": {"tensor_parallel": [{"parameters": %s, "dim": 0}]}}'
 
 
 class Place(NamedTuple):
@@ -61,7 +62,12 @@ def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Zer
     shared = models[0].shared
     parameters = {n: held for n, held in shapes.items() if n not in models[0].buffer_names and n not in shared}
     info = models[0].entries.get("universal_checkpoint_info")
-    found, unknown = divisions(parameters, info if isinstance(info, dict) else {}, row.rules or ())
+    whole = (
+        {} if grid.tp > 1 else {n: replicated(held, "whole") for n, held in parameters.items() if not _ruled(n, row)}
+    )
+    divided = {name: held for name, held in parameters.items() if name not in whole}
+    found, unknown = divisions(divided, info if isinstance(info, dict) else {}, row.rules or ())
+    found |= whole
     buffers = {name: held for name, held in shapes.items() if name in models[0].buffer_names}
     found |= {name: replicated(held, "buffer") for name, held in buffers.items() if len(set(held)) == 1}
     unknown |= {
@@ -70,7 +76,7 @@ def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Zer
         if len(set(held)) > 1
     }
     found |= {name: found[owner] for name, owner in shared.items() if owner in found and name in shapes}
-    faults = [_unknown(name, misfit, models[0].path) for name, misfit in unknown.items()]
+    faults = [unknown_fault(name, misfit, models[0].path) for name, misfit in unknown.items()]
     faults += [fault for name, division in found.items() for fault in _uncovered(name, division, shapes[name])]
     raise_faults(faults, subject=subject)
     optims: list[OptimStates] = []
@@ -140,7 +146,7 @@ def _shapes(models: Sequence[ModelStates]) -> tuple[dict[str, list[Shape]], list
     for name in names:
         held: list[Shape] = []
         for model, shapes_of in zip(models, said, strict=True):
-            owner = model.shared.get(name, name)
+            owner = models[0].shared.get(name, name)  # the first rank's file alone says it
             if owner in shapes_of and name in shapes_of:
                 held.append(shapes_of[owner])
                 continue
@@ -157,14 +163,19 @@ def _shapes(models: Sequence[ModelStates]) -> tuple[dict[str, list[Shape]], list
     return shapes, faults
 
 
-def _unknown(name: str, misfit: Misfit, path: str) -> Fault:
-    mend = f"say how it is cut: {_RULE % re.escape(name)}"
+def _ruled(name: str, row: Row) -> bool:
+    return any(re.fullmatch(rule.parameters, name) for rule in row.rules or ())
+
+
+def unknown_fault(name: str, misfit: Misfit, path: str) -> Fault:
+    """Why a parameter cannot be made whole, and the rule that would say how."""
+    mend = f"say how it is cut: {_RULE % json.dumps(re.escape(name))}"
     return UnsupportedLayout.fault(f"{path}: {name}", misfit.what, misfit.expected, misfit.found, mend=mend)
 
 
 def _uncovered(name: str, division: Division, shapes: Sequence[Shape]) -> Iterator[Fault]:
     """Where parts do not lie in their shards, or do not make the whole."""
-    mend = f"say how it is cut: {_RULE % re.escape(name)}"
+    mend = f"say how it is cut: {_RULE % json.dumps(re.escape(name))}"
     for parts, shape in zip(division.ranks, shapes, strict=True):
         if any(part.at < 0 or part.at + part.box.numel > prod(shape) for part in parts):
             what = "is said to have parts that leave its shard"

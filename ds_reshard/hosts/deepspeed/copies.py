@@ -91,6 +91,9 @@ def left_as_built(engine: DeepSpeedEngine, grid: LiveGrid) -> None:
 
 def shares_unproved(wants: Wants, *, prove: bool) -> Iterator[Fault]:
     """Fingerprints are added up over the ranks of a run, which do not all have a share of an expert."""
+    if prove and wants.divided:
+        what, mend = "does not prove tensors that this run divides otherwise", '"reshard": {"verify": "crc32"}'
+        yield UnsupportedLayout.fault("ds_reshard.reshard.verify", what, "crc32", "fingerprint", mend=mend)
     if prove and wants.shares:
         what, mend = "does not prove the experts of a mixture", '"reshard": {"verify": "crc32"}'
         yield UnsupportedLayout.fault("ds_reshard.reshard.verify", what, "crc32", "fingerprint", mend=mend)
@@ -130,7 +133,10 @@ def copies_apart(
     A copy that was never trained, as that of a position embedding in the last stage, is passed over. The ranks of a row
     divide the copies among them; `position` of `size` is this rank's among those of its stage.
     """
-    copies = [key for key in checkpoint.layout.placements if key.copy and not checkpoint.rows]
+    if checkpoint.rows:
+        yield from _replicas_apart(checkpoint, index, position, size, memory_nbytes=memory_nbytes)
+        return
+    copies = [key for key in checkpoint.layout.placements if key.copy]
     for key in copies[grid.stage * size + position :: grid.pp * size]:
         first = key._replace(copy=0)
         if key.name in grid.tied:
@@ -160,14 +166,14 @@ def copies_apart(
             )
 
 
-def replicas_apart(
+def _replicas_apart(
     checkpoint: ZeroCheckpoint, index: Index, position: int, size: int, *, memory_nbytes: int
 ) -> Iterator[Fault]:
     """Tensors that tensor-parallel ranks have not divided, and of which two have other values.
 
     The ranks of the run divide them among themselves; `position` of `size` is this one's.
     """
-    copies = [key for key in checkpoint.layout.placements if key.copy and checkpoint.rows]
+    copies = [key for key in checkpoint.layout.placements if key.copy]
     for key in copies[position::size]:
         first = key._replace(copy=0)
         if not same_values(index, first, key, memory_nbytes=memory_nbytes):

@@ -12,10 +12,12 @@ from ds_reshard.execution.buffers import TensorTarget, element_type, torch_dtype
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import flat_group, sliced, sub_group, whole
 from ds_reshard.formats.zero.model_states import ModelStates
+from ds_reshard.formats.zero.tensor_parallel import Division
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import FlatBuffer, LiveOptimizer
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
+from ds_reshard.model.region import Box
 from ds_reshard.planning.copies import Copy
 
 if TYPE_CHECKING:
@@ -37,7 +39,8 @@ class Wants:
     `absent` the trainable parameters that it does not hold at all (a non-strict load keeps them).
     `state` is the module's state dict, taken once: where its entries are not the module's own tensors,
     they are what is read into. `faults` are entries that cannot be read. `shares` are what is wanted of buffers that
-    other ranks divide than all of the run, by this rank's place among them and their number.
+    other ranks divide than all of the run, by this rank's place among them and their number. Of the tensors that are
+    `divided` this run's rank has the parts of number `tp_rank`.
     """
 
     checkpoint: ZeroCheckpoint
@@ -52,6 +55,8 @@ class Wants:
     faults: list[Fault] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     shares: dict[tuple[int, int], Wants] = field(default_factory=dict)
+    divided: Mapping[str, Division] = field(default_factory=dict)
+    tp_rank: int = 0
 
     def share(self, place: int, size: int) -> Wants:
         """What is wanted of buffers that so many ranks divide, of which this is one, and not all of the run."""
@@ -59,7 +64,7 @@ class Wants:
 
     def existing(self, placement: Placement, source: TensorKey, tensor: torch.Tensor) -> None:
         """Want `source` in a buffer that the engine already has."""
-        self.placements[placement.key] = placement
+        self.placements[placement.key] = self._own_parts(placement)
         self.sources[placement.key] = source
         self.makers[placement.buffer] = lambda: tensor
 
@@ -67,10 +72,22 @@ class Wants:
         """Want `source` in a new buffer of `numel` elements, which the engine will adopt."""
         import torch
 
-        self.placements[placement.key] = placement
+        self.placements[placement.key] = self._own_parts(placement)
         self.sources[placement.key] = source
         self.sizes[placement.buffer] = numel
         self.makers[placement.buffer] = lambda: torch.empty(numel, dtype=torch_dtype(placement.dtype), device=device)
+
+    def _own_parts(self, placement: Placement) -> Placement:
+        """The whole tensor, of which this rank's shard is placed, in the parts that lie there."""
+        division = self.divided.get(placement.key.name)
+        if division is None or division.replicated:
+            return placement
+        whole = placement._replace(shape=division.shape)
+        tiles = [
+            whole._replace(box=box, cut=placement.cut._replace(phase=placement.cut.phase + at))
+            for box, at in division.ranks[self.tp_rank]
+        ]
+        return tiles[0] if len(tiles) == 1 else whole._replace(box=Box.whole(division.shape), tiles=tuple(tiles))
 
     def take_buffers(self, model: ModelStates) -> None:
         """Take the module's buffers from this rank's own model file instead of the first one's."""

@@ -23,17 +23,18 @@ from ds_reshard.formats.zero.content import SAME_BYTES
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.stage0 import with_order
+from ds_reshard.formats.zero.tensor_parallel import Division
 from ds_reshard.hosts.deepspeed.copies import (
     copies_apart,
     model_of_stage,
     of_stage,
     plan_of,
-    replicas_apart,
     same_values,
     shares_unproved,
     take_own_copies,
     take_own_weights,
 )
+from ds_reshard.hosts.deepspeed.divided import run_divisions
 from ds_reshard.hosts.deepspeed.entries import (
     OptimizerValues,
     Request,
@@ -124,9 +125,9 @@ def prepare(
     subject = f"loading {checkpoint.listing.folder}"
     loads_optimizer = request.load_optimizer and live is not None
     shards = shards_of(checkpoint)
-    faults: list[Fault] = list(
-        model_faults(live_model(engine, live, grid), checkpoint, grid, optimizer=loads_optimizer, strict=request.strict)
-    )
+    divided, faults = run_divisions(engine, grid, checkpoint)
+    run_model = live_model(engine, live, grid, divided)
+    faults += model_faults(run_model, checkpoint, grid, optimizer=loads_optimizer, strict=request.strict)
     faults += _custom_faults(request, live, checkpoint)
     faults += live.faults() if live is not None else []
     raise_faults(faults, subject=subject)
@@ -142,7 +143,8 @@ def prepare(
         raise_faults(faults, subject=subject)
     masters = loads_optimizer and (live is None or live.stage == 0 or live.kind == "zero3" or _from_fp32(engine))
     states = loads_optimizer and request.moments
-    wants = _wants(engine, live, checkpoint, grid, loads_optimizer=loads_optimizer, states=states, masters=masters)
+    wants = Wants(checkpoint=checkpoint, divided=divided, tp_rank=grid.row.rank)
+    _fill(wants, engine, live, grid, loads_optimizer=loads_optimizer, states=states, masters=masters)
     model = _own_model(engine, checkpoint, grid)
     if model is not checkpoint.model and checkpoint.listing.partitioned_model:
         wants.take_buffers(model)
@@ -157,7 +159,6 @@ def prepare(
         for shard in range(position, checkpoint.layout.shards[MODEL], size):
             index.open(MODEL, shard)
     faults += names_apart(wants.state, checkpoint, index, memory_nbytes=settings.memory_nbytes)
-    faults += replicas_apart(checkpoint, index, position, size, memory_nbytes=settings.memory_nbytes)
     faults += copies_apart(checkpoint, grid, index, position, size, memory_nbytes=settings.memory_nbytes)
     faults += shares_unproved(wants, prove=settings.prove)
     faults += [*index.faults, *wants.faults, *(shards.compare() if isinstance(shards, ForeignShards) else ())]
@@ -229,26 +230,24 @@ def _custom_faults(request: Request, live: LiveOptimizer | None, checkpoint: Zer
         )
 
 
-def _wants(
+def _fill(
+    wants: Wants,
     engine: DeepSpeedEngine,
     live: LiveOptimizer | None,
-    checkpoint: ZeroCheckpoint,
     grid: LiveGrid,
     *,
     loads_optimizer: bool,
     states: bool,
     masters: bool,
-) -> Wants:
-    wants = Wants(checkpoint=checkpoint)
+) -> None:
     want_model(wants, engine, live, grid, masters=masters)
     take_own_weights(wants, grid)
     if live is None:
-        return wants
+        return
     gathered = bool(wants.from_masters) and live.kind in ("zero", "bf16")
     if loads_optimizer or gathered:
         want_optimizer(wants, live, masters=masters or gathered, states=states)
     take_own_copies(wants, grid)
-    return wants
 
 
 def _unfollowed(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
@@ -349,7 +348,7 @@ def same_layout(
     """
     if checkpoint.foreign:
         return False
-    if len(checkpoint.columns) > 1:
+    if checkpoint.rows or len(checkpoint.columns) > 1:
         return False
     if checkpoint.stages and (checkpoint.stage != 0 or len(checkpoint.stages) != grid.pp):
         return False
@@ -396,8 +395,10 @@ class LiveModel:
     keys: frozenset[str]
 
 
-def live_model(engine: DeepSpeedEngine, live: LiveOptimizer | None, grid: LiveGrid) -> LiveModel:
-    """Names and shapes of the engine's module; the state dict is not gathered."""
+def live_model(
+    engine: DeepSpeedEngine, live: LiveOptimizer | None, grid: LiveGrid, divided: Mapping[str, Division]
+) -> LiveModel:
+    """Names and shapes of the engine's module, whole ones of what is divided; the state dict is not gathered."""
     named = {grid.named(name): param for name, param in engine.module.named_parameters()}
     shapes = {name: param_shape(param) for name, param in named.items()}
     if live is not None:
@@ -405,6 +406,7 @@ def live_model(engine: DeepSpeedEngine, live: LiveOptimizer | None, grid: LiveGr
         owned |= {name for name, param in named.items() if param.requires_grad and not prod(shapes[name])}
     else:
         owned = {name for name, param in named.items() if param.requires_grad}
+    shapes |= {name: division.shape for name, division in divided.items() if name in shapes}
     entries = {grid.named(name): value for name, value in engine.module.state_dict(keep_vars=True).items()}
     parameters = {id(param) for param in named.values()}
     return LiveModel(
