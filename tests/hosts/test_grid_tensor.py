@@ -135,7 +135,12 @@ def nothing(folder: Path) -> None:
 
 TWICE = [*RULES, {"parameters": "q.*", "parts": 2}]
 NOT_FIT = [{**rule, **({"parts": [8, 8, 4]} if rule["parameters"] == "qkv" else {})} for rule in RULES]
+AS_COLUMN, DIVIDED = (
+    [{"parameters": name} if rule["parameters"] == name else rule for rule in RULES] for name in ("row", "norm")
+)
 REFUSED = {
+    "a row that is taken for a column": (UNSAID, by_rules(mpu(1), AS_COLUMN), nothing, "parameter row: has another"),
+    "copies that are taken for parts": (UNSAID, by_rules(mpu(1), DIVIDED), nothing, "parameter norm: has another"),
     "no rule": (UNSAID, by_rules(mpu(1), RULES[:1]), nothing, "nothing says how it is cut"),
     "two rules": (UNSAID, by_rules(mpu(1), TWICE), nothing, "two rules name it"),
     "a rule that does not fit": (UNSAID, by_rules(mpu(1), NOT_FIT), nothing, "are not of these parts"),
@@ -162,7 +167,7 @@ def test_what_cannot_be_divided_anew_is_refused_by_name(
     folder = shutil.copytree(folders(source), tmp_path / "broken")
     damage(folder / "t")
     told = worlds[target.ranks].run("grid_jobs.refused", grid=target, folder=str(folder))
-    assert {name for name, _, _ in told} <= {"CheckpointDamaged", "UnsupportedLayout"}
+    assert {name for name, _, _ in told} <= {"CheckpointDamaged", "UnsupportedLayout", "ModelMismatch"}
     assert len({said for _, said, _ in told}) == 1
     assert text in told[0][1] and "To mend: " in told[0][1], told[0][1]
     assert all(same for _, _, same in told)
