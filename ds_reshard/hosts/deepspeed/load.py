@@ -154,7 +154,7 @@ def _consider(engine: DeepSpeedEngine, *, module_only: bool) -> Considered:
         return Considered(direct=False, settings=settings, live=None, features=features, policy=policy)
     _commit_pending_save(engine)
     live, grid = live_optimizer(engine), live_grid(engine)
-    grid = replace(grid, row=grid.row._replace(rules=settings.rules))
+    grid = replace(grid, row=grid.row._replace(rules=settings.tensor_parallel))
     return Considered(direct=True, settings=settings, live=live, features=features, policy=policy, grid=grid)
 
 

@@ -28,9 +28,9 @@ class Settings:
     reading; `device` is where bytes for a GPU are cut and cast, "auto", "cpu" or "cuda"; `verify` is "crc32",
     "fingerprint" or "off"; `trust` names classes ("module.Class") that may be built when they occur in `client_state`;
     `resume` is what the section says of the resume policy; `clock` is who steps a scheduler that accelerate prepares,
-    None where the section does not say. `rules` say how tensor-parallel ranks have divided parameters. `names` is a
-    JSON file with what the parameters of a checkpoint of another format are called in this run, as `convert --names`
-    takes it.
+    None where the section does not say. `tensor_parallel` has rules of how tensor-parallel ranks divide parameters.
+    `names` is a JSON file with what the parameters of a checkpoint of another format are called in this run, as
+    `convert --names` takes it.
     """
 
     enabled: bool = True
@@ -43,7 +43,7 @@ class Settings:
     resume: Given = field(default_factory=lambda: from_json({}))
     clock: str | None = None
     names: str | None = None
-    rules: tuple[Rule, ...] = ()
+    tensor_parallel: tuple[Rule, ...] = ()
 
     @property
     def memory_nbytes(self) -> int:
@@ -109,7 +109,7 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
         resume=from_json(section.get("resume", {})),
         clock=clock_in(config),
         names=names,
-        rules=rules_in(rules),
+        tensor_parallel=rules_in(rules),
     )
 
 
