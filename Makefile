@@ -66,9 +66,9 @@ fast-tests: venv
 
 # Two parts that take about as long: each imports the frameworks for itself.
 HOST_TESTS := $(wildcard tests/hosts/test_*.py)
-FORKED_TESTS := tests/hosts/megatron $(filter tests/hosts/test_fsdp%,$(HOST_TESTS))
-ENGINE_TESTS := $(filter-out $(FORKED_TESTS),$(HOST_TESTS))
-OTHER_TESTS := $(filter-out tests/hosts tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/))) $(FORKED_TESTS)
+ENGINE_TESTS := tests/docs $(HOST_TESTS)
+OTHER_TESTS := $(filter-out tests/docs tests/hosts tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+OTHER_TESTS += tests/hosts/megatron
 PARTS := other-tests engine-tests
 
 test: venv

@@ -135,15 +135,18 @@ def test_a_universal_checkpoint_that_acts(
         _assert_refused(found, tmp_path / "ran", place)
 
 
-@pytest.mark.parametrize("file", ["layer_03-model_00-model_states.pt", "mp_rank_00_model_states.pt"])
+EXPERTS = "expp_rank_0_mp_rank_00_optim_states.pt"
+
+
+@pytest.mark.parametrize("file", [EXPERTS, "mp_rank_00_model_states.pt"])
 def test_a_checkpoint_that_is_left_to_deepspeed_whole(worlds: Any, saves: Saves, tmp_path: Path, file: str) -> None:
-    """Files of a pipeline, for an engine that is one (switched on by hand): nothing of them is read here."""
+    """Files of experts at stage 0, for an engine that has some (switched on by hand): nothing of them is read here."""
     folder = tmp_path / "saved"
     shutil.copytree(saves(Run(2, 2), MODEL)[0], folder)
-    torch.save({"a": 1}, folder / TAG / "layer_03-model_00-model_states.pt")
+    torch.save({"a": 1}, folder / TAG / EXPERTS)
     prefix()(folder / TAG / file, tmp_path / "ran")
     told = worlds[2].run(
-        "refused_jobs.load_with_feature", run=Run(2, 2), model=MODEL, folder=str(folder), switch="pipeline"
+        "refused_jobs.load_with_feature", run=Run(2, 2), model=MODEL, folder=str(folder), switch="has_moe_layers"
     )
     _assert_refused(told, tmp_path / "ran", file)
 
@@ -151,11 +154,11 @@ def test_a_checkpoint_that_is_left_to_deepspeed_whole(worlds: Any, saves: Saves,
 def test_a_tag_that_is_empty_is_searched(worlds: Any, saves: Saves, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     shutil.copytree(saves(Run(2, 2), MODEL)[0] / TAG, folder)
-    torch.save({"a": 1}, folder / "layer_03-model_00-model_states.pt")
+    torch.save({"a": 1}, folder / EXPERTS)
     (folder / "latest").write_text("")
     prefix()(folder / "mp_rank_00_model_states.pt", tmp_path / "ran")
     told = worlds[2].run(
-        "refused_jobs.load_with_feature", run=Run(2, 2), model=MODEL, folder=str(folder), switch="pipeline"
+        "refused_jobs.load_with_feature", run=Run(2, 2), model=MODEL, folder=str(folder), switch="has_moe_layers"
     )
     _assert_refused(told, tmp_path / "ran", "mp_rank_00_model_states.pt")
 
@@ -195,16 +198,16 @@ def test_deepspeed_opens_no_other_file_by_pattern(
     run = Run(3 if left == "stage 3" else 2, 2)
     shutil.copytree(saves(run, MODEL)[0], tmp_path / "saved")
     if left == "whole":
-        torch.save({"a": 1}, tmp_path / "saved" / TAG / "layer_03-model_00-model_states.pt")
+        torch.save({"a": 1}, tmp_path / "saved" / TAG / EXPERTS)
     folder = PATTERNS[case](tmp_path / "saved", lambda path: key(Path(path), tmp_path / "ran"), run.stage)
     if left == "whole":
-        given = {"run": run, "model": MODEL, "folder": str(folder), "switch": "pipeline"}
+        given = {"run": run, "model": MODEL, "folder": str(folder), "switch": "has_moe_layers"}
         told = worlds[2].run("refused_jobs.load_with_feature", **given)
     else:
         found = worlds[2].run("load_refused", run=run, model=MODEL, folder=str(folder))
         assert all(one["unchanged"] for one in found)
         told = [(one["error"], one["text"]) for one in found]
-    what = case.partition(" ")[0]  # beside the pipeline's own fault, which names the error, where it is left whole
+    what = case.partition(" ")[0]  # beside the fault of experts, which names the error, where it is left whole
     assert {error for error, _ in told} == {what if left != "whole" else "UnsupportedLayout"}, told
     assert what == "UnsupportedLayout" or "mp_rank_00_aa_model_states.pt" in told[0][1]
     assert len({text for _, text in told}) == 1 and "To mend" in told[0][1]
