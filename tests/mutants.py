@@ -53,6 +53,7 @@ TESTS = {
     "COLUMNS": "tests/unit/test_columns.py",
     "PROCESSES": "tests/formats/test_convert_processes.py",
     "REGION": "tests/unit/test_region.py",
+    "TENSOR_PARALLEL": "tests/unit/test_tensor_parallel.py",
     "CHECKSUMS": "tests/unit/test_checksums.py tests/unit/test_ledger.py",
     "EXECUTOR": "tests/unit/test_executor.py",
     "PRINT": "tests/unit/test_fingerprint.py",

@@ -130,9 +130,8 @@ def _by_rule(rule: Rule, shards: Sequence[Shape], evidence: str) -> Division:
             raise Misfit("its shards cannot be cut into so many equal parts", str(rule.parts), _shapes(shards))
         widths = [[size // rule.parts for size in sizes]] * rule.parts
     else:
-        if any(part % len(shards) for part in rule.parts) or {sum(rule.parts)} != {
-            size * len(shards) for size in sizes
-        }:
+        share = sum(rule.parts) // len(shards)
+        if any(part % len(shards) for part in rule.parts) or set(sizes) != {share}:
             expected = f"parts {list(rule.parts)}, each in {len(shards)} equal shares"
             raise Misfit("its shards are not of these parts", expected, _shapes(shards))
         widths = [[part // len(shards)] * len(shards) for part in rule.parts]
