@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 unexport PYTHONDONTWRITEBYTECODE
 FAST_TESTS := tests/policy tests/docs tests/unit tests/hostile tests/versions
 
-.PHONY: help venv gpu-packages check style types contracts fast-tests test engine-tests other-tests mutants fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu gpu-wheels test-versions test-nanotron test-corpora format clean
+.PHONY: help venv gpu-packages check style types contracts fast-tests test engine-tests other-tests mutants torture fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu gpu-wheels test-versions test-nanotron test-corpora format clean
 
 help:
 	@echo "make demo           train, change stage and ranks, resume; prints the bit-equality table"
@@ -19,6 +19,7 @@ help:
 	@echo "make check          format, lint, types, import contracts, fast tests"
 	@echo "make fuzz           hostile pickles and files: 100,000 cases, or FUZZ_CASES=..."
 	@echo "make mutants        faults that are put into copies of the package: does each make a test fail?"
+	@echo "make torture        every call on files of every conversion fails once, in each way that it can; TORTURE=zero3 chooses"
 	@echo "make bench          every benchmark beside what it is compared with, and the tables of docs/benchmarks.md"
 	@echo "make gpu            the tests and the benchmark that need a CUDA device; GPU_PYTHON=... where nothing can be installed"
 	@echo "make gpu-wheels     what make gpu needs beside torch, as wheels to carry along"
@@ -95,6 +96,9 @@ fuzz-files:
 	$(FUZZ) -k files
 
 MUTANTS ?=
+torture: venv
+	$(BIN)/python tests/torture $(TORTURE)
+
 mutants: venv
 	$(BIN)/python tests/mutants.py $(MUTANTS)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_reader import read_pickle
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
@@ -78,7 +79,7 @@ class Directory:
 
 def directories(folder: str) -> list[str]:
     """The names of a folder's directories: `.metadata`, or one of each rank (state_dict_loader.py, torch 2.13)."""
-    return sorted(name for name in os.listdir(folder) if name == METADATA or _OF_RANK.fullmatch(name))
+    return sorted(name for name in folders.entries(folder) if name == METADATA or _OF_RANK.fullmatch(name))
 
 
 def read_directory(folder: str, name: str = METADATA) -> Directory:

@@ -69,6 +69,18 @@ def sync(path: str) -> None:
             os.close(fd)
 
 
+def sync_folders(path: str) -> None:
+    """Bring the names in a folder, and in all below it, to the disk."""
+
+    def unlisted(error: OSError) -> None:
+        raise error
+
+    with _named(path, "cannot be listed"):
+        found = [folder for folder, _, _ in os.walk(path, onerror=unlisted)]
+    for folder in found:
+        sync(folder)
+
+
 def write_whole(path: str, data: bytes, *, beside: str, synced: bool = True) -> None:
     """Replace a small file at once: written in the folder `beside`, renamed; a crash may empty one not `synced`."""
     part = os.path.join(beside, f"{os.urandom(8).hex()}.part")

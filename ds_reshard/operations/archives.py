@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ds_reshard.containers import folders
+from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.containers.zip_directory import frame_faults
-from ds_reshard.errors import Fault, ReadFailed, ReshardError, faults_of
+from ds_reshard.errors import Fault, ReshardError, faults_of
 from ds_reshard.execution.checksums import Ledger
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.index import Record
@@ -36,13 +37,7 @@ class CheckedFile:
 
 def list_files(folder: str) -> list[str]:
     """Every regular file below a folder, by its path from there, sorted."""
-    found = []
-    for at, _, names in os.walk(folder):
-        for name in names:
-            path = os.path.join(at, name)
-            if os.path.isfile(path):
-                found.append(os.path.relpath(path, folder))
-    return sorted(found)
+    return list(folders.files_below(folder))
 
 
 def open_file(folder: str, name: str, archives: Sequence[tuple[int, int]] | None = None) -> CheckedFile:
@@ -51,10 +46,11 @@ def open_file(folder: str, name: str, archives: Sequence[tuple[int, int]] | None
     `archives` are the offsets and sizes of those that lie in one file, None where the file is one or none.
     """
     path = f"{folder}/{name}"
+    file = CheckedFile(name=name, path=path, nbytes=0)
     try:
-        file = CheckedFile(name=name, path=path, nbytes=os.path.getsize(path))
-        with open(path, "rb") as opened:
-            archive_like = opened.read(4) == _ARCHIVE_MAGIC or name.endswith(".pt")
+        with PositionedFile(path) as opened:
+            file.nbytes = opened.nbytes
+            archive_like = opened.read(0, min(4, opened.nbytes)) == _ARCHIVE_MAGIC or name.endswith(".pt")
         if archives is not None:
             for part in archives:
                 _open_members(file, part)
@@ -62,10 +58,6 @@ def open_file(folder: str, name: str, archives: Sequence[tuple[int, int]] | None
             _open_members(file, None)
     except ReshardError as error:
         file.faults += faults_of(error)
-    except OSError as error:
-        mend = "check the file system and its permissions"
-        fault = ReadFailed.fault(path, f"cannot be read: {error.strerror or error}", mend=mend)
-        return CheckedFile(name=name, path=path, nbytes=0, faults=[fault])
     at = 0
     for record in file.members:
         file.between += [_run(path, at, record.byte_offset - at)] if record.byte_offset > at else []

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 
-from ds_reshard.errors import CheckpointDamaged, Fault, InternalError, raise_faults
+from ds_reshard.containers import folders
+from ds_reshard.errors import CheckpointDamaged, Fault, InternalError, ReadFailed, raise_faults
 from ds_reshard.execution import disk
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.files import ArchiveFile, FileTarget, StagingExecutor
@@ -22,7 +23,7 @@ from ds_reshard.model.target import Asked, Target, Unit
 from ds_reshard.operations.options import Conversion, Options, Progress, refuse, refuse_memory
 from ds_reshard.operations.processes import Parts, in_copies
 from ds_reshard.operations.proof import prove
-from ds_reshard.operations.source import Found, open_checkpoint
+from ds_reshard.operations.source import Found, find_listing, open_checkpoint
 from ds_reshard.operations.units import FilePlan, Units, archive_of, buffer_of, target_of
 from ds_reshard.operations.workspace import Workspace, refuse_places
 from ds_reshard.planning.copies import Copy
@@ -43,15 +44,16 @@ def convert_listing(
     """
     refuse(asked)
     refuse_memory(options.threads, options.memory_nbytes)
+    like = find_listing(asked.like, None).folder if asked.like is not None else None
+    before, shown = _seen(found.folder), _seen(like)
     source = open_checkpoint(found)
     target = target_of(source, asked)
     prove(source, {origin.name for origin in target.wants.values() if origin.kind != WEIGHT})
     needed = _nbytes(target)
     refuse_places(path, out, needed)
-    seen = _seen(source)
     what = {
         "ds_reshard": VERSION,
-        "source": {name: list(told[:2]) for name, told in seen.items()},
+        "source": {name: list(before.get(name, ())[:2]) for name in sorted(source.files)},
         "tag": found.listing.tag,
         **asdict(asked),
         "dp": source.dp if asked.dp is None else asked.dp,
@@ -67,12 +69,19 @@ def convert_listing(
         held = _COPY_NBYTES + len(target.layout.placements) * _TENSOR_NBYTES
         copies = min(options.processes, len(units), needed // _LEAST_NBYTES, options.memory_nbytes // held)
         parts = Parts(units, copied=copies > 1)
-        if copies > 1:
-            in_copies(copies, lambda tell: work.copy(copies, tell).write(parts), work.add)
-        else:
-            work.write(parts)
-        raise_faults(list(_changed(source, seen)), subject=f"converting {source.folder}")
-        complete = work.finish()
+        try:
+            if copies > 1:
+                in_copies(copies, lambda tell: work.copy(copies, tell).write(parts), work.add)
+            else:
+                work.write(parts)
+            changed = [*_changed(source.folder, source.files, before), *_changed(like, shown, shown)]
+            raise_faults(changed, subject=f"converting {source.folder}")
+            complete = work.finish()
+        except CheckpointDamaged:
+            workspace.forget()  # what was finished may be made of the damage
+            raise
+        if not complete and shards == 1:
+            raise ReadFailed(f"{workspace.folder}: what was noted of finished files cannot be read; add --resume")
     return Conversion(
         out=out,
         files=work.files,
@@ -93,19 +102,14 @@ def _nbytes(target: Target) -> int:
     return total
 
 
-_Seen = tuple[int, int, int]
-"""What tells a file from another of its name: its size, when it was written to, its number on its disk."""
+def _seen(folder: str | None) -> dict[str, folders.Identity]:
+    return folders.identities_below(folder) if folder is not None else {}
 
 
-def _seen(source: Checkpoint) -> dict[str, _Seen]:
-    stats = {name: os.stat(os.path.join(source.folder, name)) for name in sorted(source.files)}
-    return {name: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats.items()}
-
-
-def _changed(source: Checkpoint, before: Mapping[str, _Seen]) -> Iterator[Fault]:
+def _changed(folder: str | None, names: Iterable[str], before: Mapping[str, folders.Identity]) -> Iterator[Fault]:
     """Files that were written anew while they were read: without checksums nothing else tells it."""
-    now = _seen(source)
-    for name in (name for name, seen in before.items() if now[name] != seen):
+    now = _seen(folder)
+    for name in sorted(name for name in names if now.get(name) != before.get(name)):
         mend = "let the save end, then convert again with --force"
         yield CheckpointDamaged.fault(name, "has changed while it was read", mend=mend)
 
@@ -260,8 +264,7 @@ class _Work:
         subject = f"converting {self._source.folder}"
         for family in self._target.layout.shards:
             faults, again = combine([_sums(note) for note in notes if note["family"] == family])
-            raise_faults(faults, subject=subject)
-            raise_faults(read_again(again), subject=subject)
+            raise_faults(faults or read_again(again), subject=subject)
         files = {name: known for note in notes for name, known in note["files"].items()}  # type: ignore[attr-defined]
         manifest = {"format": 1, "files": files, "tensors": self._tensors(notes)}
         self._workspace.commit(manifest, self._target.pointers)

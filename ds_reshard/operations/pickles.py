@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import Place, directories, read_directory
 from ds_reshard.containers.pickle_reader import Scanned, scan_file
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, UNSAFE, PickleRules, in_force, rules_in_force, trusted
@@ -28,10 +29,10 @@ EXTRA_STATE = "_extra_state"
 
 def scan_pickles(path: str) -> PickleScan:
     """All pickles of a file, or of every file below a folder, none of them run; CheckpointNotFound for neither."""
-    if not os.path.exists(path):
+    if not folders.exists(path):
         raise CheckpointNotFound(f"{path}: does not exist; check the path")
     faults: list[Fault] = []
-    paths = list(walk(path, faults)) if os.path.isdir(path) else [path]
+    paths = list(walk(path, faults)) if folders.is_folder(path) else [path]
     found = scan_files(paths)
     return PickleScan(
         folder=path,
@@ -132,8 +133,7 @@ def untold(scanned: Sequence[Fault], told: Sequence[Fault]) -> list[Fault]:
 def siblings(path: str, folder: str) -> list[str]:
     """The files of a checkpoint: all below its own folder, and those that lie in the folder that was given."""
     faults: list[Fault] = []  # of folders that cannot be listed, which opening the checkpoint tells
-    given = [os.path.join(path, name) for name in sorted(os.listdir(path))] if os.path.isdir(path) else []
-    return list(dict.fromkeys([*walk(folder, faults), *(one for one in given if os.path.isfile(one))]))
+    return list(dict.fromkeys([*walk(folder, faults), *(os.path.join(path, name) for name in folders.files(path))]))
 
 
 def _sorted(faults: Iterable[Fault]) -> list[Fault]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import UNSAFE, in_force, rules_in_force
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.errors import CheckpointNotFound, ReadFailed, ReshardError, UnsupportedLayout, raise_faults
@@ -57,8 +58,8 @@ def find_listing(path: str, tag: str | None) -> Found:
 
     Raises CheckpointNotFound where there is none, and ReadFailed where a folder cannot be listed.
     """
-    if not os.path.isdir(path):
-        there = os.path.exists(path)
+    if not folders.is_folder(path):
+        there = folders.exists(path)
         raise _not_found(
             path,
             "is a file" if there else "does not exist",
@@ -71,13 +72,13 @@ def find_listing(path: str, tag: str | None) -> Found:
             return found
         file, tag = _latest(path)
     folder = os.path.join(path, tag)
-    if not os.path.isdir(folder):
+    if not folders.is_folder(folder):
         folder = os.path.join(path, iteration_name(tag))
-    found = _found(folder) if os.path.isdir(folder) else None
+    found = _found(folder) if folders.is_folder(folder) else None
     if found is None and file == _LATEST_NANOTRON:
         raise _no_checkpoint(path, f"has a file {file!r} that names no checkpoint of nanotron")
     if found is None:
-        told = f"has no DeepSpeed checkpoint in its tag {tag!r}" if os.path.isdir(folder) else f"has no tag {tag!r}"
+        told = f"has no DeepSpeed checkpoint in its tag {tag!r}" if folders.is_folder(folder) else f"has no tag {tag!r}"
         raise _no_checkpoint(path, told)
     return found
 
@@ -100,7 +101,7 @@ def find_zero(path: str, tag: str | None, *, tool: str) -> ZeroListing:
 def _latest(path: str) -> tuple[str, str]:
     """The first file there that names the last tag, and the tag."""
     names = ("latest", "latest_universal", _LATEST_NANOTRON, TRACKER)
-    file = next((name for name in names if os.path.exists(os.path.join(path, name))), names[0])
+    file = next((name for name in names if folders.exists(os.path.join(path, name))), names[0])
     return file, _named_in(os.path.join(path, file), path)
 
 
@@ -118,12 +119,14 @@ def _named_in(latest: str, path: str) -> str:
 
 
 def _no_checkpoint(path: str, what: str) -> CheckpointNotFound:
-    if any(name.endswith(".distcp") for name in os.listdir(path)):
+    if any(name.endswith(".distcp") for name in folders.entries(path)):
         what = (
             "has files of torch.distributed.checkpoint, and no .metadata, which is written last: the save did not end"
         )
         return _not_found(path, what, "take an older checkpoint, or restore .metadata from a copy")
-    tags = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and format_of(entry.path) is not None)
+    tags = [
+        name for name, size in folders.entries(path).items() if size is None and format_of(f"{path}/{name}") is not None
+    ]
     if not tags:
         return _not_found(path, what, "give the folder that was given to save_checkpoint")
     return _not_found(path, what, f"name one of the tags that are there: --tag {' | '.join(tags[:12])}")

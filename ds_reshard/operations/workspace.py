@@ -13,9 +13,9 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 
+from ds_reshard.containers import folders
 from ds_reshard.containers.crc import crc32
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReshardError, WriteFailed, raise_faults
@@ -76,7 +76,7 @@ class Workspace:
 
         A folder that another conversion has left is an error with `resume` or `shared`, and cleared otherwise.
         """
-        left = os.path.isdir(self.folder) and not os.path.exists(self.out)
+        left = folders.is_folder(self.folder) and not folders.exists(self.out)
         if (shared or left) and self.is_done():
             self._clear()
             yield True
@@ -84,9 +84,9 @@ class Workspace:
         self._refuse_existing()
         disk.make_folder(self.folder)
         with self._lock(shared):
-            if os.path.isdir(self._old) and not os.path.lexists(self.target):
+            if folders.is_folder(self._old) and not folders.exists(self.target, follow=False):
                 disk.rename(self._old, self.target)
-            for name in sorted(os.listdir(self.folder)) if not (resume or shared) else ():
+            for name in list(folders.entries(self.folder)) if not (resume or shared) else ():
                 disk.remove(os.path.join(self.folder, name))
             self._claim()
             yield False
@@ -96,7 +96,7 @@ class Workspace:
         return bool(_conversion_of(os.path.join(self.target, MANIFEST)) == json.loads(self._conversion))
 
     def _refuse_existing(self) -> None:
-        if os.path.lexists(self.target) and not self._force:
+        if folders.exists(self.target, follow=False) and not self._force:
             fault = ConfigError.fault(
                 self.target,
                 "is there already",
@@ -106,7 +106,8 @@ class Workspace:
 
     @contextlib.contextmanager
     def _lock(self, shared: bool) -> Iterator[None]:
-        fd = os.open(self.folder, os.O_RDONLY)
+        with folders.named(self.folder, "cannot be opened"):
+            fd = os.open(self.folder, os.O_RDONLY)
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError:
@@ -122,9 +123,8 @@ class Workspace:
     def _claim(self) -> None:
         """Note what is made here, or find that it is the same."""
         path = os.path.join(self.folder, "conversion.json")
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
-                found = file.read()
+        if folders.exists(path):
+            found = folders.read_small(path).decode("utf-8", errors="replace")
             if found != self._conversion:
                 fault = ConfigError.fault(
                     self.folder,
@@ -146,17 +146,24 @@ class Workspace:
     def note(self, unit: str, known: Mapping[str, object]) -> None:
         """Note that the files of a unit are finished and on the disk; a note that a crash takes costs their writing."""
         data = json.dumps(known, sort_keys=True).encode("utf-8")
-        disk.write_whole(self._note(unit), data, beside=self.folder, synced=False)
+        told = b"%08x" % crc32(data) + data
+        disk.write_whole(self._note(unit), told, beside=self.folder, synced=False)
 
     def noted(self, unit: str) -> Mapping[str, object] | None:
         """What is known of a finished unit, None for one that is not."""
         try:
-            with open(self._note(unit), encoding="utf-8") as file:
-                known = json.load(file)
-        except (FileNotFoundError, ValueError):  # ValueError: its name reached the disk before its bytes
+            told = folders.read_small(self._note(unit))
+        except CheckpointNotFound:
             return None
+        if told[:8] != b"%08x" % crc32(told[8:]):  # its name reached the disk before its bytes
+            return None
+        known = json.loads(told[8:])
         assert isinstance(known, dict)
         return known
+
+    def forget(self) -> None:
+        """Forget which units are finished: --resume writes all of them anew."""
+        disk.remove(self._done)
 
     def _note(self, unit: str) -> str:
         return os.path.join(self._done, f"{unit}.json")
@@ -170,9 +177,8 @@ class Workspace:
         try:
             for name, content in {MANIFEST: text, **pointers}.items():
                 disk.write_whole(os.path.join(self.out, name), content.encode("utf-8"), beside=self.folder)
-            for folder, _, _ in os.walk(self.out):
-                disk.sync(folder)
-            if os.path.lexists(self.target) and not self.is_done():
+            disk.sync_folders(self.out)
+            if folders.exists(self.target, follow=False) and not self.is_done():
                 disk.rename(self.target, self._old)
             disk.rename(self.out, self.target)
             disk.sync(os.path.dirname(self.target))
@@ -201,12 +207,12 @@ def refuse_places(source: str, out: str, needed_nbytes: int) -> None:
     faults = []
     if target == source or target.startswith(source + os.sep) or source.startswith(target + os.sep):
         faults.append(_place(out, f"lies in the source {source}, or holds it", "name a folder apart from it"))
-    if not os.path.isdir(parent):
+    if not folders.is_folder(parent):
         faults.append(_place(parent, "does not exist", f"mkdir -p {parent}"))
-    elif os.path.isdir(target) and os.stat(target).st_dev != os.stat(parent).st_dev:
+    elif folders.is_folder(target) and folders.device(target) != folders.device(parent):
         what = "is a file system of its own: what is written beside it cannot take its name"
         faults.append(_place(out, what, f"name a folder in it: {os.path.join(out, 'converted')}"))
-    elif (free := shutil.disk_usage(parent).free) < needed_nbytes:
+    elif (free := folders.free_nbytes(parent)) < needed_nbytes:
         what = f"has {free} bytes free, and the output needs {needed_nbytes}"
         faults.append(_place(parent, what, "free space there, or name a folder elsewhere"))
     raise_faults(faults, subject="converting")

@@ -69,6 +69,27 @@ def test_the_library_keeps_to_itself(breaks: Callable[[ast.AST], bool], mend: st
     assert not found, offenders(mend, found)
 
 
+_LOOKS = ("exists", "lexists", "isfile", "isdir", "getsize", "getmtime")
+
+
+def _looks_away(node: ast.AST) -> bool:
+    """A look at files that takes an error of the system for an absence, or raises it without a name."""
+    return _is_call(node, "os.listdir", "os.scandir", *(f"os.path.{name}" for name in _LOOKS))
+
+
+def test_an_error_of_the_system_is_no_absence() -> None:
+    rooms = ("containers", "formats", "operations")
+    own = {PACKAGE / "containers" / "folders.py", PACKAGE / "operations" / "pickles.py"}
+    found = [
+        place(path, getattr(node, "lineno", None))
+        for path in sources(PACKAGE)
+        if path.relative_to(PACKAGE).parts[0] in rooms and path not in own
+        for node in ast.walk(tree(path))
+        if _looks_away(node)
+    ]
+    assert not found, offenders("look at files through containers/folders.py:", found)
+
+
 @pytest.mark.parametrize(
     ("breaks", "source"),
     [
@@ -78,6 +99,7 @@ def test_the_library_keeps_to_itself(breaks: Callable[[ast.AST], bool], mend: st
         (_is_exit, "raise SystemExit"),
         (_is_any, "def f(x: dict[str, Any]) -> None: ..."),
         (_is_any, "x: typing.Any = 1"),
+        (_looks_away, "if os.path.isfile(path): pass"),
         (_is_environment, "import os\nos.environ['A']"),
         (_is_environment, "os.getenv('A')"),
         (_is_assert_false, "assert False, 'never'"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 
+from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import (
     METADATA,
     AlikeArchives,
@@ -18,7 +18,14 @@ from ds_reshard.containers.dcp_directory import (
     SavedTensor,
     read_directory,
 )
-from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, UnsupportedLayout, raise_faults
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    Fault,
+    ReshardError,
+    UnsupportedLayout,
+    raise_faults,
+)
 from ds_reshard.formats.dcp.entries import ACCELERATE, MODELS, Path, group_key, read_values, tensor_key
 from ds_reshard.model.checkpoint import SavedFile, SavedListing
 from ds_reshard.model.content import MASTER, WEIGHT
@@ -74,11 +81,9 @@ def list_dcp(folder: str) -> SavedListing:
     """The files of such a folder."""
     files = {}
     for part in _parts(folder):
-        for name in sorted(os.listdir(os.path.join(folder, part))):
-            path, below = os.path.join(folder, part, name), os.path.join(part, name)
-            if os.path.isfile(path):
-                role = "shards" if name.endswith(".distcp") else "other"
-                files[below] = SavedFile(nbytes=os.path.getsize(path), role=role)
+        for name, nbytes in folders.files(os.path.join(folder, part)).items():
+            role = "shards" if name.endswith(".distcp") else "other"
+            files[os.path.join(part, name)] = SavedFile(nbytes=nbytes, role=role)
     tag = os.path.basename(os.path.abspath(folder))
     return SavedListing(
         format="torch.distributed.checkpoint",
@@ -95,12 +100,11 @@ def _is_megatrons(folder: str) -> bool:
 
     core/dist_checkpointing/core.py and strategies/common.py, 0.16.1 to 0.19.2.
     """
-    if os.path.isfile(os.path.join(folder, "common.pt")):
+    if folders.is_file(os.path.join(folder, "common.pt")):
         return True
     try:
-        with open(os.path.join(folder, "metadata.json"), "rb") as file:
-            told = json.loads(file.read(1 << 20))
-    except (OSError, ValueError, RecursionError):
+        told = folders.read_json(os.path.join(folder, "metadata.json"), 1 << 20)
+    except (CheckpointNotFound, CheckpointDamaged, ValueError):
         return False
     return isinstance(told, dict) and "sharded_backend" in told
 
@@ -181,7 +185,7 @@ def _notes(directory: Directory) -> Iterator[str]:
 
 def _parts(folder: str) -> list[str]:
     """Where the directories are: in the folder itself, or in those of accelerate below it."""
-    return [part for part in ("", *ACCELERATE) if os.path.isfile(os.path.join(folder, part, METADATA))]
+    return [part for part in ("", *ACCELERATE) if folders.is_file(os.path.join(folder, part, METADATA))]
 
 
 def _read(folder: str) -> Directory:

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from ds_reshard.containers import folders
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed, UnsupportedLayout, raise_faults
+from ds_reshard.errors import CheckpointNotFound, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.fsdp.flat_parameters import (
     FlatStates,
     Shape,
@@ -50,11 +51,9 @@ def list_fsdp(folder: str) -> SavedListing:
     """The files of such a folder."""
     roles = {MODEL: "model", OPTIM: "optimizer"}
     files = {}
-    for name in sorted(os.listdir(folder)):
-        path, match = os.path.join(folder, name), _NAME.fullmatch(name)
-        if os.path.isfile(path):
-            role = roles.get(match[1], "other") if match is not None else "other"
-            files[name] = SavedFile(nbytes=os.path.getsize(path), role=role)
+    for name, nbytes in folders.files(folder).items():
+        match = _NAME.fullmatch(name)
+        files[name] = SavedFile(nbytes=nbytes, role=roles.get(match[1], "other") if match is not None else "other")
     tag = os.path.basename(os.path.abspath(folder))
     return SavedListing(format="files of FSDP ranks", writer="EasyR1 or verl", folder=folder, tag=tag, files=files)
 
@@ -288,14 +287,8 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
 
 def _ranks(folder: str) -> dict[tuple[str, int], set[int]]:
     """The ranks of which the folder has a file, by family and world size."""
-    try:
-        names = sorted(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except OSError as error:
-        raise ReadFailed(f"{folder}: cannot be listed: {error}") from error
     found: dict[tuple[str, int], set[int]] = {}
-    for match in map(_NAME.fullmatch, names):
+    for match in map(_NAME.fullmatch, folders.entries(folder)):
         if match is not None:
             found.setdefault((match[1], int(match[2])), set()).add(int(match[3]))
     return found
@@ -434,7 +427,7 @@ def _differs(
 def missing_extra(folder: str, ranks: int) -> list[Fault]:
     """The extra states that lack, where some rank has saved one."""
     paths = [os.path.join(folder, file_name(EXTRA, ranks, rank)) for rank in range(ranks)]
-    missing = [path for path in paths if not os.path.exists(path)]
+    missing = [path for path in paths if not folders.exists(path)]
     some = missing if len(missing) < len(paths) else []
     return [damaged(path, "is missing", "a file of each rank", "none") for path in some]
 
@@ -448,7 +441,7 @@ def extra_trees(folder: str, ranks: int, size: int) -> list[object]:
     """
     raise_faults(missing_extra(folder, ranks), subject="reading a checkpoint")
     paths = [os.path.join(folder, file_name(EXTRA, ranks, rank)) for rank in range(ranks)]
-    if not os.path.exists(paths[0]):
+    if not folders.exists(paths[0]):
         return []
     saved = [read_top(path, "is no extra state", "lr_scheduler and rng") for path in paths]
     first, *others = ({(str(name), canonical(value)) for name, value in top.items() if name != "rng"} for top in saved)

@@ -22,8 +22,9 @@ from functools import partial
 from math import prod
 from typing import NoReturn
 
+from ds_reshard.containers import folders
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import CheckpointDamaged, Fault, ReadFailed, UnsupportedLayout, raise_faults
+from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Cut, Placement, TensorKey
@@ -161,13 +162,10 @@ def read_order(folder: str, shapes: Mapping[str, Shape]) -> FlatOrder | None:
     """
     path = os.path.join(folder, ORDER)
     try:
-        with open(path, encoding="utf-8") as file:
-            held = json.loads(file.read())
-    except FileNotFoundError:
+        held = folders.read_json(path)
+    except CheckpointNotFound:
         return None
-    except OSError as error:
-        raise ReadFailed(f"{path}: cannot be read: {error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         held = error
     order = _order(held)
     expected = '{"use_orig_params": ..., "units": [{"NAME": {"shape": [...], "offset": N}}], "parameters": [...]}'

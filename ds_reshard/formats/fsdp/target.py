@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 
-from ds_reshard.errors import CheckpointDamaged, Fault, ReadFailed, UnsupportedLayout, raise_faults
+from ds_reshard.containers import folders
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.fsdp.checkpoint import (
     EXTRA,
     MODEL,
@@ -201,13 +202,12 @@ class _Writing:
             texts[ORDER] = self.source.flat.order.text().encode
         for name in self._exported():
             if not name.endswith(_WEIGHTS):
-                texts[name] = partial(_read, os.path.join(self.source.folder, name))
+                texts[name] = partial(folders.read_small, os.path.join(self.source.folder, name))
         return texts
 
     def _exported(self) -> list[str]:
         folder = os.path.join(self.source.folder, _HUGGINGFACE)
-        names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-        return [os.path.join(_HUGGINGFACE, name) for name in names if os.path.isfile(os.path.join(folder, name))]
+        return [os.path.join(_HUGGINGFACE, name) for name in folders.files(folder)]
 
     def notes(self) -> Iterator[str]:
         saved, size = self.source.ranks, self.size
@@ -232,23 +232,15 @@ def _like(saved: Mapping[object, object], entries: Mapping[object, object]) -> o
 def _config(folder: str) -> Mapping[str, object] | None:
     """What verl notes of the saving run, None where nothing is (`FSDPConfig` of its fsdp_checkpoint_manager.py)."""
     path = os.path.join(folder, CONFIG)
-    if not os.path.exists(path):
+    if not folders.exists(path):
         return None
     try:
-        config = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
+        config = folders.read_json(path)
+    except ValueError as error:
         raise CheckpointDamaged(f"{path}: is no JSON: {error}; restore it from a copy, or remove it") from None
     if not isinstance(config, dict):
         raise CheckpointDamaged(f"{path}: holds no object; restore it from a copy, or remove it")
     return config
-
-
-def _read(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise ReadFailed(f"{path}: cannot be read: {error}") from error
 
 
 _RANKS = "ranks of the mesh"

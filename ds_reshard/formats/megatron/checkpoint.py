@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 
+from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import METADATA, Directory, Place, read_directory
-from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReadFailed, UnsupportedLayout
+from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, UnsupportedLayout
 from ds_reshard.model.content import SAMPLES, STEPS, Path
 from ds_reshard.model.records import ObjectRecord
 from ds_reshard.resume.megatron import MegatronPast, extra_values, read_schedule
@@ -29,7 +29,7 @@ _APART = ("args", "optimizer", "content_metadata", "iteration", "rerun_state_mac
 def is_megatron(path: str) -> bool:
     """Whether a folder is Megatron-LM's; Megatron-DeepSpeed leaves the tracker beside DeepSpeed's own files."""
     names = _names(path)
-    ranks = any(name.startswith("mp_rank_") and os.path.isdir(os.path.join(path, name)) for name in names)
+    ranks = any(name.startswith("mp_rank_") and folders.is_folder(os.path.join(path, name)) for name in names)
     return "latest" not in names and (ranks or not names.isdisjoint((TRACKER, METADATA, COMMON)))
 
 
@@ -96,11 +96,7 @@ def _mapping(where: str, held: object) -> Mapping[object, object]:
 
 
 def latest_iteration(path: str) -> str:
-    file = PositionedFile(os.path.join(path, TRACKER))
-    try:
-        return file.read(0, min(file.nbytes, _NUMBER)).decode("utf-8", errors="replace").strip()
-    finally:
-        file.close()
+    return folders.read_small(os.path.join(path, TRACKER), _NUMBER).decode("utf-8", errors="replace").strip()
 
 
 def iteration_name(tag: str) -> str:
@@ -108,12 +104,7 @@ def iteration_name(tag: str) -> str:
 
 
 def _names(path: str) -> frozenset[str]:
-    try:
-        return frozenset(os.listdir(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return frozenset()
-    except OSError as error:
-        raise ReadFailed(f"{path}: cannot be listed: {error}") from error
+    return frozenset(folders.entries(path))
 
 
 def _not_found(where: str, what: str, mend: str) -> CheckpointNotFound:

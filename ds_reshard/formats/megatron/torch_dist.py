@@ -8,7 +8,6 @@ Megatron names those of layers that differ: `decoder.layers.3.mlp.linear_fc2.wei
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +15,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 
+from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import METADATA, AlikeArchives, Chunk, Directory, read_directory
-from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, UnsupportedLayout, raise_faults
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    Fault,
+    ReshardError,
+    UnsupportedLayout,
+    raise_faults,
+)
 from ds_reshard.formats.megatron.checkpoint import (
     BACKEND,
     COMMON,
@@ -101,28 +108,24 @@ class TorchDist:
 
 def is_torch_dist(folder: str) -> bool:
     """Whether Megatron says beside the directory that it is its own, or keeps there what all ranks share."""
-    if not os.path.isfile(os.path.join(folder, METADATA)):
+    if not folders.is_file(os.path.join(folder, METADATA)):
         return False
-    return os.path.isfile(os.path.join(folder, COMMON)) or _backend(folder) is not None
+    return folders.is_file(os.path.join(folder, COMMON)) or _backend(folder) is not None
 
 
 def _backend(folder: str) -> object:
     """What metadata.json says that wrote the folder (core/dist_checkpointing/core.py, 0.19.2); None for any other."""
     try:
-        with open(os.path.join(folder, BACKEND), "rb") as file:
-            told = json.loads(file.read(1 << 20))
-    except (OSError, ValueError, RecursionError):
+        told = folders.read_json(os.path.join(folder, BACKEND), 1 << 20)
+    except (CheckpointNotFound, CheckpointDamaged, ValueError):
         return None
     return told.get("sharded_backend") if isinstance(told, dict) else None
 
 
 def list_torch_dist(folder: str) -> SavedListing:
     files = {}
-    for name in sorted(os.listdir(folder)):
-        path = os.path.join(folder, name)
-        if os.path.isfile(path):
-            role = "shards" if name.endswith(".distcp") else "other"
-            files[name] = SavedFile(nbytes=os.path.getsize(path), role=role)
+    for name, nbytes in folders.files(folder).items():
+        files[name] = SavedFile(nbytes=nbytes, role="shards" if name.endswith(".distcp") else "other")
     return SavedListing(
         format="Megatron-LM, torch_dist",
         writer="Megatron-LM",

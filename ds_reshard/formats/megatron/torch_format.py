@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
+from ds_reshard.containers import folders
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.megatron.buckets import Slot, bucket_size_of, buckets_of, shards_of
@@ -120,22 +121,18 @@ class TorchFormat:
 
 
 def is_torch_format(folder: str) -> bool:
-    return any(os.path.isfile(os.path.join(folder, name, MODEL)) for name in _folders(folder))
+    return any(folders.is_file(os.path.join(folder, name, MODEL)) for name in _folders(folder))
 
 
 def _folders(folder: str) -> list[str]:
-    if not os.path.isdir(folder):
-        return []
-    return sorted(name for name in os.listdir(folder) if _FOLDER.fullmatch(name))
+    return [name for name in folders.entries(folder) if _FOLDER.fullmatch(name)]
 
 
 def list_torch_format(folder: str) -> SavedListing:
     files = {}
     for name in _folders(folder):
-        for file in sorted(os.listdir(os.path.join(folder, name))):
-            path, role = os.path.join(folder, name, file), "optimizer" if file == FLAT_FILE else "model"
-            if os.path.isfile(path):
-                files[f"{name}/{file}"] = SavedFile(nbytes=os.path.getsize(path), role=role)
+        for file, nbytes in folders.files(os.path.join(folder, name)).items():
+            files[f"{name}/{file}"] = SavedFile(nbytes=nbytes, role="optimizer" if file == FLAT_FILE else "model")
     return SavedListing(
         format="Megatron-LM, torch",
         writer="Megatron-LM",
@@ -209,7 +206,7 @@ def _ranks(folder: str) -> list[_Rank]:
         held, file = _load(os.path.join(path, MODEL)), os.path.join(path, FLAT_FILE)
         arguments = arguments_of(held.get("args"))
         apart = bool(arguments.get("use_distributed_optimizer")) and "optimizer" in held
-        if apart and not os.path.isfile(file):
+        if apart and not folders.is_file(file):
             faults.append(CheckpointNotFound.fault(file, "is missing", "the optimizer's state", "none", mend=_MEND))
             continue
         flat = _load(file) if apart else None

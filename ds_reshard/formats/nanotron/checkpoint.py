@@ -367,18 +367,11 @@ def same_bytes(one: Extent, other: Extent) -> bool:
         return False
     if all(extent.record.crc32 is not None and extent.record.nbytes == extent.nbytes for extent in (one, other)):
         return one.record.crc32 == other.record.crc32
-    files = [PositionedFile(extent.path) for extent in (one, other)]
-    try:
+    with PositionedFile(one.path) as first, PositionedFile(other.path) as second:
         for at in range(0, one.nbytes, _COMPARED_NBYTES):
             nbytes = min(_COMPARED_NBYTES, one.nbytes - at)
-            parts = [
-                file.read(extent.byte_offset + at, nbytes) for file, extent in zip(files, (one, other), strict=True)
-            ]
-            if parts[0] != parts[1]:
+            if first.read(one.byte_offset + at, nbytes) != second.read(other.byte_offset + at, nbytes):
                 return False
-    finally:
-        for file in files:
-            file.close()
     return True
 
 

@@ -12,9 +12,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ds_reshard.containers import folders
 from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout
 from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
-from ds_reshard.formats.nanotron.metadata import Metadata, read_bytes
+from ds_reshard.formats.nanotron.metadata import Metadata
 from ds_reshard.formats.nanotron.names import CONFIG, META, MODEL_CONFIG, OPTIMIZER_CONFIG
 from ds_reshard.formats.nanotron.optimizer_file import MASTER, OptimizerFile, SavedGroup, SavedScheduler
 from ds_reshard.model.content import BASE, LAST, SAMPLES, SCHEDULER, STEPS, WEIGHT, Content, Held, Schedule
@@ -37,7 +38,7 @@ def digest_of(checkpoint: NanotronCheckpoint) -> str:
     listing = checkpoint.listing
     small = [name for name in (META, CONFIG, MODEL_CONFIG, OPTIMIZER_CONFIG) if name in listing.nbytes]
     said = {
-        "files": {name: hashlib.sha256(read_bytes(listing.path(name))).hexdigest() for name in small},
+        "files": {name: hashlib.sha256(folders.read_small(listing.path(name))).hexdigest() for name in small},
         "weights": {
             name: [
                 parameter.shape,

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ds_reshard.errors import Fault, ReadFailed, UnsupportedLayout, damaged, fail
+from ds_reshard.containers import folders
+from ds_reshard.errors import CheckpointNotFound, Fault, UnsupportedLayout, damaged, fail
 from ds_reshard.formats.nanotron.names import CONFIG, META, OPTIMIZER_CONFIG, NanotronListing, Topology, experts
 
 MICRO, ACCUMULATION = "tokens.micro_batch_size", "tokens.batch_accumulation_per_replica"
@@ -174,14 +174,11 @@ def read_metadata(listing: NanotronListing) -> tuple[Metadata | None, list[Fault
 def _json(listing: NanotronListing, name: str) -> tuple[dict[str, object] | None, list[Fault]]:
     path = listing.path(name)
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except FileNotFoundError:
+        content = folders.read_json(path)
+    except CheckpointNotFound:
         return None, [damaged(path, "is missing", "the file that nanotron's world rank 0 writes", "no file")]
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return None, [damaged(path, "is not JSON", "an object", str(error)[:80])]
-    except OSError as error:
-        raise ReadFailed(f"{path}: cannot be read: {error}") from error
     if not isinstance(content, dict):
         return None, [damaged(path, "is not what nanotron writes", "an object", type(content).__name__)]
     return content, []
@@ -258,16 +255,7 @@ def _config(listing: NanotronListing) -> dict[str, str]:
         return {}
     path = listing.path(CONFIG)
     try:
-        lines = read_bytes(path).decode("utf-8").splitlines()
+        lines = folders.read_small(path).decode("utf-8").splitlines()
     except ValueError as error:
         raise fail(path, "is not text", "YAML", str(error)[:80]) from error
     return {name: value for _, name, value in scalars(lines)}
-
-
-def read_bytes(path: str) -> bytes:
-    """All of a small file."""
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise ReadFailed(f"{path}: cannot be read: {error}") from error

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from ds_reshard.containers import folders
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, damaged
 
 META, OPTIMIZER_CONFIG, CONFIG = "checkpoint_metadata.json", "optimizer/optimizer_config.json", "config.yaml"
@@ -104,14 +105,14 @@ class NanotronListing:
 
 def is_nanotron(folder: str) -> bool:
     """Whether the folder is one checkpoint of nanotron, or looks as if it had been one."""
-    if os.path.isfile(f"{folder}/{META}") or os.path.isfile(f"{folder}/{OPTIMIZER_CONFIG}"):
+    if folders.is_file(f"{folder}/{META}") or folders.is_file(f"{folder}/{OPTIMIZER_CONFIG}"):
         return True
-    return os.path.isfile(f"{folder}/{MODEL_CONFIG}") and os.path.isdir(f"{folder}/model")
+    return folders.is_file(f"{folder}/{MODEL_CONFIG}") and folders.is_folder(f"{folder}/model")
 
 
 def read_listing(folder: str) -> NanotronListing:
     """Sort the files of a checkpoint folder; what cannot be read as one checkpoint is a fault."""
-    nbytes = dict(_files(folder))
+    nbytes = folders.files_below(folder)
     states: dict[str, dict[tuple[int, ...], str]] = {"optimizer": {}, "lr_scheduler": {}}
     sizes: dict[str, set[tuple[int | None, ...]]] = {"optimizer": set(), "lr_scheduler": set()}
     weights: dict[str, dict[int | None, str]] = {}
@@ -142,14 +143,6 @@ def read_listing(folder: str) -> NanotronListing:
 
 def _by_rank(states: Mapping[tuple[int, ...], str]) -> dict[Rank, str]:
     return {Rank(pp=pp, tp=tp, dp=dp): name for (pp, dp, tp, exp), name in states.items() if not exp}
-
-
-def _files(folder: str) -> Iterator[tuple[str, int]]:
-    for at, _, names in os.walk(folder):
-        for name in names:
-            path = os.path.join(at, name)
-            if os.path.isfile(path):
-                yield os.path.relpath(path, folder), os.path.getsize(path)
 
 
 def _add_weight(

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ds_reshard.containers import folders
 from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.formats.nanotron.checkpoint import OPTIM, NanotronCheckpoint, shape_of, state_cut
 from ds_reshard.formats.nanotron.content import digest_of
-from ds_reshard.formats.nanotron.metadata import ACCUMULATING, PLAIN, ZERO, read_bytes, resized, rewritten
+from ds_reshard.formats.nanotron.metadata import ACCUMULATING, PLAIN, ZERO, resized, rewritten
 from ds_reshard.formats.nanotron.names import (
     CONFIG,
     META,
@@ -408,11 +409,11 @@ class _Writing:
         yield _text(META, json.dumps(meta, indent=2, sort_keys=True))
         yield _text(OPTIMIZER_CONFIG, json.dumps(self._optimizer_config()))
         if CONFIG in listing.nbytes:
-            yield _text(CONFIG, rewritten(read_bytes(listing.path(CONFIG)).decode("utf-8"), self._config()))
+            yield _text(CONFIG, rewritten(folders.read_small(listing.path(CONFIG)).decode("utf-8"), self._config()))
         kept = [MODEL_CONFIG, *(self._random if self._keeps_random else ())]
         for name in kept:
             if name in listing.nbytes:
-                yield TargetFile(name=name, tree=partial(read_bytes, listing.path(name)), container="plain")
+                yield TargetFile(name=name, tree=partial(folders.read_small, listing.path(name)), container="plain")
 
     def _optimizer_config(self) -> dict[str, object]:
         """With the offsets of world rank 0's own stage, as nanotron writes them: all as text."""

@@ -13,13 +13,13 @@ Of two files for one thing none is taken; of all other files no more than the st
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+from ds_reshard.containers import folders
 from ds_reshard.containers.safetensors import read_header
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, fail, raise_faults
@@ -49,16 +49,14 @@ _LIST = "write a JSON list of the parameters' names, in the order of their numbe
 
 def list_pytorch(folder: str) -> SavedListing | None:
     """The files of such a folder, None for any other."""
-    names = set(os.listdir(folder)) if os.path.isdir(folder) else set()
+    names = folders.entries(folder).keys()
     if names.isdisjoint((*_WEIGHTS, *_INDEXES)) or not names.isdisjoint(_OTHERS):
         return None
     files = {}
-    for name in sorted(names):
-        path = os.path.join(folder, name)
-        if os.path.isfile(path):
-            model = name.endswith((".safetensors", ".bin")) and name.startswith(("model", "pytorch_model"))
-            role = "model" if model else "optimizer" if name in OPTIMIZERS else "other"
-            files[name] = SavedFile(nbytes=os.path.getsize(path), role=role)
+    for name, nbytes in folders.files(folder).items():
+        model = name.endswith((".safetensors", ".bin")) and name.startswith(("model", "pytorch_model"))
+        role = "model" if model else "optimizer" if name in OPTIMIZERS else "other"
+        files[name] = SavedFile(nbytes=nbytes, role=role)
     tag = os.path.basename(os.path.abspath(folder))
     return SavedListing(format="plain PyTorch", writer="torch", folder=folder, tag=tag, files=files)
 
@@ -124,7 +122,7 @@ def open_pytorch(folder: str) -> PytorchCheckpoint:
 
 def _single(folder: str, names: Sequence[str], what: str) -> str | None:
     """The one of these files that is there, None for none; nothing tells which of two is meant."""
-    found = [name for name in names if os.path.isfile(os.path.join(folder, name))]
+    found = [name for name in names if folders.is_file(os.path.join(folder, name))]
     if len(found) > 1:
         said = f"holds {what} in several files, and nothing tells which are meant"
         mend = "move all but one of them out of the folder"
@@ -136,7 +134,7 @@ def _single(folder: str, names: Sequence[str], what: str) -> str | None:
 def _iteration(folder: str, facts: OptimizerFacts | None, left_out: list[str]) -> dict[Path, object]:
     """The step that Hugging Face's Trainer has counted; one of the optimizer's own that differs is told."""
     path = os.path.join(folder, TRAINER)
-    told = _json(path) if os.path.isfile(path) else None
+    told = _json(path) if folders.is_file(path) else None
     step = told.get("global_step") if isinstance(told, dict) else None
     if type(step) is not int or step < 0:
         return {}
@@ -151,7 +149,7 @@ def _iteration(folder: str, facts: OptimizerFacts | None, left_out: list[str]) -
 def _others(folder: str, found: Iterable[str]) -> Iterator[str]:
     """A note on all that lies in the folder and is not read."""
     known = {*found, *_INDEXES, *SCHEDULERS, NAMES, TRAINER, "ds_reshard.json"}
-    names = sorted(set(os.listdir(folder)) - known)
+    names = [name for name in folders.entries(folder) if name not in known]
     if names:
         yield f"left out, as nothing here reads them: {', '.join(names)}"
     if "scaler.pt" in names:
@@ -160,9 +158,8 @@ def _others(folder: str, found: Iterable[str]) -> Iterator[str]:
 
 def _json(path: str) -> object:
     try:
-        with open(path, "rb") as file:
-            return json.loads(file.read(_INDEX_NBYTES))
-    except (ValueError, RecursionError) as error:
+        return folders.read_json(path, _INDEX_NBYTES)
+    except ValueError as error:
         raise CheckpointDamaged(f"{path}: is not JSON: {error}") from None
 
 
@@ -178,7 +175,7 @@ def _weights(folder: str, notes: list[str], left_out: list[str]) -> Iterator[tup
     if not isinstance(located, dict) or not all(isinstance(name, str) for name in located.values()):
         raise fail(f"{folder}/{index}", "is no index of weights", "'weight_map' of names and files", "another value")
     for name in dict.fromkeys(located.values()):
-        if os.path.basename(name) != name or not os.path.isfile(f"{folder}/{name}"):
+        if os.path.basename(name) != name or not folders.is_file(f"{folder}/{name}"):
             raise fail(f"{folder}/{index}", "lists a file that is not there", name, "no such file")
         tensors = _tensors(f"{folder}/{name}", notes, left_out)
         wanted = {key for key, place in located.items() if place == name}
@@ -292,7 +289,7 @@ def _names(
     numbers = [number for group in groups for number in group["params"]]
     told: list[object] = [name for group in groups for name in group.get("param_names", ())]
     where, listed = path, os.path.join(folder, NAMES)
-    if not told and os.path.isfile(listed):
+    if not told and folders.is_file(listed):
         read, where = _json(listed), listed
         told = [*read] if isinstance(read, list) else []
     elif not told and len(groups) == 1:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from ds_reshard.containers import folders
 from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.content import LAYOUT_ENTRIES, as_zero, content_of, optimizer_faults
@@ -174,11 +175,10 @@ def _notes(zero: ZeroCheckpoint) -> Iterator[str]:
 
 
 def list_folder(folder: str) -> Listing:
-    """The files of a folder, whatever they are; raises OSError."""
-    with os.scandir(folder) as scan:
-        entries = [(e.name, e.stat().st_size if e.is_file() else None) for e in scan]
-    files = {name: nbytes for name, nbytes in entries if nbytes is not None}
-    return read_listing(folder, files, frozenset(name for name, nbytes in entries if nbytes is None))
+    """The files of a folder, whatever they are."""
+    entries = folders.entries(folder)
+    files = {name: nbytes for name, nbytes in entries.items() if nbytes is not None}
+    return read_listing(folder, files, frozenset(entries) - frozenset(files))
 
 
 def _list(folder: str) -> Listing | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from ds_reshard.containers import folders
 from ds_reshard.containers.torch_zip import TorchArchive, check_root, open_archive
 from ds_reshard.errors import CheckpointDamaged, Fault, ReadFailed, ReshardError, damaged, fail, faults_of, raise_faults
 from ds_reshard.formats.zero.layout import whole
@@ -206,17 +207,13 @@ def list_states(folder: str, names: Iterable[str]) -> tuple[dict[str, dict[str, 
         if os.path.isabs(name) or ".." in name.split("/"):
             faults.append(damaged(folder, "names a parameter that is no name of a file", "a plain name", repr(name)))
             continue
-        try:
-            with os.scandir(where) as scan:
-                sizes = {e.name: e.stat().st_size for e in scan if e.name.endswith(".pt") and e.is_file()}
-        except FileNotFoundError:
+        sizes = {file: nbytes for file, nbytes in folders.files(where).items() if file.endswith(".pt")}
+        if not sizes and not folders.is_folder(where):
             what = f"parameter {name} was trained, and has no folder here"
             mend = "convert the checkpoint again, or load the one that it was made from"
             expected = "a folder with its master and states"
             faults.append(CheckpointDamaged.fault(where, what, expected, "none", mend=mend))
             continue
-        except OSError as error:
-            raise ReadFailed(f"{where}: cannot be listed: {error}") from error
         found[name] = {file.removesuffix(".pt"): sizes[file] for file in sorted(sizes)}
         faults += [
             damaged(f"{where}/{file}", "is empty", "a torch zip file", "0 bytes") for file in sizes if not sizes[file]
@@ -247,9 +244,8 @@ def read_value(path: str, kind: str, known: dict[bytes, StateFile]) -> StateFile
     torch.save writes equal values into equal files, and every parameter has its own step.
     """
     try:
-        with open(path, "rb") as file:
-            data = file.read(_VALUE_NBYTES + 1)
-    except OSError:
+        data = folders.read_small(path, _VALUE_NBYTES + 1)
+    except ReadFailed:
         return read_state(path, kind)
     if data not in known:
         found = read_state(path, kind)
@@ -294,7 +290,7 @@ def read_universal(listing: Listing, model: ModelStates) -> UniversalStates:
     """
     shapes = model.trainable
     folder = f"{listing.folder}/{ZERO}"
-    names = [name for name, shape in shapes.items() if prod(shape) or os.path.isdir(f"{folder}/{name}")]
+    names = [name for name, shape in shapes.items() if prod(shape) or folders.is_folder(f"{folder}/{name}")]
     files, faults = list_states(listing.folder, names)
     try:
         common = read_common(listing.path(OPTIMIZER_STATE), model)

@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
+from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, in_force
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointNotFound, Fault, ReshardError, UnsupportedLayout, as_faults, raise_faults
 from ds_reshard.formats.zero.checkpoint import ALONE, Row, Sizes, ZeroCheckpoint, open_checkpoint, saved_sizes
 from ds_reshard.formats.zero.content import optimizer_faults, read_as_zero
+from ds_reshard.formats.zero.door import list_folder
 from ds_reshard.formats.zero.model_states import read_entries
-from ds_reshard.formats.zero.names import Listing, read_listing
+from ds_reshard.formats.zero.names import Listing
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.proof import unproved
@@ -77,7 +79,7 @@ def look_aside(load_dir: str, tag: object, *, universal: bool) -> Aside:
         if tag is None:
             return Aside()
         folder = Path(load_dir, str(tag))
-        name = _listed(folder).model.get(0)
+        name = list_folder(str(folder)).model.get(0)
         if name is None:
             return Aside(faults=(_no_facts(str(folder), "holds no model file"),))
         entries = read_entries(str(folder / name), name.removesuffix(".pt"))
@@ -86,13 +88,6 @@ def look_aside(load_dir: str, tag: object, *, universal: bool) -> Aside:
         return Aside(folder=str(folder), entries={key: entries[key] for key in _ASIDE if key in entries})
     except Exception as error:
         return Aside(faults=tuple(as_faults(error, where=f"rank {rank()}")))
-
-
-def _listed(folder: Path) -> Listing:
-    with os.scandir(folder) as scan:
-        entries = [(e.name, e.stat().st_size if e.is_file() else None) for e in scan]
-    files = {name: size for name, size in entries if size is not None}
-    return read_listing(str(folder), files, frozenset(name for name, size in entries if size is None))
 
 
 def _no_facts(where: str, what: str) -> Fault:
@@ -107,8 +102,8 @@ def _no_facts(where: str, what: str) -> Fault:
 
 def latest_tag(load_dir: str, *names: str) -> str | None:
     """The tag in the first of these files that there is."""
-    files = [file for file in (Path(load_dir, name) for name in names) if file.is_file()]
-    return files[0].read_text(encoding="utf-8").strip() if files else None
+    files = [file for file in (f"{load_dir}/{name}" for name in names) if folders.is_file(file)]
+    return folders.read_small(files[0]).decode("utf-8").strip() if files else None
 
 
 def tag_files(*, universal: bool) -> tuple[str, ...]:
@@ -134,9 +129,9 @@ def look(
         if tag is None:
             return Found()
         folder = Path(load_dir, str(tag))
-        if not folder.is_dir():
+        if not folders.is_folder(str(folder)):
             return Found(faults=(_no_tag(load_dir, str(tag)),))
-        listing = _listed(folder)
+        listing = list_folder(str(folder))
         checkpoint = open_checkpoint(listing, optimizer=optimizer, row=row)
         if listing.universal:  # made of as many files as there are tensors: one rank reads them
             return Found(tag=str(tag), checkpoint=checkpoint, universal=True)
@@ -233,7 +228,7 @@ def _sizes(listing: Listing | None) -> Sizes | None:
 
 
 def _no_tag(load_dir: str, tag: str) -> Fault:
-    tags = sorted(e.name for e in os.scandir(load_dir) if e.is_dir()) if os.path.isdir(load_dir) else []
+    tags = [name for name, nbytes in folders.entries(load_dir).items() if nbytes is None]
     return CheckpointNotFound.fault(
         load_dir,
         f"has no tag {tag!r}",

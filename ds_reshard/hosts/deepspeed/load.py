@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
+from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force, trusted
 from ds_reshard.errors import CheckpointDamaged, Fault, InternalError, UnsupportedLayout, raise_faults
 from ds_reshard.execution.cuda import device_faults
@@ -450,7 +451,7 @@ def _check_own(live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, shards: Z
         if checkpoint.optim is not None:
             index.open(OPTIM, live.rank)
         index.open(MODEL, live.rank if checkpoint.listing.partitioned_model else 0)
-    strays = stray_files(listing.folder, os.listdir(listing.folder), listing.nbytes)
+    strays = stray_files(listing.folder, folders.entries(listing.folder), listing.nbytes)
     return [*strays, *index.faults, *scan_files(model).faults]
 
 
@@ -475,7 +476,7 @@ def _refuse_unsafe(load_dir: str, tag: object, *, universal: bool) -> None:
             return iter(())
         folder = os.path.join(load_dir, str(found))
         faults += pattern_in_path(load_dir, str(found))
-        faults += stray_files(folder, os.listdir(folder) if os.path.isdir(folder) else ())
+        faults += stray_files(folder, folders.entries(folder))
         return walk(folder, faults)
 
     refuse_unsafe(files, trust=rules_in_force().trusted, subject=f"loading {load_dir}")

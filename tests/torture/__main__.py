@@ -1,0 +1,223 @@
+"""Every call on files of every conversion fails once, in each way that it can: OUT is whole or absent, and said why.
+
+    python tests/torture                    all of it
+    python tests/torture --every 97         a sample
+    python tests/torture WORK               of one work, with a line for each step
+    python tests/torture WORK STEP FAULT    one step, as a finding prints it
+
+A process of its own has each fault. After it:
+
+* the source is as it was;
+* OUT is absent, or equal to the bytes of a run without faults;
+* an error has a class of the package, and a run without one has made the right bytes;
+* no temporary file, thread or open file is left beside the workspace;
+* the next run, with --resume and without by turns, ends in the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / name) for name in ("formats", "hosts"))]
+
+import torch  # noqa: E402
+from calls import DEATH, FAULTS, Calls, Step  # noqa: E402
+from nanotron_builder import MODEL, Run, again, write  # noqa: E402
+
+from ds_reshard.errors import ReshardError  # noqa: E402
+from ds_reshard.operations import Options, convert  # noqa: E402
+
+RUN = Run(dp=2, tp=2, model=MODEL[:6:2])
+SIZES = {"zero1": 3, "zero2": 2, "zero3": 2, "bf16": 2, "dcp": 3, "accelerate": 2}
+OLD = {"mine": b"before"}
+
+
+class Conversion(NamedTuple):
+    """From one format to another; with `force` over an OUT that is there, or going on behind one that was killed."""
+
+    source: str
+    to: str
+    force: bool = False
+    resume: bool = False
+
+    def run(self, place: Path, **options: Any) -> None:
+        more: dict[str, Any] = {"dp": SIZES[self.to]} if self.to in SIZES else {}
+        if self.to == "nanotron":
+            more["like"] = str(place / "like")
+        options = {"force": self.force, "resume": self.resume, **options}
+        convert(str(place / "in"), str(place / "out"), to=self.to, options=Options(threads=1, **options), **more)
+
+    def told(self, place: Path, **options: Any) -> str:
+        """What became of it: "done", or the error's class and text."""
+        try:
+            self.run(place, **options)
+        except ReshardError as error:
+            return f"{type(error).__name__}: {error}"
+        except BaseException as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            return f"unnamed {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+        return "done"
+
+
+WORKS = {
+    "zero3": Conversion("nanotron", "zero3"),
+    "universal": Conversion("zero3", "universal"),
+    "zero1": Conversion("universal", "zero1"),
+    "bf16": Conversion("zero1", "bf16"),
+    "dcp": Conversion("bf16", "dcp"),
+    "accelerate": Conversion("dcp", "accelerate"),
+    "pytorch": Conversion("accelerate", "pytorch"),
+    "zero2": Conversion("pytorch", "zero2"),
+    "nanotron": Conversion("zero3", "nanotron"),
+    "safetensors": Conversion("zero1", "safetensors"),
+    "torch": Conversion("zero2", "torch"),
+    "forced": Conversion("zero3", "zero2", force=True),
+    "resumed": Conversion("zero2", "zero3", resume=True),
+}
+"""Each format as a target, once, and as a source."""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+class Work:
+    """One conversion, and how it goes without a fault."""
+
+    def __init__(self, conversion: Conversion, source: Path, place: Path) -> None:
+        self.conversion, self.place, self.begun, whole = conversion, place, place / "begun", place / "whole"
+        for folder in (self.begun, whole):
+            shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(source, self.begun / "in")
+        if conversion.to == "nanotron":
+            write(again(RUN, seed=5), self.begun / "like")
+        if conversion.force:
+            (self.begun / "out").mkdir()
+            (self.begun / "out" / "mine").write_bytes(OLD["mine"])
+        if conversion.resume:
+            self._in_child(self.begun, self._middle(), DEATH)
+        shutil.copytree(self.begun, whole)
+        calls = Calls(str(whole))
+        with calls.watched():
+            conversion.run(whole)
+        self.steps, self.source, self.expected = calls.steps, contents(self.begun / "in"), contents(whole / "out")
+
+    def _middle(self) -> Step:
+        """A call in the middle: the first half of the files are finished."""
+        whole = self.place / "whole"
+        shutil.copytree(self.begun, whole)
+        calls = Calls(str(whole))
+        with calls.watched():
+            self.conversion.run(whole)
+        shutil.rmtree(whole)
+        noted = [step for step in calls.steps if step.kind == "rename" and "/done/" in step.path]
+        return noted[len(noted) // 2]
+
+    def befallen(self, step: Step, fault: str, resume: bool) -> list[str]:
+        """What is wrong after this fault."""
+        case = self.place / "case"
+        shutil.rmtree(case, ignore_errors=True)
+        shutil.copytree(self.begun, case)
+        said, wrong = self._in_child(case, step, fault)
+        if (fault == DEATH) != (said == "death") or said.startswith("unnamed"):
+            wrong.append(f"it ended so: {said}")
+        out = contents(case / "out")
+        whole = out == self.expected
+        if out not in ({}, self.expected, *([OLD] if self.conversion.force else [])) or (said == "done" and not whole):
+            wrong.append(f"OUT is there in part or wrong, and it said {said}")
+        if fault == "replaced":
+            for name in ("in", "like"):
+                shutil.rmtree(case / name, ignore_errors=True)
+                if (self.begun / name).exists():
+                    shutil.copytree(self.begun / name, case / name)
+        elif contents(case / "in") != self.source:
+            wrong.append("the source has changed")
+        if left := {path.name for path in case.iterdir()} - {"in", "out", "like", "out.ds-reshard"}:
+            wrong.append(f"left behind: {sorted(left)}")
+        then = self.conversion.told(case, resume=resume)
+        if fault == "replaced" and "or of files that have changed since" in then:
+            then = self.conversion.told(case, resume=False)
+        if contents(case / "out") != self.expected or not (then == "done" or (whole and "is there already" in then)):
+            wrong.append(f"the next run (resume={resume}) ends otherwise: {then}")
+        if (case / "out.ds-reshard").exists() and not whole:
+            wrong.append("the next run leaves its workspace")
+        return wrong
+
+    def _in_child(self, case: Path, step: Step, fault: str) -> tuple[str, list[str]]:
+        """What a process of its own says that this befalls, and what it leaves."""
+        answer = self.place / "answer.json"
+        answer.unlink(missing_ok=True)
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            return tuple(json.loads(answer.read_text())) if answer.exists() else ("death", [])
+        calls = Calls(str(case), step, fault)
+        with calls.watched():
+            said = self.conversion.told(case)
+        wrong = [] if calls.befallen else ["the step was not reached: steps are not the same in each run"]
+        if threading.active_count() > 1:
+            wrong.append(f"threads are left: {[thread.name for thread in threading.enumerate()]}")
+        targets = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+        if left := [target for target in targets if target.startswith(str(case))]:
+            wrong.append(f"files are left open: {left}")
+        answer.write_text(json.dumps([said, wrong]))
+        os._exit(0)
+
+
+def sources(place: Path) -> dict[str, Path]:
+    """The run in each format."""
+    made = {"nanotron": write(RUN, place / "nanotron")}
+    for conversion in WORKS.values():
+        if conversion.to not in made:
+            folder = place / f"to-{conversion.to}"
+            folder.mkdir()
+            os.symlink(made[conversion.source], folder / "in")
+            conversion.run(folder)
+            made[conversion.to] = folder / "out"
+    return made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("only", nargs="*", metavar="WORK STEP FAULT")
+    parser.add_argument("--every", type=int, default=1)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    os.fsync = lambda fd: None  # the system lives on, and has all that a process wrote which it kills
+    began, findings, tried = time.monotonic(), [], Counter[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        made, turn = sources(Path(folder)), 0
+        for name, conversion in WORKS.items():
+            if given.only and given.only[0] != name:
+                continue
+            work = Work(conversion, made[conversion.source], Path(folder) / "work")
+            for step in work.steps:
+                for fault in FAULTS[step.kind]:
+                    turn += 1
+                    called = f"{step.kind}:{step.path}:{step.number}"
+                    if turn % given.every or (len(given.only) > 1 and given.only[1:] != [called, fault]):
+                        continue
+                    tried[f"{name} {step.kind}"] += 1
+                    for wrong in work.befallen(step, fault, resume=bool(turn // given.every % 2)):
+                        findings.append([name, called, fault, wrong])
+                        print(*findings[-1], flush=True)
+            print(f"{name}: {len(work.steps)} calls", flush=True)
+    print(
+        json.dumps({"tried": sum(tried.values()), "by": tried, "wrong": len(findings), "s": time.monotonic() - began})
+    )
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
