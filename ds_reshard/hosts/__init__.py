@@ -45,13 +45,15 @@ def install(name: str, *, verify_after_save: bool | None = None) -> Installation
     return installation
 
 
-def uninstall(name: str) -> None:
-    """Take one framework's patches off, or stop `ds_reshard.auto` from waiting for its import; forget what was asked of
-    its saves."""
-    found = table(name)
-    hooks.uninstall(found.host)
-    if found.host == "fsdp":
-        _ask_to_verify(False)
+def uninstall(name: str | None = None) -> None:
+    """Take one framework's patches off, or every framework's, and forget what was asked of its saves.
+
+    `import ds_reshard.auto` then waits for its import no longer.
+    """
+    for found in (table(name),) if name is not None else tables():
+        hooks.uninstall(found.host)
+        if found.host == "fsdp":
+            _ask_to_verify(False)
 
 
 def _ask_to_verify(wanted: bool) -> None:

@@ -307,6 +307,8 @@ def _refuse_scripts_own(past: Past, how: str) -> None:
 
 def _without_flag(past: Past, section: Section | None, rate: float | Unknown, count: int) -> Drawn:
     """The rates of the loaded param groups until the scheduler steps for the first time."""
+    if section is not None:
+        schedules_of(section, [0.0] * count, count)
     _refuse_scripts_own(past, _OF_THIS_RUN)
     if past.rates is None:
         raise Unknown(f"{past.where} holds no param groups, so the rate of the first step is the script's")
@@ -322,6 +324,8 @@ def _without_flag(past: Past, section: Section | None, rate: float | Unknown, co
 
 def _this_runs(past: Past, section: Section | None, rate: float | Unknown, count: int) -> Drawn:
     """This run's schedule as its JSON gives it: one rate for all param groups, if it needs the optimizer's."""
+    if section is not None:
+        schedules_of(section, [0.0] * count, count)  # what cannot be drawn at all says so first
     _refuse_scripts_own(past, _OF_THIS_RUN)
     rates: list[float] = []
     if section is None or section.needs_rates:

@@ -7,6 +7,7 @@ which is what the framework does without this package.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
@@ -36,6 +37,7 @@ class ResumePolicy:
     * `iteration`: "reset" zeroes iteration, consumed samples and the schedule's position. `dataloader`: "reset"
       starts the data anew and keeps the iteration.
     * `report`: a file that receives the resume report as JSON.
+    * `asked`: how each key that was given was spelled there; two policies that differ in it alone are equal.
 
     Contradicting values raise ConfigError.
     """
@@ -48,6 +50,7 @@ class ResumePolicy:
     iteration: str = "load"
     dataloader: str = "load"
     report: str | None = None
+    asked: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         raise_faults(_contradictions(self), subject="resume policy")
@@ -103,7 +106,7 @@ class ResumePolicy:
 
 def defaults() -> dict[str, object]:
     """Every key of a policy with its default."""
-    return {item.name: item.default for item in fields(ResumePolicy)}
+    return {item.name: item.default for item in fields(ResumePolicy) if item.compare}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +134,7 @@ def from_json(section: object, *, place: str = "ds_reshard.resume in the DeepSpe
     faults = [fault for key, value in section.items() for fault in _check(str(key), value, place)]
     raise_faults(faults, subject="resume policy")
     values = {key: tuple(value) if key == "hyperparameters" else value for key, value in section.items()}
-    return Given(place=place, values=values, spelled={key: f'"{key}": {value!r}' for key, value in section.items()})
+    return Given(place=place, values=values, spelled={key: f'"{key}": {json.dumps(value)}' for key, value in section.items()})
 
 
 def combine(places: Iterable[Given]) -> ResumePolicy:
@@ -146,7 +149,8 @@ def combine(places: Iterable[Given]) -> ResumePolicy:
                 faults.append(ConfigError.fault(key, what, first.say(key), given.say(key), mend=mend))
     raise_faults(faults, subject="resume policy")
     values = {key: given.values[key] for key, given in chosen.items()}
-    return ResumePolicy(**values)  # type: ignore[arg-type]
+    asked = {key: given.spelled.get(key, key) for key, given in chosen.items()}
+    return ResumePolicy(**values, asked=asked)  # type: ignore[arg-type]
 
 
 def policy_differences(policies: Sequence[ResumePolicy]) -> list[Fault]:

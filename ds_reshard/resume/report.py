@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import io
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from ds_reshard.resume.policy import ResumePolicy
 
-_WIDTH = 160
+_LOG = logging.getLogger("ds_reshard")
+_HOSTS = {"deepspeed": "DeepSpeed", "megatron": "Megatron-LM"}
 _LAST: list[ResumeReport] = []
+
+
+def say(text: str) -> None:
+    """Log a line at level INFO; where nobody has configured logging, it is on stderr all the same."""
+    if _LOG.hasHandlers() or logging.lastResort is None:
+        _LOG.info("%s", text)
+    else:
+        record = _LOG.makeRecord(_LOG.name, logging.INFO, __file__, 0, "ds_reshard: %s", (text,), None)
+        logging.lastResort.handle(record)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One value: `because` is the flag or key that decided, or "host" where the framework did.
+    """One value: `because` is the flag or JSON key that decided, or "host" where the framework did.
 
     Values are plain (numbers, strings, booleans, lists); None means that there is no such value.
     """
@@ -58,18 +64,13 @@ class ResumeReport:
         }
 
     def __str__(self) -> str:
-        table = Table(title=f"Resumed from {self.checkpoint}", title_justify="left")
-        for heading in ("", "checkpoint", "this run", "used", "because of"):
-            table.add_column(heading, overflow="fold")
+        lines = [("", "checkpoint", "this run", "used", "because of")]
         for row in self.rows:
-            changed = row.checkpoint is not None and row.used is not None and _shown(row.used) != _shown(row.checkpoint)
-            shown = [Text(_shown(value)) for value in (row.checkpoint, row.this_run, row.used)]
-            if changed:
-                shown[2].stylize("bold")
-            table.add_row(Text(row.name), *shown, Text(row.because))
-        text = io.StringIO()
-        Console(file=text, width=_WIDTH).print(table)
-        return "\n".join([*(line.rstrip() for line in text.getvalue().splitlines()), *self.warnings])
+            why = _HOSTS.get(self.host, self.host) if row.because == "host" else row.because
+            lines.append((row.name, _shown(row.checkpoint), _shown(row.this_run), _shown(row.used), why))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        return "\n".join([f"Resumed from {self.checkpoint}", *rows, *self.warnings])
 
 
 def publish(report: ResumeReport, *, path: str | None = None) -> None:
@@ -117,33 +118,48 @@ def _shown(value: object) -> str:
     return str(value)
 
 
-_SCHEDULER = {
-    "host": "host",
-    "override": "--override-opt-param-scheduler",
-    "checkpoint": "--use-checkpoint-opt-param-scheduler",
-    "strict": "--strict-opt-param-scheduler",
-    "reset": "--no-load-lr-state",
+_FLAGS = {
+    ("scheduler", "override"): "--override-opt-param-scheduler",
+    ("scheduler", "checkpoint"): "--use-checkpoint-opt-param-scheduler",
+    ("scheduler", "strict"): "--strict-opt-param-scheduler",
+    ("scheduler", "reset"): "--no-load-lr-state",
+    ("optimizer", "skip"): "--no-load-optim",
+    ("optimizer", "masters"): "--load-masters-only",
+    ("iteration", "reset"): "--reset-iteration",
+    ("dataloader", "reset"): "--reset-dataloader",
+    ("finetune", True): "--finetune",
 }
 
 
 def because(policy: ResumePolicy, what: str, name: str = "") -> str:
-    """Which flag decided about `what`: iteration, position, schedule, optimizer, dataloader, or a hyper-parameter."""
+    """Which flag or key decided about `what`: iteration, position, schedule, optimizer, dataloader, or a hyper-parameter.
+
+    As it was given where that is known, else the flag.
+    """
+
+    def of(key: str) -> str:
+        return policy.asked.get(key) or _FLAGS.get((key, getattr(policy, key)), "host")
+
     if policy.takes(name or what):
-        return "--override-optim-hparams"
+        return policy.asked.get("hyperparameters", "--override-optim-hparams")
     if policy.finetune:
-        return "--finetune"
-    skipped = {"skip": "--no-load-optim", "masters": "--load-masters-only"}.get(policy.optimizer, "host")
-    if what == "optimizer":
-        return skipped
-    if what == "iteration":
-        return "--reset-iteration" if policy.iteration == "reset" else "host"
-    if what == "dataloader":
-        return "--reset-dataloader" if policy.dataloader == "reset" else "host"
+        return of("finetune")
+    if what in ("optimizer", "iteration", "dataloader"):
+        return of(what)
     if what == "position" and not policy.keeps_position and policy.scheduler != "reset":
-        return "--reset-iteration" if policy.iteration == "reset" else skipped
+        return of("iteration" if policy.iteration == "reset" else "optimizer")
     if what in ("position", "schedule"):
-        return _SCHEDULER[policy.scheduler] if policy.scheduler != "host" or policy.loads_masters else skipped
-    return "host" if policy.loads_masters else skipped
+        return of("scheduler" if policy.scheduler != "host" or policy.loads_masters else "optimizer")
+    return "host" if policy.loads_masters else of("optimizer")
+
+
+def rate_warning(group: int, mine: object, used: object) -> str:
+    """A warning where the learning rate that a run was given is not the one that it goes on with."""
+    return (
+        f"param group {group}: this run's learning rate {_shown(mine)} is not used, the checkpoint's {_shown(used)} is; "
+        'to use it: {"ds_reshard": {"resume": {"scheduler": "override"}}} in the DeepSpeed JSON, or '
+        "--override-opt-param-scheduler"
+    )
 
 
 def batch_size_warning(saved: int | None, now: int) -> tuple[str, ...]:

@@ -159,3 +159,28 @@ def test_groups_that_are_joined_have_one_rate(worlds: Any, kept: Any) -> None:
         refused = resume(worlds, joined, folder, arguments=given)
         assert refused[0]["error"] == "ParamGroupMismatch" and refused[0]["unchanged"]
         assert what in refused[0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "warned"),
+    [
+        ("none-client", None, True),
+        ("LambdaLR", None, True),
+        ("WarmupLR", None, False),
+        ("none-client", ["--override-opt-param-scheduler"], False),
+    ],
+)
+def test_a_learning_rate_that_is_not_used_is_warned_of(
+    worlds: Any, kept: Any, kind: str, flags: list[str] | None, warned: bool
+) -> None:
+    """With the line that uses it, once a param group; not where this run's schedule goes on after one update."""
+    run = Run(1, 1)
+    folder, _ = kept(SAVED[kind].but(run=run))
+    held = resume(worlds, _new(kind, run), folder, flags=flags)[0]
+    found = [line for line in held["report"]["warnings"] if "learning rate" in line]
+    assert len(found) == (len(new_groups(held)) if warned else 0)
+    assert all("--override-opt-param-scheduler" in line and '"scheduler": "override"' in line for line in found)
+
+
+def new_groups(held: dict[str, Any]) -> list[str]:
+    return [row["name"] for row in held["report"]["rows"] if row["name"].endswith(": lr")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import argparse
 from collections.abc import Iterator
 from typing import Any
@@ -149,7 +151,7 @@ def test_two_places_that_differ_are_both_named() -> None:
     with pytest.raises(ConfigError) as caught:
         policy_sources.asked_policy(from_json({"scheduler": "reset"}))
     assert "--override-opt-param-scheduler (command line)" in str(caught.value)
-    assert "\"scheduler\": 'reset' (ds_reshard.resume in the DeepSpeed JSON)" in str(caught.value)
+    assert '"scheduler": "reset" (ds_reshard.resume in the DeepSpeed JSON)' in str(caught.value)
     agreed = policy_sources.asked_policy(from_json({"scheduler": "override", "rng": True}))
     assert agreed == ResumePolicy(scheduler="override")
 
@@ -243,3 +245,38 @@ def test_the_batch_size_warning_names_both_sizes() -> None:
     assert batch_size_warning(64, 64) == () == batch_size_warning(None, 64)
     (text,) = batch_size_warning(64, 32)
     assert "64" in text and "32" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ([from_json({"scheduler": "override"})], '"scheduler": "override"'),
+        ([Given(place="flags", values={"scheduler": "override"}, spelled={"scheduler": "--mine"})], "--mine"),
+        ([], "host"),
+    ],
+    ids=["the JSON", "a flag", "nobody"],
+)
+def test_a_report_names_what_was_given_as_it_was_given(given: list[Given], why: str) -> None:
+    """The JSON key where one was written there, the flag where one was; and the framework by its name."""
+    assert because(combine(given), "schedule") == why
+    row = Row(name="group 0: lr", checkpoint=1.0, this_run=2.0, used=2.0, because=because(combine(given), "schedule"))
+    last = str(ResumeReport(host="deepspeed", checkpoint="c", rows=(row,))).splitlines()[-1]
+    assert last.split() == ["group", "0:", "lr", "1", "2", "2", *("DeepSpeed" if why == "host" else why).split()]
+
+
+def test_the_table_of_a_report_is_as_wide_as_what_is_in_it() -> None:
+    rows = tuple(
+        Row(name=name, checkpoint=(0.9, 0.999), this_run=(0.9, 0.999), used="the script's own", because=why)
+        for name, why in (("group 0: weight_decay", "--override-opt-param-scheduler"), ("data", "host"))
+    )
+    lines = str(ResumeReport(host="deepspeed", checkpoint="c", rows=rows)).splitlines()
+    assert max(map(len, lines)) <= 100 and not any("─" in line or "━" in line for line in lines)
+
+
+@pytest.mark.parametrize("configured", [False, True])
+def test_a_line_is_seen_without_logging_configuration(configured: bool) -> None:
+    """On stderr where nobody has configured logging; where somebody has, by what is configured."""
+    setup = "logging.basicConfig(level=logging.WARNING);" if configured else ""
+    program = f"import logging; {setup} from ds_reshard.resume.report import say; say('loaded it')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("", "" if configured else "ds_reshard: loaded it\n")

@@ -150,7 +150,7 @@ def examine(
         if any(finding.outcome == REFUSED for finding in found):
             break
     else:
-        found += _optimizer_values(config, optimizer, scheduler, fills)
+        found += _optimizer_values(config, optimizer, scheduler, fills, alone=models is None)
         found += _scheduler_values(config, optimizer, scheduler, fills)
     if accelerator is not None:
         found += _beside_accelerator(config, optimizer, accelerator)
@@ -306,9 +306,12 @@ def params_of(config: Config, section: str) -> Mapping[str, object]:
 
 
 def _optimizer_values(
-    config: Config, optimizer: GivenOptimizer, scheduler: GivenScheduler, fills: Values
+    config: Config, optimizer: GivenOptimizer, scheduler: GivenScheduler, fills: Values, *, alone: bool
 ) -> list[Finding]:
-    """What the JSON's optimizer and a DummyOptim say of the same value; `fills` gets what is to be set in the JSON."""
+    """What the JSON's optimizer and a DummyOptim say of the same value; `fills` gets what is to be set in the JSON.
+
+    With `alone` nothing is known but the JSON: Hugging Face's Trainer fills what is "auto" there by its own arguments.
+    """
     found: list[Finding] = []
     params = params_of(config, "optimizer")
     if "optimizer" not in config or optimizer.kind == REAL:
@@ -327,16 +330,19 @@ def _optimizer_values(
             fills["optimizer", name] = value
     for name, value in params.items():
         if value == AUTO and name not in optimizer.arguments:
-            found += _unfilled(name, optimizer)
+            found += _unfilled(name, optimizer, alone=alone)
     scheduled = scheduler.kind == TORCH or optimizer.scheduled
     if scheduled and optimizer.begun and not any(finding.outcome == REFUSED for finding in found):
         found += _early(params, optimizer)
     return found
 
 
-def _unfilled(name: str, optimizer: GivenOptimizer) -> Iterator[Finding]:
+def _unfilled(name: str, optimizer: GivenOptimizer, *, alone: bool) -> Iterator[Finding]:
     where, mend = f"optimizer.params.{name}", f"pass DummyOptim(params, {name}=...)"
-    if name not in ("lr", "weight_decay"):
+    if alone and optimizer.kind == NONE:
+        what = 'is "auto": Hugging Face\'s Trainer fills it by its arguments; without it a DummyOptim must say it'
+        yield told("auto-needs-object", where, what, mend)
+    elif name not in ("lr", "weight_decay"):
         what, mend = 'is "auto", and nothing says what it is to be', f"write a value, or DummyOptim(params, {name}=...)"
         yield refused("unfilled-auto", where, what, mend)
     elif optimizer.kind == NONE:

@@ -53,6 +53,7 @@ from ds_reshard.model.index import Index
 from ds_reshard.operations.pickles import refuse_unsafe, scan_files, walk
 from ds_reshard.operations.ranks import Steps, Told, attempt, broadcast, gather, rank
 from ds_reshard.resume.policy import ResumePolicy, policy_differences
+from ds_reshard.resume.report import say
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -517,18 +518,14 @@ def _load_directly(engine: DeepSpeedEngine, prepared: Prepared, settings: Settin
 
 def _log(prepared: Prepared, moved: Moved, seconds: float) -> None:
     live, grid = prepared.live, prepared.checkpoint.grid._replace(dp=prepared.checkpoint.dp)
-    logger.info(
-        "loaded %s (%sZeRO %s, %s) as ZeRO %s, dp=%d: %.1f MiB read from %d files in %.2f s",
-        prepared.checkpoint.listing.folder,
-        "universal, of " if prepared.checkpoint.listing.universal else "",
-        prepared.checkpoint.stage,
-        grid if grid.tp * grid.pp * grid.ep > 1 else f"dp={grid.dp}",
-        live.stage if live else 0,
-        live.dp if live else 1,
-        moved.bytes_read / 2**20,
-        len(moved.files),
-        seconds,
-    )
+    if not rank():
+        universal = "universal, of " if prepared.checkpoint.listing.universal else ""
+        saved = str(grid) if grid.tp * grid.pp * grid.ep > 1 else f"dp={grid.dp}"
+        say(
+            f"loaded {prepared.checkpoint.listing.folder} ({universal}ZeRO {prepared.checkpoint.stage}, {saved}) as "
+            f"ZeRO {live.stage if live else 0}, dp={live.dp if live else 1}; "
+            f"rank 0 read {moved.bytes_read / 2**20:.1f} MiB from {len(moved.files)} files in {seconds:.2f} s"
+        )
     made = prepared.wants.from_masters if prepared.checkpoint.stages else []
     if made:
         what = "lie in no file of a layer, or not as this stage has them, and are the cast of their masters"

@@ -24,7 +24,7 @@ from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.operations.ranks import attempt, rank
 from ds_reshard.resume import schedulers
 from ds_reshard.resume.policy import ResumePolicy
-from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish
+from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish, rate_warning
 from ds_reshard.resume.schedulers import DEEPSPEED, UNKNOWN, Beginning, innermost, position_in, position_of, set_groups
 
 if TYPE_CHECKING:
@@ -467,6 +467,7 @@ def report(engine: DeepSpeedEngine, own: Own, beside: Beside | None) -> ResumeRe
         *_found("fingerprints", own.last.proof, '"verify": "fingerprint"'),
     ]
     warnings = batch_size_warning(saved.train_batch_size, batch)
+    warnings += tuple(_unused_rates(engine, own, policy))
     if not policy.keeps_iteration and not policy.finetune:
         warnings += ("the iteration starts again at 0: later saves may overwrite earlier tags of the same folder",)
     if engine.lr_scheduler is None and own.scheduled and beside is None and not policy.is_default:
@@ -477,6 +478,20 @@ def report(engine: DeepSpeedEngine, own: Own, beside: Beside | None) -> ResumeRe
     if policy.scheduler == "checkpoint" and not policy.loads_masters and not saved.groups:
         warnings += (_UNREAD,)
     return ResumeReport(host="deepspeed", checkpoint=saved.where, rows=tuple(rows), warnings=warnings)
+
+
+def _unused_rates(engine: DeepSpeedEngine, own: Own, policy: ResumePolicy) -> Iterator[str]:
+    """A warning for each param group whose own rate was given up, where nobody asked for that.
+
+    A scheduler of DeepSpeed sets rates of this run from the second update on. One of torch begins at `initial_lr`.
+    """
+    beside = [engine.lr_scheduler, *given(engine)]
+    if policy.scheduler != "host" or any(schedulers.kind_of(one) == DEEPSPEED for one in beside):
+        return
+    for number, (group, mine) in enumerate(zip(live_groups(engine), own.groups, strict=True)):
+        name = "initial_lr" if "initial_lr" in mine else "lr"
+        if group.get(name) != mine.get(name):
+            yield rate_warning(number, mine.get(name), group.get(name))
 
 
 def _found(name: str, used: str | None, why: str) -> Iterator[Row]:
@@ -541,7 +556,7 @@ def _group_rows(engine: DeepSpeedEngine, own: Own, saved: Saved, policy: ResumeP
 def _optimizer(saved: Saved, policy: ResumePolicy, request: Request) -> Iterator[Row]:
     loaded = {"fp32 masters": request.load_optimizer, "moments": request.load_optimizer and request.moments}
     for name, present in loaded.items():
-        anew = "from the loaded weights" if name == "fp32 masters" else "anew"
+        anew = "from weights" if name == "fp32 masters" else "anew"
         why = because(policy, "optimizer")
         if not present and why == "host":
             why = "arguments of load_checkpoint"
