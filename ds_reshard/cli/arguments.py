@@ -32,21 +32,23 @@ def shard(text: str) -> tuple[int, int]:
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """What is to be written."""
-    parser.add_argument("--to", required=True, choices=FORMATS, help="the format")
-    parser.add_argument("--dp", type=count, metavar="N", help="data-parallel size (default: the saving run's)")
-    parser.add_argument(
-        "--sub-group-size", type=count, metavar="N", help="the coming run's, for zero3 (default: the saving run's)"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights, with safetensors and torch")
-    parser.add_argument("--tp", type=count, metavar="N", help="tensor-parallel size, for nanotron")
-    parser.add_argument("--pp", type=count, metavar="N", help="pipeline-parallel size, for nanotron")
-    parser.add_argument("--zero-stage", type=int, choices=(0, 1), help="for nanotron (default: the saving run's)")
-    parser.add_argument(
-        "--like", metavar="DIR", help="a nanotron checkpoint of the coming run, whose sizes and stages are taken"
-    )
+    """What is to be written: the format, and the options of each format."""
+    parser.add_argument("--to", required=True, choices=FORMATS, metavar="FORMAT", help=", ".join(FORMATS))
     parser.add_argument(
         "--names", metavar="FILE", help="JSON: each parameter's name and that in OUT, between nanotron and DeepSpeed"
+    )
+    sizes = parser.add_argument_group("zero1, zero2, zero3, bf16, dcp, accelerate, fsdp, nanotron")
+    sizes.add_argument("--dp", type=count, metavar="N", help="data-parallel size (default: the saving run's)")
+    zero3 = parser.add_argument_group("zero3")
+    zero3.add_argument("--sub-group-size", type=count, metavar="N", help="the coming run's (default: the saving run's)")
+    weights = parser.add_argument_group("safetensors, torch")
+    weights.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they were trained)")
+    nanotron = parser.add_argument_group("nanotron", "sizes and stage are the saving run's unless given")
+    nanotron.add_argument("--tp", type=count, metavar="N", help="tensor-parallel size")
+    nanotron.add_argument("--pp", type=count, metavar="N", help="pipeline-parallel size")
+    nanotron.add_argument("--zero-stage", type=int, choices=(0, 1), help="of the optimizer")
+    nanotron.add_argument(
+        "--like", metavar="DIR", help="a checkpoint of the coming run, whose sizes and stages are taken"
     )
 
 
@@ -62,6 +64,19 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", type=count, metavar="MIB", default=256, help="memory for buffers (default: %(default)s)"
     )
+
+
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    *,
+    help: str,
+    example: str,
+    usage: str | None = None,
+) -> argparse.ArgumentParser:
+    """A subcommand whose --help ends with an example."""
+    told = f"example: ds-reshard {name} {example}"
+    return commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.", usage=usage, epilog=told)
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, metavar: str = "CKPT", help: str = FOLDER) -> None:

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_reshard.cli.arguments import add_json, add_reading, add_trust, reading, show
-from ds_reshard.cli.render import bar, line, printable, render_faults, size, table
+from ds_reshard.cli.arguments import add_command, add_json, add_reading, add_trust, reading, show
+from ds_reshard.cli.render import bar, line, printable, put, render_faults, size, table
 from ds_reshard.model.reports import DIFFERS, EQUAL, Difference, TensorDifference, ValueDifference
 from ds_reshard.operations import diff
 
@@ -17,8 +17,11 @@ _ROWS = 40
 
 
 def add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "diff", help="compare two checkpoints of any stage and size, to the bit; status 1 where they differ"
+    parser = add_command(
+        commands,
+        "diff",
+        help="compare two checkpoints of any stage and size, to the bit; status 1 where they differ",
+        example="checkpoints converted",
     )
     parser.add_argument("a", metavar="A", help="the folder that was given to save_checkpoint")
     parser.add_argument("b", metavar="B", help="the other one")
@@ -52,12 +55,12 @@ def render_difference(found: Difference, console: Console, *, every_tensor: bool
     """The tensors that differ (the first 40, or all of both sides), the values that differ, and a line that sums up."""
     shown = found.tensors if every_tensor else found.differing[:_ROWS]
     if shown:
-        console.print(_tensor_table(shown))
+        put(console, _tensor_table(shown))
     left = len(found.differing) - len(shown)
     if left > 0:
         console.print(Text(f"and {left} more that differ: --tensors shows all", style="dim"))
     if found.values:
-        console.print(_value_table(found.values))
+        put(console, _value_table(found.values))
     render_faults(found.faults, console)
     for note in found.notes:
         line(console, note, "dim")

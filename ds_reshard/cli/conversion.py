@@ -7,14 +7,27 @@ import json
 import os
 from dataclasses import asdict
 
-from ds_reshard.cli.arguments import add_checkpoint, add_json, add_reading, add_target, add_trust, count, shard, target
+from ds_reshard.cli.arguments import (
+    add_checkpoint,
+    add_command,
+    add_json,
+    add_reading,
+    add_target,
+    add_trust,
+    count,
+    shard,
+    target,
+)
 from ds_reshard.cli.render import bar
 from ds_reshard.operations import Options, convert
 
 
 def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "convert", help="write a checkpoint anew, for another ZeRO stage, size or format; DeepSpeed itself loads it"
+    parser = add_command(
+        commands,
+        "convert",
+        help="write a checkpoint anew, for another ZeRO stage, size or format; DeepSpeed itself loads it",
+        example="checkpoints converted --to zero3 --dp 8",
     )
     add_checkpoint(parser, "SRC")
     parser.add_argument("out", metavar="OUT", help="the folder to make: it is there when all of it is written")

@@ -1,4 +1,4 @@
-"""`ds-reshard doctor`: what is installed against what is tested, and what a DeepSpeed JSON holds in store."""
+"""`ds-reshard doctor`: what is installed against what is tested, and what comes of a DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from packaging.version import InvalidVersion, Version
 from rich.console import Console
 from rich.text import Text
 
-from ds_reshard.cli.render import line, printable, table
+from ds_reshard.cli.render import line, printable, put, table
 from ds_reshard.hooks import HostHooks
 from ds_reshard.hosts import tables
 from ds_reshard.hosts.accelerate.diagnostic import Finding
@@ -85,7 +85,7 @@ def render(found: Sequence[Framework], findings: Sequence[Finding], console: Con
     for one in found:
         state = Text(one.state, style=_STYLE[one.state])
         made.add_row(one.name, one.version or "", state, one.versions, ", ".join(one.tested))
-    console.print(made)
+    put(console, made)
     for finding in findings:
         said = Text(f"{finding.outcome}: ", style=_OUTCOME[finding.outcome])
         console.print(said.append(printable(f"{finding.where}: {finding.what}"), style=""), soft_wrap=True)

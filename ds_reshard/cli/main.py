@@ -11,14 +11,23 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 
 from rich.console import Console
 
 from ds_reshard import __version__
 from ds_reshard.cli import doctor, lr_command, render
-from ds_reshard.cli.arguments import add_checkpoint, add_device, add_json, add_reading, add_trust, reading, show
+from ds_reshard.cli.arguments import (
+    add_checkpoint,
+    add_command,
+    add_device,
+    add_json,
+    add_reading,
+    add_trust,
+    reading,
+    show,
+)
 from ds_reshard.cli.comparison import add_diff
 from ds_reshard.cli.conversion import add_convert
 from ds_reshard.cli.lr_command import draw
@@ -44,27 +53,35 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ds-reshard {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    hooks = commands.add_parser("hooks", help="list each patch of each framework with its state")
+    hooks = add_command(
+        commands, "hooks", help="what is patched of each framework, and what not and why", example="--all"
+    )
+    hooks.add_argument("--all", action="store_true", help="list every patch")
     add_json(hooks, _hooks)
 
-    look = commands.add_parser("inspect", help="show what a checkpoint holds, or every fault found in it")
+    look = add_command(
+        commands, "inspect", help="show what a checkpoint holds, or every fault found in it", example="checkpoints"
+    )
     add_checkpoint(look)
     look.add_argument("--all", action="store_true", help="list every parameter and file")
     add_trust(look)
     add_json(look, _inspect)
 
-    prints = commands.add_parser("fingerprint", help="64 bits of every tensor, the same under every layout")
+    prints = add_command(
+        commands, "fingerprint", help="64 bits of every tensor, the same under every layout", example="checkpoints"
+    )
     add_checkpoint(prints)
     add_reading(prints)
     add_device(prints)
     add_trust(prints)
     add_json(prints, _fingerprint)
 
-    lr = commands.add_parser(
+    lr = add_command(
+        commands,
         "lr",
         help="draw the learning rate of the coming run before it is started",
         usage="%(prog)s CKPT (--config FILE | [OPTION ...] -- MEGATRON-FLAG ...) [OPTION ...]",
-        epilog="for a checkpoint of Megatron-LM, everything after -- is the coming run's own command line",
+        example="checkpoints --config ds_config.json; or, of Megatron-LM, checkpoints -- --lr 3e-5 ...",
     )
     lr.add_argument("checkpoint", metavar="CKPT", help="the folder that was given to save_checkpoint, or to --save")
     lr.add_argument("--config", metavar="FILE", help="the DeepSpeed JSON of the coming run")
@@ -79,7 +96,12 @@ def build_parser() -> argparse.ArgumentParser:
     add_diff(commands)
     add_plan(commands)
 
-    look_over = commands.add_parser("doctor", help="installed frameworks against the tested ones, and what a JSON does")
+    look_over = add_command(
+        commands,
+        "doctor",
+        help="installed frameworks against the tested ones, and what a JSON does",
+        example="--config ds_config.json",
+    )
     look_over.add_argument("--config", metavar="FILE", help="a DeepSpeed JSON, as it is used with accelerate")
     add_json(look_over, _doctor)
     return parser
@@ -122,8 +144,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _hooks(arguments: argparse.Namespace) -> int:
     statuses = installed()
+    if os.environ.get("DS_RESHARD_DISABLE", "") not in ("", "0"):
+        why = "DS_RESHARD_DISABLE is set: import ds_reshard.auto does nothing"
+        statuses = tuple(replace(s, state="disabled", reason=why) if s.state == "available" else s for s in statuses)
     told = {"hooks": [asdict(status) for status in statuses]}
-    show(arguments, lambda: told, lambda console: render.render_hooks(statuses, console))
+    show(arguments, lambda: told, lambda console: render.render_hooks(statuses, console, every_patch=arguments.all))
     return FINDING if any(status.state == "refused" for status in statuses) else OK
 
 

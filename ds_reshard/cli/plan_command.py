@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ds_reshard.cli.arguments import (
     add_checkpoint,
+    add_command,
     add_json,
     add_reading,
     add_target,
@@ -22,7 +23,7 @@ from ds_reshard.cli.arguments import (
     show,
     target,
 )
-from ds_reshard.cli.render import line, printable, size
+from ds_reshard.cli.render import line, printable, put, size
 from ds_reshard.errors import WriteFailed
 from ds_reshard.model.reports import ConversionPlan
 from ds_reshard.operations import plan
@@ -94,7 +95,12 @@ _ROWS = 20
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("plan", help="what convert would read and write, by whom; reads no tensor")
+    parser = add_command(
+        commands,
+        "plan",
+        help="what convert would read and write, by whom; reads no tensor",
+        example="checkpoints --to zero3 --dp 8",
+    )
     add_checkpoint(parser, "SRC")
     add_target(parser)
     parser.add_argument(
@@ -159,7 +165,7 @@ def render_plan(made: ConversionPlan, console: Console) -> None:
         files = unit.files[0] + (f" and {len(unit.files) - 1} more" if len(unit.files) > 1 else "")
         numbers = (size(unit.bytes_written), str(len(unit.reads)), size(unit.bytes_read))
         table.add_row(unit.name, Text(printable(files)), *numbers)
-    console.print(table)
+    put(console, table)
     if len(made.units) > _ROWS:
         console.print(Text(f"and {len(made.units) - _ROWS} more: --json shows them", style="dim"))
     line(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -42,13 +43,39 @@ _ROWS = 20
 _STYLE = {
     "installed": "green",
     "available": "cyan",
+    "disabled": "yellow",
     "vendored": "cyan",
     "refused": "bold red",
     "framework absent": "dim",
 }
 
 
-def render_hooks(statuses: Sequence[HookStatus], console: Console) -> None:
+def put(console: Console, made: Table) -> None:
+    """The table on a terminal; elsewhere plain lines: headings behind `#`, and a row a line, with tabs."""
+    if console.is_terminal:
+        console.print(made)
+        return
+    for texts in ([str(made.title or "")], [str(column.header) for column in made.columns]):
+        if any(texts):
+            print("# " + "\t".join(map(printable, texts)), file=console.file)
+    for cells in zip(*(column.cells for column in made.columns), strict=True):
+        print("\t".join(printable(str(cell).replace("\n", "; ")) for cell in cells), file=console.file)
+
+
+def render_hooks(statuses: Sequence[HookStatus], console: Console, *, every_patch: bool = False) -> None:
+    """One line a host: its version, whether that is tested, how many patches are in which state; refused ones whole."""
+    hosts = {(status.host, status.version, status.tested): None for status in statuses}
+    for host, version, tested in () if every_patch else hosts:
+        states = Counter(status.state for status in statuses if status.host == host)
+        said = ", ".join(f"{count} {state}" for state, count in states.items()) if version else "framework absent"
+        known = f" {version} ({'tested' if tested else 'not tested'})" if version else ""
+        line(console, f"{host}{known}: {said}", _STYLE[next(iter(states))] if len(states) == 1 else "")
+    shown = statuses if every_patch else [status for status in statuses if status.state == "refused"]
+    if shown:
+        put(console, _hook_table(shown))
+
+
+def _hook_table(statuses: Sequence[HookStatus]) -> Table:
     """One row a patch: host and version, state, whether the version is tested, target, summary and reason."""
     made = table("Hooks", "host", "state", "tested", "patch", show_lines=True)
     for status in statuses:
@@ -63,21 +90,24 @@ def render_hooks(statuses: Sequence[HookStatus], console: Console) -> None:
             Text("yes" if status.tested else "no"),
             patch,
         )
-    console.print(made)
+    return made
 
 
 def render_inspection(inspection: Inspection, console: Console, *, every_row: bool = False) -> None:
     """A summary, the param groups, the parameters (the first 20 unless `every_row`), then every fault in red."""
-    console.print(Panel(_summary(inspection), title="Checkpoint", title_align="left", expand=False))
+    if console.is_terminal:
+        console.print(Panel(_summary(inspection), title="Checkpoint", title_align="left", expand=False))
+    else:
+        put(console, _summary(inspection))
     if inspection.groups:
-        console.print(_group_table(inspection.groups))
+        put(console, _group_table(inspection.groups))
     if inspection.parameters:
         shown = inspection.parameters if every_row else inspection.parameters[:_ROWS]
-        console.print(_parameter_table(shown))
+        put(console, _parameter_table(shown))
         if len(shown) < len(inspection.parameters):
             console.print(Text(f"and {len(inspection.parameters) - len(shown)} more: --all shows them", style="dim"))
     if every_row or inspection.faults:
-        console.print(_file_table(inspection.files))
+        put(console, _file_table(inspection.files))
     render_faults(inspection.faults, console)
     line(console, pickle_line(inspection.pickles, inspection.pickles_unread, inspection.faults))
 
@@ -90,7 +120,7 @@ def render_fingerprints(found: Fingerprinted, console: Console) -> None:
         shown = Text("not verified", style="red") if tensor.fingerprint is None else Text(tensor.fingerprint)
         name, kind = Text(printable(tensor.name)), Text(printable(tensor.kind))
         made.add_row(name, kind, tensor.dtype, _shape(tensor.shape), shown)
-    console.print(made)
+    put(console, made)
     for note in found.notes:
         line(console, note, "dim")
     render_faults(found.faults, console)

@@ -8,7 +8,17 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from ds_reshard.cli.arguments import FOLDER, add_checkpoint, add_device, add_json, add_reading, add_trust, reading, show
+from ds_reshard.cli.arguments import (
+    FOLDER,
+    add_checkpoint,
+    add_command,
+    add_device,
+    add_json,
+    add_reading,
+    add_trust,
+    reading,
+    show,
+)
 from ds_reshard.cli.comparison import render_difference
 from ds_reshard.cli.render import bar, line, printable, size, table
 from ds_reshard.errors import ConfigError, Fault
@@ -17,8 +27,11 @@ from ds_reshard.operations import scan_pickles, verify
 
 
 def add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "verify", help="read a checkpoint whole and list everything that is wrong with it; status 1 for any finding"
+    parser = add_command(
+        commands,
+        "verify",
+        help="read a checkpoint whole and list everything that is wrong with it; status 1 for any finding",
+        example="checkpoints --deep",
     )
     add_checkpoint(parser, help=f"{FOLDER}; with --pickles any folder")
     parser.add_argument("--deep", action="store_true", help="look at the values of the tensors, too")
@@ -73,13 +86,16 @@ def _mends(faults: Sequence[Fault], console: Console) -> None:
 
 def render_verification(found: Verification, console: Console) -> None:
     """One row a finding, what mends them, what is no fault, and a line that says what was read."""
-    if found.faults:
+    if found.faults and not console.is_terminal:
+        for fault in found.faults:
+            line(console, fault.line())
+    elif found.faults:
         made = table("Findings", "where", "what", "expected", "found", show_lines=True)
         for fault in found.faults:
             where = fault.where.removeprefix(f"{found.folder}/")
             made.add_row(*(Text(printable(text)) for text in (where, fault.what, fault.expected, fault.found)))
         console.print(made)
-        _mends(found.faults, console)
+    _mends(found.faults, console)
     for note in found.notes:
         line(console, note, "dim")
     if found.difference is not None:

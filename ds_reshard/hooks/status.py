@@ -13,7 +13,7 @@ from ds_reshard.hooks import guard
 from ds_reshard.hooks.declare import HostHooks, Patch
 from ds_reshard.hooks.installation import REGISTRY
 
-State = Literal["installed", "available", "vendored", "refused", "framework absent"]
+State = Literal["installed", "available", "vendored", "refused", "framework absent", "disabled"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,9 +124,13 @@ def _no_checkpoint(path: str, what: str) -> CheckpointNotFound:
             "has files of torch.distributed.checkpoint, and no .metadata, which is written last: the save did not end"
         )
         return _not_found(path, what, "take an older checkpoint, or restore .metadata from a copy")
-    tags = [
-        name for name, size in folders.entries(path).items() if size is None and format_of(f"{path}/{name}") is not None
-    ]
+    below = [os.path.join(path, name) for name, nbytes in folders.entries(path).items() if nbytes is None]
+    tags = [os.path.basename(folder) for folder in below if format_of(folder) is not None]
+    inside = [folder for folder in below if folders.is_file(os.path.join(folder, "latest"))]
+    if not tags and inside:  # what Hugging Face's Trainer calls its output_dir
+        inside.sort(key=lambda folder: (len(folder), folder))
+        names = ", ".join(map(os.path.basename, inside[-12:]))
+        return _not_found(path, f"{what}; its folders hold some: {names}", f"give one: {inside[-1]}")
     if not tags:
         return _not_found(path, what, "give the folder that was given to save_checkpoint")
     return _not_found(path, what, f"name one of the tags that are there: --tag {' | '.join(tags[:12])}")

@@ -134,7 +134,9 @@ def from_json(section: object, *, place: str = "ds_reshard.resume in the DeepSpe
     faults = [fault for key, value in section.items() for fault in _check(str(key), value, place)]
     raise_faults(faults, subject="resume policy")
     values = {key: tuple(value) if key == "hyperparameters" else value for key, value in section.items()}
-    return Given(place=place, values=values, spelled={key: f'"{key}": {json.dumps(value)}' for key, value in section.items()})
+    return Given(
+        place=place, values=values, spelled={key: f'"{key}": {json.dumps(value)}' for key, value in section.items()}
+    )
 
 
 def combine(places: Iterable[Given]) -> ResumePolicy:

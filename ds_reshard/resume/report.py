@@ -18,10 +18,10 @@ _LAST: list[ResumeReport] = []
 
 
 def say(text: str) -> None:
-    """Log a line at level INFO; where nobody has configured logging, it is on stderr all the same."""
-    if _LOG.hasHandlers() or logging.lastResort is None:
+    """Log a line at level INFO; where that is not shown, and nobody has set this logger's level, on stderr."""
+    if _LOG.isEnabledFor(logging.INFO) and _LOG.hasHandlers():
         _LOG.info("%s", text)
-    else:
+    elif _LOG.level == logging.NOTSET and logging.lastResort is not None:
         record = _LOG.makeRecord(_LOG.name, logging.INFO, __file__, 0, "ds_reshard: %s", (text,), None)
         logging.lastResort.handle(record)
 
@@ -132,7 +132,7 @@ _FLAGS = {
 
 
 def because(policy: ResumePolicy, what: str, name: str = "") -> str:
-    """Which flag or key decided about `what`: iteration, position, schedule, optimizer, dataloader, or a hyper-parameter.
+    """Which flag or key decided about iteration, position, schedule, optimizer, dataloader or a hyper-parameter.
 
     As it was given where that is known, else the flag.
     """
@@ -156,7 +156,8 @@ def because(policy: ResumePolicy, what: str, name: str = "") -> str:
 def rate_warning(group: int, mine: object, used: object) -> str:
     """A warning where the learning rate that a run was given is not the one that it goes on with."""
     return (
-        f"param group {group}: this run's learning rate {_shown(mine)} is not used, the checkpoint's {_shown(used)} is; "
+        f"param group {group}: learning rate {_shown(mine)} of this run is not used, but the checkpoint's "
+        f"{_shown(used)}; "
         'to use it: {"ds_reshard": {"resume": {"scheduler": "override"}}} in the DeepSpeed JSON, or '
         "--override-opt-param-scheduler"
     )

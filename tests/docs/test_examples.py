@@ -58,6 +58,10 @@ PRINTED = {
     ),
     # With nanotron, which needs a GPU, it is run by tests/hosts/test_nanotron_example.py on a stand-in.
     "07_nanotron_resume.py": r"skipped: No module named 'nanotron'; pip install git\+https://.*\n",
+    "08_trainer.py": (
+        r"(update [1-4]: learning rate 0\.001000\n){4}\{'train_runtime'.*\}\n"
+        r"(update [56]: learning rate 0\.000100\n){2}\{'train_runtime'.*\}\n"
+    ),
 }
 
 

@@ -415,3 +415,24 @@ def test_inspecting_imports_no_framework(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_folders_of_a_trainer_are_named(save: Save, tmp_path: Path) -> None:
+    """What is given is Hugging Face's output_dir, with a folder for each save: the last one is the line to type."""
+    for name in ("checkpoint-9", "checkpoint-10"):
+        shutil.copytree(save(2), tmp_path / name)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(CheckpointNotFound) as caught:
+        inspect(str(tmp_path))
+    assert "its folders hold some: checkpoint-9, checkpoint-10" in str(caught.value)
+    assert str(caught.value).endswith(str(tmp_path / "checkpoint-10"))
+
+
+def test_in_a_pipe_every_row_is_a_line(save: Save, capsys: pytest.CaptureFixture[str]) -> None:
+    """No box, and names whole, however long: what a program or grep reads."""
+    status, shown = run(capsys, "inspect", save(2), "--all")
+    assert status == 0 and not set("─│┃━╭") & set(shown)
+    found = inspect(str(save(2)))
+    rows = [line.split("\t") for line in shown.splitlines() if not line.startswith("#")]
+    assert {entry.name for entry in found.parameters} | {file.name for file in found.files} <= {row[0] for row in rows}
+    assert ["folder", found.folder] in rows

@@ -353,7 +353,8 @@ def test_the_command_says_what_it_found(saves: Saves, tmp_path: Path, capsys: py
     told = json.loads(said.out)
     assert (told["clean"], len(told["faults"]), said.err) == (False, 1, "")
     assert main(["verify", str(broken)]) == 1
-    assert "1 finding" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "1 finding" in said and said.startswith(f"{told['faults'][0]['where']}: {told['faults'][0]['what']}")
     assert main(["verify", str(tmp_path / "none")]) == 2
     assert main(["verify", str(folder), "--threads", "9", "--memory", "8"]) == 2
     assert "--memory 9, or --threads 8" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from house import ROOT
 
 import ds_reshard
 from ds_reshard import operations
-from ds_reshard.cli.main import build_parser, main
+from ds_reshard.cli.main import build_parser, main, parse
 
 EXPORTED = [
     "CheckpointDamaged",
@@ -74,7 +74,7 @@ COMMANDS = {
     "diff": ["--json", "--memory", "--tag-a", "--tag-b", "--tensors", "--threads", "--trust", "A", "B"],
     "doctor": ["--config", "--json"],
     "fingerprint": ["--device", "--json", "--memory", "--tag", "--threads", "--trust", "CKPT"],
-    "hooks": ["--json"],
+    "hooks": ["--all", "--json"],
     "inspect": ["--all", "--json", "--tag", "--trust", "CKPT"],
     "lr": ["--config", "--json", "--png", "--steps", "--tag", "--trust", "CKPT"],
     "plan": [
@@ -171,3 +171,11 @@ def test_the_version_is_one() -> None:
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
     newest = next(line for line in changes if line.startswith("## ")).split()[1]
     assert (declared["metadata"]["version"], newest) == (ds_reshard.__version__, ds_reshard.__version__)
+
+
+def test_every_command_has_an_example_that_parses() -> None:
+    """The last line of each --help is a command; one of a checkpoint of Megatron-LM goes on after `; or`."""
+    for name, parser in _subcommands().items():
+        told = " ".join(str(parser.epilog).split("; or")[0].split())
+        assert told.startswith(f"example: ds-reshard {name}"), name
+        parse(told.removeprefix("example: ds-reshard ").split())

@@ -174,16 +174,45 @@ def test_the_command_lists_hooks(tmp_path: Path, version: str, status: int) -> N
 import contextlib, io, json
 from ds_reshard.cli.main import main
 shown = []
-for arguments in (["hooks", "--json"], ["hooks"]):
+for arguments in (["hooks", "--json"], ["hooks", "--all"], ["hooks"]):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         code = main(arguments)
     shown.append((code, out.getvalue()))
 listed = json.loads(shown[0][1])["hooks"]
 drawn = all(hook["target"].partition(":")[2] in shown[1][1] and hook["state"] in shown[1][1] for hook in listed)
+refused = [hook for hook in listed if hook["state"] == "refused"]
+drawn = drawn and len(shown[2][1].splitlines()) == 1 + (2 + len(refused) if refused else 0)
 print(json.dumps([[code for code, _ in shown], [[hook["version"], hook["tested"]] for hook in listed], drawn]))
 """
     found = results(script, path=write_framework(tmp_path, version=version), COLUMNS="200")
-    assert found == [[status, status], [[version, status == 0]] * 2, True]
+    assert found == [[status] * 3, [[version, status == 0]] * 2, True]
+
+
+def test_a_disabled_import_is_said(tmp_path: Path) -> None:
+    """Under DS_RESHARD_DISABLE nothing is available: the import does nothing."""
+    script = """
+import contextlib, io, json
+from ds_reshard.cli.main import main
+with contextlib.redirect_stdout(io.StringIO()) as out:
+    main(["hooks"])
+print(json.dumps(out.getvalue()))
+"""
+    path = write_framework(tmp_path)
+    for disable, state in (("1", "disabled"), ("0", "available")):
+        found = results(script, path=path, DS_RESHARD_DISABLE=disable)
+        assert found == f"fakeframe 1.4.0 (tested): 2 {state}\n"
+
+
+def test_uninstall_without_a_name_takes_every_patch_off(tmp_path: Path) -> None:
+    script = """
+import json
+import ds_reshard.auto
+import fakeframe.engine
+before = {status.state for status in ds_reshard.installed()}
+ds_reshard.uninstall()
+print(json.dumps([sorted(before), sorted({status.state for status in ds_reshard.installed()})]))
+"""
+    assert results(script, path=write_framework(tmp_path)) == [["installed"], ["available"]]
 
 
 def test_the_command_says_an_error_of_ours_without_a_traceback() -> None:

@@ -39,10 +39,11 @@ def test_every_framework_is_listed() -> None:
     [
         ({"zero_optimization": {"stage": 1}}, 0, []),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, 0, ["auto-needs-object"]),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}}, 0, ["auto-needs-object"] * 2),
         ({"scheduler": WARMUP}, 1, ["json-scheduler-unseen", "warmup-zero", "two-at-the-lowest"]),
         ({"scheduler": {"type": "ReduceLROnPlateau"}}, 1, ["json-scheduler-unseen", "plateau-metric"]),
     ],
-    ids=["nothing", "told", "a warm-up of 0", "a metric that is none"],
+    ids=["nothing", "told", "the Trainer's", "a warm-up of 0", "a metric that is none"],
 )
 def test_a_json_is_looked_over(
     tmp_path: Path,

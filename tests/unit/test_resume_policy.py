@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
-import argparse
 from collections.abc import Iterator
 from typing import Any
 
@@ -273,10 +273,18 @@ def test_the_table_of_a_report_is_as_wide_as_what_is_in_it() -> None:
     assert max(map(len, lines)) <= 100 and not any("─" in line or "━" in line for line in lines)
 
 
-@pytest.mark.parametrize("configured", [False, True])
-def test_a_line_is_seen_without_logging_configuration(configured: bool) -> None:
-    """On stderr where nobody has configured logging; where somebody has, by what is configured."""
-    setup = "logging.basicConfig(level=logging.WARNING);" if configured else ""
-    program = f"import logging; {setup} from ds_reshard.resume.report import say; say('loaded it')"
+@pytest.mark.parametrize(
+    ("configured", "shown"),
+    [
+        ("", "ds_reshard: loaded it\n"),
+        ("logging.warning('')", "WARNING:root:\nds_reshard: loaded it\n"),
+        ("logging.basicConfig(level=logging.INFO)", "INFO:ds_reshard:loaded it\n"),
+        ("logging.getLogger('ds_reshard').setLevel(logging.WARNING)", ""),
+    ],
+    ids=["not at all", "by a library", "at INFO", "to be silent"],
+)
+def test_a_line_is_seen_however_logging_is_configured(configured: str, shown: str) -> None:
+    """On stderr, once; but where this logger's own level says that it is not wanted."""
+    program = f"import logging; {configured}\nfrom ds_reshard.resume.report import say; say('loaded it')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert (done.stdout, done.stderr) == ("", "" if configured else "ds_reshard: loaded it\n")
+    assert (done.stdout, done.stderr) == ("", shown)

@@ -36,3 +36,13 @@ def test_the_tested_releases_of_accelerate_are_those_that_passed() -> None:
     """What the hooks call tested is what `make test-versions` ran, all of it without a failure."""
     results = json.loads(Path(__file__).with_name("accelerate.json").read_text(encoding="utf-8"))
     assert tuple(r["accelerate"] for r in results if r["passed"] and not r["failed"]) == ACCELERATE.tested
+
+
+def test_the_tested_releases_of_deepspeed_are_those_that_passed() -> None:
+    """Every release of the table in which something passed and nothing failed, and no other."""
+    passed = {
+        release["deepspeed"]
+        for release in read_results()["releases"]
+        if {cell["outcome"] for cell in release["cells"]} in ({"passed"}, {"passed", "not run"})
+    }
+    assert set(HOOKS.tested) == passed
