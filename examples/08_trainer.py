@@ -35,22 +35,14 @@ def main() -> None:
     adam = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True}
     config = {
         "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
         "zero_optimization": {"stage": given.stage},
         "optimizer": {"type": "AdamW", "params": adam},
     }
+    schedule = {"max_steps": given.steps, "learning_rate": given.lr, "lr_scheduler_type": "constant"}
+    plain = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "ddp_backend": "gloo"}
+    batch = 8 // int(os.environ["WORLD_SIZE"])
     arguments = TrainingArguments(
-        given.folder,
-        deepspeed=config,
-        max_steps=given.steps,
-        save_steps=4,
-        learning_rate=given.lr,
-        per_device_train_batch_size=8 // int(os.environ["WORLD_SIZE"]),
-        report_to=[],
-        disable_tqdm=True,
-        lr_scheduler_type="constant",
-        use_cpu=True,
-        ddp_backend="gloo",
+        given.folder, deepspeed=config, per_device_train_batch_size=batch, save_steps=4, **schedule, **plain
     )
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
