@@ -19,7 +19,7 @@ help:
 	@echo "make check          format, lint, types, import contracts, fast tests"
 	@echo "make fuzz           hostile pickles and files: 100,000 cases, or FUZZ_CASES=..."
 	@echo "make mutants        faults that are put into copies of the package: does each make a test fail?"
-	@echo "make torture        every call on files of every conversion fails once, in each way that it can; TORTURE=zero3 chooses"
+	@echo "make torture        every call on files of conversions and loads fails once, in each way that it can"
 	@echo "make bench          every benchmark beside what it is compared with, and the tables of docs/benchmarks.md"
 	@echo "make gpu            the tests and the benchmark that need a CUDA device; GPU_PYTHON=... where nothing can be installed"
 	@echo "make gpu-wheels     what make gpu needs beside torch, as wheels to carry along"
@@ -97,7 +97,8 @@ fuzz-files:
 
 MUTANTS ?=
 torture: venv
-	$(BIN)/python tests/torture $(TORTURE)
+	$(BIN)/python tests/torture
+	$(BIN)/python tests/torture/loads.py
 
 mutants: venv
 	$(BIN)/python tests/mutants.py $(MUTANTS)

@@ -1,0 +1,69 @@
+"""What each rank does while calls on files fail, one rank at a time."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from typing import Any
+
+import torch
+from calls import Calls, Step
+from cases import Model, Run
+from jobs import build, contents, outcome, same, weights
+
+
+def _held(engine: Any) -> dict[str, Any]:
+    return {**contents(engine), "weights": weights(engine)}
+
+
+def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    weights_equal = all(torch.equal(value, other["weights"][name]) for name, value in one["weights"].items())
+    return same(one, other) and weights_equal and one["scheduler"] == other["scheduler"]
+
+
+def steps(run: Run, model: Model, folder: str) -> list[Step]:
+    """The calls of this rank in a load."""
+    import ds_reshard
+
+    engine, calls = build(run, model, seed=99), Calls(folder)
+    with ds_reshard.install("deepspeed"), calls.watched():
+        engine.load_checkpoint(folder)
+    return calls.steps
+
+
+def befallen(
+    run: Run, model: Model, good: str, other: str, cases: list[tuple[int, Step, str]]
+) -> list[tuple[str, str, str]]:
+    """For each case what it ended in, what the engine holds then, and whether it makes a step.
+
+    The engine holds another checkpoint before. `good` is put right again where a file was replaced.
+    """
+    import ds_reshard
+
+    logging.getLogger("ds_reshard").setLevel(logging.ERROR)
+    rank, found = torch.distributed.get_rank(), []
+    engine = build(run, model, seed=99)
+    with ds_reshard.install("deepspeed"):
+        engine.load_checkpoint(good)
+        right = _held(engine)
+        for on, step, fault in cases:
+            engine.load_checkpoint(other)
+            before, said = _held(engine), "done"
+            calls = Calls(good, step if on == rank else None, fault)
+            try:
+                with calls.watched():
+                    engine.load_checkpoint(good)
+            except ds_reshard.ReshardError as error:
+                said = f"{type(error).__name__}: {error}"
+            except Exception as error:
+                said = f"unnamed {type(error).__name__}: {error}"
+            if on == rank and not calls.befallen:
+                said = f"the step was not reached; {said}"
+            now = _held(engine)
+            held = "right" if _equal(now, right) else "unchanged" if _equal(now, before) else "neither"
+            found.append((said, held, "" if held != "neither" else outcome(engine.step)))
+            torch.distributed.barrier()
+            if fault == "replaced" and rank == on:
+                shutil.copytree(f"{good}.whole", good, dirs_exist_ok=True)
+            torch.distributed.barrier()
+    return found

@@ -1,0 +1,104 @@
+"""Every call on files of a load fails once on one rank, in each way that it can.
+
+    python tests/torture/loads.py                a load of each kind
+    python tests/torture/loads.py --every 37     a sample
+
+The engine holds another checkpoint before. After each fault every rank has raised the same error of the package, and
+the engine is what it was, or refuses to step; or no rank has, and it holds what a load without faults gives it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+PLACES = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "hosts")]
+sys.path[:0] = PLACES
+os.environ["PYTHONPATH"] = os.pathsep.join([*PLACES, os.environ.get("PYTHONPATH", "")])
+
+from calls import DEATH, FAULTS, Step  # noqa: E402
+from cases import Model, Run  # noqa: E402
+from worlds import World  # noqa: E402
+
+from ds_reshard.operations import Options, convert  # noqa: E402
+
+MODEL = Model(groups=2)
+KINDS = {
+    "zero2 to zero3": (Run(2, 2), None, Run(3, 2)),
+    "zero3 to zero1": (Run(3, 2), None, Run(1, 2)),
+    "universal to zero2": (Run(1, 2), "universal", Run(2, 2)),
+    "dcp to zero3": (Run(1, 2, "fp32"), "dcp", Run(3, 2, "fp32")),
+}
+"""What is saved, what that is converted into, and the run that loads it."""
+
+_SAME = 25
+"""Cases that one call of the workers goes through."""
+
+
+def wrong(told: list[tuple[str, str, str]]) -> str:
+    """What is wrong with what the ranks tell of one case, if anything."""
+    said, held = {one[0] for one in told}, {one[1] for one in told}
+    if len(said) > 1:
+        return f"the ranks do not say the same: {sorted(said)}"
+    only = said.pop()
+    if only.startswith(("unnamed", "the step")):
+        return only
+    if only == "done":
+        return "" if held == {"right"} else f"done, and the engine holds {sorted(held)}"
+    steps = {one[2] for one in told} - {""}
+    if held <= {"unchanged", "right"} or steps == {"EngineUnusable"}:
+        return ""
+    return f"the engine holds {sorted(held)}, and a step ends in {sorted(steps)} after {only}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", nargs="?", choices=KINDS)
+    parser.add_argument("--every", type=int, default=1)
+    given = parser.parse_args()
+    began, tried, findings, turn = time.monotonic(), Counter[str](), 0, 0
+    world = World(2)
+    with tempfile.TemporaryDirectory() as place:
+        for name, (saved, to, run) in KINDS.items():
+            if given.kind not in (None, name):
+                continue
+            good, other = (_made(world, f"{place}/{name}", saved, to, seed) for seed in (7, 8))
+            cases: list[tuple[int, Step, str]] = []
+            for rank, steps in enumerate(world.run("load_jobs.steps", run=run, model=MODEL, folder=good)):
+                for step, fault in ((one, fault) for one in steps for fault in FAULTS[one.kind] if fault != DEATH):
+                    turn += 1
+                    if turn % given.every == 0:
+                        cases.append((rank, step, fault))
+            for first in range(0, len(cases), _SAME):
+                part = cases[first : first + _SAME]
+                told = world.run("load_jobs.befallen", run=run, model=MODEL, good=good, other=other, cases=part)
+                for case, by_rank in zip(part, zip(*told, strict=True), strict=True):
+                    tried[f"{name}: {case[1].kind}"] += 1
+                    if found := wrong(list(by_rank)):
+                        findings += 1
+                        print(name, case, found, flush=True)
+    world.close()
+    seconds = round(time.monotonic() - began)
+    print(json.dumps({"tried": sum(tried.values()), "by": tried, "wrong": findings, "seconds": seconds}))
+    return 1 if findings else 0
+
+
+def _made(world: World, place: str, saved: Run, to: str | None, seed: int) -> str:
+    folder = f"{place} {seed}"
+    world.run("save", run=saved, model=Model(groups=2, seed=seed), folder=folder)
+    if to is not None:
+        shutil.move(folder, f"{folder}.saved")
+        convert(f"{folder}.saved", folder, to=to, options=Options(threads=1), **({"dp": 2} if to == "dcp" else {}))
+    shutil.copytree(folder, f"{folder}.whole")
+    return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())
