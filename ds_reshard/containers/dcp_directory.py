@@ -9,21 +9,36 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import prod
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_reader import read_pickle
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
 from ds_reshard.containers.torch_zip_writer import ArchivePlan, Member, plan_archive, write_pickle
-from ds_reshard.errors import CheckpointDamaged, Fault, InternalError, UnsupportedLayout, raise_faults
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    Fault,
+    InternalError,
+    ReshardError,
+    UnsupportedLayout,
+    raise_faults,
+)
+from ds_reshard.model.checkpoint import SavedFile, SavedListing
+from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, SizeRecord, StorageRecord, TensorRecord
 
 METADATA = ".metadata"
+COMMON, BACKEND = "common.pt", "metadata.json"  # what Megatron-LM keeps beside it
+BUFFER = "chunk"
+MEND = "restore the folder from a copy, or save it again"
 _OF_RANK = re.compile(r"__[0-9]+\.metadata")
 Shape = tuple[int, ...]
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +77,11 @@ class SavedTensor:
     dtype: str
     chunks: tuple[Chunk, ...]
 
+    @property
+    def filled(self) -> list[Chunk]:
+        """The chunks that have elements: a rank beyond the end of a short tensor saves one that has none."""
+        return [chunk for chunk in self.chunks if prod(chunk.size)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directory:
@@ -75,6 +95,76 @@ class Directory:
     objects: Mapping[str, Place]
     paths: Mapping[str, tuple[object, ...]]
     contradictions: tuple[Fault, ...] = ()
+
+    @property
+    def places(self) -> Iterator[Place]:
+        """Where everything lies."""
+        yield from self.objects.values()
+        for tensor in self.tensors.values():
+            yield from (chunk.place for chunk in tensor.chunks if chunk.place is not None)
+
+    def faults(self, *, saved_again: str) -> Iterator[Fault]:
+        """Contradictions, and tensors of types and chunks that cannot be read; `saved_again` mends those of others."""
+        yield from self.contradictions
+        for key, tensor in self.tensors.items():
+            axes = len(tensor.shape)
+            if not ElementType.is_named(tensor.dtype):
+                yield UnsupportedLayout.fault(self.path, f"{key} is of type {tensor.dtype}", mend=saved_again)
+            for chunk in tensor.filled:
+                if chunk.place is None:
+                    what = f"{key}: nothing says where its chunk at {list(chunk.offset)} lies"
+                    yield damaged(self.path, what, "a file", "none")
+                elif chunk.place.transformed:
+                    what = f"{key} was compressed when it was written"
+                    yield UnsupportedLayout.fault(self.path, what, mend=saved_again)
+                if not len(chunk.offset) == len(chunk.size) == axes:
+                    what = f"{key}: a chunk has another number of dimensions"
+                    yield damaged(self.path, what, f"{axes}", f"{len(chunk.size)}")
+
+
+def damaged(where: str, what: str, expected: str, found: str) -> Fault:
+    return CheckpointDamaged.fault(where, what, expected, found, mend=MEND)
+
+
+def backend_of(folder: str) -> str | None:
+    """What metadata.json says that wrote a folder (megatron/core/dist_checkpointing/core.py, 0.16.1 to 0.19.2)."""
+    try:
+        told = folders.read_json(os.path.join(folder, BACKEND), 1 << 20)
+    except (CheckpointNotFound, CheckpointDamaged, ValueError):
+        return None
+    held = told.get("sharded_backend") if isinstance(told, dict) else None
+    return None if held is None else str(held)
+
+
+def is_megatrons(folder: str) -> bool:
+    """Whether Megatron-LM says beside the directory that it is its own, or keeps there what all ranks share."""
+    if not folders.is_file(os.path.join(folder, METADATA)):
+        return False
+    return folders.is_file(os.path.join(folder, COMMON)) or backend_of(folder) is not None
+
+
+def list_directory(
+    folder: str, parts: Sequence[str], read: Callable[[str], Directory], *, format: str, writer: str
+) -> SavedListing:
+    """The files of a folder whose directories lie in `parts` of it, and which `read` reads together."""
+    files = {}
+    for part in parts:
+        for name, nbytes in folders.files(os.path.join(folder, part)).items():
+            role = "shards" if name.endswith(".distcp") else "other"
+            files[os.path.join(part, name)] = SavedFile(nbytes=nbytes, role=role)
+
+    def archives() -> dict[str, tuple[Span, ...]]:
+        """Those inside each file, as far as the directory can be read; opening it says what is wrong."""
+        found: dict[str, set[Span]] = {}
+        try:
+            for place in read(folder).places:
+                found.setdefault(os.path.relpath(place.path, folder), set()).add((place.byte_offset, place.nbytes))
+        except ReshardError:
+            return {}
+        return {name: tuple(sorted(spans)) for name, spans in found.items()}
+
+    tag = os.path.basename(os.path.abspath(folder))
+    return SavedListing(format=format, writer=writer, folder=folder, tag=tag, files=files, archives=archives)
 
 
 def directories(folder: str) -> list[str]:
@@ -205,7 +295,6 @@ _CRC32 = struct.Struct("<I")
 _IN_HEADER, _IN_ENTRY = 14, 16  # where a checksum stands: PKWARE's APPNOTE.TXT 6.3.10, sections 4.3.7 and 4.3.12
 _IDENTITY = ".data/serialization_id"  # caffe2/serialize/inline_container.cc, kSerializationIdRecordName, torch 2.13
 _FRAME_NBYTES = 64 << 10
-Span = tuple[int, int]
 
 
 class AlikeArchives:
@@ -217,6 +306,22 @@ class AlikeArchives:
 
     def __init__(self) -> None:
         self._frames: dict[tuple[object, int], _Frame] = {}
+
+    def buffers(self, key: str, dtype: str, chunk: Chunk) -> Mapping[str, Extent]:
+        """The one buffer of a chunk, opened and checked against the directory."""
+        place = chunk.place
+        assert place is not None, "a chunk without a place is refused when the folder is opened"
+        held = self.load(place.path, (place.byte_offset, place.nbytes), (dtype, chunk.size))
+        if isinstance(held, TensorRecord):
+            if (held.dtype.label, held.shape) == (dtype, chunk.size) and held.contiguous:
+                return {BUFFER: extent_of(held)}
+            found = f"{held.dtype.label} {list(held.shape)}, strides {list(held.stride)}"
+        else:
+            found = type(held).__name__
+        what = f"{key}: the chunk at {list(chunk.offset)} is not what the directory says"
+        fault = damaged(place.path, what, f"{dtype} {list(chunk.size)}, row-major", found)
+        raise_faults([fault], subject=f"checkpoint {os.path.dirname(place.path)}")
+        raise AssertionError
 
     def load(self, path: str, part: Span, kind: object) -> object:
         """What `TorchArchive.load` gives for a part of a file, and raises; archives of one `kind` may be alike."""

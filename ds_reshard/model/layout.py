@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
@@ -134,10 +134,22 @@ def chunked(
     ValueError unless each element lies in one box.
     """
     check_cover(boxes, shape)
+    tiles = [(shard, 0, box) for shard, box in enumerate(boxes)]
+    return tiled(key, shape, dtype, tiles, family=family, buffer=buffer)
+
+
+Tile = tuple[int, int, Box]
+"""A box of a tensor, at an element of the buffer of a shard: (shard, element, box)."""
+
+
+def tiled(
+    key: TensorKey, shape: tuple[int, ...], dtype: ElementType, tiles: Iterable[Tile], *, family: str, buffer: str
+) -> Placement:
+    """A tensor that lies in boxes: each whole in a shard of the family, at an element of its buffer."""
     box = Box.whole(shape)
     whole = Placement(key, shape, dtype, family, buffer, Cut(chunk=max(1, box.numel)), box)
-    cuts = (Cut(chunk=max(1, box.numel), first=shard) for shard, box in enumerate(boxes))
-    return whole._replace(tiles=tuple(whole._replace(cut=cut, box=box) for cut, box in zip(cuts, boxes, strict=True)))
+    cuts = ((Cut(chunk=max(1, box.numel), origin=origin, first=shard), box) for shard, origin, box in tiles)
+    return whole._replace(tiles=tuple(whole._replace(cut=cut, box=box) for cut, box in cuts))
 
 
 class Tiles:

@@ -39,6 +39,10 @@ class ElementType(enum.Enum):
         """The type that torch calls `label`, for example "bfloat16"; KeyError when there is none."""
         return _BY_LABEL[label]
 
+    @classmethod
+    def is_named(cls, label: str) -> bool:
+        return label in _BY_LABEL
+
 
 _BY_LABEL = {member.label: member for member in ElementType}
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ds_reshard.errors import CheckpointDamaged, Fault, raise_faults
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.content import MASTER, WEIGHT
+from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.operations.options import Reading
+
+if TYPE_CHECKING:
+    from ds_reshard.operations.values import Span
 
 
 def prove(source: Checkpoint, names: Collection[str] | None = None) -> None:
@@ -33,15 +38,11 @@ def _uncast(source: Checkpoint, names: Collection[str] | None) -> list[Fault]:
     faults = list(source.unprovable())
     if faults:
         return faults
-    from ds_reshard.execution.checksums import Ledger
     from ds_reshard.execution.deviation import as_bits
-    from ds_reshard.operations.values import SpanReader, logical
 
-    index, reading, wrong = source.index, Reading(), dict[TensorKey, int]()
-    rows = [(logical(index, key), logical(index, TensorKey(name=key.name, kind=WEIGHT))) for key in masters]
-    ledger, total = Ledger(), sum(column.nbytes for row in rows for column in row)
-    reader = SpanReader(ledger, threads=reading.threads, memory_nbytes=64 << 20, progress=None, total=total)
-    for span in reader.read(rows):
+    index, wrong = source.index, dict[TensorKey, int]()
+    rows = [((index, key), (index, TensorKey(name=key.name, kind=WEIGHT))) for key in masters]
+    for span in _side_by_side(rows):
         master, weight = span.values
         differs = (as_bits(master.to(weight.dtype)) != as_bits(weight)).any(-1) & ~(master.isnan() & weight.isnan())
         if bool(differs.any()):
@@ -52,19 +53,28 @@ def _uncast(source: Checkpoint, names: Collection[str] | None) -> list[Fault]:
 
 def _differing(source: Checkpoint, names: Collection[str] | None) -> list[Fault]:
     """The tensors of which several ranks hold copies that are not the same bits."""
-    from ds_reshard.execution.checksums import Ledger
     from ds_reshard.execution.deviation import same_bits
-    from ds_reshard.operations.values import SpanReader, logical
 
     copies = source.replicas()
     if copies is None:
         return []
     keys = [key for key in copies.layout.placements if names is None or key.name in names or key.kind == WEIGHT]
-    rows = [(logical(copies, key), logical(source.index, key._replace(copy=0))) for key in keys]
-    reader = SpanReader(Ledger(), threads=Reading().threads, memory_nbytes=64 << 20, progress=None, total=0)
-    wrong = {keys[span.row] for span in reader.read(rows) if not same_bits(*span.values)}
+    rows = [((copies, key), (source.index, key._replace(copy=0))) for key in keys]
+    wrong = {keys[span.row] for span in _side_by_side(rows) if not same_bits(*span.values)}
     what, mend = "is not the same on each rank that holds a copy of it", source.unproved_mend
     return [CheckpointDamaged.fault(str(key), what, "the same bits", "others", mend=mend) for key in sorted(wrong)]
+
+
+_Tensor = tuple[Index, TensorKey]
+
+
+def _side_by_side(rows: Sequence[tuple[_Tensor, _Tensor]]) -> Iterator[Span]:
+    """The elements of two tensors each, of the same number."""
+    from ds_reshard.execution.checksums import Ledger
+    from ds_reshard.operations.values import SpanReader, logical
+
+    reader = SpanReader(Ledger(), threads=Reading().threads, memory_nbytes=64 << 20, progress=None, total=0)
+    return reader.read([(logical(*one), logical(*other)) for one, other in rows])
 
 
 def _fault(key: TensorKey, count: int, numel: int, mend: str) -> Fault:

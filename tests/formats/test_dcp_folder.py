@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
 import pickle
@@ -346,3 +347,22 @@ def test_the_reader_serves_nanotron(tmp_path: Path, name: str) -> None:
     wanted = _emptied(truth)
     dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(folder), no_dist=True)
     assert _alike(wanted, truth)
+
+
+def test_what_megatron_saves_as_torch_dcp_is_looked_at_and_not_resumed_from(tmp_path: Path) -> None:
+    """The state dict of `generate_state_dict`, whose optimizer numbers its states: no number is taken for a name."""
+    weight = torch.randn(4, 2)
+    state = {
+        "args": argparse.Namespace(num_layers=1),
+        "checkpoint_version": 3.0,
+        "iteration": 5,
+        "model": {"weight": weight},
+        "optimizer": {"state": {0: {"exp_avg": torch.zeros(4, 2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+    }
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "folder"), no_dist=True)
+    folder, out = str(tmp_path / "folder"), str(tmp_path / "out")
+    assert inspect(folder).faults == () == verify(folder, deep=True).faults
+    for to in ("zero2", "dcp"):
+        with pytest.raises(ds_reshard.UnsupportedLayout, match=r"torch_dcp or fsdp_dtensor.*--ckpt-format torch_dist"):
+            convert(folder, out, to=to, dp=1)
+    convert(folder, out, to="safetensors")

@@ -5,38 +5,33 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from math import prod
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import (
+    BUFFER,
     METADATA,
     AlikeArchives,
     Chunk,
     Directory,
     Place,
-    SavedTensor,
+    damaged,
+    is_megatrons,
+    list_directory,
     read_directory,
 )
-from ds_reshard.errors import (
-    CheckpointDamaged,
-    CheckpointNotFound,
-    Fault,
-    ReshardError,
-    UnsupportedLayout,
-    raise_faults,
-)
+from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.dcp.entries import ACCELERATE, MODELS, Path, group_key, read_values, tensor_key
-from ds_reshard.model.checkpoint import SavedFile, SavedListing
+from ds_reshard.model.checkpoint import SavedListing
 from ds_reshard.model.content import MASTER, WEIGHT
 from ds_reshard.model.facts import OptimizerFacts
-from ds_reshard.model.index import Extent, extent_of
+from ds_reshard.model.index import Extent
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
-from ds_reshard.model.records import ElementType, TensorRecord
+from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box
 
-BUFFER = "chunk"
-_MEND = "restore the folder from a copy, or save it again"
+_SAVED_AGAIN = "load it with torch, and save it with torch.distributed.checkpoint.save as it is by default"
+_OF_MEGATRON = {"args", "checkpoint_version", "iteration"}
+"""Beside the model, and without metadata.json (`generate_state_dict`, megatron/training/checkpointing.py, 0.19.2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,69 +50,16 @@ class DcpCheckpoint:
     archives: AlikeArchives = field(default_factory=AlikeArchives)
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
-        """The one buffer of a chunk, opened and checked against the directory."""
-        dtype = self.directory.tensors[family].dtype
-        chunk = self.chunks[family][shard]
-        place = chunk.place
-        assert place is not None, "a chunk without a place is refused when the folder is opened"
-        held = self.archives.load(place.path, (place.byte_offset, place.nbytes), (dtype, chunk.size))
-        if not isinstance(held, TensorRecord) or (held.dtype.label, held.shape) != (dtype, chunk.size):
-            expected = f"{dtype} {list(chunk.size)}"
-            found = f"{held.dtype.label} {list(held.shape)}" if isinstance(held, TensorRecord) else type(held).__name__
-            what = f"{family}: the chunk at {list(chunk.offset)} is not what the directory says"
-            raise_faults([_damaged(place.path, what, expected, found)], subject=f"checkpoint {self.folder}")
-            raise AssertionError
-        if not held.contiguous:
-            what = f"{family}: the chunk at {list(chunk.offset)} does not lie row-major"
-            raise_faults([_damaged(place.path, what, expected, f"strides {held.stride}")], subject="reading tensors")
-        return {BUFFER: extent_of(held)}
+        return self.archives.buffers(family, self.directory.tensors[family].dtype, self.chunks[family][shard])
 
 
 def is_dcp(folder: str) -> bool:
-    return bool(_parts(folder)) and not _is_megatrons(folder)
+    return bool(_parts(folder)) and not is_megatrons(folder)
 
 
 def list_dcp(folder: str) -> SavedListing:
     """The files of such a folder."""
-    files = {}
-    for part in _parts(folder):
-        for name, nbytes in folders.files(os.path.join(folder, part)).items():
-            role = "shards" if name.endswith(".distcp") else "other"
-            files[os.path.join(part, name)] = SavedFile(nbytes=nbytes, role=role)
-    tag = os.path.basename(os.path.abspath(folder))
-    return SavedListing(
-        format="torch.distributed.checkpoint",
-        writer="torch",
-        folder=folder,
-        tag=tag,
-        files=files,
-        archives=partial(_archives, folder),
-    )
-
-
-def _is_megatrons(folder: str) -> bool:
-    """Megatron-LM keeps beside the directory what all ranks share, or says there which of its formats it wrote.
-
-    core/dist_checkpointing/core.py and strategies/common.py, 0.16.1 to 0.19.2.
-    """
-    if folders.is_file(os.path.join(folder, "common.pt")):
-        return True
-    try:
-        told = folders.read_json(os.path.join(folder, "metadata.json"), 1 << 20)
-    except (CheckpointNotFound, CheckpointDamaged, ValueError):
-        return False
-    return isinstance(told, dict) and "sharded_backend" in told
-
-
-def _archives(folder: str) -> dict[str, tuple[tuple[int, int], ...]]:
-    """The archives inside each file, as far as the directory can be read; opening it says what is wrong."""
-    found: dict[str, set[tuple[int, int]]] = {}
-    try:
-        for place in _places(_read(folder)):
-            found.setdefault(os.path.relpath(place.path, folder), set()).add((place.byte_offset, place.nbytes))
-    except ReshardError:
-        return {}
-    return {name: tuple(sorted(parts)) for name, parts in found.items()}
+    return list_directory(folder, _parts(folder), _read, format="torch.distributed.checkpoint", writer="torch")
 
 
 def open_dcp(folder: str) -> DcpCheckpoint:
@@ -126,12 +68,10 @@ def open_dcp(folder: str) -> DcpCheckpoint:
     And what `read_directory` raises; UnsupportedLayout for chunks that were compressed, and for unknown types.
     """
     directory = _read(folder)
-    faults = list(directory.contradictions)
-    faults += [fault for key, tensor in directory.tensors.items() for fault in _faults(directory, key, tensor)]
-    faults += _named_as_weights(directory)
+    faults = [*directory.faults(saved_again=_SAVED_AGAIN), *_named_as_weights(directory)]
     raise_faults(faults, subject=f"checkpoint {folder}")
     single = dict(_single(directory))
-    chunks = {family: _chunks(tensor) for family, tensor in directory.tensors.items()}
+    chunks = {family: tensor.filled for family, tensor in directory.tensors.items()}
     placements: dict[TensorKey, Placement] = {}
     shards: dict[str, int] = {}
     for family, tensor in directory.tensors.items():
@@ -141,13 +81,13 @@ def open_dcp(folder: str) -> DcpCheckpoint:
         boxes = tuple(Box(offset=chunk.offset, size=chunk.size) for chunk in chunks[family])
         shards[family] = len(boxes)
         if key in placements:
-            faults.append(_damaged(directory.path, f"{family} and another key name {key}", "one", "two"))
+            faults.append(damaged(directory.path, f"{family} and another key name {key}", "one", "two"))
         dtype = ElementType.named(tensor.dtype)
         try:
             placements[key] = chunked(key, tensor.shape, dtype, boxes, family=family, buffer=BUFFER)
         except ValueError as error:
             what = f"{family}: declares impossible chunks: {error}"
-            faults.append(_damaged(directory.path, what, "each element once", "another cover"))
+            faults.append(damaged(directory.path, what, "each element once", "another cover"))
     raise_faults(faults, subject=f"checkpoint {folder}")
     values = read_values(directory, single)
     trained = [key.name for key in placements if key.kind != "weight"]
@@ -181,6 +121,11 @@ def _notes(directory: Directory) -> Iterator[str]:
             "was saved without the paths of its keys (flatten_state_dict=False): "
             "all of its tensors are taken for weights, of the names that they have there"
         )
+    if directory.objects.keys() >= _OF_MEGATRON:
+        yield (
+            "is of Megatron-LM's format torch_dcp or fsdp_dtensor, whose optimizer states are not read as parameters' "
+            "own: load it with Megatron-LM, and save it with --ckpt-format torch_dist"
+        )
 
 
 def _parts(folder: str) -> list[str]:
@@ -194,7 +139,7 @@ def _read(folder: str) -> Directory:
     for other in others:
         twice = sorted((first.tensors.keys() | first.objects.keys()) & (other.tensors.keys() | other.objects.keys()))
         raise_faults(
-            [_damaged(other.path, f"{key} is in {first.path} too", "one", "two") for key in twice],
+            [damaged(other.path, f"{key} is in {first.path} too", "one", "two") for key in twice],
             subject=f"checkpoint {folder}",
         )
         first = replace(
@@ -207,19 +152,13 @@ def _read(folder: str) -> Directory:
     return first
 
 
-def _places(directory: Directory) -> Iterator[Place]:
-    yield from directory.objects.values()
-    for tensor in directory.tensors.values():
-        yield from (chunk.place for chunk in tensor.chunks if chunk.place is not None)
-
-
 def _single(directory: Directory) -> Iterator[tuple[str, Place]]:
     """Tensors that are one value of a parameter, or of a param group: no logical tensors."""
     keys = {family: tensor_key(directory.paths.get(family, (family,))) for family in directory.tensors}
     shapes = {key.name: directory.tensors[family].shape for family, key in keys.items() if key.kind == "weight"}
     for family, key in keys.items():
         tensor = directory.tensors[family]
-        chunks = _chunks(tensor)
+        chunks = tensor.filled
         of_group = group_key(directory.paths.get(family, (family,))) is not None
         of_state = key.kind == "step" or (key.kind != "weight" and shapes.get(key.name, ()) != ())
         if len(chunks) == 1 and chunks[0].place is not None and tensor.shape == () and (of_group or of_state):
@@ -232,32 +171,3 @@ def _beside(directory: Directory) -> Iterator[tuple[str, Path]]:
     weights = [path for path in paths if tensor_key(path).kind == "weight" and group_key(path) is None]
     if any(len(path) > 1 and path[0] in MODELS for path in weights):
         yield from ((tensor_key(path).name, path) for path in weights if path[0] not in MODELS)
-
-
-def _chunks(tensor: SavedTensor) -> list[Chunk]:
-    """The chunks that have elements: a rank beyond the end of a short tensor saves one that has none."""
-    return [chunk for chunk in tensor.chunks if prod(chunk.size)]
-
-
-def _faults(directory: Directory, key: str, tensor: SavedTensor) -> Iterator[Fault]:
-    path, axes = directory.path, len(tensor.shape)
-    try:
-        ElementType.named(tensor.dtype)
-    except KeyError:
-        yield _unsupported(path, f"{key} is of type {tensor.dtype}")
-    for chunk in _chunks(tensor):
-        if chunk.place is None:
-            yield _damaged(path, f"{key}: nothing says where its chunk at {list(chunk.offset)} lies", "a file", "none")
-        elif chunk.place.transformed:
-            yield _unsupported(path, f"{key} was compressed when it was written")
-        if not len(chunk.offset) == len(chunk.size) == axes:
-            yield _damaged(path, f"{key}: a chunk has another number of dimensions", f"{axes}", f"{len(chunk.size)}")
-
-
-def _damaged(where: str, what: str, expected: str, found: str) -> Fault:
-    return CheckpointDamaged.fault(where, what, expected, found, mend=_MEND)
-
-
-def _unsupported(where: str, what: str) -> Fault:
-    mend = "load it with torch, and save it with torch.distributed.checkpoint.save as it is by default"
-    return UnsupportedLayout.fault(where, what, mend=mend)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 
 from ds_reshard.containers import folders
-from ds_reshard.containers.dcp_directory import METADATA, Directory, Place, read_directory
+from ds_reshard.containers.dcp_directory import BACKEND, COMMON, METADATA, Directory, Place, read_directory
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, UnsupportedLayout
 from ds_reshard.model.content import SAMPLES, STEPS, Path
@@ -20,7 +20,6 @@ from ds_reshard.model.records import ObjectRecord
 from ds_reshard.resume.megatron import MegatronPast, extra_values, read_schedule
 
 TRACKER = "latest_checkpointed_iteration.txt"
-COMMON, BACKEND = "common.pt", "metadata.json"
 MODEL = "model_optim_rng.pt"
 _NUMBER = 20
 _APART = ("args", "optimizer", "content_metadata", "iteration", "rerun_state_machine", "rng_state")

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from ds_reshard.containers.dcp_directory import is_megatrons
 from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.megatron.flat_states import RESAVE
-from ds_reshard.formats.megatron.torch_dist import TorchDist, is_torch_dist, list_torch_dist, open_torch_dist
+from ds_reshard.formats.megatron.torch_dist import TorchDist, list_torch_dist, open_torch_dist
 from ds_reshard.formats.megatron.torch_format import TorchFormat, is_torch_format, list_torch_format, open_torch_format
 from ds_reshard.model.checkpoint import SavedCheckpoint, SavedListing, checksums, folder_format
 from ds_reshard.model.content import WEIGHT, Content, Path
@@ -109,16 +110,16 @@ def _is_plain(value: object) -> bool:
 
 
 def _list(folder: str) -> SavedListing:
-    return list_torch_dist(folder) if is_torch_dist(folder) else list_torch_format(folder)
+    return list_torch_dist(folder) if is_megatrons(folder) else list_torch_format(folder)
 
 
 def _open(folder: str) -> TorchDist | TorchFormat:
-    return open_torch_dist(folder) if is_torch_dist(folder) else open_torch_format(folder)
+    return open_torch_dist(folder) if is_megatrons(folder) else open_torch_format(folder)
 
 
 MEGATRON = folder_format(
     "Megatron-LM",
-    lambda folder: is_torch_dist(folder) or is_torch_format(folder),
+    lambda folder: is_megatrons(folder) or is_torch_format(folder),
     _list,
     _open,
     opened=OpenedMegatron,

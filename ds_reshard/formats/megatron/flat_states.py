@@ -18,7 +18,7 @@ from ds_reshard.formats.megatron.buckets import Bucket, Slot, boxes_between, buc
 from ds_reshard.formats.megatron.checkpoint import read_object
 from ds_reshard.formats.megatron.optimizer import KINDS
 from ds_reshard.model.content import WEIGHT
-from ds_reshard.model.layout import Placement, TensorKey
+from ds_reshard.model.layout import Placement, TensorKey, Tile
 from ds_reshard.model.region import Box
 
 FLAT = re.compile(r"((?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+)\.(gbuf_idx_\d+\..+)\.([^.]+)")
@@ -61,9 +61,6 @@ UNEVEN = (
     "mtp_num_layers",
 )
 RESAVE = "load it with the Megatron-LM that saved it, and save it with --dist-ckpt-optim-fully-reshardable"
-
-Tile = tuple[int, int, Box]
-"""A box of a tensor, at an element of the buffer of a shard: (shard, element, box)."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from itertools import accumulate
 from typing import NamedTuple
 
 from ds_reshard.containers import folders
@@ -25,7 +25,7 @@ from ds_reshard.model.checkpoint import SavedFile, SavedListing
 from ds_reshard.model.content import MASTER, WEIGHT, Path
 from ds_reshard.model.facts import OptimizerFacts, canonical
 from ds_reshard.model.index import Extent, extent_of
-from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, check_cover
+from ds_reshard.model.layout import Layout, Placement, TensorKey, check_cover, tiled
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Box
 
@@ -423,19 +423,15 @@ def _placed(folder: str, key: TensorKey, pieces: Sequence[tuple[int, _Piece]], f
         faults.append(
             UnsupportedLayout.fault(folder, f"{key}: its master is no fp32", "float32", dtype.label, mend=_MEND)
         )
-    whole = Placement(key, shape, dtype, _FAMILY, _buffer(key), Cut(chunk=max(1, prod(shape))), Box.whole(shape))
     tiles = []
     for shard, piece in pieces:
-        origin = 0
-        for box in piece.boxes:
-            cut = Cut(chunk=max(1, box.numel), origin=origin, first=shard)
-            tiles.append(whole._replace(cut=cut, box=box))
-            origin += box.numel
+        origins = accumulate((box.numel for box in piece.boxes), initial=0)
+        tiles += [(shard, origin, box) for origin, box in zip(origins, piece.boxes, strict=False)]
     try:
-        check_cover([tile.box for tile in tiles], shape)
+        check_cover([box for _, _, box in tiles], shape)
     except ValueError as error:
         faults.append(_damaged(folder, f"{key}: its pieces are not all of it: {error}", "each element once", "others"))
-    return whole._replace(tiles=tuple(tiles))
+    return tiled(key, shape, dtype, tiles, family=_FAMILY, buffer=_buffer(key))
 
 
 def _damaged(where: str, what: str, expected: str, found: str) -> Fault:
