@@ -99,6 +99,7 @@ MUTANTS ?=
 torture: venv
 	$(BIN)/python tests/torture
 	$(BIN)/python tests/torture/loads.py
+	$(BIN)/python tests/torture/ranks.py
 
 mutants: venv
 	$(BIN)/python tests/mutants.py $(MUTANTS)

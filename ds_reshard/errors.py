@@ -18,6 +18,7 @@
     ├── PrepareError              optimizer, scheduler and JSON cannot be prepared together as asked
     ├── EngineUnusable            a load failed half-way: the engine must not step or save
     ├── HookError                 a patch cannot be installed as declared
+    ├── RankLost                  another rank has ended, or does not answer within the group's timeout
     └── InternalError             a bug of ours; raised on every rank so that none is left waiting
 
 An error says what, where, what was expected and what was found, and ends with the command or the line
@@ -116,6 +117,10 @@ class HookError(ReshardError):
     """A patch cannot be installed as it was declared."""
 
 
+class RankLost(ReshardError):
+    """Another rank has ended, or does not answer within the timeout of its process group."""
+
+
 class InternalError(ReshardError):
     """Something that should never happen did; the report names the rank and the place."""
 
@@ -193,6 +198,7 @@ _PRECEDENCE: tuple[type[ReshardError], ...] = (
     ScheduleMismatch,
     PrepareError,
     HookError,
+    RankLost,
     EngineUnusable,
     ReshardError,
 )

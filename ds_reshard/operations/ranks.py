@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, reduce
 from hashlib import blake2b
 from operator import xor
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from ds_reshard.errors import Fault, ReshardError, as_faults, raise_faults
+from ds_reshard.errors import Fault, RankLost, ReshardError, as_faults, raise_faults
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.interfaces import Outcome
 
@@ -31,6 +32,22 @@ def world_size(group: ProcessGroup | None = None) -> int:
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
+@contextmanager
+def answered() -> Iterator[None]:
+    """Around a collective: what the backend says where a rank has ended or does not answer, as RankLost.
+
+    Gloo raises RuntimeError, at once where a connection was closed and else after the group's timeout; NCCL ends the
+    process after it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        what = "a rank has ended, or has not answered within the timeout of init_process_group"
+        mend = "see which rank's log ended first, and why, and start again"
+        fault = RankLost.fault(f"rank {rank()}", what, "an answer of each rank", str(error)[:200], mend=mend)
+        raise RankLost(f"{fault.line()}; {mend}", [fault]) from error
+
+
 def gather(value: T, group: ProcessGroup | None = None) -> list[T]:
     """Every rank's value, in rank order, on every rank. Collective."""
     import torch.distributed as dist
@@ -39,7 +56,8 @@ def gather(value: T, group: ProcessGroup | None = None) -> list[T]:
     if size == 1:
         return [value]
     values: list[object] = [None] * size
-    dist.all_gather_object(values, value, group=group)
+    with answered():
+        dist.all_gather_object(values, value, group=group)
     return values  # type: ignore[return-value]
 
 
@@ -50,7 +68,8 @@ def broadcast(value: T, group: ProcessGroup | None = None) -> T:
     if world_size(group) == 1:
         return value
     box: list[object] = [value]
-    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+    with answered():
+        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
     return box[0]  # type: ignore[return-value]
 
 

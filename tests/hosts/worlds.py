@@ -41,7 +41,7 @@ def server() -> Any:
 class World:
     """`size` ranks; `run(job, **kwargs)` returns each rank's result in rank order."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, timeout_s: int = COLLECTIVE_TIMEOUT_S) -> None:
         self.size = size
         self.groups = 0
         with socket.socket() as probe:
@@ -52,7 +52,7 @@ class World:
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, size, port, timeout_s), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -69,6 +69,16 @@ class World:
             pipe.recv()
         for pipe in self._pipes:
             pipe.send("join")
+
+    def run_without(self, lost: int, job: str, timeout_s: float, **kwargs: Any) -> list[Any]:
+        """What the other ranks answer, where one ends or hangs in its job; None of one that does not in time."""
+        for pipe in self._pipes:
+            pipe.send((job, kwargs))
+        others, deadline = [pipe for rank, pipe in enumerate(self._pipes) if rank != lost], time.monotonic() + timeout_s
+        answers = [pipe.recv() if pipe.poll(max(0.0, deadline - time.monotonic())) else None for pipe in others]
+        for process in self._processes:
+            process.kill()
+        return [answer and (answer[1] if answer[0] else answer[2]) for answer in answers]
 
     def run(self, job: str, **kwargs: Any) -> list[Any]:
         for pipe in self._pipes:
@@ -134,7 +144,7 @@ class Worlds:
         self._worlds.clear()
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_s: int) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -148,7 +158,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     jobs.load_frameworks()  # is done already, but where the server could not import everything
     pipe.send("ready")
     pipe.recv()
-    jobs.join(COLLECTIVE_TIMEOUT_S)
+    jobs.join(timeout_s)
     while True:
         try:
             job, kwargs = pipe.recv()

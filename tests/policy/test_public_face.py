@@ -28,6 +28,7 @@ EXPORTED = [
     "ModelMismatch",
     "ParamGroupMismatch",
     "PrepareError",
+    "RankLost",
     "ReadFailed",
     "ReshardError",
     "ResumePolicy",

@@ -66,8 +66,10 @@ class Step(NamedTuple):
 class Calls:
     """The calls on files below `folder`; `fault` befalls the one that is `at`."""
 
-    def __init__(self, folder: str, at: Step | None = None, fault: str = "") -> None:
-        self.folder, self.at, self.fault = os.path.realpath(folder), at, fault
+    def __init__(
+        self, folder: str, at: Step | None = None, fault: str = "", signal_number: int = signal.SIGKILL
+    ) -> None:
+        self.folder, self.at, self.fault, self.signal = os.path.realpath(folder), at, fault, signal_number
         self.steps: list[Step] = []
         self.befallen = False
         self._count: Counter[tuple[str, str]] = Counter()
@@ -117,7 +119,7 @@ class Calls:
             if place is None or not self._befalls(what, place):
                 return function(*given, **named)
             if self.fault == DEATH:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), self.signal)
             if self.fault.startswith("E"):
                 code = getattr(errno, self.fault)
                 raise OSError(code, os.strerror(code), str(given[0]))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from typing import Any
 
 import torch
-from calls import Calls, Step
+from calls import DEATH, Calls, Step
 from cases import Model, Run
 from jobs import build, contents, outcome, same, weights
 
@@ -67,3 +68,33 @@ def befallen(
                 shutil.copytree(f"{good}.whole", good, dirs_exist_ok=True)
             torch.distributed.barrier()
     return found
+
+
+def lost(run: Run, model: Model, folder: str, on: int, at: Step | int, signal_number: int) -> tuple[str, str]:
+    """What a rank says where rank `on` is sent a signal: at a call on a file, or before its `at`-th collective."""
+    import ds_reshard
+
+    engine, rank, seen = build(run, model, seed=99), torch.distributed.get_rank(), 0
+    own = {name: getattr(torch.distributed, name) for name in ("all_gather_object", "broadcast_object_list")}
+
+    def counted(function: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            nonlocal seen
+            seen += 1
+            if seen == at:
+                os.kill(os.getpid(), signal_number)
+            return function(*args, **kwargs)
+
+        return called
+
+    calls = Calls(folder, at if isinstance(at, Step) and rank == on else None, DEATH, signal_number)
+    for name, function in own.items() if rank == on else ():
+        setattr(torch.distributed, name, counted(function))
+    try:
+        with ds_reshard.install("deepspeed"), calls.watched():
+            engine.load_checkpoint(folder)
+    except ds_reshard.ReshardError as error:
+        return f"{type(error).__name__}: {error}", outcome(engine.step)
+    except Exception as error:
+        return f"unnamed {type(error).__name__}: {error}", ""
+    return "done", ""

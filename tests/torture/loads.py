@@ -69,7 +69,7 @@ def main() -> int:
         for name, (saved, to, run) in KINDS.items():
             if given.kind not in (None, name):
                 continue
-            good, other = (_made(world, f"{place}/{name}", saved, to, seed) for seed in (7, 8))
+            good, other = (made(world, f"{place}/{name}", saved, to, seed) for seed in (7, 8))
             cases: list[tuple[int, Step, str]] = []
             for rank, steps in enumerate(world.run("load_jobs.steps", run=run, model=MODEL, folder=good)):
                 for step, fault in ((one, fault) for one in steps for fault in FAULTS[one.kind] if fault != DEATH):
@@ -90,7 +90,7 @@ def main() -> int:
     return 1 if findings else 0
 
 
-def _made(world: World, place: str, saved: Run, to: str | None, seed: int) -> str:
+def made(world: World, place: str, saved: Run, to: str | None, seed: int) -> str:
     folder = f"{place} {seed}"
     world.run("save", run=saved, model=Model(groups=2, seed=seed), folder=folder)
     if to is not None:

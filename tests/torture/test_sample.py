@@ -12,7 +12,9 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("script", "every", "least"), [("__main__.py", 331, 80), ("loads.py", 499, 40)])
+@pytest.mark.parametrize(
+    ("script", "every", "least"), [("__main__.py", 331, 80), ("loads.py", 499, 40), ("ranks.py", 11, 3)]
+)
 def test_what_fails_leaves_all_or_nothing(script: str, every: int, least: int) -> None:
     command = [sys.executable, str(Path(__file__).with_name(script)), "--every", str(every)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

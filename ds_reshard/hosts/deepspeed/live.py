@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from ds_reshard.errors import EngineUnusable, Fault, UnsupportedLayout
 from ds_reshard.formats.zero.layout import flat_numel, partition_numel, sub_group_numel
 from ds_reshard.hosts.deepspeed.grid import LiveGrid, autoep_live, live_grid, param_names
+from ds_reshard.operations.ranks import answered
 
 if TYPE_CHECKING:
     import torch
@@ -289,7 +290,8 @@ def _complete_gathers(group: dist.ProcessGroup) -> None:
     import torch.distributed as dist
 
     if dist.get_backend(group) == "gloo":
-        dist.barrier(group=group)
+        with answered():
+            dist.barrier(group=group)
 
 
 _GUARDED = ("step", "save_checkpoint", "save_16bit_model", "save_fp16_model")

@@ -24,7 +24,7 @@ from ds_reshard.hosts.deepspeed.load_targets import EXTRA_STATE
 from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.layout import Layout, Placement, TensorKey
-from ds_reshard.operations.ranks import Steps, rank, read_together
+from ds_reshard.operations.ranks import Steps, answered, rank, read_together
 from ds_reshard.planning.plan import Wanted
 
 if TYPE_CHECKING:
@@ -567,7 +567,8 @@ def _summed(
         return dict(parts)
     rows = [(_signed(part.value), part.nbytes) for part in parts.values()]
     sums = torch.tensor(rows, dtype=torch.int64, device=engine.device)
-    dist.all_reduce(sums, group=engine.optimizer.dp_process_group)
+    with answered():
+        dist.all_reduce(sums, group=engine.optimizer.dp_process_group)
     totals = (Fingerprint(value=value % 2**64, nbytes=nbytes) for value, nbytes in sums.tolist())
     return dict(zip(parts, totals, strict=True))
 
