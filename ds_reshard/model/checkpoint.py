@@ -184,7 +184,8 @@ class Format:
     tell, given a function that counts the bytes read, where a format knows more than a Checkpoint does; `survey`
     collects what is wrong. `writes` has, by the name that `--to` takes, what makes a target of any content; it raises
     the faults that it is given with its own. `sized` are those that take a data-parallel size.
-    `in_parts` is true where a part of a conversion needs only its shards.
+    `in_parts` is true where a part of a conversion needs only its shards. `latest` are the files that name the last of
+    several checkpoints, each with the folder that is meant by what it says.
     """
 
     name: str
@@ -195,6 +196,7 @@ class Format:
     writes: Mapping[str, Writer] = field(default_factory=dict)
     sized: frozenset[str] = frozenset()
     in_parts: bool = False
+    latest: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
 
 
 _RUNNING = ("running_mean", "running_var")

@@ -9,10 +9,9 @@ from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import UNSAFE, in_force, rules_in_force
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.errors import CheckpointNotFound, ReadFailed, ReshardError, UnsupportedLayout, raise_faults
-from ds_reshard.formats.megatron.checkpoint import TRACKER, iteration_name
 from ds_reshard.formats.zero.names import Listing as ZeroListing
 from ds_reshard.model.checkpoint import Checkpoint, Format, Listing
-from ds_reshard.operations.formats import format_of
+from ds_reshard.operations.formats import FORMATS, format_of
 from ds_reshard.operations.pickles import scan_files, walk
 
 
@@ -46,7 +45,7 @@ def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True) ->
 
 
 _LATEST_NBYTES = 4096
-_LATEST_NANOTRON = "latest.txt"  # trainer.py of nanotron
+_LATEST = {file: named for one in reversed(FORMATS) for file, named in one.latest.items()}
 
 
 def find_listing(path: str, tag: str | None) -> Found:
@@ -65,18 +64,14 @@ def find_listing(path: str, tag: str | None) -> Found:
             "is a file" if there else "does not exist",
             "give the folder that was given to save_checkpoint" if there else "check the path",
         )
-    file = ""
     if tag is None:
         found = _found(path)
         if found is not None:
             return found
-        file, tag = _latest(path)
-    folder = os.path.join(path, tag)
-    if not folders.is_folder(folder):
-        folder = os.path.join(path, iteration_name(tag))
+        tag = _latest(path)
+    places = [os.path.join(path, name) for name in (tag, *(named(tag) for named in _LATEST.values()))]
+    folder = next(filter(folders.is_folder, places), places[0])
     found = _found(folder) if folders.is_folder(folder) else None
-    if found is None and file == _LATEST_NANOTRON:
-        raise _no_checkpoint(path, f"has a file {file!r} that names no checkpoint of nanotron")
     if found is None:
         told = f"has no DeepSpeed checkpoint in its tag {tag!r}" if folders.is_folder(folder) else f"has no tag {tag!r}"
         raise _no_checkpoint(path, told)
@@ -98,11 +93,10 @@ def find_zero(path: str, tag: str | None, *, tool: str) -> ZeroListing:
     return found.listing
 
 
-def _latest(path: str) -> tuple[str, str]:
-    """The first file there that names the last tag, and the tag."""
-    names = ("latest", "latest_universal", _LATEST_NANOTRON, TRACKER)
-    file = next((name for name in names if folders.exists(os.path.join(path, name))), names[0])
-    return file, _named_in(os.path.join(path, file), path)
+def _latest(path: str) -> str:
+    """The last tag, as the first file there says that names one."""
+    file = next((name for name in _LATEST if folders.exists(os.path.join(path, name))), next(iter(_LATEST)))
+    return _named_in(os.path.join(path, file), path)
 
 
 def _named_in(latest: str, path: str) -> str:

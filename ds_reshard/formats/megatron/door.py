@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ds_reshard.containers.dcp_directory import is_megatrons
 from ds_reshard.errors import Fault, UnsupportedLayout
+from ds_reshard.formats.megatron.checkpoint import TRACKER, iteration_name
 from ds_reshard.formats.megatron.flat_states import RESAVE
 from ds_reshard.formats.megatron.torch_dist import TorchDist, list_torch_dist, open_torch_dist
 from ds_reshard.formats.megatron.torch_format import TorchFormat, is_torch_format, list_torch_format, open_torch_format
@@ -117,11 +118,14 @@ def _open(folder: str) -> TorchDist | TorchFormat:
     return open_torch_dist(folder) if is_megatrons(folder) else open_torch_format(folder)
 
 
-MEGATRON = folder_format(
-    "Megatron-LM",
-    lambda folder: is_megatrons(folder) or is_torch_format(folder),
-    _list,
-    _open,
-    opened=OpenedMegatron,
-    writes={},
+MEGATRON = replace(
+    folder_format(
+        "Megatron-LM",
+        lambda folder: is_megatrons(folder) or is_torch_format(folder),
+        _list,
+        _open,
+        opened=OpenedMegatron,
+        writes={},
+    ),
+    latest={TRACKER: iteration_name},
 )

@@ -15,7 +15,7 @@ from ds_reshard.formats.nanotron.checkpoint import (
     try_open,
 )
 from ds_reshard.formats.nanotron.content import adopt, content_of, digest_of
-from ds_reshard.formats.nanotron.names import NanotronListing, is_nanotron, read_listing
+from ds_reshard.formats.nanotron.names import LATEST, NanotronListing, is_nanotron, read_listing
 from ds_reshard.formats.nanotron.target import Wanted, nanotron_target
 from ds_reshard.model.checkpoint import Checkpoint, Format, Listing, Shards, Surveyed
 from ds_reshard.model.content import Content
@@ -227,4 +227,5 @@ NANOTRON = Format(
     survey=lambda listing: Surveyed(faults=tuple(try_open(_nanotron(listing)).faults)),
     writes={TO: _write},
     sized=frozenset({TO}),
+    latest={LATEST: str},
 )

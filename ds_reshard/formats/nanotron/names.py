@@ -18,6 +18,8 @@ from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, damag
 META, OPTIMIZER_CONFIG, CONFIG = "checkpoint_metadata.json", "optimizer/optimizer_config.json", "config.yaml"
 MODEL_CONFIG = "model_config.json"
 OLD_SCHEDULER = "lr_scheduler/lr_scheduler.pt"
+LATEST = "latest.txt"
+"""The file that names the last step (trainer.py)."""
 _RANKS = r"pp-(\d+)-of-(\d+)(?:_dp-(\d+)-of-(\d+))?_tp-(\d+)-of-(\d+)_exp-(\d+)-of-(\d+)\.pt"
 _STATE = re.compile(rf"(optimizer|lr_scheduler)/(?:optimizer|lr_scheduler)_{_RANKS}")
 _MODEL = re.compile(

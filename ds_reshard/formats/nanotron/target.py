@@ -19,6 +19,7 @@ from ds_reshard.formats.nanotron.content import digest_of
 from ds_reshard.formats.nanotron.metadata import ACCUMULATING, PLAIN, ZERO, resized, rewritten
 from ds_reshard.formats.nanotron.names import (
     CONFIG,
+    LATEST,
     META,
     MODEL_CONFIG,
     OPTIMIZER_CONFIG,
@@ -258,7 +259,7 @@ def nanotron_target(source: NanotronCheckpoint, wanted: Wanted, like: NanotronCh
     return Target(
         layout=Layout(placements, shards),
         folder=tag,
-        pointers={"latest.txt": tag},
+        pointers={LATEST: tag},
         units=tuple(writing.units()),
         wants={key: TensorKey(name=key.name, kind=key.kind) for key in placements},
         notes=tuple(writing.notes()),

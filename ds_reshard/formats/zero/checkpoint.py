@@ -190,7 +190,7 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row = ALONE) -> Z
     if not heads:
         raise_faults([_no_model(listing)], subject=subject)
     number = row.rank if row.rank in heads else min(heads)
-    model = read_model_states(listing.path(heads[number]), heads[number].removesuffix(".pt"))
+    model = listing.read(heads[number], read_model_states)
     grid = read_grid(listing, model)
     # BF16_Optimizer divides its masters at stage 0 of a PipelineModule, and the model file then says no shapes
     divided = model.param_shapes is not None or bool(listing.layers and any(c.optim for c in listing.columns.values()))
@@ -221,10 +221,8 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row = ALONE) -> Z
         shards |= {placement.family: 1 for placement in universal.placements}
         facts = universal.facts
     elif sharded:
-        name = listing.optim[0]
-        optim = read_optim_states(listing.path(name), name.removesuffix(".pt"))
-        raise_faults(unmatched(model, optim), subject="reading a checkpoint")
-        columns = (one_column(listing, model, optim),)
+        columns = (read_column(listing, model),)
+        optim = columns[0].first
         facts = facts_of(model.param_shapes or (), optim)
     for column in columns:
         placements += column.placements()
@@ -253,6 +251,13 @@ def layout_of(listing: Listing, placements: Iterable[Placement], shards: Mapping
         return Layout(by_key(placements), shards)
     except ValueError as error:
         raise fail(listing.folder, f"declares an impossible layout: {error}", "disjoint tensors", "overlap") from error
+
+
+def read_column(listing: Listing, model: ModelStates) -> GridColumn:
+    """The optimizer files beside a model file, by the first of them."""
+    optim = listing.read(listing.optim[0], read_optim_states)
+    raise_faults(unmatched(model, optim), subject=f"checkpoint {listing.folder}")
+    return one_column(listing, model, optim)
 
 
 def one_column(listing: Listing, model: ModelStates, optim: OptimStates) -> GridColumn:
@@ -327,9 +332,11 @@ class Sizes(NamedTuple):
 
 def autoep_sizes(entries: Mapping[str, object]) -> frozenset[int]:
     """The expert-parallel sizes of a model file that AutoEP's layers have written; empty without them."""
-    layers = entries.get("ds_autoep_layers") or ()
-    said = [layer.get("ep_size") for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else [0]
-    return frozenset(size for size in said if isinstance(size, int)) if layers else frozenset()
+    layers = entries.get("ds_autoep_layers") or []
+    if not isinstance(layers, list):
+        return frozenset({0})  # something that is not read here
+    said = (layer.get("ep_size") for layer in layers if isinstance(layer, dict))
+    return frozenset(size for size in said if isinstance(size, int))
 
 
 def saved_sizes(listing: Listing) -> Sizes | None:

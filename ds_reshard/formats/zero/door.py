@@ -298,4 +298,5 @@ ZERO = Format(
     writes=dict.fromkeys(WRITES, _write),
     sized=frozenset(FORMATS),
     in_parts=True,
+    latest={"latest": str, "latest_universal": str},
 )

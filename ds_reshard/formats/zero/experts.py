@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ds_reshard.containers.torch_zip import check_root, open_archive
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, damaged, fail, raise_faults
 from ds_reshard.formats.zero.checkpoint import (
     MODEL,
@@ -27,7 +26,7 @@ from ds_reshard.formats.zero.checkpoint import (
     unmatched,
     weights,
 )
-from ds_reshard.formats.zero.model_states import ModelStates
+from ds_reshard.formats.zero.model_states import ModelStates, read_entries
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
 from ds_reshard.model.facts import OptimizerFacts
@@ -59,7 +58,7 @@ def open_experts(listing: Listing, grid: Grid, model: ModelStates, *, optimizer:
     facts: OptimizerFacts | None = None
     columns: tuple[GridColumn, ...] = ()
     if optimizer:
-        first = _read(listing, 0)
+        first = listing.read(listing.optim[0], read_optim_states)
         raise_faults(unmatched(model, first), subject=subject)
         shapes, columns, optim = _columns(listing, grid, model, first)
         grid = grid._replace(ep=max(grid.dp // count for count in first.counts))
@@ -113,24 +112,14 @@ def _experts(listing: Listing) -> dict[str, TensorRecord]:
     found: dict[str, TensorRecord] = {}
     for (_, expert), name in sorted(listing.experts.items()):
         path = listing.path(name)
-        with open_archive(path) as archive:
-            check_root(path, name.removesuffix(".pt"), archive.root)
-            entries = archive.load()
-        if not isinstance(entries, dict):
-            raise fail(path, "is not a file of an expert", "a dict of entries", type(entries).__name__)
-        for key, value in entries.items():
-            of = expert_of(key) if isinstance(key, str) else None
+        for key, value in listing.read(name, read_entries).items():
+            of = expert_of(key)
             if of is None or of[1] != expert or key in found or not isinstance(value, TensorRecord):
                 raise fail(
                     path, "is not a file of this expert", f"weights of expert {expert}, in no other file", f"{key!r}"
                 )
             found[key] = value
     return found
-
-
-def _read(listing: Listing, rank: int) -> OptimStates:
-    name = listing.optim[rank]
-    return read_optim_states(listing.path(name), name.removesuffix(".pt"))
 
 
 def _columns(
@@ -162,7 +151,7 @@ def _columns(
         own = [number for number, of in enumerate(first.counts) if of == count]
         for place in range(ep):
             ranks = [r for r in range(grid.dp) if (r // count if swapped else r % ep) == place]
-            head = first if not ranks[0] else _read(listing, ranks[0])
+            head = first if not ranks[0] else listing.read(listing.optim[ranks[0]], read_optim_states)
             raise_faults(unmatched(model, head), subject=f"checkpoint {listing.folder}")
             begin = {prefix: place * number for prefix, number in local.items()} if ep > 1 else {}
             shapes = {n: {renumbered(name, begin): s for name, s in groups[n].items()} for n in own}

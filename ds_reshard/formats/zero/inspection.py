@@ -140,7 +140,7 @@ class _Look:
         if name in self.unreadable:
             return None
         try:
-            return read(self.listing.path(name), name.removesuffix(".pt"))
+            return self.listing.read(name, read)
         except ReshardError as error:
             self.unreadable.add(name)
             self.note(error, self.listing.path(name))
@@ -260,7 +260,7 @@ def _stage0_values(model: ModelStates | None) -> Iterator[object]:
 
 def describe_survey(found: Survey, *, tag: str, bytes_read: int | None) -> Inspection:
     """What the files tell; where the optimizer's could not be read, what the model file says of them."""
-    model, optim = found.model, found.optim
+    model, optim, grid = found.model, found.optim, found.grid
     said = model.config if model is not None else optim.config if optim is not None else None
     config = said if isinstance(said, dict) else {}
     stage0, name = torch_optimizer(model), section(config, "optimizer").get("type")
@@ -281,9 +281,9 @@ def describe_survey(found: Survey, *, tag: str, bytes_read: int | None) -> Inspe
         files=tuple(_files(found.listing, found.dp)),
         faults=found.faults,
         bytes_read=bytes_read,
-        tp=found.grid.tp if found.grid is not None else None,
-        pp=found.grid.pp if found.grid is not None else None,
-        ep=found.grid.ep if found.grid is not None else None,
+        tp=grid and grid.tp,
+        pp=grid and grid.pp,
+        ep=grid and grid.ep,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout
 
 Place = TypeVar("Place", int, tuple[int, int])
+Told = TypeVar("Told")
 
 _MODEL = re.compile(r"mp_rank_([0-9]+)_model_states\.pt")
 _MODEL_ZERO3 = re.compile(r"zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_model_states\.pt")
@@ -82,6 +83,10 @@ class Listing:
 
     def path(self, name: str) -> str:
         return f"{self.folder}/{name}"
+
+    def read(self, name: str, read: Callable[[str, str], Told]) -> Told:
+        """What a file says, by a reader that is given its path and the name of its root."""
+        return read(self.path(name), name.removesuffix(".pt"))
 
 
 def read_listing(folder: str, files: Mapping[str, int], subfolders: frozenset[str] = frozenset()) -> Listing:

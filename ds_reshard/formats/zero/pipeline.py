@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from ds_reshard.containers.torch_zip import check_root, open_archive
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, damaged, fail, raise_faults
 from ds_reshard.formats.zero.checkpoint import (
     MODEL,
@@ -25,14 +24,14 @@ from ds_reshard.formats.zero.checkpoint import (
     ZeroCheckpoint,
     facts_of,
     layout_of,
-    unmatched,
+    read_column,
     weights,
 )
 from ds_reshard.formats.zero.layout import whole
-from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
+from ds_reshard.formats.zero.model_states import ModelStates, read_entries, read_model_states
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
-from ds_reshard.formats.zero.shards import abridged, compare_signatures, model_signature
+from ds_reshard.formats.zero.shards import compare_heads
 from ds_reshard.model.content import SCHEDULER, joined
 from ds_reshard.model.facts import OptimizerFacts
 from ds_reshard.model.layout import Placement, TensorKey
@@ -66,7 +65,8 @@ def open_pipeline(listing: Listing, grid: Grid, row: Row, first: ModelStates, *,
         ]
     shapes = [stage.param_shapes or () for stage in stages]
     copies, faults = _copies(stages)
-    raise_faults([*_of_another_kind(listing, grid, stages), *_unlike(listing, stages, ()), *faults], subject=subject)
+    faults += [*_of_another_kind(listing, grid, stages), *compare_heads(stages, (), listing.folder, states=False)]
+    raise_faults(faults, subject=subject)
     named, objects, beside = _layers(listing, row, read, stages)
     groups = [len(one) for one in shapes]
     columns: list[GridColumn] = []
@@ -74,21 +74,11 @@ def open_pipeline(listing: Listing, grid: Grid, row: Row, first: ModelStates, *,
     facts: OptimizerFacts | None = None
     if optimizer:
         for stage, (number, model) in enumerate(zip(numbers, stages, strict=True)):
-            files = listing.column(number).optim
-            optim = read_optim_states(listing.path(files[0]), files[0].removesuffix(".pt"))
-            raise_faults(unmatched(model, optim), subject=subject)
-            optims.append(optim)
-            columns.append(
-                GridColumn(
-                    family=f"{OPTIM} of stage {stage}",
-                    files=tuple(files[rank] for rank in range(grid.dp)),
-                    shapes=dict(enumerate(shapes[stage])),
-                    first=optim,
-                    copies=copies[stage],
-                )
-            )
+            column = read_column(listing.column(number), model)
+            columns.append(replace(column, family=f"{OPTIM} of stage {stage}", copies=copies[stage]))
+        optims = [column.first for column in columns]
         groups = [len(optim.members) for optim in optims]
-        raise_faults(_unlike(listing, stages, optims), subject=subject)
+        raise_faults(compare_heads(stages, optims, listing.folder, states=False), subject=subject)
     together = _together(optims) if optims else None
     module: dict[str, object] = {**named, **objects}
     model = replace(
@@ -122,8 +112,7 @@ def open_pipeline(listing: Listing, grid: Grid, row: Row, first: ModelStates, *,
 
 def _stage(listing: Listing, number: int, first: ModelStates) -> ModelStates:
     name = listing.column(number).model[0]
-    path = listing.path(name)
-    return first if path == first.path else read_model_states(path, name.removesuffix(".pt"))
+    return first if listing.path(name) == first.path else listing.read(name, read_model_states)
 
 
 def _of_another_kind(listing: Listing, grid: Grid, stages: Sequence[ModelStates]) -> Iterator[Fault]:
@@ -134,13 +123,6 @@ def _of_another_kind(listing: Listing, grid: Grid, stages: Sequence[ModelStates]
     if listing.experts:
         what, mend = "has experts beside stages of a pipeline", "load it with the sizes it was saved with"
         yield UnsupportedLayout.fault(listing.folder, what, "one or the other", str(grid), mend=mend)
-
-
-def _unlike(listing: Listing, stages: Sequence[ModelStates], optims: Sequence[OptimStates]) -> list[Fault]:
-    """Where the files of two stages are not of one save."""
-    said = {os.path.basename(stage.path): abridged(model_signature(stage)) for stage in stages}
-    said |= {os.path.basename(optim.path): abridged(optim.signature()) for optim in optims}
-    return compare_signatures(said, listing.folder, states=False)
 
 
 def _copies(stages: Sequence[ModelStates]) -> tuple[list[dict[str, int]], list[Fault]]:
@@ -173,7 +155,7 @@ Layers = Mapping[int, Mapping[str, object]]
 
 def _read_layers(listing: Listing, row: Row) -> Layers:
     files = {layer: name for (layer, rank), name in sorted(listing.layers.items()) if rank == row.rank}
-    return {layer: _read_layer(listing.path(name), name.removesuffix(".pt")) for layer, name in files.items()}
+    return {layer: listing.read(name, read_entries) for layer, name in files.items()}
 
 
 def _with_shapes(listing: Listing, number: int, stage: ModelStates, read: Layers, row: Row) -> ModelStates:
@@ -185,7 +167,7 @@ def _with_shapes(listing: Listing, number: int, stage: ModelStates, read: Layers
     groups: list[dict[str, int]] = []
     for _, name in sorted(listing.column(number).optim.items()):
         path = listing.path(name)
-        said = read_optim_states(path, name.removesuffix(".pt")).entries.get("param_slice_mappings")
+        said = listing.read(name, read_optim_states).entries.get("param_slice_mappings")
         for at, mapping in enumerate(said if isinstance(said, list) else ()):
             groups += [{}] if at == len(groups) else []
             for parameter, fragment in mapping.items() if isinstance(mapping, dict) else ():
@@ -240,15 +222,6 @@ def _layers(listing: Listing, row: Row, read: Layers, stages: Sequence[ModelStat
     faults = [*_absent(listing, read, shapes), *_misshapen(listing, named, beside, shapes)]
     raise_faults(faults, subject=f"checkpoint {listing.folder}")
     return named, objects, beside
-
-
-def _read_layer(path: str, stem: str) -> dict[str, object]:
-    with open_archive(path) as archive:
-        check_root(path, stem, archive.root)
-        entries = archive.load()
-    if not isinstance(entries, dict) or not all(isinstance(key, str) for key in entries):
-        raise fail(path, "is not a file of a layer", "a dict of entries", type(entries).__name__)
-    return entries
 
 
 def _inferred(read: Layers, shapes: Mapping[str, Shape], stages: Sequence[ModelStates], folder: str) -> dict[int, str]:

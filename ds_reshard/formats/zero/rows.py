@@ -7,7 +7,6 @@ lies in the parts that `tensor_parallel` knows; what they have not, each has a c
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,13 +25,13 @@ from ds_reshard.formats.zero.checkpoint import (
     facts_of,
     kinds_of,
     layout_of,
-    unmatched,
+    read_column,
 )
 from ds_reshard.formats.zero.layout import chunk_numel, flat_offsets, partition_numel
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
-from ds_reshard.formats.zero.shards import abridged, compare_signatures, model_signature
+from ds_reshard.formats.zero.optim_states import OptimStates, Partition
+from ds_reshard.formats.zero.shards import compare_heads
 from ds_reshard.formats.zero.tensor_parallel import Division, Misfit, divisions, replicated
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.layout import Cut, Placement, TensorKey, check_cover
@@ -54,7 +53,7 @@ class Place(NamedTuple):
 def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> ZeroCheckpoint:
     """Read the heads of all tensor-parallel ranks' files; raises every structural fault that they show."""
     subject = f"checkpoint {listing.folder}"
-    models = [_head(listing, number) for number in range(grid.tp)]
+    models = [listing.read(listing.column(number).model[0], read_model_states) for number in range(grid.tp)]
     raise_faults(_unread(listing, grid, models), subject=subject)
     shapes, faults = _shapes(models)
     raise_faults(faults, subject=subject)
@@ -79,19 +78,12 @@ def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Zer
     faults = [unknown_fault(name, misfit, models[0].path) for name, misfit in unknown.items()]
     faults += [fault for name, division in found.items() for fault in _uncovered(name, division, shapes[name])]
     raise_faults(faults, subject=subject)
-    optims: list[OptimStates] = []
-    columns: list[GridColumn] = []
-    if optimizer:
-        for number, model in enumerate(models):
-            files = listing.column(number).optim
-            optim = read_optim_states(listing.path(files[0]), files[0].removesuffix(".pt"))
-            raise_faults(unmatched(model, optim), subject=subject)
-            optims.append(optim)
-            held = dict(enumerate(model.param_shapes or ()))
-            names = tuple(files[rank] for rank in range(grid.dp))
-            columns.append(
-                GridColumn(family=OPTIM, files=names, shapes=held, first=optim, begin=number * grid.dp, number=number)
-            )
+    columns = [
+        replace(read_column(listing.column(number), model), begin=number * grid.dp, number=number)
+        for number, model in enumerate(models)
+        if optimizer
+    ]
+    optims = [column.first for column in columns]
     raise_faults(_unlike(listing, models, optims), subject=subject)
     placements = [*_weights(listing, grid, models, found, known)]
     for at in range(len(optims[0].partitions) if optims else 0):
@@ -115,11 +107,6 @@ def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Zer
         columns=tuple(columns),
         rows=tuple(models),
     )
-
-
-def _head(listing: Listing, number: int) -> ModelStates:
-    name = listing.column(number).model[0]
-    return read_model_states(listing.path(name), name.removesuffix(".pt"))
 
 
 def _unread(listing: Listing, grid: Grid, models: Sequence[ModelStates]) -> Iterator[Fault]:
@@ -192,9 +179,7 @@ def _uncovered(name: str, division: Division, shapes: Sequence[Shape]) -> Iterat
 
 def _unlike(listing: Listing, models: Sequence[ModelStates], optims: Sequence[OptimStates]) -> list[Fault]:
     """Where the files of two ranks are not of one save, or do not divide the same parameters alike."""
-    said = {os.path.basename(model.path): abridged(model_signature(model)) for model in models}
-    said |= {os.path.basename(optim.path): abridged(optim.signature()) for optim in optims}
-    faults = compare_signatures(said, listing.folder, states=True)
+    faults = compare_heads(models, optims, listing.folder, states=True)
     mend = "load it with the tensor-parallel size that was saved"
     home: dict[str, int] = {}
     for model in models:

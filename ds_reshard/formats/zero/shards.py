@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,6 +50,15 @@ def compare_signatures(signatures: Mapping[str, Mapping[str, str]], folder: str,
                     mend = "restore all files of one save, or load another tag"
                     faults.append(CheckpointDamaged.fault(f"{folder}/{name}", what, one, other, mend=mend))
     return faults
+
+
+def compare_heads(
+    models: Sequence[ModelStates], optims: Sequence[OptimStates], folder: str, *, states: bool
+) -> list[Fault]:
+    """Where the first files of two columns are not of one save."""
+    said = {os.path.basename(model.path): abridged(model_signature(model)) for model in models}
+    said |= {os.path.basename(optim.path): abridged(optim.signature()) for optim in optims}
+    return compare_signatures(said, folder, states=states)
 
 
 _OF_GRID: tuple[str, ...]
@@ -136,7 +146,7 @@ class ZeroShards:
         name = self.checkpoint.listing.model[shard]
         path, latest = self.checkpoint.listing.path(name), self.latest
         if latest is None or latest.path != path:
-            latest = self.latest = read_model_states(path, name.removesuffix(".pt"))
+            latest = self.latest = self.checkpoint.listing.read(name, read_model_states)
         return latest
 
     def _model(self, shard: int) -> Mapping[str, Extent]:
@@ -160,7 +170,7 @@ class ZeroShards:
     def _optim(self, column: GridColumn, shard: int) -> Mapping[str, Extent]:
         checkpoint, first, name = self.checkpoint, column.first, column.files[shard]
         path = checkpoint.listing.path(name)
-        optim = first if path == first.path else read_optim_states(path, name.removesuffix(".pt"))
+        optim = first if path == first.path else checkpoint.listing.read(name, read_optim_states)
         self.signatures[name] = abridged(optim.signature())
         faults: list[Fault] = []
         wrong = partial(damaged, optim.path)
