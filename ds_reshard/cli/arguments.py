@@ -110,6 +110,15 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_rules(parser: argparse.ArgumentParser) -> None:
+    """--rules."""
+    parser.add_argument(
+        "--rules",
+        metavar="FILE",
+        help="JSON: how tensor-parallel ranks have cut parameters, where DeepSpeed's files do not say it",
+    )
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
     """--device."""
     parser.add_argument(

@@ -12,6 +12,7 @@ from ds_reshard.cli.arguments import (
     add_command,
     add_json,
     add_reading,
+    add_rules,
     add_target,
     add_trust,
     count,
@@ -41,6 +42,7 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("--resume", action="store_true", help="go on with a conversion that was interrupted")
     parser.add_argument("--force", action="store_true", help="replace OUT when all of the new one is written")
+    add_rules(parser)
     add_trust(parser)
     add_json(parser, run)
 

@@ -24,6 +24,7 @@ from ds_reshard.cli.arguments import (
     add_device,
     add_json,
     add_reading,
+    add_rules,
     add_trust,
     reading,
     show,
@@ -36,9 +37,10 @@ from ds_reshard.cli.render import bar
 from ds_reshard.cli.verification import add_verify
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, trust_faults
 from ds_reshard.errors import ReshardError, raise_faults
+from ds_reshard.formats.zero.tensor_parallel import given
 from ds_reshard.hosts import installed
 from ds_reshard.hosts.accelerate.diagnostic import diagnose
-from ds_reshard.operations import coming_run, fingerprint, inspect, read_config
+from ds_reshard.operations import coming_run, fingerprint, inspect, read_config, read_rules
 
 OK, FINDING, UNUSABLE = 0, 1, 2
 INTERRUPTED = 130  # as a shell says of a command that SIGINT ended
@@ -64,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_checkpoint(look)
     look.add_argument("--all", action="store_true", help="list every parameter and file")
+    add_rules(look)
     add_trust(look)
     add_json(look, _inspect)
 
@@ -73,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_checkpoint(prints)
     add_reading(prints)
     add_device(prints)
+    add_rules(prints)
     add_trust(prints)
     add_json(prints, _fingerprint)
 
@@ -128,7 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         trust = getattr(arguments, "trust", [])
         raise_faults(trust_faults("--trust", trust), subject="the command line")
-        with in_force(PickleRules(trust)):
+        rules = read_rules(arguments.rules) if getattr(arguments, "rules", None) is not None else ()
+        with in_force(PickleRules(trust)), given(rules):
             return run(arguments)
     except ReshardError as error:
         print(f"ds-reshard: {error}", file=sys.stderr)

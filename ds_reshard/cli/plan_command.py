@@ -16,6 +16,7 @@ from ds_reshard.cli.arguments import (
     add_command,
     add_json,
     add_reading,
+    add_rules,
     add_target,
     add_trust,
     reading,
@@ -119,6 +120,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="plan part I of N, counted from 0, as convert would write it; opens that part's files alone",
     )
     parser.add_argument("--html", metavar="FILE", help="draw which source file feeds which target rank")
+    add_rules(parser)
     add_trust(parser)
     add_json(parser, run)
 

@@ -207,6 +207,7 @@ def _parameter_table(parameters: Sequence[ParameterEntry]) -> Table:
     made = table("Parameters", "name", "shape", "type", "role", "group")
     for entry in parameters:
         role = f"{entry.role}, tied to {printable(entry.tied_to)}" if entry.tied_to is not None else entry.role
+        role += f", {printable(entry.division)}" if entry.division is not None else ""
         group = "" if entry.group is None else str(entry.group)
         made.add_row(Text(printable(entry.name)), _shape(entry.shape), entry.dtype or "unknown", Text(role), group)
     return made

@@ -15,6 +15,7 @@ from ds_reshard.cli.arguments import (
     add_device,
     add_json,
     add_reading,
+    add_rules,
     add_trust,
     reading,
     show,
@@ -41,6 +42,7 @@ def add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_reading(parser)
     add_device(parser)
+    add_rules(parser)
     add_trust(parser)
     add_json(parser, run)
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import ClassVar, Protocol
 
-from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content, Held, Path, schedule_of
 from ds_reshard.model.facts import OptimizerFacts
 from ds_reshard.model.index import Extent, Index
@@ -153,6 +153,11 @@ class Checkpoint(ABC):
     def replicas(self) -> Index | None:
         """Copies of tensors that several ranks have saved, under the keys of the layout but for `copy`."""
         return None
+
+    def apart(self, key: TensorKey, found: str, untrained: Callable[[TensorKey], bool]) -> Fault | None:
+        """What is wrong where a copy has other values than the first; `untrained` reads whether one is all zeros."""
+        what = "is not the same on each rank that holds a copy of it"
+        return CheckpointDamaged.fault(str(key), what, "the same bits", found, mend=self.unproved_mend)
 
     def values(self) -> Mapping[str, Mapping[str, object]]:
         """The values beside the tensors as `diff` compares them within a framework, by the name of what holds them."""

@@ -48,7 +48,8 @@ class GroupEntry:
 class ParameterEntry:
     """A parameter or buffer; `role` is "trainable", "frozen", "buffer", or "parameter" where the files do not tell.
 
-    `tied_to` is the name under which its values are also saved; `group` the param group that trains it.
+    `tied_to` is the name under which its values are also saved; `group` the param group that trains it; `division` how
+    tensor-parallel ranks had divided it, and what says so.
     """
 
     name: str
@@ -57,6 +58,7 @@ class ParameterEntry:
     role: str
     group: int | None
     tied_to: str | None
+    division: str | None = None
 
     @property
     def numel(self) -> int:

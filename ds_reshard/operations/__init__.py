@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force
-from ds_reshard.errors import ConfigError, ReshardError
+from ds_reshard.errors import ConfigError, ReshardError, raise_faults
 from ds_reshard.formats.megatron.checkpoint import is_megatron
 from ds_reshard.formats.megatron.checkpoint import read_past as megatron_past
 from ds_reshard.formats.zero.saved_schedule import read_past
+from ds_reshard.formats.zero.tensor_parallel import Rule, rule_faults, rules_in
 from ds_reshard.model.reports import ConversionPlan, Difference, Fingerprinted, Inspection, Verification
 from ds_reshard.model.target import Asked
 from ds_reshard.operations.fingerprints import fingerprint
@@ -42,6 +43,7 @@ __all__ = [
     "inspect",
     "plan",
     "read_config",
+    "read_rules",
     "scan_pickles",
     "verify",
 ]
@@ -261,21 +263,30 @@ def coming_run(
 
 def read_config(path: str) -> Mapping[str, object]:
     """A DeepSpeed JSON; a key given twice is refused, as DeepSpeed does (runtime/config_utils.py, 0.19.8)."""
+    mend = "name the DeepSpeed JSON: --config FILE"
+    config = _json(path, mend)
+    if not isinstance(config, dict):
+        raise _config_error(path, "is not a DeepSpeed JSON: it holds no object", mend)
+    return config
+
+
+def read_rules(path: str) -> tuple[Rule, ...]:
+    """The rules of tensor parallelism in a JSON file: a list, as `reshard.tensor_parallel` has it in the settings."""
+    said = _json(path, "name a JSON file with a list of rules: --rules FILE")
+    raise_faults(rule_faults(path, said), subject="--rules")
+    return rules_in(said)
+
+
+def _json(path: str, mend: str) -> object:
     try:
         with open(path, encoding="utf-8") as file:
-            config = json.load(file, object_pairs_hook=_without_repetition)
+            said: object = json.load(file, object_pairs_hook=_without_repetition)
     except OSError as error:
-        raise _config_error(
-            path, f"cannot be read: {error.strerror}", "name the DeepSpeed JSON: --config FILE"
-        ) from None
+        raise _config_error(path, f"cannot be read: {error.strerror}", mend) from None
     except (ValueError, RecursionError) as error:
         mend = "correct the file; comments and other liberties of Hjson are not read here"
         raise _config_error(path, f"is not JSON: {error}", mend) from None
-    if not isinstance(config, dict):
-        raise _config_error(
-            path, "is not a DeepSpeed JSON: it holds no object", "name the DeepSpeed JSON: --config FILE"
-        )
-    return config
+    return said
 
 
 def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:

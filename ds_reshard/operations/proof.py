@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import CheckpointDamaged, Fault, raise_faults
-from ds_reshard.model.checkpoint import Checkpoint
+from ds_reshard.model.checkpoint import Checkpoint, checksums
 from ds_reshard.model.content import MASTER, WEIGHT
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
@@ -32,7 +32,8 @@ def unproved(source: Checkpoint, names: Collection[str] | None = None) -> list[F
 def _uncast(source: Checkpoint, names: Collection[str] | None) -> list[Fault]:
     layout = source.layout
     masters = [key for key in layout.placements if key.kind == MASTER and (names is None or key.name in names)]
-    masters = [key for key in masters if layout[key].numel] if source.masters_are_cast else []
+    masters = [key for key in masters if layout[key].numel and key._replace(kind=WEIGHT) in layout]
+    masters = masters if source.masters_are_cast else []
     if not masters:
         return []
     faults = list(source.unprovable())
@@ -53,28 +54,38 @@ def _uncast(source: Checkpoint, names: Collection[str] | None) -> list[Fault]:
 
 def _differing(source: Checkpoint, names: Collection[str] | None) -> list[Fault]:
     """The tensors of which several ranks hold copies that are not the same bits."""
-    from ds_reshard.execution.deviation import same_bits
+    from ds_reshard.execution.deviation import Deviation, same_bits
 
     copies = source.replicas()
     if copies is None:
         return []
     keys = [key for key in copies.layout.placements if names is None or key.name in names or key.kind == WEIGHT]
-    rows = [((copies, key), (source.index, key._replace(copy=0))) for key in keys]
-    wrong = {keys[span.row] for span in _side_by_side(rows) if not same_bits(*span.values)}
-    what, mend = "is not the same on each rank that holds a copy of it", source.unproved_mend
-    return [CheckpointDamaged.fault(str(key), what, "the same bits", "others", mend=mend) for key in sorted(wrong)]
+    firsts = {key: key._replace(copy=0) for key in keys}
+    keys = [key for key in keys if checksums(copies, key) != checksums(source.index, firsts[key])]
+    wrong = dict[TensorKey, Deviation]()
+    for span in _side_by_side([((copies, key), (source.index, firsts[key])) for key in keys]):
+        if not same_bits(*span.values):
+            wrong.setdefault(keys[span.row], Deviation()).add(span.start, *span.values)
+    told = {key: f"{found.differing} elements differ, by at most {found.max_abs:g}" for key, found in wrong.items()}
+    faults = (source.apart(key, told[key], lambda one: is_zero(copies, one)) for key in sorted(wrong))
+    return [fault for fault in faults if fault is not None]
+
+
+def is_zero(index: Index, key: TensorKey, *, memory_nbytes: int = 64 << 20) -> bool:
+    """Whether a tensor is all zeros."""
+    return not any(bool(span.values[0].any()) for span in _side_by_side([((index, key),)], memory_nbytes))
 
 
 _Tensor = tuple[Index, TensorKey]
 
 
-def _side_by_side(rows: Sequence[tuple[_Tensor, _Tensor]]) -> Iterator[Span]:
-    """The elements of two tensors each, of the same number."""
+def _side_by_side(rows: Sequence[tuple[_Tensor, ...]], memory_nbytes: int = 64 << 20) -> Iterator[Span]:
+    """The elements of several tensors each, of the same number."""
     from ds_reshard.execution.checksums import Ledger
     from ds_reshard.operations.values import SpanReader, logical
 
-    reader = SpanReader(Ledger(), threads=Reading().threads, memory_nbytes=64 << 20, progress=None, total=0)
-    return reader.read([(logical(*one), logical(*other)) for one, other in rows])
+    reader = SpanReader(Ledger(), threads=Reading().threads, memory_nbytes=memory_nbytes, progress=None, total=0)
+    return reader.read([tuple(logical(*one) for one in row) for row in rows])
 
 
 def _fault(key: TensorKey, count: int, numel: int, mend: str) -> Fault:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grid_cases import Folders
 from resume_jobs import Setup
 from resumed import STEPS
 from saves import Saves, Universals
@@ -14,7 +15,7 @@ from saves import Saves, Universals
 from ds_reshard.containers.pickle_rules import UNSAFE
 from ds_reshard.operations import scan_pickles
 
-_SHARED = ("saves", "universals", "resume", "trainer", "stages", "releases")
+_SHARED = ("saves", "universals", "resume", "trainer", "stages", "releases", "grids")
 
 
 def _assert_nothing_acts(folder: Path) -> None:
@@ -46,6 +47,18 @@ def saves(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Saves:
 @pytest.fixture(scope="session")
 def universals(worlds: Any, saves: Saves, tmp_path_factory: pytest.TempPathFactory) -> Universals:
     return Universals(worlds, saves, tmp_path_factory.mktemp("universals"))
+
+
+@pytest.fixture(scope="session")
+def _grids(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return Folders(worlds, tmp_path_factory.mktemp("grids"))
+
+
+@pytest.fixture(scope="module")
+def folders(worlds: Any, _grids: Folders) -> Iterator[Folders]:
+    """What runs of `grid_cases.Grid` saved."""
+    yield _grids
+    worlds.close()  # DeepSpeed keeps the groups of a grid for the process
 
 
 @pytest.fixture(scope="session")

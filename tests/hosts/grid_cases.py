@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -35,3 +36,18 @@ class Grid:
         return f"{self.kind}-{sizes}dp{self.dp}-z{self.stage}-{self.dtype}" + (
             "" if self.layers == "usual" else f"-{self.layers}"
         )
+
+
+class Folders:
+    """What each run saved; each made once."""
+
+    def __init__(self, worlds: Any, base: Path) -> None:
+        self._worlds, self._base = worlds, base
+        self._made: dict[str, Path] = {}
+
+    def __call__(self, grid: Grid) -> Path:
+        name = str(grid)
+        if name not in self._made:
+            self._made[name] = self._base / name
+            self._worlds[grid.ranks].run("grid_jobs.save", grid=grid, folder=str(self._made[name]))
+        return self._made[name]

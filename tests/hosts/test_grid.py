@@ -5,36 +5,13 @@ Truth is a rule that gives every element of every tensor its own value (`grid_jo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from grid_cases import Grid
+from grid_cases import Folders, Grid
 
 pytestmark = pytest.mark.distributed
-
-
-class Folders:
-    """What each run saved; each made once."""
-
-    def __init__(self, worlds: Any, base: Path) -> None:
-        self._worlds, self._base = worlds, base
-        self._made: dict[str, Path] = {}
-
-    def __call__(self, grid: Grid) -> Path:
-        name = str(grid)
-        if name not in self._made:
-            self._made[name] = self._base / name
-            self._worlds[grid.ranks].run("grid_jobs.save", grid=grid, folder=str(self._made[name]))
-        return self._made[name]
-
-
-@pytest.fixture(scope="module")
-def folders(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folders]:
-    yield Folders(worlds, tmp_path_factory.mktemp("grids"))
-    worlds.close()  # DeepSpeed keeps the groups of a grid for the process
 
 
 def pipe(pp: int, dp: int, stage: int | str = 1, dtype: str = "fp32", **options: Any) -> Grid:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from grid_cases import Grid
+from grid_cases import Folders, Grid
 
 pytestmark = pytest.mark.distributed
 
@@ -149,25 +149,12 @@ TARGETS = {
 }
 
 
-@pytest.fixture(scope="module")
-def saved(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Grid], Path]:
-    made: dict[str, Path] = {}
-
-    def folder(grid: Grid) -> Path:
-        if str(grid) not in made:
-            made[str(grid)] = tmp_path_factory.mktemp("grid") / "saved"
-            worlds[2].run("grid_jobs.save", grid=grid, folder=str(made[str(grid)]))
-        return made[str(grid)]
-
-    return folder
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_wrong_with_a_grid_is_said_on_every_rank(
-    worlds: Any, saved: Callable[[Grid], Path], tmp_path: Path, case: str
+    worlds: Any, folders: Folders, tmp_path: Path, case: str
 ) -> None:
     source, damage, error, text = REFUSED[case]
-    folder = shutil.copytree(saved(source), tmp_path / "broken")
+    folder = shutil.copytree(folders(source), tmp_path / "broken")
     damage(folder / "t")
     told = worlds[2].run("grid_jobs.refused", grid=TARGETS[source.kind], folder=str(folder))
     assert {name for name, _, _ in told} == {error}, told[0][1]

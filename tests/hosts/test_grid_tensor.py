@@ -6,13 +6,13 @@ Truth is a rule that gives every element of every tensor its own value (`grid_jo
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from grid_cases import Grid
+from grid_cases import Folders, Grid
 from grid_jobs import RULES
 
 pytestmark = pytest.mark.distributed
@@ -65,25 +65,9 @@ LOADS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folders(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Grid], Path]]:
-    made: dict[str, Path] = {}
-    base = tmp_path_factory.mktemp("rows")
-
-    def folder(grid: Grid) -> Path:
-        name = str(grid)
-        if name not in made:
-            made[name] = base / name
-            worlds[grid.ranks].run("grid_jobs.save", grid=grid, folder=str(made[name]))
-        return made[name]
-
-    yield folder
-    worlds.close()  # DeepSpeed keeps the groups of a grid for the process
-
-
 @pytest.mark.parametrize(("source", "target"), LOADS, ids=str)
 def test_tensors_load_bit_equal_under_another_tensor_parallel_size(
-    worlds: Any, folders: Callable[[Grid], Path], source: Grid, target: Grid
+    worlds: Any, folders: Folders, source: Grid, target: Grid
 ) -> None:
     """Weights, masters, moments, steps, buffers and frozen parameters, of even and of uneven parts."""
     loaded = worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(folders(source)))
@@ -94,7 +78,7 @@ def test_tensors_load_bit_equal_under_another_tensor_parallel_size(
         assert rank["scheduler"]["last_epoch"] == 1
 
 
-def test_weights_alone_load_whole(worlds: Any, folders: Callable[[Grid], Path]) -> None:
+def test_weights_alone_load_whole(worlds: Any, folders: Folders) -> None:
     folder, target = str(folders(LOADS[0][0])), LOADS[0][1]
     for rank in worlds[4].run("grid_jobs.load", grid=target, folder=folder, load_optimizer_states=False):
         assert not any(name[0].isalpha() for name in rank["wrong"]), rank["wrong"]
@@ -161,7 +145,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_divided_anew_is_refused_by_name(
-    worlds: Any, folders: Callable[[Grid], Path], tmp_path: Path, case: str
+    worlds: Any, folders: Folders, tmp_path: Path, case: str
 ) -> None:
     source, target, damage, text = REFUSED[case]
     folder = shutil.copytree(folders(source), tmp_path / "broken")

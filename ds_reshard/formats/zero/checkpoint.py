@@ -21,7 +21,7 @@ from ds_reshard.formats.zero.layout import by_key, flat_group, sliced, sub_group
 from ds_reshard.formats.zero.model_states import ModelStates, positive, read_model_states
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
-from ds_reshard.formats.zero.tensor_parallel import Rule
+from ds_reshard.formats.zero.tensor_parallel import Rule, rules_given
 from ds_reshard.formats.zero.universal import UniversalStates, read_universal
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar
 from ds_reshard.model.layout import Layout, Placement
@@ -35,16 +35,18 @@ class Row(NamedTuple):
     """Which of the tensor-parallel ranks of a grid a reader is, and how many there are.
 
     `ties` are the keys of a PipelineModule's layers that are tied modules, None where no run tells them. `rules` are
-    what the user says of how tensors are divided; None of a reader that takes no other tensor-parallel size.
+    what the user says of how tensors are divided. A size of 0 is that of the saving run.
     """
 
     size: int = 1
     rank: int = 0
     ties: Mapping[int, str] | None = None
-    rules: tuple[Rule, ...] | None = None
+    rules: tuple[Rule, ...] = ()
 
 
 ALONE = Row()
+FIRST_ROW = Row(size=0)
+"""Of a reader of what all rows have alike."""
 
 
 class Grid(NamedTuple):
@@ -110,9 +112,9 @@ class ZeroCheckpoint:
     `optim` is None when the optimizer was not asked for, or for a stage-0 checkpoint, or where `universal` has what
     it would. `columns` are where the flat buffers of `optim` lie; under pipeline parallelism `model` and `optim` are
     what all `stages` say together, and `copies` the tensors of which a file before has a copy. `rows` are the model
-    files of all tensor-parallel ranks where `model` is made of them, with whole tensors. With
-    `masters_in_module` (fp32 training at stage 0) the weights are the masters: both keys name the same bytes, and a
-    reader wants them once. `foreign` says that it was made of a checkpoint of another format.
+    files of all tensor-parallel ranks where `model` is made of them, with whole tensors, and `divided` says how each
+    was cut. With `masters_in_module` (fp32 training at stage 0) the weights are the masters: both keys name the same
+    bytes, and a reader wants them once. `foreign` says that it was made of a checkpoint of another format.
     """
 
     listing: Listing
@@ -128,6 +130,7 @@ class ZeroCheckpoint:
     stages: tuple[ModelStates, ...] = ()
     copies: Mapping[str, TensorRecord] = field(default_factory=dict)
     rows: tuple[ModelStates, ...] = ()
+    divided: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def optimizer_entries(self) -> Mapping[str, object]:
@@ -175,16 +178,17 @@ class ZeroCheckpoint:
         return {0: "none", 3: "zero3"}.get(self.stage, "zero")
 
 
-def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row = ALONE) -> ZeroCheckpoint:
+def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row | None = None) -> ZeroCheckpoint:
     """Read what all shards share. `optimizer=False` leaves the optimizer files unopened below stage 3.
 
     A universal folder is read likewise: its files below `zero` stand for the optimizer files. `row` says whose shards
-    are read of tensors that tensor-parallel ranks have divided.
+    are read of tensors that tensor-parallel ranks have divided; without it all are, by the rules that a tool was given.
 
     Raises every structural fault that the listing, the first model file and the first optimizer file
     show: missing shards, wrong sizes, unknown layouts.
     """
     subject = f"checkpoint {listing.folder}"
+    row = row or Row(rules=rules_given())
     raise_faults(listing.faults, subject=subject)
     heads = {number: files.model[0] for number, files in listing.columns.items() if 0 in files.model}
     if not heads:
@@ -192,6 +196,7 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row = ALONE) -> Z
     number = row.rank if row.rank in heads else min(heads)
     model = listing.read(heads[number], read_model_states)
     grid = read_grid(listing, model)
+    row = row._replace(size=row.size or grid.tp)
     # BF16_Optimizer divides its masters at stage 0 of a PipelineModule, and the model file then says no shapes
     divided = model.param_shapes is not None or bool(listing.layers and any(c.optim for c in listing.columns.values()))
     sharded = (optimizer or listing.partitioned_model) and not listing.universal and divided
@@ -243,7 +248,7 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row = ALONE) -> Z
 def reshaped(listing: Listing, grid: Grid, row: Row) -> bool:
     """Whether a reader takes what another number of tensor-parallel ranks has saved."""
     alone = grid.pp == 1 and not (listing.layers or listing.experts or listing.universal)
-    return grid.tp != row.size and alone and row.rules is not None
+    return grid.tp != row.size and alone
 
 
 def layout_of(listing: Listing, placements: Iterable[Placement], shards: Mapping[str, int]) -> Layout:

@@ -12,6 +12,8 @@ from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, open_check
 from ds_reshard.formats.zero.content import LAYOUT_ENTRIES, as_zero, content_of, optimizer_faults
 from ds_reshard.formats.zero.inspection import Survey, describe_survey, survey
 from ds_reshard.formats.zero.names import Listing, read_listing
+from ds_reshard.formats.zero.pipeline import as_one_stage
+from ds_reshard.formats.zero.rows import replica_fault
 from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures
 from ds_reshard.formats.zero.stage0 import masters as saved_masters
 from ds_reshard.formats.zero.stage0 import states, torch_optimizer
@@ -20,7 +22,7 @@ from ds_reshard.formats.zero.universal_target import universal_target
 from ds_reshard.formats.zero.weights_target import WEIGHTS, safetensors_target, torch_target
 from ds_reshard.model.checkpoint import Checkpoint, Format, Shards, Surveyed
 from ds_reshard.model.checkpoint import Listing as AnyListing
-from ds_reshard.model.content import SCHEDULER, Content
+from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content
 from ds_reshard.model.facts import canonical, describe
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, TensorKey
@@ -38,8 +40,11 @@ class OpenedZero(Checkpoint):
     framework = "DeepSpeed"
 
     def __init__(self, listing: Listing, *, states: bool = True) -> None:
-        self.zero = zero = open_checkpoint(listing, optimizer=True)
+        self.zero = zero = as_one_stage(open_checkpoint(listing, optimizer=True))
         self._states = states
+        # Files of layers and experts tell no step, and none which experts a rank's states are of.
+        self.masters_are_cast = bool(listing.layers or listing.experts)
+        self.unproved_mend = "restore all files of one save, or load another tag"
         self.folder, self.facts, self.ranks = listing.folder, zero.facts, zero.dp
         owned = {key: at for key, at in zero.layout.placements.items() if not key.copy}
         self.layout = zero.layout if len(owned) == len(zero.layout.placements) else Layout(owned, zero.layout.shards)
@@ -71,6 +76,21 @@ class OpenedZero(Checkpoint):
 
         self._pieces = pieces
         return pieces, Shards(index=Index(self.layout, pieces), compare=compare)
+
+    def replicas(self) -> Index | None:
+        copies = {key: at for key, at in self.zero.layout.placements.items() if key.copy}
+        return Index(Layout(copies, self.zero.layout.shards), self._pieces) if copies else None
+
+    def apart(self, key: TensorKey, found: str, untrained: Callable[[TensorKey], bool]) -> Fault | None:
+        """Of stages, what is not tied may differ: as in a run, a copy that was never trained is left out."""
+        if self.zero.rows:
+            return replica_fault(key, found)
+        own = [key._replace(kind=kind) for kind in self.zero.layout.kinds(key.name) if kind not in (MASTER, WEIGHT)]
+        if key._replace(kind=MASTER) not in self.zero.layout or (own and all(map(untrained, own))):
+            return None
+        what = f"copy {key.copy + 1}, of another stage, was trained, and has other values than the first"
+        mend = "where it is tied, restore all files of one save; else load it in a run with as many stages that have it"
+        return CheckpointDamaged.fault(f"parameter {key}", what, "the same bytes", found, mend=mend)
 
     def content(self) -> Content:
         raise_faults(_stages(self.zero), subject=f"converting {self.folder}")
@@ -111,7 +131,7 @@ class OpenedZero(Checkpoint):
                     yield TensorKey(name=f"optimizer state {number}", kind=str(kind)), value
 
     def unstored(self, key: TensorKey) -> bool:
-        if key.kind != "weight" or not self.zero.listing.partitioned_model:
+        if key.kind != WEIGHT or not (self.zero.listing.partitioned_model or self.zero.stages):
             return False
         return self.shared.get(key.name, key.name) in self.zero.model.trainable
 
@@ -162,9 +182,12 @@ def _stages(zero: ZeroCheckpoint) -> Iterator[Fault]:
 
 
 def _notes(zero: ZeroCheckpoint) -> Iterator[str]:
-    copies = sorted({key.name for key in zero.layout.placements if key.copy})
+    copies = sorted({key.name for key in zero.layout.placements if key.copy and zero.stages})
     if copies:
         yield f"several stages have a copy of {', '.join(copies[:8])}: those of the first stage are shown"
+    unsaved = [name for name in zero.model.trainable if TensorKey(name, WEIGHT) not in zero.layout and zero.stages]
+    if unsaved:
+        yield f"in no file are the weights of {', '.join(unsaved[:8])}: all their TiedLayerSpecs have a forward_fn"
     if zero.stage == 0:
         yield "a ZeRO 0 checkpoint names no tensor of its optimizer: weights and buffers only"
     if zero.listing.partitioned_model and zero.model.buffer_names and zero.dp > 1:

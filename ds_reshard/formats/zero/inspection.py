@@ -41,7 +41,8 @@ class Survey:
     """The first model file and the first optimizer file that could be read, and all faults, sorted.
 
     `scalars` holds the learning rates and steps of those two that were kept as tensors; `universal` is what a
-    universal checkpoint that can be opened whole has in place of optimizer files.
+    universal checkpoint that can be opened whole has in place of optimizer files; `divided` says how tensor-parallel
+    ranks had divided each parameter.
     """
 
     listing: Listing
@@ -50,6 +51,7 @@ class Survey:
     scalars: Scalars
     faults: tuple[Fault, ...]
     universal: UniversalStates | None = None
+    divided: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def grid(self) -> Grid | None:
@@ -92,6 +94,7 @@ def survey(listing: Listing) -> Survey:
         if checkpoint.universal is not None:
             look.open_tensors(checkpoint, checkpoint.universal)
             return replace(look.done(model, optim), universal=checkpoint.universal, listing=checkpoint.listing)
+        return replace(look.done(model, optim), divided=checkpoint.divided)
     else:
         model, optim = look.first(listing.model, read_model_states), look.first(listing.optim, read_optim_states)
         look.salvage(model, optim)
@@ -185,9 +188,11 @@ class _Look:
     def open_shards(self, checkpoint: ZeroCheckpoint) -> None:
         """Open every shard of the checkpoint, and compare what they say and hold."""
         shards = ZeroShards(checkpoint=checkpoint)
-        of_model = {rank: name for rank, name in self.listing.model.items() if rank < checkpoint.dp}
-        families = {column.family: dict(enumerate(column.files)) for column in checkpoint.columns}
-        for family, files in {MODEL: of_model, **families}.items():
+        found = checkpoint.listing.model.items()
+        families = {MODEL: {rank: name for rank, name in found if rank < checkpoint.dp or checkpoint.rows}}
+        for column in checkpoint.columns:
+            families.setdefault(column.family, {}).update(enumerate(column.files, column.begin))
+        for family, files in families.items():
             for rank in sorted(files):
                 if files[rank] in {"", *self.unreadable}:
                     continue
@@ -277,7 +282,7 @@ def describe_survey(found: Survey, *, tag: str, bytes_read: int | None) -> Inspe
         groups=tuple(_groups_of(found, stage0)),
         steps=_steps(found, stage0),
         arrangement=_arrangement(found, config),
-        parameters=tuple(_parameters(model, _members(found))) if model is not None else (),
+        parameters=tuple(_parameters(model, _members(found), found.divided)) if model is not None else (),
         files=tuple(_files(found.listing, found.dp)),
         faults=found.faults,
         bytes_read=bytes_read,
@@ -420,7 +425,9 @@ def _arrangement(found: Survey, config: Mapping[str, object]) -> Arrangement:
     )
 
 
-def _parameters(model: ModelStates, group_of: Mapping[str, int]) -> Iterator[ParameterEntry]:
+def _parameters(
+    model: ModelStates, group_of: Mapping[str, int], divided: Mapping[str, str]
+) -> Iterator[ParameterEntry]:
     """Every entry of the module's state, then what is known by shape alone (stage 3, excluded weights)."""
     trainable, frozen = model.trainable, model.frozen_shapes
     owners: dict[tuple[str, str, int, tuple[int, ...]], str] = {}
@@ -442,7 +449,15 @@ def _parameters(model: ModelStates, group_of: Mapping[str, int]) -> Iterator[Par
             role = "frozen" if owner in frozen or untrained else "parameter"
         shape = trainable.get(owner) or frozen.get(owner) or (tensor.shape if tensor is not None else ())
         dtype = tensor.dtype.label if tensor is not None else None
-        yield ParameterEntry(name=name, shape=shape, dtype=dtype, role=role, group=group_of.get(owner), tied_to=tied)
+        yield ParameterEntry(
+            name=name,
+            shape=shape,
+            dtype=dtype,
+            role=role,
+            group=group_of.get(owner),
+            tied_to=tied,
+            division=divided.get(owner),
+        )
 
 
 def _members(found: Survey) -> dict[str, int]:

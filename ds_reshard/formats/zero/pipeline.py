@@ -32,10 +32,10 @@ from ds_reshard.formats.zero.model_states import ModelStates, read_entries, read
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
 from ds_reshard.formats.zero.shards import compare_heads
-from ds_reshard.model.content import SCHEDULER, joined
-from ds_reshard.model.facts import OptimizerFacts
+from ds_reshard.model.content import SCHEDULER, joined, regrouped
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, canonical
 from ds_reshard.model.layout import Placement, TensorKey
-from ds_reshard.model.records import ObjectRecord, TensorRecord
+from ds_reshard.model.records import ElementType, ObjectRecord, TensorRecord, new_tensor
 
 _LAYER = re.compile(r"([0-9]+)\.(.*)", re.DOTALL)
 _TIED = re.compile(r"tied_modules\.([^.]*)\.(.*)", re.DOTALL)
@@ -323,6 +323,52 @@ def _schedule(stages: Sequence[ModelStates], groups: Sequence[int]) -> object:
     ]
     raise_faults(faults, subject="reading a checkpoint")
     return made
+
+
+def as_one_stage(zero: ZeroCheckpoint) -> ZeroCheckpoint:
+    """The checkpoint with param groups as one stage has them: those of the same hyper-parameters are one.
+
+    Of several such in one stage the first are one, the second, and so on. Where another stage has another number of
+    them, or the scheduler other values for them, no file tells which are one, and all stay as they are. Weights that
+    are in no file are in the module as placeholders, as those of ZeRO stage 3 are.
+    """
+    if len(zero.stages) < 2 or zero.facts is None:
+        return zero
+    alike: dict[tuple[str, int], list[int]] = {}
+    counts: dict[str, set[int]] = {}
+    number = 0
+    for column in zero.columns:
+        texts = [canonical(dict(group)) for group in column.first.groups or ()]
+        for at, text in enumerate(texts):
+            alike.setdefault((text, texts[:at].count(text)), []).append(number)
+            counts.setdefault(text, set()).add(texts.count(text))
+            number += 1
+    groups, entries = zero.facts.groups, dict(zero.model.entries)
+    one = [members[0] for members in alike.values()]
+    again = [members[-1] for members in alike.values()]
+    if number == len(groups) and not any(len(of) > 1 and max(of) > 1 for of in counts.values()):
+        state = entries.get(SCHEDULER)
+        made, unknown = regrouped(state, one, number) if isinstance(state, dict) else (state, [])
+        other = regrouped(state, again, number)[0] if isinstance(state, dict) else state
+        if not unknown and canonical(made) == canonical(other):
+            entries[SCHEDULER] = made
+            groups = tuple(_one_group([groups[at] for at in members]) for members in alike.values())
+    module = {**zero.model.module, **{name: new_tensor("", (0,), dtype) for name, dtype in _unsaved(zero).items()}}
+    entries["module"] = {**module, **zero.model.objects}
+    model = replace(zero.model, module=module, entries=entries)
+    return replace(zero, model=model, facts=replace(zero.facts, groups=groups))
+
+
+def _one_group(groups: Sequence[GroupFacts]) -> GroupFacts:
+    return replace(groups[0], members=tuple(name for group in groups for name in group.members))
+
+
+def _unsaved(zero: ZeroCheckpoint) -> dict[str, ElementType]:
+    """The parameters whose weights are in no file, as all specs have a forward_fn, with the type of the others."""
+    trained, module = zero.model.trainable, zero.model.module
+    types = {module[name].dtype for name in trained if name in module}
+    lost = [name for name in trained if name not in module]
+    return dict.fromkeys(lost, types.pop()) if len(types) == 1 else {}
 
 
 def _buffer(key: TensorKey) -> str:

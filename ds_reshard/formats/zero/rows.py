@@ -65,7 +65,7 @@ def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Zer
         {} if grid.tp > 1 else {n: replicated(held, "whole") for n, held in parameters.items() if not _ruled(n, row)}
     )
     divided = {name: held for name, held in parameters.items() if name not in whole}
-    found, unknown = divisions(divided, info if isinstance(info, dict) else {}, row.rules or ())
+    found, unknown = divisions(divided, info if isinstance(info, dict) else {}, row.rules)
     found |= whole
     buffers = {name: held for name, held in shapes.items() if name in models[0].buffer_names}
     found |= {name: replicated(held, "buffer") for name, held in buffers.items() if len(set(held)) == 1}
@@ -106,6 +106,7 @@ def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Zer
         grid=grid,
         columns=tuple(columns),
         rows=tuple(models),
+        divided={name: str(division) for name, division in found.items() if name in parameters},
     )
 
 
@@ -151,13 +152,20 @@ def _shapes(models: Sequence[ModelStates]) -> tuple[dict[str, list[Shape]], list
 
 
 def _ruled(name: str, row: Row) -> bool:
-    return any(re.fullmatch(rule.parameters, name) for rule in row.rules or ())
+    return any(re.fullmatch(rule.parameters, name) for rule in row.rules)
 
 
 def unknown_fault(name: str, misfit: Misfit, path: str) -> Fault:
     """Why a parameter cannot be made whole, and the rule that would say how."""
-    mend = f"say how it is cut: {_RULE % json.dumps(re.escape(name))}"
+    mend = f"say how it is cut: {_RULE % json.dumps(re.escape(name))}; to a tool, --rules FILE with that list"
     return UnsupportedLayout.fault(f"{path}: {name}", misfit.what, misfit.expected, misfit.found, mend=mend)
+
+
+def replica_fault(key: TensorKey, found: str) -> Fault:
+    """That a rank's copy of what is not divided is not the first rank's."""
+    what = f"is not divided, and tensor-parallel rank {key.copy} has other values than rank 0"
+    mend = "resume with the tensor-parallel size that was saved; or restore all files of one save"
+    return CheckpointDamaged.fault(f"tensor {key}", what, "the same bytes", found, mend=mend)
 
 
 def _uncovered(name: str, division: Division, shapes: Sequence[Shape]) -> Iterator[Fault]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ds_reshard.containers.plain import plain, read_scalars, single_elements
 from ds_reshard.errors import fail
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint
+from ds_reshard.formats.zero.checkpoint import FIRST_ROW, ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.stage0 import param_groups, torch_optimizer
 from ds_reshard.model.facts import describe
@@ -22,7 +22,7 @@ def read_past(listing: Listing) -> Past:
     Opens two files, and reads no tensor but a learning rate that was kept as one. Raises what a load raises for
     files that are missing, damaged or of a layout that is refused.
     """
-    checkpoint = open_checkpoint(listing, optimizer=True)
+    checkpoint = open_checkpoint(listing, optimizer=True, row=FIRST_ROW)
     entries = checkpoint.model.entries
     groups = _groups(checkpoint)
     state, config = entries.get("lr_scheduler"), entries.get("ds_config")

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -47,6 +49,13 @@ class Division(NamedTuple):
     replicated: bool
     evidence: str
 
+    def __str__(self) -> str:
+        if self.replicated:
+            return f"a copy each ({self.evidence})"
+        sizes = {part.box.size for parts in self.ranks for part in parts}
+        axes = [axis for axis, whole in enumerate(self.shape) if any(size[axis] != whole for size in sizes)]
+        return f"cut along {axes[-1] if axes else 0} ({self.evidence})"
+
 
 class Rule(NamedTuple):
     """What a user says of the parameters that a pattern names: they are cut along `dim`, or `replicated`.
@@ -60,6 +69,23 @@ class Rule(NamedTuple):
     parts: int | tuple[int, ...] = 1
     replicated: bool = False
     vocabulary: int | None = None
+
+
+_GIVEN: ContextVar[tuple[Rule, ...]] = ContextVar("rules of tensor parallelism", default=())
+
+
+@contextmanager
+def given(rules: Sequence[Rule]) -> Iterator[None]:
+    """Let every checkpoint that a tool opens inside the block be divided by these rules."""
+    token = _GIVEN.set(tuple(rules))
+    try:
+        yield
+    finally:
+        _GIVEN.reset(token)
+
+
+def rules_given() -> tuple[Rule, ...]:
+    return _GIVEN.get()
 
 
 _FORM = '{"parameters": "REGEX"} with "dim" (0), "parts" (sizes, or a number), "vocabulary", or "replicated": true'

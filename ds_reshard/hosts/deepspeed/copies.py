@@ -14,12 +14,14 @@ from ds_reshard.execution.deviation import Deviation, same_bits
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.pipeline import tied_key
+from ds_reshard.formats.zero.rows import replica_fault
 from ds_reshard.hosts.deepspeed.grid import LiveGrid, copies_of, param_names
 from ds_reshard.hosts.deepspeed.load_targets import Wants
 from ds_reshard.model.checkpoint import checksums
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
+from ds_reshard.operations.proof import is_zero
 from ds_reshard.operations.values import SpanReader, logical
 from ds_reshard.planning.plan import Plan, plan_rank
 
@@ -154,7 +156,7 @@ def copies_apart(
             continue  # its states tell whether it was trained
         if same_values(index, first, key, memory_nbytes=memory_nbytes):
             continue
-        if _zero(index, key, memory_nbytes=memory_nbytes):
+        if is_zero(index, key, memory_nbytes=memory_nbytes):
             logger.warning("%s: copy %d, which was never trained, is not loaded: this run has one", key, key.copy + 1)
         else:
             yield UnsupportedLayout.fault(
@@ -177,10 +179,7 @@ def _replicas_apart(
     for key in copies[position::size]:
         first = key._replace(copy=0)
         if not same_values(index, first, key, memory_nbytes=memory_nbytes):
-            what = f"is not divided, and tensor-parallel rank {key.copy} has other values than rank 0"
-            mend = "resume with the tensor-parallel size that was saved; or restore all files of one save"
-            found = _difference(index, first, key, memory_nbytes=memory_nbytes)
-            yield CheckpointDamaged.fault(f"tensor {first}", what, "the same bytes", found, mend=mend)
+            yield replica_fault(key, _difference(index, first, key, memory_nbytes=memory_nbytes))
 
 
 def _difference(index: Index, one: TensorKey, other: TensorKey, *, memory_nbytes: int) -> str:
@@ -204,9 +203,3 @@ def same_values(index: Index, one: TensorKey, other: TensorKey, *, memory_nbytes
         return False
     reader = SpanReader(Ledger(), threads=1, memory_nbytes=memory_nbytes, progress=None, total=left.nbytes)
     return all(same_bits(*span.values) for span in reader.read([(left, right)]))
-
-
-def _zero(index: Index, key: TensorKey, *, memory_nbytes: int) -> bool:
-    column = logical(index, key)
-    reader = SpanReader(Ledger(), threads=1, memory_nbytes=memory_nbytes, progress=None, total=column.nbytes)
-    return not any(bool(span.values[0].any()) for span in reader.read([(column,)]))

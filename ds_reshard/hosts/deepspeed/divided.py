@@ -32,7 +32,7 @@ def run_divisions(
     info = info if isinstance(info, dict) else {}
     own = {name: param_shape(param) for name, param in engine.module.named_parameters()}
     shards = {name: _shards(name, shape, info, grid) for name, shape in own.items()}
-    found, unknown = divisions(shards, info, grid.row.rules or ())
+    found, unknown = divisions(shards, info, grid.row.rules)
     faults = [unknown_fault(name, misfit, "this run") for name, misfit in unknown.items()]
     for name, division in found.items():
         held = sum(part.box.numel for part in division.ranks[grid.row.rank])

@@ -1,0 +1,211 @@
+"""The tools read a grid without an engine: whole tensors by name, whatever the sizes, and what is wrong with them.
+
+Truth is a rule that gives every element of every tensor its own value (`grid_truth.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grid_cases import Folders, Grid
+from grid_jobs import RULES
+from grid_truth import tensors
+
+from ds_reshard.cli.main import main
+from ds_reshard.errors import ReshardError
+from ds_reshard.execution.fingerprint import fingerprint_of
+from ds_reshard.formats.zero.tensor_parallel import given, rules_in
+from ds_reshard.operations import coming_run, diff, fingerprint, inspect, verify
+
+pytestmark = pytest.mark.distributed
+
+
+def pipe(pp: int, dp: int = 1, stage: int | str = 1, dtype: str = "fp32", layers: str = "usual") -> Grid:
+    return Grid("pipeline", pp=pp, dp=dp, stage=stage, dtype=dtype, layers=layers)
+
+
+def autotp(tp: int, dp: int = 1, stage: int | str = 1, dtype: str = "fp32", layers: str = "usual") -> Grid:
+    return Grid("autotp", tp=tp, dp=dp, stage=stage, dtype=dtype, layers=layers)
+
+
+def cut(tp: int, dp: int = 1, stage: int | str = 1, layers: str = "said") -> Grid:
+    return Grid("cut", tp=tp, dp=dp, stage=stage, layers=layers)
+
+
+def moe(ep: int, dp: int, stage: int | str = 1, dtype: str = "fp32") -> Grid:
+    return Grid("moe", ep=ep, dp=dp, stage=stage, dtype=dtype)
+
+
+UNSAID = cut(2, 2, layers="unsaid")
+READ = [
+    pipe(2, 2),
+    pipe(4),
+    pipe(3, stage="bf16opt", dtype="bf16"),
+    pipe(2, 2, 0, "bf16"),
+    pipe(2, 2, 1, "bf16", "no file"),
+    autotp(2, 2),
+    autotp(3, 1, 3, "bf16"),
+    autotp(4, 1, 2),
+    autotp(3, 1, 2, layers="few"),
+    autotp(2, 2, "bf16opt", "bf16"),
+    cut(2),
+    cut(2, 2, 3),
+    UNSAID,
+    moe(2, 4),
+    moe(1, 2, 2),
+    moe(4, 4, "bf16opt", "bf16"),
+]
+
+
+@pytest.mark.parametrize("grid", READ, ids=str)
+def test_every_tensor_of_a_grid_has_the_fingerprint_of_the_whole(folders: Folders, grid: Grid) -> None:
+    """Weights, masters and moments by their names in the whole model: the truth, and no others are trained."""
+    with given(rules_in(RULES) if grid.layers == "unsaid" else ()):
+        found = fingerprint(str(folders(grid)))
+    assert not found.faults
+    expected = {at: str(fingerprint_of(value.contiguous())) for at, value in tensors(grid).items()}
+    told = {(one.name, one.kind): one.fingerprint for one in found.tensors}
+    assert {at: told.get(at) for at in expected} == expected
+    assert {name for name, kind in told if kind != "weight"} == {name for name, kind in expected}
+
+
+@pytest.mark.parametrize("pair", [(pipe(2, 2), pipe(4)), (autotp(2, 2), autotp(4, 1, 2)), (cut(2), UNSAID)], ids=str)
+def test_one_model_saved_by_two_grids_does_not_differ(folders: Folders, pair: tuple[Grid, Grid]) -> None:
+    """But in the samples that more ranks have seen. Param groups of stages are those of the whole model."""
+    with given(rules_in(RULES) if pair[1] is UNSAID else ()):
+        found = diff(*(str(folders(grid)) for grid in pair))
+    assert all(one.state == "equal" for one in found.tensors) and len(found.tensors) > 10
+    assert {one.where for one in found.values} <= {"global_samples"}
+
+
+@pytest.mark.parametrize(
+    "grid", [pipe(2, 2), pipe(2, 2, 1, "bf16", "no file"), autotp(2, 2), moe(2, 4), cut(2)], ids=str
+)
+def test_a_grid_that_is_whole_passes(folders: Folders, grid: Grid) -> None:
+    assert not inspect(str(folders(grid))).faults
+    assert not verify(str(folders(grid)), deep=True).faults
+
+
+Damage = Callable[[Path], None]
+OPTIM = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
+MODEL = "mp_rank_01_model_states.pt"
+LAYER = "layer_02-model_00-model_states.pt"
+
+
+def changed(name: str, change: Callable[[dict[str, Any]], None]) -> Damage:
+    def run(folder: Path) -> None:
+        content = torch.load(folder / name, weights_only=False)
+        change(content)
+        torch.save(content, folder / name)
+
+    return run
+
+
+def weight(name: str, key: str) -> Damage:
+    return changed(name, lambda content: content.get("module", content)[key].view(-1)[2:3].add_(0.5))
+
+
+def state(name: str, group: int, kind: str, at: int) -> Damage:
+    def change(content: dict[str, Any]) -> None:
+        said = content["optimizer_state_dict"]
+        flat = said["single_partition_of_fp32_groups"][group].detach()
+        (flat if kind == "fp32" else said["base_optimizer_state"]["state"][group][kind])[at] = 9.0
+
+    return changed(name, change)
+
+
+def swapped(one: str, other: str) -> Damage:
+    """The weights of two experts change places."""
+
+    def run(folder: Path) -> None:
+        first, second = (torch.load(folder / name) for name in (one, other))
+        for to, names, values in ((one, first, second), (other, second, first)):
+            torch.save(dict(zip(names, values.values(), strict=True)), folder / to)
+
+    return run
+
+
+EXPERT = "layer_0_expert_{}_mp_rank_00_model_states.pt"
+WRONG = {
+    "a layer's file of another step": (pipe(2), weight(LAYER, "w"), "2.w[weight]: 1 of 35 elements are not the cast"),
+    "a tied moment": (pipe(2), state(OPTIM, 0, "exp_avg", 20), "tied_modules.embed.weight[exp_avg]: copy 2"),
+    "a tied master": (
+        pipe(2),
+        state(OPTIM, 0, "fp32", 20),
+        "tied_modules.embed.weight[fp32]: copy 2, of another stage",
+    ),
+    "a position that a later stage trained": (pipe(2), state(OPTIM, 1, "exp_avg", 1), "tied_modules.embed.position"),
+    "a copy of a weight": (autotp(2), weight(MODEL, "embed.weight"), "embed.weight[weight]: is not divided"),
+    "a copy of a moment": (cut(2), state(OPTIM, 1, "exp_avg", 3), "norm[exp_avg]: is not divided, and tensor-parallel"),
+    "two experts that changed places": (
+        moe(2, 2),
+        swapped(EXPERT.format(0), EXPERT.format(3)),
+        "experts.0.down.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_values_that_do_not_go_together_are_found(folders: Folders, tmp_path: Path, case: str) -> None:
+    """`verify` names them, and no tool takes one for the truth."""
+    grid, damage, text = WRONG[case]
+    folder = shutil.copytree(folders(grid), tmp_path / "broken")
+    damage(folder / "t")
+    found = verify(str(folder))
+    assert any(text in fault.line() for fault in found.faults), [fault.line() for fault in found.faults]
+    with pytest.raises(ReshardError) as raised:
+        fingerprint(str(folder))
+    assert text in str(raised.value)
+
+
+def test_what_cannot_be_divided_is_refused_with_the_rule_that_would_say_it(folders: Folders, capsys: Any) -> None:
+    folder = str(folders(UNSAID))
+    assert main(["fingerprint", folder]) == 2
+    told = capsys.readouterr().err
+    assert "gate_up: nothing says how it is cut" in told and "--rules FILE" in told
+    assert {fault.where.rpartition(" ")[2] for fault in inspect(folder).faults} == {
+        "embed",
+        "gate_up",
+        "norm",
+        "qkv",
+        "row",
+    }
+
+
+def test_rules_are_read_of_a_file(folders: Folders, tmp_path: Path, capsys: Any) -> None:
+    """`inspect` says of each parameter how it was cut, and what says so."""
+    file = tmp_path / "rules.json"
+    file.write_text(json.dumps(RULES))
+    assert main(["inspect", str(folders(UNSAID)), "--rules", str(file), "--json"]) == 0
+    said = {one["name"]: one["division"] for one in json.loads(capsys.readouterr().out)["parameters"]}
+    assert said == {
+        "embed": "cut along 0 (rule)",
+        "gate_up": "cut along 0 (rule)",
+        "qkv": "cut along 0 (rule)",
+        "row": "cut along 1 (rule)",
+        "norm": "a copy each (rule)",
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ['{"parameters": "x"}', '[{"parameters": "x", "dimension": 1}]', "[{", '[{"parameters": "("}]']
+)
+def test_a_file_that_holds_no_rules_is_refused(folders: Folders, tmp_path: Path, capsys: Any, text: str) -> None:
+    file = tmp_path / "rules.json"
+    file.write_text(text)
+    assert main(["inspect", str(folders(UNSAID)), "--rules", str(file)]) == 2
+    assert str(file) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("grid", [UNSAID, pipe(2, 2), moe(2, 4), Grid("pipeline", pp=2, tp=2)], ids=str)
+def test_the_rates_of_a_grid_are_known_without_a_rule(folders: Folders, tmp_path: Path, grid: Grid) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"optimizer": {"type": "Adam", "params": {"lr": 0.5}}}))
+    found = coming_run(str(folders(grid)), str(config), steps=3)
+    assert found.position == 1 and found.positions
