@@ -26,7 +26,7 @@ SHARDS = 64
 def timed_inspect(folder: Path) -> tuple[float, dict[str, Any]]:
     """Seconds from starting the interpreter to its exit, and what it printed."""
     started = time.perf_counter()
-    command = [sys.executable, "-m", "ds_reshard.cli", "inspect", str(folder), "--json"]
+    command = [sys.executable, "-m", "ds_reshard", "inspect", str(folder), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return time.perf_counter() - started, json.loads(done.stdout)
 

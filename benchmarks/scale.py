@@ -123,7 +123,7 @@ def whole_plan(shards: int, every: int, scratch: Path) -> dict[str, Any]:
 
     def part(number: int) -> tuple[float, dict[str, Any]]:
         began = time.perf_counter()
-        told = python("ds_reshard.cli", *arguments, f"{number}/{shards}")
+        told = python("ds_reshard", *arguments, f"{number}/{shards}")
         return time.perf_counter() - began, told
 
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()

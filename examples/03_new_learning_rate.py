@@ -56,7 +56,7 @@ if __name__ == "__main__":
         print(json.dumps(config(0.001)), file=new, flush=True)
         used, _, saved = run(config(0.01), folder, steps=20)
         print(f"saved after 20 updates, the last at {used[-1]:.6f}", flush=True)
-        command = [sys.executable, "-m", "ds_reshard.cli", "lr", folder, "--config", new.name, "--json"]
+        command = [sys.executable, "-m", "ds_reshard", "lr", folder, "--config", new.name, "--json"]
         told = json.loads(subprocess.check_output([*command, *(f"--png={path}" for path in sys.argv[1:])]))["curves"]
         for curve, asked in {"no flag": {}, "override": {"scheduler": "override"}}.items():
             used, loaded, _ = run(config(0.001, **asked), folder, steps=5)

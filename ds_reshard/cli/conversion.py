@@ -70,7 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _launched() -> tuple[int, int]:
-    """The share of a process that torchrun has started, the whole for any other."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return 0, 1
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    """The share of a process that torchrun or srun has started, the whole for any other."""
+    for launcher, rank, size in (
+        ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"),
+        ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # SLURM_NTASKS is set outside of srun too
+    ):
+        if launcher in os.environ:
+            return int(os.environ[rank]), int(os.environ[size])
+    return 0, 1

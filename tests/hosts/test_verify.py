@@ -403,7 +403,7 @@ def test_a_terminal_sees_the_progress(saves: Saves, tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     seen = b""
     with (tmp_path / "out").open("wb") as out:
-        command = [sys.executable, "-m", "ds_reshard.cli", "verify", str(folder), "--deep", "--json"]
+        command = [sys.executable, "-m", "ds_reshard", "verify", str(folder), "--deep", "--json"]
         done = subprocess.Popen(command, stdout=out, stderr=theirs)
         os.close(theirs)
         with contextlib.suppress(OSError):  # how the other end says that it was closed

@@ -36,7 +36,7 @@ def place(path: Path, line: int | None = None) -> str:
 
 
 def in_cli(path: Path) -> bool:
-    return path.is_relative_to(PACKAGE / "cli")
+    return path.is_relative_to(PACKAGE / "cli") or path == PACKAGE / "__main__.py"
 
 
 def offenders(what: str, found: list[str]) -> str:

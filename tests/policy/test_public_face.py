@@ -159,7 +159,7 @@ def test_commands_are_frozen() -> None:
 
 def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     """`ds-reshard --help` lists every subcommand, and each has a help of its own."""
-    command = [sys.executable, "-m", "ds_reshard.cli", "--help"]
+    command = [sys.executable, "-m", "ds_reshard", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and all(name in done.stdout for name in COMMANDS), done.stderr
     for name in COMMANDS:

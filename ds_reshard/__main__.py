@@ -1,4 +1,4 @@
-"""`python -m ds_reshard.cli`, the same as the command `ds-reshard`."""
+"""`python -m ds_reshard`, the same as the command `ds-reshard`."""
 
 from __future__ import annotations
 
