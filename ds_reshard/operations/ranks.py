@@ -88,6 +88,13 @@ def agree(
     raise_caused(of_all(faults, group), subject=subject, cause=cause)
 
 
+def together(work: Callable[[], T], group: ProcessGroup | None = None, *, subject: str) -> T:
+    """What `work` gives on this rank, once it has succeeded on all; else its faults on every rank. Collective."""
+    value, faults, cause = attempt(work)
+    agree(faults, group, subject=subject, cause=cause)
+    return value  # type: ignore[return-value]
+
+
 def of_all(faults: Iterable[Fault], group: ProcessGroup | None = None) -> list[Fault]:
     """What any rank has found, on every rank. Collective."""
     return [fault for of_rank in gather(list(faults), group) for fault in of_rank]

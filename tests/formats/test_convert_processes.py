@@ -180,7 +180,7 @@ def _agents(words: list[str], sizes: list[int]) -> list[int]:
     agents = [
         subprocess.Popen(
             [*launch, str(size), "--node-rank", str(node), "--master-port", port, "-m", "ds_reshard", *words],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "TMPDIR": os.path.dirname(words[1])},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

@@ -311,20 +311,16 @@ def test_counters_are_those_that_were_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("policy", "why"),
-    [
-        ({"hyperparameters": ["global_batch_size"]}, "--override-optim-hparams"),
-        ({"scheduler": "override"}, "--override-opt-param-scheduler"),
-        ({"optimizer": "skip"}, "--no-load-optim"),
-    ],
+    "policy", [{"hyperparameters": ["global_batch_size"]}, {"scheduler": "override"}, {"optimizer": "skip"}]
 )
 def test_another_global_batch_size_that_was_asked_for_is_told(
-    policy: dict[str, Any], why: str, saved: Callable[..., str], worlds: Any
+    policy: dict[str, Any], saved: Callable[..., str], worlds: Any
 ) -> None:
-    """config.yaml of the checkpoint has what makes it up."""
+    """config.yaml of the checkpoint has what makes it up; the report says the key as it was given."""
     (found,) = worlds[1].run("nanotron_jobs.resume", run=Run(), folder=saved(Run(dp=2)), accumulation=4, policy=policy)
     row = found["report"]["global batch size"]
-    assert (row.checkpoint, row.used, row.because) == (8, 4, why)
+    ((key, value),) = policy.items()
+    assert (row.checkpoint, row.used, row.because) == (8, 4, f'"{key}": {json.dumps(value)}')
     assert any("global batch size is 4, and was 8" in warning for warning in found["warnings"])
 
 

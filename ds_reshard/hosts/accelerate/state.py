@@ -21,12 +21,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard import hosts
+from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import trust_in
 from ds_reshard.errors import HookError, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.names import pattern_in_path
 from ds_reshard.hosts.accelerate.prepare_arguments import without_params
 from ds_reshard.operations.pickles import refuse_unsafe_folder
-from ds_reshard.operations.ranks import gather
+from ds_reshard.operations.ranks import gather, together
 from ds_reshard.resume import policy_sources, schedulers
 from ds_reshard.resume.policy import ResumePolicy, from_json
 from ds_reshard.resume.schedulers import ACCELERATE, CLOCKS, ENGINE, PLATEAU, UNKNOWN, Beginning, kind_of, set_groups
@@ -152,7 +153,9 @@ def load_state(
         return original()
     mine, policy = tracked(accelerator), _policy(accelerator)
     _insist(policy)
-    saved = gather(_saved_clock(where))[0] if mine is not None and where is not None else Saved()
+    saved = Saved()
+    if mine is not None and where is not None:
+        saved = gather(together(lambda: _saved_clock(where), subject=f"loading {where}"))[0]
     if mine is None or saved.clock in (None, mine.clock):
         result = original()
     else:
@@ -285,15 +288,13 @@ def _refuse(mine: Tracked, saved: Saved, policy: ResumePolicy, where: str | None
 
 def _saved_clock(folder: str) -> Saved:
     """What the record says; without one, the schedule lies in scheduler.bin on accelerate's clock alone."""
-    try:
-        names = os.listdir(folder)
-        if RECORD in names:
-            with open(os.path.join(folder, RECORD), encoding="utf-8") as file:
-                record = json.load(file)
-            if record["clock"] in CLOCKS:
-                return Saved(record["clock"], int(record.get("began", 0)), record.get("steps_per_update", 1) is None)
-    except OSError:
+    names = folders.entries(folder)
+    if not names:
         return Saved()  # accelerate says that it is not there
+    try:
+        record = folders.read_json(os.path.join(folder, RECORD)) if RECORD in names else None
+        if isinstance(record, dict) and record["clock"] in CLOCKS:
+            return Saved(record["clock"], int(record.get("began", 0)), record.get("steps_per_update", 1) is None)
     except (ValueError, KeyError, TypeError):
         pass  # the files tell it as well
     return Saved(ACCELERATE if "scheduler.bin" in names else ENGINE)

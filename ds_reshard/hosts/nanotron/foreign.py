@@ -17,14 +17,14 @@ from ds_reshard.execution.buffers import element_type
 from ds_reshard.formats.nanotron.content import METADATA
 from ds_reshard.formats.nanotron.names import is_nanotron
 from ds_reshard.hosts.nanotron.live import ParallelContext, Shape, experts_of, regions_of, tiles_of_parameter
-from ds_reshard.hosts.nanotron.load import Load, config_of, current, fill, same_policy, together
+from ds_reshard.hosts.nanotron.load import Load, config_of, current, fill, same_policy
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.content import BASE, LAST, MASTER, SCHEDULER, Content, Held
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.operations.name_map import asked_names, read_name_map
 from ds_reshard.operations.proof import unproved
-from ds_reshard.operations.ranks import agree, attempt, gather
+from ds_reshard.operations.ranks import agree, attempt, gather, together
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of

@@ -48,13 +48,6 @@ def same_policy(policy: ResumePolicy, world: ProcessGroup, *, subject: str) -> N
     raise_faults(policy_differences(gather(policy, world)), subject=subject)
 
 
-def together(work: Callable[[], T], world: ProcessGroup, *, subject: str) -> T:
-    """What `work` gives on this rank, once it has succeeded on all; else its faults on every rank. Collective."""
-    value, faults, cause = attempt(work)
-    agree(faults, world, subject=subject, cause=cause)
-    return value  # type: ignore[return-value]
-
-
 def fill(plan: Plan, tensors: Mapping[str, Tensor], world: ProcessGroup, replica: int, *, subject: str) -> None:
     """Fill tensors; every byte is read once and verified. Collective: a fault on any rank raises on every rank.
 

@@ -44,7 +44,6 @@ from ds_reshard.hosts.nanotron.load import (
     remember,
     run_of,
     same_policy,
-    together,
     values_of,
 )
 from ds_reshard.model.checkpoint import Shards
@@ -53,7 +52,7 @@ from ds_reshard.model.facts import OptimizerFacts, ScalarTensor, torch_step
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
-from ds_reshard.operations.ranks import agree, attempt, gather
+from ds_reshard.operations.ranks import agree, attempt, gather, together
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
 from ds_reshard.resume.policy import ResumePolicy

@@ -41,10 +41,9 @@ from ds_reshard.hosts.nanotron.load import (
     refuse_contradiction,
     remember,
     same_policy,
-    together,
 )
 from ds_reshard.model.content import BASE, LAST
-from ds_reshard.operations.ranks import agree, gather
+from ds_reshard.operations.ranks import agree, gather, together
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import because
 from ds_reshard.resume.schedulers import set_groups

@@ -20,9 +20,9 @@ from ds_reshard.errors import CheckpointNotFound, ReshardError, fail
 from ds_reshard.execution.buffers import read_tensor
 from ds_reshard.hosts.nanotron.foreign import foreign_of, meta_of
 from ds_reshard.hosts.nanotron.live import ParallelContext, place_of
-from ds_reshard.hosts.nanotron.load import Load, config_of, current, in_force, same_policy, together
+from ds_reshard.hosts.nanotron.load import Load, config_of, current, in_force, same_policy
 from ds_reshard.model.records import GlobalName, ObjectRecord
-from ds_reshard.operations.ranks import gather
+from ds_reshard.operations.ranks import gather, together
 from ds_reshard.resume.policy_sources import asked_policy
 from ds_reshard.resume.report import because
 
