@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,17 @@ def count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 10**12:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
     return int(text)
+
+
+def bandwidth(text: str) -> float:
+    """Gigabytes a second."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 < value < math.inf):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of gigabytes a second")
+    return value
 
 
 def shard(text: str) -> tuple[int, int]:

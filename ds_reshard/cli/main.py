@@ -33,6 +33,7 @@ from ds_reshard.cli.comparison import add_diff
 from ds_reshard.cli.conversion import add_convert
 from ds_reshard.cli.lr_command import draw
 from ds_reshard.cli.plan_command import add_plan
+from ds_reshard.cli.preflight_command import add_preflight
 from ds_reshard.cli.render import bar
 from ds_reshard.cli.verification import add_verify
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, trust_faults
@@ -99,6 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_verify(commands)
     add_diff(commands)
     add_plan(commands)
+    add_preflight(commands)
 
     look_over = add_command(
         commands,
@@ -118,8 +120,8 @@ def _steps(text: str) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The arguments of one subcommand; what follows `--` after `lr` is a command line of Megatron-LM, kept as it is."""
-    at = words.index("--") if list(words[:1]) == ["lr"] and "--" in words else len(words)
+    """The arguments of one subcommand; what follows `--` is the coming run's own command line, kept as it is."""
+    at = words.index("--") if list(words[:1]) in (["lr"], ["preflight"]) and "--" in words else len(words)
     arguments = build_parser().parse_args(words[:at])
     arguments.flags = list(words[at + 1 :]) if at < len(words) else None
     return arguments

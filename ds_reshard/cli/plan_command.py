@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import html
-import math
 from pathlib import Path
 
 from rich.console import Console
@@ -19,6 +18,7 @@ from ds_reshard.cli.arguments import (
     add_rules,
     add_target,
     add_trust,
+    bandwidth,
     reading,
     shard,
     show,
@@ -106,7 +106,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add_target(parser)
     parser.add_argument(
         "--bandwidth",
-        type=_bandwidth,
+        type=bandwidth,
         metavar="GBPS",
         default=1.0,
         help="gigabytes a second that the disk reads or writes (default: %(default)s)",
@@ -123,16 +123,6 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add_rules(parser)
     add_trust(parser)
     add_json(parser, run)
-
-
-def _bandwidth(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (0 < value < math.inf):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of gigabytes a second")
-    return value
 
 
 def run(arguments: argparse.Namespace) -> int:

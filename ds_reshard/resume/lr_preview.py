@@ -38,7 +38,7 @@ _SAVED_JSON = "the saved DeepSpeed JSON"
 _POINTS = 2000
 _LEAST, _USUAL, _MOST = 20, 1000, 10_000_000
 # A name in the state of torch's schedulers (torch/optim/lr_scheduler.py, 2.13) that tells which one it is.
-_MARKS = {
+SCRIPT_SCHEDULERS = {
     "lr_lambdas": "LambdaLR",
     "_schedulers": "SequentialLR",
     "T_0": "CosineAnnealingWarmRestarts",
@@ -298,7 +298,7 @@ def _refuse_scripts_own(past: Past, how: str) -> None:
         if past.config is not None and _saved_section(past) is None:
             raise Unknown(f"{how} a scheduler of DeepSpeed's that the script built: the saved JSON names none")
         return
-    kind = next((kind for mark, kind in _MARKS.items() if mark in names), None)
+    kind = next((kind for mark, kind in SCRIPT_SCHEDULERS.items() if mark in names), None)
     what = f"{kind}: the function is not in the file" if kind == "LambdaLR" else f"{kind or 'its kind'} is not drawn"
     raise Unknown(
         f"{how} a scheduler that the script built ({what}; its state has {', '.join(names[:8]) or 'no names'})"

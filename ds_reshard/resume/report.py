@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -63,11 +63,14 @@ class ResumeReport:
             "warnings": list(self.warnings),
         }
 
-    def __str__(self) -> str:
-        lines = [("", "checkpoint", "this run", "used", "because of")]
+    def shown(self) -> Iterator[tuple[str, ...]]:
+        """Each row as people read it."""
         for row in self.rows:
             why = _HOSTS.get(self.host, self.host) if row.because == "host" else row.because
-            lines.append((row.name, _shown(row.checkpoint), _shown(row.this_run), _shown(row.used), why))
+            yield (row.name, _shown(row.checkpoint), _shown(row.this_run), _shown(row.used), why)
+
+    def __str__(self) -> str:
+        lines = [("", "checkpoint", "this run", "used", "because of"), *self.shown()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
         return "\n".join([f"Resumed from {self.checkpoint}", *rows, *self.warnings])

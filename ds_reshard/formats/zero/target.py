@@ -212,7 +212,7 @@ def make_flats(
     for g, shapes in enumerate(order):
         if not shapes:
             continue
-        for part in _sub_groups(shapes, dp, sub_group_numel_most):
+        for part in sub_groups(shapes, dp, sub_group_numel_most):
             kinds = {name: _kinds(checkpoint, name) for name in part}
             scalars = {name: _scalars(checkpoint, name) for name in part}
             first = next(iter(part))
@@ -227,7 +227,7 @@ def make_flats(
     return flats, faults
 
 
-def _sub_groups(shapes: Mapping[str, Shape], dp: int, most: int | None) -> Iterator[dict[str, Shape]]:
+def sub_groups(shapes: Mapping[str, Shape], dp: int, most: int | None) -> Iterator[dict[str, Shape]]:
     """Stage 3 ends a sub-group after the parameter with which its share reaches `sub_group_size`."""
     if most is None or most >= sub_group_numel(shapes, dp):
         yield dict(shapes)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ds_reshard.errors import EngineUnusable, Fault, UnsupportedLayout
 from ds_reshard.formats.zero.layout import flat_numel, partition_numel, sub_group_numel
 from ds_reshard.hosts.deepspeed.grid import LiveGrid, autoep_live, live_grid, param_names
-from ds_reshard.operations.ranks import answered
+from ds_reshard.operations.ranks import answered, rank, world_size
 
 if TYPE_CHECKING:
     import torch
@@ -150,8 +150,6 @@ def live_kind(engine: DeepSpeedEngine) -> str:
 
 def live_optimizer(engine: DeepSpeedEngine) -> LiveOptimizer | None:
     """The engine's optimizer, None when it has none."""
-    import torch.distributed as dist
-
     kind = live_kind(engine)
     if kind in ("none", "offload"):
         return None
@@ -165,8 +163,8 @@ def live_optimizer(engine: DeepSpeedEngine) -> LiveOptimizer | None:
     return LiveOptimizer(
         kind=kind,
         stage=stage,
-        rank=0 if group is None else dist.get_rank(group=group),
-        dp=1 if group is None else dist.get_world_size(group=group),
+        rank=0 if group is None else rank(group),
+        dp=1 if group is None else world_size(group),
         buffers=buffers,
         groups=groups,
         order=_order(kind, optimizer, names, buffers, len(groups)),
@@ -230,11 +228,9 @@ def _bf16(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[Flat
 
 def _share(optimizer: ZeROOptimizer, number: int) -> tuple[int, int] | None:
     """The ranks that divide a group of experts are fewer than those that divide the others."""
-    import torch.distributed as dist
-
     group = optimizer.real_dp_process_group[number]
-    place, size = dist.get_rank(group=group), dist.get_world_size(group=group)
-    return None if size == dist.get_world_size(group=optimizer.dp_process_group) else (place, size)
+    size = world_size(group)
+    return None if size == world_size(optimizer.dp_process_group) else (rank(group), size)
 
 
 def _zero3(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[FlatBuffer]:

@@ -98,7 +98,7 @@ class Ready(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Decision:
+class Decision:
     """Which way a load takes, as this rank sees it."""
 
     resume: Resume | None = None
@@ -178,23 +178,43 @@ def _load(
     resume, tag = decision.resume, found.tag or tag
     if decision.prepared is not None:
         return resume.report(_load_directly(engine, decision.prepared, mine.settings, resume))
-    if (
-        decision.loader == "DeepSpeed, unread"
-        and mine.settings.enabled
-        and (found.tag or found.faults or not mine.direct)
-    ):
-        _refuse_unsafe(request.load_dir, tag, universal=engine.load_universal_checkpoint())
     result = _by_deepspeed(engine, original, resume.request, tag)
     return resume.report(resume.after_deepspeed(result))
 
 
+def foresee(
+    engine: DeepSpeedEngine, request: Request, tag: object, *, whole: bool
+) -> tuple[Considered, Found, Decision]:
+    """What this rank of a load would do; raises what the load would raise before it changes anything.
+
+    With `whole` also what other ranks find in the shards that they open. For an engine without a process group.
+    """
+    steps = Steps()
+    with as_it_is():
+        subject = f"loading {request.load_dir}"
+        mine = steps.take(lambda: _consider(engine, module_only=request.module_only), subject=subject)
+        with in_force(PickleRules(mine.settings.trust if mine is not None else frozenset())):
+            found, decision = _agreed(engine, mine, request, tag, steps, whole=whole)
+    assert mine is not None
+    return mine, found, decision
+
+
 @uncollected()
 def _agreed(
-    engine: DeepSpeedEngine, mine: Considered | None, request: Request, tag: object, steps: Steps
-) -> tuple[Found, _Decision]:
+    engine: DeepSpeedEngine,
+    mine: Considered | None,
+    request: Request,
+    tag: object,
+    steps: Steps,
+    *,
+    whole: bool = False,
+) -> tuple[Found, Decision]:
     """What was found, and what every rank does with it; raises on every rank where one is not ready. Collective."""
     found = _found(engine, mine, request, tag)
     decision = _decide(engine, mine, found, request, steps)
+    if whole and found.checkpoint is not None and decision.loader:
+        checkpoint, subject = found.checkpoint, f"loading {found.checkpoint.listing.folder}"
+        steps.take(lambda: raise_faults(_open_all(checkpoint, decision), subject=subject), subject=subject)
     told = steps.tell(_ready(engine, mine, found, decision, request))
     if _needs_telling(told):
         first, steps = broadcast(found), Steps()
@@ -203,7 +223,27 @@ def _agreed(
         decision = _decide(engine, mine, found, request, steps)
         told = steps.tell(_ready(engine, mine, found, decision, request))
     _agree_ready(told, steps, found, decision, request)
+    unread = decision.loader == "DeepSpeed, unread" and mine is not None and mine.settings.enabled
+    if unread and (found.tag or found.faults or (mine is not None and not mine.direct)):
+        _refuse_unsafe(request.load_dir, found.tag or tag, universal=engine.load_universal_checkpoint())
     return found, decision
+
+
+def _open_all(checkpoint: ZeroCheckpoint, decision: Decision) -> list[Fault]:
+    """Open the shards of every rank, and say what is wrong with them."""
+    prepared, shards = decision.prepared, decision.shards
+    if prepared is None:
+        assert shards is not None
+        index, families = Index(checkpoint.layout, shards), set(checkpoint.layout.shards)
+    else:
+        index, layout = prepared.index, prepared.index.layout
+        wants = (prepared.wants, *prepared.wants.shares.values())
+        families = {layout[key].family for one in wants for key in one.sources.values()}
+        families |= {MODEL} if checkpoint.listing.partitioned_model else set()
+    for family in sorted(families):
+        for shard in range(index.layout.shards[family]):
+            index.open(family, shard)
+    return index.faults
 
 
 def _found(engine: DeepSpeedEngine, mine: Considered | None, request: Request, tag: object) -> Found:
@@ -254,11 +294,9 @@ def _is_unread(engine: DeepSpeedEngine, mine: Considered, found: Found) -> bool:
     return found.checkpoint is None and (not found.faults or as_saved(engine, found, mine.features))
 
 
-def _decide(
-    engine: DeepSpeedEngine, mine: Considered | None, found: Found, request: Request, steps: Steps
-) -> _Decision:
+def _decide(engine: DeepSpeedEngine, mine: Considered | None, found: Found, request: Request, steps: Steps) -> Decision:
     """What this rank does with what rank 0 found; every fault that can be known before the engine changes."""
-    made, subject = _Decision(), f"loading {request.load_dir}"
+    made, subject = Decision(), f"loading {request.load_dir}"
     if mine is None or not found.same:
         return made
     policy = _policy(mine, found)
@@ -293,7 +331,7 @@ def _decide(
     return made
 
 
-def _agree_ready(told: list[Told], steps: Steps, found: Found, decision: _Decision, request: Request) -> None:
+def _agree_ready(told: list[Told], steps: Steps, found: Found, decision: Decision, request: Request) -> None:
     """Raise the same error on every rank where any is not ready, or where ranks differ. Collective."""
     subject = f"loading {request.load_dir}"
     folder = found.checkpoint.listing.folder if found.checkpoint is not None else request.load_dir
@@ -320,7 +358,7 @@ def _agree_ready(told: list[Told], steps: Steps, found: Found, decision: _Decisi
 
 
 def _ready(
-    engine: DeepSpeedEngine, mine: Considered | None, found: Found, decision: _Decision, request: Request
+    engine: DeepSpeedEngine, mine: Considered | None, found: Found, decision: Decision, request: Request
 ) -> Ready:
     """What this rank says of itself; nothing where that fails, as its steps have then."""
     ready = Ready(view="", policy=None, loader="", same=found.same)
@@ -329,7 +367,7 @@ def _ready(
     return attempt(lambda: _said(engine, mine, found, decision, request))[0] or ready
 
 
-def _said(engine: DeepSpeedEngine, mine: Considered, found: Found, decision: _Decision, request: Request) -> Ready:
+def _said(engine: DeepSpeedEngine, mine: Considered, found: Found, decision: Decision, request: Request) -> Ready:
     view, shards, prepared = repr((mine.direct, mine.settings.enabled, mine.policy)), decision.shards, decision.prepared
     ready = Ready(view=view, policy=mine.policy, loader=decision.loader, row=(found.row, _digest(found.prints)))
     if shards is None:

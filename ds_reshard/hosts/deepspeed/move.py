@@ -201,13 +201,13 @@ def _adopt(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> Non
     """Scheduler, counters and optimizer, in DeepSpeed's own order. Not collective: a rank may fail alone."""
     live, wants = prepared.live, prepared.wants
     if live is None or live.stage != 0:
-        _counters(engine, prepared, request)
+        counters(engine, prepared, request)
     if live is not None and prepared.values is not None:
         if not wants.from_masters and not (prepared.masters and masters_read(prepared)):
             _masters_from_weights(engine.optimizer, live)
         adopt(engine, live, prepared.values, wants.tensors)
     if live is not None and live.stage == 0:
-        _counters(engine, prepared, request)
+        counters(engine, prepared, request)
 
 
 def _settle_masters(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> None:
@@ -258,7 +258,7 @@ def _weights_from_masters(engine: DeepSpeedEngine, live: LiveOptimizer, prepared
                 at += numel
 
 
-def _counters(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> None:
+def counters(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> None:
     """Counters and schedulers, as DeepSpeed's `_load_checkpoint` (runtime/engine.py, 0.19.8) sets them."""
     entries = prepared.entries
     engine.loaded_checkpoint_dp_world_size = prepared.checkpoint.dp
@@ -361,7 +361,7 @@ def adopt(
         state[number] = {**values.scalars.get(number, {}), **found}
     base: dict[str, object] = {
         "state": {n: s for n, s in state.items() if s},
-        "param_groups": _param_groups(live, values),
+        "param_groups": group_values(live, values),
     }
     if live.replicated:
         _adopt_stage0(engine, values, base)
@@ -369,7 +369,7 @@ def adopt(
         _adopt_partitioned(engine, live, values, base)
 
 
-def _param_groups(live: LiveOptimizer, values: OptimizerValues) -> list[dict[str, object]]:
+def group_values(live: LiveOptimizer, values: OptimizerValues) -> list[dict[str, object]]:
     groups: list[dict[str, object]] = []
     for number, group in enumerate(live.groups):
         hyper = values.groups.get(number)

@@ -199,11 +199,9 @@ def names_apart(
 
 
 def _own_model(engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ModelStates:
-    import torch.distributed as dist
-
     if len(checkpoint.stages) > 1 and len(checkpoint.stages) == grid.pp:
         return model_of_stage(checkpoint, grid)
-    listing, number = checkpoint.listing, dist.get_rank(group=engine.seq_data_parallel_group)
+    listing, number = checkpoint.listing, rank(engine.seq_data_parallel_group)
     if checkpoint.rows:
         return checkpoint.model
     if not listing.partitioned_model or number == 0 or engine.seq_dp_world_size != checkpoint.dp:
@@ -353,7 +351,7 @@ def same_layout(
     if checkpoint.stages and (checkpoint.stage != 0 or len(checkpoint.stages) != grid.pp):
         return False
     if live is None or live.stage == 0:
-        return checkpoint.stage == 0 and live_kind(engine) == _stage0_kind(checkpoint)
+        return checkpoint.stage == 0 and live_kind(engine) == stage0_kind(checkpoint)
     optim = checkpoint.optim
     if optim is None or optim.elastic or checkpoint.dp != live.dp:
         return False
@@ -372,7 +370,7 @@ def same_layout(
     return [list(g.members) for g in facts.groups] == [live.members(g) for g in range(len(live.groups))]
 
 
-def _stage0_kind(checkpoint: ZeroCheckpoint) -> str:
+def stage0_kind(checkpoint: ZeroCheckpoint) -> str:
     """Which wrapper wrote a stage-0 optimizer: DeepSpeed loads each into its own kind alone."""
     saved = checkpoint.model.entries.get("optimizer")
     if not isinstance(saved, dict):

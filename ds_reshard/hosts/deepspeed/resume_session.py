@@ -154,7 +154,7 @@ class Resume:
             self.apply(steps)
             restore_use(self._engine)
         elif result[0] is not None and not self.asked.module_only:
-            self._note()
+            self.note()
         return result
 
     def apply(self, steps: Steps) -> None:
@@ -173,11 +173,11 @@ class Resume:
             return
         if not self.policy.is_default:
             resume_values.apply(self._engine, self._saved or self._from_engine(), self.policy)
-        self._note()
+        self.note()
         if not self.policy.is_default:
             self._beside = take_given(self._engine)
 
-    def _note(self) -> None:
+    def note(self) -> None:
         request, iteration = replace(self.request, custom_load_fn=None), self._engine.global_steps
         saved = self._saved or self._from_engine()
         last = resume_values.Last(

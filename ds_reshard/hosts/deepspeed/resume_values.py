@@ -409,7 +409,7 @@ _COUNTS_BATCHES = (
     "the scheduler's position ({position}) counts batches of all {dp} ranks, {updates} updates, as accelerate steps: "
     "under another data-parallel size the same position is another update"
 )
-_UNHOOKED = (
+UNHOOKED = (
     "the hooks are not installed, so a scheduler that the engine does not own takes its saved state as it is, whatever "
     "the resume policy says: import ds_reshard.auto, or hand the scheduler to deepspeed.initialize"
 )
@@ -474,7 +474,7 @@ def report(engine: DeepSpeedEngine, own: Own, beside: Beside | None) -> ResumeRe
         warnings += (_WAITING,)
     warnings += _counted(engine, saved, beside)
     if REGISTRY.active("deepspeed") is None and (policy.scheduler != "host" or policy.places_schedule):
-        warnings += (_UNHOOKED,)
+        warnings += (UNHOOKED,)
     if policy.scheduler == "checkpoint" and not policy.loads_masters and not saved.groups:
         warnings += (_UNREAD,)
     return ResumeReport(host="deepspeed", checkpoint=saved.where, rows=tuple(rows), warnings=warnings)

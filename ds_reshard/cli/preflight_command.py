@@ -1,0 +1,158 @@
+"""`ds-reshard preflight`: its arguments, and the forecast of a load, its verdict first."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import Console
+from rich.text import Text
+
+from ds_reshard.cli.arguments import add_checkpoint, add_command, add_json, add_trust, bandwidth, count, show
+from ds_reshard.cli.render import line, printable, put, size, table
+from ds_reshard.errors import ConfigError, Fault, ReshardError, faults_of
+from ds_reshard.operations import coming_run, read_config
+from ds_reshard.operations.forecast import Forecast, with_folder
+from ds_reshard.resume import policy_sources
+from ds_reshard.resume.lr_preview import ComingRun
+
+_STEPS = 5
+
+
+def add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = add_command(
+        commands,
+        "preflight",
+        help="whether a checkpoint will load into a run that is not started yet, and what it will do; status 0 or 1",
+        usage="%(prog)s CKPT --config FILE --world N [OPTION ...] [-- SCRIPT-FLAG ...]",
+        example="checkpoints --config ds_config.json --world 384 --nodes 48",
+    )
+    add_checkpoint(parser)
+    parser.add_argument("--config", metavar="FILE", help="the DeepSpeed JSON of the coming run")
+    parser.add_argument("--world", type=count, metavar="N", required=True, help="how many ranks it will have")
+    parser.add_argument("--nodes", type=count, metavar="N", default=1, help="on so many nodes (default: %(default)s)")
+    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
+        parser.add_argument(f"--{name}", type=count, metavar="N", default=1, help=f"{what}-parallel size (default: 1)")
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="imports it and calls it on torch's meta device; gives the model, or model and optimizer, to be compared",
+    )
+    parser.add_argument("--deep", action="store_true", help="read every byte, too, and look at all values")
+    parser.add_argument(
+        "--bandwidth",
+        type=bandwidth,
+        metavar="GBPS",
+        default=1.0,
+        help="gigabytes a second that a node reads (default: %(default)s)",
+    )
+    add_trust(parser)
+    add_json(parser, run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    made = _forecast(arguments)
+    show(arguments, made.to_json, lambda console: render_forecast(made, console))
+    return 0 if made.loads else 1
+
+
+def _forecast(arguments: argparse.Namespace) -> Forecast:
+    if arguments.config is None:
+        mend = "name the DeepSpeed JSON of the coming run: --config FILE"
+        raise ConfigError(f"--config: a load is decided by checkpoint and config together; {mend}")
+    config = read_config(arguments.config)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed logs from its import on
+            import deepspeed  # noqa: F401
+
+        from ds_reshard.hosts.deepspeed.preflight import Coming, factory_of, forecast
+    except ImportError as error:
+        mend = "run this in the job's own environment"
+        raise ConfigError(f"DeepSpeed: what it makes of the config is its own to say: {error}; {mend}") from error
+    model = factory_of(arguments.model) if arguments.model is not None else None
+    sizes = {name: getattr(arguments, name) for name in ("world", "nodes", "tp", "pp", "ep")}
+    _ask(arguments.flags or ())
+    try:
+        made = forecast(arguments.checkpoint, Coming(config=config, model=model, **sizes), tag=arguments.tag)
+    finally:
+        policy_sources.forget()
+    made = with_folder(made, arguments.checkpoint, tag=arguments.tag, deep=arguments.deep)
+    rates, why = _rates(arguments)
+    notes = (*made.notes, *why)
+    return replace(made, rates=rates, notes=notes, bandwidth=arguments.bandwidth * 1e9)
+
+
+def _ask(flags: Sequence[str]) -> None:
+    """The resume policy of the script's flags; those that are the script's own are passed over."""
+    parser = argparse.ArgumentParser(prog="--", add_help=False, allow_abbrev=False)
+    dests, adopted = policy_sources.define(parser)
+    given, _ = parser.parse_known_args(list(flags))
+    policy_sources.ask(policy_sources.given(given, dests, adopted=adopted))
+
+
+def _rates(arguments: argparse.Namespace) -> tuple[ComingRun | None, tuple[str, ...]]:
+    """What `lr` says of the first updates."""
+    try:
+        return coming_run(arguments.checkpoint, arguments.config, tag=arguments.tag, steps=_STEPS), ()
+    except ReshardError as error:
+        return None, (f"learning rates are not foreseen: {_first(faults_of(error))}",)
+
+
+def _first(faults: Sequence[Fault]) -> str:
+    return faults[0].line()
+
+
+def render_forecast(made: Forecast, console: Console) -> None:
+    """The verdict, the reasons, what the load takes from where, the rates, the cost, and what is not known."""
+    line(console, made.verdict, "bold green" if made.loads else "bold red")
+    for number, fault in enumerate(made.faults):
+        if number:
+            line(console, fault.line(), "red")
+        line(console, f"  to mend: {fault.mend}")
+    for fault in made.folder:
+        line(console, f"this load does not meet: {fault.line()}", "yellow")
+    if made.pickles:
+        line(console, made.pickles)
+    if made.report is not None:
+        values = table("Values", "", "checkpoint", "this run", "used", "because of")
+        for row in made.report.shown():
+            values.add_row(*map(Text, map(printable, row)))
+        put(console, values)
+        for warning in made.report.warnings:
+            line(console, warning, "yellow")
+    if made.batch:
+        batch = table("Batch", "", "checkpoint", "this run")
+        for name, told in made.batch.items():
+            batch.add_row(name, *("-" if value is None else str(value) for value in told))
+        put(console, batch)
+    if made.rates is not None:
+        _render_rates(made.rates, console)
+    if made.costs:
+        _render_costs(made, console)
+    for note in made.notes:
+        line(console, f"note: {note}", "dim")
+
+
+def _render_rates(rates: ComingRun, console: Console) -> None:
+    for curve in rates.curves:
+        for part, numbers in enumerate(rates.groups if curve.unknown is None else ()):
+            told = ", ".join(f"{rate:.6g}" for rate in curve.rates[part])
+            line(console, f"learning rate, param groups {', '.join(map(str, numbers))}: {curve.title}: {told}, ...")
+    for why in dict.fromkeys(curve.unknown for curve in rates.curves if curve.unknown is not None):
+        line(console, f"learning rate: not known: {why}", "yellow")
+
+
+def _render_costs(made: Forecast, console: Console) -> None:
+    costs = table("Cost", "rank", "reads", "files", "optimizer holds", "weights")
+    for cost in made.costs:
+        cells = (size(cost.read_nbytes), str(len(cost.files)), size(cost.optimizer_nbytes), size(cost.weights_nbytes))
+        costs.add_row(str(cost.rank), *cells)
+    put(console, costs)
+    line(
+        console,
+        f"a node of {-(-made.world // made.nodes)} ranks reads {size(made.node_nbytes)}: {made.seconds:.3g} s at "
+        f"{made.bandwidth / 1e9:g} GB/s; buffers of at most {size(made.buffer_nbytes)} a rank beside what is held",
+    )

@@ -1,0 +1,332 @@
+"""Whether a checkpoint will load into a run of DeepSpeed that is still to come: what a load decides, decided before.
+
+The functions that decide are those of a load (`load.py`); they are given the engine of the coming run, foreseen, for
+one rank after the other. What other ranks find in the shards that they open is found here in all shards.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, cast
+
+from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force
+from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReshardError, UnsupportedLayout, faults_of
+from ds_reshard.formats.zero.checkpoint import ALONE, ZeroCheckpoint
+from ds_reshard.formats.zero.model_states import section
+from ds_reshard.hosts.deepspeed import resume_values
+from ds_reshard.hosts.deepspeed.entries import Request
+from ds_reshard.hosts.deepspeed.find_checkpoint import Found, look
+from ds_reshard.hosts.deepspeed.foreseen import (
+    ComingEngine,
+    ComingModel,
+    cast_model,
+    filled,
+    given_model,
+    kind_of,
+    no_model,
+    parsed,
+    saved_model,
+)
+from ds_reshard.hosts.deepspeed.load import Decision, foresee
+from ds_reshard.hosts.deepspeed.move import counters, group_values
+from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, prepare
+from ds_reshard.hosts.deepspeed.settings import SECTION, parse_settings
+from ds_reshard.operations.forecast import Forecast, RankCost, shown_files
+from ds_reshard.operations.ranks import Place, Steps
+from ds_reshard.resume.report import ResumeReport, Row
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+_MOST_RANKS = 12
+_SCRIPTS = "the script's"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coming:
+    """The run that is asked about: its JSON, its ranks and nodes, and the model where one can be built."""
+
+    config: Mapping[str, object]
+    world: int
+    nodes: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    model: Callable[[], object] | None = None
+
+
+def forecast(path: str, coming: Coming, *, tag: str | None = None) -> Forecast:
+    """What a load of `path` will do in this run, who does it, and every reason why it cannot.
+
+    Needs DeepSpeed, whose own code reads the JSON; no GPU, no process group, and nothing of the model but its shapes.
+    What is wrong with checkpoint or run is the answer, and raises nothing.
+    """
+    made = _Forecasting(path, coming, tag)
+    try:
+        made.decide()
+    except ReshardError as error:
+        made.faults += faults_of(error)
+    return made.answer()
+
+
+class _Forecasting:
+    """One answer: what was found so far, and what is wrong."""
+
+    def __init__(self, path: str, coming: Coming, tag: str | None) -> None:
+        self.coming, self.tag = coming, tag
+        self.request = Request(
+            load_dir=path,
+            tag=tag or "",
+            strict=True,
+            optimizer=True,
+            scheduler=True,
+            module_only=False,
+            custom_load_fn=None,
+        )
+        self.notes: list[str] = []
+        self.faults: list[Fault] = []
+        self.costs: list[RankCost] = []
+        self.config: dict[str, object] = dict(coming.config)
+        self.ds: DeepSpeedConfig | None = None
+        self.checkpoint: ZeroCheckpoint | None = None
+        self.loader, self.buffer_nbytes = "", 0
+        self.report: ResumeReport | None = None
+        self._model: ComingModel | None = None
+
+    def answer(self) -> Forecast:
+        checkpoint, ds, coming = self.checkpoint, self.ds, self.coming
+        saved, batch = "", dict[str, tuple[object, object]]()
+        if checkpoint is not None:
+            universal = "universal, of " if checkpoint.listing.universal else ""
+            grid = checkpoint.grid._replace(dp=checkpoint.dp)
+            sizes = str(grid) if grid.tp * grid.pp * grid.ep > 1 else f"dp={grid.dp}"
+            saved = "another format" if checkpoint.foreign else f"{universal}ZeRO {checkpoint.stage}, {sizes}"
+        if ds is not None:
+            batch = _batch(ds, checkpoint.model.config if checkpoint is not None else {})
+        stage = f"ZeRO {int(ds.zero_optimization_stage)}, " if ds is not None else ""
+        return Forecast(
+            saved=saved,
+            run=f"{stage}dp={coming.world // (coming.tp * coming.pp)}",
+            loader=self.loader,
+            faults=tuple(dict.fromkeys(self.faults)),
+            report=self.report,
+            batch=batch,
+            costs=tuple(self.costs),
+            world=coming.world,
+            nodes=coming.nodes,
+            buffer_nbytes=self.buffer_nbytes,
+            notes=tuple(self.notes),
+        )
+
+    def decide(self) -> None:
+        """Everything that a load decides before it moves a byte, for some of its ranks."""
+        _refuse_sizes(self.coming)
+        settings = parse_settings(self.coming.config)
+        self.buffer_nbytes = settings.memory_nbytes
+        with in_force(PickleRules(frozenset(settings.trust) | rules_in_force().trusted)):
+            found = self._look(settings.names)
+            self.checkpoint = found.checkpoint
+            self._fill()
+            self.ds = parsed(self.config, self.coming.world)
+            if not found.tag and not found.faults:
+                raise _nothing(self.request.load_dir)
+            engine = self._engine(0)
+            decision, prepared = self._decided(engine, whole=True)
+            self.loader, _, unread = decision.loader.partition(", ")
+            if unread:
+                self.notes.append("its files are not read here: their structure is DeepSpeed's to check")
+            if prepared is None:
+                return
+            for rank in self._ranks():
+                other = engine if rank == 0 else self._engine(rank)
+                own = prepared if rank == 0 else self._decided(other, whole=False)[1]
+                if own is not None:
+                    self.costs.append(_cost(rank, other, decision, own))
+            self.report = _report(engine, decision, prepared)
+
+    def _look(self, names: str | None) -> Found:
+        """What rank 0 of the load will find; again by the load's own code, once there is an engine."""
+        universal = section(self.coming.config, "checkpoint").get("load_universal") is True
+        rules = parse_settings(self.coming.config).tensor_parallel
+        row = ALONE._replace(rules=rules)
+        return look(self.request.load_dir, self.tag, optimizer=True, universal=universal, names=names, row=row)
+
+    def _fill(self) -> None:
+        saved = self.checkpoint.model.config if self.checkpoint is not None else {}
+        self.config, auto = filled(self.coming.config, saved)
+        if auto:
+            self.notes.append(f'what is "auto" is taken as the saving run had it: {", ".join(auto)}')
+        ours = section(self.config, SECTION)
+        if section(ours, "reshard").get("device") == "cuda":  # is asked of the job's machine, not of this one
+            self.config[SECTION] = {**ours, "reshard": {**section(ours, "reshard"), "device": "auto"}}
+        if self.coming.model is None and self.checkpoint is not None:
+            optimizer = "" if section(self.config, "optimizer") else ", and so is the optimizer, which the JSON has not"
+            self.notes.append(f"the model is taken to be the one that was saved{optimizer}: --model compares another")
+
+    def _engine(self, rank: int) -> ComingEngine:
+        assert self.ds is not None
+        if self._model is None:
+            self._model = self._built()
+        place = Place(rank, self.coming.world)
+        return ComingEngine(self.ds, self.config, self.checkpoint, self._model, place)
+
+    def _built(self) -> ComingModel:
+        """The model that --model makes, without memory; where that fails, which is a fault, the one that was saved."""
+        import torch
+
+        assert self.ds is not None
+        dtype = kind_of(self.ds, self.config, self.checkpoint).dtype
+        if self.coming.model is not None:
+            try:
+                with torch.device("meta"):
+                    made = self.coming.model()
+                return cast_model(given_model(made), dtype)
+            except ReshardError as error:
+                self.faults += faults_of(error)
+            except Exception as error:  # of the factory, which is anybody's
+                said = " ".join(str(error).split())[:300] or "no message"
+                mend = "correct the factory: it is called on torch.device('meta'), and must not ask for a GPU"
+                self.faults.append(
+                    ConfigError.fault("--model", f"fails with {type(error).__name__}: {said}", mend=mend)
+                )
+        if self.checkpoint is None:
+            return no_model()
+        was, now = (
+            [section(one, name).get("enabled") is True for name in ("bf16", "fp16")]
+            for one in (self.checkpoint.model.config, self.config)
+        )
+        kept = dtype is None and was == now
+        return saved_model(self.checkpoint, None if kept else dtype or torch.float32)
+
+    def _decided(self, engine: ComingEngine, *, whole: bool) -> tuple[Decision, Prepared | None]:
+        """What a rank decides; where DeepSpeed loads, what it takes over is prepared all the same, to be told."""
+        as_engine = cast("DeepSpeedEngine", engine)
+        mine, found, decision = foresee(as_engine, self.request, self.tag, whole=whole)
+        if decision.loader != "DeepSpeed" or found.checkpoint is None:
+            return decision, decision.prepared
+        groups = SavedGroups(mine.live, found.checkpoint, mine.grid)
+        assert decision.resume is not None
+        request = decision.resume.request
+        try:
+            return decision, prepare(as_engine, mine.live, mine.grid, found.checkpoint, groups, request, mine.settings)
+        except ReshardError as error:
+            self.notes.append(f"what DeepSpeed takes over is not told: {str(error).splitlines()[0]}")
+            return decision, None
+
+    def _ranks(self) -> list[int]:
+        """The first node's ranks, some of them where they are many, and the last rank of all."""
+        a_node = -(-self.coming.world // self.coming.nodes)
+        return sorted({*range(0, a_node, -(-a_node // _MOST_RANKS)), self.coming.world - 1})
+
+
+def _refuse_sizes(coming: Coming) -> None:
+    product = coming.tp * coming.pp
+    if coming.world % product or (coming.world // product) % coming.ep:
+        what = f"{coming.world} ranks cannot be divided into tp={coming.tp}, pp={coming.pp}, ep={coming.ep}"
+        raise _config("--world", what, "give a multiple of tp x pp x ep")
+    if coming.nodes > coming.world:
+        raise _config("--nodes", f"{coming.nodes} nodes have {coming.world} ranks", "give at most as many as ranks")
+    asked = [name for name in ("tp", "pp", "ep") if getattr(coming, name) > 1]
+    if asked:
+        where = ", ".join(f"--{name}" for name in asked)
+        what = "which layers, rows and experts a rank of DeepSpeed has, its script says: that is not foreseen"
+        mend = "ask for the data-parallel ranks alone; docs/parallelism.md says what the load itself takes"
+        fault = UnsupportedLayout.fault(where, what, mend=mend)
+        raise UnsupportedLayout(f"{fault.line()}; {mend}", [fault])
+
+
+def _config(where: str, what: str, mend: str) -> ConfigError:
+    fault = ConfigError.fault(where, what, mend=mend)
+    return ConfigError(f"{fault.line()}; {mend}", [fault])
+
+
+def _nothing(path: str) -> CheckpointNotFound:
+    mend = "give the folder that was given to save_checkpoint, or --tag; the load would return None"
+    fault = CheckpointNotFound.fault(path, "holds no checkpoint that a load would find", mend=mend)
+    return CheckpointNotFound(f"{fault.line()}; {mend}", [fault])
+
+
+def factory_of(text: str) -> Callable[[], object]:
+    """The function that module:factory names."""
+    module, _, name = text.partition(":")
+    if not name or not re.fullmatch(r"[\w.]+", module):
+        raise _config("--model", f"{text!r} is not module:factory", "write --model my_project.model:build")
+
+    def build() -> object:
+        made: object = importlib.import_module(module)
+        for part in name.split("."):
+            made = getattr(made, part)
+        return cast(Callable[[], object], made)()
+
+    return build
+
+
+def _batch(ds: DeepSpeedConfig, saved: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    """Global batch, micro batch and accumulation: as DeepSpeed computes them, and as the saved JSON says."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    return {name: (saved.get(name), getattr(ds, name)) for name in names}
+
+
+def _cost(rank: int, engine: ComingEngine, decision: Decision, prepared: Prepared) -> RankCost:
+    """Bytes and files that one rank reads, and what its engine holds."""
+    live, wants, listing = prepared.live, prepared.wants, prepared.checkpoint.listing
+    masters = sum(buffer.fp32.numel() * 4 for buffer in live.buffers) if live is not None else 0
+    types = {placement.buffer: placement.dtype for placement in wants.placements.values()}
+    states = sum(numel * types[buffer].itemsize for buffer, numel in wants.sizes.items())
+    weights = sum(
+        prod(getattr(param, "ds_tensor", param).shape) * param.element_size() for param in engine.module.parameters()
+    )
+    if decision.loader == "DeepSpeed":  # reads its files whole
+        files = [listing.model[rank if listing.partitioned_model else 0]]
+        files += [listing.optim[rank]] if rank in listing.optim and prepared.checkpoint.optim is not None else []
+        nbytes = sum(listing.nbytes[name] for name in files)
+    else:
+        files, nbytes = list(shown_files(prepared.plan.files)), prepared.plan.nbytes
+    return RankCost(
+        rank=rank, read_nbytes=nbytes, files=tuple(files), optimizer_nbytes=masters + states, weights_nbytes=weights
+    )
+
+
+def _report(engine: ComingEngine, decision: Decision, prepared: Prepared) -> ResumeReport | None:
+    """The table of the load, by the code that makes it, of the values that the load takes over."""
+    resume, live, values = decision.resume, prepared.live, prepared.values
+    if resume is None:
+        return None
+    as_engine = cast("DeepSpeedEngine", engine)
+    if live is None or live.stage != 0:
+        counters(as_engine, prepared, resume.request)
+    if live is not None and values is not None:
+        for group, hyper in zip(live.groups, group_values(live, values), strict=True):
+            group.update({name: value for name, value in hyper.items() if name != "params"})
+        if "clip_grad" in values.extras and hasattr(engine.optimizer, "clip_grad") and live.kind != "zero3":
+            vars(engine.optimizer)["clip_grad"] = values.extras["clip_grad"]
+    if live is not None and live.stage == 0:
+        counters(as_engine, prepared, resume.request)
+    resume.apply(Steps())
+    if resume.proof is not None and decision.loader == "ds_reshard":
+        resume.proof = "each tensor is proved by the load"
+        resume.note()
+    made = resume_values.report(as_engine, resume_values.own_values(as_engine), None)
+    saved = values.groups if values is not None else {}
+    rows = tuple(_as_far_as_known(row, engine, decision, saved) for row in made.rows)
+    unknown = engine.scripts_optimizer or engine.scripts_scheduler
+    warnings = [one for one in made.warnings if one != resume_values.UNHOOKED]
+    return replace(made, rows=rows, warnings=tuple(one for one in warnings if not (unknown and "learning rate" in one)))
+
+
+def _as_far_as_known(row: Row, engine: ComingEngine, decision: Decision, saved: Mapping[int, object]) -> Row:
+    """A row without what only the script knows: what its optimizer and its scheduler begin with."""
+    group, _, name = row.name.removeprefix("group ").partition(": ") if row.name.startswith("group ") else ("", "", "")
+    by_scheduler = engine.scripts_scheduler and name in resume_values.SCHEDULED - {"weight_decay"}
+    if not name or not (engine.scripts_optimizer or by_scheduler):
+        return row
+    assert decision.resume is not None
+    policy = decision.resume.policy
+    taken = policy.takes(name) or (name in resume_values.SCHEDULED and policy.schedule_is_this_runs)
+    taken = taken or not policy.loads_masters or int(group) not in saved
+    return replace(row, this_run=_SCRIPTS, used=_SCRIPTS if taken else row.used)

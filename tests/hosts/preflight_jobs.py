@@ -1,0 +1,64 @@
+"""What a load really does, told in the words of a forecast: who loads, or what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jobs
+import torch
+from cases import Model, Run
+
+
+@contextlib.contextmanager
+def _watched(loaders: list[str]) -> Iterator[None]:
+    from ds_reshard.hosts.deepspeed import load
+
+    names = {"_load_directly": "ds_reshard", "_by_deepspeed": "DeepSpeed"}
+    kept = {name: getattr(load, name) for name in names}
+
+    def watch(name: str) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            loaders.append(names[name])
+            return kept[name](*args, **kwargs)
+
+        return watched
+
+    for name in names:
+        setattr(load, name, watch(name))
+    try:
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(load, name, function)
+
+
+def outcome(
+    run: Run, model: Model, folder: str, tag: str | None = None, flags: tuple[str, ...] = (), more: int = 0
+) -> dict[str, Any]:
+    """Build the run as its script does, load, and say what came of it."""
+    import argparse
+
+    import ds_reshard
+    from ds_reshard.resume import policy_sources
+
+    loaders: list[str] = []
+    policy_sources.forget()
+    try:
+        engine = jobs.build(run, model, seed=99)
+    except (AssertionError, ValueError) as error:
+        return {"faults": {("ConfigError", "DeepSpeed config")}, "loader": "", "text": str(error)}
+    try:
+        if flags:
+            ds_reshard.add_arguments(argparse.ArgumentParser()).parse_args(list(flags))
+        with ds_reshard.install("deepspeed"), _watched(loaders):
+            path, _ = engine.load_checkpoint(folder, tag=tag)
+    except ds_reshard.ReshardError as error:
+        return {"faults": {(f.error, f.where) for f in error.faults}, "loader": "", "text": str(error)}
+    finally:
+        policy_sources.forget()
+    if path is None:
+        return {"faults": {("CheckpointNotFound", folder)}, "loader": "", "text": "nothing was loaded"}
+    report = ds_reshard.last_report() if torch.distributed.get_rank() == 0 else None
+    return {"faults": set(), "loader": loaders[-1], "report": report.to_json() if report is not None else None}

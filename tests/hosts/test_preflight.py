@@ -1,0 +1,338 @@
+"""What preflight says of a checkpoint and a run, and what the load then does: they agree, errors included.
+
+Nothing of the run is there when preflight answers: no process group, no model but the one that was saved, or one on the
+meta device. The load is that of real engines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import Model, Run, ds_config
+from saves import UNIVERSAL, Saves, Universals
+
+from ds_reshard.cli.main import main
+
+pytestmark = pytest.mark.distributed
+
+TWO = Model(groups=2, frozen=True, batchnorm=True)
+TIED = Model(optimizer="amsgrad", tied=True)
+PLAIN = Model()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A checkpoint and a run: `loader` loads it, or `refused` is the error's class."""
+
+    saved: Run
+    run: Run
+    loader: str = "ds_reshard"
+    refused: str = ""
+    model: Model = TWO
+    other: Model | None = None
+    flags: tuple[str, ...] = ()
+    section: dict[str, Any] = field(default_factory=dict)
+    universal: bool = False
+    harm: Callable[[Path], None] | None = None
+    tag: str | None = None
+    name: str = ""
+
+    def __str__(self) -> str:
+        parts = [f"{self.saved}-to-{self.run}", self.name, *self.flags]
+        return "-".join(filter(None, parts)) + (f"-{self.refused}" if self.refused else f"-{self.loader}")
+
+    @property
+    def coming(self) -> Run:
+        more = {"ds_reshard": self.section} if self.section else {}
+        return Run(self.run.stage, self.run.dp, self.run.dtype, self.run.options, {**self.run.config, **more})
+
+
+def _change(name: str, text: bytes = b"") -> Callable[[Path], None]:
+    """Cut a file in half, or write other bytes over it."""
+
+    def harm(folder: Path) -> None:
+        path = min(folder.glob(f"*/{name}"))
+        path.write_bytes(text or path.read_bytes()[: path.stat().st_size // 2])
+
+    return harm
+
+
+def _copied(name: str, over: str) -> Callable[[Path], None]:
+    return lambda folder: (
+        next(folder.glob(f"*/{over}")).write_bytes(next(folder.glob(f"*/{name}")).read_bytes()) and None
+    )
+
+
+def _drop(name: str) -> Callable[[Path], None]:
+    return lambda folder: next(folder.glob(f"*/{name}")).unlink()
+
+
+ROUND, ALIGNED = {"round_robin_gradients": True}, {"parameter_alignment": True}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+MODEL_0 = "*mp_rank_00_model_states.pt"
+OPTIM_0, OPTIM_1 = (f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))
+PAIRS = [
+    # every stage into every other, another number of ranks
+    *(
+        Pair(Run(a, 2), Run(b, 1 + n % 3), model=(TWO, TIED, PLAIN)[n % 3], name="pairs")
+        for n, (a, b) in enumerate((a, b) for a in (1, 2, 3, "bf16", 0) for b in (1, 2, 3, "bf16", 0))
+        if not (a == b and 1 + n % 3 == 2) and (a, b) != (0, 0)
+    ),
+    # the same layout, which DeepSpeed loads itself, and what only looks the same
+    *(Pair(Run(stage, 2), Run(stage, 2), "DeepSpeed", model=TIED) for stage in (1, 2, 3, "bf16", 0)),
+    Pair(Run(0, 2), Run(0, 3), "DeepSpeed", model=TIED),
+    Pair(Run(2, 2), Run(2, 2), section={"reshard": {"always": True}}, name="always"),
+    Pair(Run(2, 2), Run(2, 2), section={"reshard": {"verify": "fingerprint"}}, name="proved"),
+    Pair(Run(2, 2), Run(2, 2), "DeepSpeed", section={"enabled": False}, name="disabled"),
+    Pair(Run(2, 2, options=ROUND), Run(2, 2)),
+    Pair(Run(2, 2), Run(2, 2, options=ROUND)),
+    Pair(Run(2, 2, options=ROUND), Run(2, 2, options=ROUND), "DeepSpeed"),
+    Pair(Run(1, 3, options=ROUND), Run(2, 2, options=ROUND)),
+    Pair(Run(1, 2), Run(1, 2, options=ALIGNED)),
+    Pair(Run(1, 2, options=ALIGNED), Run(1, 2, options=ALIGNED), "DeepSpeed"),
+    Pair(Run(1, 2, options={"elastic_checkpoint": True}), Run(1, 2)),
+    Pair(Run(3, 2, options={"sub_group_size": 60}), Run(3, 2)),
+    Pair(Run(3, 2, options={"sub_group_size": 60}), Run(3, 2, options={"sub_group_size": 60}), "DeepSpeed"),
+    Pair(Run(2, 2, options=OFFLOAD), Run(3, 3, options=OFFLOAD)),
+    # another precision
+    Pair(Run(2, 2), Run(2, 2, dtype="fp32"), model=PLAIN),
+    Pair(Run(1, 2, dtype="fp32"), Run(3, 1), model=PLAIN),
+    Pair(Run(3, 2, dtype="fp32"), Run(3, 2, dtype="fp32"), "DeepSpeed", model=PLAIN),
+    # the resume policy
+    *(
+        Pair(Run(2, 2), Run(1, 1 + n % 2), flags=(flag,), model=PLAIN)
+        for n, flag in enumerate(("--override-opt-param-scheduler", "--no-load-lr-state", "--no-load-optim"))
+    ),
+    Pair(Run(2, 2), Run(2, 2), "DeepSpeed", flags=("--override-opt-param-scheduler",), model=PLAIN),
+    Pair(Run(2, 2), Run(2, 2), flags=("--load-masters-only",), model=PLAIN),
+    Pair(Run(2, 2), Run(1, 1), flags=("--override-optim-hparams", "betas,eps"), model=PLAIN),
+    Pair(Run(2, 2), Run(1, 1), flags=("--finetune",), model=PLAIN),
+    Pair(Run(2, 2), Run(1, 1), flags=("--reset-iteration",), model=PLAIN),
+    Pair(Run(2, 2), Run(1, 1), refused="ConfigError", flags=("--reset-dataloader",), model=PLAIN),
+    Pair(Run(2, 2), Run(1, 1), refused="ConfigError", flags=("--override-optim-hparams", "nothing"), model=PLAIN),
+    Pair(Run(2, 2), Run(1, 1), refused="UnsupportedLayout", flags=("--strict-opt-param-scheduler",), model=PLAIN),
+    Pair(Run(2, 2), Run(1, 1), section={"resume": {"scheduler": "override"}}, model=PLAIN, name="json"),
+    Pair(Run(2, 2), Run(1, 1), refused="ConfigError", section={"resume": {"scheduler": "mine"}}, model=PLAIN),
+    Pair(Run(2, 2), Run(1, 1), refused="ConfigError", section={"reshard": {"thread": 2}}, model=PLAIN),
+    # another model
+    Pair(Run(2, 2), Run(1, 1), refused="ModelMismatch", model=PLAIN, other=Model(extra=True)),
+    Pair(Run(2, 2), Run(2, 2), "DeepSpeed", model=PLAIN, other=PLAIN, name="its own model"),
+    Pair(Run(3, 2), Run(3, 1), refused="ModelMismatch", model=PLAIN, other=Model(frozen=True)),
+    Pair(Run(2, 2), Run(1, 1), refused="ModelMismatch", model=PLAIN, other=Model(optimizer="sgd")),
+    Pair(Run(2, 2), Run(1, 1), refused="ParamGroupMismatch", model=TWO, other=Model(frozen=True, batchnorm=True)),
+    # damaged, incomplete or mixed
+    Pair(Run(2, 2), Run(1, 1), refused="CheckpointDamaged", harm=_change(OPTIM_1), name="cut"),
+    Pair(Run(2, 2), Run(2, 2), refused="CheckpointDamaged", harm=_change(OPTIM_1), name="cut"),
+    Pair(Run(3, 2), Run(2, 3), refused="CheckpointDamaged", harm=_change(MODEL_0), name="cut"),
+    Pair(Run(2, 2), Run(1, 3), refused="CheckpointDamaged", harm=_drop(OPTIM_1), name="incomplete"),
+    Pair(Run(2, 2), Run(1, 3), refused="CheckpointNotFound", tag="nothing", name="tag"),
+    Pair(Run(2, 2), Run(1, 1), harm=_change(OPTIM_1), flags=("--no-load-optim",), model=PLAIN, name="unread"),
+    Pair(Run(1, 2), Run(1, 3), refused="CheckpointDamaged", harm=_copied(OPTIM_0, OPTIM_1), name="copied"),
+    # universal checkpoints
+    Pair(Run(2, 2), Run(1, 3), universal=True, model=PLAIN, name="universal"),
+    Pair(Run(2, 2), Run(3, 2, config=UNIVERSAL), universal=True, model=PLAIN, name="universal"),
+    Pair(Run(2, 2), Run(2, 2, config=UNIVERSAL), universal=True, model=PLAIN, name="universal"),
+    # a JSON that DeepSpeed refuses
+    Pair(Run(2, 2), Run(2, 2, config={"train_batch_size": 13}), refused="ConfigError", model=PLAIN, name="batch"),
+    Pair(Run(2, 2), Run(2, 2, options={"stage3": 1}), refused="ConfigError", model=PLAIN, name="key"),
+    # an optimizer and a scheduler of the JSON
+    Pair(Run(2, 2), Run(1, 1), section={"resume": {"scheduler": "reset"}}, model=PLAIN, name="json"),
+]
+
+
+@pytest.fixture(scope="session")
+def foreseen() -> Any:
+    """The forecast's own modules: importing DeepSpeed takes a while."""
+    torch.set_num_threads(1)
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    from ds_reshard.hosts.deepspeed import preflight
+
+    return preflight
+
+
+def _folder(pair: Pair, saves: Saves, universals: Universals, tmp_path: Path) -> Path:
+    folder, _ = (universals if pair.universal else saves)(pair.saved, pair.model)
+    if pair.harm is None:
+        return folder
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    pair.harm(copy)
+    return copy
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_preflight_says_what_the_load_does(
+    worlds: Any, saves: Saves, universals: Universals, foreseen: Any, tmp_path: Path, pair: Pair
+) -> None:
+    """Who loads, or which errors of which files; and the table of values to the last row."""
+    folder = _folder(pair, saves, universals, tmp_path)
+    said = _forecast(foreseen, pair, folder)
+    real = worlds[pair.run.dp].run(
+        "preflight_jobs.outcome",
+        run=pair.coming,
+        model=pair.other or pair.model,
+        folder=str(folder),
+        tag=pair.tag,
+        flags=pair.flags,
+    )[0]
+    assert {(fault.error, fault.where) for fault in said.faults} == real["faults"], (real.get("text"), said.faults)
+    assert (said.loader, next((fault.error for fault in said.faults), "")) == (
+        ("", pair.refused) if pair.refused else (pair.loader, "")
+    )
+    if not pair.refused:
+        assert said.loader == real["loader"]
+        assert (said.report is None) is (pair.section == {"enabled": False})
+        if said.report is not None:
+            _same_table(said.report.to_json(), real["report"], whole="elastic_checkpoint" not in pair.saved.options)
+
+
+def _forecast(foreseen: Any, pair: Pair, folder: Path) -> Any:
+    import argparse
+
+    from ds_reshard.resume import policy_sources
+
+    model = None
+    if pair.other is not None:
+        import jobs
+
+        def model() -> Any:
+            net = jobs.Net(pair.other)
+            return net, jobs._optimizer(pair.other, jobs._groups(net, pair.other))
+
+    policy_sources.forget()
+    try:
+        if pair.flags:
+            parser = argparse.ArgumentParser()
+            dests, adopted = policy_sources.define(parser)
+            policy_sources.ask(policy_sources.given(parser.parse_args(list(pair.flags)), dests, adopted=adopted))
+        coming = foreseen.Coming(config=ds_config(pair.coming), world=pair.run.dp, model=model)
+        return foreseen.forecast(str(folder), coming, tag=pair.tag)
+    finally:
+        policy_sources.forget()
+
+
+def _same_table(said: dict[str, Any], real: dict[str, Any], *, whole: bool) -> None:
+    """Every row is there, but those of groups that were not saved; what the script gives, preflight does not know."""
+    rows = {row["name"]: row for row in real["rows"] if row["name"] != "fingerprints"}
+    own = {row["name"]: row for row in said["rows"] if row["name"] != "fingerprints"}
+    assert list(own) == list(rows) if whole else set(own) < set(rows)
+    for name, mine in own.items():
+        theirs = rows[name]
+        for column in ("checkpoint", "this_run", "used", "because"):
+            if mine[column] != "the script's":
+                assert mine[column] == pytest.approx(theirs[column]), (mine, theirs)
+
+
+def test_the_command_answers_in_its_first_line(
+    saves: Saves, tmp_path: Path, capsys: pytest.CaptureFixture[str], foreseen: Any
+) -> None:
+    """0 and yes, 1 and no, with the table of values and the cost; nothing else on stdout."""
+    folder, _ = saves(Run(2, 2), PLAIN)
+    config = {"train_batch_size": 24, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    command = ["preflight", str(folder), "--config", str(tmp_path / "ds.json"), "--nodes", "2", "--world"]
+    assert main([*command, "8"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "yes: ds_reshard loads ZeRO 2, dp=2 as ZeRO 3, dp=8"
+    assert any(line.startswith("group 0: lr\t") for line in shown) and any(
+        "a node of 4 ranks reads" in s for s in shown
+    )
+    assert main([*command, "7"]) == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("no: ") and "train_batch_size is not equal" in shown[0]
+    assert main([*command, "8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["loads"] and [cost["rank"] for cost in told["cost"]["ranks"]] == [0, 1, 2, 3, 7]
+    assert told["batch"]["train_batch_size"] == {"checkpoint": 12, "run": 24}
+
+
+def test_flags_of_the_script_are_the_policy(saves: Saves, tmp_path: Path, capsys: Any, foreseen: Any) -> None:
+    """What follows -- is the script's command line: the resume flags in it hold, the others are its own."""
+    folder, _ = saves(Run(2, 2), PLAIN)
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 2}}))
+    command = ["preflight", str(folder), "--config", str(tmp_path / "ds.json"), "--world", "4", "--json"]
+    assert main([*command, "--", "--epochs", "3", "--reset-iteration"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["report"]["rows"]}
+    assert (rows["iteration"]["used"], rows["iteration"]["because"]) == (0, "--reset-iteration")
+    assert main(command) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["report"]["rows"]}
+    assert rows["iteration"]["used"] == 3
+
+
+def _of_gpu() -> Any:
+    return torch.nn.Linear(3, 3, device="cuda")
+
+
+def _no_module() -> Any:
+    return {}
+
+
+BAD = [
+    # what is asked, the status, and what is said
+    ([], 2, "--config FILE"),
+    (["--config", "none.json"], 2, "cannot be read"),
+    (["--config", "megatron.yaml"], 2, "is not JSON"),
+    (["--config", "bert.json"], 1, "train_batch_size or train_micro_batch_size_per_gpu"),
+    (["--config", "ds.json", "--tp", "3"], 1, "4 ranks cannot be divided into tp=3"),
+    (["--config", "ds.json", "--nodes", "9"], 1, "9 nodes have 4 ranks"),
+    (["--config", "ds.json", "--pp", "2"], 1, "that is not foreseen"),
+    (["--config", "ds.json", "--tag", "none"], 1, "has no tag 'none'"),
+    (["--config", "ds.json", "--model", "nothing"], 2, "is not module:factory"),
+    (["--config", "ds.json", "--model", "no_such_module:build"], 1, "No module named 'no_such_module'"),
+    (["--config", "ds.json", "--model", "test_preflight:_of_gpu"], 1, "--model: fails with"),
+    (["--config", "ds.json", "--model", "test_preflight:_no_module"], 1, "gives dict, and no torch.nn.Module"),
+]
+
+
+@pytest.mark.parametrize(("asked", "status", "said"), BAD, ids=lambda value: str(value)[:60])
+def test_what_cannot_be_asked_is_named(
+    saves: Saves,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    foreseen: Any,
+    asked: list[str],
+    status: int,
+    said: str,
+) -> None:
+    """Never a traceback; where a model cannot be built the rest is answered all the same."""
+    folder, _ = saves(Run(2, 2), PLAIN)
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 2}}))
+    Path("bert.json").write_text(json.dumps({"architectures": ["BertModel"], "hidden_size": 768}))
+    Path("megatron.yaml").write_text("language_model:\n  num_layers: 24\n")
+    assert main(["preflight", str(folder), "--world", "4", *asked]) == status
+    shown = capsys.readouterr()
+    first = (shown.err if status == 2 else shown.out).splitlines()[0]
+    assert said in first
+    assert ("iteration\t3" in shown.out) is ("--model" in asked and status == 1)
+
+
+def test_a_folder_that_is_none_or_cannot_be_read(tmp_path: Path, capsys: Any, foreseen: Any, monkeypatch: Any) -> None:
+    """It is named, in the verdict."""
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text(json.dumps({"train_batch_size": 8}))
+    Path("empty").mkdir()
+    command = ["--world", "4", "--config", "ds.json"]
+    for folder in ("empty", "nowhere"):
+        assert main(["preflight", folder, *command]) == 1
+        assert capsys.readouterr().out.startswith(f"no: ZeRO 0, dp=4: {folder}: ")
+    scandir = os.scandir
+
+    def refuse(path: Any = ".") -> Any:
+        if str(path).endswith("empty"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert main(["preflight", "empty", *command]) == 1
+    assert "Permission denied" in capsys.readouterr().out.splitlines()[0]
