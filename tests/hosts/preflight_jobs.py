@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import jobs
+import resume_jobs
 import torch
 from cases import Model, Run
+from grid_cases import Grid
+from resume_jobs import Setup
 
 
 @contextlib.contextmanager
@@ -35,10 +38,16 @@ def _watched(loaders: list[str]) -> Iterator[None]:
 
 
 def outcome(
-    run: Run, model: Model, folder: str, tag: str | None = None, flags: tuple[str, ...] = (), more: int = 0
+    run: Run | Setup | Grid,
+    folder: str,
+    model: Model | None = None,
+    tag: str | None = None,
+    flags: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Build the run as its script does, load, and say what came of it."""
     import argparse
+
+    import grid_jobs
 
     import ds_reshard
     from ds_reshard.resume import policy_sources
@@ -46,8 +55,13 @@ def outcome(
     loaders: list[str] = []
     policy_sources.forget()
     try:
-        engine = jobs.build(run, model, seed=99)
-    except (AssertionError, ValueError) as error:
+        if isinstance(run, Setup):
+            engine = resume_jobs.make(run, seed=99)
+        elif isinstance(run, Grid):
+            engine = grid_jobs.build(run)
+        else:
+            engine = jobs.build(run, model or Model(), seed=99)
+    except (AssertionError, TypeError, ValueError) as error:
         return {"faults": {("ConfigError", "DeepSpeed config")}, "loader": "", "text": str(error)}
     try:
         if flags:

@@ -59,18 +59,10 @@ def make(setup: Setup, seed: int = 7) -> Any:
         group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
     groups = both if setup.groups == 2 else [{**both[0], "params": [p for _, p in named]}]
     groups = groups[::-1] if setup.exchanged else groups
-    config = ds_config(setup.run)
-    config["gradient_clipping"] = setup.clip
-    if setup.policy:
-        config["ds_reshard"] = {**config.get("ds_reshard", {}), "resume": setup.policy}
-    given: dict[str, Any] = {}
+    config, given = config_of(setup), dict[str, Any]()
     if setup.json:
-        params = {"lr": setup.lr, "weight_decay": setup.weight_decay, "betas": list(setup.betas), "eps": setup.eps}
-        config["optimizer"] = {"type": "AdamW", "params": {**params, "torch_adam": True}}
-        if setup.scheduler is not None and setup.scheduler[0] in ("CosineAnnealingLR",):
+        if setup.scheduler is not None and "scheduler" not in config:
             given["lr_scheduler"] = lambda optimizer: client_scheduler(optimizer, *setup.scheduler)
-        elif setup.scheduler is not None:
-            config["scheduler"] = {"type": setup.scheduler[0], "params": setup.scheduler[1]}
         given["model_parameters"] = groups
     else:
         given["optimizer"] = torch.optim.AdamW(groups, betas=setup.betas, eps=setup.eps)
@@ -79,6 +71,20 @@ def make(setup: Setup, seed: int = 7) -> Any:
     engine, *_ = deepspeed.initialize(model=net, config=config, dist_init_required=False, **given)
     jobs._STATE["engine"] = engine
     return engine
+
+
+def config_of(setup: Setup) -> dict[str, Any]:
+    """The DeepSpeed JSON of a setup."""
+    config = ds_config(setup.run)
+    config["gradient_clipping"] = setup.clip
+    if setup.policy:
+        config["ds_reshard"] = {**config.get("ds_reshard", {}), "resume": setup.policy}
+    if setup.json:
+        params = {"lr": setup.lr, "weight_decay": setup.weight_decay, "betas": list(setup.betas), "eps": setup.eps}
+        config["optimizer"] = {"type": "AdamW", "params": {**params, "torch_adam": True}}
+        if setup.scheduler is not None and setup.scheduler[0] not in ("CosineAnnealingLR",):
+            config["scheduler"] = {"type": setup.scheduler[0], "params": setup.scheduler[1]}
+    return config
 
 
 class Plateau(torch.optim.lr_scheduler.ReduceLROnPlateau):

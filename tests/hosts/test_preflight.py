@@ -14,12 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grid_jobs
 import pytest
 import torch
 from cases import Model, Run, ds_config
+from grid_cases import Grid
+from resume_jobs import Setup, config_of
 from saves import UNIVERSAL, Saves, Universals
 
 from ds_reshard.cli.main import main
+from ds_reshard.operations import convert
 
 pytestmark = pytest.mark.distributed
 
@@ -184,15 +188,17 @@ def test_preflight_says_what_the_load_does(
         tag=pair.tag,
         flags=pair.flags,
     )[0]
+    assert (said.report is None) is (bool(pair.refused) or pair.section == {"enabled": False})
+    _agree(said, real, pair.loader, pair.refused, whole="elastic_checkpoint" not in pair.saved.options)
+
+
+def _agree(said: Any, real: dict[str, Any], loader: str, refused: str, *, whole: bool = True) -> None:
     assert {(fault.error, fault.where) for fault in said.faults} == real["faults"], (real.get("text"), said.faults)
-    assert (said.loader, next((fault.error for fault in said.faults), "")) == (
-        ("", pair.refused) if pair.refused else (pair.loader, "")
-    )
-    if not pair.refused:
-        assert said.loader == real["loader"]
-        assert (said.report is None) is (pair.section == {"enabled": False})
+    assert next((fault.error for fault in said.faults), "") == refused
+    if not refused:
+        assert said.loader == real["loader"] == loader
         if said.report is not None:
-            _same_table(said.report.to_json(), real["report"], whole="elastic_checkpoint" not in pair.saved.options)
+            _same_table(said.report.to_json(), real["report"], whole=whole)
 
 
 def _forecast(foreseen: Any, pair: Pair, folder: Path) -> Any:
@@ -218,6 +224,107 @@ def _forecast(foreseen: Any, pair: Pair, folder: Path) -> Any:
         return foreseen.forecast(str(folder), coming, tag=pair.tag)
     finally:
         policy_sources.forget()
+
+
+WARMUP = Setup(json=True, groups=1, scheduler=("WarmupLR", {"warmup_max_lr": 0.01, "warmup_num_steps": 8}))
+COSINE = Setup(json=True, groups=1, scheduler=("WarmupCosineLR", {"warmup_num_steps": 4, "total_num_steps": 20}))
+ALONE = Setup(json=True, groups=1)
+TORCH = Setup(groups=1, scheduler=("CosineAnnealingLR", {"T_max": 40}))
+NEW = {"lr": 0.5, "weight_decay": 0.7, "eps": 1e-6}
+OF_JSON = [
+    # saved, what changes, the loader or the error; the optimizer and the schedule are the JSON's, all values are known
+    (WARMUP, {"run": Run(2, 2)}, "ds_reshard", ""),
+    (WARMUP, {**NEW, "scheduler": ("WarmupLR", {"warmup_max_lr": 0.5, "warmup_num_steps": 8})}, "DeepSpeed", ""),
+    *(
+        (saved, {**NEW, "run": run, "policy": {"scheduler": policy}}, "ds_reshard", "")
+        for saved in (WARMUP, COSINE, ALONE)
+        for run, policy in ((Run(3, 2), "override"), (Run(2, 1), "checkpoint"), (Run(1, 2), "reset"))
+    ),
+    (COSINE, {**NEW, "policy": {"scheduler": "override"}}, "DeepSpeed", ""),
+    (COSINE, {**NEW, "policy": {"scheduler": "strict"}}, "", "ScheduleMismatch"),
+    (COSINE, {"policy": {"scheduler": "strict"}}, "DeepSpeed", ""),
+    (ALONE, {**NEW, "policy": {"optimizer": "skip"}}, "ds_reshard", ""),
+    (ALONE, {**NEW, "policy": {"hyperparameters": ["lr", "eps"]}}, "DeepSpeed", ""),
+    (WARMUP, {"policy": {"hyperparameters": ["lr"]}}, "", "ConfigError"),
+    (ALONE, {"scheduler": WARMUP.scheduler}, "", "ModelMismatch"),
+    (TORCH, {"json": True, "scheduler": WARMUP.scheduler}, "", "ModelMismatch"),
+    (WARMUP, {"scheduler": ("WarmupLR", {"warm_up": 3})}, "", "ConfigError"),
+]
+
+
+@pytest.mark.parametrize(("saved", "changed", "loader", "refused"), OF_JSON, ids=lambda value: str(value)[:90])
+def test_values_of_a_json_are_foreseen(
+    worlds: Any, kept: Any, foreseen: Any, saved: Setup, changed: dict[str, Any], loader: str, refused: str
+) -> None:
+    """Rates, decay and position of the first update, to the last row: nothing is the script's."""
+    folder, _ = kept(saved.but(run=Run(1, 1)))
+    coming = saved.but(**{"run": Run(1, 1), **changed})
+    said = foreseen.forecast(str(folder), foreseen.Coming(config=config_of(coming), world=coming.run.dp))
+    real = worlds[coming.run.dp].run("preflight_jobs.outcome", run=coming, folder=str(folder))[0]
+    _agree(said, real, loader, refused)
+    if said.report is not None:
+        assert not any("the script's" in (row.this_run, row.used) for row in said.report.rows if "lr" in row.name)
+
+
+FORMATS = [
+    *((kind, Run(stage, 2), "") for kind in ("dcp", "accelerate", "pytorch") for stage in (1, 3)),
+    ("dcp", Run("bf16", 1), ""),
+    ("safetensors", Run(2, 2), "UnsupportedLayout"),
+]
+
+
+@pytest.mark.parametrize(("kind", "run", "refused"), FORMATS, ids=str)
+def test_folders_of_other_formats(
+    worlds: Any, saves: Saves, foreseen: Any, tmp_path_factory: Any, kind: str, run: Run, refused: str
+) -> None:
+    """They load as DeepSpeed would have saved them, or what they do not hold is named."""
+    model = Model(groups=2, scheduler=False)
+    source, _ = saves(Run(2, 2), model)
+    folder = source.parent / f"{source.name}-{kind}"
+    if not folder.exists():
+        convert(str(source), str(folder), to=kind)
+    said = foreseen.forecast(str(folder), foreseen.Coming(config=ds_config(run), world=run.dp))
+    real = worlds[run.dp].run("preflight_jobs.outcome", run=run, model=model, folder=str(folder))[0]
+    _agree(said, real, "ds_reshard", refused)
+
+
+@pytest.mark.acts
+@pytest.mark.parametrize("run", [Run(1, 1), Run(2, 2)], ids=str)
+def test_a_checkpoint_that_acts_is_refused_before_the_job(
+    worlds: Any, saves: Saves, foreseen: Any, tmp_path: Path, run: Run
+) -> None:
+    """Whoever would load it: an entry of the model file that calls the shell."""
+    folder = tmp_path / "copy"
+    shutil.copytree(saves(Run(2, 2), PLAIN)[0], folder)
+    (path,) = folder.glob("*/mp_rank_00_model_states.pt")
+    entries = torch.load(path, weights_only=False)
+    torch.save({**entries, "note": _Acts()}, path)
+    said = foreseen.forecast(str(folder), foreseen.Coming(config=ds_config(run), world=run.dp))
+    real = worlds[run.dp].run("preflight_jobs.outcome", run=run, model=PLAIN, folder=str(folder))[0]
+    _agree(said, real, "", "UnsafePickle")
+
+
+class _Acts:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+def test_a_run_without_tensor_parallelism_of_what_several_such_ranks_saved(
+    worlds: Any, foreseen: Any, folders: Any
+) -> None:
+    """AutoTP's files say how they are divided; a run that divides, or a PipelineModule, is not foreseen."""
+    source, target = Grid("autotp", tp=2, dp=1, stage=1), Grid("autotp", dp=2, stage=2)
+    folder = str(folders(source))
+    said = foreseen.forecast(folder, foreseen.Coming(config=grid_jobs.config_of(target), world=2))
+    real = worlds[2].run("preflight_jobs.outcome", run=target, folder=folder)[0]
+    _agree(said, real, "ds_reshard", "")
+    divides = {**grid_jobs.config_of(target), "tensor_parallel": {"autotp_size": 2}}
+    for config in (divides, {**divides, "tensor_parallel": {}, "sequence_parallel_size": 2}):
+        said = foreseen.forecast(folder, foreseen.Coming(config=config, world=2))
+        assert [fault.error for fault in said.faults] == ["UnsupportedLayout"]
+    layers = str(folders(Grid("pipeline", pp=2, dp=1)))
+    said = foreseen.forecast(layers, foreseen.Coming(config=grid_jobs.config_of(target), world=2))
+    assert "PipelineModule" in said.verdict
 
 
 def _same_table(said: dict[str, Any], real: dict[str, Any], *, whole: bool) -> None:

@@ -115,7 +115,7 @@ def saved_model(checkpoint: ZeroCheckpoint, dtype: torch.dtype | None) -> Coming
         kept = dtype if dtype is not None and kept.is_floating_point else kept
         storage = (record.storage.path, record.byte_offset) if record.numel else name
         owner = saved.shared.get(name, name)
-        key: object = owner if name in tied or checkpoint.stage == 3 else storage
+        key: object = owner if name in tied or checkpoint.stage == 3 or checkpoint.foreign else storage
         if name in saved.buffer_names:
             _put(module, name, torch.empty(shapes[name], dtype=kept, device=_META))
             continue

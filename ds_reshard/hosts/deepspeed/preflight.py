@@ -131,6 +131,7 @@ class _Forecasting:
         with in_force(PickleRules(frozenset(settings.trust) | rules_in_force().trusted)):
             found = self._look(settings.names)
             self.checkpoint = found.checkpoint
+            self._refuse_divided()
             self._fill()
             self.ds = parsed(self.config, self.coming.world)
             if not found.tag and not found.faults:
@@ -155,6 +156,21 @@ class _Forecasting:
         rules = parse_settings(self.coming.config).tensor_parallel
         row = ALONE._replace(rules=rules)
         return look(self.request.load_dir, self.tag, optimizer=True, universal=universal, names=names, row=row)
+
+    def _refuse_divided(self) -> None:
+        """Where not every rank of the run has the same model, what each has is the script's to say."""
+        tensor = section(self.coming.config, "tensor_parallel").get("autotp_size", 0)
+        sequence = self.coming.config.get("sequence_parallel_size", 1)
+        checkpoint = self.checkpoint
+        found = {
+            "tensor_parallel.autotp_size of the JSON": isinstance(tensor, int) and tensor > 1,
+            "sequence_parallel_size of the JSON": sequence != 1,
+            "expert_parallel of the JSON": "expert_parallel" in self.coming.config,
+            "a PipelineModule's files": checkpoint is not None and bool(checkpoint.stages or checkpoint.listing.layers),
+            "the files of experts": checkpoint is not None and bool(checkpoint.listing.experts),
+        }
+        for what in (name for name, there in found.items() if there):
+            raise _not_foreseen(what)
 
     def _fill(self) -> None:
         saved = self.checkpoint.model.config if self.checkpoint is not None else {}
@@ -233,11 +249,14 @@ def _refuse_sizes(coming: Coming) -> None:
         raise _config("--nodes", f"{coming.nodes} nodes have {coming.world} ranks", "give at most as many as ranks")
     asked = [name for name in ("tp", "pp", "ep") if getattr(coming, name) > 1]
     if asked:
-        where = ", ".join(f"--{name}" for name in asked)
-        what = "which layers, rows and experts a rank of DeepSpeed has, its script says: that is not foreseen"
-        mend = "ask for the data-parallel ranks alone; docs/parallelism.md says what the load itself takes"
-        fault = UnsupportedLayout.fault(where, what, mend=mend)
-        raise UnsupportedLayout(f"{fault.line()}; {mend}", [fault])
+        raise _not_foreseen(", ".join(f"--{name}" for name in asked))
+
+
+def _not_foreseen(where: str) -> UnsupportedLayout:
+    what = "which layers, rows and experts a rank of DeepSpeed has, its script says: that is not foreseen"
+    mend = "start the run to know; docs/parallelism.md says what its load takes"
+    fault = UnsupportedLayout.fault(where, what, mend=mend)
+    return UnsupportedLayout(f"{fault.line()}; {mend}", [fault])
 
 
 def _config(where: str, what: str, mend: str) -> ConfigError:
