@@ -47,7 +47,9 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     """What is to be written: the format, and the options of each format."""
     parser.add_argument("--to", required=True, choices=FORMATS, metavar="FORMAT", help=", ".join(FORMATS))
     parser.add_argument(
-        "--names", metavar="FILE", help="JSON: each parameter's name and that in OUT, between nanotron and DeepSpeed"
+        "--names",
+        metavar="FILE",
+        help="JSON: each parameter's name and that in OUT; a name with a ( is a pattern: docs/convert.md",
     )
     sizes = parser.add_argument_group("zero1, zero2, zero3, bf16, dcp, accelerate, fsdp, nanotron")
     sizes.add_argument("--dp", type=count, metavar="N", help="data-parallel size (default: the saving run's)")

@@ -121,7 +121,8 @@ class Content:
     optimizer trains because they are no parameters, `beside` tensors that are not the model's, with the keys that lead
     to them. `records` are those of `buffers` and `beside` that lie in one piece in a file.
 
-    `ranks` is the number of processes that saved it, None where no file tells. `objects` are the values beside tensors
+    `ranks` is the number of processes that saved it, None where no file tells. `home` is what its own format made it
+    of, and knows more of than others have a place for. `objects` are the values beside tensors
     and optimizer: counters, the state of a scheduler of whatever kind, and what only one framework or script knows.
     `schedule` is the scheduler where it is a LambdaLR. `batch_size` is the global one. `faults` keep a run from going
     on from this; `notes` say what is otherwise here than in the files, and what is left out.
@@ -140,6 +141,7 @@ class Content:
     batch_size: int | None = None
     faults: tuple[Fault, ...] = ()
     notes: tuple[str, ...] = ()
+    home: object = None
 
     @property
     def tag(self) -> str:

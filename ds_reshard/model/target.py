@@ -62,7 +62,7 @@ class Asked:
     """What a conversion is to write; None is as it was saved.
 
     `tp`, `pp`, `zero_stage` and `like`, a checkpoint that shows how the coming run arranges its model, are of nanotron;
-    `names` is the path of a map of parameters' names, between nanotron and DeepSpeed.
+    `names` is the path of a map of parameters' names.
     """
 
     to: str

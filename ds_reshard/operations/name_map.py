@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from ds_reshard.errors import ConfigError, Fault, ModelMismatch, raise_faults
 from ds_reshard.model.content import SCHEDULER, Content, regrouped, regrouping_fault
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts
 
 _FORM = '{"name in the source": "name in the output"}, or a list of names for a parameter that is tied there'
+_PLACE = re.compile(r"\{(\w+)(?:([+-])([0-9]+))?\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameMap:
     """By the name in the source all names in the output: the first is the parameter's, the others are tied to it.
 
-    The order is that of the output's parameters, where the source does not tell it.
+    A name with a `(` is a pattern that stands for each name which it matches whole and which is in the map by no other
+    entry; in its values `{1}` is what its first group has matched, `{1+2}` and `{n-1}` that number and so many more or
+    less, `n` being the group's name. The order is that of the output's parameters, where the source does not tell it;
+    what patterns that follow each other match stands in the order of the source's param groups.
     """
 
     path: str
@@ -27,17 +33,18 @@ class NameMap:
 
     def faults(self, content: Content) -> Iterator[Fault]:
         """Names that the source has not, or has and the map has not, and names that several parameters would have."""
-        known = set(content.weights)
-        for name in sorted(set(self.names) - known):
+        known, given = set(content.weights), self.of(content)
+        yield from self._unmatched(content)
+        for name in sorted(set(given) - known):
             first = content.tied.get(name)
             what = "is in the map, and the source has no such parameter"
             if first is not None:
                 what = f"is in the map, and is another name of {first} in the source: name that one alone"
             yield self._fault(name, what, "a name of the source", ", ".join(sorted(known)[:4]))
-        for name in sorted(known - set(self.names)):
+        for name in sorted(known - set(given)):
             yield self._fault(name, "is in the source and not in the map", "every parameter", "no entry")
         givers: dict[str, list[str]] = {}
-        for name, others in sorted(self.names.items()):
+        for name, others in sorted(given.items()):
             for other in others:
                 givers.setdefault(other, []).append(name)
         for other, names in givers.items():
@@ -47,17 +54,46 @@ class NameMap:
     def _fault(self, where: str, what: str, expected: str, found: str) -> Fault:
         return ModelMismatch.fault(where, what, expected, found, mend=f"correct {self.path}")
 
+    def of(self, content: Content) -> dict[str, tuple[str, ...]]:
+        """The map with each pattern's names in its place."""
+        found: dict[str, tuple[str, ...]] = {}
+        groups = content.facts.groups if content.facts is not None else ()
+        order = dict.fromkeys((*(name for group in groups for name in group.members), *content.weights))
+        for is_pattern, entries in groupby(self.names.items(), lambda entry: "(" in entry[0]):
+            if not is_pattern:
+                found |= dict(entries)
+                continue
+            patterns = dict(entries)
+            for name in order:
+                match = next((m for p in patterns if name not in self.names and (m := re.fullmatch(p, name))), None)
+                if match is not None:
+                    found.setdefault(name, tuple(_filled(form, match) for form in patterns[match.re.pattern]))
+        return found
+
+    def _unmatched(self, content: Content) -> Iterator[Fault]:
+        """Patterns that match no name, and names that two match or of which one makes a number below 0."""
+        patterns = [pattern for pattern in self.names if "(" in pattern]
+        fitting = {
+            name: [p for p in patterns if re.fullmatch(p, name)] for name in content.weights if name not in self.names
+        }
+        for pattern in patterns:
+            if not any(pattern in found for found in fitting.values()):
+                yield self._fault(pattern, "is a pattern that no name of the source matches", "one or more", "none")
+        for name, found in fitting.items():
+            if len(found) > 1:
+                yield self._fault(name, "is matched by two patterns of the map", "one", " and ".join(map(repr, found)))
+        for name, others in self.of(content).items():
+            if any("\0" in other for other in others):
+                yield self._fault(name, "has no number there, or one below 0, in its new name", "a number", name)
+
     def applied(self, content: Content) -> Content:
         """The content under its new names, in the map's order; a name that is not in the map, or is taken, stays."""
         new: dict[str, str] = {}
         tied: dict[str, str] = {}
         taken: set[str] = set()
-        held = content.weights
-        for name in [
-            *(name for name in self.names if name in held),
-            *(name for name in held if name not in self.names),
-        ]:
-            others = [other for other in self.names.get(name, (name,)) if other not in taken] or [name]
+        held, given = content.weights, self.of(content)
+        for name in [*(name for name in given if name in held), *(name for name in held if name not in given)]:
+            others = [other for other in given.get(name, (name,)) if other not in taken] or [name]
             taken.update(others)
             new[name] = others[0]
             tied |= dict.fromkeys(others[1:], others[0])
@@ -87,15 +123,41 @@ class NameMap:
             faults=(*content.faults, *faults),
             buffers=frozenset(new.get(name, name) for name in content.buffers),
             records={new.get(name, name): record for name, record in content.records.items()},
-            notes=(*content.notes, *self._loosened(content, tied)),
+            notes=(*content.notes, *_loosened(content, given)),
         )
 
-    def _loosened(self, content: Content, tied: Mapping[str, str]) -> Iterator[str]:
-        """Names of tied parameters of which the map says no other."""
-        for name, first in content.tied.items():
-            given = self.names.get(first, ())
-            if len(given) == 1:
-                yield f"left out: {name}, in the source another name of {first}, which the map calls {given[0]} alone"
+
+def _loosened(content: Content, given: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """Names of tied parameters of which the map says no other."""
+    for name, first in content.tied.items():
+        others = given.get(first, ())
+        if len(others) == 1:
+            yield f"left out: {name}, in the source another name of {first}, which the map calls {others[0]} alone"
+
+
+def _filled(form: str, match: re.Match[str]) -> str:
+    """The form with what groups have matched; "\\0" where a number is asked for and none from 0 on is there."""
+
+    def put(place: re.Match[str]) -> str:
+        group, sign, more = place.groups()
+        text = match[int(group) if group.isdecimal() else group] or ""
+        if sign is None:
+            return text
+        number = int(text) + int(sign + more) if text.isdecimal() else -1
+        return str(number) if number >= 0 else "\0"
+
+    return _PLACE.sub(put, form)
+
+
+def _is_malformed(name: str, others: Sequence[str]) -> str:
+    """Why a pattern, or what it gives, cannot be; empty where it can."""
+    try:
+        pattern = re.compile(name)
+    except re.error as error:
+        return f"is no regular expression: {error}"
+    known = {*map(str, range(pattern.groups + 1)), *pattern.groupindex}
+    asked = {place[1] for other in others for place in _PLACE.finditer(other)} - known
+    return f"has no group {', '.join(sorted(asked))}" if asked else ""
 
 
 def _first(group: GroupFacts, order: Mapping[str, int]) -> int:
@@ -142,6 +204,8 @@ def read_name_map(path: str) -> NameMap:
         if not _are_names(others):
             faults.append(_unreadable(path, f"{name!r} has a value that is no name: {str(value)[:80]}"))
             others = []
+        if "(" in name and (why := _is_malformed(name, others)):
+            faults.append(_unreadable(path, f"the pattern {name!r} {why}"))
         names[name] = tuple(others)
     raise_faults(faults, subject="--names")
     digest = hashlib.sha256(json.dumps(list(names.items())).encode("utf-8")).hexdigest()

@@ -346,17 +346,18 @@ def test_what_is_not_there_is_not_found(tmp_path: Path, capsys: pytest.CaptureFi
     assert (status, shown.count("\n"), "Traceback" in shown) == (2, 1, False)
 
 
-def test_a_tensor_parallel_checkpoint_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A layout that is not read is one fault that names it; what its first files say is still told."""
+def test_parameters_whose_division_no_file_says_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is a fault; what the first files say is still told."""
     write_checkpoint(tmp_path, gpt_shapes(1, 4, 8), 2)
     folder = tmp_path / "global_step1000"
     entries = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)
     torch.save({**entries, "mp_world_size": 2}, folder / "mp_rank_00_model_states.pt")
-    shutil.copy(folder / "mp_rank_00_model_states.pt", folder / "mp_rank_01_model_states.pt")
-    for path in folder.glob("*_mp_rank_00_optim_states.pt"):
-        shutil.copy(path, folder / path.name.replace("_mp_rank_00", "_mp_rank_01"))
+    for path in [*folder.glob("*mp_rank_00_*.pt")]:
+        content = torch.load(path, weights_only=False)
+        torch.save(content, folder / path.name.replace("mp_rank_00", "mp_rank_01"))
     found = inspect(str(tmp_path))
-    assert lines(found) == ["global_step1000: saved with tensor parallelism"]
+    assert len(found.faults) == len(gpt_shapes(1, 4, 8))
+    assert all(fault.what == "nothing says how it is cut" for fault in found.faults)
     assert (found.stage, found.steps.global_steps) == (2, 1000)
     assert run(capsys, "inspect", tmp_path)[0] == 1
 

@@ -117,6 +117,32 @@ def _pipeline(grid: Grid) -> tuple[torch.nn.Module, Any]:
     return model, None
 
 
+class Plain(torch.nn.Module):
+    """The layers of the pipeline as a plain module, by other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = Embedding()
+        self.blocks = torch.nn.ModuleList([Block(100, True), Block(200), Block(300)])
+        self.norm = Norm(400)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return square(self)
+
+
+NAMES = {
+    "tied_modules\\.embed\\.(.*)": "embed.{1}",
+    "(?P<n>[12])\\.(.*)": "blocks.{n-1}.{2}",
+    "4\\.(.*)": "blocks.2.{1}",
+    "6\\.(.*)": "norm.{1}",
+}
+"""What the pipeline's parameters are called in `Plain`."""
+
+
+def _plain(grid: Grid) -> tuple[torch.nn.Module, Any]:
+    return Plain(), None
+
+
 def _tp_rank(model: Any) -> int:
     return int(model.mpu().get_slice_parallel_rank())
 
@@ -299,7 +325,7 @@ def _moe(grid: Grid) -> tuple[torch.nn.Module, Any]:
     return model, None
 
 
-_BUILD = {"moe": _moe, "pipeline": _pipeline, "autotp": _autotp, "mpu": _mpu, "cut": _mpu_cut}
+_BUILD = {"plain": _plain, "moe": _moe, "pipeline": _pipeline, "autotp": _autotp, "mpu": _mpu, "cut": _mpu_cut}
 
 
 def config_of(grid: Grid) -> dict[str, Any]:

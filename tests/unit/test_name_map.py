@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import pytest
+
+from ds_reshard.errors import ConfigError
 from ds_reshard.model.content import Content, Held, Schedule
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
-from ds_reshard.operations.name_map import NameMap
+from ds_reshard.operations.name_map import NameMap, read_name_map
 
 
 def test_groups_schedules_and_states_are_renamed_in_the_order_of_the_map() -> None:
@@ -29,3 +35,54 @@ def test_groups_schedules_and_states_are_renamed_in_the_order_of_the_map() -> No
     assert [group["base_lrs"] for group in made.schedule.groups] == [0.2, 0.1]
     origins = {(key.name, held.origin.name) for key, held in made.tensors.items()}
     assert origins == {("A", "a"), ("B", "b"), ("C", "c")}
+
+
+def _content(*groups: tuple[str, ...]) -> Content:
+    keys = [TensorKey(name=name, kind="weight") for group in reversed(groups) for name in group]
+    tensors = {key: Held(shape=(1,), dtype=ElementType.FLOAT32, origin=key) for key in keys}
+    facts = OptimizerFacts(groups=tuple(GroupFacts(members=group, hyperparameters={}) for group in groups))
+    return Content(folder="run", ranks=1, tensors=tensors, facts=facts)
+
+
+def test_patterns_name_layers_by_their_numbers_in_the_order_of_the_param_groups() -> None:
+    """DeepSpeed loads flat buffers by places: what patterns match keeps its place among the others."""
+    names = {
+        "embed.w": ("wte.weight", "head.weight"),
+        "(?P<n>\\d+)\\.att\\.(.*)": ("h.{n-1}.attention.{2}",),
+        "(\\d+)\\.mlp\\.w(\\d)": ("h.{1-1}.ffn.{2+10}.{1}",),
+        "last": ("ln",),
+    }
+    content = _content(("embed.w", "1.att.q", "1.mlp.w2", "10.att.q", "10.mlp.w2"), ("last",))
+    made = NameMap(path="map.json", names=names, digest="")
+    assert list(made.faults(content)) == []
+    assert made.applied(content).facts == OptimizerFacts(
+        groups=(
+            GroupFacts(
+                members=("wte.weight", "h.0.attention.q", "h.0.ffn.12.1", "h.9.attention.q", "h.9.ffn.12.10"),
+                hyperparameters={},
+            ),
+            GroupFacts(members=("ln",), hyperparameters={}),
+        )
+    )
+    assert made.applied(content).tied == {"head.weight": "wte.weight"}
+
+
+def test_a_name_of_its_own_goes_before_a_pattern() -> None:
+    made = NameMap(path="map.json", names={"(.*)": ("x.{1}",), "b": ("own",)}, digest="")
+    assert list(made.faults(_content(("a", "b")))) == []
+    assert made.of(_content(("a", "b"))) == {"a": ("x.a",), "b": ("own",)}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "text"),
+    [
+        ("(\\d+", "a", "is no regular expression"),
+        ("(\\d+)", "layer.{2}", "has no group 2"),
+        ("(?P<n>\\d+)", "layer.{m+1}", "has no group m"),
+    ],
+)
+def test_a_pattern_that_cannot_be_is_refused(tmp_path: Path, pattern: str, name: str, text: str) -> None:
+    file = tmp_path / "map.json"
+    file.write_text(json.dumps({pattern: name}))
+    with pytest.raises(ConfigError, match=text):
+        read_name_map(str(file))

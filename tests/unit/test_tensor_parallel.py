@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_reshard.formats.zero.rows import in_order
 from ds_reshard.formats.zero.tensor_parallel import Misfit, Rule, divided, divisions, rule_faults, rules_in
 from ds_reshard.model.layout import check_cover
 
@@ -216,3 +217,10 @@ def test_what_is_no_rule(rule):
 
 def test_rules_are_a_list():
     assert rule_faults("rules", {"parameters": "w"})
+
+
+def test_parameters_that_the_first_rank_lacks_stand_where_others_have_them() -> None:
+    """DeepSpeed loads a flat buffer by places: the order of a param group is that of the whole model."""
+    held = [["a", "c", "f"], ["a", "b", "c", "d", "e", "f"], ["b", "f", "g"], ["a", "c", "f"]]
+    assert in_order(held) == ["a", "b", "c", "d", "e", "f", "g"]
+    assert in_order([["b", "a"], ["b", "a"]]) == ["b", "a"]

@@ -158,6 +158,11 @@ class ZeroCheckpoint:
         return self.model.dp
 
     @property
+    def of_grid(self) -> bool:
+        """Whether it is made of the files of several stages, of experts, or of tensor-parallel ranks."""
+        return bool(self.stages or self.rows or self.listing.experts)
+
+    @property
     def stage(self) -> int:
         """The ZeRO stage of the saving run."""
         if self.listing.partitioned_model:

@@ -55,6 +55,7 @@ def content_of(checkpoint: ZeroCheckpoint) -> Content:
                     tensors[key] = Held(shape=layout[key].shape, dtype=layout[key].dtype, origin=key)
     entries, batch = model.entries, model.config.get("train_batch_size")
     kept = {name: value for name, value in entries.items() if name not in LAYOUT_ENTRIES and value is not None}
+    buffers = {name: model.module[name] for name in sorted(model.buffer_names & model.module.keys())}
     return Content(
         folder=checkpoint.listing.folder,
         ranks=checkpoint.dp,
@@ -62,19 +63,23 @@ def content_of(checkpoint: ZeroCheckpoint) -> Content:
         facts=facts,
         tied={name: first for name, first in firsts.items() if name != first},
         buffers=model.buffer_names,
+        records=buffers if checkpoint.of_grid else {},
         objects=dict(flattened(kept)),
         schedule=schedule_of(entries.get("lr_scheduler"), len(facts.groups)),
         batch_size=batch if type(batch) is int else None,
         notes=tuple(f"left out: the module's entry {name}, which is no tensor" for name in sorted(model.objects)),
+        home=checkpoint if checkpoint.of_grid else None,
     )
 
 
 def as_zero(content: Content) -> ZeroCheckpoint:
     """The content as DeepSpeed would have saved it with torch's own optimizer; its tensors lie in no file.
 
-    `optimizer_faults` says what a content lacks whose optimizer is wanted.
+    `optimizer_faults` says what a content lacks whose optimizer is wanted. One that was made of DeepSpeed's own files
+    keeps what they say of the run and of its optimizer: configuration, version, loss scale.
     """
     facts, weights = content.facts, content.weights
+    home = content.home if isinstance(content.home, ZeroCheckpoint) else None
     groups = tuple(map(_plain_group, facts.groups)) if facts is not None else ()
     module = OrderedDict((name, new_tensor(f"module/{name}", held.shape, held.dtype)) for name, held in weights.items())
     module.update((name, module[first]) for name, first in content.tied.items())
@@ -90,22 +95,29 @@ def as_zero(content: Content) -> ZeroCheckpoint:
         objects={},
         buffer_names=content.buffers,
         shared=dict(content.tied),
-        entries=_entries(content, module),
+        entries={**_entries(content, module), **_kept(home)},
         param_shapes=tuple({name: weights[name].shape for name in group.members if name in weights} for group in groups)
         if facts is not None
         else None,
         frozen_shapes={name: held.shape for name, held in weights.items() if name not in apart} if facts else {},
         frozen_fragments={},
         dp=content.ranks or 1,
-        version=VERSION,
+        version=home.model.version if home is not None else VERSION,
     )
+    prefix = home.listing.optim_prefix if home is not None else ""
     return ZeroCheckpoint(
-        listing=Listing(folder=content.folder, nbytes={}),
+        listing=Listing(folder=content.folder, nbytes={}, optim_prefix=prefix),
         model=model,
-        optim=None,
+        optim=home.optim if home is not None else None,
         facts=facts and OptimizerFacts(groups=groups, scalars=facts.scalars),
         layout=Layout(by_key(placements), {"content": 1}),
     )
+
+
+def _kept(home: ZeroCheckpoint | None) -> dict[str, object]:
+    """The entries of a run of DeepSpeed that follow from its configuration."""
+    entries = home.model.entries if home is not None else {}
+    return {key: entries[key] for key in ("ds_config", "ds_version") if key in entries}
 
 
 def read_as_zero(content: Content, layout: Layout, files: Mapping[str, int]) -> ZeroCheckpoint:

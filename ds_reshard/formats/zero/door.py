@@ -93,11 +93,12 @@ class OpenedZero(Checkpoint):
         return CheckpointDamaged.fault(f"parameter {key}", what, "the same bytes", found, mend=mend)
 
     def content(self) -> Content:
-        raise_faults(_stages(self.zero), subject=f"converting {self.folder}")
-        return content_of(self.zero)
+        content = content_of(self.zero)
+        return replace(content, notes=(*self.notes, *content.notes)) if self.zero.of_grid else content
 
     def target(self, asked: Asked, like: Checkpoint | None) -> Target | None:
-        raise_faults(_stages(self.zero), subject=f"converting {self.folder}")
+        if self.zero.of_grid:
+            return None  # a plain module's files are another format to a grid's
         self.opened  # noqa: B018  (its shards are read for model files, too)
         return _target(self.zero, asked, self._pieces) if asked.to in WRITES else None
 
@@ -172,13 +173,15 @@ def _shards(zero: ZeroCheckpoint) -> Iterator[str]:
     yield from (name for column in zero.columns for name in column.files)
 
 
-def _stages(zero: ZeroCheckpoint) -> Iterator[Fault]:
-    """What is converted has the names of a plain module, and each parameter once."""
-    of = "a PipelineModule, whose files of stages and layers" if zero.stages else "a mixture of experts, whose files"
-    if zero.stages or zero.listing.experts:
-        what = f"is of {of} are not converted"
-        mend = "load it in a run with import ds_reshard.auto, under any number of stages, experts and ranks"
-        yield UnsupportedLayout.fault(zero.listing.folder, what, "a plain module", str(zero.grid), mend=mend)
+def _unwritten(content: Content, to: str) -> Iterator[Fault]:
+    """DeepSpeed's own files of a mixture of experts are several a layer, and are not written."""
+    home = content.home
+    if isinstance(home, ZeroCheckpoint) and home.listing.experts:
+        what = f"is of a mixture of experts, of which --to {to} would be none that DeepSpeed loads"
+        mend = "--to dcp, pytorch, safetensors or torch; or load it in a run with import ds_reshard.auto"
+        yield UnsupportedLayout.fault(
+            home.listing.folder, what, "parameters that every rank has", str(home.grid), mend=mend
+        )
 
 
 def _notes(zero: ZeroCheckpoint) -> Iterator[str]:
@@ -261,7 +264,8 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
         raise ConfigError(
             f"--dp: no file of {content.folder} tells how many ranks saved it; name the coming run's: --dp N"
         )
-    raise_faults([*faults, *(() if weights else (*content.faults, *optimizer_faults(content)))], subject=subject)
+    lacking = () if weights else (*content.faults, *optimizer_faults(content), *_unwritten(content, asked.to))
+    raise_faults([*faults, *lacking], subject=subject)
     zero = as_zero(content)
     target = _target(zero, asked)
     target = replace(target, wants={key: content.tensors[wanted].origin for key, wanted in target.wants.items()})

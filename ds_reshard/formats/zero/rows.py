@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -290,6 +290,18 @@ def _placed(
         yield whole._replace(tiles=tuple(tiles))
 
 
+def in_order(held: Sequence[Collection[str]]) -> list[str]:
+    """The parameters of a flat buffer in the order of all ranks; some lack those of which they have no element."""
+    order = list(held[0])
+    for own in held[1:]:
+        at, known = 0, set(order)
+        for name in own if known != set(own) else ():
+            if name not in known:
+                order.insert(at, name)
+            at = order.index(name) + 1
+    return order
+
+
 def _together(models: Sequence[ModelStates], found: Mapping[str, Division], known: set[str]) -> ModelStates:
     """What the model files of all ranks say, of whole tensors; what is divided is in the module as a placeholder."""
     first = models[0]
@@ -297,10 +309,8 @@ def _together(models: Sequence[ModelStates], found: Mapping[str, Division], know
     for name, record in first.module.items():
         cut = not found[name].replicated
         module[name] = replace(record, shape=(0,), stride=(1,)) if cut else record
-    groups: list[dict[str, Shape]] = [{} for _ in first.param_shapes or ()]
-    for model in models:
-        for group, own in zip(groups, model.param_shapes or (), strict=True):
-            group.update({name: found[name].shape for name in own})
+    buffers_of = zip(*(model.param_shapes or () for model in models), strict=True)
+    groups = [{name: found[name].shape for name in in_order(held)} for held in buffers_of]
     buffers = frozenset(name for model in models for name in model.buffer_names)
     frozen = {
         name: division.shape

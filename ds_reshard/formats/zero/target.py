@@ -512,6 +512,15 @@ def _lacking(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
         )
     if checkpoint.universal is not None:
         yield from _left_out(checkpoint.universal)
+    if (
+        checkpoint.of_grid
+        and section(checkpoint.model.config, "zero_optimization").get("round_robin_gradients") is True
+    ):
+        what, mend = (
+            "has round_robin_gradients on a grid",
+            "load it in a run with import ds_reshard.auto, and save there",
+        )
+        yield UnsupportedLayout.fault(folder, what, "parameters in the order of their param groups", "dealt", mend=mend)
     for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim is not None else ()):
         for name, why in partition.unfollowed.items():
             yield UnsupportedLayout.fault(

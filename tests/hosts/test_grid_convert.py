@@ -1,0 +1,168 @@
+"""A grid is converted to any format, and what is written loads where no grid is known: by DeepSpeed itself, too.
+
+Truth is a rule that gives every element of every tensor its own value (`grid_truth.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grid_cases import Folders, Grid
+from grid_jobs import NAMES, RULES
+from grid_truth import tensors
+
+from ds_reshard.errors import UnsupportedLayout
+from ds_reshard.execution.fingerprint import fingerprint_of
+from ds_reshard.formats.zero.tensor_parallel import given, rules_in
+from ds_reshard.operations import convert, diff, fingerprint, plan
+
+pytestmark = pytest.mark.distributed
+
+PIPE, FOUR = Grid("pipeline", pp=2, dp=2), Grid("pipeline", pp=4)
+HIDDEN = Grid("pipeline", pp=2, dp=2, dtype="bf16", layers="no file")
+UNSAVED = Grid("pipeline", pp=2, dp=2, stage=0, dtype="bf16")
+AUTOTP, UNEVEN = Grid("autotp", tp=2, dp=2), Grid("autotp", tp=3, stage=3, dtype="bf16")
+FEW = Grid("autotp", tp=3, stage=2, layers="few")
+CUT, UNSAID = Grid("cut", tp=2, layers="said"), Grid("cut", tp=2, dp=2, layers="unsaid")
+MOE = Grid("moe", ep=2, dp=4)
+
+
+def converted(source: Path, out: Path, grid: Grid, to: str, **asked: Any) -> Path:
+    with given(rules_in(RULES) if grid is UNSAID else ()):
+        convert(str(source), str(out), to=to, **asked)
+    return out
+
+
+CONVERTED = [
+    *[(grid, to) for grid in (PIPE, HIDDEN, UNEVEN) for to in ("zero1", "zero3", "universal", "dcp", "accelerate")],
+    *[(grid, to) for grid in (MOE, AUTOTP) for to in ("dcp", "pytorch")],
+    (FOUR, "zero2"),
+    (UNSAVED, "bf16"),
+    (AUTOTP, "zero2"),
+    (FEW, "zero1"),
+    (CUT, "universal"),
+    (UNSAID, "zero3"),
+]
+
+
+@pytest.mark.parametrize(("grid", "to"), CONVERTED, ids=str)
+def test_every_tensor_of_a_grid_is_written_whole(folders: Folders, tmp_path: Path, grid: Grid, to: str) -> None:
+    """Masters and moments of all formats, and the weights of those that keep them beside masters."""
+    names = {}
+    if grid.kind == "pipeline":
+        (tmp_path / "names.json").write_text(json.dumps(NAMES))
+        names = {"names": str(tmp_path / "names.json")}
+    out = converted(folders(grid), tmp_path / "out", grid, to, **names)
+    told = {(one.name, one.kind): one.fingerprint for one in fingerprint(str(out)).tensors}
+    expected = {(renamed(name) if names else name, kind): value for (name, kind), value in tensors(grid).items()}
+    for (name, kind), value in expected.items():
+        kept = (name, "weight") if kind == "fp32" and (name, kind) not in told else (name, kind)
+        if kind != "weight" or (to in ("zero1", "zero2", "bf16", "universal")):
+            assert told.get(kept) == str(fingerprint_of(value.contiguous())), (name, kind)
+    assert {name for name, kind in told if kind not in ("weight", "fp32")} == {name for name, kind in expected}
+
+
+def renamed(name: str) -> str:
+    """By hand, what `NAMES` says."""
+    name = name.replace("tied_modules.embed", "embed")
+    return re.sub(r"^[0-9]+", lambda m: {"1": "blocks.0", "2": "blocks.1", "4": "blocks.2", "6": "norm"}[m[0]], name)
+
+
+LOADED = [
+    (PIPE, "zero1", Grid("plain", dp=2)),
+    (FOUR, "zero3", Grid("plain", dp=2, stage=3)),
+    (PIPE, "universal", Grid("plain", dp=2, stage=2)),
+    (HIDDEN, "zero2", Grid("plain", dp=2, stage=2, dtype="bf16")),
+    (UNSAVED, "bf16", Grid("plain", dp=2, stage="bf16opt", dtype="bf16")),
+    (AUTOTP, "zero2", Grid("autotp", dp=2, stage=2)),
+    (UNEVEN, "bf16", Grid("autotp", dp=2, stage="bf16opt", dtype="bf16")),
+    (UNEVEN, "zero3", Grid("autotp", dp=2, stage=3, dtype="bf16")),
+    (FEW, "zero1", Grid("autotp", dp=2, layers="few")),
+    (CUT, "universal", Grid("cut", dp=2)),
+    (UNSAID, "zero1", Grid("cut", dp=2)),
+]
+
+
+@pytest.mark.parametrize("hooks", [False, True], ids=["DeepSpeed", "ds_reshard"])
+@pytest.mark.parametrize(("source", "to", "target"), LOADED, ids=str)
+def test_what_is_written_of_a_grid_loads_where_there_is_none(
+    worlds: Any, folders: Folders, tmp_path: Path, source: Grid, to: str, target: Grid, hooks: bool
+) -> None:
+    """Weights, masters, moments, steps, groups, scheduler and the script's own state, on every rank."""
+    asked: dict[str, Any] = {} if to == "universal" else {"dp": target.dp}
+    if source.kind == "pipeline":
+        (tmp_path / "names.json").write_text(json.dumps(NAMES))
+        asked["names"] = str(tmp_path / "names.json")
+    out = converted(folders(source), tmp_path / "out", source, to, **asked)
+    config = {"checkpoint": {"load_universal": True}} if to == "universal" else {}
+    target = Grid(
+        target.kind, dp=target.dp, stage=target.stage, dtype=target.dtype, config=config, layers=target.layers
+    )
+    for rank in worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(out), hooks=hooks):
+        wrong = {
+            name: count for name, count in rank["wrong"].items() if not (to == "universal" and unloaded(name, hooks))
+        }
+        assert wrong == {}
+        assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
+        assert rank["scheduler"]["last_epoch"] == 1
+        assert [group.get("mark") for group in rank["groups"]] == [None, 5]
+
+
+def unloaded(name: str, hooks: bool) -> bool:
+    """Frozen parameters and buffers, which DeepSpeed's own load of a universal checkpoint leaves as they are."""
+    return not hooks and (name.endswith(("count", "fixed")) or name == "frozen")
+
+
+def test_a_grid_converted_twice_is_what_one_grid_is(folders: Folders, tmp_path: Path) -> None:
+    """Stages 2 and 4 of one model become files that differ in the samples that more ranks have seen."""
+    (tmp_path / "names.json").write_text(json.dumps(NAMES))
+    outs = [
+        converted(folders(grid), tmp_path / str(grid), grid, "zero2", dp=2, names=str(tmp_path / "names.json"))
+        for grid in (PIPE, FOUR)
+    ]
+    found = diff(*map(str, outs))
+    assert all(one.state == "equal" for one in found.tensors)
+    assert {one.where for one in found.values} <= {"global_samples"}
+
+
+def test_a_plan_of_a_grid_says_which_files_are_read(folders: Folders) -> None:
+    made = plan(str(folders(AUTOTP)), to="zero3", dp=3)
+    read = {name for unit in made.units for name in unit.reads}
+    assert {f"zero_pp_rank_{rank}_mp_rank_0{tp}_optim_states.pt" for rank in range(2) for tp in range(2)} <= read
+
+
+def test_names_of_layers_follow_their_numbers(folders: Folders, tmp_path: Path) -> None:
+    """A pattern that two match, that none matches, or whose number falls below 0, is named."""
+    wrong = {**NAMES, "1\\.w(.*)": "again{1}", "9\\.(.*)": "none", "(?P<n>[12])\\.(.*)": "blocks.{n-2}.{2}"}
+    (tmp_path / "names.json").write_text(json.dumps(wrong))
+    with pytest.raises(Exception) as raised:
+        converted(folders(PIPE), tmp_path / "out", PIPE, "zero1", names=str(tmp_path / "names.json"))
+    for text in (
+        "1.w: is matched by two patterns",
+        "9\\.(.*): is a pattern that no name",
+        "1.b: has no number there, or one below 0",
+    ):
+        assert text in str(raised.value)
+
+
+@pytest.mark.parametrize("to", ["zero1", "bf16", "universal"])
+def test_files_of_experts_are_not_written(folders: Folders, tmp_path: Path, to: str) -> None:
+    with pytest.raises(UnsupportedLayout, match="mixture of experts"):
+        convert(str(folders(MOE)), str(tmp_path / "out"), to=to)
+
+
+def test_parameters_that_were_dealt_out_in_turn_are_refused(folders: Folders, tmp_path: Path) -> None:
+    """Under round_robin_gradients, whose order no plain file has."""
+    folder = shutil.copytree(folders(AUTOTP), tmp_path / "dealt")
+    for file in folder.glob("t/*.pt"):
+        content = torch.load(file, weights_only=False)
+        content["ds_config"]["zero_optimization"]["round_robin_gradients"] = True
+        torch.save(content, file)
+    with pytest.raises(UnsupportedLayout, match="round_robin_gradients on a grid"):
+        convert(str(folder), str(tmp_path / "out"), to="zero1")
