@@ -51,7 +51,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="JSON: each parameter's name and that in OUT; a name with a ( is a pattern: docs/convert.md",
     )
-    sizes = parser.add_argument_group("zero1, zero2, zero3, bf16, dcp, accelerate, fsdp, nanotron")
+    sizes = parser.add_argument_group("zero1, zero2, zero3, bf16, dcp, accelerate, fsdp, nanotron, megatron")
     sizes.add_argument("--dp", type=count, metavar="N", help="data-parallel size (default: the saving run's)")
     zero3 = parser.add_argument_group("zero3")
     zero3.add_argument("--sub-group-size", type=count, metavar="N", help="the coming run's (default: the saving run's)")
@@ -61,14 +61,15 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     nanotron.add_argument("--tp", type=count, metavar="N", help="tensor-parallel size")
     nanotron.add_argument("--pp", type=count, metavar="N", help="pipeline-parallel size")
     nanotron.add_argument("--zero-stage", type=int, choices=(0, 1), help="of the optimizer")
-    nanotron.add_argument(
-        "--like", metavar="DIR", help="a checkpoint of the coming run, whose sizes and stages are taken"
-    )
+    shown = parser.add_argument_group("nanotron, megatron")
+    shown.add_argument("--like", metavar="DIR", help="a checkpoint of the coming run, whose sizes and stages are taken")
+    megatron = parser.add_argument_group("megatron")
+    megatron.add_argument("--ep", type=count, metavar="N", help="expert-parallel size, from 1 to more or back")
 
 
 def target(arguments: argparse.Namespace) -> Mapping[str, Any]:
     """What add_target's arguments say, by the names that `convert` and `plan` give them."""
-    names = ("to", "dp", "tag", "sub_group_size", "dtype", "tp", "pp", "zero_stage", "like", "names")
+    names = ("to", "dp", "tag", "sub_group_size", "dtype", "tp", "pp", "ep", "zero_stage", "like", "names")
     return {name: getattr(arguments, name) for name in names}
 
 

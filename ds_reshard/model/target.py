@@ -61,14 +61,15 @@ class Target:
 class Asked:
     """What a conversion is to write; None is as it was saved.
 
-    `tp`, `pp`, `zero_stage` and `like`, a checkpoint that shows how the coming run arranges its model, are of nanotron;
-    `names` is the path of a map of parameters' names.
+    `tp`, `pp` and `zero_stage` are of nanotron, `ep` of Megatron-LM; `like` is a checkpoint that shows how the coming
+    run arranges its model. `names` is the path of a map of parameters' names.
     """
 
     to: str
     dp: int | None = None
     tp: int | None = None
     pp: int | None = None
+    ep: int | None = None
     zero_stage: int | None = None
     like: str | None = None
     sub_group_size: int | None = None

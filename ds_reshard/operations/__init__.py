@@ -81,6 +81,7 @@ def convert(
     dtype: str | None = None,
     tp: int | None = None,
     pp: int | None = None,
+    ep: int | None = None,
     zero_stage: int | None = None,
     like: str | None = None,
     names: str | None = None,
@@ -97,6 +98,8 @@ def convert(
     Or "nanotron": files that nanotron itself loads at the sizes `dp`, `tp`, `pp` and `zero_stage` (0 or 1), each the
     saving run's unless given, or those of `like`, a checkpoint of the coming run, which must be given for DeepSpeed's.
     Between nanotron and DeepSpeed `names` is a JSON file of parameters' names: of the source, and of the output.
+    Or "megatron": a `torch_dist` folder that Megatron-LM itself loads under any tp, pp and dp; `ep` is the coming run's
+    expert-parallel size where one of the two runs has experts apart and the other has not.
     Or "fsdp", of a folder of EasyR1 or verl: files that they themselves load on `dp` ranks.
     Or "dcp": a folder of `dp` files that torch.distributed.checkpoint itself loads into FSDP2 and plain tensors; or
     "accelerate": the same as the two folders of accelerate's sharded FSDP2. Such folders are sources, too.
@@ -112,6 +115,7 @@ def convert(
         dp=dp,
         tp=tp,
         pp=pp,
+        ep=ep,
         zero_stage=zero_stage,
         like=like,
         sub_group_size=sub_group_size,
@@ -191,6 +195,7 @@ def plan(
     dtype: str | None = None,
     tp: int | None = None,
     pp: int | None = None,
+    ep: int | None = None,
     zero_stage: int | None = None,
     like: str | None = None,
     names: str | None = None,
@@ -213,6 +218,7 @@ def plan(
         dp=dp,
         tp=tp,
         pp=pp,
+        ep=ep,
         zero_stage=zero_stage,
         like=like,
         sub_group_size=sub_group_size,

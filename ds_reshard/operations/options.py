@@ -28,12 +28,22 @@ def refuse(asked: Asked) -> None:
         raise ConfigError(f"--dtype {asked.dtype}: takes {' | '.join(DTYPES)}, with --to {' | '.join(WEIGHTS)}")
     if asked.sub_group_size is not None and asked.to != "zero3":
         raise ConfigError(f"--sub-group-size: {asked.to} has no sub-groups; leave it out, or --to zero3")
-    nanotron = {"--tp": asked.tp, "--pp": asked.pp, "--zero-stage": asked.zero_stage, "--like": asked.like}
-    given = [name for name, value in nanotron.items() if value is not None]
-    if given and asked.to != "nanotron":
-        raise ConfigError(f"{', '.join(given)}: {asked.to} has no such size; leave it out, or --to nanotron")
+    for name, (value, formats) in _of_formats(asked).items():
+        if value is not None and asked.to not in formats:
+            raise ConfigError(f"{name}: {asked.to} has no such size; leave it out, or --to {' | '.join(formats)}")
     if asked.zero_stage not in (None, 0, 1):
         raise ConfigError(f"--zero-stage {asked.zero_stage}: nanotron has the stages 0 and 1")
+
+
+def _of_formats(asked: Asked) -> dict[str, tuple[object, tuple[str, ...]]]:
+    """The arguments that few formats have, with these."""
+    return {
+        "--tp": (asked.tp, ("nanotron",)),
+        "--pp": (asked.pp, ("nanotron",)),
+        "--ep": (asked.ep, ("megatron",)),
+        "--zero-stage": (asked.zero_stage, ("nanotron",)),
+        "--like": (asked.like, ("nanotron", "megatron")),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

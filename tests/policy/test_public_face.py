@@ -53,6 +53,7 @@ COMMANDS = {
     "convert": [
         "--dp",
         "--dtype",
+        "--ep",
         "--force",
         "--json",
         "--like",
@@ -83,6 +84,7 @@ COMMANDS = {
         "--bandwidth",
         "--dp",
         "--dtype",
+        "--ep",
         "--html",
         "--json",
         "--like",

@@ -9,16 +9,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
-from ds_reshard.containers.dcp_directory import METADATA, Entry, PlacedArchive, plan_archives, write_directory
+from ds_reshard.containers.dcp_directory import Entry, PlacedArchive
+from ds_reshard.containers.dcp_files import DirectoryFiles
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, Path
 from ds_reshard.model.facts import GroupFacts, ScalarTensor, torch_step
-from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
+from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import TensorRecord, new_tensor
-from ds_reshard.model.region import Box
-from ds_reshard.model.target import Target, TargetFile, Unit
+from ds_reshard.model.target import Target
 
 _EXACT_STEPS = 1 << 24
 
@@ -40,14 +40,10 @@ def dcp_target(content: Content, files: int, *, folders: tuple[str, str] | None 
         ]
     )
     placements = {key: place for part in parts for key, place in part.placements.items()}
-    shards = {family: count for part in parts for family, count in ((part.shards, files), (part.last, 1))}
+    shards = {family: count for part in parts for family, count in part.shards.items()}
     wants = {key: wanted for part in parts for key, wanted in part.wants.items()}
     units = [unit for part in parts for unit in part.units()]
     return Target(layout=Layout(placements, shards), wants=wants, units=units, folder="", pointers={})
-
-
-def _file(rank: int) -> str:
-    return f"__{rank}_0.distcp"
 
 
 def _unsupported(content: Content) -> Iterator[Fault]:
@@ -81,46 +77,14 @@ def _fault(where: str, what: str, mend: str) -> Fault:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Writing:
+class _Writing(DirectoryFiles):
     """One directory and its files, in `folder`: of all, of the `optimizer` alone, or of all but it."""
 
     content: Content
-    files: int
-    folder: str = ""
     optimizer: bool | None = None
-
-    @property
-    def shards(self) -> str:
-        """The family of the files."""
-        return f"{self.folder}shards"
-
-    @property
-    def last(self) -> str:
-        """The family of the directory."""
-        return f"{self.folder}directory"
-
-    def units(self) -> Iterator[Unit]:
-        for rank in range(self.files):
-            if rank and not any(True for _ in self.chunks(rank)):
-                continue  # more files than rows: torch writes none for a rank that holds nothing
-            data = self.data if not rank else {}
-            file = TargetFile(
-                name=self._below(_file(rank)), tree=partial(self.values, rank), container="archives", data=data
-            )
-            yield Unit(family=self.shards, shard=rank, files=(file,))
-        directory = TargetFile(name=self._below(METADATA), tree=self.directory, container="plain")
-        yield Unit(family=self.last, shard=0, files=(directory,))
-
-    def _below(self, name: str) -> str:
-        return f"{self.folder}/{name}" if self.folder else name
 
     def _holds(self, optimizer: bool) -> bool:
         return self.optimizer in (None, optimizer)
-
-    @cached_property
-    def wants(self) -> dict[TensorKey, TensorKey]:
-        """Each tensor with the source's: a weight's is its master, where that was saved."""
-        return {key: held.origin for key, held in self.held.items()}
 
     @cached_property
     def held(self) -> dict[TensorKey, Held]:
@@ -130,15 +94,6 @@ class _Writing:
             if key.kind != MASTER and self._holds(key.kind != WEIGHT):
                 found[key] = tensors.get(TensorKey(name=key.name, kind=MASTER), held) if key.kind == WEIGHT else held
         return found
-
-    @cached_property
-    def placements(self) -> dict[TensorKey, Placement]:
-        made = {}
-        for key, placed in self.held.items():
-            files = self.files if placed.shape else 1
-            boxes = [_rows(placed.shape, rank, files) for rank in range(files)]
-            made[key] = chunked(key, placed.shape, placed.dtype, boxes, family=self.shards, buffer=str(key))
-        return made
 
     @cached_property
     def settings(self) -> dict[Path, object]:
@@ -156,7 +111,6 @@ class _Writing:
 
     @cached_property
     def objects(self) -> dict[Path, object]:
-        """Every value that lies in the first file, as torch.save is given it: small tensors, too."""
         own = self.content.objects if self._holds(False) else {}
         return {**own, **{path: _recorded(path, value) for path, value in self.settings.items()}}
 
@@ -165,38 +119,7 @@ class _Writing:
         """The bytes of the small tensors among the objects."""
         return {_buffer(path): one.data for path, one in self.settings.items() if isinstance(one, ScalarTensor)}
 
-    def chunks(self, rank: int) -> Iterator[tuple[TensorKey, Box]]:
-        """What one file holds, in its order; of a tensor without elements the first file has all of it."""
-        for key, placement in self.placements.items():
-            box = _rows(placement.shape, rank, self.files)
-            if box.numel or (not placement.numel and not rank):
-                yield key, box
-
-    def values(self, rank: int) -> list[object]:
-        """What each archive of one file holds."""
-        tensors = [new_tensor(str(key), box.size, self.placements[key].dtype) for key, box in self.chunks(rank)]
-        return [*tensors, *(self.objects.values() if not rank else ())]
-
-    def directory(self) -> bytes:
-        """The directory: where each chunk and each object lies, under every name that it has."""
-        chunks: dict[TensorKey, list[PlacedArchive]] = {key: [] for key in self.placements}
-        single: dict[Path, PlacedArchive] = {}
-        for rank in range(self.files):
-            plan = plan_archives(self.values(rank))
-            held = list(zip(plan.starts, (archive.nbytes for archive in plan.archives), strict=True))
-            boxes = list(self.chunks(rank))
-            for (key, box), (start, nbytes) in zip(boxes, held, strict=False):
-                chunks[key].append(
-                    PlacedArchive(file=_file(rank), byte_offset=start, nbytes=nbytes, offset=box.offset, size=box.size)
-                )
-            if not rank:
-                for path, (start, nbytes) in zip(self.objects, held[len(boxes) :], strict=True):
-                    single[path] = PlacedArchive(file=_file(rank), byte_offset=start, nbytes=nbytes)
-        entries = [entry for key, archives in chunks.items() for entry in self._tensor(key, tuple(archives))]
-        entries += [entry for path, archive in single.items() for entry in self._object(path, archive)]
-        return write_directory(entries)
-
-    def _tensor(self, key: TensorKey, archives: tuple[PlacedArchive, ...]) -> Iterator[Entry]:
+    def tensor_entries(self, key: TensorKey, archives: tuple[PlacedArchive, ...]) -> Iterator[Entry]:
         placement = self.placements[key]
         names = [key.name]
         if key.kind == WEIGHT:
@@ -207,7 +130,7 @@ class _Writing:
                 path = self.content.beside.get(name, ("model", name))
             yield Entry(path=path, archives=archives, shape=placement.shape, dtype=placement.dtype)
 
-    def _object(self, path: Path, archive: PlacedArchive) -> Iterator[Entry]:
+    def object_entries(self, path: Path, archive: PlacedArchive) -> Iterator[Entry]:
         value = self.objects[path]
         if isinstance(value, TensorRecord) and path[:2] == ("optimizer", "state"):
             whole = replace(archive, offset=(0,) * len(value.shape), size=value.shape)
@@ -222,15 +145,6 @@ class _Writing:
         groups: tuple[GroupFacts, ...] = self.content.facts.groups if self.content.facts is not None else ()
         assert isinstance(number, int)
         return groups[number].members
-
-
-def _rows(shape: tuple[int, ...], rank: int, files: int) -> Box:
-    """The part of a file: ceil(n / files) rows each, the last ones fewer or none; a scalar lies in the first."""
-    if not shape:
-        return Box(offset=(), size=()) if not rank else Box(offset=(0,), size=(0,))
-    rows = -(-shape[0] // files)
-    start, stop = min(shape[0], rank * rows), min(shape[0], (rank + 1) * rows)
-    return Box(offset=(start, *(0,) * (len(shape) - 1)), size=(stop - start, *shape[1:]))
 
 
 def _buffer(path: Path) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 
 from ds_reshard.containers import folders
@@ -78,9 +78,15 @@ def read_common(folder: str, directory: Directory | None = None) -> tuple[Mappin
 
 def read_object(place: Place) -> object:
     """An object that was saved among the tensors (`ShardedObject`): its pickle as inert values."""
+    held = read_list(place)
+    return held[0] if len(held) == 1 else held
+
+
+def read_list(place: Place) -> list[object]:
+    """The objects that were saved under one key, each by a rank."""
     with place.open() as archive:
         held = archive.load()
-    return held[0] if isinstance(held, list) and len(held) == 1 else held
+    return held if isinstance(held, list) else [held]
 
 
 def _load(path: str) -> object:
@@ -162,9 +168,9 @@ def read_past(path: str, *, tag: str | None = None) -> MegatronPast:
         raise UnsupportedLayout(f"{folder}: {what}; name another iteration: --tag ITERATION")
     arguments = arguments_of(common.get("args"))
     schedule = read_schedule(state, where=folder, extra=extra_values(SimpleNamespace(**arguments)))
-    return MegatronPast(
-        where=folder, schedule=schedule, groups=chained_groups(common.get("optimizer"), places), arguments=arguments
-    )
+    chain = chain_of(common.get("optimizer"), places)
+    groups = tuple(group for groups in chain for group in groups) if chain is not None else None
+    return MegatronPast(where=folder, schedule=schedule, groups=groups, arguments=arguments)
 
 
 def arguments_of(held: object) -> dict[str, object]:
@@ -173,23 +179,29 @@ def arguments_of(held: object) -> dict[str, object]:
     return {name: value for name, value in state.items() if isinstance(name, str)} if isinstance(state, dict) else {}
 
 
-def chained_groups(state: object, places: Mapping[str, Place]) -> tuple[Group, ...] | None:
+Chain = tuple[tuple[Group, ...], ...]
+"""The param groups of each of a chain of optimizers: one, or that of dense parameters and that of experts."""
+
+
+def chain_of(state: object, places: Mapping[str, Place]) -> Chain | None:
     """All groups in the order of the chain of optimizers; None where any cannot be found."""
     found = saved_groups(state)
     if found is not None:
-        return tuple(found)
+        return (tuple(found),)
     chain: list[object] = []
     if isinstance(state, list):
         chain = state
     elif isinstance(state, Mapping):
         chain = [state[key] for key in sorted(key for key in state if isinstance(key, int))]
-    of_chain = [saved_groups(one) for one in chain]
-    if of_chain and all(groups is not None for groups in of_chain):
-        return tuple(group for groups in of_chain for group in groups or ())
-    return _sharded_groups(places)
+    return _all_found([saved_groups(one) for one in chain]) or _sharded_groups(places)
 
 
-def _sharded_groups(places: Mapping[str, Place]) -> tuple[Group, ...] | None:
+def _all_found(chain: Sequence[list[Group] | None]) -> Chain | None:
+    found = tuple(tuple(groups) for groups in chain if groups is not None)
+    return found if found and len(found) == len(chain) else None
+
+
+def _sharded_groups(places: Mapping[str, Place]) -> Chain | None:
     """Those that lie among the tensors, of the first model-parallel rank of each optimizer: all ranks have the same."""
     first: dict[str, tuple[int, Place]] = {}
     for name, place in places.items():
@@ -197,7 +209,4 @@ def _sharded_groups(places: Mapping[str, Place]) -> tuple[Group, ...] | None:
         if match is not None:
             prefix, number = match[1], int(match[2])
             first[prefix] = min(first.get(prefix, (number, place)), (number, place))
-    held = [saved_groups(read_object(first[prefix][1])) for prefix in sorted(first)]
-    if not held or any(groups is None for groups in held):
-        return None
-    return tuple(group for groups in held for group in groups or ())
+    return _all_found([saved_groups(read_object(first[prefix][1])) for prefix in sorted(first)])

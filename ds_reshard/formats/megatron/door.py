@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ds_reshard.containers.dcp_directory import is_megatrons
-from ds_reshard.errors import Fault, UnsupportedLayout
+from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.megatron.checkpoint import TRACKER, iteration_name
 from ds_reshard.formats.megatron.flat_states import RESAVE
+from ds_reshard.formats.megatron.target import megatron_target, target_faults
 from ds_reshard.formats.megatron.torch_dist import TorchDist, list_torch_dist, open_torch_dist
 from ds_reshard.formats.megatron.torch_format import TorchFormat, is_torch_format, list_torch_format, open_torch_format
-from ds_reshard.model.checkpoint import SavedCheckpoint, SavedListing, checksums, folder_format
+from ds_reshard.model.checkpoint import Checkpoint, SavedCheckpoint, SavedListing, checksums, folder_format
 from ds_reshard.model.content import WEIGHT, Content, Path
 from ds_reshard.model.index import Index
 from ds_reshard.model.records import GlobalName
+from ds_reshard.model.target import Asked, Target
+
+TO = "megatron"
 
 
 class OpenedMegatron(SavedCheckpoint):
@@ -89,6 +93,15 @@ class OpenedMegatron(SavedCheckpoint):
             told.append("scales of fp8 layers (_extra_state) are left out")
         return tuple(told)
 
+    def target(self, asked: Asked, like: Checkpoint | None) -> Target | None:
+        """Its own format anew, with all that no other has a place for; not the checkpoint that --like names."""
+        if asked.to != TO:
+            return None
+        content, shown = super().content(), self.state.shown
+        faults = [*content.faults, *target_faults(content, shown)]
+        raise_faults(faults, subject=f"converting {content.folder} to {asked.to}")
+        return megatron_target(content, shown, self.dp if asked.dp is None else asked.dp, asked.ep)
+
     def values(self) -> Mapping[str, Mapping[str, object]]:
         """Arguments and counters, and the random states of each rank."""
         return {**super().values(), "random states": self.state.random_states()}
@@ -110,6 +123,14 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
+def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
+    """Any content as a checkpoint of Megatron-LM."""
+    mend = "convert a checkpoint of Megatron-LM"
+    told = UnsupportedLayout.fault(content.folder, "is of another framework than Megatron-LM", mend=mend)
+    raise_faults([*faults, told], subject=f"converting {content.folder} to {asked.to}")
+    raise AssertionError
+
+
 def _list(folder: str) -> SavedListing:
     return list_torch_dist(folder) if is_megatrons(folder) else list_torch_format(folder)
 
@@ -125,7 +146,8 @@ MEGATRON = replace(
         _list,
         _open,
         opened=OpenedMegatron,
-        writes={},
+        writes={TO: _write},
+        sized=frozenset({TO}),
     ),
     latest={TRACKER: iteration_name},
 )

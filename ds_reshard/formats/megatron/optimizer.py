@@ -8,6 +8,7 @@ from zlib import crc32
 
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.errors import ChecksumMismatch
+from ds_reshard.formats.megatron.checkpoint import Chain
 from ds_reshard.model.content import MASTER
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical
 from ds_reshard.model.records import TensorRecord
@@ -18,7 +19,7 @@ optimizer (core/optimizer/distrib_optimizer.py and optimizer.py, 0.19.2)."""
 
 _COUNTED = ("params", "step")
 _NORMS = ("q_layernorm.", "k_layernorm.")
-_EXPERTS = ".mlp.experts."
+EXPERTS = ".mlp.experts."
 _ALIKE = ("lr", "max_lr", "min_lr", "betas", "eps")
 """What `get_mup_config_overrides` and overrides of the user's would give some parameters otherwise."""
 
@@ -32,10 +33,7 @@ class Trained:
 
 
 def facts_of(
-    groups: Sequence[Mapping[str, object]] | None,
-    state: object,
-    trained: Sequence[Trained],
-    arguments: Mapping[str, object],
+    chain: Chain | None, state: object, trained: Sequence[Trained], arguments: Mapping[str, object]
 ) -> tuple[OptimizerFacts | None, str]:
     """The groups with their members, and why those are not known, where they are not: groups are then without members.
 
@@ -43,9 +41,9 @@ def facts_of(
     it makes of them: weight decay for all but biases and tensors of one dimension (`get_standard_config_overrides`,
     core/optimizer/__init__.py, 0.19.2; `_get_param_groups`, 0.16.1), and experts of an expert-parallel run apart.
     """
-    if not trained and not groups:
+    held, ungrouped = [group for groups in chain or () for group in groups], ""
+    if not trained and not held:
         return None, ""
-    held, ungrouped = list(groups or ()), ""
     members = members_of(held, trained, arguments)
     if members is None:
         ungrouped = (
@@ -80,7 +78,7 @@ def members_of(
     apart = any(experts for _, experts in kinds)
     found: dict[tuple[object, bool], list[str]] = {kind: [] for kind in kinds}
     for one in trained:
-        kind = (float(_decayed(one, arguments)), apart and _EXPERTS in f".{one.name}")
+        kind = (float(_decayed(one, arguments)), apart and EXPERTS in f".{one.name}")
         if kind not in found:
             return None
         found[kind].append(one.name)

@@ -25,15 +25,18 @@ from ds_reshard.containers.dcp_directory import (
 )
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.megatron.checkpoint import (
+    Chain,
     arguments_of,
-    chained_groups,
+    chain_of,
     counted,
     objects_of,
     read_common,
+    read_list,
     read_object,
 )
 from ds_reshard.formats.megatron.flat_states import FLAT, RESAVE, FlatStates, family_of, find_states, ordered
 from ds_reshard.formats.megatron.optimizer import KINDS, Trained, facts_of
+from ds_reshard.formats.megatron.target import Shown
 from ds_reshard.model.checkpoint import SavedListing
 from ds_reshard.model.content import MASTER, WEIGHT, Path
 from ds_reshard.model.facts import OptimizerFacts
@@ -46,6 +49,7 @@ _SAVED_AGAIN = "save it again with --ckpt-format torch_dist, as it is by default
 _STACKED = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer\.")
+_REPLACED = re.compile(r"(?:chained_\d+\.)*optimizer\.|common_state/")
 _FLAT = "dp_reshardable"
 _READ = (None, "fully_reshardable", _FLAT)
 _RESAVE = {
@@ -72,6 +76,8 @@ class TorchDist:
     replicas: Layout
     distributed: bool
     flat: bool
+    common: Mapping[object, object]
+    chain: Chain | None
     ungrouped: str = ""
     ranks: int | None = None
     notes: tuple[str, ...] = ()
@@ -81,6 +87,14 @@ class TorchDist:
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
         key, chunk = self.chunks[family][shard]
         return self.archives.buffers(key, self.directory.tensors[key].dtype, chunk)
+
+    @property
+    def shown(self) -> Shown:
+        """What it has beside its tensors."""
+        kept = {key: place for key, place in self.directory.objects.items() if not _REPLACED.match(key)}
+        objects = {key: read_list(place) for key, place in kept.items()}
+        stacked = any(_STACKED.fullmatch(key) for key in self.directory.tensors)
+        return Shown(common=self.common, objects=objects, chain=self.chain, stacked=stacked)
 
     def random_states(self) -> Mapping[str, object]:
         """What each rank's random number generators would have said next, by the name of the object."""
@@ -126,8 +140,8 @@ def open_torch_dist(folder: str) -> TorchDist:
             (replicas if key.copy else placements)[key] = made
     raise_faults([*faults, *_incomplete(directory.path, placements)], subject=subject)
     shards = {family: len(held) for family, held in families.items()}
-    groups = chained_groups(common.get("optimizer"), directory.objects)
-    facts, ungrouped = facts_of(groups, common.get("optimizer"), _trained(placements), arguments)
+    chain = chain_of(common.get("optimizer"), directory.objects)
+    facts, ungrouped = facts_of(chain, common.get("optimizer"), _trained(placements), arguments)
     return TorchDist(
         folder=folder,
         directory=directory,
@@ -140,6 +154,8 @@ def open_torch_dist(folder: str) -> TorchDist:
         distributed=kind is not None,
         flat=flat,
         ungrouped=ungrouped,
+        common=common,
+        chain=chain,
         ranks=counted(arguments.get("data_parallel_size")),
     )
 

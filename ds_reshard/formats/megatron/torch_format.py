@@ -18,9 +18,10 @@ from ds_reshard.containers import folders
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.megatron.buckets import Slot, bucket_size_of, buckets_of, shards_of
-from ds_reshard.formats.megatron.checkpoint import MODEL, Group, arguments_of, chained_groups, counted, objects_of
+from ds_reshard.formats.megatron.checkpoint import MODEL, Chain, Group, arguments_of, chain_of, counted, objects_of
 from ds_reshard.formats.megatron.flat_states import UNEVEN, size_of
 from ds_reshard.formats.megatron.optimizer import KINDS, Trained, facts_of, members_of
+from ds_reshard.formats.megatron.target import Shown, stacks
 from ds_reshard.model.checkpoint import SavedFile, SavedListing
 from ds_reshard.model.content import MASTER, WEIGHT, Path
 from ds_reshard.model.facts import OptimizerFacts, canonical
@@ -105,7 +106,7 @@ class TorchFormat:
     objects: Mapping[Path, object]
     arguments: Mapping[str, object]
     extents: Sequence[Mapping[str, Extent]]
-    random: Mapping[str, object]
+    shown: Shown
     distributed: bool = True
     flat: bool = False
     ungrouped: str = ""
@@ -117,7 +118,7 @@ class TorchFormat:
         return self.extents[shard]
 
     def random_states(self) -> Mapping[str, object]:
-        return self.random
+        return {key: held for key, (held,) in self.shown.objects.items() if key.startswith("rng_state/")}
 
 
 def is_torch_format(folder: str) -> bool:
@@ -164,7 +165,8 @@ def open_torch_format(folder: str) -> TorchFormat:
     layout = Layout({key: one for key, one in placements.items() if not key.copy}, {_FAMILY: len(ranks)})
     names = dict.fromkeys(key.name for key in layout.placements if key.kind != WEIGHT)
     trained = [Trained(name=name, shape=layout[TensorKey(name=name, kind=WEIGHT)].shape) for name in names]
-    facts, ungrouped = facts_of(_groups(first) if names else None, None, trained, first.arguments)
+    chain = chain_of(first.held.get("optimizer"), {}) if names else None
+    facts, ungrouped = facts_of(chain, None, trained, first.arguments)
     return TorchFormat(
         folder=folder,
         layout=layout,
@@ -173,11 +175,29 @@ def open_torch_format(folder: str) -> TorchFormat:
         objects=dict(objects_of(first.held, first.arguments)),
         arguments=first.arguments,
         extents=extents,
-        random={os.path.basename(rank.path): rank.held.get("rng_state") for rank in ranks},
+        shown=_shown(ranks, chain),
         ungrouped=ungrouped,
         ranks=counted(first.arguments.get("data_parallel_size")),
         notes=() if names or "optimizer" not in first.held else (_NAMELESS,),
     )
+
+
+def _shown(ranks: Sequence[_Rank], chain: Chain | None) -> Shown:
+    """What a `torch_dist` checkpoint has beside its tensors: random states by rank, states of layers by layer."""
+    objects, first = dict[str, list[object]](), ranks[0]
+    tp, pp = (size_of(first.arguments, f"{name}_model_parallel_size") for name in ("tensor", "pipeline"))
+    layers = size_of(first.arguments, "num_layers")
+    for rank in ranks:
+        if "rng_state" in rank.held:
+            objects[f"rng_state/shard_{rank.pp}.{rank.tp}_{pp}.{tp}"] = [rank.held["rng_state"]]
+        for number, model in enumerate(rank.models):
+            for local, held in model.items():
+                match = _LAYER.fullmatch(_name(rank, number, str(local)))
+                if match is not None and match[2].endswith("._extra_state"):
+                    objects[f"decoder.layers.{match[2]}/shard_{match[1]}_{layers}"] = [held]
+    apart = ("optimizer", "rng_state")
+    common = {name: value for name, value in first.held.items() if name not in apart and "model" not in str(name)}
+    return Shown(common=common, objects=objects, chain=chain, stacked=stacks(first.arguments))
 
 
 def _ranks(folder: str) -> list[_Rank]:
@@ -399,7 +419,7 @@ def _local_shape(piece: _Piece) -> tuple[int, ...]:
 
 
 def _groups(rank: _Rank) -> list[Group]:
-    return list(chained_groups(rank.held.get("optimizer"), {}) or ())
+    return [group for groups in chain_of(rank.held.get("optimizer"), {}) or () for group in groups]
 
 
 def _groups_differ(ranks: Sequence[_Rank]) -> Iterator[Fault]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from forks import Release
 from releases import NotFetched, home
+from saved_worlds import Saved, saved_by
 from stages import Stages
 
 
@@ -48,6 +49,11 @@ def releases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Releases]:
 @pytest.fixture(scope="session")
 def stages(releases: Any, tmp_path_factory: pytest.TempPathFactory) -> Stages:
     return Stages(releases, tmp_path_factory.mktemp("stages"))
+
+
+@pytest.fixture(scope="session")
+def saved(releases: Any, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return saved_by(releases, tmp_path_factory.mktemp("worlds"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,151 @@
+"""A folder of torch.distributed.checkpoint that is to be written: files of archives, and the directory that names them.
+
+Tensors are cut by rows over the files, as FSDP2 of so many ranks saves them; every other value lies in the first.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+from ds_reshard.containers.dcp_directory import METADATA, Entry, PlacedArchive, plan_archives, write_directory
+from ds_reshard.model.content import Held, Path
+from ds_reshard.model.layout import Placement, TensorKey, chunked
+from ds_reshard.model.records import new_tensor
+from ds_reshard.model.region import Box
+from ds_reshard.model.target import TargetFile, Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirectoryFiles(ABC):
+    """One directory and its files, in `folder`.
+
+    A format says which tensors and values these are, and under which keys they are told.
+    """
+
+    files: int
+    folder: str = ""
+
+    @property
+    @abstractmethod
+    def held(self) -> Mapping[TensorKey, Held]:
+        """Each tensor that is written."""
+
+    @property
+    @abstractmethod
+    def objects(self) -> Mapping[Path, object]:
+        """Every value that lies in the first file, as torch.save is given it: small tensors, too."""
+
+    @property
+    def data(self) -> Mapping[str, bytes]:
+        """The bytes of buffers that no tensor fills."""
+        return {}
+
+    @abstractmethod
+    def tensor_entries(self, key: TensorKey, archives: tuple[PlacedArchive, ...]) -> Iterator[Entry]:
+        """A tensor under each of its keys; parts of one key, from several tensors, are put together."""
+
+    @abstractmethod
+    def object_entries(self, path: Path, archive: PlacedArchive) -> Iterator[Entry]:
+        """A value under each of its keys."""
+
+    def told(self, key: TensorKey, box: Box) -> Box:
+        """A box of a tensor as the directory has it."""
+        return box
+
+    @property
+    def shards(self) -> dict[str, int]:
+        """The families of the files and of the directory."""
+        return {self.family: self.files, f"{self.folder}directory": 1}
+
+    @property
+    def family(self) -> str:
+        return f"{self.folder}shards"
+
+    def units(self) -> Iterator[Unit]:
+        for rank in range(self.files):
+            if rank and not any(True for _ in self.chunks(rank)):
+                continue  # more files than rows: torch writes none for a rank that holds nothing
+            data = self.data if not rank else {}
+            name = self._below(_file(rank))
+            file = TargetFile(name=name, tree=partial(self._values, rank), container="archives", data=data)
+            yield Unit(family=self.family, shard=rank, files=(file,))
+        directory = TargetFile(name=self._below(METADATA), tree=self.directory, container="plain")
+        yield Unit(family=f"{self.folder}directory", shard=0, files=(directory, *self.beside()))
+
+    def beside(self) -> tuple[TargetFile, ...]:
+        """What lies beside the directory."""
+        return ()
+
+    def _below(self, name: str) -> str:
+        return f"{self.folder}/{name}" if self.folder else name
+
+    @cached_property
+    def wants(self) -> dict[TensorKey, TensorKey]:
+        """Each tensor with the source's."""
+        return {key: held.origin for key, held in self.held.items()}
+
+    @cached_property
+    def placements(self) -> dict[TensorKey, Placement]:
+        made = {}
+        for key, held in self.held.items():
+            files = self.files if held.shape else 1
+            boxes = [_rows(held.shape, rank, files) for rank in range(files)]
+            made[key] = chunked(key, held.shape, held.dtype, boxes, family=self.family, buffer=str(key))
+        return made
+
+    def chunks(self, rank: int) -> Iterator[tuple[Placement, Box]]:
+        """What one file holds, in its order; of a tensor without elements the first file has all of it."""
+        for placement in self.placements.values():
+            for part in placement.parts:
+                if part.cut.first == rank and (part.numel or not (placement.numel or rank)):
+                    yield placement, part.box
+
+    def _values(self, rank: int) -> list[object]:
+        """What each archive of one file holds."""
+        tensors = [
+            new_tensor(placement.buffer, self.told(placement.key, box).size, placement.dtype)
+            for placement, box in self.chunks(rank)
+        ]
+        return [*tensors, *(self.objects.values() if not rank else ())]
+
+    def directory(self) -> bytes:
+        """The directory: where each chunk and each object lies, under every name that it has."""
+        chunks: dict[TensorKey, list[PlacedArchive]] = {key: [] for key in self.placements}
+        single: dict[Path, PlacedArchive] = {}
+        for rank in range(self.files):
+            plan = plan_archives(self._values(rank))
+            placed = [
+                PlacedArchive(file=_file(rank), byte_offset=start, nbytes=archive.nbytes)
+                for start, archive in zip(plan.starts, plan.archives, strict=True)
+            ]
+            boxes = list(self.chunks(rank))
+            for (placement, box), archive in zip(boxes, placed, strict=False):
+                told = self.told(placement.key, box)
+                chunks[placement.key].append(replace(archive, offset=told.offset, size=told.size))
+            if not rank:
+                single = dict(zip(self.objects, placed[len(boxes) :], strict=True))
+        entries: dict[Path, Entry] = {}
+        for key, archives in chunks.items():
+            for entry in self.tensor_entries(key, tuple(archives)):
+                known = entries.get(entry.path, entry)
+                others = known.archives if known is not entry else ()
+                entries[entry.path] = replace(entry, archives=(*others, *entry.archives))
+        for path, archive in single.items():
+            entries |= {entry.path: entry for entry in self.object_entries(path, archive)}
+        return write_directory(list(entries.values()))
+
+
+def _file(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def _rows(shape: tuple[int, ...], rank: int, files: int) -> Box:
+    """The part of a file: ceil(n / files) rows each, the last ones fewer or none; a scalar lies in the first."""
+    if not shape:
+        return Box(offset=(), size=()) if not rank else Box(offset=(0,), size=(0,))
+    rows = -(-shape[0] // files)
+    start, stop = min(shape[0], rank * rows), min(shape[0], (rank + 1) * rows)
+    return Box(offset=(start, *(0,) * (len(shape) - 1)), size=(stop - start, *shape[1:]))

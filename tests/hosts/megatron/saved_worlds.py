@@ -1,0 +1,68 @@
+"""Models under a topology, their state saved in several formats: each world is run once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+GATED = (
+    "--swiglu --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights --disable-bias-linear"
+    " --normalization RMSNorm --position-embedding-type rope --no-rope-fusion "
+)
+DISTRIBUTED = "--bf16 --use-distributed-optimizer "
+TP, PP = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
+
+
+@dataclass(frozen=True)
+class World:
+    """A model under a topology, its state saved in several formats by one run."""
+
+    release: str
+    ranks: int
+    arguments: str
+    formats: tuple[str, ...]
+
+
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type allgather --moe-ffn-hidden-size 24"
+    " --expert-model-parallel-size 2 "
+)
+WIDTH_20 = "--hidden-size 20 --ffn-hidden-size 28 "
+MANY_BUCKETS = f"{WIDTH_20}--overlap-grad-reduce --ddp-bucket-size 1000 "
+ALL = ("model_space", "buckets", "torch")
+WORLDS = {
+    "gated tp2 pp2": World("0.19.2", 4, DISTRIBUTED + GATED + TP + PP, ALL),
+    "gated pp2 vp2": World("0.19.2", 2, DISTRIBUTED + GATED + PP + "--num-layers-per-virtual-pipeline-stage 1 ", ALL),
+    "tied pp2": World("0.19.2", 2, DISTRIBUTED + GATED.replace("--untie-embeddings-and-output-weights ", "") + PP, ALL),
+    "experts ep2": World("0.19.2", 2, DISTRIBUTED + GATED + EXPERTS, ALL),
+    "many buckets dp2": World("0.18.2", 2, DISTRIBUTED + MANY_BUCKETS, ALL),
+    "tied tp2, bf16 without the distributed optimizer": World("0.18.2", 2, "--bf16 " + TP, ("plain", "torch")),
+    "gated fp32": World("0.18.2", 1, GATED, ("plain", "torch")),
+}
+FLAGS: dict[str, dict[str, Any]] = {
+    "model_space": {"ckpt_format": "torch_dist", "dist_ckpt_optim_fully_reshardable": True},
+    "buckets": {"ckpt_format": "torch_dist", "dist_ckpt_optim_fully_reshardable": False},
+    "plain": {"ckpt_format": "torch_dist"},
+    "torch": {"ckpt_format": "torch"},
+}
+
+Saved = Callable[[str, str], Path]
+"""The folder of `--save` of a world and a format."""
+
+
+def saved_by(releases: Any, scratch: Path) -> Saved:
+    folders: dict[str, Path] = {}
+
+    def folder(name: str, wanted: str) -> Path:
+        world = WORLDS[name]
+        if name not in folders:
+            made = scratch / f"world{len(folders)}"
+            saves = [{"save": str(made / one), **FLAGS[one]} for one in world.formats]
+            job = {"arguments": world.arguments, "saves": saves}
+            releases[world.release].run("format_jobs:save", ranks=world.ranks, **job)
+            folders[name] = made
+        return folders[name] / wanted
+
+    return folder

@@ -1,0 +1,93 @@
+"""What `convert --to megatron` writes is loaded by stock Megatron-LM: every element is the one that was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from format_jobs import ITERATION, SAMPLES_SEEN, STEP
+from saved_worlds import DISTRIBUTED, EXPERTS, GATED, PP, TP, WIDTH_20, Saved
+
+import ds_reshard.operations as tools
+
+EP, VP = "--expert-model-parallel-size 2 ", "--num-layers-per-virtual-pipeline-stage 1 "
+TIED = GATED.replace("--untie-embeddings-and-output-weights ", "")
+PLAIN = "tied tp2, bf16 without the distributed optimizer"
+MODELS = {
+    "gated tp2 pp2": DISTRIBUTED + GATED,
+    "gated pp2 vp2": DISTRIBUTED + GATED,
+    "tied pp2": DISTRIBUTED + TIED,
+    "experts ep2": DISTRIBUTED + GATED + EXPERTS.replace(EP, ""),
+    "many buckets dp2": DISTRIBUTED + WIDTH_20,
+    PLAIN: DISTRIBUTED,
+    "gated fp32": "--use-distributed-optimizer " + GATED,
+}
+"""Of each world its model, and nothing of its topology."""
+ANY = [(1, ""), (2, ""), (2, TP), (2, PP), (2, PP + VP), (4, TP + PP), (4, TP), (4, PP)]
+LOADS = [("gated tp2 pp2", "buckets", None, "0.19.2", *under) for under in ANY]
+LOADS += [("gated tp2 pp2", "torch", None, "0.18.2", *under) for under in ANY]
+LOADS += [
+    ("gated tp2 pp2", "model_space", None, "0.18.2", 2, TP),
+    ("gated pp2 vp2", "buckets", None, "0.18.2", 2, TP),
+    ("gated pp2 vp2", "torch", None, "0.19.2", 1, ""),
+    ("tied pp2", "buckets", None, "0.18.2", 2, PP),
+    ("tied pp2", "torch", None, "0.19.2", 2, TP),
+    ("experts ep2", "buckets", None, "0.18.2", 2, EP),
+    ("experts ep2", "buckets", None, "0.19.2", 4, EP + PP),
+    ("experts ep2", "buckets", 1, "0.19.2", 1, ""),
+    ("experts ep2", "model_space", 1, "0.18.2", 2, TP),
+    ("many buckets dp2", "buckets", None, "0.19.2", 2, ""),
+    ("many buckets dp2", "torch", None, "0.18.2", 2, TP),
+    (PLAIN, "plain", None, "0.19.2", 2, ""),
+    (PLAIN, "plain", None, "0.18.2", 2, TP),
+    (PLAIN, "torch", None, "0.19.2", 1, ""),
+    ("gated fp32", "plain", None, "0.19.2", 2, ""),
+]
+
+
+@pytest.fixture(scope="module")
+def converted(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[Any, str] = {}
+
+    def folder(world: str, form: str, ep: int | None) -> str:
+        if (world, form, ep) not in made:
+            out = str(tmp_path_factory.mktemp("converted") / "out")
+            made[world, form, ep] = tools.convert(str(saved(world, form)), out, to="megatron", ep=ep).out
+        return made[world, form, ep]
+
+    return folder
+
+
+def _loads(releases: Any, release: str, ranks: int, arguments: str, folder: str) -> None:
+    told = releases[release].run(
+        "format_jobs:loaded", ranks=ranks, arguments=f"{arguments} --ckpt-format torch_dist", folder=folder
+    )
+    for rank in told:
+        assert rank["wrong"] == [] and rank["compared"] > 1000
+        assert (rank["steps"], rank["counters"]) == ([STEP], [ITERATION, SAMPLES_SEEN, SAMPLES_SEEN])
+        assert {rate for rate, _ in rank["rates"]} == {3e-4} and len(rank["rates"]) in (1, 2, 3)
+
+
+@pytest.mark.parametrize(("world", "form", "ep", "release", "ranks", "under"), LOADS)
+def test_stock_megatron_loads_it(
+    converted: Any, releases: Any, world: str, form: str, ep: int | None, release: str, ranks: int, under: str
+) -> None:
+    _loads(releases, release, ranks, MODELS[world] + under, converted(world, form, ep))
+
+
+def test_experts_there_and_back(converted: Any, releases: Any, tmp_path: Path) -> None:
+    """From an expert-parallel run to one that is not, and again to one that is."""
+    out = tools.convert(converted("experts ep2", "model_space", 1), str(tmp_path / "out"), to="megatron", ep=2).out
+    _loads(releases, "0.19.2", 2, MODELS["experts ep2"] + EP, out)
+
+
+@pytest.mark.parametrize("form", ["buckets", "torch"])
+def test_what_is_written_is_read(saved: Saved, converted: Any, form: str) -> None:
+    """It has no fault, is cut over as many files as were asked for, and differs in nothing from its source."""
+    folder, out = str(saved("gated tp2 pp2", form)), converted("gated tp2 pp2", form, None)
+    assert tools.verify(out, deep=True).faults == ()
+    found = tools.diff(folder, out)
+    assert {one.state for one in found.tensors} == {"equal"} and found.values == () == found.faults
+    assert tools.convert(out, out + "3", to="megatron", dp=3).files == 6
+    assert {one.state for one in tools.diff(folder, out + "3").tensors} == {"equal"}
