@@ -21,19 +21,20 @@ def prove(source: Checkpoint, names: Collection[str] | None = None) -> None:
     raise_faults(unproved(source, names), subject=f"checkpoint {source.folder}")
 
 
-def unproved(source: Checkpoint, names: Collection[str] | None = None) -> list[Fault]:
+def unproved(source: Checkpoint, names: Collection[str] | None = None, *, part: int = 0, of: int = 1) -> list[Fault]:
     """The parameters, of `names` or all, whose weight is not the cast of its master, and copies that are not the same.
 
-    Of parameters that are not in `names` copies of the weights are compared. Reads them in 64 MiB.
+    Of parameters that are not in `names` copies of the weights are compared. Reads them in 64 MiB. Ranks that prove a
+    checkpoint together each take a part `of` so many.
     """
-    return _uncast(source, names) or _differing(source, names)
+    return _uncast(source, names, part, of) or _differing(source, names, part, of)
 
 
-def _uncast(source: Checkpoint, names: Collection[str] | None) -> list[Fault]:
+def _uncast(source: Checkpoint, names: Collection[str] | None, part: int, of: int) -> list[Fault]:
     layout = source.layout
     masters = [key for key in layout.placements if key.kind == MASTER and (names is None or key.name in names)]
     masters = [key for key in masters if layout[key].numel and key._replace(kind=WEIGHT) in layout]
-    masters = masters if source.masters_are_cast else []
+    masters = masters[part::of] if source.masters_are_cast else []
     if not masters:
         return []
     faults = list(source.unprovable())
@@ -52,7 +53,7 @@ def _uncast(source: Checkpoint, names: Collection[str] | None) -> list[Fault]:
     return [_fault(key, count, layout[key].numel, source.unproved_mend) for key, count in wrong.items()]
 
 
-def _differing(source: Checkpoint, names: Collection[str] | None) -> list[Fault]:
+def _differing(source: Checkpoint, names: Collection[str] | None, part: int, of: int) -> list[Fault]:
     """The tensors of which several ranks hold copies that are not the same bits."""
     from ds_reshard.execution.deviation import Deviation, same_bits
 
@@ -62,6 +63,7 @@ def _differing(source: Checkpoint, names: Collection[str] | None) -> list[Fault]
     keys = [key for key in copies.layout.placements if names is None or key.name in names or key.kind == WEIGHT]
     firsts = {key: key._replace(copy=0) for key in keys}
     keys = [key for key in keys if checksums(copies, key) != checksums(source.index, firsts[key])]
+    keys = keys[part::of]
     wrong = dict[TensorKey, Deviation]()
     for span in _side_by_side([((copies, key), (source.index, firsts[key])) for key in keys]):
         if not same_bits(*span.values):

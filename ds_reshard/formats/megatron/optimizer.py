@@ -53,7 +53,7 @@ def facts_of(
     common = _common_step(state)
     scalars: dict[str, dict[str, Scalar]] = {}
     for group, names in zip(held, members, strict=True):
-        step = _read(group.get("step", common))
+        step = read_step(group.get("step", common))
         if step is not None:
             scalars |= {name: {"step": step} for name in names}
     made = tuple(
@@ -105,7 +105,7 @@ def _nested(state: object) -> Iterator[Mapping[object, object]]:
         yield from (held for name, held in state.items() if name == "optimizer" and isinstance(held, Mapping))
 
 
-def _read(step: object) -> Scalar:
+def read_step(step: object) -> Scalar:
     """A step as it was saved; a tensor's one element is read. Raises ChecksumMismatch and ReadFailed."""
     if not isinstance(step, TensorRecord) or step.numel != 1:
         return step if isinstance(step, int | float) and not isinstance(step, bool) else None

@@ -46,7 +46,7 @@ from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box
 
 _SAVED_AGAIN = "save it again with --ckpt-format torch_dist, as it is by default"
-_STACKED = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
+STACKED = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer\.")
 _REPLACED = re.compile(r"(?:chained_\d+\.)*optimizer\.|common_state/")
@@ -93,7 +93,7 @@ class TorchDist:
         """What it has beside its tensors."""
         kept = {key: place for key, place in self.directory.objects.items() if not _REPLACED.match(key)}
         objects = {key: read_list(place) for key, place in kept.items()}
-        stacked = any(_STACKED.fullmatch(key) for key in self.directory.tensors)
+        stacked = any(STACKED.fullmatch(key) for key in self.directory.tensors)
         return Shown(common=self.common, objects=objects, chain=self.chain, stacked=stacked)
 
     def random_states(self) -> Mapping[str, object]:
@@ -217,7 +217,7 @@ def _placements(directory: Directory, family: str, faults: list[Fault]) -> Itera
     state = _STATE.fullmatch(family)
     kind, name = (KINDS.get(state[1], state[1]), state[2]) if state is not None else (WEIGHT, family)
     dtype = ElementType.named(tensor.dtype)
-    stacked = _STACKED.fullmatch(name) if tensor.shape else None
+    stacked = STACKED.fullmatch(name) if tensor.shape else None
     try:
         check_cover([Box(offset=one.offset, size=one.size) for one in chunks], tensor.shape)
     except ValueError as error:

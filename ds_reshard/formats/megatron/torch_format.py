@@ -129,6 +129,11 @@ def _folders(folder: str) -> list[str]:
     return [name for name in folders.entries(folder) if _FOLDER.fullmatch(name)]
 
 
+def rank_folder(tp: int, pp: int, stages: int) -> str:
+    """The folder of a rank, of a run of so many pipeline stages."""
+    return f"mp_rank_{tp:02d}_{pp:03d}" if stages > 1 else f"mp_rank_{tp:02d}"
+
+
 def list_torch_format(folder: str) -> SavedListing:
     files = {}
     for name in _folders(folder):
@@ -206,9 +211,7 @@ def _ranks(folder: str) -> list[_Rank]:
     first = arguments_of(_load(os.path.join(folder, names[0], MODEL)).get("args"))
     raise_faults(list(_unsupported(folder, first)), subject=f"checkpoint {folder}")
     tp, pp = (size_of(first, f"{name}_model_parallel_size") for name in ("tensor", "pipeline"))
-    places = {
-        f"mp_rank_{t:02d}_{p:03d}" if pp > 1 else f"mp_rank_{t:02d}": (t, p) for p in range(pp) for t in range(tp)
-    }
+    places = {rank_folder(t, p, pp): (t, p) for p in range(pp) for t in range(tp)}
     faults = [
         CheckpointNotFound.fault(os.path.join(folder, name), "is missing", f"tp {tp}, pp {pp}", "none", mend=_MEND)
         for name in places

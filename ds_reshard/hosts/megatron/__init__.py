@@ -90,8 +90,9 @@ def wrap_load_checkpoint(original: Function) -> Function:
         bound.apply_defaults()
         given = bound.arguments
         return seam(
-            functools.partial(original, *bound.args, **bound.kwargs),  # type: ignore[arg-type]
+            lambda **more: original(**{**given, **more}),  # type: ignore[arg-type]
             _arguments(),  # type: ignore[arg-type]
+            models=given["ddp_model"],
             optimizer=given["optimizer"],
             scheduler=given["opt_param_scheduler"],
             load_arg=given["load_arg"],
@@ -256,7 +257,7 @@ HOOKS = HostHooks(
             "megatron.training.checkpointing:load_checkpoint",
             wrap_load_checkpoint,
             ("ddp_model", "optimizer", "opt_param_scheduler", "load_arg"),
-            "resumes as the flags say, and reports it",
+            "resumes as the flags say, and under any topology, and reports it",
             optional=True,
         ),
         _patch(

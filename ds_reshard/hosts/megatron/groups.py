@@ -284,10 +284,10 @@ def _read(place: Place) -> list[Group] | None:
         return None
     if groups is None:
         return None
-    return [{name: value for name, value in group.items() if _is_plain(value)} for group in groups]
+    return [{name: value for name, value in group.items() if is_plain(value)} for group in groups]
 
 
-def _is_plain(value: object) -> bool:
+def is_plain(value: object) -> bool:
     if isinstance(value, (tuple, list)):
-        return all(_is_plain(item) for item in cast("list[object]", value))
+        return all(is_plain(item) for item in cast("list[object]", value))
     return value is None or isinstance(value, (bool, int, float, str))

@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ds_reshard.resume.megatron import Schedule
 from ds_reshard.resume.policy import ResumePolicy
+
+if TYPE_CHECKING:
+    from ds_reshard.hosts.megatron.direct import Taken
 
 Group = dict[str, object]
 """A param group, live or saved: `params` and the values that the optimizer and the scheduler read."""
@@ -34,6 +37,9 @@ class Optimizer(Protocol):
     """`MegatronOptimizer` (core/optimizer/optimizer.py): wraps one torch optimizer, or chains others."""
 
     optimizer: TorchOptimizer | None
+    config: object
+
+    def init_state_fn(self, optimizer: object, config: object) -> None: ...
 
     @property
     def param_groups(self) -> list[Group]: ...
@@ -131,7 +137,7 @@ class Load:
     name of their parameter, as in `torch_dist` checkpoints, and are read into the live ones. `another_model` says
     that it reads the weights of `--pretrained-checkpoint`, to which the policy was not meant to apply: it is then
     `finetune` alone. `matched` are the optimizers whose saved groups have been looked at, with these in live order.
-    `scanned` is the folder whose pickles have passed.
+    `scanned` is the folder whose pickles have passed. `taken` is set where Megatron does not load the tensors.
     """
 
     policy: ResumePolicy
@@ -144,6 +150,7 @@ class Load:
     another_model: bool = False
     matched: list[tuple[Optimizer, list[Group]]] = field(default_factory=list)
     scanned: str = ""
+    taken: Taken | None = None
     warnings: list[str] = field(default_factory=list)
 
 

@@ -135,6 +135,10 @@ def _rest(load: Load, arguments: Namespace) -> Iterator[Row]:
     same = all(_of(found.arguments, name) in (None, getattr(arguments, name, None)) for name in sizes)
     kept = policy.rng and not policy.finetune and not found.release and not arguments.no_load_rng and same
     why = "--finetune" if policy.finetune else "host" if policy.rng else "--no-load-rng"
+    if load.taken is not None:
+        told = "; ".join(load.taken.why)
+        yield Row(name="tensors read by", checkpoint=None, this_run="Megatron-LM", used="ds_reshard", because=told)
+        kept, why = kept and load.taken.random is not None, why if same or why != "host" else told
     used = "from the checkpoint" if kept else "of this run"
     yield Row(name="random states", checkpoint=None, this_run=None, used=used, because=why)
     for name, label in (("data_parallel_size", "data parallel size"), ("global_batch_size", "global batch size")):

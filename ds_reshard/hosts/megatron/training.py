@@ -36,6 +36,7 @@ from ds_reshard.errors import (
     raise_faults,
 )
 from ds_reshard.formats.megatron.checkpoint import TRACKER, saved_groups
+from ds_reshard.hosts.megatron.direct import take
 from ds_reshard.hosts.megatron.group_values import (
     fresh_moments,
     group_differences,
@@ -63,14 +64,21 @@ _SAMPLES = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_s
 
 
 def load_checkpoint(
-    original: Callable[[], Result], arguments: Namespace, *, optimizer: object, scheduler: object, load_arg: str
+    original: Callable[..., Result],
+    arguments: Namespace,
+    *,
+    models: object,
+    optimizer: object,
+    scheduler: object,
+    load_arg: str,
 ) -> Result:
     """Load a checkpoint as the resume policy says; iteration and floating-point operations so far.
 
-    Every rank calls it, and `arguments` are Megatron's own. A load without optimizer and scheduler, or from
-    another argument than `--load`, brings in another model's weights (a teacher, a reference, a dense model to
-    be upcycled) and is left to Megatron, the policy waiting for the load that it is about. Raises ConfigError
-    for a policy that contradicts the arguments, and what the seams inside raise.
+    What Megatron refuses, or gets wrong, is loaded straight from the files (`direct`); `original` takes arguments of
+    Megatron's own by name. Every rank calls it, and `arguments` are Megatron's own. A load without optimizer and
+    scheduler, or from another argument than `--load`, brings in another model's weights (a teacher, a reference, a
+    dense model to be upcycled) and is left to Megatron, the policy waiting for the load that it is about. Raises
+    ConfigError for a policy that contradicts the arguments, and what the seams inside raise.
     """
     if (optimizer is None and scheduler is None) or load_arg != "load":
         return original()
@@ -81,7 +89,8 @@ def load_checkpoint(
     raise_faults([*faults, *_contradictions(policy, arguments)], subject="resume policy")
     _tell_megatron(policy, arguments)
     with in_force(load):
-        iteration, operations = original()
+        load.taken = take(load, arguments, models)
+        iteration, operations = original() if load.taken is None else load.taken.load(original, arguments)
         if load.found is None:
             if not policy.is_default:
                 logger.warning("%s holds no checkpoint: the resume flags had nothing to act on", load.where)
@@ -188,8 +197,11 @@ def load_base_checkpoint(original: Callable[[], Base], load_dir: str, arguments:
     UnsupportedLayout.
     """
     load = current()
-    with refuse_iteration(load_dir, getattr(arguments, "ckpt_step", None), load):
-        result = original()
+    if load is not None and load.taken is not None:
+        result = load.taken.answer()
+    else:
+        with refuse_iteration(load_dir, getattr(arguments, "ckpt_step", None), load):
+            result = original()
     state, name, release, kind = result
     if load is None or not isinstance(state, Mapping):
         return result
@@ -198,7 +210,7 @@ def load_base_checkpoint(original: Callable[[], Base], load_dir: str, arguments:
         load.policy = ResumePolicy(finetune=True, rng=load.policy.rng, report=load.policy.report)
     read = load.found is not None  # this is the second call, which has read the tensors
     load.where = _folder(name)
-    load.read_in_place = getattr(kind, "name", "") in _BY_NAME
+    load.read_in_place = load.taken is not None or getattr(kind, "name", "") in _BY_NAME
     try:
         faults = _look(load, state, release, kind, arguments)
     except ReshardError as error:
@@ -218,7 +230,7 @@ def _look(load: Load, state: Mapping[str, object], release: bool, kind: object, 
     faults = [] if load.another_model else format_faults(load.where, name.lower(), policy)
     if release:
         return faults + release_faults(load.where, policy)
-    if name == "LEGACY" and optimizer is not None and policy.loads_masters:
+    if name == "LEGACY" and load.taken is None and optimizer is not None and policy.loads_masters:
         faults += step_faults(load.where, arguments)
     if not policy.finetune:
         differing = _schedule_faults(load, load.found)
@@ -355,6 +367,7 @@ def step_faults(where: str, arguments: object) -> list[Fault]:
 
 
 Provider = Callable[[ArgumentParser], ArgumentParser]
+_ALWAYS = "--ds-reshard-always"
 
 
 def parse_args(
@@ -367,7 +380,11 @@ def parse_args(
     """
 
     def with_resume_flags(parser: ArgumentParser) -> ArgumentParser:
-        return add_arguments(extra_args_provider(parser) if extra_args_provider is not None else parser)
+        given = add_arguments(extra_args_provider(parser) if extra_args_provider is not None else parser)
+        if _ALWAYS not in given._option_string_actions:
+            told = "read checkpoints straight from their files also where Megatron-LM loads them right (ds_reshard)"
+            given.add_argument(_ALWAYS, action="store_true", help=told)
+        return given
 
     return original(with_resume_flags, ignore_unknown_args)
 

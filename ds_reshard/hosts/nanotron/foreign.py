@@ -17,11 +17,12 @@ from ds_reshard.execution.buffers import element_type
 from ds_reshard.formats.nanotron.content import METADATA
 from ds_reshard.formats.nanotron.names import is_nanotron
 from ds_reshard.hosts.nanotron.live import ParallelContext, Shape, experts_of, regions_of, tiles_of_parameter
-from ds_reshard.hosts.nanotron.load import Load, config_of, current, fill, same_policy
+from ds_reshard.hosts.nanotron.load import Load, config_of, current, same_policy
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.content import BASE, LAST, MASTER, SCHEDULER, Content, Held
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
+from ds_reshard.operations.filling import fill
 from ds_reshard.operations.name_map import asked_names, read_name_map
 from ds_reshard.operations.proof import unproved
 from ds_reshard.operations.ranks import agree, attempt, gather, together
@@ -165,7 +166,7 @@ def load_weights(arguments: Mapping[str, object], original: Callable[[], object]
 
     replica = dist.get_rank(context.dp_cp_pg)
     made = {str(number): one.tensor.detach() for number, one in enumerate(weights)}
-    fill(Plan(copies=coalesce(plan.copies)), made, world, replica, subject=subject)
+    fill(Plan(copies=coalesce(plan.copies)), made, world, replica=replica, subject=subject)
     return {one.name: {} for one in weights}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,20 +16,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from ds_reshard.errors import ConfigError, Fault, ScheduleMismatch, raise_faults
-from ds_reshard.execution.buffers import TensorTarget
-from ds_reshard.execution.checksums import combine, partial_sums, read_again, settle
-from ds_reshard.execution.cuda import choose
-from ds_reshard.execution.interfaces import Outcome
 from ds_reshard.formats.nanotron.metadata import Batch
 from ds_reshard.formats.nanotron.names import CONFIG
-from ds_reshard.operations.ranks import agree, attempt, gather, rank
-from ds_reshard.planning.plan import Plan
+from ds_reshard.operations.ranks import gather, rank
 from ds_reshard.resume.policy import ResumePolicy, policy_differences
 from ds_reshard.resume.policy_sources import asked_policy
 from ds_reshard.resume.report import ResumeReport, Row, publish
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("ds_reshard")
@@ -39,35 +32,11 @@ Group = dict[str, object]
 BATCH = "global_batch_size"
 """What `--override-optim-hparams` calls it."""
 _MEMORY = "_ds_reshard_nanotron"
-_MEMORY_NBYTES = 64 << 20
-_THREADS = 4
 
 
 def same_policy(policy: ResumePolicy, world: ProcessGroup, *, subject: str) -> None:
     """Refuse what ranks were not asked for alike: they would part ways. Collective."""
     raise_faults(policy_differences(gather(policy, world)), subject=subject)
-
-
-def fill(plan: Plan, tensors: Mapping[str, Tensor], world: ProcessGroup, replica: int, *, subject: str) -> None:
-    """Fill tensors; every byte is read once and verified. Collective: a fault on any rank raises on every rank.
-
-    `replica` is the same for ranks that read different parts of one copy.
-    """
-    targets = {buffer: TensorTarget(tensor) for buffer, tensor in tensors.items()}
-
-    def execute() -> Outcome:
-        threads = min(_THREADS, os.cpu_count() or 1)
-        executor = choose("auto", targets, threads=threads, memory_nbytes=_MEMORY_NBYTES, checksum=True)
-        return executor.execute(plan, targets)
-
-    outcome, faults, cause = attempt(execute)
-    outcome = outcome or Outcome()
-    pending, wrong = settle(partial_sums(outcome))
-    told = gather((replica, pending), world)
-    combined, again = combine([sums if of == replica else [] for of, sums in told])
-    mine = [record for record, reader in again.items() if reader == rank(world)]
-    reread, failed, _ = attempt(lambda: read_again(mine))
-    agree([*faults, *outcome.faults, *wrong, *combined, *(reread or []), *failed], world, subject=subject, cause=cause)
 
 
 @dataclass(slots=True, kw_only=True)

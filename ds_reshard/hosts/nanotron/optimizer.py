@@ -38,7 +38,6 @@ from ds_reshard.hosts.nanotron.load import (
     Memory,
     batch_of_run,
     current,
-    fill,
     other_batch,
     refuse_contradiction,
     remember,
@@ -52,6 +51,7 @@ from ds_reshard.model.facts import OptimizerFacts, ScalarTensor, torch_step
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
+from ds_reshard.operations.filling import fill
 from ds_reshard.operations.ranks import agree, attempt, gather, together
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
@@ -156,7 +156,7 @@ def _reshard(
     states = prepare(live, opened, policy, found, subject=f"loading {load.where}")
     subject = f"loading {states.checkpoint.folder}"
     tensors = {_buffer(*at): tensor for at, tensor in states.tensors.items()}
-    fill(states.plan, tensors, live.world, live.replica, subject=subject)
+    fill(states.plan, tensors, live.world, replica=live.replica, subject=subject)
     values, _, notes = states.checkpoint.of_groups(live.groups, list(values_of(live.base.param_groups)))
     saved: list[Group] = [
         {key: read_tensor(one) if isinstance(one, TensorRecord) else one for key, one in group.items()}

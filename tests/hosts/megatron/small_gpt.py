@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,16 +150,22 @@ def refused(arguments: list[str], unreadable: bool = False) -> dict[str, Any]:
 
     `unreadable` hides the objects of a `torch_dist` checkpoint from all but Megatron itself.
     """
-    from megatron.training import training
-
     import ds_reshard
-    from ds_reshard.errors import ReshardError
     from ds_reshard.hosts.megatron import groups
 
     ds_reshard.install("megatron")
-    changed: list[str] = []
     if unreadable:
         groups._places = lambda folder: {}
+    return ended(lambda: pretrain(arguments))
+
+
+def ended(run: Callable[[], object]) -> dict[str, Any]:
+    """What a run that ends with an error from its load says, and what of the state the load had changed by then."""
+    from megatron.training import training
+
+    from ds_reshard.errors import ReshardError
+
+    changed: list[str] = []
     load = training.load_checkpoint
 
     def watched(models: Any, optimizer: Any, scheduler: Any, *rest: Any, **more: Any) -> Any:
@@ -173,7 +180,7 @@ def refused(arguments: list[str], unreadable: bool = False) -> dict[str, Any]:
 
     training.load_checkpoint = watched
     try:
-        pretrain(arguments)
+        run()
     except ReshardError as error:
         faults = [fault.where for fault in error.faults]
         return {"refused": type(error).__name__, "message": str(error), "where": faults, "changed": changed}
@@ -187,6 +194,7 @@ def _everything(models: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
     for number, group in enumerate(optimizer.param_groups):
         held |= {f"group {number} {name}": value for name, value in group.items() if name != "params"}
         held |= {f"master {number}.{i}": value.detach().clone() for i, value in enumerate(group["params"])}
+    held |= {f"states {i}": repr(one.optimizer.state) for i, one in enumerate(optimizer.chained_optimizers)}
     return held | {f"schedule {name}": value for name, value in scheduler.state_dict().items()}
 
 

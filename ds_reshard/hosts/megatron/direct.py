@@ -1,0 +1,397 @@
+"""A load under another topology, straight from the files: each rank reads what it owns.
+
+Megatron's own `load_checkpoint` still runs, for all that is not a tensor: it compares arguments, sets iteration,
+samples and schedule, through the seams that every load has. It is told that model and optimizer are not to be loaded
+(`skip_load_to_model_and_opt`), and given what the checkpoint says beside its tensors as if it had read that itself.
+Before that every rank has opened the files and planned its reads, weights have proved whose the states are, and all
+ranks have agreed; afterwards weights, masters and states are filled in place. Seams that were seen to work in 0.18.2
+and 0.19.2: training/checkpointing.py `load_checkpoint`, `check_checkpoint_args`.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from types import SimpleNamespace
+from typing import cast
+
+from ds_reshard.containers.revive import revive
+from ds_reshard.errors import CheckpointNotFound, Fault, ModelMismatch, UnsupportedLayout, raise_faults
+from ds_reshard.execution.buffers import element_type, read_tensor
+from ds_reshard.formats.megatron.checkpoint import chain_of, read_object
+from ds_reshard.formats.megatron.door import OpenedMegatron
+from ds_reshard.formats.megatron.flat_states import size_of
+from ds_reshard.hosts.megatron.groups import is_plain
+from ds_reshard.hosts.megatron.live import Group, Load, leaves
+from ds_reshard.hosts.megatron.pieces import (
+    Piece,
+    Share,
+    allocate,
+    is_distributed,
+    is_mixed,
+    kinds_of,
+    pieces_of,
+    shares_of,
+)
+from ds_reshard.hosts.megatron.topology import Saved, find_saved, reasons, unfillable
+from ds_reshard.model.checkpoint import Checkpoint
+from ds_reshard.model.content import MASTER, WEIGHT
+from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.records import ElementType
+from ds_reshard.model.region import Region
+from ds_reshard.operations.filling import fill
+from ds_reshard.operations.proof import unproved
+from ds_reshard.operations.ranks import Steps, attempt, broadcast, raise_caused, rank, world_size
+from ds_reshard.operations.source import find_listing, open_checkpoint
+from ds_reshard.planning.copies import Copy, coalesce
+from ds_reshard.planning.plan import Fill, Plan, copies_of
+
+Base = tuple[object, str, bool, object]
+_MODEL = "build the model that was saved: compare the arguments of both runs"
+_TP, _PP = (f"{name}_model_parallel_size" for name in ("tensor", "pipeline"))
+_SIXTEEN = (ElementType.BFLOAT16, ElementType.FLOAT16)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Reads:
+    """What fills this rank's tensors, by the names of buffers."""
+
+    copies: list[Copy] = field(default_factory=list)
+    fills: list[Fill] = field(default_factory=list)
+
+    def plan(self) -> Plan:
+        return Plan(copies=coalesce(self.copies), fills=tuple(self.fills))
+
+    def read(
+        self,
+        source: Checkpoint,
+        key: TensorKey,
+        piece: Piece,
+        elements: tuple[int, int],
+        buffer: str,
+        dtype: ElementType,
+    ) -> None:
+        """Read elements of a live tensor; rows that pad the vocabulary in this run alone are zero, as in Megatron."""
+        rows = source.layout[key].shape[:1]
+        for region, first in piece.regions(*elements):
+            stop = region.stop
+            if piece.padded and rows:
+                each = prod(region.box.size[1:])
+                stop = min(stop, max(region.start, (rows[0] - region.box.offset[0]) * each))
+            if stop < region.stop:
+                self.fills.append(Fill(buffer, first + stop - region.start, region.stop - stop))
+            if region.start < stop:
+                wanted = Region(box=region.box, start=region.start, stop=stop)
+                self.copies += copies_of(source.index, key, wanted, buffer=buffer, element_offset=first, dtype=dtype)
+
+
+@dataclass(slots=True, kw_only=True)
+class Taken:
+    """A load that is not left to Megatron: why, what was opened, and what this rank reads of it.
+
+    `shares` are None where the optimizer's state is not loaded; `kinds` are those that are read of each parameter.
+    `random` has the random states as Megatron takes them, None where they are not those of this rank.
+    """
+
+    saved: Saved
+    why: list[str]
+    optimizer: object | None
+    source: Checkpoint
+    pieces: list[Piece]
+    shares: list[Share] | None
+    kinds: tuple[str, ...]
+    weights: _Reads
+    states: _Reads
+    random: object
+
+    def answer(self) -> Base:
+        """What `_load_base_checkpoint` returns for such a load: all but the tensors, as plain values."""
+        from megatron.training import checkpointing
+
+        common = self.saved.common
+        if hasattr(checkpointing, "set_loaded_iteration"):
+            checkpointing.set_loaded_iteration(common.get("iteration"))
+        kept = ("iteration", "checkpoint_version", "opt_param_scheduler", "lr_scheduler", "total_iters")
+        state = {name: common[name] for name in (*kept, "num_floating_point_operations_so_far") if name in common}
+        chain = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        states: list[object] = [self._state(part) for part in chain]
+        state |= {"args": SimpleNamespace(**self.saved.arguments), "rng_state": self.random}
+        state |= {"optimizer": states[0] if len(states) == 1 else dict(enumerate(states))}
+        return state, self.saved.folder, False, checkpointing.CheckpointType.LEGACY
+
+    @property
+    def names(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The tensors that this rank has, and those that it trains."""
+        return frozenset(one.name for one in self.pieces), frozenset(one.piece.name for one in self.shares or ())
+
+    def _state(self, part: object) -> dict[str, object]:
+        """The state of one optimizer as its `load_state_dict` takes it, without tensors.
+
+        Entry i names the parameters of live group i, whichever group its values are of: states go by name here.
+        """
+        inner = getattr(part, "optimizer", None)
+        live = inner.state_dict()["param_groups"] if inner is not None else []
+        groups = self._groups()
+        for group, mine in zip(groups, live, strict=False):
+            group["params"] = mine["params"]
+        held: dict[str, object] = {"state": {}, "param_groups": groups}
+        return {"optimizer": held, "fp32_from_fp16_params": []} if is_mixed(part) else held
+
+    def _groups(self) -> list[Group]:
+        """The saved param groups; a step that only some of them have is that of all."""
+        chain = chain_of(self.saved.common.get("optimizer"), self.saved.objects) or ()
+        found = [group for groups in chain for group in groups]
+        groups = [{k: v for k, v in group.items() if k != "params" and is_plain(v)} for group in found]
+        scalars = self.source.facts.scalars if self.source.facts is not None else {}
+        held = [*groups, *scalars.values()]
+        steps = {one["step"] for one in held if isinstance(one.get("step"), int | float)}
+        return [{**group, "step": steps.copy().pop()} for group in groups] if len(steps) == 1 else groups
+
+    def load(self, original: Callable[..., tuple[int, object]], arguments: Namespace) -> tuple[int, object]:
+        """Megatron's own load without its tensors, then the tensors. Collective."""
+        told = {"ckpt_format": "torch", "use_dist_ckpt": True, "use_distributed_optimizer": False}
+        told |= {"no_load_rng": True} if self.random is None else {}
+        held = {name: getattr(arguments, name) for name in told}
+        vars(arguments).update(told)
+        try:
+            result = original(skip_load_to_model_and_opt=True)
+        finally:
+            vars(arguments).update(held)
+        self._fill()
+        return result
+
+    def _fill(self) -> None:
+        from megatron.core import parallel_state
+
+        subject = f"filling from {self.saved.folder}: tensors have changed already, so end this process"
+        replica, parts = parallel_state.get_data_parallel_rank(with_context_parallel=True), leaves(self.optimizer)
+        weights = {str(number): piece.tensor.detach() for number, piece in enumerate(self.pieces)}
+        fill(self.weights.plan(), weights, replica=replica, subject=subject)
+        if self.shares is None:
+            for part in filter(is_mixed, parts):
+                part.reload_model_params()
+            return
+        for part in parts:
+            part.load_state_dict(self._state(part))
+            allocate(part)
+        states = {
+            f"{number} {kind}": held.detach()
+            for number, share in enumerate(self.shares)
+            for kind, held in share.tensors().items()
+            if kind in self.kinds and _apart(share, kind)
+        }
+        one_copy = all(map(is_distributed, parts))
+        fill(self.states.plan(), states, replica=0 if one_copy else replica, subject=subject)
+
+
+def _apart(share: Share, kind: str) -> bool:
+    """Whether a state is a tensor of its own: an fp32 parameter is its own master, and filled as the weight."""
+    return kind != MASTER or element_type(share.piece.tensor.dtype) is not ElementType.FLOAT32
+
+
+def take(load: Load, arguments: Namespace, models: object) -> Taken | None:
+    """Decide who loads, on rank 0; where that is not Megatron, everything that can be refused is. Collective.
+
+    Nothing has changed where it raises, on any rank.
+    """
+    wanted = load.optimizer is not None and not arguments.finetune and not arguments.no_load_optim
+    decided, wrong, cause = attempt(lambda: _decided(arguments, wanted) if rank() == 0 else ("", []))
+    (folder, why), wrong = broadcast((decided or ("", []), wrong))
+    raise_caused(wrong, subject=f"loading {arguments.load}", cause=cause)
+    if not why:
+        return None
+    steps, subject = Steps(), f"loading {folder}"
+
+    def opened() -> tuple[Saved, Checkpoint]:
+        saved = find_saved(arguments)
+        if saved is None or saved.folder != folder:
+            mend = "put it where every rank reads it under this path"
+            raise_faults([CheckpointNotFound.fault(folder, "is not seen by every rank", mend=mend)], subject=subject)
+            raise AssertionError
+        raise_faults(unfillable(saved, vars(arguments), "; ".join(why), optimizer=wanted), subject=subject)
+        return saved, open_checkpoint(find_listing(folder, None), whole=False)
+
+    def planned() -> Taken:
+        assert found is not None
+        return _planned(*found, why, load, wanted, models, vars(arguments))
+
+    def proved() -> None:
+        assert found is not None
+        names = None if wanted else frozenset[str]()
+        raise_faults(unproved(found[1], names, part=rank(), of=world_size()), subject=subject)
+
+    found = steps.take(opened, subject=subject)
+    taken = steps.take(planned, subject=subject)
+    steps.take(proved, subject=subject)
+    said = steps.tell(taken.names if taken is not None else None)
+    steps.raise_first(said)
+    assert taken is not None
+    told = [cast("tuple[frozenset[str], frozenset[str]]", one.value) for one in said]
+    raise_faults(_left_over(taken, *(frozenset().union(*names) for names in zip(*told, strict=True))), subject=subject)
+    load.read_in_place = True
+    return taken
+
+
+def _decided(arguments: Namespace, wanted: bool) -> tuple[str, list[str]]:
+    """The folder, and why it is not left to Megatron, which it is where there is no reason."""
+    saved = find_saved(arguments)
+    if saved is None:
+        return "", []
+    why = reasons(saved, vars(arguments), optimizer=wanted)
+    return saved.folder, why + ["--ds-reshard-always"] * bool(getattr(arguments, "ds_reshard_always", False))
+
+
+def _left_over(taken: Taken, weights: frozenset[str], trained: frozenset[str]) -> Iterator[Fault]:
+    """Tensors that no rank of this run has, and parameters that are trained in one of the two runs alone."""
+    layout, folder = taken.source.layout, taken.saved.folder
+    for name in sorted({key.name for key in layout.placements if key.kind == WEIGHT} - weights):
+        what = "is in the checkpoint, and no rank of this run has such a tensor"
+        yield ModelMismatch.fault(name, what, "the tensors of this run", folder, mend=_MODEL)
+    if taken.shares is not None:
+        saved = {key.name for key in layout.placements if key.kind != WEIGHT}
+        for name in sorted(saved ^ trained):
+            sides = ("the checkpoint", "this run")
+            sides = sides if name in saved else (sides[1], sides[0])
+            what = f"is trained in {sides[0]}, and not in {sides[1]}"
+            yield ModelMismatch.fault(name, what, mend="train the same parameters, or add --no-load-optim")
+
+
+def _planned(
+    saved: Saved,
+    source: Checkpoint,
+    why: list[str],
+    load: Load,
+    wanted: bool,
+    models: object,
+    run: Mapping[str, object],
+) -> Taken:
+    """This rank's reads; raises everything that is wrong with them."""
+    pieces, faults = pieces_of(models), list[Fault]()
+    shares = shares_of(load.optimizer, pieces) if wanted else None
+    kinds = _kinds(source, load, faults) if wanted else ()
+    weights, states = _Reads(), _Reads()
+    fitting = set[str]()
+    for number, piece in enumerate(pieces):
+        key = _weight(source, piece, faults)
+        if key is not None and _fits(source, key, piece, saved, run, faults):
+            fitting.add(piece.name)
+            weights.read(source, key, piece, (0, piece.tensor.numel()), str(number), element_type(piece.tensor.dtype))
+    for number, share in enumerate(shares or ()):
+        for kind in kinds if share.piece.name in fitting else ():
+            key = TensorKey(name=share.piece.name, kind=kind)
+            key = key if key in source.layout else key._replace(kind=WEIGHT)
+            if _apart(share, kind):
+                elements, buffer = (share.start, share.stop), f"{number} {kind}"
+                states.read(source, key, share.piece, elements, buffer, ElementType.FLOAT32)
+    faults += source.index.faults
+    raise_faults(faults, subject=f"loading {saved.folder}")
+    return Taken(
+        saved=saved,
+        why=why,
+        optimizer=load.optimizer,
+        source=source,
+        pieces=pieces,
+        shares=shares,
+        kinds=kinds,
+        weights=weights,
+        states=states,
+        random=_random(source, saved, run),
+    )
+
+
+def _random(source: Checkpoint, saved: Saved, run: Mapping[str, object]) -> object:
+    """What Megatron sets this rank's generators to, where it is the same model-parallel rank as before; else None.
+
+    Each rank of such a grid has seeds of its own: under another one no saved state is any rank's.
+    """
+    from megatron.core import parallel_state
+
+    sizes = [(size_of(held, _TP), size_of(held, _PP)) for held in (saved.arguments, run)]
+    if sizes[0] != sizes[1]:
+        return None
+    (tp, pp), t = sizes[0], parallel_state.get_tensor_model_parallel_rank()
+    p = parallel_state.get_pipeline_model_parallel_rank()
+    key = f"rng_state/shard_{p}.{t}_{pp}.{tp}"
+    place = saved.objects.get(key)
+    states = cast(OpenedMegatron, source).state.random_states() if not saved.whole else {}
+    held = read_object(place) if place is not None else states.get(key)
+    listed = held if isinstance(held, list) else [held]
+    each = parallel_state.get_data_parallel_world_size() if run.get("data_parallel_random_init") else 1
+    if held is None or len(listed) != each:
+        return None
+    return revive(listed, builders={}, tensor=read_tensor, where=f"{saved.folder}: random states")
+
+
+def _kinds(source: Checkpoint, load: Load, faults: list[Fault]) -> tuple[str, ...]:
+    """The kinds of state that are read of every parameter; a fault where the two optimizers keep others."""
+    layout, mend = source.layout, "build the optimizer that was saved, or add --no-load-optim"
+    of_run = kinds_of(load.optimizer)
+    if of_run is None:
+        faults.append(UnsupportedLayout.fault(source.folder, "this run's optimizer is none of Adam's kind", mend=mend))
+        return ()
+    names = {key.name for key in layout.placements if key.kind != WEIGHT}
+    if not names:
+        what = "; ".join(source.notes) or "holds no state of an optimizer"
+        faults.append(UnsupportedLayout.fault(source.folder, what, mend="add --no-load-optim"))
+    for name in sorted(names):
+        held = set(layout.kinds(name)) - {WEIGHT, MASTER}
+        if held != of_run:
+            sides = ", ".join(sorted(held)), ", ".join(sorted(of_run))
+            faults.append(ModelMismatch.fault(name, "its optimizer kept other states", *sides, mend=mend))
+    return (MASTER, *(sorted(of_run) if load.policy.loads_moments else ()))
+
+
+def _weight(source: Checkpoint, piece: Piece, faults: list[Fault]) -> TensorKey | None:
+    """The saved tensor that a weight is read from: of its own type, else its master, else one that it holds exactly."""
+    keys = [TensorKey(name=piece.name, kind=kind) for kind in (WEIGHT, MASTER)]
+    there = {key: source.layout[key].dtype for key in keys if key in source.layout}
+    if keys[0] not in there:
+        what = "is a tensor of this run, and the checkpoint has none of that name"
+        faults.append(ModelMismatch.fault(piece.name, what, "that name", source.folder, mend=_MODEL))
+        return None
+    wanted = element_type(piece.tensor.dtype)
+    for key, dtype in there.items():
+        if dtype is wanted:
+            return key
+    narrower = wanted in _SIXTEEN and any(dtype is ElementType.FLOAT32 for dtype in there.values())
+    if narrower:
+        return next(key for key, dtype in there.items() if dtype is ElementType.FLOAT32)
+    if wanted is ElementType.FLOAT32 and there[keys[0]] in _SIXTEEN:
+        return keys[0]
+    types = there[keys[0]].label, wanted.label
+    faults.append(ModelMismatch.fault(piece.name, "is of another type in the checkpoint", *types, mend=_MODEL))
+    return None
+
+
+def _fits(
+    source: Checkpoint, key: TensorKey, piece: Piece, saved: Saved, run: Mapping[str, object], faults: list[Fault]
+) -> bool:
+    """Whether the shapes are the same, but for the rows that pad the vocabulary."""
+    shape, mine = source.layout[key].shape, piece.shape
+    if shape == mine:
+        return True
+    what, mend = "has another shape in the checkpoint", _MODEL
+    if piece.padded and shape[1:] == mine[1:]:
+        each = [_padding(arguments) for arguments in (saved.arguments, run)]
+        least, most = max(shape[0] - each[0], mine[0] - each[1]), min(shape[0], mine[0])
+        if least < most and (_tokens() or most) <= most:
+            return True
+        what = "is of another vocabulary: the rows are no padding of the same one"
+        mend = "give the tokenizer and the sizes of the vocabulary that were saved"
+    faults.append(ModelMismatch.fault(piece.name, what, str(list(shape)), str(list(mine)), mend=mend))
+    return False
+
+
+def _padding(arguments: Mapping[str, object]) -> int:
+    """A multiple of how many rows the vocabulary is padded to (megatron/training, `_vocab_size_with_padding`)."""
+    return size_of(arguments, "make_vocab_size_divisible_by") * size_of(arguments, "tensor_model_parallel_size")
+
+
+def _tokens() -> int | None:
+    """The real vocabulary of this run's tokenizer, where it has one that tells."""
+    from megatron.training import global_vars
+
+    size = getattr(getattr(global_vars, "_GLOBAL_TOKENIZER", None), "vocab_size", None)
+    return size if isinstance(size, int) else None

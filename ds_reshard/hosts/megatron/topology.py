@@ -1,0 +1,138 @@
+"""Which loads Megatron-LM does right, and which it refuses or gets wrong: told by the two runs' arguments alone.
+
+What it does was seen of 0.18.2 and 0.19.2, cell by cell (docs/megatron.md has the table).
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ds_reshard.containers import folders
+from ds_reshard.containers.dcp_directory import Place, is_megatrons
+from ds_reshard.errors import CheckpointNotFound, Fault, UnsafePickle, UnsupportedLayout
+from ds_reshard.formats.megatron.buckets import bucket_size_of
+from ds_reshard.formats.megatron.checkpoint import TRACKER, arguments_of, find_iteration, read_common
+from ds_reshard.formats.megatron.flat_states import size_of
+from ds_reshard.formats.megatron.torch_format import is_torch_format
+
+_SIZES = {
+    "tensor_model_parallel_size": "tensor-parallel size",
+    "pipeline_model_parallel_size": "pipeline-parallel size",
+    "virtual_pipeline_model_parallel_size": "number of virtual stages",
+    "expert_model_parallel_size": "expert-parallel size",
+    "expert_tensor_parallel_size": "tensor-parallel size of experts",
+}
+_LEAST_VERSION = 3.0
+"""Of a checkpoint (`checkpoint_version`): older ones order queries, keys and values otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint as far as its small files tell; `objects` are those that lie among the tensors."""
+
+    folder: str
+    whole: bool
+    common: Mapping[object, object]
+    objects: Mapping[str, Place]
+    arguments: Mapping[str, object]
+
+    @property
+    def sharding(self) -> object:
+        """How a distributed optimizer's state lies in a `torch_dist` checkpoint."""
+        told = self.common.get("content_metadata")
+        return told.get("distrib_optim_sharding_type") if isinstance(told, Mapping) else None
+
+    @property
+    def distributed(self) -> bool:
+        return bool(self.arguments.get("use_distributed_optimizer"))
+
+
+def find_saved(arguments: Namespace) -> Saved | None:
+    """What `--load` names, None for what is left to Megatron: nothing there, another format, a release.
+
+    Also where files of Megatron's own choice come first: non-persistent checkpoints, or `--pretrained-checkpoint`.
+    """
+    path, step = getattr(arguments, "load", None), getattr(arguments, "ckpt_step", None)
+    apart = ("non_persistent_ckpt_type", "non_persistent_global_ckpt_dir", "use_megatron_fsdp", "use_torch_fsdp2")
+    if path is None or not folders.is_folder(path) or any(getattr(arguments, name, None) for name in apart):
+        return None
+    try:
+        if not folders.is_file(os.path.join(path, TRACKER)):
+            return None
+        folder = find_iteration(path, str(step) if step else None)
+        whole = is_megatrons(folder)
+        if os.path.basename(folder) == "release" or not (whole or is_torch_format(folder)):
+            return None
+        common, objects = read_common(folder)
+    except (CheckpointNotFound, UnsupportedLayout, UnsafePickle):
+        return None  # Megatron tells, or the seams of its own reading
+    version = common.get("checkpoint_version")
+    if not isinstance(version, int | float) or version < _LEAST_VERSION:
+        return None
+    held = arguments_of(common.get("args"))
+    return Saved(folder=folder, whole=whole, common=common, objects=objects, arguments=held)
+
+
+def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool) -> list[str]:
+    """Why Megatron cannot load it into this run, or would not load it right; empty where it does it right.
+
+    `optimizer` is whether the optimizer's state is loaded, too.
+    """
+    if saved.whole and not optimizer:
+        return []
+    plain = saved.whole and not saved.distributed and not run.get("use_distributed_optimizer")
+    if plain or (saved.whole and saved.distributed and saved.sharding not in ("dp_reshardable", "fully_reshardable")):
+        return []
+    found = []
+    if optimizer and saved.distributed is not bool(run.get("use_distributed_optimizer")):
+        kinds = {True: "a distributed optimizer", False: "one that is not distributed"}
+        found.append(f"the state of {kinds[saved.distributed]} goes into {kinds[not saved.distributed]}")
+    if saved.sharding == "fully_reshardable":
+        return found
+    for name, label in _SIZES.items():
+        sizes = [_size(arguments, name) for arguments in (saved.arguments, run)]
+        if sizes[0] != sizes[1]:
+            found.append(f"{label} {sizes[0]} as saved, {sizes[1]} now")
+    layers = [arguments.get("transformer_impl") for arguments in (saved.arguments, run)]
+    if layers[0] != layers[1]:
+        found.append(f"layers of {layers[0]} as saved, of {layers[1]} now")
+    if optimizer and saved.distributed and _buckets(saved.arguments) != _buckets(run):
+        found.append("other buckets of gradients")
+    return found
+
+
+def _size(arguments: Mapping[str, object], name: str) -> int:
+    if name.startswith("expert_") and not arguments.get("num_experts"):
+        return 1
+    if name == "expert_tensor_parallel_size" and not arguments.get(name):
+        name = "tensor_model_parallel_size"
+    return size_of(arguments, name)
+
+
+def _buckets(arguments: Mapping[str, object]) -> object:
+    """Where the first stage's buckets end: what the distributed optimizer's flat states depend on."""
+    try:
+        return bucket_size_of(arguments, 0, 0)
+    except ValueError:
+        return "ddp_num_buckets", arguments.get("ddp_num_buckets")
+
+
+_NOT_FILLED = ("fp8", "fp4", "use_layer_wise_distributed_optimizer")
+_STATES_NOT_FILLED = (
+    "fp16",
+    "use_precision_aware_optimizer",
+    "optimizer_cpu_offload",
+    "overlap_param_gather_with_optimizer_step",
+)
+
+
+def unfillable(saved: Saved, run: Mapping[str, object], why: str, *, optimizer: bool) -> Iterator[Fault]:
+    """The options under which a run is not filled from files here; Megatron does not do it either."""
+    for name in (*_NOT_FILLED, *(_STATES_NOT_FILLED if optimizer else ())):
+        held = [side for side, arguments in (("saved", saved.arguments), ("this run's", run)) if arguments.get(name)]
+        if held:
+            what = f"cannot be loaded with {name} ({' and '.join(held)}): {why}"
+            yield UnsupportedLayout.fault(saved.folder, what, mend=f"load it as it was saved, or without {name}")

@@ -1,0 +1,73 @@
+"""On each rank: a GPT that Megatron sets up and loads with the hooks on, every element compared with the rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from format_jobs import KINDS, _places, _setup, _states, value
+from small_gpt import ended
+
+VOCABULARY = 99
+
+
+def load(arguments: str, hooks: bool = True) -> dict[str, Any]:
+    """Set up with `--load`: what of weights, masters and moments differs from what was saved, and the counters."""
+    import ds_reshard
+
+    if hooks:
+        ds_reshard.install("megatron")
+    models, optimizer, scheduler = _setup(arguments)
+    from megatron.training import get_args
+
+    args, report = get_args(), ds_reshard.last_report()
+    return {
+        "wrong": wrong(models, optimizer),
+        "cast": all(
+            held["param"].equal(live.data.view(-1)[part].view(held["param"].shape).float())
+            for live, part, held in _states(optimizer)
+        ),
+        "fresh": not any(
+            bool(held[kind].any()) for _, _, held in _states(optimizer) for kind in KINDS[1:] if kind in held
+        ),
+        "iteration": args.iteration,
+        "samples": args.consumed_train_samples,
+        "position": scheduler.num_steps,
+        "steps": sorted({group.get("step", 0) for group in optimizer.param_groups if group["params"]}),
+        "report": report.to_json() if report is not None else None,
+    }
+
+
+def refused(arguments: str) -> dict[str, Any]:
+    """The same, expected to be refused: the error, and what it had changed by then."""
+    import ds_reshard
+
+    ds_reshard.install("megatron")
+    return ended(lambda: _setup(arguments))
+
+
+def wrong(models: Any, optimizer: Any) -> list[str]:
+    """Tensors that are not what the rule says; rows that pad the vocabulary may be anything."""
+    from megatron.training import get_args
+
+    places, found, seen, width = _places(models), [], 0, get_args().hidden_size
+
+    def compare(held: torch.Tensor, key: str, index: torch.Tensor, kind: str, what: str) -> None:
+        nonlocal seen
+        seen += held.numel()
+        real = torch.ones_like(index, dtype=torch.bool)
+        if "word_embeddings" in key or key.startswith("output_layer"):
+            real = index < VOCABULARY * width
+        same = held.detach().reshape(-1) == value(key, index, kind).to(held.dtype)
+        if not bool(same[real].all()):
+            found.append(f"{what} {key}: {int((~same & real).sum())} of {held.numel()}")
+
+    for live, (key, index) in places.items():
+        compare(live.data, key, index.reshape(-1), "param", "weight")
+    for live, part, held in _states(optimizer):
+        key, index = places[live]
+        found += [f"{kind} {key}: absent" for kind in KINDS if kind not in held]
+        for kind in held:
+            compare(held[kind], key, index.reshape(-1)[part], kind, kind)
+    assert seen
+    return found

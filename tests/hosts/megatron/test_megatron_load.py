@@ -1,0 +1,264 @@
+"""`--load` under another topology, where Megatron-LM refuses: every element of every rank is the one that was saved."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forks import Failed
+from format_jobs import ITERATION, SAMPLES_SEEN, STEP
+from releases import TRAINED
+
+pytestmark = pytest.mark.slow
+MODELS = {
+    "A": "",
+    "B": "--swiglu --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
+    " --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --no-rope-fusion ",
+    "C": "--hidden-size 20 --ffn-hidden-size 28 ",
+}
+MODELS["BT"] = MODELS["B"].replace("--untie-embeddings-and-output-weights", "")
+OPTIMIZERS = {
+    "sharded": "--bf16 --use-distributed-optimizer ",
+    "sharded-fp32": "--use-distributed-optimizer ",
+    "bf16": "--bf16 ",
+    "fp32": "",
+}
+TP, PP = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
+BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 1000 "
+TOPOLOGIES = {
+    "one": ("", 1),
+    "dp2": ("", 2),
+    "tp2": (TP, 2),
+    "pp2": (PP, 2),
+    "tp2dp2": (TP, 4),
+    "tp2pp2": (TP + PP, 4),
+    "pp2vp2": (PP + "--num-layers-per-virtual-pipeline-stage 1 ", 2),
+    "buckets2": (BUCKETS, 2),
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "torch": {"ckpt_format": "torch"},
+    "buckets": {"ckpt_format": "torch_dist", "dist_ckpt_optim_fully_reshardable": False},
+    "whole": {"ckpt_format": "torch_dist", "dist_ckpt_optim_fully_reshardable": True},
+}
+BOTH = ("torch", "buckets")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What was saved, and what loads it; `forms` are those that Megatron refuses or gets wrong."""
+
+    model: str
+    saved: tuple[str, str]
+    loaded: tuple[str, str]
+    forms: tuple[str, ...] = BOTH
+
+    def __str__(self) -> str:
+        return f"{self.model} {' '.join(self.saved)} to {' '.join(self.loaded)}"
+
+
+def _cell(model: str, saved: str, loaded: str, *others: str, forms: tuple[str, ...] = BOTH) -> Cell:
+    optimizers = others or ("sharded",)
+    return Cell(model, (saved, optimizers[0]), (loaded, optimizers[-1]), forms)
+
+
+CELLS = [
+    _cell("A", "tp2", "one"),
+    _cell("A", "dp2", "tp2pp2"),
+    _cell("A", "pp2", "tp2"),
+    _cell("B", "one", "tp2"),
+    _cell("B", "tp2pp2", "dp2"),
+    _cell("B", "tp2pp2", "tp2dp2"),
+    _cell("C", "tp2", "one"),
+    _cell("C", "pp2", "one", forms=("torch",)),  # which Megatron itself cannot save in buckets
+    _cell("C", "buckets2", "one"),
+    _cell("C", "one", "buckets2"),
+    _cell("BT", "pp2", "one"),
+    _cell("BT", "one", "pp2"),
+    _cell("B", "pp2vp2", "tp2"),
+    _cell("B", "pp2", "pp2vp2"),
+    _cell("B", "dp2", "one", "sharded", "bf16", forms=(*BOTH, "whole")),
+    _cell("B", "dp2", "tp2", "sharded", "fp32", forms=(*BOTH, "whole")),
+    _cell("B", "dp2", "tp2pp2", "bf16", "sharded"),
+    _cell("B", "one", "dp2", "fp32", "sharded", forms=("buckets",)),
+    _cell("B", "tp2", "one", "bf16", forms=("torch",)),
+    _cell("A", "tp2", "one", "sharded-fp32", forms=("torch",)),
+]
+OLDER = [CELLS[number] for number in (1, 8, 12, 14, 16)]
+ALL = [("0.19.2", cell, form) for cell in CELLS for form in cell.forms]
+ALL += [("0.18.2", cell, form) for cell in OLDER for form in cell.forms]
+RIGHT = [("tp2dp2", "tp2"), ("dp2", "one")]
+
+Saved = Callable[[str, str, tuple[str, str], str], Path]
+
+
+def _arguments(model: str, side: tuple[str, str]) -> tuple[str, int]:
+    topology, ranks = TOPOLOGIES[side[0]]
+    return OPTIMIZERS[side[1]] + MODELS[model] + topology, ranks
+
+
+@pytest.fixture(scope="module")
+def saved(releases: Any, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """The folder of `--save` of a model under a topology, by plain Megatron; each is saved once in every form."""
+    folders: dict[tuple[str, str, tuple[str, str]], Path] = {}
+
+    def folder(release: str, model: str, side: tuple[str, str], form: str) -> Path:
+        at = (release, model, side)
+        if at not in folders:
+            made = folders[at] = tmp_path_factory.mktemp("saved")
+            arguments, ranks = _arguments(model, side)
+            forms = [one for one in FORMS if not (model == "C" and one == "buckets" and side[0] == "pp2")]
+            if "sharded" not in side[1]:
+                forms.remove("whole")
+            elif "fp32" in side[1]:
+                forms.remove("buckets")  # fails in Megatron itself
+            saves = [{"save": str(made / one), **FORMS[one]} for one in forms]
+            releases[release].run("format_jobs:save", ranks=ranks, arguments=arguments, saves=saves)
+        return folders[at] / form
+
+    return folder
+
+
+def _load(
+    releases: Any, release: str, model: str, side: tuple[str, str], folder: Path, more: str = "", **options: Any
+) -> list[dict[str, Any]]:
+    arguments, ranks = _arguments(model, side)
+    function = options.pop("function", "load_jobs:load")
+    told: list[dict[str, Any]] = releases[release].run(
+        function, ranks=ranks, arguments=f"{arguments} --load {folder} {more}", **options
+    )
+    return told
+
+
+def _row(told: dict[str, Any], name: str) -> dict[str, Any] | None:
+    return next((row for row in told["report"]["rows"] if row["name"] == name), None)
+
+
+def _is_right(told: list[dict[str, Any]]) -> bool:
+    counters = (ITERATION, SAMPLES_SEEN, SAMPLES_SEEN, [STEP])
+    return all(
+        one["wrong"] == [] and (one["iteration"], one["samples"], one["position"], one["steps"]) == counters
+        for one in told
+    )
+
+
+@pytest.mark.parametrize(("release", "cell", "form"), ALL, ids=[f"{a} {b} {c}" for a, b, c in ALL])
+def test_another_topology(saved: Saved, releases: Any, release: str, cell: Cell, form: str) -> None:
+    """Weights, masters, moments, steps, iteration, samples and the schedule's position, on every rank."""
+    told = _load(releases, release, cell.model, cell.loaded, saved(release, cell.model, cell.saved, form))
+    assert _is_right(told), [one["wrong"][:4] for one in told]
+    row = _row(told[0], "tensors read by")
+    assert row is not None and row["used"] == "ds_reshard" and row["because"]
+
+
+@pytest.mark.parametrize("form", BOTH)
+@pytest.mark.parametrize("release", TRAINED)
+def test_that_is_what_megatron_refuses(saved: Saved, releases: Any, release: str, form: str) -> None:
+    folder = saved(release, "A", ("tp2", "sharded"), form)
+    with pytest.raises(Failed) as error:
+        _load(releases, release, "A", ("one", "sharded"), folder, hooks=False)
+    assert error.value.error in ("AssertionError", "RuntimeError")
+
+
+@pytest.mark.parametrize("flag", ["", "--ds-reshard-always"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("before", "now"), RIGHT)
+def test_what_megatron_does_right_is_its_own(
+    saved: Saved, releases: Any, before: str, now: str, form: str, flag: str
+) -> None:
+    """Unless a flag asks for it: right either way, and random states go on where the model is cut as before."""
+    folder = saved("0.19.2", "A", (before, "sharded"), form)
+    told = _load(releases, "0.19.2", "A", (now, "sharded"), folder, flag)
+    assert _is_right(told)
+    row, states = _row(told[0], "tensors read by"), _row(told[0], "random states")
+    assert (row["because"] if row is not None else "") == flag
+    assert states is not None and states["used"] == "from the checkpoint"
+
+
+def test_random_states_of_another_topology_are_said_to_be_this_runs(saved: Saved, releases: Any) -> None:
+    folder = saved("0.19.2", "A", ("tp2", "sharded"), "buckets")
+    row = _row(_load(releases, "0.19.2", "A", ("one", "sharded"), folder)[0], "random states")
+    assert row is not None
+    assert (row["used"], row["because"]) == ("of this run", "tensor-parallel size 2 as saved, 1 now")
+
+
+@pytest.mark.parametrize("flag", ["--no-load-optim", "--finetune", "--load-masters-only"])
+def test_flags_of_the_policy_hold_at_the_same_time(saved: Saved, releases: Any, flag: str) -> None:
+    """Weights right, masters theirs, and no moment but zeros."""
+    folder = saved("0.19.2", "A", ("tp2", "sharded"), "torch")
+    (told,) = _load(releases, "0.19.2", "A", ("one", "sharded"), folder, flag)
+    assert {text.split()[0] for text in told["wrong"]} <= {"exp_avg", "exp_avg_sq"} | (
+        set() if flag == "--load-masters-only" else {"param"}
+    )
+    assert (
+        told["fresh"]
+        and told["cast"] is (flag != "--load-masters-only")
+        and told["iteration"] == (0 if flag == "--finetune" else ITERATION)
+    )
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+REFUSED = {
+    "--hidden-size 32": ("ModelMismatch", "has another shape"),
+    "--vocab-size 120": ("ModelMismatch", "another vocabulary"),
+    "--num-layers 2": ("ModelMismatch", "no rank of this run has such a tensor"),
+    "--decoupled-lr 1e-3 --decoupled-min-lr 1e-4": ("ParamGroupMismatch", "another number of param groups"),
+    "--lr 1e-3 --strict-opt-param-scheduler": ("ScheduleMismatch", "max_lr"),
+}
+
+
+@pytest.mark.parametrize(("more", "form"), [(more, BOTH[number % 2]) for number, more in enumerate(REFUSED)])
+@pytest.mark.parametrize("release", TRAINED)
+def test_another_model_or_optimizer(saved: Saved, releases: Any, release: str, more: str, form: str) -> None:
+    """Refused by name, alike on both ranks, and nothing has changed."""
+    folder = saved(release, "A", ("tp2", "sharded"), form)
+    _refuses(
+        _load(releases, release, "A", ("dp2", "sharded"), folder, more, function="load_jobs:refused"), *REFUSED[more]
+    )
+
+
+def _refuses(told: list[dict[str, Any]], error: str, text: str) -> None:
+    assert len({one["message"] for one in told}) == 1
+    assert all(one["refused"] == error and one["changed"] == [] for one in told), told[0]
+    assert text in told[0]["message"]
+
+
+def _copied(saved: Saved, form: str, to: Path) -> tuple[Path, Path]:
+    """A copy of a folder of `--save`, and the iteration in it."""
+    copy = Path(shutil.copytree(saved("0.19.2", "A", ("tp2", "sharded"), form), to / "copy"))
+    return copy, next(copy.glob("iter_*"))
+
+
+def test_states_of_another_rank(saved: Saved, releases: Any, tmp_path: Path) -> None:
+    """The files of two tensor-parallel ranks exchanged: no weight is the cast of such a master."""
+    folder, step = _copied(saved, "torch", tmp_path)
+    files = [step / f"mp_rank_0{rank}" / "distrib_optim.pt" for rank in range(2)]
+    files[0].rename(tmp_path / "kept")
+    files[1].rename(files[0])
+    (tmp_path / "kept").rename(files[1])
+    told = _load(releases, "0.19.2", "A", ("dp2", "sharded"), folder, function="load_jobs:refused")
+    _refuses(told, "CheckpointDamaged", "are not the cast of their fp32 masters")
+
+
+def test_a_rank_that_is_missing(saved: Saved, releases: Any, tmp_path: Path) -> None:
+    folder, step = _copied(saved, "torch", tmp_path)
+    shutil.rmtree(step / "mp_rank_01")
+    told = _load(releases, "0.19.2", "A", ("dp2", "sharded"), folder, function="load_jobs:refused")
+    _refuses(told, "CheckpointNotFound", "mp_rank_01")
+
+
+def test_bytes_that_are_not_what_was_written(saved: Saved, releases: Any, tmp_path: Path) -> None:
+    """A moment, which nothing proves: found by its checksum on every rank, and said to be late."""
+    folder, step = _copied(saved, "torch", tmp_path)
+    file = step / "mp_rank_01" / "distrib_optim.pt"
+    data = bytearray(file.read_bytes())
+    data[len(data) * 3 // 4] ^= 1
+    file.write_bytes(data)
+    told = _load(releases, "0.19.2", "A", ("dp2", "sharded"), folder, function="load_jobs:refused")
+    assert {one["refused"] for one in told} == {"ChecksumMismatch"} and len({one["message"] for one in told}) == 1
+    assert "end this process" in told[0]["message"] and str(file) in told[0]["message"]
