@@ -59,6 +59,16 @@ def wrap_build_state(original: Function) -> Function:
     return sharded_state_dict
 
 
+def wrap_save_states(original: Function) -> Function:
+    @functools.wraps(original)
+    def sharded_param_state_fully_reshardable(self: object, *args: object, **kwargs: object) -> object:
+        from ds_reshard.hosts.megatron.saves import save_states
+
+        return save_states(self, functools.partial(original, self, *args, **kwargs))  # type: ignore[arg-type]
+
+    return sharded_param_state_fully_reshardable
+
+
 def wrap_load_parameter_state(original: Function) -> Function:
     @functools.wraps(original)
     def load_parameter_state(self: object, *args: object, **kwargs: object) -> object:
@@ -231,6 +241,12 @@ HOOKS = HostHooks(
             wrap_build_state,
             ("model_sharded_state_dict", "is_loading"),
             "an optimizer that loads its own state resumes nothing",
+        ),
+        _patch(
+            f"{_CORE}.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
+            wrap_save_states,
+            ("model_sharded_state_dict", "is_loading", "metadata"),
+            "masters and moments are saved unshifted, where buckets are padded",
         ),
         _patch(
             f"{_CORE}.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_zero",

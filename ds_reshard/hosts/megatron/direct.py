@@ -35,7 +35,7 @@ from ds_reshard.hosts.megatron.pieces import (
     pieces_of,
     shares_of,
 )
-from ds_reshard.hosts.megatron.topology import Saved, find_saved, reasons, unfillable
+from ds_reshard.hosts.megatron.topology import Saved, find_saved, may_be_shifted, reasons, unfillable
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.content import MASTER, WEIGHT
 from ds_reshard.model.layout import TensorKey
@@ -194,14 +194,16 @@ def _apart(share: Share, kind: str) -> bool:
 def take(load: Load, arguments: Namespace, models: object) -> Taken | None:
     """Decide who loads, on rank 0; where that is not Megatron, everything that can be refused is. Collective.
 
-    Nothing has changed where it raises, on any rank.
+    States that Megatron may have saved shifted are looked at whoever loads. Nothing has changed where it raises, on any
+    rank.
     """
     wanted = load.optimizer is not None and not arguments.finetune and not arguments.no_load_optim
-    decided, wrong, cause = attempt(lambda: _decided(arguments, wanted) if rank() == 0 else ("", []))
-    (folder, why), wrong = broadcast((decided or ("", []), wrong))
+    decided, wrong, cause = attempt(lambda: _decided(arguments, wanted) if rank() == 0 else None)
+    decided, wrong = broadcast((decided, wrong))
     raise_caused(wrong, subject=f"loading {arguments.load}", cause=cause)
-    if not why:
+    if decided is None:
         return None
+    folder, why = decided
     steps, subject = Steps(), f"loading {folder}"
 
     def opened() -> tuple[Saved, Checkpoint]:
@@ -210,7 +212,8 @@ def take(load: Load, arguments: Namespace, models: object) -> Taken | None:
             mend = "put it where every rank reads it under this path"
             raise_faults([CheckpointNotFound.fault(folder, "is not seen by every rank", mend=mend)], subject=subject)
             raise AssertionError
-        raise_faults(unfillable(saved, vars(arguments), "; ".join(why), optimizer=wanted), subject=subject)
+        if why:
+            raise_faults(unfillable(saved, vars(arguments), "; ".join(why), optimizer=wanted), subject=subject)
         return saved, open_checkpoint(find_listing(folder, None), whole=False)
 
     def planned() -> Taken:
@@ -223,8 +226,11 @@ def take(load: Load, arguments: Namespace, models: object) -> Taken | None:
         raise_faults(unproved(found[1], names, part=rank(), of=world_size()), subject=subject)
 
     found = steps.take(opened, subject=subject)
-    taken = steps.take(planned, subject=subject)
+    taken = steps.take(planned, subject=subject) if why else None
     steps.take(proved, subject=subject)
+    if not why:
+        steps.agree()
+        return None
     said = steps.tell(taken.names if taken is not None else None)
     steps.raise_first(said)
     assert taken is not None
@@ -234,13 +240,14 @@ def take(load: Load, arguments: Namespace, models: object) -> Taken | None:
     return taken
 
 
-def _decided(arguments: Namespace, wanted: bool) -> tuple[str, list[str]]:
-    """The folder, and why it is not left to Megatron, which it is where there is no reason."""
+def _decided(arguments: Namespace, wanted: bool) -> tuple[str, list[str]] | None:
+    """The folder, and why it is not left to Megatron; no reason where it is, once its states are proved."""
     saved = find_saved(arguments)
     if saved is None:
-        return "", []
+        return None
     why = reasons(saved, vars(arguments), optimizer=wanted)
-    return saved.folder, why + ["--ds-reshard-always"] * bool(getattr(arguments, "ds_reshard_always", False))
+    why += ["--ds-reshard-always"] * bool(getattr(arguments, "ds_reshard_always", False))
+    return (saved.folder, why) if why or (wanted and may_be_shifted(saved)) else None
 
 
 def _left_over(taken: Taken, weights: frozenset[str], trained: frozenset[str]) -> Iterator[Fault]:

@@ -104,6 +104,14 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool) -> list
     return found
 
 
+def may_be_shifted(saved: Saved) -> bool:
+    """Whether it is of the kind that Megatron saves wrong where its buckets are padded (`saves`)."""
+    arguments = saved.arguments
+    tied = not arguments.get("untie_embeddings_and_output_weights")
+    several = _buckets(arguments) is not None or (tied and size_of(arguments, "pipeline_model_parallel_size") > 1)
+    return saved.distributed and saved.sharding == "fully_reshardable" and several
+
+
 def _size(arguments: Mapping[str, object], name: str) -> int:
     if name.startswith("expert_") and not arguments.get("num_experts"):
         return 1

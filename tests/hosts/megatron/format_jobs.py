@@ -30,8 +30,12 @@ def value(key: str, index: torch.Tensor, kind: str) -> torch.Tensor:
     return made if kind == "exp_avg_sq" else made - 1
 
 
-def save(arguments: str, saves: list[dict[str, Any]]) -> dict[str, Any]:
+def save(arguments: str, saves: list[dict[str, Any]], hooks: bool = False) -> dict[str, Any]:
     """Build by Megatron's own set-up, fill, and save once for each of `saves`: values of Megatron's arguments."""
+    if hooks:
+        import ds_reshard
+
+        ds_reshard.install("megatron")
     models, optimizer, scheduler = _setup(arguments)
     from megatron.training import checkpointing, get_args
 

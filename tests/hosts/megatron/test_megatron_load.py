@@ -262,3 +262,34 @@ def test_bytes_that_are_not_what_was_written(saved: Saved, releases: Any, tmp_pa
     told = _load(releases, "0.19.2", "A", ("dp2", "sharded"), folder, function="load_jobs:refused")
     assert {one["refused"] for one in told} == {"ChecksumMismatch"} and len({one["message"] for one in told}) == 1
     assert "end this process" in told[0]["message"] and str(file) in told[0]["message"]
+
+
+# -- what Megatron saves wrong -----------------------------------------------------------------------------------------
+
+
+WIDE = "--hidden-size 128 --ffn-hidden-size 176 " + MODELS["B"] + "--overlap-grad-reduce --ddp-bucket-size 100000 "
+SHIFTED = {
+    "tied pp2": (MODELS["C"] + PP, 2),
+    "small buckets": (MODELS["C"] + BUCKETS, 2),
+    "dp3": (WIDE + "--global-batch-size 6 ", 3),
+    "busbw": (WIDE + "--ddp-pad-buckets-for-high-nccl-busbw ", 2),
+}
+
+
+@pytest.mark.parametrize("world", SHIFTED)
+@pytest.mark.parametrize("release", TRAINED)
+def test_what_megatron_saves_shifted(releases: Any, release: str, world: str, tmp_path: Path) -> None:
+    """Refused at the load, by whomever; with the hooks on it is saved right, and Megatron alone loads it."""
+    model, ranks = SHIFTED[world]
+    arguments = OPTIMIZERS["sharded"] + model
+    for hooks in (False, True):
+        saves = [{"save": str(tmp_path / str(hooks)), **FORMS["whole"]}]
+        releases[release].run("format_jobs:save", ranks=ranks, arguments=arguments, saves=saves, hooks=hooks)
+    told = {}
+    for saved, function in ((False, "load_jobs:refused"), (True, "load_jobs:load")):
+        more = f"{arguments} --load {tmp_path / str(saved)}"
+        told[saved] = releases[release].run(function, ranks=ranks, arguments=more)
+    _refuses(told[False], "CheckpointDamaged", "are not the cast of their fp32 masters")
+    assert _is_right(told[True]) and _row(told[True][0], "tensors read by") is None
+    stock = {"arguments": f"{arguments} --load {tmp_path / 'False'}", "hooks": False}
+    assert any(one["wrong"] for one in releases[release].run("load_jobs:load", ranks=ranks, **stock))
