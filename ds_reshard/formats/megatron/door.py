@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ds_reshard.containers.dcp_directory import is_megatrons
-from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
+from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_faults
+from ds_reshard.formats.megatron.adoption import adopt
 from ds_reshard.formats.megatron.checkpoint import TRACKER, iteration_name
 from ds_reshard.formats.megatron.flat_states import RESAVE
 from ds_reshard.formats.megatron.target import megatron_target, target_faults
@@ -124,11 +125,19 @@ def _is_plain(value: object) -> bool:
 
 
 def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
-    """Any content as a checkpoint of Megatron-LM."""
-    mend = "convert a checkpoint of Megatron-LM"
-    told = UnsupportedLayout.fault(content.folder, "is of another framework than Megatron-LM", mend=mend)
-    raise_faults([*faults, told], subject=f"converting {content.folder} to {asked.to}")
-    raise AssertionError
+    """Any content as a checkpoint of Megatron-LM, of the arguments that came along or those of --like."""
+    raise_faults([*faults, *content.faults], subject=f"converting {content.folder} to {asked.to}")
+    if like is not None and not isinstance(like, OpenedMegatron):
+        raise ConfigError(f"--like {asked.like}: is no checkpoint of Megatron-LM; name one, or leave it out")
+    weights = like.layout.placements.items() if like is not None else ()
+    shapes = {key.name: placement.shape for key, placement in weights if key.kind == WEIGHT}
+    shown = adopt(content, like.state.shown if like is not None else None, shapes or None)
+    raise_faults(list(target_faults(content, shown)), subject=f"converting {content.folder} to {asked.to}")
+    target = megatron_target(content, shown, (content.ranks or 1) if asked.dp is None else asked.dp, asked.ep)
+    return replace(target, notes=(*target.notes, _NO_RANDOM, *content.notes))
+
+
+_NO_RANDOM = "no random states are written: those of the coming run are what its --seed makes"
 
 
 def _list(folder: str) -> SavedListing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from format_jobs import ITERATION, SAMPLES_SEEN, STEP
 from saved_worlds import DISTRIBUTED, EXPERTS, GATED, PP, TP, WIDTH_20, Saved
 
 import ds_reshard.operations as tools
+from ds_reshard.errors import ConfigError, ModelMismatch, UnsupportedLayout
 
 EP, VP = "--expert-model-parallel-size 2 ", "--num-layers-per-virtual-pipeline-stage 1 "
 TIED = GATED.replace("--untie-embeddings-and-output-weights ", "")
@@ -91,3 +93,64 @@ def test_what_is_written_is_read(saved: Saved, converted: Any, form: str) -> Non
     assert {one.state for one in found.tensors} == {"equal"} and found.values == () == found.faults
     assert tools.convert(out, out + "3", to="megatron", dp=3).files == 6
     assert {one.state for one in tools.diff(folder, out + "3").tensors} == {"equal"}
+
+
+# -- other frameworks --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("to", "given", "release", "ranks", "under"),
+    [
+        ("zero2", {"dp": 4}, "0.19.2", 2, TP),
+        ("zero3", {"dp": 2}, "0.18.2", 2, PP),
+        ("universal", {}, "0.19.2", 1, ""),
+        ("dcp", {"dp": 2}, "0.18.2", 2, ""),
+    ],
+)
+def test_to_another_format_and_back(
+    saved: Saved, releases: Any, tmp_path: Path, to: str, given: dict[str, int], release: str, ranks: int, under: str
+) -> None:
+    """The arguments of the run come along, and the schedule."""
+    tools.convert(str(saved("gated tp2 pp2", "buckets")), str(tmp_path / "other"), to=to, **given)
+    done = tools.convert(str(tmp_path / "other"), str(tmp_path / "back"), to="megatron", dp=1)
+    assert any("random states" in note for note in done.notes)
+    _loads(releases, release, ranks, MODELS["gated tp2 pp2"] + under, done.out)
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_deepspeed_goes_on_and_back(saved: Saved, releases: Any, worlds: Any, tmp_path: Path, shown: bool) -> None:
+    """A GPT of tp 2 and pp 2 goes through the engine of DeepSpeed at ZeRO-2 on four ranks, under names of its own."""
+    source = saved("gated tp2 pp2", "buckets")
+    told = {one.name: one for one in sorted(tools.inspect(str(source)).parameters, key=lambda one: one.group or 0)}
+    names = {name: name.replace("decoder.layers", "transformer.h").replace("mlp.linear_", "mlp.") for name in told}
+    maps = [names, {new: name for name, new in names.items()}]
+    for number, one in enumerate(maps):
+        (tmp_path / f"map{number}.json").write_text(json.dumps(one), encoding="utf-8")
+    there, zero2, trained, back = (tmp_path / name for name in ("map0.json", "zero2", "trained", "back"))
+    tools.convert(str(source), str(zero2), to="zero2", dp=4, names=str(there))
+    shapes = {names[name]: one.shape for name, one in told.items()}
+    decayed = [names[name] for name, one in told.items() if one.group == 0]
+    job = {"shapes": shapes, "decayed": decayed, "batch": 4, "source": str(zero2), "out": str(trained)}
+    assert all(worlds[4].run("deepspeed_trip.through", **job))
+    like = {"like": str(saved("gated tp2 pp2", "torch"))} if shown else {}
+    tools.convert(str(trained), str(back), to="megatron", names=str(tmp_path / "map1.json"), **like)
+    _loads(releases, "0.19.2", 2, MODELS["gated tp2 pp2"] + TP, str(back))
+
+
+def test_what_another_format_does_not_tell_is_named(saved: Saved, tmp_path: Path) -> None:
+    source, out = str(saved("gated tp2 pp2", "buckets")), str(tmp_path / "out")
+    tools.convert(source, str(tmp_path / "plain"), to="pytorch")
+    with pytest.raises(UnsupportedLayout, match="the arguments of a run of Megatron-LM") as error:
+        tools.convert(str(tmp_path / "plain"), out, to="megatron")
+    assert any("--like" in fault.mend for fault in error.value.faults)
+    tools.convert(source, str(tmp_path / "zero2"), to="zero2", dp=1)
+    with pytest.raises(ModelMismatch, match=r"linear_qkv\.bias"):  # of another model
+        tools.convert(str(tmp_path / "zero2"), out, to="megatron", like=str(saved(PLAIN, "torch")))
+    with pytest.raises(ConfigError, match="no checkpoint of Megatron-LM"):
+        tools.convert(str(tmp_path / "zero2"), out, to="megatron", like=str(tmp_path / "zero2"))
+    (tmp_path / "map.json").write_text(
+        json.dumps({name.name: f"x.{name.name}" for name in tools.inspect(source).parameters})
+    )
+    with pytest.raises(ModelMismatch, match=r"padded_vocab_size|num_layers"):
+        tools.convert(str(tmp_path / "zero2"), out, to="megatron", names=str(tmp_path / "map.json"))
+    assert not Path(out).exists()
