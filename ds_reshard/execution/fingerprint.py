@@ -60,10 +60,8 @@ _MASK = 2**64 - 1
 _FIRST_BLOCK = 2**32
 
 Bytes = bytes | bytearray | memoryview
-_Bytes = TypeVar("_Bytes", memoryview, torch.Tensor)
 _Words = numpy.ndarray[tuple[int], numpy.dtype[numpy.int32]]
 _Wide = NDArray[numpy.int64]
-_Table = NDArray[numpy.int64]
 _Factors = TypeVar("_Factors", _Wide, torch.Tensor)
 
 
@@ -320,7 +318,7 @@ class _Spans(NamedTuple):
     may overlap; `reach` is how far those up to each reach.
     """
 
-    table: _Table
+    table: _Wide
     reach: _Wide
 
 
@@ -354,7 +352,7 @@ class Witness:
         table = numpy.concatenate(tables, axis=1)
         table = table[:, numpy.lexsort((table[1], table[0]))]
         self._keys, self._buffers, self._spans = list(keys), dict(buffers), dict[str, _Spans]()
-        self._last: tuple[Sequence[str], Sequence[Types], tuple[_Wide, _Table]] = ((), (), (table[0], table))
+        self._last: tuple[Sequence[str], Sequence[Types], tuple[_Wide, _Wide]] = ((), (), (table[0], table))
         ends = numpy.searchsorted(table[0], numpy.arange(len(paths)), side="right").tolist()
         for name, first, last in zip(paths, [0, *ends], ends, strict=False):
             self._spans[name] = _Spans(table[1:, first:last], numpy.maximum.accumulate(table[2, first:last]))
@@ -376,7 +374,7 @@ class Witness:
             cast = part.view(torch_dtype(copy.dtype)).to(torch_dtype(copy.target_dtype))
             self.sums.add(self._keys[key], position, cast)
 
-    def _named(self, copies: Copies) -> tuple[_Wide, _Table]:
+    def _named(self, copies: Copies) -> tuple[_Wide, _Wide]:
         """What copies name, in columns: this witness's numbers of their buffers, and the sizes of their types.
 
         All batches of a plan name the same.
@@ -436,7 +434,7 @@ _Named = tuple[Numbers[str], Numbers[TensorKey], Numbers[str]]
 """Numbers of paths, tensors and buffers."""
 
 
-def _spans_alike(source: Index, match: Match, rank: int, named: _Named) -> _Table:
+def _spans_alike(source: Index, match: Match, rank: int, named: _Named) -> _Wide:
     """Where files hold what a rank wants of tensors that lie in one box: numbers of paths, then columns of spans."""
     held = match.held_by(rank)
     pieces, origin = match.located(held)
@@ -453,11 +451,11 @@ def _spans_alike(source: Index, match: Match, rank: int, named: _Named) -> _Tabl
     rooms = held.element_offset, held.stop - held.start
     key, buffer = names[:, which]
     columns = (path, begin, begin + numel * itemsize, key, buffer, pieces.start, *(one[pieces.member] for one in rooms))
-    table: _Table = numpy.stack(columns)[:, path >= 0]
+    table: _Wide = numpy.stack(columns)[:, path >= 0]
     return table
 
 
-def _spans_of_boxes(source: Index, match: Match, rank: int, named: _Named) -> _Table:
+def _spans_of_boxes(source: Index, match: Match, rank: int, named: _Named) -> _Wide:
     """The same where boxes differ: what lies in the pieces of files that hold some of it."""
     held, (paths, keys, buffers) = match.held_by(rank), named
     columns = (held.member, held.start, held.stop, held.element_offset)
@@ -476,7 +474,7 @@ def _spans_of_boxes(source: Index, match: Match, rank: int, named: _Named) -> _T
                     begin = extent.byte_offset + (piece.element_offset + first) * itemsize
                     end = begin + numel * itemsize
                     found.append((paths[extent.path], begin, end, key, buffer, element, offset, stop - start))
-    table: _Table = numpy.array(found, dtype=numpy.int64).reshape(-1, 8).T
+    table: _Wide = numpy.array(found, dtype=numpy.int64).reshape(-1, 8).T
     return table
 
 
