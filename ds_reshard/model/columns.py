@@ -42,11 +42,16 @@ class Cuts:
     """
 
     def __init__(self, members: Sequence[Placement]) -> None:
-        rows = [(one.box.numel, one.replicated, *one.cut[:4], one.cut[4]) for one in members]
-        whole = [(*row[:-1], _NO_WIDE if row[-1] is None else row[-1]) for row in rows]
-        if whole and max(map(max, whole)) >= 1 << 62:
+        *cuts, wide = zip(*(one.cut for one in members), strict=True) if members else ((),) * 5
+        columns = (
+            [one.box.numel for one in members],
+            [one.replicated for one in members],
+            *cuts,
+            [_NO_WIDE if number is None else number for number in wide],
+        )
+        if members and max(map(max, columns)) >= 1 << 62:
             raise _too_large()
-        self._columns = numpy.array(whole, dtype=numpy.int64).reshape(len(whole), 7).T
+        self._columns = numpy.array(columns, dtype=numpy.int64)
 
     def check(self, shards: int) -> None:
         """UnsupportedLayout where chunks of so many shards together have numbers that do not fit."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
+from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box, Region
 
@@ -225,6 +226,11 @@ class Layout:
             for together in by_first.values():
                 self._check(family, buffer, together)
 
+    def __reduce__(self) -> tuple[Callable[..., Layout], tuple[object, ...]]:
+        """As columns: a pickle of many placements is then one of few objects, and small."""
+        rows = [(*one.key, *one[1:]) for one in self.placements.values()]
+        return _layout_of, (self.shards, *([row[at] for row in rows] for at in range(_COLUMNS)))
+
     def __getitem__(self, key: TensorKey) -> Placement:
         return self.placements[key]
 
@@ -267,6 +273,22 @@ class Layout:
                 continue
             if cut.phase + numel > cut.chunk * (1 if member.replicated else self.shards[family] - cut.first):
                 raise ValueError(f"buffer {buffer}: {member.key} does not fit {self.shards[family]} shards")
+
+
+_COLUMNS = len(TensorKey._fields) + len(Placement._fields) - 1
+
+
+@uncollected()
+def _layout_of(
+    shards: Mapping[str, int],
+    names: Sequence[str],
+    kinds: Sequence[str],
+    copies: Sequence[int],
+    *columns: Sequence[object],
+) -> Layout:
+    """The layout of placements as columns."""
+    keys = list(map(TensorKey, names, kinds, copies))
+    return Layout(dict(zip(keys, map(Placement._make, zip(keys, *columns, strict=True)), strict=True)), shards)
 
 
 def _begin(placement: Placement) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -29,7 +30,9 @@ class Box:
         )
 
     @classmethod
+    @lru_cache(maxsize=1 << 12)
     def whole(cls, shape: tuple[int, ...]) -> Box:
+        """The box of all of a tensor; tensors of one shape have one."""
         return cls(offset=(0,) * len(shape), size=tuple(shape))
 
 

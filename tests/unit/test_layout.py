@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from itertools import pairwise, product
 from math import ceil, prod
 
@@ -325,3 +326,17 @@ def test_boxes_that_overlap_are_refused_where_their_elements_are_as_many_as_the_
     boxes = [Box(offset=(row, 0), size=(2, 4)) for row in (0, 1)]
     with pytest.raises(ValueError, match="overlap"):
         in_chunks((4, 4), boxes)
+
+
+def test_a_pickled_layout_comes_back_as_it_was_with_tiles_copies_and_uneven_cuts():
+    flat = by_key(flat_group({"a": (3, 5), "b": ()}, [1, 0], 4, KINDS, number=0, family="optim"))
+    tiled = in_chunks((4, 4), [Box(offset=(row, 0), size=(2, 4)) for row in (0, 2)])
+    first = next(iter(flat.values()))
+    wide = first._replace(
+        key=first.key._replace(copy=2), family="other", buffer="uneven", cut=Cut(chunk=4, wide=3), replicated=False
+    )
+    layout = Layout({**flat, tiled.key: tiled, wide.key: wide}, {"optim": 4, "other": 9, tiled.family: 2})
+    for one in (layout, Layout({}, {"optim": 4})):
+        again = pickle.loads(pickle.dumps(one))
+        assert list(again.placements.items()) == list(one.placements.items())
+        assert again.shards == one.shards

@@ -57,6 +57,7 @@ class Wants:
     shares: dict[tuple[int, int], Wants] = field(default_factory=dict)
     divided: Mapping[str, Division] = field(default_factory=dict)
     tp_rank: int = 0
+    _layouts: dict[int, Layout] = field(default_factory=dict)
 
     def share(self, place: int, size: int) -> Wants:
         """What is wanted of buffers that so many ranks divide, of which this is one, and not all of the run."""
@@ -102,7 +103,10 @@ class Wants:
             self.whole_reads.append((record, tensor))
 
     def layout(self, world: int) -> Layout:
-        return Layout(self.placements, {RUN: world})
+        """Where they lie in a run of so many ranks; made once, when all that is wanted is known."""
+        if world not in self._layouts:
+            self._layouts[world] = Layout(self.placements, {RUN: world})
+        return self._layouts[world]
 
     def named(self, rank: int, world: int) -> Callable[[Copy], str]:
         """Which tensors the elements of a copy into a buffer of `rank` are of."""
