@@ -454,6 +454,7 @@ _enums("torch.distributed.checkpoint.planner", "WriteItemType", "torch.distribut
 # DeepSpeed.
 _objects("deepspeed.runtime.fp16.loss_scaler", "LossScaler DynamicLossScaler", "DeepSpeed's loss scale")
 _objects("deepspeed.utils.tensor_fragment", "fragment_address", "DeepSpeed's slices of flat buffers")
+_objects("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", "DeepSpeed's tensors of several parts")
 _enums("deepspeed.runtime.zero.config", "ZeroStageEnum", "DeepSpeed")
 _enums("deepspeed.runtime.zero.offload_config", "OffloadDeviceEnum", "DeepSpeed")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def converted(source: Path, out: Path, grid: Grid, to: str, **asked: Any) -> Pat
 
 CONVERTED = [
     *[(grid, to) for grid in (PIPE, HIDDEN, UNEVEN) for to in ("zero1", "zero3", "universal", "dcp", "accelerate")],
-    *[(grid, to) for grid in (MOE, AUTOTP) for to in ("dcp", "pytorch")],
+    *[(grid, to) for grid in (MOE, AUTOTP) for to in ("dcp", "pytorch", "universal")],
     (FOUR, "zero2"),
     (UNSAVED, "bf16"),
     (AUTOTP, "zero2"),
@@ -101,9 +102,7 @@ def test_what_is_written_of_a_grid_loads_where_there_is_none(
         asked["names"] = str(tmp_path / "names.json")
     out = converted(folders(source), tmp_path / "out", source, to, **asked)
     config = {"checkpoint": {"load_universal": True}} if to == "universal" else {}
-    target = Grid(
-        target.kind, dp=target.dp, stage=target.stage, dtype=target.dtype, config=config, layers=target.layers
-    )
+    target = replace(target, config=config)
     for rank in worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(out), hooks=hooks):
         wrong = {
             name: count for name, count in rank["wrong"].items() if not (to == "universal" and unloaded(name, hooks))
@@ -151,8 +150,52 @@ def test_names_of_layers_follow_their_numbers(folders: Folders, tmp_path: Path) 
         assert text in str(raised.value)
 
 
-@pytest.mark.parametrize("to", ["zero1", "bf16", "universal"])
+UNIVERSAL = [
+    (CUT, Grid("cut", tp=2, dp=2, layers="said")),
+    (CUT, Grid("cut", tp=4, stage="bf16opt", dtype="bf16", layers="said")),
+    (UNSAID, Grid("cut", tp=4, stage=2, layers="said")),
+    (AUTOTP, Grid("autotp", tp=2, stage=2)),
+    (UNEVEN, Grid("autotp", tp=4, dtype="bf16")),
+    (PIPE, Grid("pipeline", pp=4, layers="one position")),
+    (FOUR, Grid("pipeline", pp=2, dp=2, layers="one position")),
+    (HIDDEN, Grid("pipeline", pp=3, stage="bf16opt", dtype="bf16", layers="one position")),
+    (MOE, Grid("moe", ep=1, dp=4, stage=2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "hooks"),
+    [
+        *((source, target, False) for source, target in UNIVERSAL),
+        *((source, target, True) for source, target in UNIVERSAL if target.tp == 1),
+        (MOE, Grid("moe", ep=2, dp=2), True),
+        (MOE, Grid("moe", ep=4, dp=4, stage="bf16opt", dtype="bf16"), True),
+    ],
+    ids=str,
+)
+def test_a_universal_checkpoint_of_a_grid_loads_into_another(
+    worlds: Any, folders: Folders, tmp_path: Path, source: Grid, target: Grid, hooks: bool
+) -> None:
+    """Rows, columns, uneven parts, a padded vocabulary, stages and experts are cut as DeepSpeed reads in the files."""
+    out = converted(folders(source), tmp_path / "out", source, "universal")
+    target = replace(target, config={"checkpoint": {"load_universal": True}})
+    arguments = {"grid": target, "folder": str(out), "saved_ep": source.ep}
+    for rank in worlds[target.ranks].run("grid_jobs.load", hooks=hooks, **arguments):
+        assert {name for name in rank["wrong"] if not unloaded(name, hooks)} == set()
+        assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
+
+
+def test_experts_of_a_universal_checkpoint_are_no_other_ranks(worlds: Any, folders: Folders, tmp_path: Path) -> None:
+    """DeepSpeed would give each expert-parallel rank the first ones; it stops."""
+    out = converted(folders(MOE), tmp_path / "out", MOE, "universal")
+    target = Grid("moe", ep=2, dp=2, config={"checkpoint": {"load_universal": True}})
+    with pytest.raises(Exception, match="ep_num_experts"):
+        worlds[2].run("grid_jobs.load", grid=target, folder=str(out), hooks=False)
+
+
+@pytest.mark.parametrize("to", ["zero1", "bf16", "zero3"])
 def test_files_of_experts_are_not_written(folders: Folders, tmp_path: Path, to: str) -> None:
+    """DeepSpeed looks for those of each layer and expert."""
     with pytest.raises(UnsupportedLayout, match="mixture of experts"):
         convert(str(folders(MOE)), str(tmp_path / "out"), to=to)
 

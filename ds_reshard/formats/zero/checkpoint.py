@@ -21,7 +21,7 @@ from ds_reshard.formats.zero.layout import by_key, flat_group, sliced, sub_group
 from ds_reshard.formats.zero.model_states import ModelStates, positive, read_model_states
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
-from ds_reshard.formats.zero.tensor_parallel import Rule, rules_given
+from ds_reshard.formats.zero.tensor_parallel import Division, Rule, rules_given
 from ds_reshard.formats.zero.universal import UniversalStates, read_universal
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar
 from ds_reshard.model.layout import Layout, Placement
@@ -130,7 +130,7 @@ class ZeroCheckpoint:
     stages: tuple[ModelStates, ...] = ()
     copies: Mapping[str, TensorRecord] = field(default_factory=dict)
     rows: tuple[ModelStates, ...] = ()
-    divided: Mapping[str, str] = field(default_factory=dict)
+    divided: Mapping[str, Division] = field(default_factory=dict)
 
     @property
     def optimizer_entries(self) -> Mapping[str, object]:

@@ -109,6 +109,11 @@ def as_zero(content: Content) -> ZeroCheckpoint:
         listing=Listing(folder=content.folder, nbytes={}, optim_prefix=prefix),
         model=model,
         optim=home.optim if home is not None else None,
+        divided={
+            key.name: home.divided[held.origin.name]
+            for key, held in content.tensors.items()
+            if home is not None and held.origin.name in home.divided
+        },
         facts=facts and OptimizerFacts(groups=groups, scalars=facts.scalars),
         layout=Layout(by_key(placements), {"content": 1}),
     )

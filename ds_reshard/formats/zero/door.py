@@ -174,11 +174,11 @@ def _shards(zero: ZeroCheckpoint) -> Iterator[str]:
 
 
 def _unwritten(content: Content, to: str) -> Iterator[Fault]:
-    """DeepSpeed's own files of a mixture of experts are several a layer, and are not written."""
+    """The ZeRO files of a mixture of experts are several a layer, and are not written."""
     home = content.home
-    if isinstance(home, ZeroCheckpoint) and home.listing.experts:
+    if isinstance(home, ZeroCheckpoint) and home.listing.experts and to in FORMATS:
         what = f"is of a mixture of experts, of which --to {to} would be none that DeepSpeed loads"
-        mend = "--to dcp, pytorch, safetensors or torch; or load it in a run with import ds_reshard.auto"
+        mend = "--to universal, dcp, pytorch, safetensors or torch; or load it in a run with import ds_reshard.auto"
         yield UnsupportedLayout.fault(
             home.listing.folder, what, "parameters that every rank has", str(home.grid), mend=mend
         )

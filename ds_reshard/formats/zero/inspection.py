@@ -94,7 +94,8 @@ def survey(listing: Listing) -> Survey:
         if checkpoint.universal is not None:
             look.open_tensors(checkpoint, checkpoint.universal)
             return replace(look.done(model, optim), universal=checkpoint.universal, listing=checkpoint.listing)
-        return replace(look.done(model, optim), divided=checkpoint.divided)
+        divided = {name: str(division) for name, division in checkpoint.divided.items()}
+        return replace(look.done(model, optim), divided=divided)
     else:
         model, optim = look.first(listing.model, read_model_states), look.first(listing.optim, read_optim_states)
         look.salvage(model, optim)

@@ -106,7 +106,7 @@ def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Zer
         grid=grid,
         columns=tuple(columns),
         rows=tuple(models),
-        divided={name: str(division) for name, division in found.items() if name in parameters},
+        divided={name: division for name, division in found.items() if name in parameters},
     )
 
 

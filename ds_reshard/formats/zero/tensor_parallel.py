@@ -41,13 +41,17 @@ class Division(NamedTuple):
     """A whole parameter, and the parts of it that each tensor-parallel rank has.
 
     Elements of a shard that are in no part are padding. Of a `replicated` one every rank has all. `evidence` is what
-    says so.
+    says so. By a rule or a pattern `sizes` are those along `dim` of what was cut one by one, and of a `vocabulary` rows
+    that were behind it are not there.
     """
 
     shape: Shape
     ranks: tuple[tuple[Part, ...], ...]
     replicated: bool
     evidence: str
+    dim: int = 0
+    sizes: tuple[int, ...] = ()
+    vocabulary: bool = False
 
     def __str__(self) -> str:
         if self.replicated:
@@ -187,7 +191,8 @@ def divided(
             inside += width[rank]
         ranks.append(tuple(parts))
     whole = shape if vocabulary is None else (vocabulary, *shape[1:])
-    return Division(whole, tuple(ranks), replicated=False, evidence=evidence)
+    sizes = tuple(map(sum, widths))
+    return Division(whole, tuple(ranks), False, evidence, dim=dim, sizes=sizes, vocabulary=vocabulary is not None)
 
 
 def _parts(shape: Shape, dim: int, first: int, size: int, own: int, inside: int) -> Iterator[Part]:

@@ -170,7 +170,7 @@ ZERO = "zero"
 STEP = "step"
 OPTIMIZER_STATE = f"{ZERO}/optimizer_state.pt"
 _VALUE_NBYTES = 8192
-_PARAM, _VOCABULARY, _EXPERT = "param", "vocab_tensor", "is_expert_param"
+_PARAM, _VOCABULARY, _EXPERT, _EXPERTS = "param", "vocab_tensor", "is_expert_param", "ep_num_experts"
 
 
 def state_file(name: str, kind: str) -> str:
@@ -230,7 +230,7 @@ def read_state(path: str, kind: str) -> StateFile:
             tensor = top.get(_PARAM)
             if not isinstance(tensor, TensorRecord):
                 raise fail(path, "holds no tensor", f"an entry {_PARAM!r}", keys_of(top))
-            if top.get(_EXPERT):
+            if top.get(_EXPERT) and _EXPERTS in top:  # the experts of a layer in one tensor; else one expert's
                 raise fail(path, "is of an expert layer", "a parameter that every rank has", _EXPERT)
             return StateFile(path=path, tensor=tensor, scalar=None, keys=frozenset(map(str, top)))
         if isinstance(top, TensorRecord) and top.shape and kind != STEP:

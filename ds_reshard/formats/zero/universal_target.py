@@ -13,15 +13,17 @@ from functools import partial
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
+from ds_reshard.formats.zero.experts import expert_of
 from ds_reshard.formats.zero.layout import alone, by_key
 from ds_reshard.formats.zero.target import UNIVERSAL_INFO, ModelTarget, group_order, kept_entries, refuse_source
-from ds_reshard.model.facts import Scalar, ScalarTensor
+from ds_reshard.model.facts import GroupFacts, Scalar, ScalarTensor
 from ds_reshard.model.layout import Layout, TensorKey
-from ds_reshard.model.records import new_tensor
+from ds_reshard.model.records import GlobalName, ObjectRecord, new_tensor
 from ds_reshard.model.target import Target, TargetFile, Unit
 
 TENSORS = "universal"
 _UNIT_NBYTES = 256 << 20
+_PARTS = GlobalName(module="deepspeed.checkpoint.universal_checkpoint", name="SubparamShape")
 
 
 def universal_target(checkpoint: ZeroCheckpoint) -> Target:
@@ -80,7 +82,31 @@ def _units(checkpoint: ZeroCheckpoint, units: list[list[TensorKey]], steps: Mapp
 
 def _tensor(checkpoint: ZeroCheckpoint, key: TensorKey) -> object:
     placement = checkpoint.layout[key]
-    return {"param": new_tensor(f"{key.kind}/{key.name}", placement.shape, placement.dtype), "cat_dim": 0}
+    return {
+        "param": new_tensor(f"{key.kind}/{key.name}", placement.shape, placement.dtype),
+        **_rule(checkpoint, key.name),
+    }
+
+
+def _rule(checkpoint: ZeroCheckpoint, name: str) -> dict[str, object]:
+    """How a run with tensor-parallel ranks is to cut a tensor, as `merge_tp_slices` (ds_to_universal.py) notes it.
+
+    AutoTP knows it itself. Of an expert DeepSpeed's loader asks for the number of all where there are several
+    expert-parallel ranks, and stops: without the mark each of them would take the first experts for its own.
+    """
+    if expert_of(name) is not None:
+        return {"is_expert_param": True}
+    division = checkpoint.divided.get(name)
+    if division is None:
+        return {"cat_dim": 0}
+    found: dict[str, object] = {"vocab_tensor": True} if division.vocabulary else {}
+    if len(set(division.sizes)) > 1:
+        before, behind = division.shape[: division.dim], division.shape[division.dim + 1 :]
+        state = {"patterns": [], "shape": (*before, division.sizes, *behind), "partition_dim": division.dim}
+        found["sub_param_shape"] = ObjectRecord(callable=_PARTS, by_new=True, state=state, has_state=True)
+    elif division.sizes:
+        found |= {"cat_dim": division.dim, "param_n_sub_params": len(division.sizes)}
+    return found
 
 
 def _step_file(folder: str, name: str, step: Scalar) -> TargetFile:
@@ -139,10 +165,16 @@ def _bare(model: ModelTarget) -> object:
     return {**_model(model), "module": {}, "frozen_param_shapes": None, "frozen_param_fragments": None}
 
 
+def _hyperparameters(group: GroupFacts) -> Mapping[str, object]:
+    """Those of a group; one of experts names its expert-parallel group, and DeepSpeed loads that of one rank."""
+    said = group.hyperparameters or {}
+    return {**said, "name": "ep_size_1"} if said.get("moe") is True else said
+
+
 def _optimizer_state(checkpoint: ZeroCheckpoint, order: list[dict[str, tuple[int, ...]]], step: Scalar) -> object:
     assert checkpoint.facts is not None
     groups = [
-        {**(group.hyperparameters or {}), "params": list(members)}
+        {**_hyperparameters(group), "params": list(members)}
         for group, members in zip(checkpoint.facts.groups, order, strict=True)
     ]
     first = new_tensor("step/", step.shape, step.dtype) if isinstance(step, ScalarTensor) else step
