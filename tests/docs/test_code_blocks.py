@@ -118,6 +118,26 @@ def test_the_readme_begins_with_the_two_commands() -> None:
     assert commands == ["make demo", "make test"]
 
 
+def _anchors(path: Path) -> set[str]:
+    """The names of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    """Each relative link names a file that is there, and a heading that is in it."""
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        if "://" in link:
+            continue
+        if not target.exists() or (anchor and anchor not in _anchors(target)):
+            wrong.append(link)
+    assert wrong == [], f"{path.name}: lead nowhere: {', '.join(wrong)}"
+
+
 def test_blocks_are_found() -> None:
     """A block's language, flags, text and line are read as they stand."""
     text = "one\n\n```python run\nx = 1\n```\n\n```json\n{}\n```\n"

@@ -1,4 +1,4 @@
-"""Which format is converted into which, and the table of it in README.md: the tests take their cases from here."""
+"""Which format is converted into which, and the table in docs/formats.md: the tests take their cases from here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REFUSED = {
 
 
 def table() -> list[str]:
-    """The rows of README.md: equal to the bit, or why not."""
+    """The rows of docs/formats.md: equal to the bit, or why not."""
     columns = (*WRITTEN, "fsdp")
     rows = [f"| from, to | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     for kind in (*READ, "fsdp"):

@@ -1,4 +1,4 @@
-"""A part of the matrix against older DeepSpeed releases; writes results.json and the table in README.md.
+"""A part of the matrix against older DeepSpeed releases; writes results.json and the table in docs/formats.md.
 
 Every release is put into a folder of its own, `.venv-versions/RELEASE`, without its dependencies, and comes first
 on the path: the rest, torch included, is the project's own environment. Each release saves every cell and loads it

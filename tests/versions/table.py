@@ -1,4 +1,4 @@
-"""The table of DeepSpeed releases that README.md shows, rendered from `results.json`.
+"""The table of DeepSpeed releases that docs/formats.md shows, rendered from `results.json`.
 
 python tests/versions/table.py   write it anew, without running anything
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "formats.md"
 RESULTS = Path(__file__).with_name("results.json")
 BLOCK = re.compile(r"(<!-- support-table:begin -->\n).*?(<!-- support-table:end -->)", re.DOTALL)
 _NOTE_LENGTH = 75
@@ -39,7 +39,7 @@ def rows(results: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
 
 
 def render(results: Mapping[str, Any]) -> str:
-    """The lines between README's markers."""
+    """The lines between the page's markers."""
     lines = [
         f"Each cell is a save and a load under another stage x ranks, compared bit for bit; torch {results['torch']},",
         f'Python {results["python"]}, CPU. "Saved by it loads" is a load under DeepSpeed {results["current"]}.',
@@ -52,17 +52,15 @@ def render(results: Mapping[str, Any]) -> str:
 
 
 def block(text: str) -> str:
-    """What stands between the markers of README's text."""
+    """What stands between the markers of the page's text."""
     match = BLOCK.search(text)
-    assert match, "README.md has no support-table markers"
+    assert match, "docs/formats.md has no support-table markers"
     return match.group(0).removeprefix(match.group(1)).removesuffix(match.group(2))
 
 
 def write_block(results: Mapping[str, Any]) -> None:
-    text = README.read_text(encoding="utf-8")
-    README.write_text(
-        BLOCK.sub(lambda match: match.group(1) + render(results) + match.group(2), text), encoding="utf-8"
-    )
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(BLOCK.sub(lambda match: match.group(1) + render(results) + match.group(2), text), encoding="utf-8")
 
 
 def _count(cells: Sequence[Mapping[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""The support table in README.md is the one that the last `make test-versions` gave."""
+"""The support table in docs/formats.md is the one that the last `make test-versions` gave."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-from table import README, block, read_results, render
+from table import PAGE, block, read_results, render
 
 from ds_reshard.hosts.accelerate import HOOKS as ACCELERATE
 from ds_reshard.hosts.deepspeed import HOOKS
 
 
 def test_the_support_table_is_what_the_results_render_to() -> None:
-    """README shows results.json, not something written by hand."""
+    """The page shows results.json, not something written by hand."""
     expected = render(read_results())
-    assert expected == block(README.read_text(encoding="utf-8")), "run `make test-versions` to write the table anew"
+    assert expected == block(PAGE.read_text(encoding="utf-8")), "run `make test-versions` to write the table anew"
 
 
 @pytest.mark.parametrize("release", read_results()["releases"], ids=lambda release: release["deepspeed"])
