@@ -60,6 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _forecast(arguments: argparse.Namespace) -> Forecast:
+    if arguments.config is None and arguments.flags is not None:
+        what = "preflight: a load of Megatron-LM is not foreseen"
+        raise ConfigError(f"{what}; ds-reshard lr CKPT -- FLAGS tells its rates, ds-reshard verify CKPT its faults")
     if arguments.config is None:
         mend = "name the DeepSpeed JSON of the coming run: --config FILE"
         raise ConfigError(f"--config: a load is decided by checkpoint and config together; {mend}")

@@ -10,6 +10,7 @@ import importlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib import metadata
 from math import prod
 from typing import TYPE_CHECKING, cast
 
@@ -38,6 +39,7 @@ from ds_reshard.hosts.deepspeed.settings import SECTION, parse_settings
 from ds_reshard.operations.forecast import Forecast, RankCost, shown_files
 from ds_reshard.operations.ranks import Place, Steps
 from ds_reshard.resume.report import ResumeReport, Row
+from ds_reshard.resume.schedule import SOURCE
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -177,6 +179,11 @@ class _Forecasting:
         self.config, auto = filled(self.coming.config, saved)
         if auto:
             self.notes.append(f'what is "auto" is taken as the saving run had it: {", ".join(auto)}')
+        version = metadata.version("deepspeed")
+        if version != SOURCE:
+            self.notes.append(f"the rules of flat buffers are those of DeepSpeed {SOURCE}; {version} is installed here")
+        if "data_efficiency" in self.config or "curriculum_learning" in self.config:
+            self.notes.append("the position of a curriculum's data sampler is not foreseen")
         ours = section(self.config, SECTION)
         if section(ours, "reshard").get("device") == "cuda":  # is asked of the job's machine, not of this one
             self.config[SECTION] = {**ours, "reshard": {**section(ours, "reshard"), "device": "auto"}}
