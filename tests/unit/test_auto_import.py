@@ -231,7 +231,7 @@ sys.exit(cli.main(["hooks"]) - 2)
 
 @pytest.mark.parametrize("arguments", [[], ["inspect"], ["nothing"], ["hooks", "--jsn"]])
 def test_wrong_usage_is_exit_status_2(arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "ds_reshard.cli", *arguments]
+    command = [sys.executable, "-m", "ds_reshard", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("usage: ds-reshard")
