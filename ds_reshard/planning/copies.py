@@ -166,11 +166,11 @@ class Copies(Sequence[Copy]):
 
     @property
     def paths(self) -> set[str]:
-        return {self.records[number].path for number in numpy.unique(self.table[RECORD], return_index=True)[0].tolist()}
+        return {self.records[number].path for number in _used(self.table[RECORD])}
 
     @property
     def types_used(self) -> list[Types]:
-        return [self.types[number] for number in numpy.unique(self.table[TYPES], return_index=True)[0].tolist()]
+        return [self.types[number] for number in _used(self.table[TYPES])]
 
     def nbytes_of_paths(self) -> dict[str, int]:
         """Bytes that are read of each file."""
@@ -357,6 +357,12 @@ _ALONE = (1, 0, 0)
 
 def _steps(rows: Sequence[Rows], itemsize: int) -> tuple[int, int, int]:
     return (rows[0].times, rows[0].first_step * itemsize, rows[0].second_step) if rows else _ALONE
+
+
+def _used(numbers: Column) -> list[int]:
+    """The numbers that occur, in order; they are small."""
+    used: list[int] = numpy.flatnonzero(numpy.bincount(numbers)).tolist()
+    return used
 
 
 def _ranks(names: Sequence[str], numbers: Column) -> Column:

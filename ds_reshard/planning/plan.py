@@ -218,11 +218,10 @@ class Match:
 
     def extents(self, pieces: Pieces, origin: Column) -> tuple[list[tuple[Placement, int]], Column]:
         """The buffers that pieces lie in, each by a tensor in it and its shard; and of each piece its number."""
-        _, first, number = numpy.unique(
-            numpy.stack((pieces.shard, self.buffer[origin])), axis=1, return_index=True, return_inverse=True
-        )
+        place = pieces.shard * (int(self.buffer.max(initial=0)) + 1) + self.buffer[origin]
+        _, first, number = numpy.unique(place, return_index=True, return_inverse=True)
         origins = (self.origins[at] for at in origin[first].tolist())
-        return list(zip(origins, pieces.shard[first].tolist(), strict=True)), number.ravel()
+        return list(zip(origins, pieces.shard[first].tolist(), strict=True)), number
 
 
 class Wanted:
@@ -237,7 +236,8 @@ class Wanted:
                 origin = wants.get(member.key)
                 if origin is not None:
                     placed = source.layout[origin]
-                    (alike if not placed.tiles and placed.box == member.box else others).add(number, placed)
+                    same = not placed.tiles and (placed.box is member.box or placed.box == member.box)
+                    (alike if same else others).add(number, placed)
             alike.finish(alike=True)
             others.finish(alike=False)
             self.matches += [match for match in (alike, others) if match.origins]
