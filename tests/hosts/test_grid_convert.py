@@ -42,7 +42,7 @@ def converted(source: Path, out: Path, grid: Grid, to: str, **asked: Any) -> Pat
 
 CONVERTED = [
     *[(grid, to) for grid in (PIPE, HIDDEN, UNEVEN) for to in ("zero1", "zero3", "universal", "dcp", "accelerate")],
-    *[(grid, to) for grid in (MOE, AUTOTP) for to in ("dcp", "pytorch", "universal")],
+    *[(grid, to) for grid in (MOE, AUTOTP) for to in ("dcp", "pytorch", "universal", "zero1")],
     (FOUR, "zero2"),
     (UNSAVED, "bf16"),
     (AUTOTP, "zero2"),
@@ -193,11 +193,39 @@ def test_experts_of_a_universal_checkpoint_are_no_other_ranks(worlds: Any, folde
         worlds[2].run("grid_jobs.load", grid=target, folder=str(out), hooks=False)
 
 
-@pytest.mark.parametrize("to", ["zero1", "bf16", "zero3"])
-def test_files_of_experts_are_not_written(folders: Folders, tmp_path: Path, to: str) -> None:
-    """DeepSpeed looks for those of each layer and expert."""
-    with pytest.raises(UnsupportedLayout, match="mixture of experts"):
-        convert(str(folders(MOE)), str(tmp_path / "out"), to=to)
+EXPERTS = [
+    ("zero1", Grid("moe", ep=1, dp=2), False),
+    ("zero2", Grid("moe", ep=1, dp=4, stage=2), False),
+    ("bf16", Grid("moe", ep=1, dp=2, stage="bf16opt", dtype="bf16"), False),
+    ("zero1", Grid("moe", ep=1, dp=2, stage=2), True),
+    ("zero2", Grid("moe", ep=4, dp=4), True),
+    ("bf16", Grid("moe", ep=2, dp=4, dtype="bf16"), True),
+]
+
+
+@pytest.mark.parametrize(("to", "target", "hooks"), EXPERTS, ids=str)
+def test_experts_are_written_for_one_expert_parallel_rank(
+    worlds: Any, folders: Folders, tmp_path: Path, to: str, target: Grid, hooks: bool
+) -> None:
+    """DeepSpeed itself loads them, and the hooks load them at any expert-parallel size."""
+    source = Grid("moe", ep=2, dp=4, stage="bf16opt", dtype="bf16") if to == "bf16" else MOE
+    asked = {} if hooks else {"dp": target.dp}
+    out = converted(folders(source), tmp_path / "out", source, to, **asked)
+    arguments = {"grid": target, "folder": str(out), "saved_ep": source.ep, "hooks": hooks}
+    for rank in worlds[target.ranks].run("grid_jobs.load", **arguments):
+        assert rank["wrong"] == {}
+        assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
+        assert [group["name"] for group in rank["groups"]] == ["all", f"ep_size_{target.ep}"]
+    assert not fingerprint_differs(folders(source), out)
+
+
+def fingerprint_differs(source: Path, out: Path) -> bool:
+    return any(one.state != "equal" for one in diff(str(source), str(out)).tensors)
+
+
+def test_experts_have_no_stage_3(folders: Folders, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedLayout, match="does not know ZeRO stage 3"):
+        convert(str(folders(MOE)), str(tmp_path / "out"), to="zero3")
 
 
 def test_parameters_that_were_dealt_out_in_turn_are_refused(folders: Folders, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from ds_reshard.containers import folders
 from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.content import LAYOUT_ENTRIES, as_zero, content_of, optimizer_faults
+from ds_reshard.formats.zero.experts import as_one_place, expert_of
 from ds_reshard.formats.zero.inspection import Survey, describe_survey, survey
 from ds_reshard.formats.zero.names import Listing, read_listing
 from ds_reshard.formats.zero.pipeline import as_one_stage
@@ -40,7 +41,7 @@ class OpenedZero(Checkpoint):
     framework = "DeepSpeed"
 
     def __init__(self, listing: Listing, *, states: bool = True) -> None:
-        self.zero = zero = as_one_stage(open_checkpoint(listing, optimizer=True))
+        self.zero = zero = as_one_place(as_one_stage(open_checkpoint(listing, optimizer=True)))
         self._states = states
         # Files of layers and experts tell no step, and none which experts a rank's states are of.
         self.masters_are_cast = bool(listing.layers or listing.experts)
@@ -174,14 +175,11 @@ def _shards(zero: ZeroCheckpoint) -> Iterator[str]:
 
 
 def _unwritten(content: Content, to: str) -> Iterator[Fault]:
-    """The ZeRO files of a mixture of experts are several a layer, and are not written."""
-    home = content.home
-    if isinstance(home, ZeroCheckpoint) and home.listing.experts and to in FORMATS:
-        what = f"is of a mixture of experts, of which --to {to} would be none that DeepSpeed loads"
-        mend = "--to universal, dcp, pytorch, safetensors or torch; or load it in a run with import ds_reshard.auto"
-        yield UnsupportedLayout.fault(
-            home.listing.folder, what, "parameters that every rank has", str(home.grid), mend=mend
-        )
+    """Native experts have no ZeRO stage 3 (`_configure_distributed_model`, engine.py, 0.19.8)."""
+    experts = [name for name in content.trained if expert_of(name) is not None]
+    if experts and to == "zero3":
+        what, mend = "is an expert of deepspeed.moe, which does not know ZeRO stage 3", "--to zero1, zero2 or bf16"
+        yield UnsupportedLayout.fault(experts[0], what, mend=mend)
 
 
 def _notes(zero: ZeroCheckpoint) -> Iterator[str]:
@@ -312,6 +310,8 @@ def _said(content: Content) -> Iterator[str]:
         yield f"the saving run's global batch was {content.batch_size} samples: train_batch_size {content.batch_size}"
     if content.own:
         yield f"entries of the saving run are in the client state: {', '.join(content.own)}"
+    if any(expert_of(name) is not None for name in content.trained):
+        yield "experts are written for expert-parallel size 1; at another, load them with import ds_reshard.auto"
     yield from content.notes
 
 

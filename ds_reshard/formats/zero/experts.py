@@ -10,7 +10,7 @@ runtime/zero/stage_1_and_2.py). No file says a rank's place: it is rank % ep, or
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, damaged, fail, raise_faults
@@ -38,7 +38,7 @@ _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)([0-9]+)(\..*)", re.DOTALL)
 
 def expert_of(name: str) -> tuple[str, int, str] | None:
     """What is before an expert's number in the name of one of its tensors, the number, and what is behind it."""
-    match = _EXPERT.fullmatch(name)
+    match = _EXPERT.fullmatch(name) if "deepspeed_experts" in name else None
     return (match[1], int(match[2]), match[3]) if match else None
 
 
@@ -46,6 +46,24 @@ def renumbered(name: str, first: Mapping[str, int]) -> str:
     """The name with its expert's number among all, where `first` says a layer's first on this rank."""
     found = expert_of(name)
     return f"{found[0]}{first.get(found[0], 0) + found[1]}{found[2]}" if found is not None else name
+
+
+def as_one_place(zero: ZeroCheckpoint) -> ZeroCheckpoint:
+    """The checkpoint with param groups as one expert-parallel rank has them: layer by layer, expert by expert."""
+    if not zero.listing.experts or zero.facts is None:
+        return zero
+    groups = tuple(replace(group, members=tuple(by_number(group.members))) for group in zero.facts.groups)
+    return replace(zero, facts=replace(zero.facts, groups=groups))
+
+
+def by_number(names: Iterable[str]) -> list[str]:
+    """The parameters of experts by layer, as these come first, and number; what is none of an expert's before them."""
+    names, layers = list(names), dict[str, int]()
+    places = []
+    for name in names:
+        of = expert_of(name)
+        places.append((-1, 0) if of is None else (layers.setdefault(of[0], len(layers)), of[1]))
+    return [name for _, name in sorted(zip(places, names, strict=True), key=lambda pair: pair[0])]
 
 
 def open_experts(listing: Listing, grid: Grid, model: ModelStates, *, optimizer: bool) -> ZeroCheckpoint:

@@ -15,6 +15,7 @@ from math import prod
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, is_placeholder
+from ds_reshard.formats.zero.experts import by_number, expert_of
 from ds_reshard.formats.zero.layout import (
     by_key,
     chunk_numel,
@@ -304,6 +305,21 @@ class ModelTarget:
         }
         return {**saved.entries, **changed}
 
+    def experts(self) -> dict[str, list[str]]:
+        """The files of experts (`_get_expert_ckpt_name`, engine.py) with the names of their weights."""
+        layers: dict[str, int] = {}
+        files: dict[str, list[str]] = {}
+        for name in self.checkpoint.model.module:
+            if (of := expert_of(name)) is not None:
+                layer = layers.setdefault(of[0], len(layers))
+                files.setdefault(f"layer_{layer}_expert_{of[1]}_mp_rank_00_model_states.pt", []).append(name)
+        return files
+
+    def expert(self, names: Sequence[str]) -> dict[str, object]:
+        """What torch.save is given for the file of an expert."""
+        module = self._whole(self.checkpoint.model)
+        return {name: module[name] for name in names}
+
     def _parameters(self) -> set[str]:
         """The names, also those of tied weights, under which the module's entries are parameters."""
         model = self.checkpoint.model
@@ -416,10 +432,13 @@ def zero_target(
 
 
 def _units(shards: ZeroShards, optim: OptimizerTarget, model: ModelTarget) -> Iterator[Unit]:
+    experts = model.experts() if model.stage < 3 else {}
+    apart = frozenset(name for names in experts.values() for name in names)
+    of_experts = (TargetFile(name=name, tree=partial(model.expert, names)) for name, names in experts.items())
     for rank in range(model.files):
         name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if model.stage == 3 else "mp_rank_00_model_states.pt"
-        file = TargetFile(name=name, tree=partial(_model_tree, model, shards, rank))
-        yield Unit(family=MODEL, shard=rank, files=(file,))
+        file = TargetFile(name=name, tree=partial(_model_tree, model, shards, rank, apart))
+        yield Unit(family=MODEL, shard=rank, files=(file, *of_experts))
     for rank in range(optim.dp):
         name = f"{_prefix(model.checkpoint, optim)}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         file = TargetFile(name=name, tree=partial(optim.tree, rank), data=optim.data())
@@ -439,8 +458,8 @@ def _in_bf16(checkpoint: ZeroCheckpoint) -> bool:
     return section(config, "bf16" if "bf16" in config else "bfloat16").get("enabled") is True
 
 
-def _model_tree(model: ModelTarget, shards: ZeroShards, rank: int) -> Mapping[str, object]:
-    """One model file, without the mark that a conversion to universal alone has set in it.
+def _model_tree(model: ModelTarget, shards: ZeroShards, rank: int, apart: frozenset[str]) -> Mapping[str, object]:
+    """One model file, without the weights that are in files `apart`, and the mark of a universal checkpoint.
 
     The saving run's own file of that rank may hold its buffers and its entries; where it has none, the first's.
     """
@@ -449,6 +468,10 @@ def _model_tree(model: ModelTarget, shards: ZeroShards, rank: int) -> Mapping[st
     tree = model.tree(rank, shards.model_states(rank) if own else checkpoint.model)
     if tree.get("universal_checkpoint_info") == UNIVERSAL_INFO:
         del tree["universal_checkpoint_info"]
+    module = tree["module"]
+    assert isinstance(module, OrderedDict)
+    for name in apart:
+        del module[name]
     return tree
 
 
@@ -512,15 +535,8 @@ def _lacking(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
         )
     if checkpoint.universal is not None:
         yield from _left_out(checkpoint.universal)
-    if (
-        checkpoint.of_grid
-        and section(checkpoint.model.config, "zero_optimization").get("round_robin_gradients") is True
-    ):
-        what, mend = (
-            "has round_robin_gradients on a grid",
-            "load it in a run with import ds_reshard.auto, and save there",
-        )
-        yield UnsupportedLayout.fault(folder, what, "parameters in the order of their param groups", "dealt", mend=mend)
+    if checkpoint.of_grid:
+        yield from _disordered(checkpoint)
     for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim is not None else ()):
         for name, why in partition.unfollowed.items():
             yield UnsupportedLayout.fault(
@@ -528,6 +544,18 @@ def _lacking(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
                 f"is neither one value nor one for each element ({why}): no other layout has a place for it",
                 mend="resume with the layout that was saved",
             )
+
+
+def _disordered(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+    """Where flat buffers of a grid do not tell the order of the whole model's: DeepSpeed fills them by places alone."""
+    folder, mend = checkpoint.listing.folder, "load it in a run with import ds_reshard.auto, and save there"
+    if section(checkpoint.model.config, "zero_optimization").get("round_robin_gradients") is True:
+        what, expected = "has round_robin_gradients on a grid", "parameters in the order of their param groups"
+        yield UnsupportedLayout.fault(folder, what, expected, "dealt out", mend=mend)
+    held = [list(shapes) for column in checkpoint.columns for shapes in column.shapes.values()]
+    if checkpoint.listing.experts and any(names != by_number(names) for names in held):
+        what = "has experts in another order than that of layers and numbers"
+        yield UnsupportedLayout.fault(folder, what, "each layer's, one after another", "others", mend=mend)
 
 
 def _left_out(universal: UniversalStates) -> Iterator[Fault]:

@@ -16,7 +16,7 @@ from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
 from ds_reshard.formats.zero.experts import expert_of
 from ds_reshard.formats.zero.layout import alone, by_key
 from ds_reshard.formats.zero.target import UNIVERSAL_INFO, ModelTarget, group_order, kept_entries, refuse_source
-from ds_reshard.model.facts import GroupFacts, Scalar, ScalarTensor
+from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import GlobalName, ObjectRecord, new_tensor
 from ds_reshard.model.target import Target, TargetFile, Unit
@@ -165,16 +165,10 @@ def _bare(model: ModelTarget) -> object:
     return {**_model(model), "module": {}, "frozen_param_shapes": None, "frozen_param_fragments": None}
 
 
-def _hyperparameters(group: GroupFacts) -> Mapping[str, object]:
-    """Those of a group; one of experts names its expert-parallel group, and DeepSpeed loads that of one rank."""
-    said = group.hyperparameters or {}
-    return {**said, "name": "ep_size_1"} if said.get("moe") is True else said
-
-
 def _optimizer_state(checkpoint: ZeroCheckpoint, order: list[dict[str, tuple[int, ...]]], step: Scalar) -> object:
     assert checkpoint.facts is not None
     groups = [
-        {**_hyperparameters(group), "params": list(members)}
+        {**(group.hyperparameters or {}), "params": list(members)}
         for group, members in zip(checkpoint.facts.groups, order, strict=True)
     ]
     first = new_tensor("step/", step.shape, step.dtype) if isinstance(step, ScalarTensor) else step
