@@ -41,6 +41,9 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--shard", type=shard, metavar="I/N", help="do part I of N, counted from 0; the last one finishes"
     )
     parser.add_argument("--resume", action="store_true", help="go on with a conversion that was interrupted")
+    parser.add_argument(
+        "--repair", action="store_true", help="put back states that Megatron-LM has saved shifted (--to megatron)"
+    )
     parser.add_argument("--force", action="store_true", help="replace OUT when all of the new one is written")
     add_rules(parser)
     add_trust(parser)
@@ -58,7 +61,14 @@ def run(arguments: argparse.Namespace) -> int:
         force=arguments.force,
     )
     with bar("written") as progress:
-        done = convert(arguments.checkpoint, arguments.out, options=options, progress=progress, **target(arguments))
+        done = convert(
+            arguments.checkpoint,
+            arguments.out,
+            options=options,
+            progress=progress,
+            repair=arguments.repair,
+            **target(arguments),
+        )
     if arguments.json:
         print(json.dumps(asdict(done), indent=2))
     else:

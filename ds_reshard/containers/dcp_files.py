@@ -85,7 +85,7 @@ class DirectoryFiles(ABC):
     @cached_property
     def wants(self) -> dict[TensorKey, TensorKey]:
         """Each tensor with the source's."""
-        return {key: held.origin for key, held in self.held.items()}
+        return {key: self.held[key._replace(copy=0)].origin for key in self.placements}
 
     @cached_property
     def placements(self) -> dict[TensorKey, Placement]:
@@ -96,24 +96,23 @@ class DirectoryFiles(ABC):
             made[key] = chunked(key, held.shape, held.dtype, boxes, family=self.family, buffer=str(key))
         return made
 
-    def chunks(self, rank: int) -> Iterator[tuple[Placement, Box]]:
-        """What one file holds, in its order; of a tensor without elements the first file has all of it."""
-        for placement in self.placements.values():
+    def chunks(self, rank: int) -> Iterator[tuple[TensorKey, Box, str]]:
+        """What one file holds, in its order, and in which buffers; tensors without elements are in the first file."""
+        for key, placement in self.placements.items():
             for part in placement.parts:
                 if part.cut.first == rank and (part.numel or not (placement.numel or rank)):
-                    yield placement, part.box
+                    yield key._replace(copy=0), part.box, placement.buffer
 
     def _values(self, rank: int) -> list[object]:
         """What each archive of one file holds."""
         tensors = [
-            new_tensor(placement.buffer, self.told(placement.key, box).size, placement.dtype)
-            for placement, box in self.chunks(rank)
+            new_tensor(buffer, self.told(key, box).size, self.held[key].dtype) for key, box, buffer in self.chunks(rank)
         ]
         return [*tensors, *(self.objects.values() if not rank else ())]
 
     def directory(self) -> bytes:
         """The directory: where each chunk and each object lies, under every name that it has."""
-        chunks: dict[TensorKey, list[PlacedArchive]] = {key: [] for key in self.placements}
+        chunks: dict[TensorKey, list[PlacedArchive]] = {key: [] for key in self.held}
         single: dict[Path, PlacedArchive] = {}
         for rank in range(self.files):
             plan = plan_archives(self._values(rank))
@@ -122,9 +121,9 @@ class DirectoryFiles(ABC):
                 for start, archive in zip(plan.starts, plan.archives, strict=True)
             ]
             boxes = list(self.chunks(rank))
-            for (placement, box), archive in zip(boxes, placed, strict=False):
-                told = self.told(placement.key, box)
-                chunks[placement.key].append(replace(archive, offset=told.offset, size=told.size))
+            for (key, box, _), archive in zip(boxes, placed, strict=False):
+                told = self.told(key, box)
+                chunks[key].append(replace(archive, offset=told.offset, size=told.size))
             if not rank:
                 single = dict(zip(self.objects, placed[len(boxes) :], strict=True))
         entries: dict[Path, Entry] = {}

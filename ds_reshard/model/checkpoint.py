@@ -150,6 +150,17 @@ class Checkpoint(ABC):
         """Where masters that are the casts of their weights would not prove what they are of."""
         return ()
 
+    def mend_of(self, name: str) -> str:
+        """What to do where a parameter's weight is not the cast of its master."""
+        return self.unproved_mend
+
+    def repaired(self) -> Checkpoint:
+        """The same without a fault that its framework makes. Raises UnsupportedLayout where no such is known."""
+        mend = "leave out --repair"
+        fault = UnsupportedLayout.fault(self.folder, "has no fault that is known how to be repaired", mend=mend)
+        raise_faults([fault], subject=f"repairing {self.folder}")
+        raise AssertionError
+
     def replicas(self) -> Index | None:
         """Copies of tensors that several ranks have saved, under the keys of the layout but for `copy`."""
         return None

@@ -62,7 +62,8 @@ class Asked:
     """What a conversion is to write; None is as it was saved.
 
     `tp`, `pp` and `zero_stage` are of nanotron, `ep` of Megatron-LM; `like` is a checkpoint that shows how the coming
-    run arranges its model. `names` is the path of a map of parameters' names.
+    run arranges its model; with `repair` what a framework has saved wrong is put right. `names` is the path of a map of
+    parameters' names.
     """
 
     to: str
@@ -75,3 +76,4 @@ class Asked:
     sub_group_size: int | None = None
     dtype: str | None = None
     names: str | None = None
+    repair: bool = False

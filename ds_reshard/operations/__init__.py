@@ -85,6 +85,7 @@ def convert(
     zero_stage: int | None = None,
     like: str | None = None,
     names: str | None = None,
+    repair: bool = False,
     options: Options | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
@@ -99,7 +100,8 @@ def convert(
     saving run's unless given, or those of `like`, a checkpoint of the coming run, which must be given for DeepSpeed's.
     Between nanotron and DeepSpeed `names` is a JSON file of parameters' names: of the source, and of the output.
     Or "megatron": a `torch_dist` folder that Megatron-LM itself loads under any tp, pp and dp; `ep` is the coming run's
-    expert-parallel size where one of the two runs has experts apart and the other has not.
+    expert-parallel size where one of the two runs has experts apart and the other has not. With `repair` states that
+    Megatron-LM has saved shifted are put back; what is in no file is told in the notes.
     Or "fsdp", of a folder of EasyR1 or verl: files that they themselves load on `dp` ranks.
     Or "dcp": a folder of `dp` files that torch.distributed.checkpoint itself loads into FSDP2 and plain tensors; or
     "accelerate": the same as the two folders of accelerate's sharded FSDP2. Such folders are sources, too.
@@ -121,6 +123,7 @@ def convert(
         sub_group_size=sub_group_size,
         dtype=dtype,
         names=names,
+        repair=repair,
     )
     return convert_listing(
         listing, os.fspath(path), os.fspath(out), asked=asked, options=options or Options(), progress=progress

@@ -22,7 +22,7 @@ from ds_reshard.model.records import ElementType
 from ds_reshard.model.target import Asked, Target, Unit
 from ds_reshard.operations.options import Conversion, Options, Progress, refuse, refuse_memory
 from ds_reshard.operations.processes import Parts, in_copies
-from ds_reshard.operations.proof import prove
+from ds_reshard.operations.proof import prove, repaired
 from ds_reshard.operations.source import Found, find_listing, open_checkpoint
 from ds_reshard.operations.units import FilePlan, Units, archive_of, buffer_of, target_of
 from ds_reshard.operations.workspace import Workspace, refuse_places
@@ -46,7 +46,7 @@ def convert_listing(
     refuse_memory(options.threads, options.memory_nbytes)
     like = find_listing(asked.like, None).folder if asked.like is not None else None
     before, shown = _seen(found.folder), _seen(like)
-    source = open_checkpoint(found)
+    source = repaired(open_checkpoint(found)) if asked.repair else open_checkpoint(found)
     target = target_of(source, asked)
     prove(source, {origin.name for origin in target.wants.values() if origin.kind != WEIGHT})
     needed = _nbytes(target)

@@ -30,7 +30,7 @@ def refuse(asked: Asked) -> None:
         raise ConfigError(f"--sub-group-size: {asked.to} has no sub-groups; leave it out, or --to zero3")
     for name, (value, formats) in _of_formats(asked).items():
         if value is not None and asked.to not in formats:
-            raise ConfigError(f"{name}: {asked.to} has no such size; leave it out, or --to {' | '.join(formats)}")
+            raise ConfigError(f"{name}: {asked.to} has no such option; leave it out, or --to {' | '.join(formats)}")
     if asked.zero_stage not in (None, 0, 1):
         raise ConfigError(f"--zero-stage {asked.zero_stage}: nanotron has the stages 0 and 1")
 
@@ -41,6 +41,7 @@ def _of_formats(asked: Asked) -> dict[str, tuple[object, tuple[str, ...]]]:
         "--tp": (asked.tp, ("nanotron",)),
         "--pp": (asked.pp, ("nanotron",)),
         "--ep": (asked.ep, ("megatron",)),
+        "--repair": (asked.repair or None, ("megatron",)),
         "--zero-stage": (asked.zero_stage, ("nanotron",)),
         "--like": (asked.like, ("nanotron", "megatron")),
     }

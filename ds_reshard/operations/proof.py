@@ -21,6 +21,11 @@ def prove(source: Checkpoint, names: Collection[str] | None = None) -> None:
     raise_faults(unproved(source, names), subject=f"checkpoint {source.folder}")
 
 
+def repaired(source: Checkpoint) -> Checkpoint:
+    """The checkpoint with what its framework has saved wrong put right; itself where nothing is wrong."""
+    return source.repaired() if unproved(source) else source
+
+
 def unproved(source: Checkpoint, names: Collection[str] | None = None, *, part: int = 0, of: int = 1) -> list[Fault]:
     """The parameters, of `names` or all, whose weight is not the cast of its master, and copies that are not the same.
 
@@ -50,7 +55,7 @@ def _uncast(source: Checkpoint, names: Collection[str] | None, part: int, of: in
         if bool(differs.any()):
             key = masters[span.row]
             wrong[key] = wrong.get(key, 0) + int(differs.sum())
-    return [_fault(key, count, layout[key].numel, source.unproved_mend) for key, count in wrong.items()]
+    return [_fault(key, count, layout[key].numel, source.mend_of(key.name)) for key, count in wrong.items()]
 
 
 def _differing(source: Checkpoint, names: Collection[str] | None, part: int, of: int) -> list[Fault]:

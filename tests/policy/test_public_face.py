@@ -61,6 +61,7 @@ COMMANDS = {
         "--names",
         "--pp",
         "--processes",
+        "--repair",
         "--resume",
         "--rules",
         "--shard",

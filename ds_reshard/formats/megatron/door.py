@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from ds_reshard.containers.dcp_directory import is_megatrons
 from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_faults
@@ -15,8 +16,9 @@ from ds_reshard.formats.megatron.target import megatron_target, target_faults
 from ds_reshard.formats.megatron.torch_dist import TorchDist, list_torch_dist, open_torch_dist
 from ds_reshard.formats.megatron.torch_format import TorchFormat, is_torch_format, list_torch_format, open_torch_format
 from ds_reshard.model.checkpoint import Checkpoint, SavedCheckpoint, SavedListing, checksums, folder_format
-from ds_reshard.model.content import WEIGHT, Content, Path
+from ds_reshard.model.content import MASTER, WEIGHT, Content, Path
 from ds_reshard.model.index import Index
+from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import GlobalName
 from ds_reshard.model.target import Asked, Target
 
@@ -101,7 +103,30 @@ class OpenedMegatron(SavedCheckpoint):
         content, shown = super().content(), self.state.shown
         faults = [*content.faults, *target_faults(content, shown)]
         raise_faults(faults, subject=f"converting {content.folder} to {asked.to}")
-        return megatron_target(content, shown, self.dp if asked.dp is None else asked.dp, asked.ep)
+        shifts = self.state.shifts if isinstance(self.state, TorchDist) else None
+        return megatron_target(content, shown, self.dp if asked.dp is None else asked.dp, asked.ep, shifts)
+
+    def repaired(self) -> Checkpoint:
+        if not isinstance(self.state, TorchDist) or self.state.flat or not self.state.distributed:
+            return super().repaired()
+        return OpenedMegatron(self.state.repaired(), self.files)
+
+    def mend_of(self, name: str) -> str:
+        """For what Megatron-LM saves shifted, how much of it `repaired` puts back."""
+        return self._mends.get(name, self.unproved_mend)
+
+    @cached_property
+    def _mends(self) -> dict[str, str]:
+        if not isinstance(self.state, TorchDist) or self.state.flat or not self.state.distributed:
+            return {}
+        shifts, made = self.state.find_shifts(), {}
+        for name in {key.name for key in shifts.tiles} if not shifts.faults else ():
+            lost = sum(box.numel for box in shifts.lost.get(TensorKey(name=name, kind=MASTER), ()))
+            made[name] = (
+                f"ds-reshard convert {self.folder} OUT --to {TO} --repair, if Megatron-LM has shifted it: puts all but "
+                f"{lost} elements back; masters of those are the weights, moments zero"
+            )
+        return made
 
     def values(self) -> Mapping[str, Mapping[str, object]]:
         """Arguments and counters, and the random states of each rank."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ds_reshard.containers.dcp_directory import Chunk, Directory
@@ -73,7 +73,7 @@ class FlatStates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rank:
+class FlatRank:
     """A model-parallel rank of one optimizer: its keys, pipeline stage, place among `size` tensor-parallel ranks.
 
     `experts` are those that it holds beside the `dense` parameters, or alone.
@@ -97,42 +97,52 @@ def find_states(
 ) -> FlatStates:
     """Where every state lies; what cannot be known is among the faults, by name."""
     found = FlatStates()
-    found.faults += _unsupported(directory.path, arguments)
+    found.faults += unsupported(directory.path, arguments)
     if found.faults:
         return found
-    known, left = set[str](), dict[str, list[str]]()
+    left = dict[str, list[str]]()
     for key in directory.tensors:
         match = FLAT.fullmatch(key)
         if match is not None:
             left.setdefault(f"{match[1]}.{match[2]}", []).append(match[3])
-    seen: dict[tuple[str, tuple[Box, ...]], int] = {}
-    pp, vp = (
-        size_of(arguments, "pipeline_model_parallel_size"),
-        size_of(arguments, "virtual_pipeline_model_parallel_size"),
-    )
-    for rank in _ranks(arguments, chained=any(key.startswith("chained_1.") for key in left)):
+    seen, known = dict[tuple[str, tuple[Box, ...]], int](), set[str]()
+    for rank, chunk, buckets in laid_out(arguments, weights, chained=any(key.startswith("chained_1.") for key in left)):
         sizes = [
             _numbers(directory, f"{rank.prefix}.{name}") for name in ("per_bucket_numel", "per_bucket_numel_unpadded")
         ]
-        for chunk in range(vp):
-            slots = list(_slots(rank, chunk, pp, vp, arguments, weights))
-            known.update(slot.name for slot in slots)
-            size = bucket_size_of(arguments, rank.stage, chunk)
-            fast = bool(arguments.get("ddp_pad_buckets_for_high_nccl_busbw"))
-            buckets = buckets_of(slots, bucket_size=size, dp=rank.shards, fast=fast)
-            dtype = _same(directory, rank, chunk, sizes, buckets, found.faults)
-            for number, bucket in enumerate(buckets if dtype is not None else ()):
-                stem = f"{rank.prefix}.gbuf_idx_{chunk}.dtype_{dtype}.bucket_idx_{number}"
-                _place(directory, stem, bucket, seen, found, left)
-    for name in sorted({key.name for key in weights} - known):
-        what = f"{name}: where it lies in the flat buffers of the optimizer is not known: no layer of this kind is"
-        found.faults.append(UnsupportedLayout.fault(directory.path, what, mend=RESAVE))
+        dtype = _same(directory, rank, chunk, sizes, buckets, found.faults)
+        for number, bucket in enumerate(buckets if dtype is not None else ()):
+            known.update(slot.name for _, slot in bucket.slots)
+            stem = f"{rank.prefix}.gbuf_idx_{chunk}.dtype_{dtype}.bucket_idx_{number}"
+            _place(directory, stem, bucket, seen, found, left)
+    if not found.faults:
+        found.faults += unplaced(directory.path, weights, known)
     for stem in sorted(left) if not found.faults else ():
         found.faults.append(_other(directory.path, f"{stem}: the arguments call for no such bucket", "none", "one"))
     return found
 
 
-def _unsupported(path: str, arguments: Mapping[str, object]) -> Iterator[Fault]:
+def laid_out(
+    arguments: Mapping[str, object], weights: Mapping[TensorKey, Placement], *, chained: bool
+) -> Iterator[tuple[FlatRank, int, list[Bucket]]]:
+    """The buckets of each buffer of each rank whose state is saved: a buffer is of a rank and a model chunk."""
+    pp, vp = (size_of(arguments, f"{name}pipeline_model_parallel_size") for name in ("", "virtual_"))
+    fast = bool(arguments.get("ddp_pad_buckets_for_high_nccl_busbw"))
+    for rank in _ranks(arguments, chained=chained):
+        for chunk in range(vp):
+            slots = list(_slots(rank, chunk, pp, vp, arguments, weights))
+            size = bucket_size_of(arguments, rank.stage, chunk)
+            yield rank, chunk, buckets_of(slots, bucket_size=size, dp=rank.shards, fast=fast)
+
+
+def unplaced(path: str, weights: Mapping[TensorKey, Placement], known: Collection[str]) -> Iterator[Fault]:
+    """Weights that lie in no buffer."""
+    for name in sorted({key.name for key in weights if key.kind == WEIGHT} - set(known)):
+        what = f"{name}: where it lies in the flat buffers of the optimizer is not known: no layer of this kind is"
+        yield UnsupportedLayout.fault(path, what, mend=RESAVE)
+
+
+def unsupported(path: str, arguments: Mapping[str, object]) -> Iterator[Fault]:
     told = [name for name in UNEVEN if arguments.get(name)]
     stages = size_of(arguments, "pipeline_model_parallel_size") * size_of(
         arguments, "virtual_pipeline_model_parallel_size"
@@ -155,14 +165,14 @@ def size_of(arguments: Mapping[str, object], name: str) -> int:
     return value if isinstance(value, int) and value > 0 else 1
 
 
-def _ranks(arguments: Mapping[str, object], *, chained: bool) -> Iterator[_Rank]:
+def _ranks(arguments: Mapping[str, object], *, chained: bool) -> Iterator[FlatRank]:
     """Every rank whose state was saved, in Megatron's numbering: of each optimizer, pipeline stages outside."""
     tp, pp, ep = (size_of(arguments, f"{name}_model_parallel_size") for name in ("tensor", "pipeline", "expert"))
     etp = size_of(arguments, "expert_tensor_parallel_size") if arguments.get("expert_tensor_parallel_size") else tp
     count, first = size_of(arguments, "num_experts") if arguments.get("num_experts") else 0, "chained_0." * chained
     for stage in range(pp):
         for number in range(tp):
-            yield _Rank(
+            yield FlatRank(
                 prefix=f"{first}optimizer.distributed.dp_group_idx_{stage * tp + number}",
                 stage=stage,
                 number=number,
@@ -172,7 +182,7 @@ def _ranks(arguments: Mapping[str, object], *, chained: bool) -> Iterator[_Rank]
                 experts=range(0 if chained else count),
             )
         for part, number in ((part, number) for part in range(ep * chained) for number in range(etp)):
-            yield _Rank(
+            yield FlatRank(
                 prefix=f"chained_1.optimizer.distributed.dp_group_idx_{(stage * ep + part) * etp + number}",
                 stage=stage,
                 number=number,
@@ -184,7 +194,12 @@ def _ranks(arguments: Mapping[str, object], *, chained: bool) -> Iterator[_Rank]
 
 
 def _slots(
-    rank: _Rank, chunk: int, pp: int, vp: int, arguments: Mapping[str, object], weights: Mapping[TensorKey, Placement]
+    rank: FlatRank,
+    chunk: int,
+    pp: int,
+    vp: int,
+    arguments: Mapping[str, object],
+    weights: Mapping[TensorKey, Placement],
 ) -> Iterator[Slot]:
     """What a rank holds of a model chunk, in the order of `named_parameters`."""
     layers = size_of(arguments, "num_layers")
@@ -214,7 +229,7 @@ def _slots(
             yield Slot(name=name, boxes=boxes, shared=tied and pp > 1 and name == _WORDS)
 
 
-def _held(placement: Placement, expert: int | None, rank: _Rank) -> Sequence[Box]:
+def _held(placement: Placement, expert: int | None, rank: FlatRank) -> Sequence[Box]:
     """The boxes that a tensor-parallel rank holds: the chunks of the file say how the tensor was cut.
 
     One, or of a gated linear unit two: the gate's and the other half's.
@@ -247,7 +262,7 @@ def _numbers(directory: Directory, name: str) -> list[dict[str, list[int]]] | No
 
 def _same(
     directory: Directory,
-    rank: _Rank,
+    rank: FlatRank,
     chunk: int,
     sizes: Sequence[list[dict[str, list[int]]] | None],
     buckets: Sequence[Bucket],

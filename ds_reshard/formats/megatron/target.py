@@ -18,9 +18,10 @@ from ds_reshard.containers.dcp_files import DirectoryFiles
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.megatron.checkpoint import TRACKER, Chain, Group, arguments_of, iteration_name
 from ds_reshard.formats.megatron.optimizer import EXPERTS
+from ds_reshard.formats.megatron.shifts import Shifts
 from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, Path
 from ds_reshard.model.facts import GroupFacts, canonical, number_of
-from ds_reshard.model.layout import Layout, TensorKey
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box
 from ds_reshard.model.target import Target, TargetFile
@@ -64,12 +65,17 @@ def stacks(arguments: Mapping[str, object]) -> bool:
     return not several and not any(arguments.get(name) for name in uneven)
 
 
-def megatron_target(content: Content, shown: Shown, files: int, ep: int | None) -> Target:
-    """The folder, with its tensors cut by rows over so many files."""
+def megatron_target(content: Content, shown: Shown, files: int, ep: int | None, shifts: Shifts | None = None) -> Target:
+    """The folder, with its tensors cut by rows over so many files; what `shifts` have lost of moments is zero."""
     steps = {number_of(told["step"]) for told in content.facts.scalars.values()} if content.facts is not None else set()
     chain = _chained(shown.chain, ep, content)
     writing = _Writing(
-        content=content, shown=shown, files=files, chain=chain, step=steps.pop() if len(steps) == 1 else None
+        content=content,
+        shown=shown,
+        files=files,
+        chain=chain,
+        step=steps.pop() if len(steps) == 1 else None,
+        shifts=shifts or Shifts(),
     )
     tag = iteration_name(str(shown.common.get("iteration", content.steps)))
     return Target(
@@ -78,6 +84,7 @@ def megatron_target(content: Content, shown: Shown, files: int, ep: int | None) 
         units=list(writing.units()),
         folder=tag,
         pointers={TRACKER: str(shown.common.get("iteration", content.steps))},
+        notes=tuple(shifts.notes()) if shifts is not None else (),
     )
 
 
@@ -101,6 +108,35 @@ class _Writing(DirectoryFiles):
     shown: Shown
     chain: Sequence[Sequence[Group]]
     step: int | float | None
+    shifts: Shifts
+
+    @property
+    def lost(self) -> dict[TensorKey, list[Box]]:
+        """What is zero of states that are no masters."""
+        return {key: boxes for key, boxes in self.shifts.lost.items() if key.kind != MASTER}
+
+    @cached_property
+    def placements(self) -> dict[TensorKey, Placement]:
+        """Of a state of which something is lost each box that is in a file, by itself."""
+        made, lost = super().placements, self.lost
+        whole = {key: placement for key, placement in made.items() if key not in lost}
+        for key in lost:
+            for number, box in enumerate(self.shifts.kept.get(key, ()), 1):
+                placed, copy, cut = made[key], key._replace(copy=number), Cut(chunk=box.numel)
+                whole[copy] = Placement(copy, placed.shape, placed.dtype, self.family, f"{key}{number}", cut, box)
+        return whole
+
+    def chunks(self, rank: int) -> Iterator[tuple[TensorKey, Box, str]]:
+        yield from super().chunks(rank)
+        yield from self._zeros() if not rank else ()
+
+    def _zeros(self) -> Iterator[tuple[TensorKey, Box, str]]:
+        for key, boxes in self.lost.items():
+            yield from ((key, box, f"{key} zeros {number}") for number, box in enumerate(boxes))
+
+    @property
+    def data(self) -> Mapping[str, bytes]:
+        return {buffer: bytes(box.numel * self.held[key].dtype.itemsize) for key, box, buffer in self._zeros()}
 
     @cached_property
     def held(self) -> Mapping[TensorKey, Held]:

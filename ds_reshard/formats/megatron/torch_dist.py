@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ds_reshard.containers.dcp_directory import (
     BACKEND,
@@ -36,6 +36,7 @@ from ds_reshard.formats.megatron.checkpoint import (
 )
 from ds_reshard.formats.megatron.flat_states import FLAT, RESAVE, FlatStates, family_of, find_states, ordered
 from ds_reshard.formats.megatron.optimizer import KINDS, Trained, facts_of
+from ds_reshard.formats.megatron.shifts import Shifts, find_shifts
 from ds_reshard.formats.megatron.target import Shown
 from ds_reshard.model.checkpoint import SavedListing
 from ds_reshard.model.content import MASTER, WEIGHT, Path
@@ -78,6 +79,7 @@ class TorchDist:
     flat: bool
     common: Mapping[object, object]
     chain: Chain | None
+    shifts: Shifts | None = None
     ungrouped: str = ""
     ranks: int | None = None
     notes: tuple[str, ...] = ()
@@ -95,6 +97,22 @@ class TorchDist:
         objects = {key: read_list(place) for key, place in kept.items()}
         stacked = any(STACKED.fullmatch(key) for key in self.directory.tensors)
         return Shown(common=self.common, objects=objects, chain=self.chain, stacked=stacked)
+
+    def find_shifts(self) -> Shifts:
+        """Where the states are that Megatron-LM has saved shifted, by its rule."""
+        chained = len(self.chain or ()) > 1
+        return find_shifts(self.directory, self.arguments, self.layout.placements, chained=chained)
+
+    def repaired(self) -> TorchDist:
+        """The same with every state where it belongs. Raises UnsupportedLayout, with every reason."""
+        found, placements = self.find_shifts(), dict(self.layout.placements)
+        raise_faults(found.faults, subject=f"repairing {self.folder}")
+        for key, tiles in found.tiles.items():
+            held, family = placements[key], family_of(key.kind)
+            placements[key] = tiled(key, held.shape, held.dtype, ordered(tiles), family=family, buffer=BUFFER)
+        families = {**self.chunks, **found.chunks}
+        shards = {family: len(held) for family, held in families.items()}
+        return replace(self, layout=Layout(placements, shards), chunks=families, flat=True, shifts=found)
 
     def random_states(self) -> Mapping[str, object]:
         """What each rank's random number generators would have said next, by the name of the object."""

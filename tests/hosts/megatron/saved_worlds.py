@@ -41,6 +41,17 @@ WORLDS = {
     "tied tp2, bf16 without the distributed optimizer": World("0.18.2", 2, "--bf16 " + TP, ("plain", "torch")),
     "gated fp32": World("0.18.2", 1, GATED, ("plain", "torch")),
 }
+WIDTH_128 = "--hidden-size 128 --ffn-hidden-size 256 --overlap-grad-reduce --ddp-bucket-size 100000 "
+FAST = "--ddp-pad-buckets-for-high-nccl-busbw "
+SHIFTED = {
+    "many buckets dp2": WORLDS["many buckets dp2"],
+    "tied pp2, width 20": World("0.19.2", 2, DISTRIBUTED + WIDTH_20 + PP, ("model_space",)),
+    "tied tp2 pp2, width 20": World("0.18.2", 4, DISTRIBUTED + WIDTH_20 + PP + TP, ("model_space",)),
+    "many buckets tp2 dp2": World("0.19.2", 4, DISTRIBUTED + MANY_BUCKETS + TP, ("model_space",)),
+    "width 128 dp3": World("0.19.2", 3, DISTRIBUTED + GATED + WIDTH_128 + "--global-batch-size 6 ", ("model_space",)),
+    "width 128 dp2, busbw": World("0.18.2", 2, DISTRIBUTED + GATED + WIDTH_128 + FAST, ("model_space",)),
+}
+"""What Megatron-LM itself saves wrong as `model_space`."""
 FLAGS: dict[str, dict[str, Any]] = {
     "model_space": {"ckpt_format": "torch_dist", "dist_ckpt_optim_fully_reshardable": True},
     "buckets": {"ckpt_format": "torch_dist", "dist_ckpt_optim_fully_reshardable": False},
@@ -56,7 +67,7 @@ def saved_by(releases: Any, scratch: Path) -> Saved:
     folders: dict[str, Path] = {}
 
     def folder(name: str, wanted: str) -> Path:
-        world = WORLDS[name]
+        world = {**SHIFTED, **WORLDS}[name]
         if name not in folders:
             made = scratch / f"world{len(folders)}"
             saves = [{"save": str(made / one), **FLAGS[one]} for one in world.formats]

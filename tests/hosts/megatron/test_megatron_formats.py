@@ -212,32 +212,34 @@ def test_chunks_that_leave_a_hole_or_overlap(saved: Saved, tmp_path: Path, key: 
         open_checkpoint(find_listing(str(folder), None))
 
 
+def exchanged_masters(saved: Saved, to: Path) -> str:
+    """A copy in which two parameters of one size have each other's masters."""
+    folder = _copied(saved, to)
+    metadata = FileSystemReader(folder).read_metadata()
+    one, other = (f"optimizer.state.param.{name}.weight" for name in ("output_layer", "embedding.word_embeddings"))
+    places = metadata.storage_data
+    for index in [index for index in places if index.fqn == one]:
+        twin = next(held for held in places if held.fqn == other and held.offset == index.offset)
+        places[index], places[twin] = places[twin], places[index]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    return str(folder)
+
+
 def test_masters_that_are_not_of_their_weights(saved: Saved, tmp_path: Path) -> None:
     """As Megatron-LM itself saves them where a bucket is padded: verify and every load find it; weights are had."""
-    folder = _copied(saved, tmp_path)
-
-    def exchange(metadata: Any) -> None:
-        one, other = (f"optimizer.state.param.{name}.weight" for name in ("output_layer", "embedding.word_embeddings"))
-        places = metadata.storage_data
-        for index in [index for index in places if index.fqn == one]:
-            twin = next(held for held in places if held.fqn == other and held.offset == index.offset)
-            places[index], places[twin] = places[twin], places[index]
-
-    metadata = FileSystemReader(folder).read_metadata()
-    exchange(metadata)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    folder = exchanged_masters(saved, tmp_path)
     wrong = {"output_layer.weight[weight]", "embedding.word_embeddings.weight[weight]"}
-    assert {fault.where for fault in tools.verify(str(folder)).faults} == wrong
+    assert {fault.where for fault in tools.verify(folder).faults} == wrong
     for attempt in (
-        lambda: tools.convert(str(folder), str(tmp_path / "out"), to="zero2", dp=1),
-        lambda: fingerprint(str(folder)),
-        lambda: tools.diff(str(folder), str(folder)),
+        lambda: tools.convert(folder, str(tmp_path / "out"), to="zero2", dp=1),
+        lambda: fingerprint(folder),
+        lambda: tools.diff(folder, folder),
     ):
         with pytest.raises(CheckpointDamaged) as error:
             attempt()
         assert {fault.where for fault in error.value.faults} == wrong
     assert not (tmp_path / "out").exists()
-    tools.convert(str(folder), str(tmp_path / "weights"), to="safetensors")
+    tools.convert(folder, str(tmp_path / "weights"), to="safetensors")
 
 
 @pytest.mark.parametrize(
