@@ -113,9 +113,12 @@ class Stages:
 
     def whole(self, release: str, options: str) -> dict[str, Any]:
         """An uninterrupted run of plain Megatron from the beginning, neither saved nor loaded."""
+        return self.everyone(release, options)[0]
+
+    def everyone(self, release: str, options: str, ranks: int = 1) -> list[dict[str, Any]]:
+        """The same, of every rank."""
         arguments = [*_words(FIRST), *options.split()]
-        told: list[dict[str, Any]] = self._releases[release].run("small_gpt:pretrain", arguments=arguments, hooks=False)
-        return told[0]
+        return self.run(release, "small_gpt:pretrain", ranks=ranks, arguments=arguments, hooks=False)
 
     def refused(self, release: str, flags: str = "", **others: Any) -> dict[str, Any]:
         """The same, expected to end with an error; what rank 0 said."""

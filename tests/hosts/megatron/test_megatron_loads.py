@@ -77,7 +77,8 @@ def test_nothing_to_load_is_a_warning(stages: Any, release: str) -> None:
 def test_loads_of_other_models_are_megatrons_own(release: str) -> None:
     """A teacher, a reference or a dense model comes without optimizer, or from another argument than --load."""
     for optimizer, load_arg in ((None, "load"), (object(), "export_kd_teacher_load")):
-        answer = load_checkpoint(lambda: (3, 7), Namespace(), optimizer=optimizer, scheduler=None, load_arg=load_arg)
+        given = {"models": None, "optimizer": optimizer, "scheduler": None, "load_arg": load_arg}
+        answer = load_checkpoint(lambda: (3, 7), Namespace(), **given)
         assert answer == (3, 7), release
 
 
