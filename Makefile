@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 unexport PYTHONDONTWRITEBYTECODE
 FAST_TESTS := tests/policy tests/docs tests/unit tests/hostile tests/versions
 
-.PHONY: help venv gpu-packages check style types contracts fast-tests test engine-tests other-tests mutants torture fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu gpu-wheels test-versions test-nanotron test-corpora format dist clean
+.PHONY: help venv gpu-packages check style types contracts fast-tests test engine-tests other-tests mutants torture fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu gpu-wheels test-versions test-nanotron test-corpora format docs dist clean
 
 help:
 	@echo "make demo           train, change stage and ranks, resume; prints the bit-equality table"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-nanotron  a real checkout of nanotron (SRC=path) saves, loads what was converted, resumes"
 	@echo "make test-corpora   the payloads of picklescan and fickling (SRC=path): each that acts is named"
 	@echo "make format         rewrite the sources in the house's format"
+	@echo "make docs           the pages as a site, in site/"
 	@echo "make dist           the sdist and the wheel, in dist/"
 	@echo "make clean          remove .venv and everything that was built"
 
@@ -159,11 +160,15 @@ format: venv
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: venv
+	@$(BIN)/python -c "import material" 2>/dev/null || $(PIP) install -c constraints.txt mkdocs-material
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 dist: venv
 	rm -rf dist build
 	$(BIN)/python -c "from setuptools import build_meta as b; print(b.build_sdist('dist'), b.build_wheel('dist'))" | tail -1
 
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info .demo .bench wheels $(GPU_PACKAGES)
+	rm -rf .venv .venv-* build dist site *.egg-info .demo .bench wheels $(GPU_PACKAGES)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
