@@ -46,7 +46,7 @@ $(INSTALLED): setup.cfg setup.py pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv
 	@$(PIP) install -c constraints.txt setuptools
 	@$(PIP) install -c constraints.txt torch==2.13.0
-	@$(PIP) install -c constraints.txt -e '.[deepspeed,accelerate,test,dev]'
+	@$(PIP) install -c constraints.txt -e '.[deepspeed,accelerate,test,dev,docs]'
 	@touch $@
 
 # Types and tests take most of the time, and run side by side.
@@ -161,7 +161,6 @@ format: venv
 	$(BIN)/ruff check --fix .
 
 docs: venv
-	@$(BIN)/python -c "import material" 2>/dev/null || $(PIP) install -c constraints.txt mkdocs-material
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 dist: venv
