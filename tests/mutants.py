@@ -58,6 +58,7 @@ TESTS = {
     "EXECUTOR": "tests/unit/test_executor.py",
     "PRINT": "tests/unit/test_fingerprint.py",
     "WITNESS": "tests/unit/test_witness.py",
+    "FOLDERS": "tests/unit/test_folders.py",
     "SCATTER": "tests/unit/test_cuda_executor.py",
     "CRC": "tests/unit/test_crc.py",
     "ZIP": "tests/hostile/test_containers.py::test_directories_that_lie_are_refused tests/unit/test_torch_zip.py",

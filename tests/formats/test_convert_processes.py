@@ -201,3 +201,22 @@ def test_two_torchrun_agents_write_what_one_process_writes(checkpoint: Path, tmp
     assert [*(tmp_path / "again.ds-reshard" / "done").iterdir()] and not (tmp_path / "again").exists()
     assert _agents(words, [3]) == [0]
     assert files(tmp_path / "again") == files(tmp_path / "alone")
+
+
+def test_what_was_finished_of_damage_is_not_gone_on_behind(checkpoint: Path, tmp_path: Path) -> None:
+    """A bit that was read wrong, of a record that several files of the output share, shows when all are written."""
+    options = Options(threads=1)
+    convert(str(checkpoint), str(tmp_path / "alone"), to="zero3", dp=3, options=options)
+    path = next(checkpoint.rglob("*pp_rank_1_*optim_states.pt"))
+    with open_archive(str(path)) as archive:
+        member = archive.members["data/1"]
+    whole, status = path.read_bytes(), path.stat()
+    at = member.byte_offset + member.nbytes // 2
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(ChecksumMismatch):
+        convert(str(checkpoint), str(tmp_path / "out"), to="zero3", dp=3, options=options)
+    path.write_bytes(whole)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    convert(str(checkpoint), str(tmp_path / "out"), to="zero3", dp=3, options=Options(threads=1, resume=True))
+    assert files(tmp_path / "out") == files(tmp_path / "alone")

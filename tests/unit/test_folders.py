@@ -1,0 +1,78 @@
+"""What lies in a folder: absent, there, or not to be told, which is an error."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ds_reshard.containers import folders
+from ds_reshard.errors import CheckpointNotFound, ReadFailed
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    (tmp_path / "below" / "deep").mkdir(parents=True)
+    (tmp_path / "b.pt").write_bytes(b"12345")
+    (tmp_path / "a.json").write_text('{"n": 1}')
+    (tmp_path / "below" / "deep" / "c.pt").write_bytes(b"1")
+    (tmp_path / "nowhere").symlink_to("nothing")
+    (tmp_path / "round").symlink_to("round")
+    (tmp_path / "link").symlink_to("below")
+    return str(tmp_path)
+
+
+def test_what_is_there_is_told(place: str) -> None:
+    assert folders.entries(place) == {
+        "a.json": 8,
+        "b.pt": 5,
+        "below": None,
+        "link": None,
+        "nowhere": None,
+        "round": None,
+    }
+    assert folders.files(place) == {"a.json": 8, "b.pt": 5}
+    assert folders.files_below(place) == {"a.json": 8, "b.pt": 5, "below/deep/c.pt": 1}
+    assert folders.is_file(f"{place}/b.pt") and not folders.is_file(f"{place}/below")
+    assert folders.is_folder(f"{place}/link") and not folders.is_folder(f"{place}/b.pt")
+    assert folders.read_small(f"{place}/b.pt", 2) == b"12" and folders.read_json(f"{place}/a.json") == {"n": 1}
+
+
+@pytest.mark.parametrize("name", ["nothing", "b.pt/in/a/file", "nowhere", "round", "a\0b", "n" * 300])
+def test_what_is_not_there_is_no_error(place: str, name: str) -> None:
+    path = f"{place}/{name}"
+    assert not folders.exists(path) and not folders.is_file(path) and not folders.is_folder(path)
+    assert folders.exists(path, follow=False) is (name in ("nowhere", "round"))
+
+
+def test_a_folder_that_is_not_there_holds_nothing(place: str) -> None:
+    assert folders.entries(f"{place}/nothing") == {} == folders.files_below(f"{place}/b.pt")
+    with pytest.raises(CheckpointNotFound):
+        folders.read_small(f"{place}/nothing")
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize(
+    ("call", "look"),
+    [
+        ("stat", folders.exists),
+        ("stat", folders.is_file),
+        ("stat", folders.is_folder),
+        ("stat", folders.entries),
+        ("scandir", folders.entries),
+        ("scandir", folders.files_below),
+        ("open", folders.read_json),
+    ],
+)
+def test_what_the_system_does_not_tell_is_an_error(
+    place: str, call: str, look: Callable[[str], object], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> object:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, call, refused)
+    with pytest.raises(ReadFailed, match=os.strerror(code)):
+        look(place)
