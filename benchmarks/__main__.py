@@ -22,7 +22,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "dcp": RESULTS,
     "rows": RESULTS,
     "scale": RESULTS,
-    "long": ("--long", "--runs", "1", *RESULTS),
+    "long": ("--long", *RESULTS),
     "whole": ("--whole", "48", *RESULTS),
 }
 """What each is given; the last two are parts of `scale`."""
