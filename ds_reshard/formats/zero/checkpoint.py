@@ -24,7 +24,7 @@ from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_op
 from ds_reshard.formats.zero.tensor_parallel import Division, Rule, rules_given
 from ds_reshard.formats.zero.universal import UniversalStates, read_universal
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar
-from ds_reshard.model.layout import Layout, Placement
+from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
 
 OPTIM, MODEL = "optim", "model"
@@ -114,7 +114,8 @@ class ZeroCheckpoint:
     what all `stages` say together, and `copies` the tensors of which a file before has a copy. `rows` are the model
     files of all tensor-parallel ranks where `model` is made of them, with whole tensors, and `divided` says how each
     was cut. With `masters_in_module` (fp32 training at stage 0) the weights are the masters: both keys name the same
-    bytes, and a reader wants them once. `foreign` says that it was made of a checkpoint of another format.
+    bytes, and a reader wants them once. `layers` are the files of a PipelineModule of one stage that is to be written,
+    with the tensors by their names there. `foreign` says that it was made of a checkpoint of another format.
     """
 
     listing: Listing
@@ -131,6 +132,7 @@ class ZeroCheckpoint:
     copies: Mapping[str, TensorRecord] = field(default_factory=dict)
     rows: tuple[ModelStates, ...] = ()
     divided: Mapping[str, Division] = field(default_factory=dict)
+    layers: Mapping[str, Mapping[str, TensorKey]] = field(default_factory=dict)
 
     @property
     def optimizer_entries(self) -> Mapping[str, object]:

@@ -15,6 +15,7 @@ from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import by_key, whole
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
+from ds_reshard.formats.zero.pipeline import layer_files
 from ds_reshard.formats.zero.target import first_names, group_order, refuse_source, whole_tensors
 from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, flattened, schedule_of
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, ScalarTensor, canonical, exact_number
@@ -109,6 +110,9 @@ def as_zero(content: Content) -> ZeroCheckpoint:
         listing=Listing(folder=content.folder, nbytes={}, optim_prefix=prefix),
         model=model,
         optim=home.optim if home is not None else None,
+        layers=layer_files(home)
+        if home is not None and home.stages and home.model.module.keys() == module.keys()
+        else {},
         divided={
             key.name: home.divided[held.origin.name]
             for key, held in content.tensors.items()

@@ -13,7 +13,7 @@ from ds_reshard.formats.zero.content import LAYOUT_ENTRIES, as_zero, content_of,
 from ds_reshard.formats.zero.experts import as_one_place, expert_of
 from ds_reshard.formats.zero.inspection import Survey, describe_survey, survey
 from ds_reshard.formats.zero.names import Listing, read_listing
-from ds_reshard.formats.zero.pipeline import as_one_stage
+from ds_reshard.formats.zero.pipeline import as_one_stage, ties_first
 from ds_reshard.formats.zero.rows import replica_fault
 from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures
 from ds_reshard.formats.zero.stage0 import masters as saved_masters
@@ -182,6 +182,16 @@ def _unwritten(content: Content, to: str) -> Iterator[Fault]:
         yield UnsupportedLayout.fault(experts[0], what, mend=mend)
 
 
+def _of_stages(content: Content) -> Iterator[Fault]:
+    """Where the flat buffers of stages do not tell the order of one stage's: DeepSpeed fills them by places alone."""
+    home = content.home
+    columns = home.columns if isinstance(home, ZeroCheckpoint) else ()
+    held = [list(shapes) for column in columns for shapes in column.shapes.values()]
+    if any(names != ties_first(names) for names in held):
+        what, mend = "has its parameters in another order than its module", "load it in a run, and save there"
+        yield UnsupportedLayout.fault(content.folder, what, "tied modules first", "others", mend=mend)
+
+
 def _notes(zero: ZeroCheckpoint) -> Iterator[str]:
     copies = sorted({key.name for key in zero.layout.placements if key.copy and zero.stages})
     if copies:
@@ -265,6 +275,8 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     lacking = () if weights else (*content.faults, *optimizer_faults(content), *_unwritten(content, asked.to))
     raise_faults([*faults, *lacking], subject=subject)
     zero = as_zero(content)
+    stages = bool(zero.layers) and asked.to in ("zero1", "bf16")
+    raise_faults(list(_of_stages(content)) if stages else [], subject=subject)
     target = _target(zero, asked)
     target = replace(target, wants={key: content.tensors[wanted].origin for key, wanted in target.wants.items()})
     if weights:
@@ -275,8 +287,14 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
         return replace(target, notes=(*target.notes, *(ties if alone else ()), *content.notes))
     pointers = dict.fromkeys(target.pointers, content.tag)
     return replace(
-        target, folder=content.tag, pointers=pointers, notes=(*target.notes, *_frozen(zero, asked), *_said(content))
+        target,
+        folder=content.tag,
+        pointers=pointers,
+        notes=(*target.notes, *([_ONE_STAGE] if stages else ()), *_frozen(zero, asked), *_said(content)),
     )
+
+
+_ONE_STAGE = "the files are those of a PipelineModule of one stage; give --names for those of a plain module"
 
 
 def _frozen(checkpoint: ZeroCheckpoint, asked: Asked) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -32,7 +32,7 @@ from ds_reshard.formats.zero.model_states import ModelStates, read_entries, read
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
 from ds_reshard.formats.zero.shards import compare_heads
-from ds_reshard.model.content import SCHEDULER, joined, regrouped
+from ds_reshard.model.content import SCHEDULER, WEIGHT, joined, regrouped
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, canonical
 from ds_reshard.model.layout import Placement, TensorKey
 from ds_reshard.model.records import ElementType, ObjectRecord, TensorRecord, new_tensor
@@ -357,6 +357,24 @@ def as_one_stage(zero: ZeroCheckpoint) -> ZeroCheckpoint:
     entries["module"] = {**module, **zero.model.objects}
     model = replace(zero.model, module=module, entries=entries)
     return replace(zero, model=model, facts=replace(zero.facts, groups=groups))
+
+
+def layer_files(zero: ZeroCheckpoint) -> dict[str, dict[str, TensorKey]]:
+    """The files of all layers of a row, with the weights that they have by their names there."""
+    files: dict[str, dict[str, TensorKey]] = {}
+    records = {TensorKey(name, WEIGHT): record for name, record in zero.model.module.items()}
+    keys = (key for key in zero.layout.placements if key.copy and key.kind == WEIGHT)
+    for key, record in (records | {key: zero.copies[_buffer(key)] for key in keys}).items():
+        if record.storage.path:
+            tie, layer = tied_key(key.name), layer_of(key.name)
+            entry = key.name.removeprefix(f"{layer}." if tie is None else f"tied_modules.{tie}.")
+            files.setdefault(os.path.basename(record.storage.path), {})[entry] = key
+    return files
+
+
+def ties_first(names: Iterable[str]) -> list[str]:
+    """The names as `PipelineModule.named_parameters` has them: it makes its dict of tied modules before any layer."""
+    return sorted(names, key=lambda name: tied_key(name) is None)
 
 
 def _one_group(groups: Sequence[GroupFacts]) -> GroupFacts:

@@ -29,6 +29,7 @@ from ds_reshard.formats.zero.layout import (
     whole,
 )
 from ds_reshard.formats.zero.model_states import ModelStates, section
+from ds_reshard.formats.zero.pipeline import ties_first
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.universal import UniversalStates
 from ds_reshard.model.facts import Scalar, ScalarTensor, canonical
@@ -273,14 +274,23 @@ class ModelTarget:
                 if prod(shape):
                     yield sliced(name, "weight", shape, dtype, self.dp, family=MODEL, buffer=f"frozen/{name}")
             return
-        for name, tensor in whole_tensors(self.checkpoint.model).items():
-            yield whole(name, "weight", tensor.shape, tensor.dtype, family=MODEL, buffer=f"module/{name}")
+        made = whole_tensors(self.checkpoint.model)
+        held = [key for entries in self.layers.values() for key in entries.values()]
+        for key in held or [TensorKey(name, "weight") for name in made]:
+            tensor = made[key.name]
+            placed = whole(key.name, "weight", tensor.shape, tensor.dtype, family=MODEL, buffer=_weight(key))
+            yield placed._replace(key=key)
 
     def sources(self) -> Iterator[tuple[TensorKey, TensorKey]]:
         """What each placed tensor is read from: the weight where it was saved, else the master, which is cast."""
         for placement in self.placements():
-            master = TensorKey(name=placement.key.name, kind="fp32")
-            yield placement.key, placement.key if placement.key in self.checkpoint.layout else master
+            first = placement.key._replace(copy=0)
+            yield placement.key, first if first in self.checkpoint.layout else first._replace(kind="fp32")
+
+    @property
+    def layers(self) -> Mapping[str, Mapping[str, TensorKey]]:
+        """The files of layers, where it is a PipelineModule's: that has ZeRO stage 1 alone (pipe/engine.py)."""
+        return self.checkpoint.layers if self.stage == 1 else {}
 
     def tree(self, rank: int, saved: ModelStates) -> dict[str, object]:
         """What torch.save is given for one file; `saved` is the file of the saving run that it goes on from."""
@@ -305,20 +315,24 @@ class ModelTarget:
         }
         return {**saved.entries, **changed}
 
-    def experts(self) -> dict[str, list[str]]:
-        """The files of experts (`_get_expert_ckpt_name`, engine.py) with the names of their weights."""
+    def apart(self) -> Mapping[str, Mapping[str, TensorKey]]:
+        """The files of layers or experts (`_get_expert_ckpt_name`, engine.py) with their weights by the names there."""
         layers: dict[str, int] = {}
-        files: dict[str, list[str]] = {}
-        for name in self.checkpoint.model.module:
+        files: dict[str, dict[str, TensorKey]] = {}
+        for name in self.checkpoint.model.module if self.stage < 3 else ():
             if (of := expert_of(name)) is not None:
                 layer = layers.setdefault(of[0], len(layers))
-                files.setdefault(f"layer_{layer}_expert_{of[1]}_mp_rank_00_model_states.pt", []).append(name)
-        return files
+                file = f"layer_{layer}_expert_{of[1]}_mp_rank_00_model_states.pt"
+                files.setdefault(file, {})[name] = TensorKey(name, "weight")
+        return files or self.layers
 
-    def expert(self, names: Sequence[str]) -> dict[str, object]:
-        """What torch.save is given for the file of an expert."""
-        module = self._whole(self.checkpoint.model)
-        return {name: module[name] for name in names}
+    def part(self, entries: Mapping[str, TensorKey]) -> dict[str, object]:
+        """What torch.save is given for the file of a layer or an expert."""
+        made = whole_tensors(self.checkpoint.model)
+        return {
+            entry: new_tensor(_weight(key), made[key.name].shape, made[key.name].dtype)
+            for entry, key in entries.items()
+        }
 
     def _parameters(self) -> set[str]:
         """The names, also those of tied weights, under which the module's entries are parameters."""
@@ -354,6 +368,11 @@ class ModelTarget:
                 first = shared.get(name, name)
                 module[name] = empty.setdefault(first, new_tensor(f"empty/{first}", (0,), value.dtype))
         return module
+
+
+def _weight(key: TensorKey) -> str:
+    """The buffer of a weight, or of a copy of it in another file."""
+    return f"module/{key.name}" if not key.copy else f"module/{key.name}/{key.copy}"
 
 
 def first_names(model: ModelStates) -> dict[str, str]:
@@ -419,6 +438,8 @@ def zero_target(
     if kind == "bf16":
         raise_faults(list(_not_bf16(checkpoint)), subject=subject)
     order = group_order(checkpoint)
+    if checkpoint.layers and stage == 1:
+        order = [{name: group[name] for name in ties_first(group)} for group in order]
     most = (sub_group_size or _saved_sub_group_size(checkpoint)) if stage == 3 else None
     flats, faults = make_flats(checkpoint, order, dp, sub_group_numel_most=most)
     raise_faults(faults, subject=subject)
@@ -432,13 +453,13 @@ def zero_target(
 
 
 def _units(shards: ZeroShards, optim: OptimizerTarget, model: ModelTarget) -> Iterator[Unit]:
-    experts = model.experts() if model.stage < 3 else {}
-    apart = frozenset(name for names in experts.values() for name in names)
-    of_experts = (TargetFile(name=name, tree=partial(model.expert, names)) for name, names in experts.items())
+    files = model.apart()
+    apart = frozenset(key.name for entries in files.values() for key in entries.values())
+    others = (TargetFile(name=name, tree=partial(model.part, entries)) for name, entries in files.items())
     for rank in range(model.files):
         name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if model.stage == 3 else "mp_rank_00_model_states.pt"
         file = TargetFile(name=name, tree=partial(_model_tree, model, shards, rank, apart))
-        yield Unit(family=MODEL, shard=rank, files=(file, *of_experts))
+        yield Unit(family=MODEL, shard=rank, files=(file, *others))
     for rank in range(optim.dp):
         name = f"{_prefix(model.checkpoint, optim)}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         file = TargetFile(name=name, tree=partial(optim.tree, rank), data=optim.data())
@@ -472,7 +493,7 @@ def _model_tree(model: ModelTarget, shards: ZeroShards, rank: int, apart: frozen
     assert isinstance(module, OrderedDict)
     for name in apart:
         del module[name]
-    return tree
+    return {**tree, "module": None} if model.layers else tree
 
 
 def _prefix(checkpoint: ZeroCheckpoint, optim: OptimizerTarget) -> str:
