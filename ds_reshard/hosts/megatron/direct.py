@@ -23,8 +23,8 @@ from ds_reshard.execution.buffers import element_type, read_tensor
 from ds_reshard.formats.megatron.checkpoint import chain_of, read_object
 from ds_reshard.formats.megatron.door import OpenedMegatron
 from ds_reshard.formats.megatron.flat_states import size_of
-from ds_reshard.hosts.megatron.groups import is_plain
-from ds_reshard.hosts.megatron.live import Group, Load, leaves
+from ds_reshard.hosts.megatron.groups import dealt, experts_differ, is_plain
+from ds_reshard.hosts.megatron.live import Group, Load, leaves, live_groups
 from ds_reshard.hosts.megatron.pieces import (
     Piece,
     Share,
@@ -43,7 +43,7 @@ from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Region
 from ds_reshard.operations.filling import fill
 from ds_reshard.operations.proof import unproved
-from ds_reshard.operations.ranks import Steps, attempt, broadcast, raise_caused, rank, world_size
+from ds_reshard.operations.ranks import Steps, agree, attempt, broadcast, raise_caused, rank, world_size
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Fill, Plan, copies_of
@@ -133,7 +133,7 @@ class Taken:
         """
         inner = getattr(part, "optimizer", None)
         live = inner.state_dict()["param_groups"] if inner is not None else []
-        groups = self._groups()
+        groups = dealt(self._groups(), live)
         for group, mine in zip(groups, live, strict=False):
             group["params"] = mine["params"]
         held: dict[str, object] = {"state": {}, "param_groups": groups}
@@ -236,6 +236,8 @@ def take(load: Load, arguments: Namespace, models: object) -> Taken | None:
     assert taken is not None
     told = [cast("tuple[frozenset[str], frozenset[str]]", one.value) for one in said]
     raise_faults(_left_over(taken, *(frozenset().union(*names) for names in zip(*told, strict=True))), subject=subject)
+    alone = not any(group.get("is_expert_parallel") for part in leaves(load.optimizer) for group in live_groups(part))
+    agree(experts_differ(taken._groups(), folder) if wanted and alone else (), subject=subject)
     load.read_in_place = True
     return taken
 

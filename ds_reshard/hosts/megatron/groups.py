@@ -31,6 +31,8 @@ STRUCTURE = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "opt
 BOUNDS = ("max_lr", "min_lr", "start_wd", "end_wd")
 """What the scheduler reads of a group (`OptimizerParamScheduler.get_lr`, `get_wd`)."""
 
+_EXPERTS = "is_expert_parallel"
+
 Shapes = tuple[tuple[int, ...], ...]
 """The shapes of a group's parameters, in order."""
 
@@ -103,6 +105,29 @@ def match_groups(
     if faults:
         return Matched(order=(), faults=tuple(faults))
     return Matched(order=tuple(order[index] for index in range(len(live))), bounds_unknown=frozenset(unknown))
+
+
+def dealt(saved: Sequence[Group], live: Sequence[Group]) -> list[Group]:
+    """The saved groups of one live optimizer: those of experts, or the others.
+
+    Where experts were trained with the dense parameters, those of the dense groups that they would have been in.
+    """
+    flags = {bool(group.get(_EXPERTS)) for group in live}
+    kept = [dict(group) for group in saved if bool(group.get(_EXPERTS)) in flags]
+    if kept:
+        return kept
+    own = {structure(group) for group in live}
+    twins = [{**group, _EXPERTS: True} for group in saved]
+    return [group for group in twins if structure(group) in own]
+
+
+def experts_differ(saved: Sequence[Group], where: str) -> list[Fault]:
+    """A fault for each group of experts that learns otherwise than the dense group which takes it in."""
+    dense = [_values(group) for group in saved if not group.get(_EXPERTS)]
+    experts = [{**_values(group), _EXPERTS: False} for group in saved if group.get(_EXPERTS)]
+    what = "experts learned otherwise than the dense parameters, with which this run trains them"
+    mend = "train with the expert-parallel size that was saved, or add --no-load-optim"
+    return [ParamGroupMismatch.fault(where, what, mend=mend) for group in experts if group not in dense]
 
 
 def structure(group: Group) -> tuple[object, ...]:

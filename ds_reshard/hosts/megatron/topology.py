@@ -91,7 +91,8 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool) -> list
         kinds = {True: "a distributed optimizer", False: "one that is not distributed"}
         found.append(f"the state of {kinds[saved.distributed]} goes into {kinds[not saved.distributed]}")
     if saved.sharding == "fully_reshardable":
-        return found
+        told = "experts have an optimizer of their own in one of the two runs alone"
+        return found + [told] * (_experts_apart(saved.arguments) is not _experts_apart(run))
     for name, label in _SIZES.items():
         sizes = [_size(arguments, name) for arguments in (saved.arguments, run)]
         if sizes[0] != sizes[1]:
@@ -118,6 +119,13 @@ def _size(arguments: Mapping[str, object], name: str) -> int:
     if name == "expert_tensor_parallel_size" and not arguments.get(name):
         name = "tensor_model_parallel_size"
     return size_of(arguments, name)
+
+
+def _experts_apart(arguments: Mapping[str, object]) -> bool:
+    """Whether the optimizer of the experts is not that of the dense parameters."""
+    sizes = (_size(arguments, f"{name}_parallel_size") for name in ("expert_model", "expert_tensor", "tensor_model"))
+    parts, experts, dense = sizes
+    return bool(arguments.get("num_experts")) and (parts > 1 or experts != dense)
 
 
 def _buckets(arguments: Mapping[str, object]) -> object:

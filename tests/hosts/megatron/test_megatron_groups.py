@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ds_reshard.hosts.megatron.groups import match_groups
+from ds_reshard.hosts.megatron.groups import dealt, experts_differ, match_groups
 from ds_reshard.resume.policy import ResumePolicy
 
 
@@ -126,3 +126,14 @@ def test_groups_of_the_same_shapes_are_not_taken_in_order() -> None:
     shapes = [((4, 2),), ((4, 2),)]
     for policy in (HOST, OVERRIDE):
         assert not match_groups(live, saved, where="x", policy=policy, live_shapes=shapes, saved_shapes=shapes).order
+
+
+def test_groups_of_experts_are_dealt_to_the_optimizer_that_trains_them() -> None:
+    """From one optimizer to two, where experts have no biases; and back, which drops what the dense groups say too."""
+    dense = [{"wd_mult": one, "lr_mult": 1.0, "is_expert_parallel": False, "max_lr": 3e-4} for one in (1.0, 0.0)]
+    experts = {**dense[0], "is_expert_parallel": True}
+    assert dealt(dense, [experts]) == [experts]
+    assert dealt([*dense, experts], dense) == dense and dealt([*dense, experts], [experts]) == [experts]
+    assert experts_differ([*dense, experts], "here") == []
+    (fault,) = experts_differ([*dense, {**experts, "max_lr": 1e-4}], "here")
+    assert fault.error == "ParamGroupMismatch" and fault.where == "here"

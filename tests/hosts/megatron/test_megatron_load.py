@@ -21,6 +21,9 @@ MODELS = {
     "C": "--hidden-size 20 --ffn-hidden-size 28 ",
 }
 MODELS["BT"] = MODELS["B"].replace("--untie-embeddings-and-output-weights", "")
+MODELS["M"] = MODELS["B"] + (
+    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type allgather --moe-ffn-hidden-size 24 "
+)
 OPTIMIZERS = {
     "sharded": "--bf16 --use-distributed-optimizer ",
     "sharded-fp32": "--use-distributed-optimizer ",
@@ -28,6 +31,7 @@ OPTIMIZERS = {
     "fp32": "",
 }
 TP, PP = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
+EP = "--expert-model-parallel-size 2 "
 BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 1000 "
 TOPOLOGIES = {
     "one": ("", 1),
@@ -38,6 +42,10 @@ TOPOLOGIES = {
     "tp2pp2": (TP + PP, 4),
     "pp2vp2": (PP + "--num-layers-per-virtual-pipeline-stage 1 ", 2),
     "buckets2": (BUCKETS, 2),
+    "ep2": (EP, 2),
+    "ep2dp2": (EP, 4),
+    "ep2pp2": (EP + PP, 4),
+    "tp2etp1": (TP + "--expert-tensor-parallel-size 1 ", 2),
 }
 FORMS: dict[str, dict[str, Any]] = {
     "torch": {"ckpt_format": "torch"},
@@ -86,8 +94,12 @@ CELLS = [
     _cell("B", "one", "dp2", "fp32", "sharded", forms=("buckets",)),
     _cell("B", "tp2", "one", "bf16", forms=("torch",)),
     _cell("A", "tp2", "one", "sharded-fp32", forms=("torch",)),
+    _cell("M", "ep2", "one", forms=("buckets", "whole")),
+    _cell("M", "one", "ep2", forms=("buckets", "whole")),
+    _cell("M", "ep2pp2", "dp2", forms=("buckets", "whole")),
+    _cell("M", "tp2etp1", "ep2dp2", forms=("buckets",)),
 ]
-OLDER = [CELLS[number] for number in (1, 8, 12, 14, 16)]
+OLDER = [CELLS[number] for number in (1, 8, 12, 14, 16, 20)]
 ALL = [("0.19.2", cell, form) for cell in CELLS for form in cell.forms]
 ALL += [("0.18.2", cell, form) for cell in OLDER for form in cell.forms]
 RIGHT = [("tp2dp2", "tp2"), ("dp2", "one")]
