@@ -69,6 +69,16 @@ def wrap_save_states(original: Function) -> Function:
     return sharded_param_state_fully_reshardable
 
 
+def wrap_save_buckets(original: Function) -> Function:
+    @functools.wraps(original)
+    def sharded_param_state_dp_reshardable(self: object, *args: object, **kwargs: object) -> object:
+        from ds_reshard.hosts.megatron.saves import end_padding
+
+        return end_padding(original(self, *args, **kwargs))
+
+    return sharded_param_state_dp_reshardable
+
+
 def wrap_load_parameter_state(original: Function) -> Function:
     @functools.wraps(original)
     def load_parameter_state(self: object, *args: object, **kwargs: object) -> object:
@@ -247,6 +257,12 @@ HOOKS = HostHooks(
             wrap_save_states,
             ("model_sharded_state_dict", "is_loading", "metadata"),
             "masters and moments are saved unshifted, where buckets are padded",
+        ),
+        _patch(
+            f"{_CORE}.distrib_optimizer:DistributedOptimizer.sharded_param_state_dp_reshardable",
+            wrap_save_buckets,
+            ("model_sharded_state_dict", "is_loading", "metadata"),
+            "buckets are saved also where their padding goes beyond their end",
         ),
         _patch(
             f"{_CORE}.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_zero",

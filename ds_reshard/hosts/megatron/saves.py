@@ -1,14 +1,18 @@
-"""Saves of sharding type `fully_reshardable` that Megatron-LM gets wrong, made right while it saves.
+"""Saves that Megatron-LM gets wrong, or stops at, made right while it saves.
 
 Rung 2 of the ladder (a method on a class). `get_parameter_state_dp_zero` gathers flat states without the padding that
 ends each bucket; `sharded_param_state_fully_reshardable` slices them at places that count it: what lies behind a padded
 bucket is saved shifted, its last elements as zeros (core/optimizer/distrib_optimizer.py, 0.15.0 to 0.19.2; mended after
 them by PR 5077). Here the padding is put back in between. Nothing is done in releases that were not seen to be wrong.
+
+`sharded_param_state_dp_reshardable` fills each bucket up with padding, which may go beyond the end of the tensor that
+is saved: torch's planner stops at "out of bounds chunk". It is cut there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, cast
 
 from packaging.version import Version
@@ -83,3 +87,36 @@ def _spread(buffer: _Buffer, flat: torch.Tensor) -> torch.Tensor:
         whole[bucket.offset : bucket.offset + bucket.numel_unpadded] = flat[at : at + bucket.numel_unpadded]
         at += bucket.numel_unpadded
     return whole
+
+
+class _Sharded(Protocol):
+    """`ShardedTensor` (core/dist_checkpointing/mapping.py), of one dimension here."""
+
+    data: torch.Tensor
+    global_shape: tuple[int]
+    global_offset: tuple[int]
+
+
+def end_padding(state: object) -> object:
+    """The sharded state of buckets, padding cut where the tensor ends that it is saved in."""
+    for entry in _entries(state):
+        if getattr(entry.get("padding"), "obj", False) is not True:
+            continue
+        for kind, held in entry.items():
+            if kind != "padding" and hasattr(held, "global_offset"):
+                entry[kind] = _within(cast(_Sharded, held))
+    return state
+
+
+def _entries(state: object) -> Iterator[dict[str, object]]:
+    """What is saved of each parameter and each padding, by kind."""
+    for held in state.values() if isinstance(state, dict) else ():
+        for buckets in held.values() if isinstance(held, dict) else ():
+            yield from (entry for bucket in buckets for entry in bucket)
+
+
+def _within(held: _Sharded) -> object:
+    room = held.global_shape[0] - held.global_offset[0]
+    if held.data.numel() <= room:
+        return held
+    return replace(held, data=held.data[:room], local_shape=(room,))  # type: ignore[type-var]

@@ -13,6 +13,8 @@ from forks import Failed
 from format_jobs import ITERATION, SAMPLES_SEEN, STEP
 from releases import TRAINED
 
+from ds_reshard.operations import verify
+
 pytestmark = pytest.mark.slow
 MODELS = {
     "A": "",
@@ -305,3 +307,17 @@ def test_what_megatron_saves_shifted(releases: Any, release: str, world: str, tm
     assert _is_right(told[True]) and _row(told[True][0], "tensors read by") is None
     stock = {"arguments": f"{arguments} --load {tmp_path / 'False'}", "hooks": False}
     assert any(one["wrong"] for one in releases[release].run("load_jobs:load", ranks=ranks, **stock))
+
+
+@pytest.mark.parametrize("release", TRAINED)
+def test_what_megatron_cannot_save(saved: Saved, releases: Any, release: str, tmp_path: Path) -> None:
+    """Padding before the shared embedding goes beyond the bucket's end; with the hooks it is saved, and loaded."""
+    arguments, ranks = _arguments("C", ("pp2", "sharded"))
+    job = {"ranks": ranks, "arguments": arguments, "saves": [{"save": str(tmp_path / "made"), **FORMS["buckets"]}]}
+    with pytest.raises(Failed, match="out of bounds chunk"):
+        releases[release].run("format_jobs:save", **job)
+    shutil.rmtree(tmp_path / "made")
+    releases[release].run("format_jobs:save", hooks=True, **job)
+    assert verify(str(tmp_path / "made")).faults == ()
+    for topology in ("pp2", "one", "tp2"):
+        assert _is_right(_load(releases, release, "C", (topology, "sharded"), tmp_path / "made"))
