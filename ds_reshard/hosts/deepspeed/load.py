@@ -334,7 +334,8 @@ def _decide(engine: DeepSpeedEngine, mine: Considered | None, found: Found, requ
 def _agree_ready(told: list[Told], steps: Steps, found: Found, decision: Decision, request: Request) -> None:
     """Raise the same error on every rank where any is not ready, or where ranks differ. Collective."""
     subject = f"loading {request.load_dir}"
-    folder = found.checkpoint.listing.folder if found.checkpoint is not None else request.load_dir
+    listing = found.checkpoint.listing if found.checkpoint is not None else found.listing
+    folder = listing.folder if listing is not None else request.load_dir
     said = [one.value for one in told if isinstance(one.value, Ready)]
     if any(one.step == 1 and one.faults for one in told):
         steps.raise_first(told)
@@ -351,7 +352,8 @@ def _agree_ready(told: list[Told], steps: Steps, found: Found, decision: Decisio
     rows = {one.row for one in said if one.row is not None}
     if not failed and len(rows) > len({row for row, _ in rows}):
         raise_faults([_other_files(folder)], subject=f"loading {folder}")
-    if found.checkpoint is not None and (failed or _shards_differ(said)):
+    # by what was told alone: of a row whose files are damaged a rank has no checkpoint, and the others wait for it
+    if any(one.signatures for one in said) and (failed or _shards_differ(said)):
         states = any(one.loader == "ds_reshard" for one in said)
         told = _compare_shards(told, decision.shards, folder, states=states)
     steps.raise_first(told)
