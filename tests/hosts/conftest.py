@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from grid_cases import Folders
 from resume_jobs import Setup
 from resumed import STEPS
@@ -77,3 +78,15 @@ def kept(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         return made[key]
 
     return save
+
+
+@pytest.fixture(scope="session")
+def foreseen() -> Any:
+    """The forecast's own modules: importing DeepSpeed takes a while."""
+    torch.set_num_threads(1)
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    from ds_reshard.hosts.deepspeed import preflight
+
+    return preflight

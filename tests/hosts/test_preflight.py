@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grid_jobs
 import pytest
 import torch
 from cases import Model, Run, ds_config
-from grid_cases import Grid
+from foretold import agree, change
 from resume_jobs import Setup, config_of
 from saves import UNIVERSAL, Saves, Universals
 
@@ -57,16 +56,6 @@ class Pair:
     def coming(self) -> Run:
         more = {"ds_reshard": self.section} if self.section else {}
         return Run(self.run.stage, self.run.dp, self.run.dtype, self.run.options, {**self.run.config, **more})
-
-
-def _change(name: str, text: bytes = b"") -> Callable[[Path], None]:
-    """Cut a file in half, or write other bytes over it."""
-
-    def harm(folder: Path) -> None:
-        path = min(folder.glob(f"*/{name}"))
-        path.write_bytes(text or path.read_bytes()[: path.stat().st_size // 2])
-
-    return harm
 
 
 def _copied(name: str, over: str) -> Callable[[Path], None]:
@@ -133,12 +122,12 @@ PAIRS = [
     Pair(Run(2, 2), Run(1, 1), refused="ModelMismatch", model=PLAIN, other=Model(optimizer="sgd")),
     Pair(Run(2, 2), Run(1, 1), refused="ParamGroupMismatch", model=TWO, other=Model(frozen=True, batchnorm=True)),
     # damaged, incomplete or mixed
-    Pair(Run(2, 2), Run(1, 1), refused="CheckpointDamaged", harm=_change(OPTIM_1), name="cut"),
-    Pair(Run(2, 2), Run(2, 2), refused="CheckpointDamaged", harm=_change(OPTIM_1), name="cut"),
-    Pair(Run(3, 2), Run(2, 3), refused="CheckpointDamaged", harm=_change(MODEL_0), name="cut"),
+    Pair(Run(2, 2), Run(1, 1), refused="CheckpointDamaged", harm=change(OPTIM_1), name="cut"),
+    Pair(Run(2, 2), Run(2, 2), refused="CheckpointDamaged", harm=change(OPTIM_1), name="cut"),
+    Pair(Run(3, 2), Run(2, 3), refused="CheckpointDamaged", harm=change(MODEL_0), name="cut"),
     Pair(Run(2, 2), Run(1, 3), refused="CheckpointDamaged", harm=_drop(OPTIM_1), name="incomplete"),
     Pair(Run(2, 2), Run(1, 3), refused="CheckpointNotFound", tag="nothing", name="tag"),
-    Pair(Run(2, 2), Run(1, 1), harm=_change(OPTIM_1), flags=("--no-load-optim",), model=PLAIN, name="unread"),
+    Pair(Run(2, 2), Run(1, 1), harm=change(OPTIM_1), flags=("--no-load-optim",), model=PLAIN, name="unread"),
     Pair(Run(1, 2), Run(1, 3), refused="CheckpointDamaged", harm=_copied(OPTIM_0, OPTIM_1), name="copied"),
     # universal checkpoints
     Pair(Run(2, 2), Run(1, 3), universal=True, model=PLAIN, name="universal"),
@@ -150,18 +139,6 @@ PAIRS = [
     # an optimizer and a scheduler of the JSON
     Pair(Run(2, 2), Run(1, 1), section={"resume": {"scheduler": "reset"}}, model=PLAIN, name="json"),
 ]
-
-
-@pytest.fixture(scope="session")
-def foreseen() -> Any:
-    """The forecast's own modules: importing DeepSpeed takes a while."""
-    torch.set_num_threads(1)
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    from ds_reshard.hosts.deepspeed import preflight
-
-    return preflight
 
 
 def _folder(pair: Pair, saves: Saves, universals: Universals, tmp_path: Path) -> Path:
@@ -189,16 +166,7 @@ def test_preflight_says_what_the_load_does(
         flags=pair.flags,
     )[0]
     assert (said.report is None) is (bool(pair.refused) or pair.section == {"enabled": False})
-    _agree(said, real, pair.loader, pair.refused, whole="elastic_checkpoint" not in pair.saved.options)
-
-
-def _agree(said: Any, real: dict[str, Any], loader: str, refused: str, *, whole: bool = True) -> None:
-    assert {(fault.error, fault.where) for fault in said.faults} == real["faults"], (real.get("text"), said.faults)
-    assert next((fault.error for fault in said.faults), "") == refused
-    if not refused:
-        assert said.loader == real["loader"] == loader
-        if said.report is not None:
-            _same_table(said.report.to_json(), real["report"], whole=whole)
+    agree(said, real, pair.loader, pair.refused, whole="elastic_checkpoint" not in pair.saved.options)
 
 
 def _forecast(foreseen: Any, pair: Pair, folder: Path) -> Any:
@@ -261,7 +229,7 @@ def test_values_of_a_json_are_foreseen(
     coming = saved.but(**{"run": Run(1, 1), **changed})
     said = foreseen.forecast(str(folder), foreseen.Coming(config=config_of(coming), world=coming.run.dp))
     real = worlds[coming.run.dp].run("preflight_jobs.outcome", run=coming, folder=str(folder))[0]
-    _agree(said, real, loader, refused)
+    agree(said, real, loader, refused)
     if said.report is not None:
         assert not any("the script's" in (row.this_run, row.used) for row in said.report.rows if "lr" in row.name)
 
@@ -285,7 +253,7 @@ def test_folders_of_other_formats(
         convert(str(source), str(folder), to=kind)
     said = foreseen.forecast(str(folder), foreseen.Coming(config=ds_config(run), world=run.dp))
     real = worlds[run.dp].run("preflight_jobs.outcome", run=run, model=model, folder=str(folder))[0]
-    _agree(said, real, "ds_reshard", refused)
+    agree(said, real, "ds_reshard", refused)
 
 
 @pytest.mark.acts
@@ -301,42 +269,12 @@ def test_a_checkpoint_that_acts_is_refused_before_the_job(
     torch.save({**entries, "note": _Acts()}, path)
     said = foreseen.forecast(str(folder), foreseen.Coming(config=ds_config(run), world=run.dp))
     real = worlds[run.dp].run("preflight_jobs.outcome", run=run, model=PLAIN, folder=str(folder))[0]
-    _agree(said, real, "", "UnsafePickle")
+    agree(said, real, "", "UnsafePickle")
 
 
 class _Acts:
     def __reduce__(self) -> Any:
         return os.system, ("true",)
-
-
-def test_a_run_without_tensor_parallelism_of_what_several_such_ranks_saved(
-    worlds: Any, foreseen: Any, folders: Any
-) -> None:
-    """AutoTP's files say how they are divided; a run that divides, or a PipelineModule, is not foreseen."""
-    source, target = Grid("autotp", tp=2, dp=1, stage=1), Grid("autotp", dp=2, stage=2)
-    folder = str(folders(source))
-    said = foreseen.forecast(folder, foreseen.Coming(config=grid_jobs.config_of(target), world=2))
-    real = worlds[2].run("preflight_jobs.outcome", run=target, folder=folder)[0]
-    _agree(said, real, "ds_reshard", "")
-    divides = {**grid_jobs.config_of(target), "tensor_parallel": {"autotp_size": 2}}
-    for config in (divides, {**divides, "tensor_parallel": {}, "sequence_parallel_size": 2}):
-        said = foreseen.forecast(folder, foreseen.Coming(config=config, world=2))
-        assert [fault.error for fault in said.faults] == ["UnsupportedLayout"]
-    layers = str(folders(Grid("pipeline", pp=2, dp=1)))
-    said = foreseen.forecast(layers, foreseen.Coming(config=grid_jobs.config_of(target), world=2))
-    assert "PipelineModule" in said.verdict
-
-
-def _same_table(said: dict[str, Any], real: dict[str, Any], *, whole: bool) -> None:
-    """Every row is there, but those of groups that were not saved; what the script gives, preflight does not know."""
-    rows = {row["name"]: row for row in real["rows"] if row["name"] != "fingerprints"}
-    own = {row["name"]: row for row in said["rows"] if row["name"] != "fingerprints"}
-    assert list(own) == list(rows) if whole else set(own) < set(rows)
-    for name, mine in own.items():
-        theirs = rows[name]
-        for column in ("checkpoint", "this_run", "used", "because"):
-            if mine[column] != "the script's":
-                assert mine[column] == pytest.approx(theirs[column]), (mine, theirs)
 
 
 def test_the_command_answers_in_its_first_line(

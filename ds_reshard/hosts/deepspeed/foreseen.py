@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -255,6 +255,21 @@ def kind_of(ds: DeepSpeedConfig, config: Mapping[str, object], checkpoint: ZeroC
     return _Kind(name=own if own in ("fused", "unfused") else "unfused", stage=stage, dtype=half)
 
 
+class _Mpu(NamedTuple):
+    """What is asked of an `mpu`: the rank among those that divide the model's tensors."""
+
+    row: Place
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self.row.size
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return self.row.rank
+
+    def get_model_parallel_rank(self) -> int:
+        return self.row.rank
+
+
 class ComingEngine:
     """What `hosts/deepspeed` reads of a DeepSpeedEngine."""
 
@@ -265,13 +280,14 @@ class ComingEngine:
         checkpoint: ZeroCheckpoint | None,
         model: ComingModel,
         place: Place,
+        row: Place,
     ) -> None:
         self._config = ds
         self.module = model.module
         self.param_names = {param: name for name, param in model.module.named_parameters()}
         self.seq_data_parallel_group = place
         self.seq_dp_world_size = self.dp_world_size = place.size
-        self.mp_world_size, self.mpu, self.has_moe_layers = 1, None, False
+        self.mp_world_size, self.mpu, self.has_moe_layers = row.size, _Mpu(row), False
         self.zenflow = section(config, "zero_optimization").get("zenflow") is not None
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self.loaded_checkpoint_dp_world_size: int | None = None
@@ -563,36 +579,3 @@ def _scripts_scheduler(state: Mapping[str, object], inner: torch.optim.Optimizer
         mark = "LambdaLR"
     cls = getattr(torch.optim.lr_scheduler, mark)
     return cast(object, cls(inner, **wants[mark]))
-
-
-def given_model(made: object) -> ComingModel:
-    """What a factory has made: a module, or a module and the optimizer or param groups over its parameters."""
-    module, groups = (made[0], made[1]) if isinstance(made, tuple) and len(made) > 1 else (made, None)
-    if not isinstance(module, torch.nn.Module):
-        what = f"gives {type(module).__name__}, and no torch.nn.Module"
-        raise_faults([ConfigError.fault("--model", what, mend="return the module")], subject="preflight")
-        raise AssertionError
-    optimizer = type(groups) if isinstance(groups, torch.optim.Optimizer) else None
-    groups = groups.param_groups if isinstance(groups, torch.optim.Optimizer) else groups
-    names = {id(param): name for name, param in module.named_parameters()}
-    every: list[Group] = [{"params": list(module.parameters())}]
-    given = cast(list[Group], list(groups)) if groups is not None else every
-    order = tuple(
-        {
-            names[id(param)]: param
-            for param in cast(list[torch.nn.Parameter], group["params"])
-            if param.requires_grad and id(param) in names
-        }
-        for group in given
-    )
-    values = tuple({name: value for name, value in group.items() if name != "params"} for group in given)
-    return ComingModel(module=module, order=order, groups=values if any(values) else None, optimizer=optimizer)
-
-
-def cast_model(model: ComingModel, dtype: torch.dtype | None) -> ComingModel:
-    """The model as DeepSpeed makes it of its precision: `module.half()` or `module.bfloat16()`, in place."""
-    if dtype is not None:
-        for tensor in [*model.module.parameters(), *model.module.buffers()]:
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.to(dtype)
-    return model

@@ -8,25 +8,34 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from math import prod
 from typing import TYPE_CHECKING, cast
 
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force
-from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReshardError, UnsupportedLayout, faults_of
-from ds_reshard.formats.zero.checkpoint import ALONE, ZeroCheckpoint
+from ds_reshard.errors import (
+    CheckpointNotFound,
+    ConfigError,
+    Fault,
+    ReshardError,
+    UnsupportedLayout,
+    faults_of,
+    raise_faults,
+)
+from ds_reshard.formats.zero.checkpoint import Row as TensorRow
+from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import section
+from ds_reshard.formats.zero.shards import compare_prints, compare_signatures
 from ds_reshard.hosts.deepspeed import resume_values
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, look
 from ds_reshard.hosts.deepspeed.foreseen import (
     ComingEngine,
     ComingModel,
-    cast_model,
+    Group,
     filled,
-    given_model,
     kind_of,
     no_model,
     parsed,
@@ -35,13 +44,14 @@ from ds_reshard.hosts.deepspeed.foreseen import (
 from ds_reshard.hosts.deepspeed.load import Decision, foresee
 from ds_reshard.hosts.deepspeed.move import counters, group_values
 from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, prepare
-from ds_reshard.hosts.deepspeed.settings import SECTION, parse_settings
+from ds_reshard.hosts.deepspeed.settings import SECTION, Settings, parse_settings
 from ds_reshard.operations.forecast import Forecast, RankCost, shown_files
 from ds_reshard.operations.ranks import Place, Steps
 from ds_reshard.resume.report import ResumeReport, Row
 from ds_reshard.resume.schedule import SOURCE
 
 if TYPE_CHECKING:
+    import torch
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -95,10 +105,19 @@ class _Forecasting:
         self.costs: list[RankCost] = []
         self.config: dict[str, object] = dict(coming.config)
         self.ds: DeepSpeedConfig | None = None
-        self.checkpoint: ZeroCheckpoint | None = None
+        self.rows: dict[int, ZeroCheckpoint | None] = {}
         self.loader, self.buffer_nbytes = "", 0
         self.report: ResumeReport | None = None
-        self._model: ComingModel | None = None
+        self._models: dict[int, ComingModel] = {}
+
+    @property
+    def checkpoint(self) -> ZeroCheckpoint | None:
+        """What the first tensor-parallel rank finds."""
+        return self.rows.get(0)
+
+    @property
+    def dp(self) -> int:
+        return self.coming.world // (self.coming.tp * self.coming.pp)
 
     def answer(self) -> Forecast:
         checkpoint, ds, coming = self.checkpoint, self.ds, self.coming
@@ -113,7 +132,7 @@ class _Forecasting:
         stage = f"ZeRO {int(ds.zero_optimization_stage)}, " if ds is not None else ""
         return Forecast(
             saved=saved,
-            run=f"{stage}dp={coming.world // (coming.tp * coming.pp)}",
+            run=f"{stage}dp={self.dp}" + (f", tp={coming.tp}" if coming.tp > 1 else ""),
             loader=self.loader,
             faults=tuple(dict.fromkeys(self.faults)),
             report=self.report,
@@ -131,15 +150,17 @@ class _Forecasting:
         settings = parse_settings(self.coming.config)
         self.buffer_nbytes = settings.memory_nbytes
         with in_force(PickleRules(frozenset(settings.trust) | rules_in_force().trusted)):
-            found = self._look(settings.names)
-            self.checkpoint = found.checkpoint
+            found, *_ = [self._look(row, settings) for row in range(self.coming.tp)]
             self._refuse_divided()
             self._fill()
-            self.ds = parsed(self.config, self.coming.world)
+            by_autotp = self.coming.tp > 1 and bool(section(self.config, "tensor_parallel").get("autotp_size"))
+            self.ds = parsed(self.config, self.coming.world if by_autotp else self.dp)  # as DeepSpeed counts batches
             if not found.tag and not found.faults:
                 raise _nothing(self.request.load_dir)
             engine = self._engine(0)
             decision, prepared = self._decided(engine, whole=True)
+            others = [self._decided(self._engine(row), whole=True)[0] for row in range(1, self.coming.tp)]
+            self._compare_rows([decision, *others])
             self.loader, _, unread = decision.loader.partition(", ")
             if unread:
                 self.notes.append("its files are not read here: their structure is DeepSpeed's to check")
@@ -152,20 +173,37 @@ class _Forecasting:
                     self.costs.append(_cost(rank, other, decision, own))
             self.report = _report(engine, decision, prepared)
 
-    def _look(self, names: str | None) -> Found:
-        """What rank 0 of the load will find; again by the load's own code, once there is an engine."""
+    def _look(self, row: int, settings: Settings) -> Found:
+        """What a tensor-parallel rank of the load will find; again by the load's own code, once there is an engine."""
         universal = section(self.coming.config, "checkpoint").get("load_universal") is True
-        rules = parse_settings(self.coming.config).tensor_parallel
-        row = ALONE._replace(rules=rules)
-        return look(self.request.load_dir, self.tag, optimizer=True, universal=universal, names=names, row=row)
+        place = TensorRow(self.coming.tp, row, rules=settings.tensor_parallel)
+        folder, names = self.request.load_dir, settings.names
+        found = look(folder, self.tag, optimizer=True, universal=universal, names=names, row=place)
+        self.rows[row] = found.checkpoint
+        return found
+
+    def _compare_rows(self, decisions: Sequence[Decision]) -> None:
+        """What the ranks of a load find out together: whether all rows are of one save, and all read by one loader."""
+        checkpoint, shards = self.checkpoint, [one.shards for one in decisions if one.shards is not None]
+        if checkpoint is None or len(shards) < 2:
+            return
+        states = any(one.loader == "ds_reshard" for one in decisions)
+        folder, said = checkpoint.listing.folder, {k: v for one in shards for k, v in one.signatures.items()}
+        found = compare_signatures(said, folder, states=states)
+        found += compare_prints({k: v for one in shards for k, v in one.prints.items()}, folder)
+        raise_faults(found, subject=f"loading {folder}")
+        assert len({one.loader for one in decisions}) == 1, "rows of one save are loaded by one loader"
 
     def _refuse_divided(self) -> None:
         """Where not every rank of the run has the same model, what each has is the script's to say."""
-        tensor = section(self.coming.config, "tensor_parallel").get("autotp_size", 0)
+        tensor, tp = section(self.coming.config, "tensor_parallel").get("autotp_size", 0), self.coming.tp
         sequence = self.coming.config.get("sequence_parallel_size", 1)
         checkpoint = self.checkpoint
         found = {
-            "tensor_parallel.autotp_size of the JSON": isinstance(tensor, int) and tensor > 1,
+            f"--tp {tp} of the model that --model gives": tp > 1 and self.coming.model is not None,
+            f"--tp {tp} of a checkpoint of another tensor-parallel size": tp > 1
+            and (checkpoint is None or checkpoint.grid.tp != tp),
+            f"--tp {tp}, with another autotp_size in the JSON,": isinstance(tensor, int) and tensor not in (0, 1, tp),
             "sequence_parallel_size of the JSON": sequence != 1,
             "expert_parallel of the JSON": "expert_parallel" in self.coming.config,
             "a PipelineModule's files": checkpoint is not None and bool(checkpoint.stages or checkpoint.listing.layers),
@@ -193,22 +231,23 @@ class _Forecasting:
 
     def _engine(self, rank: int) -> ComingEngine:
         assert self.ds is not None
-        if self._model is None:
-            self._model = self._built()
-        place = Place(rank, self.coming.world)
-        return ComingEngine(self.ds, self.config, self.checkpoint, self._model, place)
+        row = rank % self.coming.tp  # tensor-parallel ranks are neighbours
+        if row not in self._models:
+            self._models[row] = self._built(self.rows.get(row))
+        place, column = Place(rank // self.coming.tp, self.dp), Place(row, self.coming.tp)
+        return ComingEngine(self.ds, self.config, self.rows.get(row), self._models[row], place, column)
 
-    def _built(self) -> ComingModel:
+    def _built(self, checkpoint: ZeroCheckpoint | None) -> ComingModel:
         """The model that --model makes, without memory; where that fails, which is a fault, the one that was saved."""
         import torch
 
         assert self.ds is not None
-        dtype = kind_of(self.ds, self.config, self.checkpoint).dtype
+        dtype = kind_of(self.ds, self.config, checkpoint).dtype
         if self.coming.model is not None:
             try:
                 with torch.device("meta"):
                     made = self.coming.model()
-                return cast_model(given_model(made), dtype)
+                return _cast_model(_given_model(made), dtype)
             except ReshardError as error:
                 self.faults += faults_of(error)
             except Exception as error:  # of the factory, which is anybody's
@@ -217,14 +256,14 @@ class _Forecasting:
                 self.faults.append(
                     ConfigError.fault("--model", f"fails with {type(error).__name__}: {said}", mend=mend)
                 )
-        if self.checkpoint is None:
+        if checkpoint is None:
             return no_model()
         was, now = (
             [section(one, name).get("enabled") is True for name in ("bf16", "fp16")]
-            for one in (self.checkpoint.model.config, self.config)
+            for one in (checkpoint.model.config, self.config)
         )
         kept = dtype is None and was == now
-        return saved_model(self.checkpoint, None if kept else dtype or torch.float32)
+        return saved_model(checkpoint, None if kept else dtype or torch.float32)
 
     def _decided(self, engine: ComingEngine, *, whole: bool) -> tuple[Decision, Prepared | None]:
         """What a rank decides; where DeepSpeed loads, what it takes over is prepared all the same, to be told."""
@@ -254,7 +293,7 @@ def _refuse_sizes(coming: Coming) -> None:
         raise _config("--world", what, "give a multiple of tp x pp x ep")
     if coming.nodes > coming.world:
         raise _config("--nodes", f"{coming.nodes} nodes have {coming.world} ranks", "give at most as many as ranks")
-    asked = [name for name in ("tp", "pp", "ep") if getattr(coming, name) > 1]
+    asked = [name for name in ("pp", "ep") if getattr(coming, name) > 1]
     if asked:
         raise _not_foreseen(", ".join(f"--{name}" for name in asked))
 
@@ -290,6 +329,41 @@ def factory_of(text: str) -> Callable[[], object]:
         return cast(Callable[[], object], made)()
 
     return build
+
+
+def _given_model(made: object) -> ComingModel:
+    """What a factory has made: a module, or a module and the optimizer or param groups over its parameters."""
+    import torch
+
+    module, groups = (made[0], made[1]) if isinstance(made, tuple) and len(made) > 1 else (made, None)
+    if not isinstance(module, torch.nn.Module):
+        what = f"gives {type(module).__name__}, and no torch.nn.Module"
+        raise_faults([ConfigError.fault("--model", what, mend="return the module")], subject="preflight")
+        raise AssertionError
+    optimizer = type(groups) if isinstance(groups, torch.optim.Optimizer) else None
+    groups = groups.param_groups if isinstance(groups, torch.optim.Optimizer) else groups
+    names = {id(param): name for name, param in module.named_parameters()}
+    every: list[Group] = [{"params": list(module.parameters())}]
+    given = cast(list[Group], list(groups)) if groups is not None else every
+    order = tuple(
+        {
+            names[id(param)]: param
+            for param in cast(list[torch.nn.Parameter], group["params"])
+            if param.requires_grad and id(param) in names
+        }
+        for group in given
+    )
+    values = tuple({name: value for name, value in group.items() if name != "params"} for group in given)
+    return ComingModel(module=module, order=order, groups=values if any(values) else None, optimizer=optimizer)
+
+
+def _cast_model(model: ComingModel, dtype: torch.dtype | None) -> ComingModel:
+    """The model as DeepSpeed makes it of its precision: `module.half()` or `module.bfloat16()`, in place."""
+    if dtype is not None:
+        for tensor in [*model.module.parameters(), *model.module.buffers()]:
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+    return model
 
 
 def _batch(ds: DeepSpeedConfig, saved: Mapping[str, object]) -> dict[str, tuple[object, object]]:
