@@ -64,14 +64,17 @@ def find_listing(path: str, tag: str | None) -> Found:
             "is a file" if there else "does not exist",
             "give the folder that was given to save_checkpoint" if there else "check the path",
         )
+    file = ""
     if tag is None:
         found = _found(path)
         if found is not None:
             return found
-        tag = _latest(path)
+        file, tag = _latest(path)
     places = [os.path.join(path, name) for name in (tag, *(named(tag) for named in _LATEST.values()))]
     folder = next(filter(folders.is_folder, places), places[0])
     found = _found(folder) if folders.is_folder(folder) else None
+    if found is None and file:
+        raise _no_checkpoint(path, f"has a file {file!r} that names no checkpoint there, {tag!r}")
     if found is None:
         told = f"has no DeepSpeed checkpoint in its tag {tag!r}" if folders.is_folder(folder) else f"has no tag {tag!r}"
         raise _no_checkpoint(path, told)
@@ -93,10 +96,10 @@ def find_zero(path: str, tag: str | None, *, tool: str) -> ZeroListing:
     return found.listing
 
 
-def _latest(path: str) -> str:
-    """The last tag, as the first file there says that names one."""
+def _latest(path: str) -> tuple[str, str]:
+    """The first file there that names the last tag, and the tag."""
     file = next((name for name in _LATEST if folders.exists(os.path.join(path, name))), next(iter(_LATEST)))
-    return _named_in(os.path.join(path, file), path)
+    return file, _named_in(os.path.join(path, file), path)
 
 
 def _named_in(latest: str, path: str) -> str:
