@@ -51,17 +51,19 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="JSON: each parameter's name and that in OUT; a name with a ( is a pattern: docs/convert.md",
     )
-    sizes = parser.add_argument_group("zero1, zero2, zero3, bf16, dcp, accelerate, fsdp, nanotron, megatron")
+    sizes = parser.add_argument_group(
+        "zero1, zero2, zero3, bf16, dcp, accelerate, fsdp, nanotron, megatron, megatron-torch"
+    )
     sizes.add_argument("--dp", type=count, metavar="N", help="data-parallel size (default: the saving run's)")
     zero3 = parser.add_argument_group("zero3")
     zero3.add_argument("--sub-group-size", type=count, metavar="N", help="the coming run's (default: the saving run's)")
     weights = parser.add_argument_group("safetensors, torch")
     weights.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they were trained)")
-    nanotron = parser.add_argument_group("nanotron", "sizes and stage are the saving run's unless given")
-    nanotron.add_argument("--tp", type=count, metavar="N", help="tensor-parallel size")
-    nanotron.add_argument("--pp", type=count, metavar="N", help="pipeline-parallel size")
-    nanotron.add_argument("--zero-stage", type=int, choices=(0, 1), help="of the optimizer")
-    shown = parser.add_argument_group("nanotron, megatron")
+    grid = parser.add_argument_group("nanotron, megatron-torch", "sizes and stage are the saving run's unless given")
+    grid.add_argument("--tp", type=count, metavar="N", help="tensor-parallel size")
+    grid.add_argument("--pp", type=count, metavar="N", help="pipeline-parallel size")
+    grid.add_argument("--zero-stage", type=int, choices=(0, 1), help="of nanotron's optimizer")
+    shown = parser.add_argument_group("nanotron, megatron, megatron-torch")
     shown.add_argument("--like", metavar="DIR", help="a checkpoint of the coming run, whose sizes and stages are taken")
     megatron = parser.add_argument_group("megatron")
     megatron.add_argument("--ep", type=count, metavar="N", help="expert-parallel size, from 1 to more or back")

@@ -102,6 +102,7 @@ def convert(
     Or "megatron": a `torch_dist` folder that Megatron-LM itself loads under any tp, pp and dp; `ep` is the coming run's
     expert-parallel size where one of the two runs has experts apart and the other has not. With `repair` states that
     Megatron-LM has saved shifted are put back; what is in no file is told in the notes.
+    Or "megatron-torch": a folder of its format `torch`, which it loads at the sizes `tp` and `pp` alone.
     Or "fsdp", of a folder of EasyR1 or verl: files that they themselves load on `dp` ranks.
     Or "dcp": a folder of `dp` files that torch.distributed.checkpoint itself loads into FSDP2 and plain tensors; or
     "accelerate": the same as the two folders of accelerate's sharded FSDP2. Such folders are sources, too.

@@ -38,12 +38,12 @@ def refuse(asked: Asked) -> None:
 def _of_formats(asked: Asked) -> dict[str, tuple[object, tuple[str, ...]]]:
     """The arguments that few formats have, with these."""
     return {
-        "--tp": (asked.tp, ("nanotron",)),
-        "--pp": (asked.pp, ("nanotron",)),
+        "--tp": (asked.tp, ("nanotron", "megatron-torch")),
+        "--pp": (asked.pp, ("nanotron", "megatron-torch")),
         "--ep": (asked.ep, ("megatron",)),
         "--repair": (asked.repair or None, ("megatron",)),
         "--zero-stage": (asked.zero_stage, ("nanotron",)),
-        "--like": (asked.like, ("nanotron", "megatron")),
+        "--like": (asked.like, ("nanotron", "megatron", "megatron-torch")),
     }
 
 

@@ -34,7 +34,7 @@ def adopt(content: Content, like: Shown | None, shapes: Mapping[str, tuple[int, 
     common: dict[object, object] = dict(like.common) if like is not None else {}
     arguments = arguments_of(common["args"]) if like is not None else dict(told) if isinstance(told, dict) else {}
     faults = list(_lacking(content, arguments))
-    faults += _unlike(content, shapes or {}, arguments) if like is not None else _contradictions(content, arguments)
+    faults += unlike(content, shapes or {}, arguments) if like is not None else _contradictions(content, arguments)
     raise_faults(faults, subject=subject)
     saved: dict[object, object] = {name: content.entries[name] for name in _COUNTED if name in content.entries}
     scheduler = saved.get("opt_param_scheduler", common.get("opt_param_scheduler"))
@@ -86,9 +86,7 @@ def _lacking(content: Content, arguments: Mapping[str, object]) -> Iterator[Faul
         yield _fault(content, "holds no optimizer", "a checkpoint with an optimizer")
 
 
-def _unlike(
-    content: Content, shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, object]
-) -> Iterator[Fault]:
+def unlike(content: Content, shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, object]) -> Iterator[Fault]:
     """In what its weights are others than those of the run that --like shows; padding of the vocabulary may differ."""
     held = {name: one.shape for name, one in content.weights.items()}
     least, mend = _count(arguments, "vocab_size"), f"{_NAMES}; or correct --like"

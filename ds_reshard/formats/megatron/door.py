@@ -10,11 +10,13 @@ from functools import cached_property
 from ds_reshard.containers.dcp_directory import is_megatrons
 from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.megatron.adoption import adopt
-from ds_reshard.formats.megatron.checkpoint import TRACKER, iteration_name
-from ds_reshard.formats.megatron.flat_states import RESAVE
-from ds_reshard.formats.megatron.target import megatron_target, target_faults
+from ds_reshard.formats.megatron.checkpoint import TRACKER, arguments_of, iteration_name
+from ds_reshard.formats.megatron.flat_states import RESAVE, size_of
+from ds_reshard.formats.megatron.shifts import Shifts
+from ds_reshard.formats.megatron.target import Shown, megatron_target, step_of, target_faults
 from ds_reshard.formats.megatron.torch_dist import TorchDist, list_torch_dist, open_torch_dist
 from ds_reshard.formats.megatron.torch_format import TorchFormat, is_torch_format, list_torch_format, open_torch_format
+from ds_reshard.formats.megatron.torch_target import torch_format_target
 from ds_reshard.model.checkpoint import Checkpoint, SavedCheckpoint, SavedListing, checksums, folder_format
 from ds_reshard.model.content import MASTER, WEIGHT, Content, Path
 from ds_reshard.model.index import Index
@@ -22,7 +24,7 @@ from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import GlobalName
 from ds_reshard.model.target import Asked, Target
 
-TO = "megatron"
+TO, TORCH = WRITES = ("megatron", "megatron-torch")
 
 
 class OpenedMegatron(SavedCheckpoint):
@@ -97,14 +99,14 @@ class OpenedMegatron(SavedCheckpoint):
         return tuple(told)
 
     def target(self, asked: Asked, like: Checkpoint | None) -> Target | None:
-        """Its own format anew, with all that no other has a place for; not the checkpoint that --like names."""
-        if asked.to != TO:
+        """Its own format anew, with all that no other has a place for."""
+        if asked.to not in WRITES:
             return None
         content, shown = super().content(), self.state.shown
         faults = [*content.faults, *target_faults(content, shown)]
         raise_faults(faults, subject=f"converting {content.folder} to {asked.to}")
         shifts = self.state.shifts if isinstance(self.state, TorchDist) else None
-        return megatron_target(content, shown, self.dp if asked.dp is None else asked.dp, asked.ep, shifts)
+        return _target(content, shown, asked, like, shifts)
 
     def repaired(self) -> Checkpoint:
         if not isinstance(self.state, TorchDist) or self.state.flat or not self.state.distributed:
@@ -152,14 +154,33 @@ def _is_plain(value: object) -> bool:
 def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
     """Any content as a checkpoint of Megatron-LM, of the arguments that came along or those of --like."""
     raise_faults([*faults, *content.faults], subject=f"converting {content.folder} to {asked.to}")
+    told = _megatron(asked, like)
+    weights = told.layout.placements.items() if told is not None else ()
+    shapes = {key.name: placement.shape for key, placement in weights if key.kind == WEIGHT}
+    shown = adopt(content, told.state.shown if told is not None else None, shapes or None)
+    raise_faults(list(target_faults(content, shown)), subject=f"converting {content.folder} to {asked.to}")
+    target = _target(content, shown, asked, like, None)
+    return replace(target, notes=(*target.notes, _NO_RANDOM, *content.notes))
+
+
+def _target(content: Content, shown: Shown, asked: Asked, like: Checkpoint | None, shifts: Shifts | None) -> Target:
+    told, dp = _megatron(asked, like), (content.ranks or 1) if asked.dp is None else asked.dp
+    if asked.to == TO:
+        return megatron_target(content, shown, dp, asked.ep, shifts)
+    saved = arguments_of(shown.common.get("args"))
+    tp, pp = (
+        given or size_of(saved, f"{name}_model_parallel_size")
+        for given, name in ((asked.tp, "tensor"), (asked.pp, "pipeline"))
+    )
+    rows = told.state.arguments.get("padded_vocab_size") if told is not None else None
+    known = rows if isinstance(rows, int) else None
+    return torch_format_target(content, shown, tp=tp, pp=pp, dp=dp, rows=known, step=step_of(content))
+
+
+def _megatron(asked: Asked, like: Checkpoint | None) -> OpenedMegatron | None:
     if like is not None and not isinstance(like, OpenedMegatron):
         raise ConfigError(f"--like {asked.like}: is no checkpoint of Megatron-LM; name one, or leave it out")
-    weights = like.layout.placements.items() if like is not None else ()
-    shapes = {key.name: placement.shape for key, placement in weights if key.kind == WEIGHT}
-    shown = adopt(content, like.state.shown if like is not None else None, shapes or None)
-    raise_faults(list(target_faults(content, shown)), subject=f"converting {content.folder} to {asked.to}")
-    target = megatron_target(content, shown, (content.ranks or 1) if asked.dp is None else asked.dp, asked.ep)
-    return replace(target, notes=(*target.notes, _NO_RANDOM, *content.notes))
+    return like
 
 
 _NO_RANDOM = "no random states are written: those of the coming run are what its --seed makes"
@@ -180,8 +201,8 @@ MEGATRON = replace(
         _list,
         _open,
         opened=OpenedMegatron,
-        writes={TO: _write},
-        sized=frozenset({TO}),
+        writes=dict.fromkeys(WRITES, _write),
+        sized=frozenset(WRITES),
     ),
     latest={TRACKER: iteration_name},
 )

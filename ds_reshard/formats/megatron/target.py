@@ -67,15 +67,9 @@ def stacks(arguments: Mapping[str, object]) -> bool:
 
 def megatron_target(content: Content, shown: Shown, files: int, ep: int | None, shifts: Shifts | None = None) -> Target:
     """The folder, with its tensors cut by rows over so many files; what `shifts` have lost of moments is zero."""
-    steps = {number_of(told["step"]) for told in content.facts.scalars.values()} if content.facts is not None else set()
     chain = _chained(shown.chain, ep, content)
     writing = _Writing(
-        content=content,
-        shown=shown,
-        files=files,
-        chain=chain,
-        step=steps.pop() if len(steps) == 1 else None,
-        shifts=shifts or Shifts(),
+        content=content, shown=shown, files=files, chain=chain, step=step_of(content), shifts=shifts or Shifts()
     )
     tag = iteration_name(str(shown.common.get("iteration", content.steps)))
     return Target(
@@ -107,7 +101,7 @@ class _Writing(DirectoryFiles):
     content: Content
     shown: Shown
     chain: Sequence[Sequence[Group]]
-    step: int | float | None
+    step: object
     shifts: Shifts
 
     @property
@@ -188,16 +182,27 @@ class _Writing(DirectoryFiles):
         made = dict(self.shown.common)
         made["content_metadata"] = {**_CONTENT, **kept, "distrib_optim_sharding_type": _SHARDING}
         states = [
-            {"optimizer": {"param_groups": list(map(self._group, groups))}, "param_state_sharding_type": _SHARDING}
+            {
+                "optimizer": {"param_groups": [group_with(group, self.step) for group in groups]},
+                "param_state_sharding_type": _SHARDING,
+            }
             for groups in self.chain
         ]
         if states:
             made["optimizer"] = states[0] if len(states) == 1 else dict(enumerate(states))
         return made
 
-    def _group(self, group: Group) -> Group:
-        kept = {name: value for name, value in group.items() if name not in ("params", "step")}
-        return {**kept, "step": group.get("step", self.step)}
+
+def group_with(group: Group, step: object) -> Group:
+    """A param group as a distributed optimizer saves it; at `step` where it does not tell its own."""
+    return {"step": step} | {name: value for name, value in group.items() if name != "params"}
+
+
+def step_of(content: Content) -> object:
+    """The step of all parameters; None where no file tells one."""
+    told = content.facts.scalars.values() if content.facts is not None else ()
+    steps = {number_of(states["step"]) for states in told if "step" in states}
+    return steps.pop() if len(steps) == 1 else None
 
 
 _SAVED = {MASTER: "param"}

@@ -33,7 +33,7 @@ from ds_reshard.model.region import Box
 FLAT_FILE = "distrib_optim.pt"
 _FAMILY = "model-parallel ranks"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _COLUMNS = re.compile(
     r"(?:.*\.)?(linear_qkv|linear_fc1)\.(weight|bias)|embedding\.word_embeddings\.weight|output_layer\.weight"
 )
@@ -43,7 +43,7 @@ _WHOLE = re.compile(
     r"decoder\.layers\.\d+\.(self_attention\.(linear_proj\.bias|[qk]_layernorm\.(weight|bias))|mlp\.linear_fc2\.bias|"
     r"(self_attention\.linear_qkv|mlp\.linear_fc1)\.layer_norm_(weight|bias))"
 )
-_LOCAL = {
+LOCAL = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
@@ -197,7 +197,7 @@ def _shown(ranks: Sequence[_Rank], chain: Chain | None) -> Shown:
             objects[f"rng_state/shard_{rank.pp}.{rank.tp}_{pp}.{tp}"] = [rank.held["rng_state"]]
         for number, model in enumerate(rank.models):
             for local, held in model.items():
-                match = _LAYER.fullmatch(_name(rank, number, str(local)))
+                match = LAYER.fullmatch(_name(rank, number, str(local)))
                 if match is not None and match[2].endswith("._extra_state"):
                     objects[f"decoder.layers.{match[2]}/shard_{match[1]}_{layers}"] = [held]
     apart = ("optimizer", "rng_state")
@@ -312,33 +312,48 @@ def _is_floating(dtype: ElementType) -> bool:
 
 def _name(rank: _Rank, number: int, local: str) -> str:
     """The name in the whole model, as `torch_dist` has it."""
-    arguments, match = rank.arguments, _LAYER.fullmatch(local)
+    arguments, match = rank.arguments, LAYER.fullmatch(local)
     if match is None:
         shared = local == "output_layer.weight" and not arguments.get("untie_embeddings_and_output_weights")
         return "embedding.word_embeddings.weight" if shared else local
     pp, vp = (size_of(arguments, f"{name}pipeline_model_parallel_size") for name in ("", "virtual_"))
     layers, rest = size_of(arguments, "num_layers"), match[2]
     layer = int(match[1]) + number * (layers // vp) + rank.pp * (layers // (pp * vp))
-    for own, other in _LOCAL.items() if arguments.get("transformer_impl") == "local" else ():
+    for own, other in LOCAL.items() if arguments.get("transformer_impl") == "local" else ():
         rest = other + rest.removeprefix(own) if rest.startswith(own) else rest
     return f"decoder.layers.{layer}.{rest}"
 
 
 def _cut(rank: _Rank, name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[Box, ...]] | None:
     """The shape of the whole tensor, and the boxes of it that a rank's piece is, one after another."""
-    tp, at, arguments = size_of(rank.arguments, "tensor_model_parallel_size"), rank.tp, rank.arguments
-    if tp == 1 or _WHOLE.fullmatch(name):
-        return shape, (Box.whole(shape),)
-    if _ROWS.fullmatch(name):
-        return (shape[0], shape[1] * tp), (Box(offset=(0, at * shape[1]), size=shape),)
-    if not _COLUMNS.fullmatch(name):
+    tp = size_of(rank.arguments, "tensor_model_parallel_size")
+    axis = axis_of(name, tp)
+    if axis is None:
         return None
-    rest, zeros = shape[1:], (0,) * (len(shape) - 1)
+    whole = tuple(size * tp if at == axis else size for at, size in enumerate(shape))
+    return whole, boxes_of(name, whole, axis, rank.tp, tp, rank.arguments)
+
+
+def axis_of(name: str, tp: int) -> int | None:
+    """Along which axis a tensor is cut over tensor-parallel ranks, -1 where each has all of it; None: not known."""
+    if tp == 1 or _WHOLE.fullmatch(name):
+        return -1
+    return 1 if _ROWS.fullmatch(name) else 0 if _COLUMNS.fullmatch(name) else None
+
+
+def boxes_of(
+    name: str, whole: tuple[int, ...], axis: int, at: int, tp: int, arguments: Mapping[str, object]
+) -> tuple[Box, ...]:
+    """The boxes of a tensor that a rank has: one, or of a gated linear unit one of each half."""
+    if axis < 0:
+        return (Box.whole(whole),)
     gated = ".linear_fc1." in name and (arguments.get("swiglu") or arguments.get("quick_geglu"))
-    parts = (at, tp + at) if gated else (at,)
-    rows = shape[0] // len(parts)
-    boxes = tuple(Box(offset=(part * rows, *zeros), size=(rows, *rest)) for part in parts)
-    return (shape[0] * tp, *rest), boxes
+    size = tuple(size // (tp * (2 if gated else 1)) if number == axis else size for number, size in enumerate(whole))
+    places = (at, tp + at) if gated else (at,)
+    return tuple(
+        Box(offset=tuple(place * size[axis] if number == axis else 0 for number in range(len(whole))), size=size)
+        for place in places
+    )
 
 
 def _flat(rank: _Rank, number: int, weights: Sequence[_Piece], faults: list[Fault]) -> Iterator[_Piece]:

@@ -322,6 +322,23 @@ def test_states_of_another_rank(saved: Saved, tmp_path: Path, whose: str, said: 
         fingerprint(str(folder))
 
 
+def test_states_of_another_iteration(saved: Saved, tmp_path: Path) -> None:
+    """A file of moments of one save beside the weights of a later one: their masters tell it."""
+    folder = _copied_torch(saved, tmp_path)
+    state: Any = open_checkpoint(find_listing(str(folder), None)).state  # type: ignore[attr-defined]
+    for extents in state.extents:  # the weights go on, one bit of an exponent each
+        extent = extents.get("decoder.layers.0.mlp.linear_fc2.weight[weight]")
+        if extent is not None:
+            with open(extent.path, "r+b") as file:
+                file.seek(extent.byte_offset + 1)
+                (byte,) = file.read(1)
+                file.seek(extent.byte_offset + 1)
+                file.write(bytes([byte ^ 1]))
+    assert any("not the cast" in fault.what for fault in tools.verify(str(folder)).faults)
+    with pytest.raises(CheckpointDamaged, match="not the cast"):
+        tools.convert(str(folder), str(tmp_path / "out"), to="megatron")
+
+
 @pytest.mark.parametrize("kind", ["weight", "exp_avg"])
 def test_copies_of_ranks_that_differ(saved: Saved, tmp_path: Path, kind: str) -> None:
     """Of what tensor-parallel ranks hold whole; of weights also where no state is used."""

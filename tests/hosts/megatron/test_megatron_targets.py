@@ -12,6 +12,8 @@ from saved_worlds import DISTRIBUTED, EXPERTS, GATED, PP, TP, WIDTH_20, Saved
 
 import ds_reshard.operations as tools
 from ds_reshard.errors import ConfigError, ModelMismatch, UnsupportedLayout
+from ds_reshard.formats.megatron.adoption import unlike
+from ds_reshard.operations.source import find_listing, open_checkpoint
 
 EP, VP = "--expert-model-parallel-size 2 ", "--num-layers-per-virtual-pipeline-stage 1 "
 TIED = GATED.replace("--untie-embeddings-and-output-weights ", "")
@@ -61,10 +63,9 @@ def converted(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder
 
 
-def _loads(releases: Any, release: str, ranks: int, arguments: str, folder: str) -> None:
-    told = releases[release].run(
-        "format_jobs:loaded", ranks=ranks, arguments=f"{arguments} --ckpt-format torch_dist", folder=folder
-    )
+def _loads(releases: Any, release: str, ranks: int, arguments: str, folder: str, form: str = "torch_dist") -> None:
+    arguments = f"{arguments} --ckpt-format {form}"
+    told = releases[release].run("format_jobs:loaded", ranks=ranks, arguments=arguments, folder=folder)
     for rank in told:
         assert rank["wrong"] == [] and rank["compared"] > 1000
         assert (rank["steps"], rank["counters"]) == ([STEP], [ITERATION, SAMPLES_SEEN, SAMPLES_SEEN])
@@ -93,6 +94,61 @@ def test_what_is_written_is_read(saved: Saved, converted: Any, form: str) -> Non
     assert {one.state for one in found.tensors} == {"equal"} and found.values == () == found.faults
     assert tools.convert(out, out + "3", to="megatron", dp=3).files == 6
     assert {one.state for one in tools.diff(folder, out + "3").tensors} == {"equal"}
+
+
+# -- format torch ------------------------------------------------------------------------------------------------------
+
+
+BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 1000 "
+TORCH = [
+    ("gated tp2 pp2", "buckets", (2, 2, 1), "", "0.19.2"),
+    ("gated tp2 pp2", "model_space", (2, 1, 2), "", "0.18.2"),
+    ("gated tp2 pp2", "torch", (1, 2, 1), "", "0.18.2"),
+    ("gated tp2 pp2", "torch", (1, 1, 2), "", "0.19.2"),
+    ("gated pp2 vp2", "torch", (2, 1, 1), "", "0.19.2"),
+    ("tied pp2", "torch", (1, 2, 2), "", "0.19.2"),
+    ("tied pp2", "buckets", (1, 1, 1), "", "0.18.2"),
+    ("many buckets dp2", "buckets", (1, 2, 1), BUCKETS, "0.18.2"),
+    ("many buckets dp2", "torch", (2, 1, 2), BUCKETS, "0.19.2"),
+    (PLAIN, "plain", (2, 2, 1), "", "0.18.2"),
+]
+OF_TP = {1: "gated pp2 vp2", 2: "gated tp2 pp2"}
+"""A world of that tensor-parallel size, whose vocabulary is padded as it pads."""
+
+
+@pytest.mark.parametrize(("world", "form", "sizes", "more", "release"), TORCH)
+def test_stock_megatron_loads_format_torch(
+    saved: Saved, releases: Any, tmp_path: Path, world: str, form: str, sizes: Any, more: str, release: str
+) -> None:
+    """At the sizes that were asked for; and it is the same state to every tool."""
+    tp, pp, dp = sizes
+    like = {"like": str(saved(OF_TP[tp], "torch"))} if world.startswith("gated") else {}
+    source, out = str(saved(world, form)), str(tmp_path / "out")
+    done = tools.convert(source, out, to="megatron-torch", tp=tp, pp=pp, dp=dp, **like)
+    assert done.files == 2 * tp * pp and tools.verify(out, deep=True).faults == ()
+    others = {one.name for one in tools.diff(source, out).tensors if one.state != "equal"}
+    assert others <= {"embedding.word_embeddings.weight", "output_layer.weight"}
+    under = TP * (tp > 1) + PP * (pp > 1) + more + ("--no-load-rng " if done.notes else "")
+    _loads(releases, release, tp * pp * dp, MODELS[world] + under, out, form="torch")
+    back = tools.convert(out, str(tmp_path / "back"), to="megatron")
+    assert {one.state for one in tools.diff(out, back.out).tensors} == {"equal"}
+
+
+@pytest.mark.parametrize(
+    ("world", "given", "said"),
+    [
+        ("gated tp2 pp2", {"tp": 1}, "rows its vocabulary has at tp 1"),
+        ("gated tp2 pp2", {"tp": 4}, "groups of them, do not divide by tp 4"),
+        ("gated tp2 pp2", {"pp": 3}, "num_layers 4 over 3 stages"),
+        ("experts ep2", {}, "experts"),
+    ],
+)
+def test_what_format_torch_cannot_be_written_of(
+    saved: Saved, tmp_path: Path, world: str, given: dict[str, int], said: str
+) -> None:
+    with pytest.raises(UnsupportedLayout, match=said):
+        tools.convert(str(saved(world, "buckets")), str(tmp_path / "out"), to="megatron-torch", **given)
+    assert not (tmp_path / "out").exists()
 
 
 # -- other frameworks --------------------------------------------------------------------------------------------------
@@ -154,3 +210,20 @@ def test_what_another_format_does_not_tell_is_named(saved: Saved, tmp_path: Path
     with pytest.raises(ModelMismatch, match=r"padded_vocab_size|num_layers"):
         tools.convert(str(tmp_path / "zero2"), out, to="megatron", names=str(tmp_path / "map.json"))
     assert not Path(out).exists()
+
+
+def test_a_vocabulary_smaller_than_the_runs(saved: Saved, tmp_path: Path) -> None:
+    """Padding may differ from that of --like; rows that its vocabulary has may not be missing."""
+    source, zero2 = str(saved("gated tp2 pp2", "buckets")), str(tmp_path / "zero2")
+    tools.convert(source, zero2, to="zero2", dp=1)
+    like = {"like": str(saved("gated pp2 vp2", "torch"))}  # 104 rows, where the source has 112
+    assert tools.convert(zero2, str(tmp_path / "out"), to="megatron", **like).complete
+    shown, shapes = {"vocab_size": 113}, {"output_layer.weight": (120, 16)}
+    content = open_checkpoint(find_listing(zero2, None)).content()
+    where = [fault.where for fault in unlike(content, {**_shapes(content), **shapes}, shown)]
+    assert where == ["output_layer.weight"]
+    assert list(unlike(content, {**_shapes(content), **shapes}, {"vocab_size": 112})) == []
+
+
+def _shapes(content: Any) -> dict[str, tuple[int, ...]]:
+    return {name: held.shape for name, held in content.weights.items()}
