@@ -1,0 +1,84 @@
+"""Whose load it is, told by the arguments of two runs: pure, no Megatron."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ds_reshard.hosts.megatron.topology import Saved, may_be_shifted, reasons
+
+RUN = {
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "virtual_pipeline_model_parallel_size": None,
+    "expert_model_parallel_size": 1,
+    "data_parallel_size": 2,
+    "transformer_impl": "local",
+    "use_distributed_optimizer": True,
+    "untie_embeddings_and_output_weights": True,
+}
+FORMS = ("torch", "dp_reshardable", "fully_reshardable")
+
+
+def _saved(form: str, **changes: Any) -> Saved:
+    arguments = {**RUN, **changes}
+    kind = {"distrib_optim_sharding_type": form} if arguments["use_distributed_optimizer"] else {}
+    common = {} if form == "torch" else {"content_metadata": kind}
+    return Saved(folder="here", whole=form != "torch", common=common, objects={}, arguments=arguments)
+
+
+MEGATRONS = [{}, {"data_parallel_size": 5}, {"context_parallel_size": 2}, {"ddp_bucket_size": 7}, {"world_size": 64}]
+BUCKETS = {"overlap_grad_reduce": True}
+TAKEN = {
+    "tensor-parallel size 4 as saved, 2 now": {"tensor_model_parallel_size": 4},
+    "pipeline-parallel size 1 as saved, 2 now": {"pipeline_model_parallel_size": 1},
+    "number of virtual stages 2 as saved, 1 now": {"virtual_pipeline_model_parallel_size": 2},
+    "layers of transformer_engine as saved, of local now": {"transformer_impl": "transformer_engine"},
+    "other buckets of gradients": BUCKETS,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("change", MEGATRONS, ids=str)
+def test_what_megatron_does_right(form: str, change: dict[str, Any]) -> None:
+    assert reasons(_saved(form, **change), RUN, optimizer=True) == []
+
+
+@pytest.mark.parametrize("why", TAKEN)
+def test_what_it_refuses(why: str) -> None:
+    """But for states in model space, and weights alone of `torch_dist`."""
+    told = [reasons(_saved(form, **TAKEN[why]), RUN, optimizer=True) for form in FORMS]
+    assert told == [[why], [why], []]
+    alone = [reasons(_saved(form, **TAKEN[why]), RUN, optimizer=False) for form in FORMS]
+    assert alone == [[] if TAKEN[why] is BUCKETS else [why], [], []]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_another_kind_of_optimizer(form: str) -> None:
+    for before in (True, False):
+        run = {**RUN, "use_distributed_optimizer": not before}
+        (why,) = reasons(_saved(form, use_distributed_optimizer=before), run, optimizer=True)
+        assert why.startswith("the state of ") and (why.endswith("into a distributed optimizer") is not before)
+
+
+def test_experts() -> None:
+    """In model space only a change between one optimizer and two counts; a dense run's sizes of experts never do."""
+    one, two = {"num_experts": 8}, {"num_experts": 8, "expert_model_parallel_size": 2}
+    four = {"num_experts": 8, "expert_model_parallel_size": 4}
+    alone = {"num_experts": 8, "expert_tensor_parallel_size": 1}
+    model_space = [(one, two), (two, one), (one, alone), (two, four), (alone, two)]
+    told = [
+        bool(reasons(_saved("fully_reshardable", **before), {**RUN, **now}, optimizer=True))
+        for before, now in model_space
+    ]
+    assert told == [True, True, True, False, False]
+    assert len(reasons(_saved("dp_reshardable", **two), {**RUN, **four}, optimizer=True)) == 1
+    assert reasons(_saved("dp_reshardable", expert_model_parallel_size=2), RUN, optimizer=True) == []
+
+
+def test_states_that_may_be_shifted_are_looked_at() -> None:
+    tied = {"untie_embeddings_and_output_weights": False}
+    cases = [{}, BUCKETS, tied, {**tied, "pipeline_model_parallel_size": 1}]
+    assert [may_be_shifted(_saved("fully_reshardable", **case)) for case in cases] == [False, True, True, False]
+    assert not any(may_be_shifted(_saved(form, **BUCKETS)) for form in FORMS[:2])
