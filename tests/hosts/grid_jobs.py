@@ -353,7 +353,7 @@ def config_of(grid: Grid) -> dict[str, Any]:
 def _groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     kinds = ([p for n, p in named if p.dim() > 1], [p for n, p in named if p.dim() == 1])
-    settings = ({"lr": 0.0, "weight_decay": 0.0}, {"lr": 0.0, "weight_decay": 0.0, "betas": (0.9, 0.999), "mark": 5})
+    settings = ({"lr": 0.0, "weight_decay": 0.25}, {"lr": 0.0, "weight_decay": 0.5, "eps": 1e-6, "mark": 5})
     return [{"params": of_kind, **own} for of_kind, own in zip(kinds, settings, strict=True) if of_kind]
 
 
@@ -479,6 +479,10 @@ def load(grid: Grid, folder: str, hooks: bool = True, saved_ep: int = 1, **argum
     weights = {name: tensor.clone() for name, tensor in _weights(engine).items()}
     for tensor in (*(flat for flat, _ in _parts(engine)), *_weights(engine).values()):
         tensor.data.zero_()
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    said = [_said(group) for group in inner.param_groups]
+    for group in inner.param_groups:
+        group.update(weight_decay=9.0, betas=(0.1, 0.2), eps=1.0)
     if hooks:
         with ds_reshard.install("deepspeed"):
             _, client = engine.load_checkpoint(folder, **arguments)
@@ -488,6 +492,8 @@ def load(grid: Grid, folder: str, hooks: bool = True, saved_ep: int = 1, **argum
     steps = set()
     untied = _untied(engine)
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    for number, (group, before) in enumerate(zip(inner.param_groups, said, strict=True)):
+        wrong[f"{number} group"] = sum(_said(group)[key] != value for key, value in before.items())
     for number, ((flat, state), master) in enumerate(zip(_parts(engine), truth, strict=True)):
         wrong[f"{number} fp32"] = _differing(flat.detach(), master)
         of_experts = grid.kind == "moe" and inner.param_groups[number].get("moe")
@@ -500,12 +506,16 @@ def load(grid: Grid, folder: str, hooks: bool = True, saved_ep: int = 1, **argum
         "wrong": {name: count for name, count in wrong.items() if count},
         "compared": len(wrong),
         "steps": sorted(steps),
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups],
+        "groups": [_said(group) for group in inner.param_groups],
         "scheduler": {k: v for k, v in engine.lr_scheduler.state_dict().items() if k != "lr_lambdas"},
         "global_steps": engine.global_steps,
         "note": (client or {}).get("note"),
         "report": str(ds_reshard.last_report()) if hooks else "",
     }
+
+
+def _said(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items() if key != "params"}
 
 
 def _clear_padding(engine: Any) -> None:

@@ -61,6 +61,9 @@ LOADS = [
     (mpu(1, tp=4, layers="even"), mpu(2, 3, "bf16", tp=2, layers="even")),
     (mpu(2, tp=2), mpu(2, 2)),
     (mpu(2, 3, "bf16", tp=2), mpu(1, "bf16opt", "bf16")),
+    (mpu(2, 2, tp=2), mpu(4, 1)),
+    (mpu(2, "bf16opt", "bf16", tp=2), mpu(2, 3, "bf16")),
+    (mpu(2, 2, "bf16", tp=2), mpu(1, 2, "bf16", tp=2)),
     (mpu(1, tp=4, layers="unsaid"), by_rules(mpu(2, 3))),
 ]
 
