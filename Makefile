@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 unexport PYTHONDONTWRITEBYTECODE
 FAST_TESTS := tests/policy tests/docs tests/unit tests/hostile tests/versions
 
-.PHONY: help venv gpu-packages check style types contracts fast-tests test engine-tests other-tests mutants torture fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu gpu-wheels test-versions test-nanotron test-corpora format docs dist clean
+.PHONY: help venv gpu-packages check style types contracts fast-tests test engine-tests other-tests mutants torture fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu gpu-wheels test-versions test-nanotron test-peers test-corpora format docs dist clean
 
 help:
 	@echo "make demo           train, change stage and ranks, resume; prints the bit-equality table"
@@ -25,6 +25,7 @@ help:
 	@echo "make gpu-wheels     what make gpu needs beside torch, as wheels to carry along"
 	@echo "make test-versions  a part of the tests against older DeepSpeed, accelerate and Megatron-LM releases"
 	@echo "make test-nanotron  a real checkout of nanotron (SRC=path) saves, loads what was converted, resumes"
+	@echo "make test-peers     DeepSpeed's own tests of checkpoints (SRC=path), with and without the hooks"
 	@echo "make test-corpora   the payloads of picklescan and fickling (SRC=path): each that acts is named"
 	@echo "make format         rewrite the sources in the house's format"
 	@echo "make docs           the pages as a site, in site/"
@@ -149,6 +150,12 @@ test-nanotron: venv
 	@test -d "$(SRC)/src/nanotron" || { echo "name a checkout of nanotron: make test-nanotron SRC=path" >&2; exit 1; }
 	@$(PIP) install dacite
 	NANOTRON_SRC="$(abspath $(SRC))/src" $(BIN)/python -m pytest tests/formats/test_nanotron_real.py
+
+# SRC is a checkout of deepspeedai/DeepSpeed, of which the tests alone are used; SELECT is what pytest's -k takes.
+SELECT ?=
+test-peers: venv
+	@test -d "$(SRC)/tests/unit/checkpoint" || { echo "name a checkout of DeepSpeed: make test-peers SRC=path" >&2; exit 1; }
+	$(BIN)/python tests/peers/run.py "$(abspath $(SRC))" "$(SELECT)"
 
 # SRC is a folder with checkouts of mmaitre314/picklescan and trailofbits/fickling, called picklescan and fickling.
 test-corpora: venv
