@@ -161,3 +161,14 @@ def test_what_is_wrong_with_a_grid_is_said_on_every_rank(
     assert len({said for _, said, _ in told}) == 1
     assert text in told[0][1] and "To mend: " in told[0][1]
     assert all(same for _, _, same in told)
+
+
+def test_experts_at_stage_0_are_left_to_deepspeed_at_the_same_size_alone(worlds: Any, folders: Folders) -> None:
+    """With as many ranks and another expert-parallel size DeepSpeed ends otherwise on each rank."""
+    saved = Grid("moe", ep=2, dp=2, stage=0)
+    told = worlds[2].run("grid_jobs.refused", grid=Grid("moe", dp=2, stage=0), folder=str(folders(saved)))
+    assert {name for name, _, _ in told} == {"UnsupportedLayout"}, told
+    assert len({said for _, said, _ in told}) == 1 and "expert files" in told[0][1]
+    assert all(same for _, _, same in told)
+    told = worlds[2].run("grid_jobs.refused", grid=saved, folder=str(folders(saved)))
+    assert {said for _, said, _ in told} == {"nothing was raised"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -351,6 +352,10 @@ def autoep_sizes(entries: Mapping[str, object]) -> frozenset[int]:
     return frozenset(size for size in said if isinstance(size, int))
 
 
+_OF_EXPERTS = re.compile(r"expp_rank_([0-9]+)_mp_rank_[0-9]+_optim_states\.pt")
+"""The optimizer's states of one expert-parallel rank at stage 0 (`_get_optimizer_ckpt_name`, runtime/engine.py)."""
+
+
 def saved_sizes(listing: Listing) -> Sizes | None:
     """The sizes that the first model file says, None where it says none.
 
@@ -365,7 +370,8 @@ def saved_sizes(listing: Listing) -> Sizes | None:
     numbers = [size for size in sizes if isinstance(size, int)]
     if not isinstance(top, dict) or len(numbers) < 2:
         return None
-    return Sizes(dp=numbers[0], mp=numbers[1], ep=autoep_sizes(top))
+    stage0 = [int(match[1]) + 1 for match in map(_OF_EXPERTS.fullmatch, listing.nbytes) if match is not None]
+    return Sizes(dp=numbers[0], mp=numbers[1], ep=autoep_sizes(top) | frozenset(sorted(stage0)[-1:]))
 
 
 def missing(listing: Listing, dp: int, *, optimizer: bool, of: str = "") -> Iterator[Fault]:

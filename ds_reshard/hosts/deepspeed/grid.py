@@ -118,6 +118,13 @@ def autoep_live(engine: DeepSpeedEngine) -> frozenset[int]:
     return frozenset(int(layer.ep_size) for layer in layers)
 
 
+def expert_sizes(engine: DeepSpeedEngine) -> frozenset[int]:
+    """The expert-parallel sizes of AutoEP's layers, and at stage 0 the largest of deepspeed.moe's."""
+    layers = [module for module in engine.module.modules() if _is(type(module), "MoE") and hasattr(module, "ep_size")]
+    native = sorted(int(layer.ep_size) for layer in layers) if engine.zero_optimization_stage() == 0 else []
+    return autoep_live(engine) | frozenset(native[-1:])
+
+
 def _asked(mpu: object, what: str, otherwise: int) -> int:
     """What an mpu says of tensor parallelism: as `deepspeed.utils.bwc` asks, which old releases have not."""
     for name in ("get_tensor_model_parallel", "get_slice_parallel", "get_model_parallel"):

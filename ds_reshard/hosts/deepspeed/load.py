@@ -33,7 +33,7 @@ from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_s
 from ds_reshard.hosts.deepspeed.copies import left_as_built
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries, scheduler_faults
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, latest_tag, look, look_aside, look_too, tag_files
-from ds_reshard.hosts.deepspeed.grid import NO_GRID, LiveGrid, autoep_live, live_grid
+from ds_reshard.hosts.deepspeed.grid import NO_GRID, LiveGrid, expert_sizes, live_grid
 from ds_reshard.hosts.deepspeed.live import (
     LiveOptimizer,
     event,
@@ -434,7 +434,7 @@ def as_saved(engine: DeepSpeedEngine, found: Found, features: tuple[str, ...]) -
         return False
     if found.universal and engine.load_universal_checkpoint():
         return True
-    return bool(features) and found.sizes == (engine.seq_dp_world_size, engine.mp_world_size, autoep_live(engine))
+    return bool(features) and found.sizes == (engine.seq_dp_world_size, engine.mp_world_size, expert_sizes(engine))
 
 
 def leave_to_deepspeed(
