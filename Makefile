@@ -70,8 +70,8 @@ fast-tests: venv
 
 # Two parts that take about as long: each imports the frameworks for itself.
 HOST_TESTS := $(wildcard tests/hosts/test_*.py)
-ENGINE_TESTS := tests/docs $(HOST_TESTS)
-OTHER_TESTS := $(filter-out tests/docs tests/hosts tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+ENGINE_TESTS := tests/docs tests/hostile tests/torture $(HOST_TESTS)
+OTHER_TESTS := $(filter-out $(ENGINE_TESTS) tests/hosts tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 OTHER_TESTS += tests/hosts/megatron
 PARTS := other-tests engine-tests
 
