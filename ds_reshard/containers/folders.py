@@ -18,7 +18,7 @@ from typing import TypeGuard
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.errors import ReadFailed
 
-_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 
 @contextlib.contextmanager
