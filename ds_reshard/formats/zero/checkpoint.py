@@ -370,8 +370,8 @@ def saved_sizes(listing: Listing) -> Sizes | None:
     numbers = [size for size in sizes if isinstance(size, int)]
     if not isinstance(top, dict) or len(numbers) < 2:
         return None
-    stage0 = [int(match[1]) + 1 for match in map(_OF_EXPERTS.fullmatch, listing.nbytes) if match is not None]
-    return Sizes(dp=numbers[0], mp=numbers[1], ep=autoep_sizes(top) | frozenset(sorted(stage0)[-1:]))
+    ranks = {int(match[1]) for match in map(_OF_EXPERTS.fullmatch, listing.nbytes) if match is not None} - {0}
+    return Sizes(dp=numbers[0], mp=numbers[1], ep=autoep_sizes(top) | {rank + 1 for rank in sorted(ranks)[-1:]})
 
 
 def missing(listing: Listing, dp: int, *, optimizer: bool, of: str = "") -> Iterator[Fault]:

@@ -121,8 +121,8 @@ def autoep_live(engine: DeepSpeedEngine) -> frozenset[int]:
 def expert_sizes(engine: DeepSpeedEngine) -> frozenset[int]:
     """The expert-parallel sizes of AutoEP's layers, and at stage 0 the largest of deepspeed.moe's."""
     layers = [module for module in engine.module.modules() if _is(type(module), "MoE") and hasattr(module, "ep_size")]
-    native = sorted(int(layer.ep_size) for layer in layers) if engine.zero_optimization_stage() == 0 else []
-    return autoep_live(engine) | frozenset(native[-1:])
+    native = {int(layer.ep_size) for layer in layers} - {1} if engine.zero_optimization_stage() == 0 else set()
+    return autoep_live(engine) | frozenset(sorted(native)[-1:])
 
 
 def _asked(mpu: object, what: str, otherwise: int) -> int:
