@@ -81,7 +81,7 @@ def files(folder: str) -> dict[str, int]:
 
 
 def files_below(folder: str) -> dict[str, int]:
-    """The bytes of each file below a folder, by its path from there, sorted; links to folders are not followed."""
+    """The bytes of each file below a folder, by its path from there, sorted; each folder once, links followed."""
     return {name: identity[0] for name, identity in identities_below(folder).items()}
 
 
@@ -91,14 +91,16 @@ Identity = tuple[int, int, int]
 
 def identities_below(folder: str) -> dict[str, Identity]:
     """As `files_below`."""
-    found, waiting = {}, [""]
+    found, waiting, root = {}, [""], _status(folder)
+    seen = {(root.st_dev, root.st_ino)} if root is not None else set()
     while waiting:
         at = waiting.pop()
         for name, status in _scan(os.path.join(folder, at)):
             below = os.path.join(at, name)
             if _regular(status):
                 found[below] = (status.st_size, status.st_mtime_ns, status.st_ino)
-            elif status is not None and not os.path.islink(os.path.join(folder, below)):
+            elif status is not None and (status.st_dev, status.st_ino) not in seen:
+                seen.add((status.st_dev, status.st_ino))
                 waiting.append(below)
     return dict(sorted(found.items()))
 

@@ -77,3 +77,12 @@ def test_a_link_that_leads_to_itself_is_an_error(place: str) -> None:
             look(f"{place}/round")
     with pytest.raises(ReadFailed, match="symbolic links"):
         folders.entries(place)
+
+
+def test_a_folder_that_is_a_link_is_looked_into_once(place: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a checkpoint has on another disk is a part of it; one that leads back is no other."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "d.pt").write_bytes(b"123")
+    os.symlink(elsewhere, f"{place}/zero")
+    os.symlink(place, f"{place}/below/back")
+    assert folders.files_below(place) == {"a.json": 8, "b.pt": 5, "below/deep/c.pt": 1, "zero/d.pt": 3}
