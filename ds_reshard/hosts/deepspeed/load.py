@@ -223,8 +223,8 @@ def _agreed(
         decision = _decide(engine, mine, found, request, steps)
         told = steps.tell(_ready(engine, mine, found, decision, request))
     _agree_ready(told, steps, found, decision, request)
-    unread = decision.loader == "DeepSpeed, unread" and mine is not None and mine.settings.enabled
-    if unread and (found.tag or found.faults or (mine is not None and not mine.direct)):
+    unread = mine is not None and mine.settings.enabled and decision.loader == "DeepSpeed, unread"
+    if mine is not None and unread and (found.tag or found.faults or not mine.direct):
         _refuse_unsafe(request.load_dir, found.tag or tag, universal=engine.load_universal_checkpoint())
     return found, decision
 
