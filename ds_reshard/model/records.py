@@ -84,7 +84,7 @@ class SizeRecord(tuple[int, ...]):
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StorageRecord:
     """A flat storage: where its bytes lie in the file.
 
@@ -100,8 +100,13 @@ class StorageRecord:
     nbytes: int
     crc32: int | None
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Without the states of slotted dataclasses, which pickle takes field by field: there may be many."""
+        fields = (self.path, self.key, self.dtype, self.numel, self.byte_offset, self.nbytes, self.crc32)
+        return StorageRecord, fields
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class TensorRecord:
     """A tensor as a view of a storage: `element_offset`, `shape` and `stride` count elements of `dtype`."""
 
@@ -111,6 +116,10 @@ class TensorRecord:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     requires_grad: bool = False
+
+    def __reduce__(self) -> tuple[object, ...]:
+        fields = (self.storage, self.dtype, self.element_offset, self.shape, self.stride, self.requires_grad)
+        return TensorRecord, fields
 
     @property
     def numel(self) -> int:

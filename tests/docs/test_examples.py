@@ -62,6 +62,8 @@ PRINTED = {
         r"(update [1-4]: learning rate 0\.001000\n){4}\{'train_runtime'.*\}\n"
         r"(update [56]: learning rate 0\.000100\n){2}\{'train_runtime'.*\}\n"
     ),
+    # With a node that is lost, it is run by tests/hosts/test_elastic.py.
+    "09_elastic.py": r"at step 0 with dp 2: 4 micro batches an update\n",
 }
 
 

@@ -67,7 +67,7 @@ torch.distributed.init_process_group("gloo", init_method="file://{rendezvous}", 
 deepspeed.init_distributed("gloo", verbose=False)
 states = {{s.target.rpartition(".")[2]: s.state for s in ds_reshard.installed() if s.host == "deepspeed"}}
 expected = {{"load_checkpoint": "vendored", "save_checkpoint": "installed", "_take_model_step": "installed",
-            "load_state_dict": "installed"}}
+            "_batch_assertion": "installed", "load_state_dict": "installed"}}
 assert states == expected, states
 from cases import Run
 from resume_jobs import Setup

@@ -71,6 +71,16 @@ def wrap_load_state_dict(original: Callable[..., object]) -> Callable[..., objec
     return load_state_dict
 
 
+def wrap_batch_assertion(original: Callable[..., object]) -> Callable[..., object]:
+    from ds_reshard.hosts.deepspeed.settings import check_batch as seam
+
+    @functools.wraps(original)
+    def _batch_assertion(self: object) -> None:
+        seam(self, lambda: original(self))  # type: ignore[arg-type]
+
+    return _batch_assertion
+
+
 def _scheduler(target: str, parameter: str) -> Patch:
     return Patch(
         target=f"{target}.load_state_dict",
@@ -151,6 +161,12 @@ HOOKS = HostHooks(
             wrapper=wrap_take_model_step,
             signature=("lr_kwargs",),
             summary="raises a TypeError of the scheduler's own, where DeepSpeed steps it to another position",
+        ),
+        Patch(
+            target="deepspeed.runtime.config:DeepSpeedConfig._batch_assertion",
+            wrapper=wrap_batch_assertion,
+            signature=(),
+            summary="names the numbers of ranks that a global batch can be divided among, where this is none of them",
         ),
         *_SCHEDULERS,
     ),

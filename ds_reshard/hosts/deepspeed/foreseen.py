@@ -26,6 +26,7 @@ from ds_reshard.formats.zero.stage0 import param_groups, torch_optimizer
 from ds_reshard.formats.zero.target import sub_groups
 from ds_reshard.hosts.deepspeed.entries import revived
 from ds_reshard.hosts.deepspeed.prepare import saved_shapes, stage0_kind
+from ds_reshard.hosts.deepspeed.settings import check_batch
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.operations.ranks import Place
 from ds_reshard.resume.lr_preview import SCRIPT_SCHEDULERS
@@ -49,8 +50,13 @@ def parsed(config: Mapping[str, object], world: int) -> DeepSpeedConfig:
             self.world_size = world
             super()._configure_train_batch_size()
 
+        def _batch_assertion(self) -> None:
+            check_batch(self, super()._batch_assertion)
+
     try:
         return OfWorld(dict(config))
+    except ConfigError:
+        raise
     except Exception as error:
         said = " ".join(str(error).split())[:400] or type(error).__name__
         mend = "correct the DeepSpeed JSON, or --world"

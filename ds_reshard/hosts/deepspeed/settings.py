@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ds_reshard.containers.pickle_rules import trust_faults
 from ds_reshard.errors import ConfigError, Fault, raise_faults, wrong_value
@@ -111,6 +112,41 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
         names=names,
         tensor_parallel=rules_in(rules),
     )
+
+
+class Config(Protocol):
+    """`DeepSpeedConfig` (runtime/config.py)."""
+
+    _param_dict: Mapping[str, object]
+    world_size: int
+
+
+def check_batch(config: Config, original: Callable[[], object]) -> None:
+    """DeepSpeed's check of the batch sizes; where it fails, a ConfigError with the numbers of ranks that are right.
+
+    `train_batch_size` is micro batch x accumulation x data-parallel ranks (`_batch_assertion`, runtime/config.py).
+    """
+    try:
+        original()
+    except AssertionError:
+        names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        said = {name: config._param_dict.get(name) for name in names}
+        batch, micro, steps = (value if isinstance(value, int) and value > 0 else None for value in said.values())
+        if batch is None:
+            raise
+        share = micro or steps or 1
+        sizes = [ranks for ranks in range(1, batch // share + 1) if not batch % (share * ranks)]
+        if not sizes:
+            mend = f"make train_batch_size a multiple of {share}"
+        elif config.world_size in sizes:
+            mend = "leave out gradient_accumulation_steps, which then follows the number of ranks"
+        else:
+            mend = f"run on as many ranks as divide it ({', '.join(map(str, sizes[-12:]))}), or set another micro batch"
+        given = ", ".join(f"{name} {value}" for name, value in said.items() if value is not None)
+        what = f"the global batch cannot be divided among {config.world_size} data-parallel ranks"
+        expected = "train_batch_size = micro batch x accumulation x data-parallel ranks"
+        fault = ConfigError.fault("DeepSpeed config", what, expected, given, mend=mend)
+        raise_faults([fault], subject="DeepSpeed config")
 
 
 def _unknown(section: str, key: str, allowed: tuple[str, ...]) -> Fault:

@@ -1,0 +1,116 @@
+"""Two torchrun agents, one of which is killed and started again: the run goes on under the size that there is."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+pytestmark = pytest.mark.distributed
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "09_elastic.py"
+TIMEOUT_S = 240
+
+
+class Nodes:
+    """Agents of one rank each on this machine; the first keeps the list of nodes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log, self.agents = folder, folder / "log", list[subprocess.Popen[bytes]]()
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            self._port = free.getsockname()[1]
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
+        command += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self._port}"]
+        command += ["--local-addr", "localhost", "--rdzv-conf"]
+        command += [f"is_host={not self.agents},last_call_timeout=5,keep_alive_interval=1"]
+        command += [str(ROOT / "tests" / "hosts" / "scripts" / "slowly.py"), "0.05", str(EXAMPLE), str(self.folder)]
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        quiet = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths}
+        anew = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with self.log.open("ab") as log:
+            environment = {**os.environ, **quiet, **anew}
+            self.agents.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+
+    def kill(self, number: int) -> None:
+        """The agent and its ranks at once, as when a machine goes."""
+        agent = psutil.Process(self.agents[number].pid)
+        for process in [agent, *agent.children(recursive=True)]:
+            process.send_signal(signal.SIGKILL)
+        self.agents[number].wait()
+
+    def said(self) -> list[tuple[int, int, int]]:
+        """Each start: the step that it went on from, the data-parallel size, the micro batches of an update."""
+        found = re.findall(r"at step (\d+) with dp (\d+): (\d+) micro batches", self.log.read_text(errors="replace"))
+        return [(int(step), int(dp), int(micro)) for step, dp, micro in found]
+
+    def wait(self, dp: int, step: int) -> int:
+        """The newest step that was saved, once so many ranks go on and it is this one or a later one."""
+        began = time.monotonic()
+        while True:
+            latest = self.folder / "latest"
+            saved = int(latest.read_text().removeprefix("global_step") or 0) if latest.exists() else 0
+            if self.said() and self.said()[-1][1] == dp and saved >= step:
+                return saved
+            assert self.agents[0].poll() is None, self.log.read_text(errors="replace")[-4000:]
+            assert time.monotonic() - began < TIMEOUT_S, self.log.read_text(errors="replace")[-4000:]
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path)
+    yield made
+    for number, agent in enumerate(made.agents):
+        if agent.poll() is None:
+            made.kill(number)
+
+
+def test_a_node_is_lost_and_comes_back(nodes: Nodes) -> None:
+    """2 ranks, 1, and 2 again, with 8 samples an update throughout; weights and losses of one process that went on."""
+    nodes.start()
+    nodes.start()
+    saved = nodes.wait(dp=2, step=5)
+    nodes.kill(1)
+    saved = nodes.wait(dp=1, step=saved + 5)
+    nodes.start()
+    nodes.wait(dp=2, step=saved)
+    assert nodes.agents[0].wait(TIMEOUT_S) == nodes.agents[2].wait(TIMEOUT_S) == 0
+    starts = nodes.said()
+    assert [start[1:] for start in starts] == [(2, 4), (1, 8), (2, 4)]
+    assert 0 == starts[0][0] < starts[1][0] < starts[2][0]
+    assert nodes.log.read_text(errors="replace").count("as ZeRO 2, dp=1") == 1
+
+    example = runpy.run_path(str(EXAMPLE), run_name="example")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(example["STEPS"]):
+        batch = torch.randn(example["BATCH"], 16, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(batch), batch.sum(1, keepdim=True)).backward()
+        optimizer.step()
+        if (step + 1) % 5 == 0:
+            file = nodes.folder / f"global_step{step + 1}" / "mp_rank_00_model_states.pt"
+            weights = torch.load(file, weights_only=False)["module"]
+            apart = max(float((weights[name] - value).abs().max()) for name, value in model.state_dict().items())
+            assert apart < 1e-4, (step + 1, apart)
+            loss = float(torch.nn.functional.mse_loss(model(batch), batch.sum(1, keepdim=True)).detach())
+            model_there = torch.func.functional_call(model, weights, (batch,))
+            assert (
+                abs(float(torch.nn.functional.mse_loss(model_there, batch.sum(1, keepdim=True)).detach()) - loss) < 1e-4
+            )

@@ -1,0 +1,46 @@
+"""Batch sizes that DeepSpeed refuses: the error names the numbers of ranks among which the batch can be divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import ds_reshard
+from ds_reshard.errors import ConfigError
+from ds_reshard.hosts.deepspeed.foreseen import parsed
+
+MICRO = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "mend"),
+    [
+        (MICRO, 4, r"run on as many ranks as divide it \(1, 2, 3, 6\)"),
+        ({**MICRO, "gradient_accumulation_steps": 2}, 2, r"leave out gradient_accumulation_steps"),
+        ({"train_batch_size": 12}, 5, r"run on as many ranks as divide it \(1, 2, 3, 4, 6, 12\)"),
+        ({"train_batch_size": 12, "gradient_accumulation_steps": 5}, 2, r"make train_batch_size a multiple of 5"),
+        ({"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2}, 1, r"make train_batch_size a multiple of 2"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_with_what_can(config: dict[str, Any], world: int, mend: str) -> None:
+    with pytest.raises(ConfigError, match=mend):
+        parsed(config, world)
+
+
+def test_what_can_be_divided_follows_the_ranks() -> None:
+    assert [parsed(MICRO, world).gradient_accumulation_steps for world in (1, 2, 3, 6)] == [6, 3, 2, 1]
+
+
+def test_deepspeed_itself_says_it_with_the_hooks_on() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    class OfFour(DeepSpeedConfig):  # type: ignore[misc]
+        def _configure_train_batch_size(self) -> None:
+            self.world_size = 4
+            super()._configure_train_batch_size()
+
+    with ds_reshard.install("deepspeed"), pytest.raises(ConfigError, match=r"\(1, 2, 3, 6\)"):
+        OfFour(MICRO)
+    with pytest.raises(AssertionError):
+        OfFour(MICRO)
