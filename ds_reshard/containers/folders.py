@@ -15,6 +15,7 @@ import stat
 from collections.abc import Iterator
 from typing import TypeGuard
 
+from ds_reshard.containers import remote
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.errors import ReadFailed
 
@@ -36,13 +37,27 @@ def _status(path: str, follow: bool = True) -> os.stat_result | None:
     """None where nothing has the name."""
     with named(path, "cannot be looked at"):
         try:
-            return os.stat(path, follow_symlinks=follow)
+            return _remote(remote.status(path)) if remote.is_url(path) else os.stat(path, follow_symlinks=follow)
         except ValueError:  # a null byte is in no name
             return None
         except OSError as error:
             if error.errno in _ABSENT:
                 return None
             raise
+
+
+def _remote(found: remote.Status | None) -> os.stat_result | None:
+    """What a store says of a name, as the system would."""
+    if found is None:
+        return None
+    mode = stat.S_IFDIR if found.nbytes is None else stat.S_IFREG
+    return os.stat_result((mode, found.version, 0, 1, 0, 0, found.nbytes or 0, 0, 0, 0))
+
+
+def renew(folder: str) -> None:
+    """Believe nothing that was heard before of a folder by URL."""
+    if remote.is_url(folder):
+        remote.forget(folder)
 
 
 def is_file(path: str) -> bool:
@@ -89,17 +104,27 @@ Identity = tuple[int, int, int]
 """What tells a file from another of its name: its size, when it was written to, its number on its disk."""
 
 
+def identity(path: str) -> Identity:
+    """Of one file. Raises OSError, also where there is none."""
+    status = _remote(remote.status(path)) if remote.is_url(path) else os.stat(path)
+    if status is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
 def identities_below(folder: str) -> dict[str, Identity]:
     """As `files_below`."""
+    renew(folder)
     found, waiting, root = {}, [""], _status(folder)
     seen = {(root.st_dev, root.st_ino)} if root is not None else set()
+    linked = not remote.is_url(folder)
     while waiting:
         at = waiting.pop()
         for name, status in _scan(os.path.join(folder, at)):
             below = os.path.join(at, name)
             if _regular(status):
                 found[below] = (status.st_size, status.st_mtime_ns, status.st_ino)
-            elif status is not None and (status.st_dev, status.st_ino) not in seen:
+            elif status is not None and not (linked and (status.st_dev, status.st_ino) in seen):
                 seen.add((status.st_dev, status.st_ino))
                 waiting.append(below)
     return dict(sorted(found.items()))
@@ -111,6 +136,9 @@ def _regular(status: os.stat_result | None) -> TypeGuard[os.stat_result]:
 
 def _scan(folder: str) -> list[tuple[str, os.stat_result | None]]:
     """What lies in a folder, sorted; None of links that lead nowhere."""
+    if remote.is_url(folder):
+        with named(folder, "cannot be listed"):
+            return [(name, _remote(one)) for name, one in remote.listing(folder).items()]
     with named(folder, "cannot be listed"):
         try:
             with os.scandir(folder) as scan:

@@ -4,8 +4,35 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Sequence
 
+from ds_reshard.containers.remote import Object, is_url
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReadFailed
+
+Opened = int | Object
+"""A descriptor, or a file of a store."""
+
+
+def opened(path: str) -> Opened:
+    """A file to be read in bulk. Raises OSError."""
+    return Object(path) if is_url(path) else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def read_into(file: Opened, views: Sequence[memoryview], offset: int) -> int:
+    """Fill views, one behind the other, from an offset on; how many bytes were read, 0 at the end. Raises OSError."""
+    if isinstance(file, int):
+        return os.preadv(file, views, offset)
+    data, at = memoryview(file.fetch(offset, offset + sum(map(len, views)))), 0
+    for view in views:
+        part = data[at : at + len(view)]
+        view[: len(part)] = part
+        at += len(part)
+    return at
+
+
+def close(file: Opened) -> None:
+    if isinstance(file, int):
+        os.close(file)
 
 
 class PositionedFile:
@@ -22,24 +49,33 @@ class PositionedFile:
         self.whole = part is None
         self.bytes_read = 0
         self._descriptor = -1
+        self._object: Object | None = None
         try:
-            # Non-blocking, because opening a named pipe would otherwise wait for its other end for ever.
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            status = os.fstat(self._descriptor)
+            nbytes = self._open(path)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointNotFound(f"{path}: there is no such file") from error
         except (OSError, ValueError) as error:
             self.close()
             raise ReadFailed(f"{path}: cannot be opened: {error}") from error
+        self._start, self.nbytes = part if part is not None else (0, nbytes)
+        if self._start < 0 or self.nbytes < 0 or self._start + self.nbytes > nbytes:
+            self.close()
+            raise CheckpointDamaged(
+                f"{path}: {self.nbytes} bytes at {self._start} are meant to be there; it ends at {nbytes}"
+            )
+
+    def _open(self, path: str) -> int:
+        """Open the file; its bytes."""
+        if is_url(path):
+            self._object = Object(path)
+            return self._object.nbytes
+        # Non-blocking, because opening a named pipe would otherwise wait for its other end for ever.
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise CheckpointDamaged(f"{path}: not a regular file")
-        self._start, self.nbytes = part if part is not None else (0, status.st_size)
-        if self._start < 0 or self.nbytes < 0 or self._start + self.nbytes > status.st_size:
-            self.close()
-            raise CheckpointDamaged(
-                f"{path}: {self.nbytes} bytes at {self._start} are meant to be there; it ends at {status.st_size}"
-            )
+        return status.st_size
 
     def read(self, byte_offset: int, nbytes: int) -> bytes:
         """Exactly the bytes [byte_offset, byte_offset + nbytes).
@@ -49,7 +85,7 @@ class PositionedFile:
         parts: list[bytes] = []
         while nbytes:
             try:
-                part = os.pread(self._descriptor, min(nbytes, 1 << 30), self._start + byte_offset)
+                part = self._some(self._start + byte_offset, min(nbytes, 1 << 30))
             except OSError as error:
                 raise ReadFailed(f"{self.path}: {nbytes} bytes at {byte_offset} cannot be read: {error}") from error
             if not part:
@@ -61,6 +97,12 @@ class PositionedFile:
             byte_offset += len(part)
             nbytes -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _some(self, at: int, nbytes: int) -> bytes:
+        """At most so many bytes from there; none at the end."""
+        if self._object is not None:
+            return self._object.read(at, at + nbytes)
+        return os.pread(self._descriptor, nbytes, at)
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1

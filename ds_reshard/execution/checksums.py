@@ -7,12 +7,12 @@ that it read of a record to one number, and ranks exclusive-or theirs.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds_reshard.containers.crc import crc32, shift
+from ds_reshard.containers.positioned import close, opened, read_into
 from ds_reshard.errors import ChecksumMismatch, Fault
 from ds_reshard.execution.interfaces import Outcome, Slice, read_failed
 from ds_reshard.model.index import Record
@@ -122,13 +122,16 @@ def read_again(records: Iterable[Record]) -> list[Fault]:
 
 def crc32_on_disk(record: Record) -> tuple[int, int]:
     """The crc32 of a record's bytes, and how many of them the file does not have. Raises OSError."""
-    with open(record.path, "rb", buffering=0) as file:
+    file, memory = opened(record.path), memoryview(bytearray(min(record.nbytes, _CHUNK_NBYTES)))
+    try:
         crc, left = 0, record.nbytes
         while left:
-            data = os.pread(file.fileno(), min(left, _CHUNK_NBYTES), record.byte_offset + record.nbytes - left)
-            if not data:
+            got = read_into(file, [memory[: min(left, _CHUNK_NBYTES)]], record.byte_offset + record.nbytes - left)
+            if not got:
                 break
-            crc, left = crc32(data, crc), left - len(data)
+            crc, left = crc32(memory[:got], crc), left - got
+    finally:
+        close(file)
     return crc, left
 
 

@@ -10,7 +10,6 @@ Buffers in host memory, and bytes that are read for their checksum alone, are le
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from typing import Protocol
 import torch
 
 from ds_reshard.containers.crc import crc32
+from ds_reshard.containers.positioned import read_into
 from ds_reshard.errors import ConfigError, DeviceFailed, Fault, raise_faults
 from ds_reshard.execution.buffers import TensorTarget, memory_of
 from ds_reshard.execution.interfaces import Executor, Outcome, Saw, Slice, Target, ended_early, read_failed
@@ -358,7 +358,7 @@ class _Load:
             fd = self._files.acquire(path)
             while done < run.nbytes:
                 part = memory[run.position + done : run.position + min(run.nbytes, done + _READ_NBYTES)]
-                got = os.preadv(fd, [part], run.byte_offset + done)
+                got = read_into(fd, [part], run.byte_offset + done)
                 if not got:
                     self._note(ended_early(path, run.byte_offset, run.nbytes, run.byte_offset + done))
                     return False

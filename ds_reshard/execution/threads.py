@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,6 +12,8 @@ from typing import NamedTuple
 import numpy
 
 from ds_reshard.containers.crc import crc32
+from ds_reshard.containers.positioned import Opened, close, opened, read_into
+from ds_reshard.containers.remote import AT_ONCE, is_url
 from ds_reshard.errors import Fault
 from ds_reshard.execution.interfaces import Outcome, Saw, Slice, Target, ended_early, read_failed
 from ds_reshard.model.index import Record
@@ -26,7 +27,7 @@ class OpenFiles:
 
     def __init__(self, paths: Iterable[str], outcome: Outcome) -> None:
         self._left = Counter(paths)
-        self._open: dict[str, int] = {}
+        self._open: dict[str, Opened] = {}
         self._lock = threading.Lock()
         self._outcome = outcome
 
@@ -34,14 +35,14 @@ class OpenFiles:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for fd in self._open.values():
-            os.close(fd)
+        for file in self._open.values():
+            close(file)
         self._open.clear()
 
-    def acquire(self, path: str) -> int:
+    def acquire(self, path: str) -> Opened:
         with self._lock:
             if path not in self._open:
-                self._open[path] = os.open(path, os.O_RDONLY)
+                self._open[path] = opened(path)
                 self._outcome.files_opened += 1
             return self._open[path]
 
@@ -49,7 +50,7 @@ class OpenFiles:
         with self._lock:
             self._left[path] -= 1
             if not self._left[path] and path in self._open:
-                os.close(self._open.pop(path))
+                close(self._open.pop(path))
 
 
 # Large enough that a system call costs nothing, small enough that the checksum finds the bytes in cache.
@@ -76,6 +77,7 @@ class ThreadExecutor:
 
     def __init__(self, *, threads: int, memory_nbytes: int, checksum: bool, saw: Saw | None = None) -> None:
         self.threads = threads
+        self.memory_nbytes = memory_nbytes
         self.checksum = checksum
         self.saw = saw
         self.chunk_nbytes = max(4096, min(_CHUNK_NBYTES, memory_nbytes // threads))
@@ -84,13 +86,16 @@ class ThreadExecutor:
         outcome = Outcome()
         for fill in plan.fills:
             targets[fill.buffer].zero(fill.element_offset, fill.numel)
-        with ThreadPoolExecutor(self.threads, thread_name_prefix="ds-reshard") as pool:
+        remote = any(is_url(record.path) for record in Copies.of(plan.copies).records)
+        room = self.memory_nbytes // (2 * self.chunk_nbytes)  # what was asked for is in memory twice
+        threads = max(self.threads, min(AT_ONCE // 2, room)) if remote else self.threads
+        with ThreadPoolExecutor(threads, thread_name_prefix="ds-reshard") as pool:
             for batches in self._batches(plan):
                 files = OpenFiles((batch.record.path for batch in batches), outcome)
                 work = _Work(targets=targets, outcome=outcome, files=files, executor=self)
                 left = iter(batches)  # next() of a list's iterator is atomic: each thread takes the next batch
                 with files:
-                    for done in [pool.submit(work.run_all, left) for _ in range(min(self.threads, len(batches)))]:
+                    for done in [pool.submit(work.run_all, left) for _ in range(min(threads, len(batches)))]:
                         done.result()
         return outcome
 
@@ -140,7 +145,7 @@ class _Work:
             finally:
                 self.files.release(path)
 
-    def _move(self, batch: _Batch, fd: int) -> None:
+    def _move(self, batch: _Batch, fd: Opened) -> None:
         offsets, views, staged = self._views(batch)
         calls = self._read(fd, offsets, views, batch)
         if calls is None:
@@ -185,7 +190,7 @@ class _Work:
         memory: memoryview = self._scratch.memory
         return memory
 
-    def _read(self, fd: int, offsets: Sequence[int], views: Sequence[memoryview], batch: _Batch) -> int | None:
+    def _read(self, fd: Opened, offsets: Sequence[int], views: Sequence[memoryview], batch: _Batch) -> int | None:
         """Fill the views; the number of system calls, or None after a fault was noted.
 
         A few bytes that nobody wants between two views are read with them, into scratch memory behind all that is used.
@@ -206,10 +211,10 @@ class _Work:
         done = self._read_together(fd, offsets[first], together, batch)
         return None if done is None else calls + done
 
-    def _read_together(self, fd: int, offset: int, views: list[memoryview], batch: _Batch) -> int | None:
+    def _read_together(self, fd: Opened, offset: int, views: list[memoryview], batch: _Batch) -> int | None:
         calls = 0
         while views:
-            got = os.preadv(fd, views, offset)
+            got = read_into(fd, views, offset)
             calls += 1
             if got == 0:
                 self._fault(ended_early(batch.record.path, batch.byte_offset, batch.nbytes, offset))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force
+from ds_reshard.containers.remote import fetched
 from ds_reshard.errors import ConfigError, ReshardError, raise_faults
 from ds_reshard.formats.megatron.checkpoint import is_megatron
 from ds_reshard.formats.megatron.checkpoint import read_past as megatron_past
@@ -313,10 +314,10 @@ def _config_error(path: str, what: str, mend: str) -> ConfigError:
 
 
 def _bytes_asked_for() -> int | None:
-    """Bytes that this process has read so far, from any file, as Linux counts them (proc(5), rchar)."""
+    """Bytes that this process has read so far, from any file, as Linux counts them (proc(5), rchar), or store."""
     try:
         with open("/proc/self/io", encoding="ascii") as file:
-            return int(file.readline().removeprefix("rchar:"))
+            return int(file.readline().removeprefix("rchar:")) + fetched()[1]
     except (OSError, ValueError):
         return None
 

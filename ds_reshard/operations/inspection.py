@@ -12,12 +12,13 @@ from ds_reshard.model.content import SAMPLES, STEPS
 from ds_reshard.model.facts import GroupFacts, ScalarTensor
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.reports import Arrangement, FileEntry, GroupEntry, Inspection, ParameterEntry, StateEntry, Steps
-from ds_reshard.operations.source import Found, open_checkpoint
+from ds_reshard.operations.source import Found, open_ahead, open_checkpoint
 
 
 @uncollected()
 def describe(found: Found, *, bytes_read: Callable[[], int | None]) -> Inspection:
     """What the files tell, and every fault: where the checkpoint cannot be opened, its files alone."""
+    open_ahead(found)
     listing = found.listing
     if found.format.describe is not None:
         return found.format.describe(listing, bytes_read)

@@ -16,6 +16,7 @@ from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import Place, directories, read_directory
 from ds_reshard.containers.pickle_reader import Scanned, scan_file
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, UNSAFE, PickleRules, in_force, rules_in_force, trusted
+from ds_reshard.containers.remote import is_url
 from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed, ReshardError, faults_of, raise_faults
 from ds_reshard.model.reports import PickleScan
 from ds_reshard.operations.ranks import agree, attempt, broadcast, gather, rank
@@ -45,6 +46,10 @@ def scan_pickles(path: str) -> PickleScan:
 
 def walk(folder: str, faults: list[Fault]) -> Iterator[str]:
     """Every regular file below a folder, sorted, links followed once; what cannot be listed is a fault."""
+
+    if is_url(folder):
+        yield from (f"{folder}/{name}" for name in folders.files_below(folder))
+        return
 
     def unlisted(error: OSError) -> None:
         what = f"cannot be listed: {error.strerror or error}"
@@ -273,7 +278,5 @@ def _digest(paths: Iterable[str]) -> bytes:
     """What tells a rank whether another of this machine sees the same files now."""
     made = hashlib.sha256()
     for path in paths:
-        status = os.stat(path)
-        told = os.fsencode(path), status.st_ino, status.st_size, status.st_mtime_ns
-        made.update(repr(told).encode())
+        made.update(repr((os.fsencode(path), folders.identity(path))).encode())
     return made.digest()

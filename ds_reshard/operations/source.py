@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import UNSAFE, in_force, rules_in_force
 from ds_reshard.containers.positioned import PositionedFile
+from ds_reshard.containers.remote import AT_ONCE, is_url
+from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointNotFound, ReadFailed, ReshardError, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.names import Listing as ZeroListing
 from ds_reshard.model.checkpoint import Checkpoint, Format, Listing
@@ -34,6 +38,8 @@ def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True) ->
     load raises for files that are missing, damaged or of several saves; UnsafePickle where a file of the folder acts
     that is not read here, as another loader may read it.
     """
+    if whole:
+        open_ahead(found)
     with in_force(rules_in_force()):  # one list of what was read, and is not scanned again
         checkpoint = found.format.open(found.listing, states)
         if not whole:
@@ -42,6 +48,19 @@ def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True) ->
         others = scan_files(walk(found.folder, []))
         raise_faults([fault for fault in others.faults if fault.error in UNSAFE], subject=f"checkpoint {found.folder}")
     return checkpoint
+
+
+def open_ahead(found: Found) -> None:
+    """Of a folder by URL ask side by side for what opening its files reads; what is wrong is told then."""
+    if not is_url(found.folder):
+        return
+
+    def ahead(name: str) -> None:
+        with contextlib.suppress(ReshardError), open_archive(f"{found.folder}/{name}"):
+            pass
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(ahead, folders.files_below(found.folder)))
 
 
 _LATEST_NBYTES = 4096
@@ -57,6 +76,7 @@ def find_listing(path: str, tag: str | None) -> Found:
 
     Raises CheckpointNotFound where there is none, and ReadFailed where a folder cannot be listed.
     """
+    folders.renew(path)
     if not folders.is_folder(path):
         there = folders.exists(path)
         raise _not_found(

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from ds_reshard.containers import folders
 from ds_reshard.containers.crc import crc32
 from ds_reshard.containers.positioned import PositionedFile
+from ds_reshard.containers.remote import is_url
 from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReshardError, WriteFailed, raise_faults
 from ds_reshard.execution import disk
 
@@ -202,6 +203,9 @@ def _conversion_of(path: str) -> object:
 
 def refuse_places(source: str, out: str, needed_nbytes: int) -> None:
     """Raise where the output cannot be: inside the source or around it, on another file system, or too large."""
+    if is_url(out):
+        what, mend = "is a URL, and files are written to a local folder", "name a local folder, and copy it there"
+        raise_faults([_place(out, what, mend)], subject="converting")
     source, target = os.path.realpath(source), os.path.realpath(out)
     parent = os.path.dirname(os.path.abspath(out))
     faults = []

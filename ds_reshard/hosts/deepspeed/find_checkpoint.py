@@ -7,10 +7,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from pathlib import Path
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, in_force
+from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointNotFound, Fault, ReshardError, UnsupportedLayout, as_faults, raise_faults
 from ds_reshard.formats.zero.checkpoint import ALONE, Row, Sizes, ZeroCheckpoint, open_checkpoint, saved_sizes
@@ -78,14 +78,15 @@ def look_aside(load_dir: str, tag: object, *, universal: bool) -> Aside:
         tag = tag if tag is not None else latest_tag(load_dir, LATEST_UNIVERSAL if universal else LATEST)
         if tag is None:
             return Aside()
-        folder = Path(load_dir, str(tag))
-        name = list_folder(str(folder)).model.get(0)
+        folder = os.path.join(load_dir, str(tag))
+        name = list_folder(folder).model.get(0)
         if name is None:
-            return Aside(faults=(_no_facts(str(folder), "holds no model file"),))
-        entries = read_entries(str(folder / name), name.removesuffix(".pt"))
+            return Aside(faults=(_no_facts(folder, "holds no model file"),))
+        path = os.path.join(folder, name)
+        entries = read_entries(path, name.removesuffix(".pt"))
         if not {"lr_scheduler", "global_steps"} <= set(entries):
-            return Aside(faults=(_no_facts(str(folder / name), "says neither schedule nor iteration"),))
-        return Aside(folder=str(folder), entries={key: entries[key] for key in _ASIDE if key in entries})
+            return Aside(faults=(_no_facts(path, "says neither schedule nor iteration"),))
+        return Aside(folder=folder, entries={key: entries[key] for key in _ASIDE if key in entries})
     except Exception as error:
         return Aside(faults=tuple(as_faults(error, where=f"rank {rank()}")))
 
@@ -121,6 +122,7 @@ def look(
     `names` says.
     """
     listing = None
+    folders.renew(load_dir)
     try:
         other = None if universal else _of_another_format(load_dir, tag)
         if other is not None:
@@ -128,10 +130,10 @@ def look(
         tag = tag if tag is not None else latest_tag(load_dir, *tag_files(universal=universal))
         if tag is None:
             return Found()
-        folder = Path(load_dir, str(tag))
-        if not folders.is_folder(str(folder)):
+        folder = os.path.join(load_dir, str(tag))
+        if not folders.is_folder(folder):
             return Found(faults=(_no_tag(load_dir, str(tag)),))
-        listing = list_folder(str(folder))
+        listing = list_folder(folder)
         checkpoint = open_checkpoint(listing, optimizer=optimizer, row=row)
         if listing.universal:  # made of as many files as there are tensors: one rank reads them
             return Found(tag=str(tag), checkpoint=checkpoint, universal=True)
@@ -151,6 +153,7 @@ def look_too(found: Found, *, optimizer: bool, row: Row = ALONE) -> Found:
     """
     if found.listing is None:
         return found
+    folders.renew(found.listing.folder)
     try:
         checkpoint = open_checkpoint(found.listing, optimizer=optimizer, row=row)
         prints = _prints(checkpoint)
@@ -174,11 +177,10 @@ def _prints(checkpoint: ZeroCheckpoint) -> tuple[bytes, ...]:
 
 
 def _print(path: str) -> bytes:
-    with open_archive(path) as archive, open(path, "rb") as file:
+    with open_archive(path) as archive, PositionedFile(path) as file:
         told = [(name, one.byte_offset, one.nbytes, one.crc32) for name, one in archive.members.items()]
         member = archive.members["data.pkl"]
-        file.seek(member.byte_offset)
-        digest = blake2b(file.read(member.nbytes), digest_size=16)
+        digest = blake2b(file.read(member.byte_offset, member.nbytes), digest_size=16)
     digest.update(repr((os.path.basename(path), archive.root, told)).encode("utf-8", "surrogatepass"))
     return digest.digest()
 

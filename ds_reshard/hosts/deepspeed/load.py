@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force, trusted
+from ds_reshard.containers.remote import is_url
 from ds_reshard.errors import CheckpointDamaged, Fault, InternalError, UnsupportedLayout, raise_faults
 from ds_reshard.execution.cuda import device_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
@@ -456,10 +457,13 @@ def leave_to_deepspeed(
         request.load_optimizer and not request.moments
     )
     asked = mine.settings.always or mine.settings.prove or engine.load_universal_checkpoint()
-    always = asked and checkpoint.stage != 0
+    always = (asked or is_url(request.load_dir)) and checkpoint.stage != 0
     leave = same and (bool(mine.features) or not (always or partial))
     if leave and request.load_optimizer and not request.moments:
         faults.append(_unsupported_fault(engine, (*mine.features, "masters without moments"), checkpoint))
+    if leave and is_url(request.load_dir):
+        what, mend = "is of a kind that DeepSpeed itself loads, which reads no URL", "copy it to a local folder"
+        faults.append(UnsupportedLayout.fault(request.load_dir, what, mend=mend))
     if leave and not faults:
         faults += pattern_in_path(request.load_dir, request.tag) + _check_own(mine.live, checkpoint, shards)
         faults += scheduler_faults(engine, checkpoint.model, request)

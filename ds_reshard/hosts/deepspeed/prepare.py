@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from ds_reshard.containers import folders
 from ds_reshard.errors import (
     CheckpointDamaged,
     Fault,
@@ -315,7 +315,7 @@ def _files_as_listed(checkpoint: ZeroCheckpoint, plan: Plan) -> Iterator[Fault]:
     for path in plan.files:
         listed = checkpoint.listing.nbytes[path.removeprefix(f"{checkpoint.listing.folder}/")]
         try:
-            nbytes = os.stat(path).st_size
+            nbytes = folders.identity(path)[0]
         except OSError as error:
             yield _other_folder(path, rank(), f"{listed} bytes", error.strerror or str(error))
             continue

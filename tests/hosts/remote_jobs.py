@@ -1,0 +1,13 @@
+"""Loads by URL, in the rank workers: with the environment that names the store."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jobs
+
+
+def load(environment: dict[str, str], **given: Any) -> dict[str, Any]:
+    os.environ.update(environment)
+    return jobs.load(**given)

@@ -1,0 +1,213 @@
+"""Checkpoints by URL: an S3 server on this machine (moto), with s3fs as its client."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import Model, Run
+from gathered import assert_same
+from saves import Saves
+
+from ds_reshard.cli.main import main
+from ds_reshard.containers import remote
+from ds_reshard.operations import inspect
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
+from zero_builder import Built, write
+
+pytestmark = pytest.mark.distributed
+
+SECRET = "not-to-be-shown"
+
+
+class Store:
+    """A bucket, filled from local folders; `environment` is what a client needs to find it."""
+
+    def __init__(self, address: str) -> None:
+        import s3fs
+
+        self.environment = {
+            "AWS_ENDPOINT_URL": address,
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        os.environ.update(self.environment)
+        self.files = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
+        self.files.mkdir("bucket")
+
+    def put(self, folder: Path, name: str) -> str:
+        self.files.put(f"{folder}/", f"bucket/{name}/", recursive=True)
+        return f"s3://bucket/{name}"
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Store]:
+    pytest.importorskip("s3fs", reason="the test extra has s3fs and moto")
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    before = dict(os.environ)
+    try:
+        yield Store(f"http://{host}:{port}")
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        server.stop()
+
+
+SHAPES = tuple((f"p{i}", (7, i + 1)) for i in range(9))
+
+
+@pytest.fixture(scope="module")
+def shards(store: Store, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A synthetic checkpoint of 64 shards, here and there."""
+    folder = tmp_path_factory.mktemp("shards") / "saved"
+    built = Built(groups=(SHAPES,), frozen=(), tied=(), states=("exp_avg", "exp_avg_sq"), dp=64, seed=5)
+    write(built, folder)
+    return folder, store.put(folder, "shards")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["inspect"],
+        ["verify"],
+        ["verify", "--deep"],
+        ["verify", "--pickles"],
+        ["fingerprint"],
+        ["plan", "--to", "zero3", "--dp", "3"],
+    ],
+    ids=" ".join,
+)
+def test_every_tool_says_what_it_says_of_local_files(
+    shards: tuple[Path, str], command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, url = shards
+    said = []
+    for path in (str(folder), url):
+        assert main([command[0], path, *command[1:], "--json"]) == 0
+        said.append(json.loads(capsys.readouterr().out.replace(path, "PATH")))
+    for one in said:
+        for key in ("bytes_read", "metadata_nbytes", "seconds"):
+            one.pop(key, None)
+    assert said[0] == said[1]
+
+
+def test_what_is_converted_from_a_store_is_what_is_converted_from_the_disk(
+    shards: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, url = shards
+    for path, out in ((str(folder), "here"), (url, "there")):
+        assert main(["convert", path, str(tmp_path / out), "--to", "zero3", "--dp", "3"]) == 0
+    files = [path.relative_to(tmp_path / "here") for path in (tmp_path / "here").rglob("*.pt")]
+    assert files
+    for name in files:
+        assert (tmp_path / "here" / name).read_bytes() == (tmp_path / "there" / name).read_bytes()
+    capsys.readouterr()
+    assert main(["diff", url, str(tmp_path / "there")]) == 0
+
+
+def test_a_checkpoint_of_many_shards_is_opened_with_few_requests(shards: tuple[Path, str]) -> None:
+    """At most three ranges a file where headers lie near each other, and bytes of metadata alone."""
+    _, url = shards
+    remote._RANGES.clear()
+    before = remote.fetched()
+    found = inspect(url)
+    assert found.faults == () and found.dp == 64
+    requests = remote.fetched()[0] - before[0]
+    assert requests <= 3 * len(found.files), (requests, len(found.files))
+
+
+@pytest.mark.parametrize(("source", "target"), [(Run(2, 4), Run(3, 2)), (Run(2, 2), Run(2, 2)), (Run(3, 2), Run(1, 3))])
+def test_a_load_by_url_is_the_load_of_the_local_folder(
+    worlds: Any, saves: Saves, store: Store, source: Run, target: Run
+) -> None:
+    """Under another layout and under the same: DeepSpeed itself reads no URL."""
+    folder, saved = saves(source, Model())
+    url = store.put(folder, f"run-{folder.name}")
+    loaded = worlds[target.dp].run(
+        "remote_jobs.load", environment=store.environment, run=target, model=Model(), folder=url
+    )
+    assert_same(saved, loaded)
+
+
+def test_what_changes_in_a_store_is_seen_by_the_next_load(store: Store, tmp_path: Path) -> None:
+    built = Built(groups=(SHAPES,), frozen=(), tied=(), states=("exp_avg",), dp=2, seed=5)
+    write(built, tmp_path / "first")
+    url = store.put(tmp_path / "first", "changing")
+    assert inspect(url).states != ()
+    name = next(path for path in store.files.find("bucket/changing") if "optim" in path)
+    store.files.rm(name)
+    assert any("missing" in fault.what for fault in inspect(url).faults)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("s3://bucket/none", "does not exist"),
+        ("s3://no-bucket/run", "does not exist"),
+        (f"s3://key:{SECRET}@bucket/run", "holds credentials"),
+        (f"s3://bucket/run?X-Amz-Signature={SECRET}", "holds credentials"),
+        ("unknown://bucket/run", "does not know"),
+        ("gs://bucket/run", "pip install gcsfs"),
+        ("s3://bucket/shards/latest", "is a file"),
+    ],
+)
+def test_what_cannot_be_read_is_named_without_secrets(
+    shards: tuple[Path, str], url: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("inspect", "fingerprint"):
+        assert main([command, url]) != 0
+        said = capsys.readouterr()
+        assert says in said.err, said.err
+        assert SECRET not in said.err + said.out
+
+
+def test_an_empty_object_and_one_that_a_listing_misses_are_named(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    built = Built(groups=(SHAPES,), frozen=(), tied=(), states=("exp_avg",), dp=2, seed=5)
+    write(built, tmp_path / "first")
+    url = store.put(tmp_path / "first", "empty")
+    name = next(path for path in store.files.find("bucket/empty") if "optim" in path)
+    store.files.pipe(name, b"")
+    assert main(["inspect", url]) == 1
+    assert "empty" in capsys.readouterr().out
+
+
+def test_an_output_by_url_is_refused(shards: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(shards[0]), "s3://bucket/out", "--to", "zero3", "--dp", "3"]) == 2
+    assert "name a local folder" in capsys.readouterr().err
+
+
+def test_no_permission_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Refusing:
+        def ls(self, *_: object, **__: object) -> list[object]:
+            raise PermissionError(13, "Forbidden")
+
+    monkeypatch.setattr(remote, "_store", lambda _: (Refusing(), "bucket/private"))
+    assert main(["inspect", "s3://bucket/private"]) == 2
+    assert "s3://bucket/private: cannot be looked at: Forbidden" in capsys.readouterr().err
+
+
+def test_a_conversion_fetches_each_byte_once(store: Store, tmp_path: Path) -> None:
+    """Beside at most the beginnings and the ends of files, where their directories lie."""
+    shapes = tuple((f"p{i}", (500, 1000)) for i in range(4))
+    built = Built(groups=(shapes,), frozen=(), tied=(), states=("exp_avg", "exp_avg_sq"), dp=2, seed=5)
+    write(built, tmp_path / "large")
+    url = store.put(tmp_path / "large", "large")
+    files = [path.stat().st_size for path in (tmp_path / "large").rglob("*.pt")]
+    before = remote.fetched()[1]
+    assert main(["convert", url, str(tmp_path / "out"), "--to", "zero3", "--dp", "3", "--processes", "1"]) == 0
+    assert remote.fetched()[1] - before <= 1.02 * sum(files) + len(files) * 3 * remote._END_NBYTES
