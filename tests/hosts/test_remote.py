@@ -14,6 +14,7 @@ import pytest
 from cases import Model, Run
 from gathered import assert_same
 from saves import Saves
+from store_proxy import Proxy
 
 from ds_reshard.cli.main import main
 from ds_reshard.containers import remote
@@ -30,11 +31,12 @@ SECRET = "not-to-be-shown"
 class Store:
     """A bucket, filled from local folders; `environment` is what a client needs to find it."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, proxy: Proxy) -> None:
         import s3fs
 
+        self.proxy = proxy
         self.environment = {
-            "AWS_ENDPOINT_URL": address,
+            "AWS_ENDPOINT_URL": proxy.address,
             "AWS_ACCESS_KEY_ID": "key",
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_DEFAULT_REGION": "us-east-1",
@@ -59,7 +61,9 @@ def store() -> Iterator[Store]:
     host, port = server.get_host_and_port()
     before = dict(os.environ)
     try:
-        yield Store(f"http://{host}:{port}")
+        proxy = Proxy(host, port)
+        yield Store(proxy)
+        proxy.close()
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -184,6 +188,59 @@ def test_an_empty_object_and_one_that_a_listing_misses_are_named(
     store.files.pipe(name, b"")
     assert main(["inspect", url]) == 1
     assert "empty" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault", ["throttle", "cut"])
+def test_a_store_that_is_busy_or_hangs_up_is_asked_again(store: Store, tmp_path: Path, fault: str) -> None:
+    """503 SlowDown, and connections that end half-way: the store's own package tries again, and the bytes are right."""
+    built = Built(groups=(SHAPES,), frozen=(), tied=(), states=("exp_avg",), dp=2, seed=5)
+    write(built, tmp_path / "first")
+    url = store.put(tmp_path / "first", fault)
+    setattr(store.proxy, fault, 3)
+    remote._RANGES.clear()
+    assert main(["diff", url, str(tmp_path / "first")]) == 0
+    assert getattr(store.proxy, fault) == 0
+
+
+def test_a_store_that_never_answers_is_named(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    built = Built(groups=(SHAPES,), frozen=(), tied=(), states=("exp_avg",), dp=2, seed=5)
+    write(built, tmp_path / "first")
+    url = store.put(tmp_path / "first", "busy")
+    remote._RANGES.clear()
+    store.proxy.throttle = 1 << 20
+    try:
+        assert main(["fingerprint", url]) == 2
+    finally:
+        store.proxy.throttle = 0
+    said = capsys.readouterr().err
+    assert "cannot be read" in said and url in said
+    assert SECRET not in said
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_noticed(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though its size is the same; nothing is written."""
+    for name, seed in (("first", 5), ("second", 6)):
+        built = Built(groups=(SHAPES,), frozen=(), tied=(), states=("exp_avg",), dp=2, seed=seed)
+        write(built, tmp_path / name)
+    url = store.put(tmp_path / "first", "replaced")
+    plain, done = remote.Object.fetch, []
+
+    def fetch(self: remote.Object, start: int, stop: int) -> bytes:
+        if not done and sys._getframe(1).f_code.co_name == "read_into":
+            done.append(True)
+            store.put(tmp_path / "second", "replaced")
+        return plain(self, start, stop)
+
+    monkeypatch.setattr(remote.Object, "fetch", fetch)
+    assert main(["convert", url, str(tmp_path / "out"), "--to", "zero3", "--dp", "3", "--processes", "1"]) == 2
+    assert done
+    assert "has changed while it was read" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_output_by_url_is_refused(shards: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,79 @@
+"""What a store far away does: a proxy in front of one on this machine that is late, throttles and cuts connections."""
+
+from __future__ import annotations
+
+import threading
+import time
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+_SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"
+
+
+class Proxy:
+    """Forwards to `host`:`port`; each answer comes `latency_s` later.
+
+    Of the ranges that are asked for while `throttle` or `cut` is set, so many are answered with 503, or half.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self.latency_s = 0.0
+        self.throttle = self.cut = self.requests = 0
+        self._lock = threading.Lock()
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def _forward(self) -> None:
+                time.sleep(proxy.latency_s)
+                ranged = self.command == "GET" and "Range" in self.headers
+                throttled, cut = proxy._misbehave() if ranged else (False, False)
+                if throttled:
+                    self._answer(503, [("Content-Type", "application/xml")], _SLOW_DOWN)
+                    return
+                given = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                there = HTTPConnection(host, port)
+                there.request(self.command, self.path, given or None, dict(self.headers))
+                answer = there.getresponse()
+                data = answer.read()
+                self._answer(answer.status, answer.getheaders(), data, cut=cut)
+                there.close()
+
+            def _answer(self, status: int, headers: list[tuple[str, str]], data: bytes, *, cut: bool = False) -> None:
+                self.send_response(status)
+                kept = {
+                    name: value for name, value in headers if name.lower() not in ("transfer-encoding", "connection")
+                }
+                if self.command != "HEAD":
+                    kept = {name: value for name, value in kept.items() if name.lower() != "content-length"}
+                    kept["Content-Length"] = str(len(data))
+                for name, value in kept.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(data[: len(data) // 2] if cut else data)
+                if cut:
+                    self.close_connection = True
+
+            do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _forward
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.address = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _misbehave(self) -> tuple[bool, bool]:
+        with self._lock:
+            self.requests += 1
+            throttled, cut = self.throttle > 0, self.throttle <= 0 < self.cut
+            self.throttle -= throttled
+            self.cut -= cut
+        return throttled, cut
