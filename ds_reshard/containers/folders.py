@@ -114,7 +114,6 @@ def identity(path: str) -> Identity:
 
 def identities_below(folder: str) -> dict[str, Identity]:
     """As `files_below`."""
-    renew(folder)
     found, waiting, root = {}, [""], _status(folder)
     seen = {(root.st_dev, root.st_ino)} if root is not None else set()
     linked = not remote.is_url(folder)

@@ -41,10 +41,10 @@ class Status(NamedTuple):
 
 def status(url: str) -> Status | None:
     """None where nothing has the name. Raises OSError."""
-    parent, name = posixpath.split(url.rstrip("/"))
-    listed = _LISTED.get(parent)
-    if listed is not None:
-        return listed.get(name)
+    url = url.rstrip("/")
+    parent, name = posixpath.split(url)
+    if _is_known(parent):
+        return listing(parent).get(name)
     if listing(url):
         return Status(None)
     store, path = _store(url)
@@ -59,6 +59,8 @@ def status(url: str) -> Status | None:
 def listing(url: str) -> dict[str, Status]:
     """What lies in a folder, sorted by name; nothing where there is no folder. Raises OSError."""
     url = url.rstrip("/")
+    if url not in _LISTED and _is_known(posixpath.dirname(url)) and status(url) is None:
+        return {}
     if url not in _LISTED:
         store, path = _store(url)
         try:
@@ -72,6 +74,15 @@ def listing(url: str) -> dict[str, Status]:
         kept = {name: _status(one) for name, one in names.items() if str(one["name"]).rstrip("/") != itself}
         _LISTED[url] = dict(sorted((name, one) for name, one in kept.items() if name))
     return _LISTED[url]
+
+
+def _is_known(folder: str) -> bool:
+    """Whether the folder was listed, or one that it lies in."""
+    while "://" in folder and not folder.endswith("/"):
+        if folder in _LISTED:
+            return True
+        folder = posixpath.dirname(folder)
+    return False
 
 
 def forget(url: str) -> None:

@@ -103,7 +103,10 @@ def _nbytes(target: Target) -> int:
 
 
 def _seen(folder: str | None) -> dict[str, folders.Identity]:
-    return folders.identities_below(folder) if folder is not None else {}
+    if folder is None:
+        return {}
+    folders.renew(folder)
+    return folders.identities_below(folder)
 
 
 def _changed(folder: str | None, names: Iterable[str], before: Mapping[str, folders.Identity]) -> Iterator[Fault]:

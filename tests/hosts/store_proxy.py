@@ -18,6 +18,7 @@ class Proxy:
 
     def __init__(self, host: str, port: int) -> None:
         self.latency_s = 0.0
+        self.commands: list[str] = []
         self.throttle = self.cut = self.requests = 0
         self._lock = threading.Lock()
         proxy = self
@@ -27,6 +28,7 @@ class Proxy:
 
             def _forward(self) -> None:
                 time.sleep(proxy.latency_s)
+                proxy.commands.append(f"{self.command} {self.path}")
                 ranged = self.command == "GET" and "Range" in self.headers
                 throttled, cut = proxy._misbehave() if ranged else (False, False)
                 if throttled:

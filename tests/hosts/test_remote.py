@@ -122,15 +122,17 @@ def test_what_is_converted_from_a_store_is_what_is_converted_from_the_disk(
     assert main(["diff", url, str(tmp_path / "there")]) == 0
 
 
-def test_a_checkpoint_of_many_shards_is_opened_with_few_requests(shards: tuple[Path, str]) -> None:
-    """At most three ranges a file where headers lie near each other, and bytes of metadata alone."""
+def test_a_checkpoint_of_many_shards_is_opened_with_few_requests(store: Store, shards: tuple[Path, str]) -> None:
+    """Two listings, of the folder and of its tag, and at most two ranges a file."""
     _, url = shards
     remote._RANGES.clear()
-    before = remote.fetched()
+    before = len(store.proxy.commands)
     found = inspect(url)
     assert found.faults == () and found.dp == 64
-    requests = remote.fetched()[0] - before[0]
-    assert requests <= 3 * len(found.files), (requests, len(found.files))
+    commands = store.proxy.commands[before:]
+    listings = [command for command in commands if "list-type" in command or command.startswith("HEAD")]
+    assert len(listings) == 2, listings
+    assert len(commands) - len(listings) <= 2 * len(found.files), (len(commands), len(found.files))
 
 
 @pytest.mark.parametrize(("source", "target"), [(Run(2, 4), Run(3, 2)), (Run(2, 2), Run(2, 2)), (Run(3, 2), Run(1, 3))])
