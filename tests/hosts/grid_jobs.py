@@ -14,318 +14,9 @@ from typing import Any
 
 import torch
 from grid_cases import Grid
+from grid_models import BUILD, SPECS, moments, numbers
 
 _STATE: dict[str, Any] = {}
-VOCABULARY, WIDTH = 7, 6
-
-
-def numbers(start: int, *shape: int) -> torch.Tensor:
-    """Numbers that bf16 holds exactly, none of them twice: 6000 there are."""
-    count = int(torch.tensor(shape).prod())
-    assert start + count <= 6000
-    bits = torch.arange(0x3700 + start, 0x3700 + start + count, dtype=torch.int32).to(torch.int16)
-    return bits.view(torch.bfloat16).float().view(shape)
-
-
-def square(module: torch.nn.Module) -> Any:
-    return sum((p * (p.detach() / 4)).sum() for p in module.parameters() if p.requires_grad)
-
-
-def moments(master: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What Adam makes of the gradient master / 4 in its first step, rounded as torch rounds it."""
-    gradient = master.float() / 4
-    first = torch.zeros_like(gradient).lerp_(gradient, 1 - 0.9)
-    second = torch.zeros_like(gradient).mul_(0.999).addcmul_(gradient, gradient, value=1 - 0.999)
-    return {"exp_avg": first, "exp_avg_sq": second}
-
-
-class Block(torch.nn.Module):
-    def __init__(self, start: int, frozen: bool = False) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(numbers(start, 5, 7))
-        self.b = torch.nn.Parameter(numbers(start + 50, 7))
-        self.register_buffer("count", torch.tensor([float(start)]))
-        if frozen:
-            self.fixed = torch.nn.Parameter(numbers(start + 70, 3), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + square(self)
-
-
-class Embedding(torch.nn.Module):
-    """Tied in its weight, and not in its position, of which each stage has a copy of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(numbers(0, 11, 3))
-        self.position = torch.nn.Parameter(numbers(40, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + square(self)
-
-
-def head(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return x + (module.weight * 0).sum()
-
-
-class Norm(torch.nn.Module):
-    """Alone in its stage where there are four: the ranks of DeepSpeed's stages need as many param groups each."""
-
-    def __init__(self, start: int) -> None:
-        super().__init__()
-        self.g = torch.nn.Parameter(numbers(start, 9))
-        self.m = torch.nn.Parameter(numbers(start + 20, 3, 2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + square(self)
-
-
-def _layers(kind: str) -> list[Any]:
-    from deepspeed.pipe import LayerSpec, TiedLayerSpec
-
-    first = head_first if kind == "no file" else None
-    if kind == "no ties":
-        return [LayerSpec(Block, 100 * number) for number in range(1, 6)]
-    return [
-        TiedLayerSpec("embed", Embedding, forward_fn=first),
-        LayerSpec(Block, 100, True),
-        LayerSpec(Block, 200),
-        lambda x: x,
-        LayerSpec(Block, 300),
-        TiedLayerSpec("embed", Embedding, forward_fn=head),
-        LayerSpec(Norm, 400),
-    ]
-
-
-def head_first(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return module(x)
-
-
-def _pipeline(grid: Grid) -> tuple[torch.nn.Module, Any]:
-    from deepspeed.pipe import PipelineModule
-    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-
-    topology = PipeModelDataParallelTopology(grid.pp, grid.tp, grid.dp)
-    model = PipelineModule(
-        _layers(grid.layers), topology=topology, loss_fn=lambda out, label: out.sum(), partition_method="uniform"
-    )
-    if model.stage_id > 0 and "embed" in model.tied_modules and grid.layers != "one position":
-        model.tied_modules["embed"].position.data = numbers(60, 3)
-    for name, parameter in model.named_parameters():
-        if grid.tp > 1 and name.endswith(".w"):  # as a shard: each tensor-parallel rank has values of its own
-            parameter.data = numbers(500 + 100 * int(name[0]) + 40 * _tp_rank(model), 5, 7)
-    return model, None
-
-
-class Plain(torch.nn.Module):
-    """The layers of the pipeline as a plain module, by other names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = Embedding()
-        self.blocks = torch.nn.ModuleList([Block(100, True), Block(200), Block(300)])
-        self.norm = Norm(400)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return square(self)
-
-
-NAMES = {
-    "tied_modules\\.embed\\.(.*)": "embed.{1}",
-    "(?P<n>[12])\\.(.*)": "blocks.{n-1}.{2}",
-    "4\\.(.*)": "blocks.2.{1}",
-    "6\\.(.*)": "norm.{1}",
-}
-"""What the pipeline's parameters are called in `Plain`."""
-
-
-def _plain(grid: Grid) -> tuple[torch.nn.Module, Any]:
-    return Plain(), None
-
-
-def _tp_rank(model: Any) -> int:
-    return int(model.mpu().get_slice_parallel_rank())
-
-
-class Attention(torch.nn.Module):
-    """A fused projection of uneven parts, a column, a row, and what is not cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        linear = torch.nn.Linear
-        self.norm = torch.nn.LayerNorm(WIDTH)
-        self.col, self.row = linear(WIDTH, 10), linear(10, WIDTH)
-        self.qkv = linear(WIDTH, 16)
-        self.untouched = linear(WIDTH, 3)
-
-
-class Cut(torch.nn.Module):
-    def __init__(self, few: bool = False) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(VOCABULARY, WIDTH)
-        if few:
-            self.few = torch.nn.Linear(WIDTH, 2)
-        self.layers = torch.nn.ModuleList([Attention(), Attention()])
-        if few:
-            self.head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
-            self.head.weight = self.embed.weight
-        self.frozen = torch.nn.Parameter(torch.zeros(5), requires_grad=False)
-        self.register_buffer("count", torch.tensor([3.0, 4.0]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return square(self)
-
-
-SPECS = {
-    "use_default_specs": False,
-    "layer_specs": [
-        {"patterns": [r".*\.row\.weight$"], "partition_type": "row"},
-        {"patterns": [r".*\.col\.weight$"], "partition_type": "column"},
-        {"patterns": [r".*few\.weight$"], "partition_type": "column"},
-        {"patterns": [r".*\.qkv\.weight$"], "partition_type": "column", "shape": [[8, 4, 4], -1], "partition_dim": 0},
-        {"patterns": [r".*\.untouched\.weight$"], "partition_type": "skip"},
-    ],
-}
-
-
-def _autotp(grid: Grid) -> tuple[torch.nn.Module, Any]:
-    model, start = Cut(few=grid.layers == "few"), 0
-    for parameter in model.parameters():
-        parameter.data.copy_(numbers(start, *parameter.shape))
-        start += parameter.numel()
-    return model, None
-
-
-class Mpu:
-    """The calls that DeepSpeed makes; tensor-parallel ranks are neighbours."""
-
-    def __init__(self, tp: int) -> None:
-        ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-        self._sizes = {"model": tp, "data": ranks // tp}
-        rows = [list(range(first, first + tp)) for first in range(0, ranks, tp)]
-        columns = [list(range(first, ranks, tp)) for first in range(tp)]
-        self._groups = {}
-        for kind, lists in (("model", rows), ("data", columns)):
-            for members in lists:
-                group = torch.distributed.new_group(members)
-                if rank in members:
-                    self._groups[kind] = group
-
-    def __getattr__(self, name: str) -> Callable[[], Any]:
-        if not any(kind in name for kind in ("model_parallel", "data_parallel")):
-            raise AttributeError(name)
-        kind = "data" if "data" in name else "model"
-        if name.startswith("get_pipeline"):
-            return lambda: 1 if name.endswith("size") else 0
-        if name.endswith("_world_size"):
-            return lambda: self._sizes[kind]
-        if name.endswith("_rank"):
-            return lambda: torch.distributed.get_rank(self._groups[kind])
-        if name.endswith("_group"):
-            return lambda: self._groups[kind]
-        raise AttributeError(name)
-
-
-def _mpu_cut(grid: Grid) -> tuple[torch.nn.Module, Any]:
-    """A vocabulary of 7 rows, padded to a multiple of the ranks, SwiGLU halves, uneven heads, a row, and a norm."""
-    mpu = Mpu(grid.tp)
-    model, rank, tp = torch.nn.Module(), mpu.get_model_parallel_rank(), grid.tp
-    vocabulary = 8 if grid.layers == "even" else VOCABULARY
-    padded = -(-vocabulary // tp) * tp
-    embed = torch.cat([numbers(0, vocabulary, WIDTH), torch.zeros(padded - vocabulary, WIDTH)])
-    gate, up, (q, k, v) = (
-        numbers(100, 8, 6),
-        numbers(200, 8, 6),
-        (numbers(300 + 100 * n, r, 6) for n, r in enumerate((8, 4, 4))),
-    )
-    cut = {
-        "embed": embed.chunk(tp)[rank],
-        "gate_up": torch.cat([part.chunk(tp)[rank] for part in (gate, up)]),
-        "qkv": torch.cat([part.chunk(tp)[rank] for part in (q, k, v)]),
-        "row": numbers(600, 6, 8).chunk(tp, 1)[rank].contiguous(),
-        "norm": numbers(700, 6),
-    }
-    for name, tensor in cut.items():
-        parameter = torch.nn.Parameter(tensor.clone())
-        parameter.model_parallel = parameter.tensor_model_parallel = name != "norm"  # type: ignore[attr-defined]
-        model.register_parameter(name, parameter)
-    model.forward = lambda x: square(model)  # type: ignore[method-assign]
-    if grid.layers in ("said", "even"):
-        model.universal_checkpoint_info = {
-            "universal_checkpoint_version": 0.2,
-            "tp_replicated_parameter_patterns": ["norm"],
-            "parameter_with_row_parallelism_patterns": ["row"],
-            "vocabulary_parameter_patterns": ["embed"],
-            "original_vocab_size": vocabulary,
-            "parameter_with_2_sub_params_cat_dim_0": ["gate_up"],
-            "parameter_with_sub_params": [{"patterns": ["qkv"], "shape": ((8, 4, 4), 6), "partition_dim": 0}],
-        }
-    return model, mpu
-
-
-RULES = [
-    {"parameters": "embed", "vocabulary": VOCABULARY},
-    {"parameters": "gate_up", "parts": 2},
-    {"parameters": "qkv", "parts": [8, 4, 4]},
-    {"parameters": "row", "dim": 1},
-    {"parameters": "norm", "replicated": True},
-]
-
-
-def _mpu(grid: Grid) -> tuple[torch.nn.Module, Any]:
-    """Nothing in its files says how a tensor is cut: each rank has numbers of its own, but for one that all share."""
-    mpu = Mpu(grid.tp)
-    model, rank = torch.nn.Module(), mpu.get_model_parallel_rank()
-    for number, shape in enumerate([(8, 6), (8,), (6, 4), (6,), (5, 3)]):
-        start = 200 * number + (0 if shape == (6,) else 100 * rank)
-        parameter = torch.nn.Parameter(numbers(start, *shape))
-        parameter.model_parallel = parameter.tensor_model_parallel = shape != (6,)  # type: ignore[attr-defined]
-        model.register_parameter(f"p{number}", parameter)
-    model.forward = lambda x: square(model)  # type: ignore[method-assign]
-    return model, mpu
-
-
-EXPERTS = 4
-
-
-class Expert(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(4, 5), torch.nn.Linear(5, 4, bias=False)
-
-
-def _moe(grid: Grid) -> tuple[torch.nn.Module, Any]:
-    """Two layers of four experts; each has numbers of its own, by its number among all."""
-    from deepspeed.moe.layer import MoE
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense = torch.nn.Linear(4, 4)
-            layers = [MoE(4, Expert(), num_experts=EXPERTS, ep_size=grid.ep, k=1, use_residual=n > 0) for n in range(2)]
-            self.moe = torch.nn.ModuleList(layers)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return square(self)
-
-    model, rank, ranks = Model(), torch.distributed.get_rank(), torch.distributed.get_world_size()
-    swapped = grid.config.get("use_data_before_expert_parallelism")
-    place = rank // (ranks // grid.ep) if swapped else rank % grid.ep
-    start = 0
-    for name, parameter in model.named_parameters():
-        if ".deepspeed_experts." not in name:
-            parameter.data.copy_(numbers(start, *parameter.shape))
-            start += parameter.numel()
-    for layer, moe in enumerate(model.moe):
-        for local, expert in enumerate(moe.deepspeed_moe.experts.deepspeed_experts):
-            start = 1000 + 1000 * layer + 100 * (place * EXPERTS // grid.ep + local)
-            for parameter in expert.parameters():
-                parameter.data.copy_(numbers(start, *parameter.shape))
-                start += parameter.numel()
-    return model, None
-
-
-_BUILD = {"plain": _plain, "moe": _moe, "pipeline": _pipeline, "autotp": _autotp, "mpu": _mpu, "cut": _mpu_cut}
 
 
 def config_of(grid: Grid) -> dict[str, Any]:
@@ -347,6 +38,9 @@ def config_of(grid: Grid) -> dict[str, Any]:
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     if grid.kind == "autotp" and grid.tp > 1:
         config["tensor_parallel"] = {"autotp_size": grid.tp, "partition_config": SPECS}
+    if grid.kind == "autoep":
+        config["expert_parallel"] = {"enabled": True, "autoep_size": grid.ep, "preset_model": "mixtral"}
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0, "torch_adam": True}}
     return config
 
 
@@ -357,24 +51,28 @@ def _groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     return [{"params": of_kind, **own} for of_kind, own in zip(kinds, settings, strict=True) if of_kind]
 
 
+def _schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+
 def build(grid: Grid) -> Any:
     """An engine that holds the rule's values, before any step."""
     import deepspeed
 
     _forget()
-    model, mpu = _BUILD[grid.kind](grid)
+    model, mpu = BUILD[grid.kind](grid)
     groups = _groups(model)
     if grid.kind == "moe":
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
         every = {"params": list(model.parameters()), "name": "all", "lr": 0.0, "weight_decay": 0.0}
         groups = split_params_into_different_moe_groups_for_optimizer(every)
-    optimizer = torch.optim.AdamW(groups)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    optimizer = torch.optim.AdamW(groups) if grid.kind != "autoep" else None  # which splits groups itself
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
-        lr_scheduler=scheduler,
+        model_parameters=list(model.parameters()) if optimizer is None else None,
+        lr_scheduler=_schedule if optimizer is None else _schedule(optimizer),
         config=config_of(grid),
         mpu=mpu,
         dist_init_required=False,
@@ -468,7 +166,9 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
 
 
 @alone
-def load(grid: Grid, folder: str, hooks: bool = True, saved_ep: int = 1, **arguments: Any) -> dict[str, Any]:
+def load(
+    grid: Grid, folder: str, hooks: bool = True, saved_ep: int = 1, wiped: float = 0.0, **arguments: Any
+) -> dict[str, Any]:
     """Build, note the truth, wipe, load; `wrong` names what is not the truth, with the number of wrong elements."""
     import ds_reshard
 
@@ -478,7 +178,7 @@ def load(grid: Grid, folder: str, hooks: bool = True, saved_ep: int = 1, **argum
     truth = [flat.detach().clone() for flat, _ in _parts(engine)]
     weights = {name: tensor.clone() for name, tensor in _weights(engine).items()}
     for tensor in (*(flat for flat, _ in _parts(engine)), *_weights(engine).values()):
-        tensor.data.zero_()
+        tensor.data.fill_(wiped)
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     said = [_said(group) for group in inner.param_groups]
     for group in inner.param_groups:
@@ -496,7 +196,7 @@ def load(grid: Grid, folder: str, hooks: bool = True, saved_ep: int = 1, **argum
         wrong[f"{number} group"] = sum(_said(group)[key] != value for key, value in before.items())
     for number, ((flat, state), master) in enumerate(zip(_parts(engine), truth, strict=True)):
         wrong[f"{number} fp32"] = _differing(flat.detach(), master)
-        of_experts = grid.kind == "moe" and inner.param_groups[number].get("moe")
+        of_experts = grid.kind in ("moe", "autoep") and inner.param_groups[number].get("moe")
         # DeepSpeed divides the gradients of experts by all data-parallel ranks, of which only some have them
         expected = moments(torch.where(untied(master), 0.0, master.float()) / (saved_ep if of_experts else 1))
         for kind, value in expected.items():

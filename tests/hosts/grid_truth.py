@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from grid_cases import Grid
-from grid_jobs import EXPERTS, VOCABULARY, WIDTH, Cut, Expert, moments, numbers
+from grid_models import EXPERTS, VOCABULARIES, VOCABULARY, WIDTH, Cut, Expert, moments, numbers
 
 Tensors = dict[tuple[str, str], torch.Tensor]
 
@@ -55,7 +55,7 @@ def _autotp(grid: Grid) -> dict[str, torch.Tensor]:
 
 
 def _cut(grid: Grid) -> dict[str, torch.Tensor]:
-    vocabulary = 8 if grid.layers == "even" else VOCABULARY
+    vocabulary = VOCABULARIES.get(grid.layers, VOCABULARY)
     return {
         "embed": numbers(0, vocabulary, WIDTH),
         "gate_up": torch.cat([numbers(100, 8, 6), numbers(200, 8, 6)]),
@@ -66,7 +66,7 @@ def _cut(grid: Grid) -> dict[str, torch.Tensor]:
 
 
 def _moe(grid: Grid) -> dict[str, torch.Tensor]:
-    """Names and order as `named_parameters` of `grid_jobs._moe` has them, experts counted through all ranks."""
+    """Names and order as `named_parameters` of `grid_models` has them, experts counted through all ranks."""
     dense = {"dense.weight": (4, 4), "dense.bias": (4,), "moe.0.deepspeed_moe.gate.wg.weight": (EXPERTS, 4)}
     dense |= {"moe.1.deepspeed_moe.gate.wg.weight": (EXPERTS, 4)}
     dense |= {f"moe.1.mlp.{name}": tuple(p.shape) for name, p in Expert().named_parameters()}

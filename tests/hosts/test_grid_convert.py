@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from grid_cases import Folders, Grid
-from grid_jobs import NAMES, RULES
+from grid_models import NAMES, RULES
 from grid_truth import tensors
 
 from ds_reshard.errors import UnsupportedLayout

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from grid_cases import Folders, Grid
-from grid_jobs import RULES
+from grid_models import RULES
 from grid_truth import tensors
 
 from ds_reshard.cli.main import main

@@ -11,6 +11,9 @@ import pytest
 import torch
 from grid_cases import Folders, Grid
 
+from ds_reshard.errors import ReshardError
+from ds_reshard.operations import convert, inspect, verify
+
 pytestmark = pytest.mark.distributed
 
 PIPE = Grid("pipeline", pp=2)
@@ -161,6 +164,35 @@ def test_what_is_wrong_with_a_grid_is_said_on_every_rank(
     assert len({said for _, said, _ in told}) == 1
     assert text in told[0][1] and "To mend: " in told[0][1]
     assert all(same for _, _, same in told)
+
+
+OF_FILES = [
+    "experts that DeepSpeed cuts",
+    "a column is missing",
+    "a shard of a column is missing",
+    "a shard of a row is missing",
+    "two layers are missing",
+    "a column too many",
+    "a stage of another step",
+    "a row of another step",
+    "ranks are numbered otherwise",
+    "a tied copy of another shape",
+    "an expert is missing",
+    "one expert over another",
+]
+
+
+@pytest.mark.parametrize("case", OF_FILES)
+def test_tools_say_what_is_wrong_with_the_files_of_a_grid(folders: Folders, tmp_path: Path, case: str) -> None:
+    source, damage, error, text = REFUSED[case]
+    folder = shutil.copytree(folders(source), tmp_path / "broken")
+    damage(folder / "t")
+    for found in (inspect(str(folder)), verify(str(folder))):
+        assert any(text in fault.line() for fault in found.faults), [fault.line() for fault in found.faults]
+    with pytest.raises(ReshardError) as raised:
+        convert(str(folder), str(tmp_path / "out"), to="zero1", dp=1)
+    assert type(raised.value).__name__ == error and text in str(raised.value)
+    assert not (tmp_path / "out").exists()
 
 
 def test_experts_at_stage_0_are_left_to_deepspeed_at_the_same_size_alone(worlds: Any, folders: Folders) -> None:

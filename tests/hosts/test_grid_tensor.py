@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from grid_cases import Folders, Grid
-from grid_jobs import RULES
+from grid_models import RULES
+from grid_truth import tensors
+
+from ds_reshard.execution.fingerprint import fingerprint_of
+from ds_reshard.formats.zero.tensor_parallel import given, rules_in
+from ds_reshard.operations import fingerprint, verify
 
 pytestmark = pytest.mark.distributed
 
@@ -38,7 +44,7 @@ def proved(target: Grid) -> Grid:
 
 def by_rules(target: Grid, rules: list[dict[str, Any]] = RULES) -> Grid:
     config = {"ds_reshard": {"reshard": {"tensor_parallel": rules}}}
-    return Grid(target.kind, dp=target.dp, stage=target.stage, dtype=target.dtype, config=config, layers="rules")
+    return replace(target, config=config, layers="rules")
 
 
 LOADS = [
@@ -81,14 +87,34 @@ def test_tensors_load_bit_equal_under_another_tensor_parallel_size(
         assert rank["scheduler"]["last_epoch"] == 1
 
 
+TP, CUT = autotp(1, tp=2), mpu(1, tp=2)
+UNSAID = mpu(1, tp=2, layers="unsaid")
+SHORT = mpu(1, tp=2, layers="short")
+PADDED = [
+    (CUT, mpu(1, tp=4)),
+    (mpu(1, tp=4), mpu(1, 3, "bf16", tp=2)),
+    (mpu(1, "bf16opt", "bf16", tp=2), mpu(1, 2, "bf16", tp=4)),
+    (SHORT, mpu(1, tp=4, layers="short")),
+    (SHORT, mpu(1, 3, tp=4, layers="short")),
+    (SHORT, mpu(1, "bf16opt", "bf16", tp=4, layers="short")),
+    (UNSAID, mpu(1, tp=4, layers="rules")),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), PADDED, ids=str)
+def test_rows_behind_the_vocabulary_are_zeros(worlds: Any, folders: Folders, source: Grid, target: Grid) -> None:
+    """In weights, masters and moments, whatever was there; of 5 rows in four shards the last has none."""
+    target = by_rules(target) if target.layers == "rules" else target
+    for rank in worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(folders(source)), wiped=3.0):
+        assert rank["wrong"] == {}
+
+
 def test_weights_alone_load_whole(worlds: Any, folders: Folders) -> None:
     folder, target = str(folders(LOADS[0][0])), LOADS[0][1]
     for rank in worlds[4].run("grid_jobs.load", grid=target, folder=folder, load_optimizer_states=False):
         assert not any(name[0].isalpha() for name in rank["wrong"]), rank["wrong"]
 
 
-TP, CUT = autotp(1, tp=2), mpu(1, tp=2)
-UNSAID = mpu(1, tp=2, layers="unsaid")
 MODEL, OPTIM = "mp_rank_01_model_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt"
 
 
@@ -107,6 +133,24 @@ def scaled(content: dict[str, Any]) -> None:
             piece["scale"] = 0.5
 
 
+def mapped(content: dict[str, Any]) -> dict[str, Any]:
+    """What the affine map says of each column, of each rank."""
+    params = content["universal_checkpoint_info"]["affine_map"]["params"]
+    return {name: entry["ranks"] for name, entry in params.items() if "col" in name and "weight" in name}
+
+
+def twice(content: dict[str, Any]) -> None:
+    """The second rank has the first one's rows, and none has its own."""
+    for ranks in mapped(content).values():
+        for piece, other in zip(ranks[1]["pieces"], ranks[0]["pieces"], strict=True):
+            piece["source"] = other["source"]
+
+
+def nowhere(content: dict[str, Any]) -> None:
+    for ranks in mapped(content).values():
+        ranks[1]["pieces"] = []
+
+
 def drifted(content: dict[str, Any]) -> None:
     content["module"]["norm"][2] += 0.5
 
@@ -120,6 +164,18 @@ def nothing(folder: Path) -> None:
     pass
 
 
+def owned(target: Grid, rank: int) -> Grid:
+    config = {"ds_reshard": {"reshard": {"tensor_parallel": owners(rank)}}}
+    return Grid(target.kind, tp=target.tp, dp=target.dp, stage=target.stage, config=config, layers=target.layers)
+
+
+def owners(rank: int) -> list[dict[str, Any]]:
+    return [{"parameters": "no.m", "replicated": True, "owner": rank}]
+
+
+HEAD = "mp_rank_00_model_states.pt"
+OVERLAP = "parameter layers.{}.col.weight: is said to have parts that do not make the whole"
+HOLE = "is said to have parts that do not make the whole (expected [10, 6], found boxes of 30 elements for 60)"
 TWICE = [*RULES, {"parameters": "q.*", "parts": 2}]
 NOT_FIT = [{**rule, **({"parts": [8, 8, 4]} if rule["parameters"] == "qkv" else {})} for rule in RULES]
 AS_COLUMN, DIVIDED = (
@@ -135,13 +191,17 @@ REFUSED = {
         CUT,
         mpu(1),
         changed(MODEL, drifted),
-        "tensor norm[weight]: is not divided, and tensor-parallel rank 1 has other values than rank 0",
+        "norm[weight]: is not divided, and tensor-parallel rank 1 has other values than rank 0, whose copy counts "
+        "(expected the same bytes, found 1 of 6 elements differ, by at most 0.5)",
     ),
+    "the owner of copies is no rank": (CUT, owned(mpu(1), 2), nothing, "rank that it has no copy of"),
     "copies of a moment differ": (CUT, mpu(1), changed(OPTIM, moment), "tensor norm[exp_avg]: is not divided"),
     "a rank's file is missing": (TP, autotp(1), lambda f: (f / OPTIM).unlink(), "optim_states files of mp_rank_01"),
-    "an affine map that scales": (TP, autotp(1), changed("mp_rank_00_model_states.pt", scaled), "affine map scales it"),
+    "an affine map that scales": (TP, autotp(1), changed(HEAD, scaled), "affine map scales it"),
+    "an affine map of which parts overlap": (TP, autotp(1), changed(HEAD, twice), OVERLAP),
+    "an affine map that leaves a hole": (TP, autotp(4), changed(HEAD, nowhere), HOLE),
+    "another run divides what overlaps": (TP, autotp(1, tp=4), changed(HEAD, twice), OVERLAP),
     "a proof of parts": (TP, proved(autotp(1, tp=4)), nothing, "does not prove tensors that this run divides"),
-    "padding of this run": (CUT, mpu(1, tp=4), nothing, "parameter embed: has padding in this run"),
     "this run does not say": (CUT, mpu(1, tp=4, layers="unsaid"), nothing, "nothing says how it is cut"),
 }
 
@@ -156,5 +216,47 @@ def test_what_cannot_be_divided_anew_is_refused_by_name(
     told = worlds[target.ranks].run("grid_jobs.refused", grid=target, folder=str(folder))
     assert {name for name, _, _ in told} <= {"CheckpointDamaged", "UnsupportedLayout", "ModelMismatch"}
     assert len({said for _, said, _ in told}) == 1
-    assert text in told[0][1] and "To mend: " in told[0][1], told[0][1]
+    for layer in range(2):  # all findings at once
+        assert text.format(layer) in told[0][1] and "To mend: " in told[0][1], told[0][1]
     assert all(same for _, _, same in told)
+
+
+def master(content: dict[str, Any]) -> None:
+    content["optimizer_state_dict"]["single_partition_of_fp32_groups"][1].detach()[2] += 0.5
+
+
+def trained(folder: Path) -> None:
+    changed(MODEL, drifted)(folder)
+    changed(OPTIM, master)(folder)
+
+
+OWNED = {"a weight": (trained, {"norm": 1, "1 fp32": 1}), "a moment": (changed(OPTIM, moment), {"1 exp_avg": 1})}
+
+
+@pytest.mark.parametrize("case", OWNED)
+def test_where_copies_differ_the_owners_counts(worlds: Any, folders: Folders, tmp_path: Path, case: str) -> None:
+    """The first rank has the truth, the second an element that is not; the checkpoint says all else itself."""
+    damage, second = OWNED[case]
+    folder = shutil.copytree(folders(CUT), tmp_path / "drifted")
+    damage(folder / "t")
+    for rank, wrong in enumerate(({}, second)):
+        (loaded,) = worlds[1].run("grid_jobs.load", grid=owned(mpu(1), rank), folder=str(folder))
+        assert loaded["wrong"] == wrong
+        with given(rules_in(owners(rank))):
+            told = {one.kind: one.fingerprint for one in fingerprint(str(folder)).tensors if one.name == "norm"}
+            assert not verify(str(folder)).faults
+        for kind in ("fp32", "exp_avg"):
+            truth = str(fingerprint_of(tensors(CUT)["norm", kind].contiguous()))
+            assert (told[kind] == truth) == (f"1 {kind}" not in wrong)
+
+
+def test_a_folder_of_two_grids_is_of_none(worlds: Any, folders: Folders, tmp_path: Path) -> None:
+    """The second rank's files are those of a run with other data-parallel ranks."""
+    folder = shutil.copytree(folders(TP), tmp_path / "mixed")
+    for name in (MODEL, OPTIM):
+        shutil.copy(folders(autotp(2, tp=2)) / "t" / name, folder / "t" / name)
+    told = worlds[2].run("grid_jobs.refused", grid=autotp(2), folder=str(folder))
+    assert len({said for _, said, _ in told}) == 1
+    assert "is of another step or run than mp_rank_00" in told[0][1] and "dp_world_size differs" in told[0][1]
+    assert all(name == "CheckpointDamaged" and same for name, _, same in told)
+    assert any("dp_world_size differs" in fault.line() for fault in verify(str(folder)).faults)

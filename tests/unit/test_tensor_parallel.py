@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_reshard.formats.zero.checkpoint import Row
 from ds_reshard.formats.zero.rows import in_order
 from ds_reshard.formats.zero.tensor_parallel import Misfit, Rule, divided, divisions, rule_faults, rules_in
+from ds_reshard.hosts.deepspeed.divided import run_divisions
+from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.model.layout import check_cover
 
 
@@ -152,6 +158,7 @@ SPLIT = {"version": 1, "params": {"a.w": affine_map(numpy.zeros((4, 6)), 0, [[2,
         ({}, [Rule("a.w", parts=(3, 3))], [(3, 6), (3, 6)], "not of these parts"),
         ({}, [Rule("a.w", parts=2)], [(3, 6), (3, 6)], "so many equal parts"),
         ({}, [Rule("a.w", dim=2)], [(3, 6), (3, 6)], "not cut along dimension 2"),
+        ({}, [Rule("a.w", replicated=True, owner=2)], [(4, 6)] * 2, "no copy of"),
         ({}, [Rule("a.w", vocabulary=9)], [(4, 6)] * 2, "padding is not behind its last row"),
         ({"affine_map": SCALED}, [], [(2,)] * 2, "scales it"),
         ({"affine_map": SLANTED}, [], [(2, 6)] * 2, "does not place blocks"),
@@ -224,3 +231,17 @@ def test_parameters_that_the_first_rank_lacks_stand_where_others_have_them() -> 
     held = [["a", "c", "f"], ["a", "b", "c", "d", "e", "f"], ["b", "f", "g"], ["a", "c", "f"]]
     assert in_order(held) == ["a", "b", "c", "d", "e", "f", "g"]
     assert in_order([["b", "a"], ["b", "a"]]) == ["b", "a"]
+
+
+def test_a_run_that_says_its_shards_overlap_is_refused():
+    """Both ranks of it would take the first rows, and none the others."""
+    entry = affine_map(numpy.zeros((4, 6)), 0, [[2, 2]])
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(torch.zeros(2, 6))
+    module.universal_checkpoint_info = {"affine_map": {"version": 1, "params": {"w": entry}}}
+    engine, grid = SimpleNamespace(module=module), LiveGrid(row=Row(2, 0))
+    assert run_divisions(engine, grid, SimpleNamespace(rows=(1,)))[1] == []
+    entry["ranks"][1]["pieces"] = entry["ranks"][0]["pieces"]
+    found = [fault.line() for fault in run_divisions(engine, grid, SimpleNamespace(rows=(1,)))[1]]
+    assert len(found) == 1
+    assert "parameter w: is said to have parts that do not make the whole" in found[0]

@@ -19,6 +19,7 @@ from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_s
 from ds_reshard.formats.zero.stage0 import masters as saved_masters
 from ds_reshard.formats.zero.stage0 import states, torch_optimizer
 from ds_reshard.formats.zero.target import FORMATS, zero_target
+from ds_reshard.formats.zero.tensor_parallel import unnamed
 from ds_reshard.formats.zero.universal_target import universal_target
 from ds_reshard.formats.zero.weights_target import WEIGHTS, safetensors_target, torch_target
 from ds_reshard.model.checkpoint import Checkpoint, Format, Shards, Surveyed
@@ -199,6 +200,8 @@ def _notes(zero: ZeroCheckpoint) -> Iterator[str]:
     unsaved = [name for name in zero.model.trainable if TensorKey(name, WEIGHT) not in zero.layout and zero.stages]
     if unsaved:
         yield f"in no file are the weights of {', '.join(unsaved[:8])}: all their TiedLayerSpecs have a forward_fn"
+    note = unnamed(zero.divided)
+    yield from [note] if note else ()
     if zero.stage == 0:
         yield "a ZeRO 0 checkpoint names no tensor of its optimizer: weights and buffers only"
     if zero.listing.partitioned_model and zero.model.buffer_names and zero.dp > 1:

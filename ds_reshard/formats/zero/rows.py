@@ -38,7 +38,12 @@ from ds_reshard.model.layout import Cut, Placement, TensorKey, check_cover
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Box
 
-_RULE = '"ds_reshard": {"reshard": {"tensor_parallel": [{"parameters": %s, "dim": 0}]}}'
+_RULE = '"ds_reshard": {"reshard": {"tensor_parallel": [%s]}}'
+_TO_A_TOOL = "; to a tool, --rules FILE with that list"
+
+
+def _rule(name: str, **said: object) -> str:
+    return json.dumps({"parameters": re.escape(name), **said})
 
 
 class Place(NamedTuple):
@@ -68,7 +73,7 @@ def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Zer
     found, unknown = divisions(divided, info if isinstance(info, dict) else {}, row.rules)
     found |= whole
     buffers = {name: held for name, held in shapes.items() if name in models[0].buffer_names}
-    found |= {name: replicated(held, "buffer") for name, held in buffers.items() if len(set(held)) == 1}
+    found |= {name: _buffer(name, held, row) for name, held in buffers.items() if len(set(held)) == 1}
     unknown |= {
         name: Misfit("it is a buffer of another shape on each rank", "one shape", ", ".join(map(str, held)))
         for name, held in buffers.items()
@@ -76,7 +81,7 @@ def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Zer
     }
     found |= {name: found[owner] for name, owner in shared.items() if owner in found and name in shapes}
     faults = [unknown_fault(name, misfit, models[0].path) for name, misfit in unknown.items()]
-    faults += [fault for name, division in found.items() for fault in _uncovered(name, division, shapes[name])]
+    faults += [fault for name, division in found.items() for fault in uncovered(name, division, shapes[name])]
     raise_faults(faults, subject=subject)
     columns = [
         replace(read_column(listing.column(number), model), begin=number * grid.dp, number=number)
@@ -155,22 +160,32 @@ def _ruled(name: str, row: Row) -> bool:
     return any(re.fullmatch(rule.parameters, name) for rule in row.rules)
 
 
+def _buffer(name: str, held: Sequence[Shape], row: Row) -> Division:
+    """A buffer, of which every rank has a copy; whose counts a rule may say."""
+    said = [rule.owner for rule in row.rules if rule.replicated and re.fullmatch(rule.parameters, name)]
+    return replicated(held, "buffer", owner=said[0] if said else None)
+
+
 def unknown_fault(name: str, misfit: Misfit, path: str) -> Fault:
     """Why a parameter cannot be made whole, and the rule that would say how."""
-    mend = f"say how it is cut: {_RULE % json.dumps(re.escape(name))}; to a tool, --rules FILE with that list"
+    mend = f"say how it is cut: {_RULE % _rule(name, dim=0)}{_TO_A_TOOL}"
     return UnsupportedLayout.fault(f"{path}: {name}", misfit.what, misfit.expected, misfit.found, mend=mend)
 
 
 def replica_fault(key: TensorKey, found: str) -> Fault:
     """That a rank's copy of what is not divided is not the first rank's."""
-    what = f"is not divided, and tensor-parallel rank {key.copy} has other values than rank 0"
-    mend = "resume with the tensor-parallel size that was saved; or restore all files of one save"
+    what = f"is not divided, and tensor-parallel rank {key.copy} has other values than rank 0, whose copy counts"
+    rule = json.dumps({"parameters": re.escape(key.name), "replicated": True, "owner": 0})
+    mend = "restore all files of one save; or resume with the tensor-parallel size that was saved; or say whose copy "
+    mend += (
+        f'counts: "ds_reshard": {{"reshard": {{"tensor_parallel": [{rule}]}}}}; to a tool, --rules FILE with that list'
+    )
     return CheckpointDamaged.fault(f"tensor {key}", what, "the same bytes", found, mend=mend)
 
 
-def _uncovered(name: str, division: Division, shapes: Sequence[Shape]) -> Iterator[Fault]:
+def uncovered(name: str, division: Division, shapes: Sequence[Shape]) -> Iterator[Fault]:
     """Where parts do not lie in their shards, or do not make the whole."""
-    mend = f"say how it is cut: {_RULE % json.dumps(re.escape(name))}"
+    mend = f"say how it is cut: {_RULE % _rule(name, dim=0)}"
     for parts, shape in zip(division.ranks, shapes, strict=True):
         if any(part.at < 0 or part.at + part.box.numel > prod(shape) for part in parts):
             what = "is said to have parts that leave its shard"
@@ -271,7 +286,7 @@ def _flat(column: GridColumn, number: int) -> Iterator[tuple[str, Place]]:
 def _placed(
     name: str, kind: str, dtype: ElementType, division: Division, places: Sequence[Place], family: str, buffer: str
 ) -> Iterator[Placement]:
-    """The tensor with a tile for each part; of a replicated one, a placement for each copy."""
+    """The tensor with a tile for each part; of a replicated one, a placement for each copy, or of the owner's alone."""
     box = Box.whole(division.shape)
     whole = Placement(TensorKey(name, kind), division.shape, dtype, family, buffer, Cut(chunk=1), box)
     tiles: list[Placement] = []
@@ -279,7 +294,8 @@ def _placed(
         chunk, phase, origin, first = place
         if division.replicated:
             cut = Cut(chunk=max(1, chunk), phase=phase, origin=origin, first=first)
-            yield whole._replace(key=TensorKey(name, kind, rank), cut=cut)
+            if division.owner in (None, rank):
+                yield whole._replace(key=TensorKey(name, kind, rank if division.owner is None else 0), cut=cut)
             continue
         for part in parts:
             cut = Cut(chunk=max(1, chunk), phase=phase + part.at, origin=origin, first=first)
@@ -306,8 +322,8 @@ def _together(models: Sequence[ModelStates], found: Mapping[str, Division], know
     """What the model files of all ranks say, of whole tensors; what is divided is in the module as a placeholder."""
     first = models[0]
     module: dict[str, TensorRecord] = {}
-    for name, record in first.module.items():
-        cut = not found[name].replicated
+    for name in first.module:
+        cut, record = not found[name].replicated, models[found[name].owner or 0].module[name]
         module[name] = replace(record, shape=(0,), stride=(1,)) if cut else record
     buffers_of = zip(*(model.param_shapes or () for model in models), strict=True)
     groups = [{name: found[name].shape for name in in_order(held)} for held in buffers_of]

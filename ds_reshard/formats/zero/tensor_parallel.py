@@ -20,6 +20,8 @@ from ds_reshard.errors import Fault, wrong_value
 from ds_reshard.model.region import Box
 
 Shape = tuple[int, ...]
+UNNAMED = "no pattern"
+"""The evidence for what no pattern of a checkpoint names: it is cut along dimension 0, as DeepSpeed takes it."""
 
 
 class Misfit(Exception):
@@ -42,7 +44,7 @@ class Division(NamedTuple):
 
     Elements of a shard that are in no part are padding. Of a `replicated` one every rank has all. `evidence` is what
     says so. By a rule or a pattern `sizes` are those along `dim` of what was cut one by one, and of a `vocabulary` rows
-    that were behind it are not there.
+    that were behind it are not there. Where copies may differ, that of rank `owner` counts.
     """
 
     shape: Shape
@@ -52,20 +54,32 @@ class Division(NamedTuple):
     dim: int = 0
     sizes: tuple[int, ...] = ()
     vocabulary: bool = False
+    owner: int | None = None
 
     def __str__(self) -> str:
         if self.replicated:
-            return f"a copy each ({self.evidence})"
+            owner = "" if self.owner is None else f", rank {self.owner}'s counts"
+            return f"a copy each ({self.evidence}{owner})"
         sizes = {part.box.size for parts in self.ranks for part in parts}
         axes = [axis for axis, whole in enumerate(self.shape) if any(size[axis] != whole for size in sizes)]
         return f"cut along {axes[-1] if axes else 0} ({self.evidence})"
+
+
+def unnamed(divided: Mapping[str, Division]) -> str | None:
+    """What the user should know of parameters that no pattern names; None where there are none."""
+    names = [name for name, division in divided.items() if division.evidence == UNNAMED]
+    more = f" and {len(names) - 4} others" if len(names) > 4 else ""
+    said = (
+        f"no pattern of the checkpoint names {', '.join(names[:4])}{more}: taken as cut along dimension 0, as DeepSpeed"
+    )
+    return f"{said} takes them; rules may say otherwise" if names else None
 
 
 class Rule(NamedTuple):
     """What a user says of the parameters that a pattern names: they are cut along `dim`, or `replicated`.
 
     `parts` are the sizes along it of what is cut one by one (query, key, value; gate and up), or the number of equal
-    ones. Rows behind `vocabulary` are padding.
+    ones. Rows behind `vocabulary` are padding. Copies are equal, unless the rank is named whose counts, their `owner`.
     """
 
     parameters: str
@@ -73,6 +87,7 @@ class Rule(NamedTuple):
     parts: int | tuple[int, ...] = 1
     replicated: bool = False
     vocabulary: int | None = None
+    owner: int | None = None
 
 
 _GIVEN: ContextVar[tuple[Rule, ...]] = ContextVar("rules of tensor parallelism", default=())
@@ -93,6 +108,7 @@ def rules_given() -> tuple[Rule, ...]:
 
 
 _FORM = '{"parameters": "REGEX"} with "dim" (0), "parts" (sizes, or a number), "vocabulary", or "replicated": true'
+_FORM += ' with "owner"'
 
 
 def rule_faults(where: str, said: object) -> list[Fault]:
@@ -118,9 +134,11 @@ def _is_rule(rule: object) -> bool:
         re.compile(rule["parameters"])
     except (KeyError, TypeError, re.error):
         return False
-    cut, parts = {"dim", "parts", "vocabulary"} & rule.keys(), rule.get("parts", 1)
+    cut, parts, owner = {"dim", "parts", "vocabulary"} & rule.keys(), rule.get("parts", 1), rule.get("owner", 0)
     if rule.get("replicated", False) is not False:
-        return rule["replicated"] is True and not cut
+        return rule["replicated"] is True and not cut and type(owner) is int and owner >= 0
+    if "owner" in rule:
+        return False
     sizes = parts if isinstance(parts, list) and parts else [parts]
     least = ((rule.get("dim", 0), 0), (rule.get("vocabulary", 1), 1), *((size, 1) for size in sizes))
     return all(type(one) is int and one >= low for one, low in least)
@@ -149,7 +167,7 @@ def divisions(
 
 def _by_rule(rule: Rule, shards: Sequence[Shape], evidence: str) -> Division:
     if rule.replicated:
-        return replicated(shards, evidence)
+        return replicated(shards, evidence, owner=rule.owner)
     dims, cut = {len(shape) for shape in shards}, rule.dim
     others = {shape[:cut] + shape[cut + 1 :] for shape in shards}
     if len(dims) != 1 or not 0 <= cut < min(dims) or len(others) != 1:
@@ -221,12 +239,15 @@ def _box(shape: Shape, dim: int, first: int, size: int, number: int | None) -> B
     return Box(offset=tuple(offset), size=tuple(sizes))
 
 
-def replicated(shards: Sequence[Shape], evidence: str) -> Division:
-    """A tensor of which all ranks have a copy; Misfit where their shapes differ."""
+def replicated(shards: Sequence[Shape], evidence: str, *, owner: int | None = None) -> Division:
+    """A tensor of which all ranks have a copy; Misfit where their shapes differ, or none is the owner's."""
+    owner = owner if len(shards) > 1 else None
+    if owner is not None and owner >= len(shards):
+        raise Misfit("the rule names a rank that it has no copy of", f"an owner below {len(shards)}", str(owner))
     if len(set(shards)) != 1:
         raise Misfit("it is said to be the same on all ranks", "one shape", _shapes(shards))
     whole = (Part(Box.whole(shards[0]), 0),) if prod(shards[0]) else ()
-    return Division(shards[0], (whole,) * len(shards), replicated=True, evidence=evidence)
+    return Division(shards[0], (whole,) * len(shards), replicated=True, evidence=evidence, owner=owner)
 
 
 def _whole(shards: Sequence[Shape], dim: int) -> Shape:
@@ -280,6 +301,7 @@ class _Said:
         if isinstance(vocabulary, bool) or not isinstance(vocabulary, int | None):
             raise Misfit("its vocabulary's size is malformed", "a number", repr(vocabulary))
         rule = Rule(name, dim=1 if self._ROW in named else 0, parts=2 if self._HALVES in named else 1)
+        evidence = evidence if named or vocabulary is not None else UNNAMED
         return _by_rule(rule._replace(vocabulary=vocabulary), shards, evidence)
 
     def _names(self, kind: str, name: str) -> bool:

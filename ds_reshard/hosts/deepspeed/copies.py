@@ -73,7 +73,14 @@ def plan_of(index: Index, wants: Wants, grid: LiveGrid, position: int, size: int
     """The plan of this rank, of what all ranks of the run divide and of what only some do; opens shards."""
     shares = {(position, size): wants, **wants.shares}
     plans = [
-        plan_rank(index, one.layout(ranks), place, one.sources, sizes=one.sizes, elsewhere=wanted_elsewhere(one, grid))
+        plan_rank(
+            index,
+            one.layout(ranks),
+            place,
+            one.sources,
+            sizes={**one.sizes, **one.padded},
+            elsewhere=wanted_elsewhere(one, grid),
+        )
         for (place, ranks), one in shares.items()
     ]
     return reduce(Plan.and_also, plans)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
-from ds_reshard.formats.zero.rows import unknown_fault
+from ds_reshard.formats.zero.rows import uncovered, unknown_fault
 from ds_reshard.formats.zero.tensor_parallel import Division, divisions
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import Shape, param_shape
@@ -32,12 +32,13 @@ def run_divisions(
     info = info if isinstance(info, dict) else {}
     own = {name: param_shape(param) for name, param in engine.module.named_parameters()}
     shards = {name: _shards(name, shape, info, grid) for name, shape in own.items()}
-    found, unknown = divisions(shards, info, grid.row.rules)
+    found, unknown = divisions(shards, info, [rule._replace(owner=None) for rule in grid.row.rules])
     faults = [unknown_fault(name, misfit, "this run") for name, misfit in unknown.items()]
     for name, division in found.items():
+        faults += uncovered(name, division, shards[name])
         held = sum(part.box.numel for part in division.ranks[grid.row.rank])
-        if held != prod(own[name]):
-            what = "has padding in this run, which would be left as it is"
+        if held != prod(own[name]) and not division.vocabulary:
+            what = "has elements in this run that are no part of it, which would be left as they are"
             mend = "resume with the tensor-parallel size that was saved, or with one"
             fault = UnsupportedLayout.fault(
                 f"parameter {name}", what, f"{held} elements", f"{prod(own[name])}", mend=mend

@@ -31,6 +31,7 @@ from ds_reshard.execution.cuda import device_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.names import column_of, pattern_in_path, stray_files
 from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures, said_alike
+from ds_reshard.formats.zero.tensor_parallel import unnamed
 from ds_reshard.hosts.deepspeed.copies import left_as_built
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries, scheduler_faults
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, latest_tag, look, look_aside, look_too, tag_files
@@ -570,6 +571,9 @@ def _log(prepared: Prepared, moved: Moved, seconds: float) -> None:
             f"ZeRO {live.stage if live else 0}, dp={live.dp if live else 1}; "
             f"rank 0 read {moved.bytes_read / 2**20:.1f} MiB from {len(moved.files)} files in {seconds:.2f} s"
         )
+    note = unnamed(prepared.checkpoint.divided)
+    if note and not rank():
+        logger.warning("%s: %s", prepared.checkpoint.listing.folder, note)
     made = prepared.wants.from_masters if prepared.checkpoint.stages else []
     if made:
         what = "lie in no file of a layer, or not as this stage has them, and are the cast of their masters"

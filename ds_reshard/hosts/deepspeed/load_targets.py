@@ -33,7 +33,8 @@ EXTRA_STATE = "_extra_state"
 class Wants:
     """Target placements, the source tensor of each, and where the target's bytes live.
 
-    `sizes` lists the fresh buffers alone: only those have padding to zero. `whole_reads` are tensors
+    `sizes` lists the fresh buffers alone, which have padding to zero; `padded` those that the engine has, and in which
+    rows behind a vocabulary are zeroed. `whole_reads` are tensors
     that are read and copied as a whole (not row-major in the file or in memory). `from_masters` names
     the weights that the checkpoint does not hold and that are cast from the masters once those are in;
     `absent` the trainable parameters that it does not hold at all (a non-strict load keeps them).
@@ -47,6 +48,7 @@ class Wants:
     placements: dict[TensorKey, Placement] = field(default_factory=dict)
     sources: dict[TensorKey, TensorKey] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    padded: dict[str, int] = field(default_factory=dict)
     makers: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
     whole_reads: list[tuple[TensorRecord, torch.Tensor]] = field(default_factory=list)
     from_masters: list[str] = field(default_factory=list)
@@ -65,30 +67,33 @@ class Wants:
 
     def existing(self, placement: Placement, source: TensorKey, tensor: torch.Tensor) -> None:
         """Want `source` in a buffer that the engine already has."""
-        self.placements[placement.key] = self._own_parts(placement)
-        self.sources[placement.key] = source
+        if not self._place(placement, source):
+            self.padded[placement.buffer] = tensor.numel()
         self.makers[placement.buffer] = lambda: tensor
 
     def fresh(self, placement: Placement, source: TensorKey, numel: int, device: torch.device) -> None:
         """Want `source` in a new buffer of `numel` elements, which the engine will adopt."""
         import torch
 
-        self.placements[placement.key] = self._own_parts(placement)
-        self.sources[placement.key] = source
+        self._place(placement, source)
         self.sizes[placement.buffer] = numel
         self.makers[placement.buffer] = lambda: torch.empty(numel, dtype=torch_dtype(placement.dtype), device=device)
 
-    def _own_parts(self, placement: Placement) -> Placement:
-        """The whole tensor, of which this rank's shard is placed, in the parts that lie there."""
-        division = self.divided.get(placement.key.name)
+    def _place(self, placement: Placement, source: TensorKey) -> bool:
+        """Place the whole tensor, of which this rank has a shard, in the parts that lie there; whether they fill it."""
+        key, division = placement.key, self.divided.get(placement.key.name)
         if division is None or division.replicated:
-            return placement
+            self.placements[key], self.sources[key] = placement, source
+            return True
         whole = placement._replace(shape=division.shape)
         tiles = [
             whole._replace(box=box, cut=placement.cut._replace(phase=placement.cut.phase + at))
             for box, at in division.ranks[self.tp_rank]
         ]
-        return tiles[0] if len(tiles) == 1 else whole._replace(box=Box.whole(division.shape), tiles=tuple(tiles))
+        if tiles:
+            every = whole._replace(box=Box.whole(division.shape), tiles=tuple(tiles))
+            self.placements[key], self.sources[key] = tiles[0] if len(tiles) == 1 else every, source
+        return sum(tile.numel for tile in tiles) == placement.numel
 
     def take_buffers(self, model: ModelStates) -> None:
         """Take the module's buffers from this rank's own model file instead of the first one's."""
@@ -303,6 +308,10 @@ def want_optimizer(wants: Wants, live: LiveOptimizer, *, masters: bool, states: 
                 into.existing(placement, key, buffer.fp32)
             else:
                 into.fresh(placement, key, buffer.fp32.numel(), buffer.fp32.device)
+    if wants.absent and wants.padded:
+        what = "is not in the checkpoint, and stands in a flat buffer with a vocabulary that this run pads"
+        fault = UnsupportedLayout.fault(wants.absent[0], what, mend="load with load_module_strict=True")
+        wants.faults.append(fault)
 
 
 def state_kinds(checkpoint: ZeroCheckpoint, buffer: FlatBuffer) -> dict[str, ElementType]:

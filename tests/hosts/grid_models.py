@@ -1,0 +1,389 @@
+"""The models of `grid_jobs.py`: every element of every tensor has a value of its own, by a rule that knows no rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from grid_cases import Grid
+
+VOCABULARY, WIDTH = 7, 6
+VOCABULARIES = {"even": 8, "megatron": 8, "short": 5}
+
+
+def numbers(start: int, *shape: int) -> torch.Tensor:
+    """Numbers that bf16 holds exactly, none of them twice: 6000 there are."""
+    count = int(torch.tensor(shape).prod())
+    assert start + count <= 6000
+    bits = torch.arange(0x3700 + start, 0x3700 + start + count, dtype=torch.int32).to(torch.int16)
+    return bits.view(torch.bfloat16).float().view(shape)
+
+
+def square(module: torch.nn.Module) -> Any:
+    return sum((p * (p.detach() / 4)).sum() for p in module.parameters() if p.requires_grad)
+
+
+def moments(master: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What Adam makes of the gradient master / 4 in its first step, rounded as torch rounds it."""
+    gradient = master.float() / 4
+    first = torch.zeros_like(gradient).lerp_(gradient, 1 - 0.9)
+    second = torch.zeros_like(gradient).mul_(0.999).addcmul_(gradient, gradient, value=1 - 0.999)
+    return {"exp_avg": first, "exp_avg_sq": second}
+
+
+class Block(torch.nn.Module):
+    def __init__(self, start: int, frozen: bool = False) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(numbers(start, 5, 7))
+        self.b = torch.nn.Parameter(numbers(start + 50, 7))
+        self.register_buffer("count", torch.tensor([float(start)]))
+        if frozen:
+            self.fixed = torch.nn.Parameter(numbers(start + 70, 3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + square(self)
+
+
+class Embedding(torch.nn.Module):
+    """Tied in its weight, and not in its position, of which each stage has a copy of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(numbers(0, 11, 3))
+        self.position = torch.nn.Parameter(numbers(40, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + square(self)
+
+
+def head(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + (module.weight * 0).sum()
+
+
+class Norm(torch.nn.Module):
+    """Alone in its stage where there are four: the ranks of DeepSpeed's stages need as many param groups each."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.g = torch.nn.Parameter(numbers(start, 9))
+        self.m = torch.nn.Parameter(numbers(start + 20, 3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + square(self)
+
+
+def _layers(kind: str) -> list[Any]:
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    first = head_first if kind == "no file" else None
+    if kind == "no ties":
+        return [LayerSpec(Block, 100 * number) for number in range(1, 6)]
+    return [
+        TiedLayerSpec("embed", Embedding, forward_fn=first),
+        LayerSpec(Block, 100, True),
+        LayerSpec(Block, 200),
+        lambda x: x,
+        LayerSpec(Block, 300),
+        TiedLayerSpec("embed", Embedding, forward_fn=head),
+        LayerSpec(Norm, 400),
+    ]
+
+
+def head_first(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return module(x)
+
+
+def _pipeline(grid: Grid) -> tuple[torch.nn.Module, Any]:
+    from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    topology = PipeModelDataParallelTopology(grid.pp, grid.tp, grid.dp)
+    model = PipelineModule(
+        _layers(grid.layers), topology=topology, loss_fn=lambda out, label: out.sum(), partition_method="uniform"
+    )
+    if model.stage_id > 0 and "embed" in model.tied_modules and grid.layers != "one position":
+        model.tied_modules["embed"].position.data = numbers(60, 3)
+    for name, parameter in model.named_parameters():
+        if grid.tp > 1 and name.endswith(".w"):  # as a shard: each tensor-parallel rank has values of its own
+            parameter.data = numbers(500 + 100 * int(name[0]) + 40 * _tp_rank(model), 5, 7)
+    return model, None
+
+
+class Plain(torch.nn.Module):
+    """The layers of the pipeline as a plain module, by other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = Embedding()
+        self.blocks = torch.nn.ModuleList([Block(100, True), Block(200), Block(300)])
+        self.norm = Norm(400)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return square(self)
+
+
+NAMES = {
+    "tied_modules\\.embed\\.(.*)": "embed.{1}",
+    "(?P<n>[12])\\.(.*)": "blocks.{n-1}.{2}",
+    "4\\.(.*)": "blocks.2.{1}",
+    "6\\.(.*)": "norm.{1}",
+}
+"""What the pipeline's parameters are called in `Plain`."""
+
+
+def _plain(grid: Grid) -> tuple[torch.nn.Module, Any]:
+    return Plain(), None
+
+
+def _tp_rank(model: Any) -> int:
+    return int(model.mpu().get_slice_parallel_rank())
+
+
+class Attention(torch.nn.Module):
+    """A fused projection of uneven parts, a column, a row, and what is not cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = torch.nn.Linear
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.col, self.row = linear(WIDTH, 10), linear(10, WIDTH)
+        self.qkv = linear(WIDTH, 16)
+        self.untouched = linear(WIDTH, 3)
+
+
+class Cut(torch.nn.Module):
+    def __init__(self, few: bool = False) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, WIDTH)
+        if few:
+            self.few = torch.nn.Linear(WIDTH, 2)
+        self.layers = torch.nn.ModuleList([Attention(), Attention()])
+        if few:
+            self.head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
+            self.head.weight = self.embed.weight
+        self.frozen = torch.nn.Parameter(torch.zeros(5), requires_grad=False)
+        self.register_buffer("count", torch.tensor([3.0, 4.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return square(self)
+
+
+SPECS = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {"patterns": [r".*\.row\.weight$"], "partition_type": "row"},
+        {"patterns": [r".*\.col\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*few\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*\.qkv\.weight$"], "partition_type": "column", "shape": [[8, 4, 4], -1], "partition_dim": 0},
+        {"patterns": [r".*\.untouched\.weight$"], "partition_type": "skip"},
+    ],
+}
+
+
+def _autotp(grid: Grid) -> tuple[torch.nn.Module, Any]:
+    model, start = Cut(few=grid.layers == "few"), 0
+    for parameter in model.parameters():
+        parameter.data.copy_(numbers(start, *parameter.shape))
+        start += parameter.numel()
+    return model, None
+
+
+class Mpu:
+    """The calls that DeepSpeed makes; tensor-parallel ranks are neighbours."""
+
+    def __init__(self, tp: int) -> None:
+        ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        self._sizes = {"model": tp, "data": ranks // tp}
+        rows = [list(range(first, first + tp)) for first in range(0, ranks, tp)]
+        columns = [list(range(first, ranks, tp)) for first in range(tp)]
+        self._groups = {}
+        for kind, lists in (("model", rows), ("data", columns)):
+            for members in lists:
+                group = torch.distributed.new_group(members)
+                if rank in members:
+                    self._groups[kind] = group
+
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        if not any(kind in name for kind in ("model_parallel", "data_parallel")):
+            raise AttributeError(name)
+        kind = "data" if "data" in name else "model"
+        if name.startswith("get_pipeline"):
+            return lambda: 1 if name.endswith("size") else 0
+        if name.endswith("_world_size"):
+            return lambda: self._sizes[kind]
+        if name.endswith("_rank"):
+            return lambda: torch.distributed.get_rank(self._groups[kind])
+        if name.endswith("_group"):
+            return lambda: self._groups[kind]
+        raise AttributeError(name)
+
+
+MEGATRON = {
+    "embed": "word_embeddings.weight",
+    "gate_up": "mlp.dense_h_to_4h.weight",
+    "qkv": "attention.query_key_value.weight",
+    "row": "mlp.dense_4h_to_h.weight",
+}
+"""Names by which DeepSpeed merges weights in a way of its own (`MegatronSDLoader`, runtime/state_dict_factory.py)."""
+
+
+def _mpu_cut(grid: Grid) -> tuple[torch.nn.Module, Any]:
+    """A vocabulary of 7 rows, padded to a multiple of the ranks, SwiGLU halves, uneven heads, a row, and a norm."""
+    mpu = Mpu(grid.tp)
+    model, rank, tp = torch.nn.Module(), mpu.get_model_parallel_rank(), grid.tp
+    vocabulary = VOCABULARIES.get(grid.layers, VOCABULARY)
+    padded = -(-vocabulary // tp) * tp
+    embed = torch.cat([numbers(0, vocabulary, WIDTH), torch.zeros(padded - vocabulary, WIDTH)])
+    gate, up, (q, k, v) = (
+        numbers(100, 8, 6),
+        numbers(200, 8, 6),
+        (numbers(300 + 100 * n, r, 6) for n, r in enumerate((4 if grid.layers == "megatron" else 8, 4, 4))),
+    )
+    cut = {
+        "embed": embed.chunk(tp)[rank],
+        "gate_up": torch.cat([part.chunk(tp)[rank] for part in (gate, up)]),
+        "qkv": torch.cat([part.chunk(tp)[rank] for part in (q, k, v)]),
+        "row": numbers(600, 6, 8).chunk(tp, 1)[rank].contiguous(),
+        "norm": numbers(700 + 50 * rank * (grid.layers == "averaged"), 6),
+    }
+    if grid.layers == "megatron":
+        bias, dense = numbers(800, 2, 8).chunk(tp, 1)[rank].flatten(), numbers(900, 6, 8).chunk(tp, 1)[rank]
+        cut = {MEGATRON.get(name, name): tensor for name, tensor in cut.items()}
+        cut |= {"mlp.dense_h_to_4h.bias": bias, "attention.dense.weight": dense.contiguous()}
+    for name, tensor in cut.items():
+        parameter = torch.nn.Parameter(tensor.clone())
+        parameter.model_parallel = parameter.tensor_model_parallel = name != "norm"  # type: ignore[attr-defined]
+        *path, leaf = name.split(".")
+        owner = model
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, torch.nn.Module())
+            owner = getattr(owner, part)
+        owner.register_parameter(leaf, parameter)
+    model.forward = lambda x: square(model)  # type: ignore[method-assign]
+    patterns: dict[str, Any] = {
+        "tp_replicated_parameter_patterns": ["norm"],
+        "vocabulary_parameter_patterns": ["embed"],
+        "original_vocab_size": vocabulary,
+    }
+    if grid.layers != "forgotten":
+        patterns["parameter_with_row_parallelism_patterns"] = ["row"]
+        patterns["parameter_with_2_sub_params_cat_dim_0"] = ["gate_up"]
+        patterns["parameter_with_sub_params"] = [{"patterns": ["qkv"], "shape": ((8, 4, 4), 6), "partition_dim": 0}]
+    if grid.layers == "averaged":
+        patterns["parameter_to_average_patterns"] = patterns.pop("tp_replicated_parameter_patterns")
+    if grid.layers not in ("unsaid", "rules", "megatron"):
+        model.universal_checkpoint_info = {"universal_checkpoint_version": 0.2, **patterns}
+    return model, mpu
+
+
+RULES = [
+    {"parameters": "embed", "vocabulary": VOCABULARY},
+    {"parameters": "gate_up", "parts": 2},
+    {"parameters": "qkv", "parts": [8, 4, 4]},
+    {"parameters": "row", "dim": 1},
+    {"parameters": "norm", "replicated": True},
+]
+
+
+MEGATRON_RULES = [
+    {**rule, "parameters": MEGATRON.get(rule["parameters"], rule["parameters"])}
+    for rule in [{"parameters": "embed"}, {"parameters": "qkv", "parts": 3}, *RULES[1:2], *RULES[3:]]
+]
+MEGATRON_RULES += [
+    {"parameters": "mlp.dense_h_to_4h.bias", "parts": 2},
+    {"parameters": "attention.dense.weight", "dim": 1},
+]
+
+
+def _mpu(grid: Grid) -> tuple[torch.nn.Module, Any]:
+    """Nothing in its files says how a tensor is cut: each rank has numbers of its own, but for one that all share."""
+    mpu = Mpu(grid.tp)
+    model, rank = torch.nn.Module(), mpu.get_model_parallel_rank()
+    for number, shape in enumerate([(8, 6), (8,), (6, 4), (6,), (5, 3)]):
+        start = 200 * number + (0 if shape == (6,) else 100 * rank)
+        parameter = torch.nn.Parameter(numbers(start, *shape))
+        parameter.model_parallel = parameter.tensor_model_parallel = shape != (6,)  # type: ignore[attr-defined]
+        model.register_parameter(f"p{number}", parameter)
+    model.forward = lambda x: square(model)  # type: ignore[method-assign]
+    return model, mpu
+
+
+EXPERTS = 4
+
+
+class Expert(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 5), torch.nn.Linear(5, 4, bias=False)
+
+
+def _moe(grid: Grid) -> tuple[torch.nn.Module, Any]:
+    """Two layers of four experts; each has numbers of its own, by its number among all."""
+    from deepspeed.moe.layer import MoE
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = torch.nn.Linear(4, 4)
+            layers = [MoE(4, Expert(), num_experts=EXPERTS, ep_size=grid.ep, k=1, use_residual=n > 0) for n in range(2)]
+            self.moe = torch.nn.ModuleList(layers)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return square(self)
+
+    model, rank, ranks = Model(), torch.distributed.get_rank(), torch.distributed.get_world_size()
+    swapped = grid.config.get("use_data_before_expert_parallelism")
+    place = rank // (ranks // grid.ep) if swapped else rank % grid.ep
+    start = 0
+    for name, parameter in model.named_parameters():
+        if ".deepspeed_experts." not in name:
+            parameter.data.copy_(numbers(start, *parameter.shape))
+            start += parameter.numel()
+    for layer, moe in enumerate(model.moe):
+        for local, expert in enumerate(moe.deepspeed_moe.experts.deepspeed_experts):
+            start = 1000 + 1000 * layer + 100 * (place * EXPERTS // grid.ep + local)
+            for parameter in expert.parameters():
+                parameter.data.copy_(numbers(start, *parameter.shape))
+                start += parameter.numel()
+    return model, None
+
+
+class Fused(torch.nn.Module):
+    """Experts as transformers 5 has them: all in one tensor."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(numbers(start, EXPERTS, 6, 4))
+        self.down_proj = torch.nn.Parameter(numbers(start + 200, EXPERTS, 4, 3))
+
+
+def _autoep(grid: Grid) -> tuple[torch.nn.Module, Any]:
+    """Two layers whose experts DeepSpeed itself deals out to the ranks (AutoEP)."""
+    model, inner = torch.nn.Module(), torch.nn.Module()
+    inner.layers = torch.nn.ModuleList()
+    for layer in range(2):
+        block = torch.nn.Module()
+        block.norm = torch.nn.Parameter(numbers(10 * layer, 6))
+        block.mlp = torch.nn.Module()
+        block.mlp.gate = torch.nn.Linear(4, EXPERTS, bias=False)
+        block.mlp.gate.weight.data = numbers(100 + 50 * layer, EXPERTS, 4)
+        block.mlp.experts = Fused(1000 + 1000 * layer)
+        inner.layers.append(block)
+    model.model = inner
+    model.config = SimpleNamespace(model_type="mixtral", num_local_experts=EXPERTS, num_experts_per_tok=1)
+    model.forward = lambda x: square(model)  # type: ignore[method-assign]
+    return model, None
+
+
+BUILD = {
+    "plain": _plain,
+    "moe": _moe,
+    "pipeline": _pipeline,
+    "autotp": _autotp,
+    "mpu": _mpu,
+    "cut": _mpu_cut,
+    "autoep": _autoep,
+}
