@@ -60,7 +60,9 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     weights = parser.add_argument_group("safetensors, torch")
     weights.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they were trained)")
     grid = parser.add_argument_group("nanotron, megatron-torch", "sizes and stage are the saving run's unless given")
-    grid.add_argument("--tp", type=count, metavar="N", help="tensor-parallel size")
+    grid.add_argument(
+        "--tp", type=count, metavar="N", help="tensor-parallel size, of zero1, zero2, zero3 and bf16, too"
+    )
     grid.add_argument("--pp", type=count, metavar="N", help="pipeline-parallel size")
     grid.add_argument("--zero-stage", type=int, choices=(0, 1), help="of nanotron's optimizer")
     shown = parser.add_argument_group("nanotron, megatron, megatron-torch")

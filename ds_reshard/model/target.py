@@ -61,8 +61,9 @@ class Target:
 class Asked:
     """What a conversion is to write; None is as it was saved.
 
-    `tp` and `pp` are of nanotron and Megatron-LM, `zero_stage` of the one, `ep` of the other; `like` is a checkpoint
-    that shows how the coming run arranges its model; with `repair` what a framework has saved wrong is put right.
+    `tp` is of DeepSpeed, nanotron and Megatron-LM, `pp` of the last two, `zero_stage` of nanotron, `ep` of Megatron-LM;
+    `like` is a checkpoint that shows how the coming run arranges its model; with `repair` what a framework has saved
+    wrong is put right.
     `names` is the path of a map of parameters' names.
     """
 

@@ -93,7 +93,8 @@ def convert(
     """Write the checkpoint in `path` (and `tag`, as for `inspect`) anew into the folder `out`.
 
     `to` is "zero1", "zero2", "zero3" or "bf16" (`BF16_Optimizer`): files that DeepSpeed itself loads at data-parallel
-    size `dp`, which is the saving run's unless given; or "universal": files that its `load_universal` loads;
+    size `dp`, which is the saving run's unless given, and tensor-parallel size `tp`, 1 unless given;
+    or "universal": files that its `load_universal` loads;
     or "safetensors": weights in Hugging Face's layout; or "torch": a state dict of the weights, and one of each kind
     of state. Weights are of `dtype` ("float32", "bfloat16", "float16") from their masters, else as they were trained.
     `sub_group_size` is that of the coming run's JSON (stage 3), else the saving run's.

@@ -14,6 +14,7 @@ from ds_reshard.execution import disk
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.files import ArchiveFile, FileTarget, StagingExecutor
 from ds_reshard.execution.fingerprint import Fingerprint, Witness
+from ds_reshard.formats.zero.tensor_parallel import rules_given
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.content import WEIGHT
 from ds_reshard.model.index import Record
@@ -56,6 +57,7 @@ def convert_listing(
         "source": {name: list(before.get(name, ())[:2]) for name in sorted(source.files)},
         "tag": found.listing.tag,
         **asdict(asked),
+        **({"rules": repr(rules_given())} if rules_given() else {}),
         "dp": source.dp if asked.dp is None else asked.dp,
         **target.basis,
     }

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ds_reshard.errors import ConfigError
+from ds_reshard.formats.zero.grid_target import FORMATS as ZERO
 from ds_reshard.formats.zero.weights_target import DTYPES, WEIGHTS
 from ds_reshard.model.target import Asked
 from ds_reshard.operations.formats import FORMATS as TABLE
@@ -38,7 +39,7 @@ def refuse(asked: Asked) -> None:
 def _of_formats(asked: Asked) -> dict[str, tuple[object, tuple[str, ...]]]:
     """The arguments that few formats have, with these."""
     return {
-        "--tp": (asked.tp, ("nanotron", "megatron-torch")),
+        "--tp": (asked.tp, (*ZERO, "nanotron", "megatron-torch")),
         "--pp": (asked.pp, ("nanotron", "megatron-torch")),
         "--ep": (asked.ep, ("megatron",)),
         "--repair": (asked.repair or None, ("megatron",)),

@@ -11,6 +11,7 @@ from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, Unsupported
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.content import LAYOUT_ENTRIES, as_zero, content_of, optimizer_faults
 from ds_reshard.formats.zero.experts import as_one_place, expert_of
+from ds_reshard.formats.zero.grid_target import FORMATS, zero_target
 from ds_reshard.formats.zero.inspection import Survey, describe_survey, survey
 from ds_reshard.formats.zero.names import Listing, read_listing
 from ds_reshard.formats.zero.pipeline import as_one_stage, ties_first
@@ -18,7 +19,6 @@ from ds_reshard.formats.zero.rows import replica_fault
 from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures
 from ds_reshard.formats.zero.stage0 import masters as saved_masters
 from ds_reshard.formats.zero.stage0 import states, torch_optimizer
-from ds_reshard.formats.zero.target import FORMATS, zero_target
 from ds_reshard.formats.zero.tensor_parallel import unnamed
 from ds_reshard.formats.zero.universal_target import universal_target
 from ds_reshard.formats.zero.weights_target import WEIGHTS, safetensors_target, torch_target
@@ -263,8 +263,8 @@ def _target(checkpoint: ZeroCheckpoint, asked: Asked, shards: ZeroShards | None 
         return (safetensors_target if asked.to == "safetensors" else torch_target)(checkpoint, asked.dtype)
     if asked.to == UNIVERSAL:
         return universal_target(checkpoint)
-    dp = checkpoint.dp if asked.dp is None else asked.dp
-    return zero_target(checkpoint, asked.to, dp, sub_group_size=asked.sub_group_size, shards=shards)
+    dp, tp, most = checkpoint.dp if asked.dp is None else asked.dp, asked.tp or 1, asked.sub_group_size
+    return zero_target(checkpoint, asked.to, dp, tp=tp, sub_group_size=most, shards=shards)
 
 
 def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, is_placeholder
 from ds_reshard.formats.zero.experts import by_number, expert_of
 from ds_reshard.formats.zero.layout import (
-    by_key,
     chunk_numel,
     flat_group,
     flat_numel,
@@ -29,13 +28,10 @@ from ds_reshard.formats.zero.layout import (
     whole,
 )
 from ds_reshard.formats.zero.model_states import ModelStates, section
-from ds_reshard.formats.zero.pipeline import ties_first
-from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.universal import UniversalStates
 from ds_reshard.model.facts import Scalar, ScalarTensor, canonical
-from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
+from ds_reshard.model.layout import Cut, Placement, TensorKey
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, SizeRecord, TensorRecord, new_tensor
-from ds_reshard.model.target import Target, TargetFile, Unit
 
 Shape = tuple[int, ...]
 _SCALER = GlobalName(module="deepspeed.runtime.fp16.loss_scaler", name="LossScaler")
@@ -412,95 +408,8 @@ def _module(saved: ModelStates) -> OrderedDict[str, object]:
     return module
 
 
-FORMATS = {"zero1": ("zero", 1), "zero2": ("zero", 2), "zero3": ("zero3", 3), "bf16": ("bf16", 1)}
 UNIVERSAL_INFO = {"universal_checkpoint_version": 0.4}
 """What ds_to_universal sets where a script has not (UNIVERSAL_CHECKPOINT_VERSION_VALUE, checkpoint/constants.py)."""
-_SUB_GROUP_NUMEL = 10**9  # SUB_GROUP_SIZE of deepspeed/runtime/zero/config.py, 0.19.8
-
-
-def zero_target(
-    checkpoint: ZeroCheckpoint,
-    kind: str,
-    dp: int,
-    *,
-    sub_group_size: int | None = None,
-    shards: ZeroShards | None = None,
-) -> Target:
-    """The files that DeepSpeed's `kind` of FORMATS at data-parallel size `dp` would have saved of the same state.
-
-    `shards` are the checkpoint's where they are opened for something else too.
-
-    Raises UnsupportedLayout, with every reason, where the source does not hold what they need.
-    """
-    wrapper, stage = FORMATS[kind]
-    subject = f"converting {checkpoint.listing.folder} to {kind}"
-    refuse_source(checkpoint, kind)
-    if kind == "bf16":
-        raise_faults(list(_not_bf16(checkpoint)), subject=subject)
-    order = group_order(checkpoint)
-    if checkpoint.layers and stage == 1:
-        order = [{name: group[name] for name in ties_first(group)} for group in order]
-    most = (sub_group_size or _saved_sub_group_size(checkpoint)) if stage == 3 else None
-    flats, faults = make_flats(checkpoint, order, dp, sub_group_numel_most=most)
-    raise_faults(faults, subject=subject)
-    optim = OptimizerTarget(checkpoint=checkpoint, kind=wrapper, stage=stage, dp=dp, flats=tuple(flats))
-    model = ModelTarget(checkpoint=checkpoint, stage=stage, dp=dp, order=[flat.shapes for flat in flats])
-    layout = Layout(by_key([*optim.placements(), *model.placements()]), {OPTIM: dp, MODEL: model.files})
-    wants = {**{placement.key: placement.key for placement in optim.placements()}, **dict(model.sources())}
-    tag = checkpoint.listing.tag
-    units = tuple(_units(shards or ZeroShards(checkpoint=checkpoint), optim, model))
-    return Target(layout=layout, wants=wants, units=units, folder=tag, pointers={"latest": tag})
-
-
-def _units(shards: ZeroShards, optim: OptimizerTarget, model: ModelTarget) -> Iterator[Unit]:
-    files = model.apart()
-    apart = frozenset(key.name for entries in files.values() for key in entries.values())
-    others = (TargetFile(name=name, tree=partial(model.part, entries)) for name, entries in files.items())
-    for rank in range(model.files):
-        name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if model.stage == 3 else "mp_rank_00_model_states.pt"
-        file = TargetFile(name=name, tree=partial(_model_tree, model, shards, rank, apart))
-        yield Unit(family=MODEL, shard=rank, files=(file, *others))
-    for rank in range(optim.dp):
-        name = f"{_prefix(model.checkpoint, optim)}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        file = TargetFile(name=name, tree=partial(optim.tree, rank), data=optim.data())
-        yield Unit(family=OPTIM, shard=rank, files=(file,))
-
-
-def _not_bf16(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
-    """BF16_Optimizer trains bf16 weights alone (`_configure_zero_optimizer` in deepspeed/runtime/engine.py, 0.19.8)."""
-    if not _in_bf16(checkpoint):
-        expected = '"bf16": {"enabled": true} in the saved DeepSpeed JSON'
-        where, what = checkpoint.listing.folder, "was not trained in bf16"
-        yield UnsupportedLayout.fault(where, what, expected, "no such entry", mend="--to zero1")
-
-
-def _in_bf16(checkpoint: ZeroCheckpoint) -> bool:
-    config = checkpoint.model.config
-    return section(config, "bf16" if "bf16" in config else "bfloat16").get("enabled") is True
-
-
-def _model_tree(model: ModelTarget, shards: ZeroShards, rank: int, apart: frozenset[str]) -> Mapping[str, object]:
-    """One model file, without the weights that are in files `apart`, and the mark of a universal checkpoint.
-
-    The saving run's own file of that rank may hold its buffers and its entries; where it has none, the first's.
-    """
-    checkpoint = model.checkpoint
-    own = rank < checkpoint.dp and rank in checkpoint.listing.model
-    tree = model.tree(rank, shards.model_states(rank) if own else checkpoint.model)
-    if tree.get("universal_checkpoint_info") == UNIVERSAL_INFO:
-        del tree["universal_checkpoint_info"]
-    module = tree["module"]
-    assert isinstance(module, OrderedDict)
-    for name in apart:
-        del module[name]
-    return {**tree, "module": None} if model.layers else tree
-
-
-def _prefix(checkpoint: ZeroCheckpoint, optim: OptimizerTarget) -> str:
-    """What DeepSpeed begins the names of optimizer files with in a bf16 run (`_get_zero_ckpt_prefix`, engine.py)."""
-    if checkpoint.optim is not None:
-        return checkpoint.listing.optim_prefix
-    return "bf16_" if _in_bf16(checkpoint) else ""
 
 
 def group_order(checkpoint: ZeroCheckpoint) -> list[dict[str, Shape]]:
@@ -523,11 +432,6 @@ def group_order(checkpoint: ZeroCheckpoint) -> list[dict[str, Shape]]:
 def _unrobined(members: list[str], dp: int) -> list[str]:
     places = [place for first in range(dp) for place in range(first, len(members), dp)]
     return [name for _, name in sorted(zip(places, members, strict=True))]
-
-
-def _saved_sub_group_size(checkpoint: ZeroCheckpoint) -> int:
-    size = section(checkpoint.model.config, "zero_optimization").get("sub_group_size")
-    return int(size) if isinstance(size, (int, float)) and size >= 1 else _SUB_GROUP_NUMEL
 
 
 def refuse_source(checkpoint: ZeroCheckpoint, kind: str) -> None:

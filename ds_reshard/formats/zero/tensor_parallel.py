@@ -239,6 +239,73 @@ def _box(shape: Shape, dim: int, first: int, size: int, number: int | None) -> B
     return Box(offset=tuple(offset), size=tuple(sizes))
 
 
+def redivided(division: Division, shape: Shape, tp: int) -> Division:
+    """A whole parameter of this shape as `tp` ranks divide it who cut it as `division` does, each part evenly.
+
+    Rows behind a vocabulary are as many as make it even. Misfit where a part is not.
+    """
+    if division.shape != shape:
+        raise Misfit("its whole is not what is said to be cut", _shapes([division.shape]), _shapes([shape]))
+    if division.replicated:
+        return replicated([shape] * tp, division.evidence)
+    dim, sizes = (division.dim, division.sizes) if division.sizes else _cut_sizes(division)
+    if division.vocabulary:
+        rows = -(-shape[0] // tp)
+        return divided((rows * tp, *shape[1:]), 0, [[rows] * tp], division.evidence, vocabulary=shape[0])
+    if any(size % tp for size in sizes):
+        raise Misfit(f"its parts along dimension {dim} have no {tp} equal shares", f"multiples of {tp}", str([*sizes]))
+    return divided(shape, dim, [[size // tp] * tp for size in sizes], division.evidence)
+
+
+def _cut_sizes(division: Division) -> tuple[int, tuple[int, ...]]:
+    """Along which dimension shards lie, and the sizes of what was cut one by one: each is a run through the ranks."""
+    boxes = [(part.box, rank) for rank, parts in enumerate(division.ranks) for part in parts]
+    axes = [axis for axis, whole in enumerate(division.shape) if any(box.size[axis] != whole for box, _ in boxes)]
+    if len(axes) != 1 and len(division.ranks) > 1:
+        raise Misfit("it is not cut along one dimension", "one", f"{len(axes)}")
+    dim = axes[0] if axes else 0
+    sizes, last = list[int](), len(division.ranks)
+    for begin, numel, rank in sorted({(box.offset[dim], box.size[dim], rank) for box, rank in boxes}):
+        sizes += [0] if rank <= last and begin == sum(sizes) else []
+        sizes[-1] += numel
+        last = rank
+    return dim, tuple(sizes)
+
+
+def shard_shape(division: Division) -> Shape:
+    """The shape of each rank's shard, its padding with it, where all are alike."""
+    if division.replicated:
+        return division.shape
+    shape, ranks = [*division.shape], len(division.ranks)
+    shape[division.dim] = sum(division.sizes) // ranks
+    return tuple(shape)
+
+
+def pattern_info(divided: Mapping[str, Division]) -> dict[str, object]:
+    """What a run that divides so would have saved as `universal_checkpoint_info`: each part has equal shares.
+
+    As of version 0.2 of it, which takes equal shares where no widths are said (checkpoint/ds_to_universal.py, 0.19.8).
+    """
+    named = {name: f"^{re.escape(name)}$" for name in divided}
+    vocabularies = {name: one.shape[0] for name, one in divided.items() if one.vocabulary}
+    parts = [
+        {
+            "patterns": [named[name]],
+            "shape": (*one.shape[: one.dim], one.sizes, *one.shape[one.dim + 1 :]),
+            "partition_dim": one.dim,
+        }
+        for name, one in divided.items()
+        if not one.replicated and not one.vocabulary
+    ]
+    return {
+        "universal_checkpoint_version": 0.2,
+        "tp_replicated_parameter_patterns": [named[name] for name, one in divided.items() if one.replicated],
+        "parameter_with_sub_params": parts,
+        "vocabulary_parameter_patterns": [named[name] for name in vocabularies],
+        **({"original_vocab_size": max(vocabularies.values())} if vocabularies else {}),
+    }
+
+
 def replicated(shards: Sequence[Shape], evidence: str, *, owner: int | None = None) -> Division:
     """A tensor of which all ranks have a copy; Misfit where their shapes differ, or none is the owner's."""
     owner = owner if len(shards) > 1 else None

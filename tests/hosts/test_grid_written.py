@@ -1,0 +1,114 @@
+"""`convert --tp N` writes the files of several tensor-parallel ranks, and DeepSpeed itself goes on from them.
+
+Truth is a rule that gives every element of every tensor its own value (`grid_models.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grid_cases import Folders, Grid
+from grid_models import RULES
+
+from ds_reshard.errors import ConfigError, ReshardError, UnsupportedLayout
+from ds_reshard.formats.zero.tensor_parallel import given, rules_in
+from ds_reshard.operations import Options, convert, diff, verify
+
+pytestmark = pytest.mark.distributed
+
+
+def autotp(tp: int, dp: int = 1, stage: int | str = 1, dtype: str = "fp32", layers: str = "usual") -> Grid:
+    return Grid("autotp", tp=tp, dp=dp, stage=stage, dtype=dtype, layers=layers)
+
+
+def cut(tp: int, dp: int = 1, stage: int | str = 1, dtype: str = "fp32", layers: str = "said") -> Grid:
+    return Grid("cut", tp=tp, dp=dp, stage=stage, dtype=dtype, layers=layers)
+
+
+WRITTEN = [
+    (autotp(2, 2), "zero3", autotp(2, 1, 3)),
+    (autotp(2, 2), "zero1", autotp(2, 1)),
+    (autotp(3, 1, 3, "bf16"), "bf16", autotp(2, 2, "bf16opt", "bf16")),
+    (autotp(3, 1, 3, "bf16"), "zero2", autotp(2, 1, 2, "bf16")),
+    (autotp(3, 1, 2, layers="few"), "zero1", autotp(2, 1, layers="few")),
+    (cut(2), "zero1", cut(4)),
+    (cut(2), "zero2", cut(2, 2, 2)),
+    (cut(4, layers="even"), "zero3", cut(2, 2, 3, layers="even")),
+    (cut(2, 1, "bf16opt", "bf16"), "bf16", cut(4, 1, "bf16opt", "bf16")),
+    (cut(2, layers="short"), "zero1", cut(4, layers="short")),
+    (cut(2, 2, layers="unsaid"), "zero2", cut(4, 1, 2, layers="unsaid")),
+    (cut(1, layers="unsaid"), "zero1", cut(2, 2, layers="unsaid")),
+    (cut(1), "zero3", cut(2, 1, 3)),
+]
+
+
+@pytest.mark.parametrize(("source", "to", "target"), WRITTEN, ids=str)
+def test_what_is_written_for_several_ranks_is_loaded_by_deepspeed(
+    worlds: Any, folders: Folders, tmp_path: Path, source: Grid, to: str, target: Grid
+) -> None:
+    """Each rank's shards of even parts, copies of the rest, padding of the vocabulary; and back, nothing differs."""
+    out = tmp_path / "out"
+    with given(rules_in(RULES) if source.layers == "unsaid" else ()):
+        convert(str(folders(source)), str(out), to=to, tp=target.tp, dp=target.dp)
+        found = diff(str(folders(source)), str(out))
+    assert len(found.tensors) > 10 and all(one.state == "equal" for one in found.tensors)
+    assert not verify(str(out), deep=True).faults
+    for rank in worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(out), hooks=False):
+        assert rank["wrong"] == {}
+        assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
+        assert rank["scheduler"]["last_epoch"] == 1
+
+
+def test_what_is_written_says_itself_how_it_is_cut(worlds: Any, folders: Folders, tmp_path: Path) -> None:
+    """A run of one rank takes it without a rule, and a second conversion too."""
+    with given(rules_in(RULES)):
+        convert(str(folders(cut(2, 2, layers="unsaid"))), str(tmp_path / "four"), to="zero1", tp=4, dp=1)
+    (rank,) = worlds[1].run("grid_jobs.load", grid=cut(1, layers="unsaid"), folder=str(tmp_path / "four"))
+    assert rank["wrong"] == {}
+    convert(str(tmp_path / "four"), str(tmp_path / "two"), to="zero3", tp=2, dp=2)
+    target = cut(2, 2, 3, layers="unsaid")
+    for rank in worlds[4].run("grid_jobs.load", grid=target, folder=str(tmp_path / "two"), hooks=False):
+        assert rank["wrong"] == {}
+
+
+REFUSED = {
+    "parts that are not even": (autotp(2, 2), 4, (), "no 4 equal shares (expected multiples of 4, found [10])"),
+    "nothing says how": (Grid("plain"), 2, (), "embed.weight: nothing says how it is cut"),
+    "a rule of another whole": (
+        cut(1, layers="unsaid"),
+        2,
+        [{**rule, "vocabulary": 5} if "vocabulary" in rule else rule for rule in RULES],
+        "embed: its whole is not what is said to be cut",
+    ),
+    "experts": (Grid("moe", ep=2, dp=2), 2, [{"parameters": ".*"}], "has files of layers or experts"),
+    "stages": (Grid("pipeline", pp=2), 2, [{"parameters": ".*", "replicated": True}], "has files of layers or experts"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_cut_so_is_refused_by_name(folders: Folders, tmp_path: Path, case: str) -> None:
+    source, tp, rules, text = REFUSED[case]
+    with given(rules_in(list(rules))), pytest.raises(UnsupportedLayout) as raised:
+        convert(str(folders(source)), str(tmp_path / "out"), to="zero1", tp=tp, dp=1)
+    assert text in str(raised.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("to", "size"), [("universal", "tp"), ("zero1", "pp"), ("bf16", "ep")])
+def test_sizes_that_are_not_written_are_refused(folders: Folders, tmp_path: Path, to: str, size: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{size}: {to} has no such option"):
+        convert(str(folders(replace(cut(2), dp=1))), str(tmp_path / "out"), to=to, **{size: 2})
+
+
+def test_a_conversion_is_not_resumed_with_other_rules(folders: Folders, tmp_path: Path) -> None:
+    """What was written by the first rules would stand beside what is written by the second."""
+    source, out = str(folders(cut(1, layers="unsaid"))), str(tmp_path / "out")
+    with given(rules_in(RULES)):
+        convert(source, out, to="zero1", tp=2, dp=1, options=Options(shard=(0, 2)))
+    with (
+        given(rules_in([*RULES[:-1], {"parameters": "norm"}])),
+        pytest.raises(ReshardError, match="left by another conversion"),
+    ):
+        convert(source, out, to="zero1", tp=2, dp=1, options=Options(shard=(1, 2)))
