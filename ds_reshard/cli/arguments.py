@@ -63,9 +63,9 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     grid.add_argument(
         "--tp", type=count, metavar="N", help="tensor-parallel size, of zero1, zero2, zero3 and bf16, too"
     )
-    grid.add_argument("--pp", type=count, metavar="N", help="pipeline-parallel size")
+    grid.add_argument("--pp", type=count, metavar="N", help="pipeline-parallel size, of zero1 and bf16, too")
     grid.add_argument("--zero-stage", type=int, choices=(0, 1), help="of nanotron's optimizer")
-    shown = parser.add_argument_group("nanotron, megatron, megatron-torch")
+    shown = parser.add_argument_group("zero1 and bf16 with --pp; nanotron, megatron, megatron-torch")
     shown.add_argument("--like", metavar="DIR", help="a checkpoint of the coming run, whose sizes and stages are taken")
     megatron = parser.add_argument_group("megatron")
     megatron.add_argument("--ep", type=count, metavar="N", help="expert-parallel size, from 1 to more or back")

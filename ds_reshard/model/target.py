@@ -61,10 +61,9 @@ class Target:
 class Asked:
     """What a conversion is to write; None is as it was saved.
 
-    `tp` is of DeepSpeed, nanotron and Megatron-LM, `pp` of the last two, `zero_stage` of nanotron, `ep` of Megatron-LM;
+    `tp` and `pp` are of DeepSpeed, nanotron and Megatron-LM, `zero_stage` of nanotron, `ep` of Megatron-LM;
     `like` is a checkpoint that shows how the coming run arranges its model; with `repair` what a framework has saved
-    wrong is put right.
-    `names` is the path of a map of parameters' names.
+    wrong is put right; `names` is the path of a map of parameters' names.
     """
 
     to: str

@@ -94,6 +94,7 @@ def convert(
 
     `to` is "zero1", "zero2", "zero3" or "bf16" (`BF16_Optimizer`): files that DeepSpeed itself loads at data-parallel
     size `dp`, which is the saving run's unless given, and tensor-parallel size `tp`, 1 unless given;
+    or, of "zero1" and "bf16", those of the `pp` stages of the PipelineModule that has saved `like`;
     or "universal": files that its `load_universal` loads;
     or "safetensors": weights in Hugging Face's layout; or "torch": a state dict of the weights, and one of each kind
     of state. Weights are of `dtype` ("float32", "bfloat16", "float16") from their masters, else as they were trained.

@@ -40,11 +40,11 @@ def _of_formats(asked: Asked) -> dict[str, tuple[object, tuple[str, ...]]]:
     """The arguments that few formats have, with these."""
     return {
         "--tp": (asked.tp, (*ZERO, "nanotron", "megatron-torch")),
-        "--pp": (asked.pp, ("nanotron", "megatron-torch")),
+        "--pp": (asked.pp, (*ZERO, "nanotron", "megatron-torch")),
         "--ep": (asked.ep, ("megatron",)),
         "--repair": (asked.repair or None, ("megatron",)),
         "--zero-stage": (asked.zero_stage, ("nanotron",)),
-        "--like": (asked.like, ("nanotron", "megatron", "megatron-torch")),
+        "--like": (asked.like, (*ZERO, "nanotron", "megatron", "megatron-torch")),
     }
 
 

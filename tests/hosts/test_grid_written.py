@@ -5,11 +5,12 @@ Truth is a rule that gives every element of every tensor its own value (`grid_mo
 
 from __future__ import annotations
 
-from dataclasses import replace
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from grid_cases import Folders, Grid
 from grid_models import RULES
 
@@ -96,10 +97,74 @@ def test_what_cannot_be_cut_so_is_refused_by_name(folders: Folders, tmp_path: Pa
     assert text in str(raised.value) and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("to", "size"), [("universal", "tp"), ("zero1", "pp"), ("bf16", "ep")])
+@pytest.mark.parametrize(("to", "size"), [("universal", "tp"), ("universal", "pp"), ("bf16", "ep")])
 def test_sizes_that_are_not_written_are_refused(folders: Folders, tmp_path: Path, to: str, size: str) -> None:
     with pytest.raises(ConfigError, match=f"--{size}: {to} has no such option"):
-        convert(str(folders(replace(cut(2), dp=1))), str(tmp_path / "out"), to=to, **{size: 2})
+        convert(str(folders(cut(2))), str(tmp_path / "out"), to=to, **{size: 2})
+
+
+def pipe(pp: int, dp: int = 1, stage: int | str = 1, dtype: str = "fp32", layers: str = "one position") -> Grid:
+    return Grid("pipeline", pp=pp, dp=dp, stage=stage, dtype=dtype, layers=layers)
+
+
+def first_step(folder: Path, to: Path) -> str:
+    """What a run with these stages has saved, with other values in all tensors: the source's must not be there."""
+    shutil.copytree(folder, to)
+    for file in to.glob("t/*.pt"):
+        content = torch.load(file, weights_only=False)
+        torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().fill_(9.0), content)
+        torch.save(content, file)
+    return str(to)
+
+
+STAGES = [
+    (pipe(2, 2, layers="usual"), "zero1", pipe(4)),
+    (pipe(2, 2, layers="usual"), "zero1", pipe(3)),
+    (pipe(4, layers="usual"), "zero1", pipe(2, 2)),
+    (pipe(2, 2, 0, "bf16", layers="usual"), "bf16", pipe(3, 1, "bf16opt", "bf16")),
+    (pipe(2, 2, 1, "bf16", layers="usual"), "zero1", pipe(4, 1, 1, "bf16")),
+    (pipe(2, 2), "zero1", pipe(2)),
+]
+
+
+@pytest.mark.parametrize("hooks", [False, True], ids=["DeepSpeed", "ds_reshard"])
+@pytest.mark.parametrize(("source", "to", "target"), STAGES, ids=str)
+def test_what_is_written_for_stages_is_loaded_by_deepspeed(
+    worlds: Any, folders: Folders, tmp_path: Path, source: Grid, to: str, target: Grid, hooks: bool
+) -> None:
+    """As a first save of the coming run shows them: each has its parameters, param groups, schedule and layers.
+
+    What is not tied of a tied module has no file in a later stage, of DeepSpeed's own saves either: its weight stays as
+    it was until the first step, and its master is right.
+    """
+    like, out = first_step(folders(target), tmp_path / "like"), tmp_path / "out"
+    done = convert(str(folders(source)), str(out), to=to, pp=target.pp, like=like)
+    assert not any("one stage" in note for note in done.notes)
+    assert not verify(str(out), deep=True).faults
+    assert all(one.state == "equal" for one in diff(str(folders(source)), str(out)).tensors)
+    for rank in worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(out), hooks=hooks):
+        assert rank["wrong"] in ({}, {} if hooks else {"tied_modules.embed.position": 3})
+        assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
+        assert rank["scheduler"]["last_epoch"] == 1
+
+
+NOT_STAGES = {
+    "no folder shows them": (pipe(2), {"pp": 4}, None, "--pp 4: no file says which layers"),
+    "the folder shows others": (pipe(2), {"pp": 4}, pipe(2), "--pp 4: no file says which layers"),
+    "the folder shows none": (pipe(2), {}, cut(1), "shows no stages"),
+    "a plain module": (Grid("plain"), {}, pipe(2), "cannot be the files of a PipelineModule"),
+    "a stage that there is not": (pipe(2), {"to": "zero2"}, pipe(4), "cannot be the files of a PipelineModule"),
+    "another model": (pipe(2), {}, pipe(2, layers="no ties"), "3.w: is another parameter there"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_STAGES)
+def test_stages_that_are_not_known_are_refused(folders: Folders, tmp_path: Path, case: str) -> None:
+    source, asked, like, text = NOT_STAGES[case]
+    shown = str(folders(like)) if like is not None else None
+    with pytest.raises(ReshardError) as raised:
+        convert(str(folders(source)), str(tmp_path / "out"), **{"to": "zero1", "like": shown, **asked})
+    assert text in str(raised.value) and not (tmp_path / "out").exists()
 
 
 def test_a_conversion_is_not_resumed_with_other_rules(folders: Folders, tmp_path: Path) -> None:

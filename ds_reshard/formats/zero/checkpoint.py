@@ -115,7 +115,7 @@ class ZeroCheckpoint:
     what all `stages` say together, and `copies` the tensors of which a file before has a copy. `rows` are the model
     files of all tensor-parallel ranks where `model` is made of them, with whole tensors, and `divided` says how each
     was cut. With `masters_in_module` (fp32 training at stage 0) the weights are the masters: both keys name the same
-    bytes, and a reader wants them once. `layers` are the files of a PipelineModule of one stage that is to be written,
+    bytes, and a reader wants them once. `layers` are the files of a stage of a PipelineModule that is to be written,
     with the tensors by their names there. `foreign` says that it was made of a checkpoint of another format.
     """
 
@@ -133,7 +133,7 @@ class ZeroCheckpoint:
     copies: Mapping[str, TensorRecord] = field(default_factory=dict)
     rows: tuple[ModelStates, ...] = ()
     divided: Mapping[str, Division] = field(default_factory=dict)
-    layers: Mapping[str, Mapping[str, TensorKey]] = field(default_factory=dict)
+    layers: Mapping[str, Mapping[str, TensorKey]] | None = None
 
     @property
     def optimizer_entries(self) -> Mapping[str, object]:

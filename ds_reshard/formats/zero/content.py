@@ -112,7 +112,7 @@ def as_zero(content: Content) -> ZeroCheckpoint:
         optim=home.optim if home is not None else None,
         layers=layer_files(home)
         if home is not None and home.stages and home.model.module.keys() == module.keys()
-        else {},
+        else None,
         divided={
             key.name: home.divided[held.origin.name]
             for key, held in content.tensors.items()

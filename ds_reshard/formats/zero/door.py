@@ -102,7 +102,7 @@ class OpenedZero(Checkpoint):
         if self.zero.of_grid:
             return None  # a plain module's files are another format to a grid's
         self.opened  # noqa: B018  (its shards are read for model files, too)
-        return _target(self.zero, asked, self._pieces) if asked.to in WRITES else None
+        return _target(self.zero, asked, like, self._pieces) if asked.to in WRITES else None
 
     def open_all(self) -> None:
         for rank in self.zero.listing.model:
@@ -258,13 +258,23 @@ def _steps(found: Survey) -> Iterator[Fault]:
                 )
 
 
-def _target(checkpoint: ZeroCheckpoint, asked: Asked, shards: ZeroShards | None = None) -> Target:
+def _target(
+    checkpoint: ZeroCheckpoint, asked: Asked, like: Checkpoint | None = None, shards: ZeroShards | None = None
+) -> Target:
     if asked.to in WEIGHTS:
         return (safetensors_target if asked.to == "safetensors" else torch_target)(checkpoint, asked.dtype)
     if asked.to == UNIVERSAL:
         return universal_target(checkpoint)
-    dp, tp, most = checkpoint.dp if asked.dp is None else asked.dp, asked.tp or 1, asked.sub_group_size
-    return zero_target(checkpoint, asked.to, dp, tp=tp, sub_group_size=most, shards=shards)
+    shown = like.zero if isinstance(like, OpenedZero) else None
+    if (like is not None and shown is None) or asked.pp not in (None, shown.grid.pp if shown is not None else 1):
+        what = "no file says which layers the coming run's stages have; give a folder of DeepSpeed that it has saved"
+        raise ConfigError(f"--pp {asked.pp or ''}: {what}, with as many: --like DIR")
+    if shown is not None and (asked.tp or 1) > 1:
+        raise ConfigError("--tp: several stages of several tensor-parallel ranks are not written; leave it out")
+    dp = asked.dp or (shown or checkpoint).dp
+    return zero_target(
+        checkpoint, asked.to, dp, tp=asked.tp or 1, like=shown, sub_group_size=asked.sub_group_size, shards=shards
+    )
 
 
 def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
@@ -278,9 +288,9 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     lacking = () if weights else (*content.faults, *optimizer_faults(content), *_unwritten(content, asked.to))
     raise_faults([*faults, *lacking], subject=subject)
     zero = as_zero(content)
-    stages = bool(zero.layers) and asked.to in ("zero1", "bf16")
+    stages = zero.layers is not None and asked.to in ("zero1", "bf16") and like is None
     raise_faults(list(_of_stages(content)) if stages else [], subject=subject)
-    target = _target(zero, asked)
+    target = _target(zero, asked, like)
     target = replace(target, wants={key: content.tensors[wanted].origin for key, wanted in target.wants.items()})
     if weights:
         alone = asked.to == "safetensors"

@@ -1,7 +1,8 @@
 """The files of a ZeRO checkpoint that is to be written: one column of the grid after another.
 
 A tensor-parallel rank has model and optimizer files of its own, of its shards: those that a run of them alone would
-have saved. Where they lie in the whole tensors is what `tensor_parallel` says, as for those that are read.
+have saved. Where they lie in the whole tensors is what `tensor_parallel` says, as for those that are read. A stage of a
+pipeline has those of its parameters; which they are, and in which order, a checkpoint of the coming run shows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
+from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.experts import expert_of
 from ds_reshard.formats.zero.layout import by_key
@@ -39,17 +40,20 @@ from ds_reshard.formats.zero.tensor_parallel import (
     rules_given,
     shard_shape,
 )
+from ds_reshard.model.content import SCHEDULER, regrouped, regrouping_fault
+from ds_reshard.model.facts import GroupFacts, canonical
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import new_tensor
 from ds_reshard.model.region import Box
 from ds_reshard.model.target import Target, TargetFile, Unit
 
 FORMATS = {"zero1": ("zero", 1), "zero2": ("zero", 2), "zero3": ("zero3", 3), "bf16": ("bf16", 1)}
+_AS_SAVED = "give --like a folder that the coming run has saved, with the model and the param groups of the source"
 _SUB_GROUP_NUMEL = 10**9  # SUB_GROUP_SIZE of deepspeed/runtime/zero/config.py, 0.19.8
 
 
 class Column(NamedTuple):
-    """The files of one tensor-parallel rank."""
+    """The files of one tensor-parallel rank, or of one stage of a pipeline."""
 
     number: int
     optim: OptimizerTarget
@@ -74,12 +78,14 @@ def zero_target(
     dp: int,
     *,
     tp: int = 1,
+    like: ZeroCheckpoint | None = None,
     sub_group_size: int | None = None,
     shards: ZeroShards | None = None,
 ) -> Target:
     """The files that `tp` times `dp` ranks of DeepSpeed's `kind` of FORMATS would have saved of the same state.
 
-    `shards` are the checkpoint's where they are opened for something else too.
+    Or those of the stages of a PipelineModule that has saved `like`, each on `dp` ranks. `shards` are the checkpoint's
+    where they are opened for something else too.
 
     Raises UnsupportedLayout, with every reason, where the source does not hold what they need, or nothing says how
     the coming run divides a parameter.
@@ -91,24 +97,35 @@ def zero_target(
     most = (sub_group_size or _saved_sub_group_size(checkpoint)) if FORMATS[kind][1] == 3 else None
     divided, faults = _divided(checkpoint, tp) if tp > 1 else ({}, [])
     raise_faults(faults, subject=subject)
-    first, faults = _column(_of_rank(checkpoint, divided, tp) if tp > 1 else checkpoint, kind, dp, most)
-    raise_faults(faults, subject=subject)
-    columns = [first._replace(number=number) for number in range(tp)]
-    layout = Layout(by_key(_joined(columns, divided)), {OPTIM: tp * dp, MODEL: tp * first.model.files})
-    sources = {**{one.key: one.key for one in first.optim.placements()}, **dict(first.model.sources())}
+    own = [_of_rank(checkpoint, divided, tp) if tp > 1 else checkpoint] * tp
+    if like is not None:
+        own, faults = _of_stages(checkpoint, like, kind)
+        raise_faults(faults, subject=subject)
+    columns: list[Column] = []
+    for number, one in enumerate(own):
+        if not number or one is not own[0]:
+            column, faults = _column(one, kind, dp, most, ordered=like is not None)
+            raise_faults(faults, subject=subject)
+        columns.append(column._replace(number=number))
+    shards_of = {OPTIM: len(columns) * dp, MODEL: len(columns) * columns[0].model.files}
+    layout = Layout(by_key(_joined(columns, divided)), shards_of)
+    sources = {one.key: one.key for column in columns for one in column.optim.placements()}
+    sources |= {key: source for column in columns for key, source in column.model.sources()}
     wants = {key: sources[key if key in sources else key._replace(copy=0)] for key in layout.placements}
     tag = checkpoint.listing.tag
-    opened = (shards if tp == 1 else None) or ZeroShards(checkpoint=checkpoint)
+    opened = (shards if len(columns) == 1 else None) or ZeroShards(checkpoint=checkpoint)
     units = tuple(unit for column in columns for unit in _units(opened, column))
     padded = [name for name, division in divided.items() if division.vocabulary]
     notes = (f"rows behind the vocabulary are zeros in {', '.join(padded)}",) if padded else ()
     return Target(layout=layout, wants=wants, units=units, folder=tag, pointers={"latest": tag}, notes=notes)
 
 
-def _column(checkpoint: ZeroCheckpoint, kind: str, dp: int, most: int | None) -> tuple[Column, list[Fault]]:
+def _column(
+    checkpoint: ZeroCheckpoint, kind: str, dp: int, most: int | None, *, ordered: bool
+) -> tuple[Column, list[Fault]]:
     wrapper, stage = FORMATS[kind]
     order = group_order(checkpoint)
-    if checkpoint.layers and stage == 1:
+    if checkpoint.layers is not None and stage == 1 and not ordered:
         order = [{name: group[name] for name in ties_first(group)} for group in order]
     flats, faults = make_flats(checkpoint, order, dp, sub_group_numel_most=most)
     optim = OptimizerTarget(checkpoint=checkpoint, kind=wrapper, stage=stage, dp=dp, flats=tuple(flats))
@@ -137,7 +154,7 @@ def _divided(checkpoint: ZeroCheckpoint, tp: int) -> tuple[dict[str, Division], 
         what, mend = "has two vocabularies, and DeepSpeed's files have a place for one size", "convert it at --tp 1"
         faults.append(UnsupportedLayout.fault(folder, what, "one size", ", ".join(map(str, sizes)), mend=mend))
     apart = sorted(name for name in shapes if expert_of(name) is not None)
-    if checkpoint.layers or apart:
+    if checkpoint.layers is not None or apart:
         what, mend = "has files of layers or experts", "--names, for a plain module; or convert it without --tp"
         faults.append(UnsupportedLayout.fault(folder, what, "one model file for each rank", "several", mend=mend))
     return made, faults
@@ -166,6 +183,76 @@ def _of_rank(checkpoint: ZeroCheckpoint, divided: Mapping[str, Division], tp: in
             frozen_shapes={name: shapes[name] for name in model.frozen_shapes},
         ),
     )
+
+
+def _of_stages(checkpoint: ZeroCheckpoint, like: ZeroCheckpoint, kind: str) -> tuple[list[ZeroCheckpoint], list[Fault]]:
+    """The checkpoints of runs that have one stage each, with the parameters and param groups that it has in `like`."""
+    where, faults = like.listing.folder, list(_unlike(checkpoint, like, kind))
+    if faults:
+        return [], faults
+    assert checkpoint.facts is not None and checkpoint.layers is not None
+    groups = checkpoint.facts.groups
+    home = {name: number for number, group in enumerate(groups) for name in group.members}
+    texts = [canonical(dict(group.hyperparameters or {})) for group in groups]
+    files = [(name, checkpoint.layers[name]) for name in sorted(checkpoint.layers)]
+    made = []
+    for number, (column, stage) in enumerate(zip(like.columns, like.stages, strict=True)):
+        members = [[name for flat in flats for name in column.shapes[flat]] for flats in column.first.members]
+        for names in members:
+            other = next((name for name in names if texts[home[name]] != texts[home[names[0]]]), None)
+            if other is not None:
+                what, said = "is in a param group with parameters of other hyper-parameters", f"those of {names[0]}"
+                faults.append(UnsupportedLayout.fault(f"{stage.path}: {other}", what, said, "others", mend=_AS_SAVED))
+        order = [home[names[0]] for names in members]
+        schedule = checkpoint.model.entries.get(SCHEDULER)
+        unknown: list[str] = []
+        if isinstance(schedule, dict):
+            schedule, unknown = regrouped(schedule, order, len(groups))
+        faults += [regrouping_fault(entry, where) for entry in unknown]
+        entries = {
+            **checkpoint.model.entries,
+            "mp_world_size": len(like.stages),
+            "checkpoint_parallel_dimensions": {"pp_degree": len(like.stages), "tp_degree": 1},
+            "buffer_names": sorted(stage.buffer_names),
+            SCHEDULER: schedule,
+        }
+        facts = [
+            GroupFacts(members=tuple(names), hyperparameters=groups[g].hyperparameters)
+            for names, g in zip(members, order, strict=True)
+        ]
+        shapes = tuple({name: checkpoint.model.trainable[name] for name in names} for names in members)
+        begin, end = (len(files) * at // len(like.stages) for at in (number, number + 1))
+        one = replace(
+            checkpoint,
+            model=replace(checkpoint.model, entries=entries, param_shapes=shapes),
+            facts=replace(checkpoint.facts, groups=tuple(facts)),
+            layers=dict(files[begin:end]),
+        )
+        made.append(one)
+    return made, faults
+
+
+def _unlike(checkpoint: ZeroCheckpoint, like: ZeroCheckpoint, kind: str) -> Iterator[Fault]:
+    """Where a checkpoint of the coming run does not show what is needed, or shows another model's."""
+    where, trained = like.listing.folder, checkpoint.model.trainable
+    if not like.stages or like.grid.tp > 1 or not like.columns:
+        what, mend = "shows no stages", "give --like a folder that the PipelineModule has saved at ZeRO stage 1"
+        yield UnsupportedLayout.fault(where, what, "a PipelineModule, tp=1, ZeRO stage 1", str(like.grid), mend=mend)
+    elif checkpoint.layers is None or FORMATS[kind][1] != 1:
+        what, mend = "cannot be the files of a PipelineModule", "--to zero1 or bf16, without --names"
+        found = kind if checkpoint.layers is not None else "a plain module"
+        where = checkpoint.listing.folder
+        yield UnsupportedLayout.fault(where, what, "stage 1, and a PipelineModule's names", found, mend=mend)
+    else:
+        for name in sorted(trained.keys() | like.model.trainable.keys()):
+            own, shown = trained.get(name), like.model.trainable.get(name)
+            if own != shown:
+                said = ["none" if shape is None else str([*shape]) for shape in (shown, own)]
+                yield ModelMismatch.fault(f"{where}: {name}", "is another parameter there", *said, mend=_AS_SAVED)
+        lacking = sorted(set(like.listing.layers.values()) - checkpoint.layers.keys())
+        for file in lacking:
+            what = "is a file of a layer that the source has no file of"
+            yield ModelMismatch.fault(f"{where}/{file}", what, "the same layers", "none", mend=_AS_SAVED)
 
 
 def _joined(columns: Sequence[Column], divided: Mapping[str, Division]) -> Iterator[Placement]:
@@ -231,7 +318,7 @@ def _model_tree(model: ModelTarget, shards: ZeroShards, rank: int, apart: frozen
     assert isinstance(module, OrderedDict)
     for name in apart:
         del module[name]
-    return {**tree, "module": None} if model.layers else tree
+    return {**tree, "module": None} if model.layers is not None else tree
 
 
 def _prefix(checkpoint: ZeroCheckpoint, optim: OptimizerTarget) -> str:

@@ -271,8 +271,10 @@ class ModelTarget:
                     yield sliced(name, "weight", shape, dtype, self.dp, family=MODEL, buffer=f"frozen/{name}")
             return
         made = whole_tensors(self.checkpoint.model)
-        held = [key for entries in self.layers.values() for key in entries.values()]
-        for key in held or [TensorKey(name, "weight") for name in made]:
+        held = [TensorKey(name, "weight") for name in made]
+        if self.layers is not None:
+            held = [key for entries in self.layers.values() for key in entries.values()]
+        for key in held:
             tensor = made[key.name]
             placed = whole(key.name, "weight", tensor.shape, tensor.dtype, family=MODEL, buffer=_weight(key))
             yield placed._replace(key=key)
@@ -284,9 +286,9 @@ class ModelTarget:
             yield placement.key, first if first in self.checkpoint.layout else first._replace(kind="fp32")
 
     @property
-    def layers(self) -> Mapping[str, Mapping[str, TensorKey]]:
+    def layers(self) -> Mapping[str, Mapping[str, TensorKey]] | None:
         """The files of layers, where it is a PipelineModule's: that has ZeRO stage 1 alone (pipe/engine.py)."""
-        return self.checkpoint.layers if self.stage == 1 else {}
+        return self.checkpoint.layers if self.stage == 1 else None
 
     def tree(self, rank: int, saved: ModelStates) -> dict[str, object]:
         """What torch.save is given for one file; `saved` is the file of the saving run that it goes on from."""
@@ -320,7 +322,7 @@ class ModelTarget:
                 layer = layers.setdefault(of[0], len(layers))
                 file = f"layer_{layer}_expert_{of[1]}_mp_rank_00_model_states.pt"
                 files.setdefault(file, {})[name] = TensorKey(name, "weight")
-        return files or self.layers
+        return files or self.layers or {}
 
     def part(self, entries: Mapping[str, TensorKey]) -> dict[str, object]:
         """What torch.save is given for the file of a layer or an expert."""
