@@ -78,6 +78,45 @@ def write_checkpoint(
     return sum(file.stat().st_size for file in tag.iterdir())
 
 
+ROWS = ("o.weight", "down.weight")
+"""The ends of the names that a Llama of tensor-parallel ranks cuts along their second dimension."""
+
+
+def write_tensor_parallel(folder: Path, shapes: Mapping[str, Shape], tp: int, dp: int) -> int:
+    """The same at ZeRO-1, of `llama_shapes` that `tp` ranks divide, each of `dp` ranks; returns its bytes."""
+    tag = folder / "global_step1000"
+    tag.mkdir(parents=True)
+    (folder / "latest").write_text(tag.name)
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "train_batch_size": dp}
+    local = {name: shard(name, shape, tp) for name, shape in shapes.items()}
+    model = _model_file(local, dp, 1, config)
+    model |= {"mp_world_size": tp, "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": tp}}
+    model["universal_checkpoint_info"] = {
+        "universal_checkpoint_version": 0.2,
+        "tp_replicated_parameter_patterns": [r".*norm[12]?\.weight"],
+        "parameter_with_row_parallelism_patterns": [rf".*\.{end}" for end in ROWS],
+    }
+    total = sum(map(prod, local.values()))
+    chunk = -(-total // (2 * dp)) * 2
+    for number in range(tp):
+        write_sparse(tag / f"mp_rank_{number:02d}_model_states.pt", model)
+        made: dict[tuple[int, int], SparseArchive] = {}
+        for rank in range(dp):
+            name = OPTIM.format(rank).replace("mp_rank_00", f"mp_rank_{number:02d}")
+            used = max(0, min(chunk, total - rank * chunk))
+            if (len(name), used) not in made:
+                content = {"optimizer_state_dict": _flat(used, chunk, dp, 1), **_said(config)}
+                made[len(name), used] = sparse_archive(name, content)
+            made[len(name), used].renamed(name).write(tag)
+    return sum(file.stat().st_size for file in tag.iterdir())
+
+
+def shard(name: str, shape: Shape, tp: int) -> Shape:
+    if len(shape) == 1:
+        return shape
+    return (shape[0], shape[1] // tp) if name.endswith(ROWS) else (shape[0] // tp, shape[1])
+
+
 OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states"
 
 
