@@ -13,8 +13,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from gpt_demo import grid
 from gpt_demo.contents import read_contents
 from gpt_demo.engine import build, timed, train
+from gpt_demo.grid import GridLayout
 from gpt_demo.layouts import Layout, Outcome, Schedule
 from gpt_demo.text import Text
 
@@ -70,3 +72,25 @@ def prepare_process(rendezvous: Path, rank: int, ranks: int) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     dist.init_process_group("gloo", init_method=rendezvous.resolve().as_uri(), rank=rank, world_size=ranks)
     deepspeed.init_distributed("gloo", verbose=False)
+
+
+def grid_uninterrupted(
+    folder: Path, tell: Tell, *, layout: GridLayout, schedule: Schedule, checkpoints: Path
+) -> Outcome:
+    """Train to the end on a grid of ranks; half-way write a checkpoint."""
+    text, engine = Text(), grid.build(layout, schedule, seed=0)
+    losses = grid.train(engine, layout, text, schedule.checkpoint, tell)
+    seconds = timed(lambda: engine.save_checkpoint(str(checkpoints)))
+    return Outcome(
+        first_step=0, losses=losses + grid.train(engine, layout, text, schedule.steps, tell), seconds=seconds
+    )
+
+
+def grid_resumed(folder: Path, tell: Tell, *, layout: GridLayout, schedule: Schedule, checkpoints: Path) -> Outcome:
+    """Load it with ds_reshard into an engine of another grid; train to the end."""
+    import ds_reshard.auto  # noqa: F401
+
+    engine = grid.build(layout, schedule, seed=2)
+    seconds = timed(lambda: engine.load_checkpoint(str(checkpoints)))
+    losses = grid.train(engine, layout, Text(), schedule.steps, tell)
+    return Outcome(first_step=schedule.checkpoint, losses=losses, seconds=seconds)
