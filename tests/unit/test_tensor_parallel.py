@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from math import prod
 from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ds_reshard.formats.zero.checkpoint import Row
 from ds_reshard.formats.zero.rows import in_order
-from ds_reshard.formats.zero.tensor_parallel import Misfit, Rule, divided, divisions, rule_faults, rules_in
+from ds_reshard.formats.zero.tensor_parallel import (
+    Misfit,
+    Rule,
+    divided,
+    divisions,
+    pattern_info,
+    redivided,
+    rule_faults,
+    rules_in,
+    shard_shape,
+)
 from ds_reshard.hosts.deepspeed.divided import run_divisions
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.model.layout import check_cover
@@ -231,6 +242,36 @@ def test_parameters_that_the_first_rank_lacks_stand_where_others_have_them() -> 
     held = [["a", "c", "f"], ["a", "b", "c", "d", "e", "f"], ["b", "f", "g"], ["a", "c", "f"]]
     assert in_order(held) == ["a", "b", "c", "d", "e", "f", "g"]
     assert in_order([["b", "a"], ["b", "a"]]) == ["b", "a"]
+
+
+@given(cut_parameters(), st.integers(1, 4), st.booleans())
+def test_a_parameter_is_cut_anew_in_equal_shares(cut, tp, mapped):
+    """Of each part, as a map or a pattern of the saving run tells them; what is then written says so itself."""
+    whole, dim, widths = cut
+    parts = [sum(width) for width in widths if sum(width)]
+    source = divided(whole.shape, dim, [width for width in widths if sum(width)] or [[0] * len(widths[0])], "rule")
+    if mapped and whole.size:
+        shards = [shard.shape for shard in shards_of(whole, dim, widths)]
+        info = {"affine_map": {"version": 1, "params": {"a.w": affine_map(whole, dim, widths)}}}
+        source = divisions({"a.w": shards}, info, [])[0]["a.w"]
+        assume(sum(1 for shape in shards if prod(shape)) > 1 and not source.replicated)
+    assume(whole.size)
+    try:
+        found = redivided(source, whole.shape, tp)
+    except Misfit as misfit:
+        by_other_ranks = mapped and any(sum(width) and not width[0] for width in widths)
+        assert any(part % tp for part in parts) or by_other_ranks
+        assert "equal shares" in misfit.what or "cannot be told" in misfit.what
+        return
+    shards = shards_of(whole, dim, [[part // tp] * tp for part in found.sizes])
+    assert numpy.array_equal(rebuilt(found, shards), whole)
+    assert sum(found.sizes) == sum(parts)
+    if not mapped or all(width[0] for width in widths if sum(width)):
+        assert found.sizes == tuple(parts)
+    assert all(shard.shape == shard_shape(found) for shard in shards)
+    again, unknown = divisions({"a.w": [shard_shape(found)] * tp}, pattern_info({"a.w": found}), [])
+    assert not unknown
+    assert again["a.w"].ranks == found.ranks
 
 
 def test_a_run_that_says_its_shards_overlap_is_refused():

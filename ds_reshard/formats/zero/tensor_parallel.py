@@ -258,17 +258,24 @@ def redivided(division: Division, shape: Shape, tp: int) -> Division:
 
 
 def _cut_sizes(division: Division) -> tuple[int, tuple[int, ...]]:
-    """Along which dimension shards lie, and the sizes of what was cut one by one: each is a run through the ranks."""
+    """Along which dimension shards lie, and the sizes of what was cut one by one; Misfit where that cannot be told.
+
+    Each part is a run through the ranks from the first on, which has no less than others (`get_shard_size`,
+    module_inject/tp_shard.py, 0.19.8).
+    """
     boxes = [(part.box, rank) for rank, parts in enumerate(division.ranks) for part in parts]
     axes = [axis for axis, whole in enumerate(division.shape) if any(box.size[axis] != whole for box, _ in boxes)]
-    if len(axes) != 1 and len(division.ranks) > 1:
-        raise Misfit("it is not cut along one dimension", "one", f"{len(axes)}")
-    dim = axes[0] if axes else 0
-    sizes, last = list[int](), len(division.ranks)
+    dim = axes[-1] if axes else 0  # a shard of several parts lies there row by row
+    sizes, firsts, last = list[int](), set[int](), len(division.ranks)
     for begin, numel, rank in sorted({(box.offset[dim], box.size[dim], rank) for box, rank in boxes}):
-        sizes += [0] if rank <= last and begin == sum(sizes) else []
+        if rank <= last and begin == sum(sizes):
+            sizes.append(0)
+            firsts.add(rank)
         sizes[-1] += numel
         last = rank
+    if not axes or firsts != {0} or sum(sizes) != division.shape[dim]:
+        expected, found = "parts along one dimension, each from the first rank on", f"{len(axes)} dimensions"
+        raise Misfit("how it is cut into parts cannot be told", expected, found)
     return dim, tuple(sizes)
 
 
