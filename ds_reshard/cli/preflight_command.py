@@ -27,7 +27,7 @@ def add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         commands,
         "preflight",
         help="whether a checkpoint will load into a run that is not started yet, and what it will do; status 0 or 1",
-        usage="%(prog)s CKPT --config FILE --world N [OPTION ...] [-- SCRIPT-FLAG ...]",
+        usage="%(prog)s CKPT --world N [--config FILE] [OPTION ...] [-- SCRIPT-FLAG ... | MEGATRON-FLAG ...]",
         example="checkpoints --config ds_config.json --world 384 --nodes 48",
     )
     add_checkpoint(parser)
@@ -60,12 +60,41 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _forecast(arguments: argparse.Namespace) -> Forecast:
-    if arguments.config is None and arguments.flags is not None:
-        what = "preflight: a load of Megatron-LM is not foreseen"
-        raise ConfigError(f"{what}; ds-reshard lr CKPT -- FLAGS tells its rates, ds-reshard verify CKPT its faults")
     if arguments.config is None:
-        mend = "name the DeepSpeed JSON of the coming run: --config FILE"
-        raise ConfigError(f"--config: a load is decided by checkpoint and config together; {mend}")
+        if arguments.flags is None:
+            mend = "name the DeepSpeed JSON of the coming run: --config FILE; or Megatron-LM's command line: -- FLAGS"
+            raise ConfigError(f"--config: a load is decided by checkpoint and config together; {mend}")
+        made = _megatron(arguments, arguments.flags)
+    else:
+        made = _deepspeed(arguments)
+    made = with_folder(made, arguments.checkpoint, tag=arguments.tag or made.tag, deep=arguments.deep)
+    rates, why = _rates(arguments)
+    notes = (*made.notes, *why)
+    return replace(made, rates=rates, notes=notes, bandwidth=arguments.bandwidth * 1e9)
+
+
+def _megatron(arguments: argparse.Namespace, flags: Sequence[str]) -> Forecast:
+    asked = {"--tag": arguments.tag, "--model": arguments.model}
+    given = [name for name, value in asked.items() if value is not None]
+    given += [f"--{name}" for name in ("tp", "pp", "ep") if getattr(arguments, name) > 1]
+    if given:
+        mend = "say it in its own flags, after --: --ckpt-step, --tensor-model-parallel-size, ..."
+        raise ConfigError(f"{', '.join(given)}: is not asked of a run of Megatron-LM; {mend}")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            import megatron.training.arguments  # noqa: F401
+
+        from ds_reshard.hosts.megatron.preflight import forecast
+    except ImportError as error:
+        mend = "run this in the job's own environment, or give a DeepSpeed JSON: --config FILE"
+        raise ConfigError(f"Megatron-LM: what it makes of the flags is its own to say: {error}; {mend}") from error
+    try:
+        return forecast(arguments.checkpoint, flags, world=arguments.world, nodes=arguments.nodes)
+    finally:
+        policy_sources.forget()
+
+
+def _deepspeed(arguments: argparse.Namespace) -> Forecast:
     config = read_config(arguments.config)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed logs from its import on
@@ -79,13 +108,9 @@ def _forecast(arguments: argparse.Namespace) -> Forecast:
     sizes = {name: getattr(arguments, name) for name in ("world", "nodes", "tp", "pp", "ep")}
     _ask(arguments.flags or ())
     try:
-        made = forecast(arguments.checkpoint, Coming(config=config, model=model, **sizes), tag=arguments.tag)
+        return forecast(arguments.checkpoint, Coming(config=config, model=model, **sizes), tag=arguments.tag)
     finally:
         policy_sources.forget()
-    made = with_folder(made, arguments.checkpoint, tag=arguments.tag, deep=arguments.deep)
-    rates, why = _rates(arguments)
-    notes = (*made.notes, *why)
-    return replace(made, rates=rates, notes=notes, bandwidth=arguments.bandwidth * 1e9)
 
 
 def _ask(flags: Sequence[str]) -> None:
@@ -98,8 +123,9 @@ def _ask(flags: Sequence[str]) -> None:
 
 def _rates(arguments: argparse.Namespace) -> tuple[ComingRun | None, tuple[str, ...]]:
     """What `lr` says of the first updates."""
+    flags = arguments.flags if arguments.config is None else None  # beside a JSON they are the script's own
     try:
-        return coming_run(arguments.checkpoint, arguments.config, tag=arguments.tag, steps=_STEPS), ()
+        return coming_run(arguments.checkpoint, arguments.config, flags=flags, tag=arguments.tag, steps=_STEPS), ()
     except ReshardError as error:
         return None, (f"learning rates are not foreseen: {_first(faults_of(error))}",)
 
@@ -154,8 +180,11 @@ def _render_costs(made: Forecast, console: Console) -> None:
         cells = (size(cost.read_nbytes), str(len(cost.files)), size(cost.optimizer_nbytes), size(cost.weights_nbytes))
         costs.add_row(str(cost.rank), *cells)
     put(console, costs)
+    buffers = (
+        f"; buffers of at most {size(made.buffer_nbytes)} a rank beside what is held" if made.buffer_nbytes else ""
+    )
     line(
         console,
         f"a node of {-(-made.world // made.nodes)} ranks reads {size(made.node_nbytes)}: {made.seconds:.3g} s at "
-        f"{made.bandwidth / 1e9:g} GB/s; buffers of at most {size(made.buffer_nbytes)} a rank beside what is held",
+        f"{made.bandwidth / 1e9:g} GB/s{buffers}",
     )

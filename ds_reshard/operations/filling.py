@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-_MEMORY_NBYTES = 64 << 20
+MEMORY_NBYTES = 64 << 20
 _THREADS = 4
 
 
@@ -31,7 +31,7 @@ def fill(
 
     def execute() -> tuple[None, Outcome]:
         threads = min(_THREADS, os.cpu_count() or 1)
-        executor = choose("auto", targets, threads=threads, memory_nbytes=_MEMORY_NBYTES, checksum=True)
+        executor = choose("auto", targets, threads=threads, memory_nbytes=MEMORY_NBYTES, checksum=True)
         return None, executor.execute(plan, targets)
 
     read_together(execute, group, replica=replica, shared=lambda: True, subject=subject)

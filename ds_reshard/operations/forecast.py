@@ -33,7 +33,8 @@ class Forecast:
 
     `faults` are every reason why it cannot load; without any it does. `folder` are faults of the folder that this load
     does not meet. `costs` are those of some ranks: all of the first node's, where they are not too many, and the last.
-    `buffer_nbytes` is the host memory a rank beside what its engine holds.
+    `buffer_nbytes` is the host memory a rank beside what its engine holds, 0 where the framework reads; `tag` is which
+    of the folder's checkpoints the run itself names.
     """
 
     saved: str
@@ -50,6 +51,7 @@ class Forecast:
     nodes: int = 1
     buffer_nbytes: int = 0
     bandwidth: float = 1e9
+    tag: str | None = None
     notes: tuple[str, ...] = ()
 
     @property

@@ -362,14 +362,14 @@ def read_run(words: Sequence[str]) -> MegatronRun:
     )
 
 
-class _Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         fault = ConfigError.fault(SUBJECT, message, mend="write them as for Megatron-LM")
         raise ConfigError(f"{fault.line()}; {fault.mend}", [fault])
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = FlagParser(add_help=False, allow_abbrev=False)
     for name, default in _FLOATS.items():
         parser.add_argument(_flag(name), type=float, default=default)
     for name, whole in _WHOLE.items():

@@ -324,7 +324,7 @@ def _no_module() -> Any:
 BAD = [
     # what is asked, the status, and what is said
     ([], 2, "--config FILE"),
-    (["--", "--num-layers", "24"], 2, "a load of Megatron-LM is not foreseen"),
+    (["--", "--num-layers", "24"], 2, "run this in the job's own environment"),
     (["--config", "none.json"], 2, "cannot be read"),
     (["--config", "megatron.yaml"], 2, "is not JSON"),
     (["--config", "bert.json"], 1, "train_batch_size or train_micro_batch_size_per_gpu"),

@@ -47,6 +47,7 @@ from ds_reshard.operations.ranks import Steps, agree, attempt, broadcast, raise_
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Fill, Plan, copies_of
+from ds_reshard.resume.policy import ResumePolicy
 
 Base = tuple[object, str, bool, object]
 _MODEL = "build the model that was saved: compare the arguments of both runs"
@@ -55,7 +56,7 @@ _SIXTEEN = (ElementType.BFLOAT16, ElementType.FLOAT16)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Reads:
+class Reads:
     """What fills this rank's tensors, by the names of buffers."""
 
     copies: list[Copy] = field(default_factory=list)
@@ -102,8 +103,8 @@ class Taken:
     pieces: list[Piece]
     shares: list[Share] | None
     kinds: tuple[str, ...]
-    weights: _Reads
-    states: _Reads
+    weights: Reads
+    states: Reads
     random: object
 
     def answer(self) -> Base:
@@ -133,13 +134,13 @@ class Taken:
         """
         inner = getattr(part, "optimizer", None)
         live = inner.state_dict()["param_groups"] if inner is not None else []
-        groups = dealt(self._groups(), live)
+        groups = dealt(self.groups(), live)
         for group, mine in zip(groups, live, strict=False):
             group["params"] = mine["params"]
         held: dict[str, object] = {"state": {}, "param_groups": groups}
         return {"optimizer": held, "fp32_from_fp16_params": []} if is_mixed(part) else held
 
-    def _groups(self) -> list[Group]:
+    def groups(self) -> list[Group]:
         """The saved param groups; a step that only some of them have is that of all."""
         chain = chain_of(self.saved.common.get("optimizer"), self.saved.objects) or ()
         found = [group for groups in chain for group in groups]
@@ -198,7 +199,7 @@ def take(load: Load, arguments: Namespace, models: object) -> Taken | None:
     rank.
     """
     wanted = load.optimizer is not None and not arguments.finetune and not arguments.no_load_optim
-    decided, wrong, cause = attempt(lambda: _decided(arguments, wanted) if rank() == 0 else None)
+    decided, wrong, cause = attempt(lambda: decided_by(arguments, wanted) if rank() == 0 else None)
     decided, wrong = broadcast((decided, wrong))
     raise_caused(wrong, subject=f"loading {arguments.load}", cause=cause)
     if decided is None:
@@ -237,12 +238,12 @@ def take(load: Load, arguments: Namespace, models: object) -> Taken | None:
     told = [cast("tuple[frozenset[str], frozenset[str]]", one.value) for one in said]
     raise_faults(_left_over(taken, *(frozenset().union(*names) for names in zip(*told, strict=True))), subject=subject)
     alone = not any(group.get("is_expert_parallel") for part in leaves(load.optimizer) for group in live_groups(part))
-    agree(experts_differ(taken._groups(), folder) if wanted and alone else (), subject=subject)
+    agree(experts_differ(taken.groups(), folder) if wanted and alone else (), subject=subject)
     load.read_in_place = True
     return taken
 
 
-def _decided(arguments: Namespace, wanted: bool) -> tuple[str, list[str]] | None:
+def decided_by(arguments: Namespace, wanted: bool) -> tuple[str, list[str]] | None:
     """The folder, and why it is not left to Megatron; no reason where it is, once its states are proved."""
     saved = find_saved(arguments)
     if saved is None:
@@ -279,8 +280,8 @@ def _planned(
     """This rank's reads; raises everything that is wrong with them."""
     pieces, faults = pieces_of(models), list[Fault]()
     shares = shares_of(load.optimizer, pieces) if wanted else None
-    kinds = _kinds(source, load, faults) if wanted else ()
-    weights, states = _Reads(), _Reads()
+    kinds = kinds_read(source, load.policy, load.optimizer, faults) if wanted else ()
+    weights, states = Reads(), Reads()
     fitting = set[str]()
     for number, piece in enumerate(pieces):
         key = _weight(source, piece, faults)
@@ -333,10 +334,10 @@ def _random(source: Checkpoint, saved: Saved, run: Mapping[str, object]) -> obje
     return revive(listed, builders={}, tensor=read_tensor, where=f"{saved.folder}: random states")
 
 
-def _kinds(source: Checkpoint, load: Load, faults: list[Fault]) -> tuple[str, ...]:
+def kinds_read(source: Checkpoint, policy: ResumePolicy, optimizer: object, faults: list[Fault]) -> tuple[str, ...]:
     """The kinds of state that are read of every parameter; a fault where the two optimizers keep others."""
     layout, mend = source.layout, "build the optimizer that was saved, or add --no-load-optim"
-    of_run = kinds_of(load.optimizer)
+    of_run = kinds_of(optimizer)
     if of_run is None:
         faults.append(UnsupportedLayout.fault(source.folder, "this run's optimizer is none of Adam's kind", mend=mend))
         return ()
@@ -349,7 +350,7 @@ def _kinds(source: Checkpoint, load: Load, faults: list[Fault]) -> tuple[str, ..
         if held != of_run:
             sides = ", ".join(sorted(held)), ", ".join(sorted(of_run))
             faults.append(ModelMismatch.fault(name, "its optimizer kept other states", *sides, mend=mend))
-    return (MASTER, *(sorted(of_run) if load.policy.loads_moments else ()))
+    return (MASTER, *(sorted(of_run) if policy.loads_moments else ()))
 
 
 def _weight(source: Checkpoint, piece: Piece, faults: list[Fault]) -> TensorKey | None:
@@ -383,14 +384,20 @@ def _fits(
         return True
     what, mend = "has another shape in the checkpoint", _MODEL
     if piece.padded and shape[1:] == mine[1:]:
-        each = [_padding(arguments) for arguments in (saved.arguments, run)]
-        least, most = max(shape[0] - each[0], mine[0] - each[1]), min(shape[0], mine[0])
-        if least < most and (_tokens() or most) <= most:
+        if same_vocabulary(shape[0], mine[0], (saved.arguments, run), _tokens()):
             return True
         what = "is of another vocabulary: the rows are no padding of the same one"
         mend = "give the tokenizer and the sizes of the vocabulary that were saved"
     faults.append(ModelMismatch.fault(piece.name, what, str(list(shape)), str(list(mine)), mend=mend))
     return False
+
+
+def same_vocabulary(
+    saved: int, rows: int, runs: tuple[Mapping[str, object], Mapping[str, object]], tokens: int | None
+) -> bool:
+    """Whether so many rows each are one vocabulary, padded by the rules of the saving run and of this one."""
+    least, most = max(saved - _padding(runs[0]), rows - _padding(runs[1])), min(saved, rows)
+    return least < most and (tokens or most) <= most
 
 
 def _padding(arguments: Mapping[str, object]) -> int:

@@ -22,24 +22,30 @@ _PRETRAINED = "--pretrained-checkpoint"
 
 def publish_training(load: Load, arguments: Namespace, iteration: int) -> None:
     """Make, log once and publish the report of a `load_checkpoint` on rank 0; other ranks do nothing."""
-    if _rank() != 0 or load.found is None:
-        return
-    found = load.found
+    if _rank() == 0 and load.found is not None:
+        _publish(load, training_report(load, arguments, iteration))
+
+
+def training_report(load: Load, arguments: Namespace, iteration: int) -> ResumeReport:
+    assert load.found is not None
     rows = [*_counters(load, arguments, iteration), *_schedule(load), *_groups(load), *_rest(load, arguments)]
-    size = _of(found.arguments, "global_batch_size")
+    size = _of(load.found.arguments, "global_batch_size")
     warnings = batch_size_warning(size if isinstance(size, int) else None, arguments.global_batch_size)
-    _publish(load, rows, (*load.warnings, *warnings))
+    return _report(load, rows, (*load.warnings, *warnings))
 
 
 def publish_part(load: Load | None) -> None:
     """The same for one `load_state_dict` in a loop of the user's own, which has no iteration and no samples."""
     if load is not None and load.own_loop and _rank() == 0:
-        _publish(load, [*_schedule(load), *_groups(load), *_states(load)], tuple(load.warnings))
+        _publish(load, _report(load, [*_schedule(load), *_groups(load), *_states(load)], tuple(load.warnings)))
 
 
-def _publish(load: Load, rows: list[Row], warnings: tuple[str, ...]) -> None:
+def _report(load: Load, rows: list[Row], warnings: tuple[str, ...]) -> ResumeReport:
     ignored = [*_ignored(load)] if load.policy.scheduler == "host" else []
-    report = ResumeReport(host="megatron", checkpoint=load.where, rows=tuple(rows), warnings=(*warnings, *ignored))
+    return ResumeReport(host="megatron", checkpoint=load.where, rows=tuple(rows), warnings=(*warnings, *ignored))
+
+
+def _publish(load: Load, report: ResumeReport) -> None:
     publish(report, path=load.policy.report)
     logger.info("%s", report)
 

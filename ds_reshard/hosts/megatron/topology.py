@@ -92,7 +92,7 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool) -> list
         found.append(f"the state of {kinds[saved.distributed]} goes into {kinds[not saved.distributed]}")
     if saved.sharding == "fully_reshardable":
         told = "experts have an optimizer of their own in one of the two runs alone"
-        return found + [told] * (_experts_apart(saved.arguments) is not _experts_apart(run))
+        return found + [told] * (experts_apart(saved.arguments) is not experts_apart(run))
     for name, label in _SIZES.items():
         sizes = [_size(arguments, name) for arguments in (saved.arguments, run)]
         if sizes[0] != sizes[1]:
@@ -100,6 +100,9 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool) -> list
     layers = [arguments.get("transformer_impl") for arguments in (saved.arguments, run)]
     if layers[0] != layers[1]:
         found.append(f"layers of {layers[0]} as saved, of {layers[1]} now")
+    types = [_types(arguments) for arguments in (saved.arguments, run)]
+    if optimizer and saved.distributed and types[0] != types[1]:
+        found.append(f"{types[0]} as saved, {types[1]} now")
     if optimizer and saved.distributed and _buckets(saved.arguments) != _buckets(run):
         found.append("other buckets of gradients")
     return found
@@ -121,11 +124,18 @@ def _size(arguments: Mapping[str, object], name: str) -> int:
     return size_of(arguments, name)
 
 
-def _experts_apart(arguments: Mapping[str, object]) -> bool:
+def experts_apart(arguments: Mapping[str, object]) -> bool:
     """Whether the optimizer of the experts is not that of the dense parameters."""
     sizes = (_size(arguments, f"{name}_parallel_size") for name in ("expert_model", "expert_tensor", "tensor_model"))
     parts, experts, dense = sizes
     return bool(arguments.get("num_experts")) and (parts > 1 or experts != dense)
+
+
+def _types(arguments: Mapping[str, object]) -> str:
+    """What Megatron keeps buckets apart by, and finds them by (`gbuf_ranges`, core/optimizer/distrib_optimizer.py)."""
+    weights = next((name for name in ("bf16", "fp16") if arguments.get(name)), "fp32")
+    gradients = "fp32" if arguments.get("accumulate_allreduce_grads_in_fp32") else weights
+    return f"weights of {weights} with gradients of {gradients}"
 
 
 def _buckets(arguments: Mapping[str, object]) -> object:

@@ -85,9 +85,8 @@ def load_checkpoint(
     policy = policy_of(arguments)
     load = Load(policy=policy, optimizer=optimizer, scheduler=scheduler, where=str(getattr(arguments, "load", None)))
     faults = [*hyperparameter_faults(optimizer, policy), *masters_faults(optimizer, policy)]
-    faults += announced_format_faults(policy, arguments)
-    raise_faults([*faults, *_contradictions(policy, arguments)], subject="resume policy")
-    _tell_megatron(policy, arguments)
+    raise_faults([*faults, *announced_faults(policy, arguments)], subject="resume policy")
+    tell_megatron(policy, arguments)
     with in_force(load):
         load.taken = take(load, arguments, models)
         iteration, operations = original() if load.taken is None else load.taken.load(original, arguments)
@@ -106,7 +105,7 @@ def load_checkpoint(
     return iteration, operations
 
 
-def _tell_megatron(policy: ResumePolicy, arguments: Namespace) -> None:
+def tell_megatron(policy: ResumePolicy, arguments: Namespace) -> None:
     """Megatron's own flags for what it does itself, as if they had been given to it."""
     if policy.optimizer == "skip":
         arguments.no_load_optim = True
@@ -114,6 +113,11 @@ def _tell_megatron(policy: ResumePolicy, arguments: Namespace) -> None:
         arguments.finetune = True
     if not policy.rng:
         arguments.no_load_rng = True
+
+
+def announced_faults(policy: ResumePolicy, arguments: Namespace) -> list[Fault]:
+    """What the policy and Megatron's arguments say that cannot be, before anything is read."""
+    return announced_format_faults(policy, arguments) + _contradictions(policy, arguments)
 
 
 def _contradictions(policy: ResumePolicy, arguments: Namespace) -> list[Fault]:
@@ -212,7 +216,7 @@ def load_base_checkpoint(original: Callable[[], Base], load_dir: str, arguments:
     load.where = _folder(name)
     load.read_in_place = load.taken is not None or getattr(kind, "name", "") in _BY_NAME
     try:
-        faults = _look(load, state, release, kind, arguments)
+        faults = look(load, state, release, kind, arguments)
     except ReshardError as error:
         faults = faults_of(error)
     subject = LATE if read and load.read_in_place else f"resuming from {load.where}"
@@ -220,7 +224,7 @@ def load_base_checkpoint(original: Callable[[], Base], load_dir: str, arguments:
     return result
 
 
-def _look(load: Load, state: Mapping[str, object], release: bool, kind: object, arguments: object) -> list[Fault]:
+def look(load: Load, state: Mapping[str, object], release: bool, kind: object, arguments: object) -> list[Fault]:
     """Note what was found, and say what of it cannot be resumed as asked."""
     policy, name, optimizer = load.policy, getattr(kind, "name", ""), load.optimizer
     groups = state.get("optimizer")

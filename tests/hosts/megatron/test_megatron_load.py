@@ -100,6 +100,7 @@ CELLS = [
     _cell("M", "one", "ep2", forms=("buckets", "whole")),
     _cell("M", "ep2pp2", "dp2", forms=("buckets", "whole")),
     _cell("M", "tp2etp1", "ep2dp2", forms=("buckets",)),
+    _cell("B", "tp2", "tp2", "sharded", "sharded-fp32"),
 ]
 OLDER = [CELLS[number] for number in (1, 8, 12, 14, 16, 20)]
 ALL = [("0.19.2", cell, form) for cell in CELLS for form in cell.forms]

@@ -1,0 +1,388 @@
+"""Whether a checkpoint will load into a run of Megatron-LM that is still to come: what a load decides, decided before.
+
+Megatron's own parser reads the command line and its `validate_args` checks it, for that many ranks, as in the run. Who
+loads and what is refused is decided by the functions of a load (`topology`, `direct`, `training`, `parts`), given a
+scheduler that is Megatron's own and an optimizer without parameters: the model is the script's, and is not built. So
+sizes are compared as the two command lines tell them, and param groups are taken to be those that were saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+from ds_reshard.errors import (
+    CheckpointNotFound,
+    ConfigError,
+    Fault,
+    ModelMismatch,
+    ParamGroupMismatch,
+    ReshardError,
+    UnsupportedLayout,
+    faults_of,
+    raise_faults,
+)
+from ds_reshard.formats.megatron.checkpoint import Group, chain_of
+from ds_reshard.formats.megatron.flat_states import size_of
+from ds_reshard.hosts.megatron.direct import Reads, Taken, decided_by, kinds_read, same_vocabulary
+from ds_reshard.hosts.megatron.group_values import hyperparameter_faults, masters_faults
+from ds_reshard.hosts.megatron.groups import experts_differ
+from ds_reshard.hosts.megatron.live import Load, Scheduler, in_force
+from ds_reshard.hosts.megatron.parts import load_scheduler, note_built
+from ds_reshard.hosts.megatron.report import training_report
+from ds_reshard.hosts.megatron.topology import Saved, experts_apart, find_saved, unfillable
+from ds_reshard.hosts.megatron.training import announced_faults, look, policy_of, tell_megatron
+from ds_reshard.model.checkpoint import Checkpoint
+from ds_reshard.model.content import WEIGHT
+from ds_reshard.operations.filling import MEMORY_NBYTES
+from ds_reshard.operations.forecast import Forecast, RankCost, shown_files
+from ds_reshard.operations.pickles import refuse_unsafe_folder
+from ds_reshard.operations.source import find_listing, open_checkpoint
+from ds_reshard.resume.megatron import FlagParser, read_run
+from ds_reshard.resume.policy_sources import add_arguments
+from ds_reshard.resume.report import ResumeReport
+
+if TYPE_CHECKING:
+    from ds_reshard.hosts.megatron.live import Optimizer
+
+_FLAGS = "the flags after --"
+_SHAPES = (
+    "ffn_hidden_size",
+    "num_query_groups",
+    "kv_channels",
+    "swiglu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "normalization",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "mtp_num_layers",
+    "untie_embeddings_and_output_weights",
+    "multi_latent_attention",
+)
+"""What the model's tensors follow beside what `check_checkpoint_args` compares."""
+_ELSEWHERE = (
+    "use_checkpoint_args",
+    "yaml_cfg",
+    "pretrained_checkpoint",
+    "non_persistent_ckpt_type",
+    "ckpt_convert_format",
+)
+_KIND = {True: "GLOBAL", False: "LEGACY"}
+
+
+def forecast(path: str, words: Sequence[str], *, world: int, nodes: int = 1) -> Forecast:
+    """What `--load path` will do in the run of this command line, who loads, and every reason why it cannot.
+
+    Needs Megatron-LM, whose own code reads the command line; no GPU and no process group. What is wrong with checkpoint
+    or run is the answer, and raises nothing.
+    """
+    made = _Forecasting(path, world)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # where Megatron prints what it has set
+            made.decide(words)
+    except ReshardError as error:
+        made.faults += faults_of(error)
+    return made.answer(nodes)
+
+
+class _ComingOptimizer:
+    """An optimizer before it has parameters: what the policy, the scheduler and the report ask of one."""
+
+    def __init__(self, config: Namespace, groups: Sequence[Group] = ()) -> None:
+        self.optimizer, self.config, self.param_groups = self, config, list(groups)
+        self.grad_scaler = SimpleNamespace(scale=None) if config.fp16 else None
+        if config.optimizer_cpu_offload:
+            self.sub_optimizers = ()
+
+
+class _Forecasting:
+    def __init__(self, path: str, world: int) -> None:
+        self.path, self.world = path, world
+        self.faults: list[Fault] = []
+        self.notes: list[str] = []
+        self.run: Mapping[str, object] = {}
+        self.saved: Saved | None = None
+        self.source: Checkpoint | None = None
+        self.why: list[str] = []
+        self.wanted = True
+        self.report: ResumeReport | None = None
+
+    def answer(self, nodes: int) -> Forecast:
+        names = ("global_batch_size", "micro_batch_size", "data_parallel_size")
+        held = self.saved.arguments if self.saved is not None else {}
+        return Forecast(
+            saved=f"{_form(self.saved)}, {_sizes(held)}" if self.saved is not None else "",
+            run=_sizes(self.run),
+            loader="ds_reshard" if self.why else "Megatron-LM",
+            faults=tuple(dict.fromkeys(self.faults)),
+            report=self.report,
+            batch={name: (held.get(name), self.run[name]) for name in names if name in self.run and held},
+            costs=self._costs(),
+            world=self.world,
+            nodes=nodes,
+            buffer_nbytes=MEMORY_NBYTES if self.why else 0,
+            tag=str(self.run["ckpt_step"]) if self.run.get("ckpt_step") else None,
+            notes=tuple(self.notes),
+        )
+
+    def decide(self, words: Sequence[str]) -> None:
+        """Everything that a load decides before it moves a byte, as far as the model's code is not asked."""
+        arguments = self._arguments(words)
+        self.run = vars(arguments)
+        policy = policy_of(arguments)
+        raise_faults(announced_faults(policy, arguments), subject="resume policy")
+        tell_megatron(policy, arguments)
+        self.wanted = not arguments.finetune and not arguments.no_load_optim
+        saved = self.saved = self._found(arguments)
+        load = Load(policy=policy, optimizer=None, scheduler=None, where=saved.folder)
+        refuse_unsafe_folder(saved.folder, alone=True)
+        chain = chain_of(saved.common.get("optimizer"), saved.objects)
+        groups = _ComingOptimizer(arguments, [group for groups in chain or () for group in groups])
+        faults = hyperparameter_faults(groups, policy) if chain else []
+        raise_faults([*faults, *masters_faults(groups, policy)], subject="resume policy")
+        decided = decided_by(arguments, self.wanted)
+        self.why = decided[1] if decided is not None else []
+        if self.why:
+            self.notes.append(f"ds_reshard loads because of: {'; '.join(self.why)}")
+            odd = unfillable(saved, self.run, "; ".join(self.why), optimizer=self.wanted)
+            raise_faults(odd, subject=f"loading {saved.folder}")
+        self._open(saved, arguments, load)
+        self.faults += _other_model(saved, arguments, taken=bool(self.why), optimizer=self.wanted)
+        self._compare_vocabulary(saved, arguments)
+        load.scheduler = _scheduler(words, arguments)
+        self._resume(load, saved, arguments)
+
+    def _arguments(self, words: Sequence[str]) -> Namespace:
+        """Megatron's arguments of the run, validated by it for these ranks; ConfigError with its own words."""
+        from megatron.training.argument_utils import core_transformer_config_from_args
+        from megatron.training.arguments import add_megatron_arguments, validate_args
+
+        parser = add_arguments(add_megatron_arguments(FlagParser(add_help=False, allow_abbrev=False)))
+        parser.add_argument("--ds-reshard-always", action="store_true")
+        arguments, rest = parser.parse_known_args([*words, "--load", self.path])
+        unread = sum(word.startswith("--") for word in rest)
+        if unread:
+            self.notes.append(f"{unread} flags that are not Megatron-LM's were not read")
+        elsewhere = [name for name in _ELSEWHERE if getattr(arguments, name, None)]
+        if elsewhere:
+            flags = ", ".join("--" + name.replace("_", "-") for name in elsewhere)
+            mend = "start the run to know, or give what it says as flags"
+            what = "what the run is, or which files it reads, is said elsewhere: that is not foreseen"
+            raise_faults([UnsupportedLayout.fault(flags, what, mend=mend)], subject="preflight")
+        arguments.rank, arguments.world_size = 0, self.world
+        arguments._is_global_batch_size_explicitly_specified = arguments.global_batch_size is not None
+        try:
+            validate_args(arguments)
+            core_transformer_config_from_args(arguments)
+        except Exception as error:  # Megatron asserts, and calls what asks for a GPU
+            said = " ".join(str(error).split())[:400] or "no message"
+            what = f"Megatron-LM refuses them on {self.world} ranks: {type(error).__name__}: {said}"
+            raise_faults([ConfigError.fault(_FLAGS, what, mend="correct the flags, or --world")], subject="preflight")
+        return arguments
+
+    def _found(self, arguments: Namespace) -> Saved:
+        saved = find_saved(arguments)
+        if saved is not None:
+            return saved
+        listing = find_listing(self.path, None)  # raises where nothing is there
+        what = "is no checkpoint that this load is foreseen of: Megatron-LM reads it itself, or begins from the start"
+        mend = f"give the folder of --save of a run with --ckpt-format torch_dist or torch, not {listing.folder}"
+        raise_faults([CheckpointNotFound.fault(self.path, what, mend=mend)], subject="preflight")
+        raise AssertionError
+
+    def _open(self, saved: Saved, arguments: Namespace, load: Load) -> None:
+        """The files of every rank; where Megatron reads them, what is not read here is Megatron's to check."""
+        try:
+            self.source = open_checkpoint(find_listing(saved.folder, None), whole=True)
+            raise_faults(self.source.index.faults, subject=f"loading {saved.folder}")
+            if self.wanted and self.why:
+                faults: list[Fault] = []
+                kinds_read(self.source, load.policy, _ComingOptimizer(arguments), faults)
+                raise_faults(faults, subject=f"loading {saved.folder}")
+        except UnsupportedLayout as error:
+            if self.why:
+                raise
+            self.notes.append(f"its files are not read here: {str(error).splitlines()[0]}")
+        if self.why and self.wanted:
+            self.notes.append("that each weight is the cast of its master, the load proves: --deep proves it here")
+
+    def _compare_vocabulary(self, saved: Saved, arguments: Namespace) -> None:
+        """The rows of embeddings, which follow the tokenizer: Megatron builds it."""
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+        rows, tokens = saved.arguments.get("padded_vocab_size"), None
+        try:
+            tokens = getattr(build_tokenizer(arguments), "vocab_size", None)
+            now = arguments.padded_vocab_size
+        except Exception as error:  # of a tokenizer, which is anybody's
+            said = " ".join(str(error).split())[:200]
+            self.notes.append(
+                f"the vocabulary is not compared: its tokenizer fails with {type(error).__name__}: {said}"
+            )
+            return
+        tokens = tokens if isinstance(tokens, int) else None
+        if rows == now or (saved.whole and not self.why) or not isinstance(rows, int):
+            return
+        if not self.why or not same_vocabulary(rows, now, (saved.arguments, self.run), tokens):
+            what = "is another: the rows are no padding of the same one"
+            mend = "give the tokenizer and the sizes of the vocabulary that were saved"
+            self.faults.append(ModelMismatch.fault("the vocabulary", what, str(rows), str(now), mend=mend))
+
+    def _resume(self, load: Load, saved: Saved, arguments: Namespace) -> None:
+        """What the look at a checkpoint refuses, then the schedule as the load leaves it, and the report."""
+        state = {str(name): value for name, value in saved.common.items()} | {
+            "args": SimpleNamespace(**saved.arguments)
+        }
+        load.read_in_place = saved.whole or bool(self.why)
+        if self.why and self.source is not None:
+            same = _sizes(saved.arguments, grid=True) == _sizes(self.run, grid=True)
+            load.taken = _taken(saved, self.source, self.why, () if same else None)
+            if self.wanted and not experts_apart(self.run):
+                self.faults += experts_differ(load.taken.groups(), saved.folder)
+        kind = SimpleNamespace(name=_KIND[saved.whole and not self.why])
+        self.faults += look(load, state, False, kind, arguments)
+        if self.faults or load.found is None:
+            return
+        policy = load.policy
+        with in_force(load):
+            alone = policy.optimizer == "skip" and policy.keeps_position
+            if (self.wanted or alone) and load.found.scheduler_state is not None:
+                load_scheduler(cast(Scheduler, load.scheduler), _original(load.scheduler), _state_of(load))
+        starts = policy.finetune or policy.iteration == "reset"
+        kept = 0 if starts or policy.dataloader == "reset" else saved.arguments.get("consumed_train_samples", 0)
+        arguments.consumed_train_samples = kept
+        load.optimizer = _ComingOptimizer(arguments)
+        made = training_report(load, arguments, 0 if starts else load.found.iteration or 0)
+        rows = tuple(row for row in made.rows if row.name not in ("optimizer", "loss scale"))
+        self.report = ResumeReport(host=made.host, checkpoint=made.checkpoint, rows=rows, warnings=made.warnings)
+        self.notes.append("the model is taken to be the one that was saved, but for the sizes that the flags tell")
+        if self.wanted:
+            self.notes.append("param groups are taken to be those that were saved: rates of each are told below")
+
+    def _costs(self) -> tuple[RankCost, ...]:
+        """What a rank reads and holds in the mean: which rows and layers are each rank's, its model says."""
+        if self.source is None or not self.run:
+            return ()
+        placements = self.source.layout.placements.items()
+        weights, states = (
+            sum(_nbytes(one.shape) * one.dtype.itemsize for key, one in placements if (key.kind == WEIGHT) is of_weight)
+            for of_weight in (True, False)
+        )
+        parts = size_of(self.run, "tensor_model_parallel_size") * size_of(self.run, "pipeline_model_parallel_size")
+        held = -(-states // (self.world if self.run.get("use_distributed_optimizer") else parts)) if self.wanted else 0
+        self.notes.append(
+            "the cost is that of a rank in the mean; which rows, layers and files are its own, its model says"
+        )
+        files = shown_files(list(self.source.files))
+        each = -(-weights // parts)
+        cost = RankCost(rank=0, read_nbytes=each + held, files=files, optimizer_nbytes=held, weights_nbytes=each)
+        return (cost,)
+
+
+def _nbytes(shape: Sequence[int]) -> int:
+    made = 1
+    for size in shape:
+        made *= size
+    return made
+
+
+def _form(saved: Saved | None) -> str:
+    if saved is None:
+        return ""
+    return f"torch_dist ({saved.sharding or 'plain'})" if saved.whole else "torch"
+
+
+def _sizes(arguments: Mapping[str, object], *, grid: bool = False) -> str:
+    names = {"tensor": "tp", "pipeline": "pp"} | ({} if grid else {"expert": "ep", "context": "cp"})
+    told = [f"{short}={size_of(arguments, f'{name}_model_parallel_size')}" for name, short in names.items()]
+    return ", ".join(told if grid else [*told, f"dp={size_of(arguments, 'data_parallel_size')}"])
+
+
+def _taken(saved: Saved, source: Checkpoint, why: list[str], random: object) -> Taken:
+    """A load that is not left to Megatron, of a run that has no tensors yet."""
+    return Taken(
+        saved=saved,
+        why=why,
+        optimizer=None,
+        source=source,
+        pieces=[],
+        shares=None,
+        kinds=(),
+        weights=Reads(),
+        states=Reads(),
+        random=random,
+    )
+
+
+def _other_model(saved: Saved, arguments: Namespace, *, taken: bool, optimizer: bool) -> Iterator[Fault]:
+    """What Megatron's own comparison of both runs refuses, and other sizes of tensors."""
+    mend = "build the model that was saved: compare the arguments of both runs"
+    if not arguments.finetune:
+        said = _compared(saved, arguments, taken=taken)
+        if said:
+            yield ModelMismatch.fault(saved.folder, f"Megatron-LM refuses it: {said}", mend=mend)
+    for name in _SHAPES:
+        sides = saved.arguments.get(name), getattr(arguments, name, None)
+        if name in saved.arguments and hasattr(arguments, name) and sides[0] != sides[1]:
+            what = "is another than in the saving run: so are the model's tensors"
+            yield ModelMismatch.fault("--" + name.replace("_", "-"), what, *map(str, sides), mend=mend)
+    kinds = [held.get("optimizer") for held in (saved.arguments, vars(arguments))]
+    if optimizer and kinds[0] != kinds[1]:
+        mend = "build the optimizer that was saved, or add --no-load-optim"
+        yield ModelMismatch.fault("--optimizer", "is another than in the saving run", *map(str, kinds), mend=mend)
+    apart = [held.get("decoupled_lr") is not None for held in (saved.arguments, vars(arguments))]
+    if optimizer and apart[0] is not apart[1]:
+        what = "makes another number of param groups than was saved"
+        yield ParamGroupMismatch.fault("--decoupled-lr", what, mend="give it as the saving run did, or --no-load-optim")
+
+
+def _compared(saved: Saved, arguments: Namespace, *, taken: bool) -> str:
+    """What `check_checkpoint_args` says of the two runs, whose arguments it finds where Megatron keeps them."""
+    from megatron.training import checkpointing, global_vars
+
+    kept = global_vars._GLOBAL_ARGS, checkpointing._CHECKPOINT_VERSION
+    dist = arguments.use_dist_ckpt
+    global_vars._GLOBAL_ARGS, checkpointing._CHECKPOINT_VERSION = arguments, saved.common.get("checkpoint_version")
+    arguments.use_dist_ckpt = dist or saved.whole or taken
+    try:
+        checkpointing.check_checkpoint_args(SimpleNamespace(**saved.arguments))
+    except (AssertionError, AttributeError) as error:
+        return " ".join(str(error).split())[:300]
+    finally:
+        arguments.use_dist_ckpt = dist
+        global_vars._GLOBAL_ARGS, checkpointing._CHECKPOINT_VERSION = kept
+    return ""
+
+
+def _scheduler(words: Sequence[str], arguments: Namespace) -> object:
+    """Megatron's own scheduler, with what its set-up gives it (`get_optimizer_param_scheduler`)."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    asked = {
+        "use_checkpoint_opt_param_scheduler": bool(arguments.use_checkpoint_opt_param_scheduler),
+        "override_opt_param_scheduler": bool(arguments.override_opt_param_scheduler),
+    }
+    values: dict[str, object] = {**read_run(words).schedule.values, **asked}
+    optimizer = cast("Optimizer", _ComingOptimizer(arguments))
+    made = OptimizerParamScheduler(optimizer, **values)
+    note_built(made, {"optimizer": optimizer, **values})
+    return made
+
+
+def _original(scheduler: object) -> Callable[[Mapping[str, object]], object]:
+    """Megatron's own `load_state_dict`, below a hook where one is installed."""
+    plain = type(scheduler).load_state_dict  # type: ignore[attr-defined]
+    return functools.partial(getattr(plain, "__wrapped__", plain), scheduler)
+
+
+def _state_of(load: Load) -> Mapping[str, object]:
+    assert load.found is not None
+    return cast("Mapping[str, object]", load.found.scheduler_state)

@@ -1,0 +1,46 @@
+"""On a rank of Megatron's process: what preflight says of a load, and what the load then does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from format_jobs import RUN, _setup
+
+
+def foresee(arguments: str, folder: str, world: int) -> dict[str, Any]:
+    import small_gpt
+
+    from ds_reshard.hosts.megatron.preflight import forecast
+
+    words = [*small_gpt.MODEL.split(), *RUN.split(), *arguments.split()]
+    return forecast(folder, words, world=world).to_json()
+
+
+def command(words: list[str]) -> dict[str, Any]:
+    """`ds-reshard` with these words: its status, and what it says."""
+    import contextlib
+    import io
+
+    from ds_reshard.cli.main import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(words)
+    return {"status": status, "out": out.getvalue(), "err": err.getvalue()}
+
+
+def outcome(arguments: str, folder: str) -> dict[str, Any]:
+    """How the load ends: who loaded, and the report; or the class of the error, Megatron's own ones too."""
+    import ds_reshard
+
+    ds_reshard.install("megatron")
+    try:
+        _setup(f"{arguments} --load {folder}")
+    except BaseException as error:  # CheckpointException of torch is no Exception
+        return {"refused": type(error).__name__, "text": str(error)[:600]}
+    report = ds_reshard.last_report()
+    if report is None:
+        return {"refused": "nothing", "text": "begun from the start"}
+    rows = {row.name: row for row in report.rows}
+    loader = "ds_reshard" if "tensors read by" in rows else "Megatron-LM"
+    return {"refused": "", "loader": loader, "report": report.to_json()}
