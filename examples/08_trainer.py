@@ -49,6 +49,7 @@ def main() -> None:
     texts = [torch.arange(i, i + 16) % 64 for i in range(256)]
     data = [{"input_ids": text, "labels": text} for text in texts]
     trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Rates()])
+    os.makedirs(given.folder, exist_ok=True)  # of a first run's other ranks, which may be earlier than the Trainer
     trainer.train(resume_from_checkpoint=get_last_checkpoint(given.folder))
 
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -372,6 +375,10 @@ def test_a_folder_that_is_none_or_cannot_be_read(tmp_path: Path, capsys: Any, fo
     for folder in ("empty", "nowhere"):
         assert main(["preflight", folder, *command]) == 1
         assert capsys.readouterr().out.startswith(f"no: ZeRO 0, dp=4: {folder}: ")
+    Path("out/checkpoint-4").mkdir(parents=True)  # as Hugging Face's Trainer has them
+    Path("out/checkpoint-4/latest").write_text("global_step4")
+    assert main(["preflight", "out", *command]) == 1
+    assert "to mend: give one: out/checkpoint-4" in capsys.readouterr().out
     scandir = os.scandir
 
     def refuse(path: Any = ".") -> Any:
@@ -382,3 +389,24 @@ def test_a_folder_that_is_none_or_cannot_be_read(tmp_path: Path, capsys: Any, fo
     monkeypatch.setattr(os, "scandir", refuse)
     assert main(["preflight", "empty", *command]) == 1
     assert "Permission denied" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_the_slurm_prolog(saves: Saves, tmp_path: Path) -> None:
+    """The batch script of the page, as it stands: `srun` is reached where the load will go well, and not elsewhere."""
+    page = (Path(__file__).parents[2] / "docs" / "preflight.md").read_text(encoding="utf-8")
+    script, *_ = re.findall(r"^```bash\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    for name, text in {"ds-reshard": f'exec {sys.executable} -m ds_reshard "$@"', "srun": 'echo "srun $*"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    config = {"train_batch_size": 24, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    job = {"CHECKPOINTS": str(saves(Run(2, 2), PLAIN)[0]), "SLURM_NNODES": "2", "RESUME_FLAGS": "--reset-iteration"}
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **job}
+    for ranks, status in (("8", 0), ("7", 1)):
+        asked = {**environment, "SLURM_NTASKS": ranks}
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=tmp_path, env=asked, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        assert ("srun python train.py" in done.stdout) is (status == 0)
+        assert done.stdout.startswith("no: " if status else "yes: ")

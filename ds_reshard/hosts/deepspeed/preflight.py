@@ -47,6 +47,7 @@ from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, prepare
 from ds_reshard.hosts.deepspeed.settings import SECTION, Settings, parse_settings
 from ds_reshard.operations.forecast import Forecast, RankCost, shown_files
 from ds_reshard.operations.ranks import Place, Steps
+from ds_reshard.operations.source import find_listing
 from ds_reshard.resume.report import ResumeReport, Row
 from ds_reshard.resume.schedule import SOURCE
 
@@ -311,6 +312,11 @@ def _config(where: str, what: str, mend: str) -> ConfigError:
 
 
 def _nothing(path: str) -> CheckpointNotFound:
+    """As the tools say it, who name what lies in the folder; else that a load does not look for what is there."""
+    try:
+        find_listing(path, None)
+    except CheckpointNotFound as error:
+        return error
     mend = "give the folder that was given to save_checkpoint, or --tag; the load would return None"
     fault = CheckpointNotFound.fault(path, "holds no checkpoint that a load would find", mend=mend)
     return CheckpointNotFound(f"{fault.line()}; {mend}", [fault])
