@@ -165,10 +165,32 @@ def size_of(arguments: Mapping[str, object], name: str) -> int:
     return value if isinstance(value, int) and value > 0 else 1
 
 
+def experts_cut(arguments: Mapping[str, object]) -> int:
+    """Over how many tensor-parallel ranks experts are cut."""
+    own = arguments.get("num_experts") and arguments.get("expert_tensor_parallel_size")
+    return size_of(arguments, "expert_tensor_parallel_size" if own else "tensor_model_parallel_size")
+
+
+def experts_apart(arguments: Mapping[str, object]) -> bool:
+    """Whether the optimizer of the experts is not that of the dense parameters.
+
+    core/tensor_parallel/layers.py, `use_expert_pgs`, 0.19.2; up to 0.18.2 only an expert-parallel size above 1 counts.
+    """
+    divided = size_of(arguments, "expert_model_parallel_size") > 1
+    alike = experts_cut(arguments) == size_of(arguments, "tensor_model_parallel_size")
+    return bool(arguments.get("num_experts")) and (divided or not alike)
+
+
+def shards_of_experts(arguments: Mapping[str, object]) -> int:
+    """Over how many ranks a buffer of experts is cut."""
+    parts = size_of(arguments, "pipeline_model_parallel_size") * size_of(arguments, "expert_model_parallel_size")
+    return max(1, size_of(arguments, "world_size") // (parts * experts_cut(arguments)))
+
+
 def _ranks(arguments: Mapping[str, object], *, chained: bool) -> Iterator[FlatRank]:
     """Every rank whose state was saved, in Megatron's numbering: of each optimizer, pipeline stages outside."""
     tp, pp, ep = (size_of(arguments, f"{name}_model_parallel_size") for name in ("tensor", "pipeline", "expert"))
-    etp = size_of(arguments, "expert_tensor_parallel_size") if arguments.get("expert_tensor_parallel_size") else tp
+    etp = experts_cut(arguments)
     count, first = size_of(arguments, "num_experts") if arguments.get("num_experts") else 0, "chained_0." * chained
     for stage in range(pp):
         for number in range(tp):
@@ -187,7 +209,7 @@ def _ranks(arguments: Mapping[str, object], *, chained: bool) -> Iterator[FlatRa
                 stage=stage,
                 number=number,
                 size=etp,
-                shards=size_of(arguments, "world_size") // (pp * ep * etp),
+                shards=shards_of_experts(arguments),
                 dense=False,
                 experts=range(part * count // ep, (part + 1) * count // ep),
             )
@@ -225,12 +247,13 @@ def _slots(
     for name, number in names:
         placement = weights.get(TensorKey(name=name, kind=WEIGHT))
         if placement is not None:
-            boxes = tuple(_held(placement, number, rank))
+            cut = rank.size if number is None else experts_cut(arguments)
+            boxes = tuple(_held(placement, number, rank.number % cut, cut))
             yield Slot(name=name, boxes=boxes, shared=tied and pp > 1 and name == _WORDS)
 
 
-def _held(placement: Placement, expert: int | None, rank: FlatRank) -> Sequence[Box]:
-    """The boxes that a tensor-parallel rank holds: the chunks of the file say how the tensor was cut.
+def _held(placement: Placement, expert: int | None, number: int, size: int) -> Sequence[Box]:
+    """The boxes that one of `size` tensor-parallel ranks holds: the chunks of the file say how the tensor was cut.
 
     One, or of a gated linear unit two: the gate's and the other half's.
     """
@@ -238,7 +261,7 @@ def _held(placement: Placement, expert: int | None, rank: FlatRank) -> Sequence[
     if expert is not None:
         boxes = [box for box in boxes if box.offset[0] == expert]
     boxes.sort(key=lambda box: box.offset)
-    return boxes if len(boxes) == 1 else boxes[rank.number :: rank.size]
+    return boxes if len(boxes) == 1 else boxes[number::size]
 
 
 def _numbers(directory: Directory, name: str) -> list[dict[str, list[int]]] | None:

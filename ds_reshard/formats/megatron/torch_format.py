@@ -1,14 +1,16 @@
 """A checkpoint of Megatron-LM's format `torch`: a folder of each model-parallel rank; Megatron is not needed for it.
 
-Folders are `mp_rank_TT`, `mp_rank_TT_PPP` with several pipeline stages (megatron/training/checkpointing.py,
-`get_checkpoint_name`, 0.16.1 to 0.19.2). Tensors are pieces of tensor-parallel ranks, with local layer numbers. They
-get the names that the same model has in `torch_dist`, so that one state is the same tensors in both formats.
+Folders are `mp_rank_TT`, `mp_rank_TT_PPP` with several pipeline stages, with `_EEE` behind where experts are divided
+(megatron/training/checkpointing.py, `get_checkpoint_name`, 0.16.1 to 0.19.2). Tensors are pieces of tensor-parallel
+ranks, with local numbers of layers and experts. They get the names that the same model has in `torch_dist`, so that one
+state is the same tensors in both formats: the experts of a layer are one tensor.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -19,8 +21,8 @@ from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.megatron.buckets import Slot, bucket_size_of, buckets_of, shards_of
 from ds_reshard.formats.megatron.checkpoint import MODEL, Chain, Group, arguments_of, chain_of, counted, objects_of
-from ds_reshard.formats.megatron.flat_states import UNEVEN, size_of
-from ds_reshard.formats.megatron.optimizer import KINDS, Trained, facts_of, members_of
+from ds_reshard.formats.megatron.flat_states import UNEVEN, experts_apart, experts_cut, shards_of_experts, size_of
+from ds_reshard.formats.megatron.optimizer import EXPERTS, KINDS, Trained, facts_of, members_of
 from ds_reshard.formats.megatron.target import Shown, stacks
 from ds_reshard.model.checkpoint import SavedFile, SavedListing
 from ds_reshard.model.content import MASTER, WEIGHT, Path
@@ -34,6 +36,7 @@ FLAT_FILE = "distrib_optim.pt"
 _FAMILY = "model-parallel ranks"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _COLUMNS = re.compile(
     r"(?:.*\.)?(linear_qkv|linear_fc1)\.(weight|bias)|embedding\.word_embeddings\.weight|output_layer\.weight"
 )
@@ -41,6 +44,7 @@ _ROWS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
 _WHOLE = re.compile(
     r"embedding\.position_embeddings\.weight|decoder\.final_layernorm\.(weight|bias)|"
     r"decoder\.layers\.\d+\.(self_attention\.(linear_proj\.bias|[qk]_layernorm\.(weight|bias))|mlp\.linear_fc2\.bias|"
+    r"(pre_mlp_layernorm|mlp\.router)\.(weight|bias)|"
     r"(self_attention\.linear_qkv|mlp\.linear_fc1)\.layer_norm_(weight|bias))"
 )
 LOCAL = {
@@ -55,9 +59,20 @@ _SAME = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "num_experts",
     "data_parallel_size",
     "consumed_train_samples",
 )
+_EXPERTS_UNKNOWN = (
+    "moe_grouped_gemm",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_enable_expert_bias",
+    "moe_latent_size",
+    "use_tp_pp_dp_mapping",
+)
+"""With these names, cuts or the places of ranks are others than those that were seen."""
 _MEND = "restore the folder from a copy, or take another iteration"
 _SAVE_DIST = "save it with --ckpt-format torch_dist"
 _NAMELESS = (
@@ -82,8 +97,9 @@ class _Rank:
     path: str
     tp: int
     pp: int
+    ep: int
     held: Mapping[object, object]
-    flat: object
+    flat: Sequence[object]
     arguments: Mapping[str, object]
 
     @property
@@ -93,6 +109,12 @@ class _Rank:
         names = ["model"] if count == 1 else [f"model{number}" for number in range(count)]
         found = [self.held.get(name) for name in names]
         return [one for one in found if isinstance(one, Mapping)]
+
+    def tensor_parallel(self, name: str) -> tuple[int, int]:
+        """This rank's place among those that a tensor is cut over, and their number: experts have one of their own."""
+        size = size_of(self.arguments, "tensor_model_parallel_size")
+        alone = EXPERTS in name and experts_cut(self.arguments) != size
+        return (0, 1) if alone else (self.tp, size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,9 +151,17 @@ def _folders(folder: str) -> list[str]:
     return [name for name in folders.entries(folder) if _FOLDER.fullmatch(name)]
 
 
-def rank_folder(tp: int, pp: int, stages: int) -> str:
-    """The folder of a rank, of a run of so many pipeline stages."""
-    return f"mp_rank_{tp:02d}_{pp:03d}" if stages > 1 else f"mp_rank_{tp:02d}"
+def _places(arguments: Mapping[str, object]) -> dict[str, tuple[int, int, int]]:
+    """The folders that are written, each with its rank's place: tensor-, pipeline-, expert-parallel.
+
+    By the first rank of each group over which the dense parameters or the experts are the same. Experts have a grid of
+    ranks of their own (core/parallel_state.py, `initialize_model_parallel`, 0.19.2): where they are not cut as the
+    dense parameters are, not every pair of places is a rank's.
+    """
+    tp, pp, ep = (size_of(arguments, f"{name}_model_parallel_size") for name in ("tensor", "pipeline", "expert"))
+    etp = experts_cut(arguments)
+    ranks = [(at % tp, stage, at // etp % ep) for stage in range(pp) for at in range(max(tp, etp * ep))]
+    return {f"mp_rank_{t:02d}" + f"_{p:03d}" * (pp > 1) + f"_{e:03d}" * (ep > 1): (t, p, e) for t, p, e in ranks}
 
 
 def list_torch_format(folder: str) -> SavedListing:
@@ -154,28 +184,34 @@ def open_torch_format(folder: str) -> TorchFormat:
     first, faults = ranks[0], list[Fault]()
     placed: dict[TensorKey, list[tuple[int, _Piece]]] = {}
     extents: list[dict[str, Extent]] = []
-    seen: dict[tuple[TensorKey, tuple[Box, ...]], int] = {}
-    for shard, rank in enumerate(ranks):
-        extents.append({})
-        for piece in _pieces(rank, faults):
-            copy = seen.get((piece.key, piece.boxes), 0)
-            seen[piece.key, piece.boxes] = copy + 1
-            key = piece.key._replace(copy=copy)
+    seen = Counter[tuple[TensorKey, tuple[Box, ...]]]()
+    for rank in ranks:
+        begin, held = len(extents), Counter[TensorKey]()
+        for piece in _pieces(
+            rank, faults
+        ):  # of experts a rank has several of one tensor: each is in a shard of its own
+            shard = begin + held[piece.key]
+            if shard == len(extents):
+                extents.append({})
+            key = piece.key._replace(copy=seen[piece.key, piece.boxes])
+            seen[piece.key, piece.boxes] += 1
+            held[piece.key] += 1
             placed.setdefault(key, []).append((shard, piece))
             extents[shard][_buffer(piece.key)] = piece.extent
     faults += _groups_differ(ranks)
     raise_faults(faults, subject=f"checkpoint {folder}")
     placements = {key: _placed(folder, key, pieces, faults) for key, pieces in placed.items()}
     raise_faults(faults, subject=f"checkpoint {folder}")
-    layout = Layout({key: one for key, one in placements.items() if not key.copy}, {_FAMILY: len(ranks)})
+    layout = Layout({key: one for key, one in placements.items() if not key.copy}, {_FAMILY: len(extents)})
     names = dict.fromkeys(key.name for key in layout.placements if key.kind != WEIGHT)
+    raise_faults(_stateless(folder, layout, names), subject=f"checkpoint {folder}")
     trained = [Trained(name=name, shape=layout[TensorKey(name=name, kind=WEIGHT)].shape) for name in names]
     chain = chain_of(first.held.get("optimizer"), {}) if names else None
     facts, ungrouped = facts_of(chain, None, trained, first.arguments)
     return TorchFormat(
         folder=folder,
         layout=layout,
-        replicas=Layout({key: one for key, one in placements.items() if key.copy}, {_FAMILY: len(ranks)}),
+        replicas=Layout({key: one for key, one in placements.items() if key.copy}, {_FAMILY: len(extents)}),
         facts=facts,
         objects=dict(objects_of(first.held, first.arguments)),
         arguments=first.arguments,
@@ -187,6 +223,12 @@ def open_torch_format(folder: str) -> TorchFormat:
     )
 
 
+def _stateless(folder: str, layout: Layout, names: Mapping[str, object]) -> list[Fault]:
+    """Weights of which no rank holds a state, where others have some."""
+    told = sorted(key.name for key in layout.placements if key.kind == WEIGHT and names and key.name not in names)
+    return [_damaged(folder, f"{name}: no rank holds a state of it", "a master", "none") for name in told]
+
+
 def _shown(ranks: Sequence[_Rank], chain: Chain | None) -> Shown:
     """What a `torch_dist` checkpoint has beside its tensors: random states by rank, states of layers by layer."""
     objects, first = dict[str, list[object]](), ranks[0]
@@ -194,12 +236,14 @@ def _shown(ranks: Sequence[_Rank], chain: Chain | None) -> Shown:
     layers = size_of(first.arguments, "num_layers")
     for rank in ranks:
         if "rng_state" in rank.held:
-            objects[f"rng_state/shard_{rank.pp}.{rank.tp}_{pp}.{tp}"] = [rank.held["rng_state"]]
+            objects.setdefault(f"rng_state/shard_{rank.pp}.{rank.tp}_{pp}.{tp}", [rank.held["rng_state"]])
         for number, model in enumerate(rank.models):
             for local, held in model.items():
-                match = LAYER.fullmatch(_name(rank, number, str(local)))
+                name, expert = _name(rank, number, str(local))
+                match, experts = LAYER.fullmatch(name), size_of(first.arguments, "num_experts")
                 if match is not None and match[2].endswith("._extra_state"):
-                    objects[f"decoder.layers.{match[2]}/shard_{match[1]}_{layers}"] = [held]
+                    place = f"{match[1]}_{layers}" if expert is None else f"{match[1]}.{expert}_{layers}.{experts}"
+                    objects[f"decoder.layers.{match[2]}/shard_{place}"] = [held]
     apart = ("optimizer", "rng_state")
     common = {name: value for name, value in first.held.items() if name not in apart and "model" not in str(name)}
     return Shown(common=common, objects=objects, chain=chain, stacked=stacks(first.arguments))
@@ -210,21 +254,21 @@ def _ranks(folder: str) -> list[_Rank]:
     names = _folders(folder)
     first = arguments_of(_load(os.path.join(folder, names[0], MODEL)).get("args"))
     raise_faults(list(_unsupported(folder, first)), subject=f"checkpoint {folder}")
-    tp, pp = (size_of(first, f"{name}_model_parallel_size") for name in ("tensor", "pipeline"))
-    places = {rank_folder(t, p, pp): (t, p) for p in range(pp) for t in range(tp)}
+    places, parts = _places(first), ("tensor", "pipeline", "expert")
+    sizes = ", ".join(f"{part[0]}p {size_of(first, f'{part}_model_parallel_size')}" for part in parts)
     faults = [
-        CheckpointNotFound.fault(os.path.join(folder, name), "is missing", f"tp {tp}, pp {pp}", "none", mend=_MEND)
+        CheckpointNotFound.fault(os.path.join(folder, name), "is missing", sizes, "none", mend=_MEND)
         for name in places
         if name not in names
     ]
     faults += [
-        _damaged(os.path.join(folder, name), f"is no folder of tp {tp}, pp {pp}, as the arguments say", "none", "one")
+        _damaged(os.path.join(folder, name), f"is no folder of {sizes}, as the arguments say", "none", "one")
         for name in names
         if name not in places
     ]
     raise_faults(faults, subject=f"checkpoint {folder}")
     ranks = []
-    for name, (t, p) in places.items():
+    for name, (t, p, e) in places.items():
         path = os.path.join(folder, name)
         held, file = _load(os.path.join(path, MODEL)), os.path.join(path, FLAT_FILE)
         arguments = arguments_of(held.get("args"))
@@ -232,11 +276,27 @@ def _ranks(folder: str) -> list[_Rank]:
         if apart and not folders.is_file(file):
             faults.append(CheckpointNotFound.fault(file, "is missing", "the optimizer's state", "none", mend=_MEND))
             continue
-        flat = _load(file) if apart else None
-        ranks.append(_Rank(path=path, tp=t, pp=p, held=held, flat=flat, arguments=arguments))
+        flat = _optimizers(file, arguments) if apart else ()
+        ranks.append(_Rank(path=path, tp=t, pp=p, ep=e, held=held, flat=flat, arguments=arguments))
     raise_faults(faults, subject=f"checkpoint {folder}")
     raise_faults([fault for rank in ranks for fault in _differs(rank, ranks[0])], subject=f"checkpoint {folder}")
     return ranks
+
+
+def _optimizers(path: str, arguments: Mapping[str, object]) -> list[object]:
+    """What is saved of each distributed optimizer, None of one that another rank saves: several are a list.
+
+    `ChainedOptimizer.save_parameter_state`, core/optimizer/optimizer.py, 0.16.1 to 0.19.2.
+    """
+    with open_archive(path) as archive:
+        held = archive.load()
+    found, known = held if isinstance(held, list) else [held], {1 + experts_apart(arguments)}
+    if size_of(arguments, "expert_model_parallel_size") == 1:
+        known.add(1)  # 0.18 and older keep the experts among the dense parameters then, however they are cut
+    if len(found) not in known:
+        what = "holds other optimizers than its arguments call for"
+        raise_faults([_damaged(path, what, str(max(known)), str(len(found)))], subject=f"checkpoint {path}")
+    return found
 
 
 def _load(path: str) -> Mapping[object, object]:
@@ -248,7 +308,7 @@ def _load(path: str) -> Mapping[object, object]:
 
 
 def _unsupported(folder: str, arguments: Mapping[str, object]) -> Iterator[Fault]:
-    told = [name for name in (*UNEVEN, "num_experts", "ddp_num_buckets", "fp8") if arguments.get(name)]
+    told = [name for name in (*UNEVEN, "ddp_num_buckets", "fp8") if arguments.get(name)]
     stages = size_of(arguments, "pipeline_model_parallel_size") * size_of(
         arguments, "virtual_pipeline_model_parallel_size"
     )
@@ -257,9 +317,25 @@ def _unsupported(folder: str, arguments: Mapping[str, object]) -> Iterator[Fault
         told.append(f"num_layers {layers} over {stages} stages")
     if arguments.get("num_distributed_optimizer_instances") not in (None, 1):
         told.append("num_distributed_optimizer_instances")
+    told += _odd_experts(arguments) if arguments.get("num_experts") else []
     for name in told:
         what = f"with {name} a checkpoint of format torch is not read"
         yield UnsupportedLayout.fault(folder, what, mend=_SAVE_DIST)
+
+
+def _odd_experts(arguments: Mapping[str, object]) -> list[str]:
+    """What of a run with experts is not known here."""
+    told = [f"num_experts and {name}" for name in _EXPERTS_UNKNOWN if arguments.get(name)]
+    count, cut = size_of(arguments, "num_experts"), experts_cut(arguments)
+    if arguments.get("moe_layer_freq") not in (None, 1):
+        told.append(f"moe_layer_freq {arguments.get('moe_layer_freq')}")
+    if not arguments.get("use_distributed_optimizer"):
+        told.append("num_experts and no distributed optimizer")
+    if cut not in (1, size_of(arguments, "tensor_model_parallel_size")):
+        told.append(f"expert_tensor_parallel_size {cut}")
+    if count % size_of(arguments, "expert_model_parallel_size"):
+        told.append(f"num_experts {count} over expert_model_parallel_size ranks that do not divide it")
+    return told
 
 
 def _differs(rank: _Rank, first: _Rank) -> Iterator[Fault]:
@@ -272,10 +348,13 @@ def _differs(rank: _Rank, first: _Rank) -> Iterator[Fault]:
     number, world = rank.arguments.get("rank"), size_of(rank.arguments, "world_size")
     tp, pp = (size_of(rank.arguments, f"{name}_model_parallel_size") for name in ("tensor", "pipeline"))
     if isinstance(number, int) and not rank.arguments.get("use_tp_pp_dp_mapping"):
-        place = number % tp, number // max(1, world // pp)
-        if place != (rank.tp, rank.pp):
-            what = "was saved by another rank than its folder is of"
-            yield _damaged(rank.path, what, f"tp {rank.tp}, pp {rank.pp}", f"tp {place[0]}, pp {place[1]}")
+        stage = number // max(1, world // pp)
+        expert = number // experts_cut(rank.arguments) % size_of(rank.arguments, "expert_model_parallel_size")
+        own, place = [
+            f"tp {t}, pp {p}, ep {e}" for t, p, e in ((rank.tp, rank.pp, rank.ep), (number % tp, stage, expert))
+        ]
+        if own != place:
+            yield _damaged(rank.path, "was saved by another rank than its folder is of", own, place)
 
 
 def _pieces(rank: _Rank, faults: list[Fault]) -> Iterator[_Piece]:
@@ -286,9 +365,11 @@ def _pieces(rank: _Rank, faults: list[Fault]) -> Iterator[_Piece]:
         return
     chunks = [list(_weights(rank, number, model, faults)) for number, model in enumerate(models)]
     yield from (piece for chunk in chunks for piece in chunk)
-    if isinstance(rank.flat, Mapping):
-        for number, chunk in enumerate(chunks):
-            yield from _flat(rank, number, chunk, faults)
+    if rank.flat:
+        for optimizer, flat in enumerate(rank.flat):
+            for number, chunk in enumerate(chunks if flat is not None else ()):
+                own = [one for one in chunk if len(rank.flat) == 1 or (EXPERTS in one.key.name) is bool(optimizer)]
+                yield from _flat(rank, flat, number, own, experts=bool(optimizer), faults=faults)
     elif "optimizer" in rank.held:
         yield from _plain(rank, [piece for chunk in chunks for piece in chunk], faults)
 
@@ -297,8 +378,8 @@ def _weights(rank: _Rank, number: int, model: Mapping[object, object], faults: l
     for local, held in model.items():
         if not isinstance(held, TensorRecord) or not _is_floating(held.dtype):
             continue
-        name = _name(rank, number, str(local))
-        cut = _cut(rank, name, held.shape)
+        name, expert = _name(rank, number, str(local))
+        cut = _cut(rank, name, held.shape, expert)
         if cut is None or not held.contiguous:
             what = f"{local}: how it is cut over tensor-parallel ranks is not known"
             faults.append(UnsupportedLayout.fault(rank.path, what, mend=_SAVE_DIST))
@@ -310,28 +391,38 @@ def _is_floating(dtype: ElementType) -> bool:
     return dtype.label.startswith(("float", "bfloat"))
 
 
-def _name(rank: _Rank, number: int, local: str) -> str:
-    """The name in the whole model, as `torch_dist` has it."""
+def _name(rank: _Rank, number: int, local: str) -> tuple[str, int | None]:
+    """The name in the whole model, as `torch_dist` has it, and the number of an expert."""
     arguments, match = rank.arguments, LAYER.fullmatch(local)
     if match is None:
         shared = local == "output_layer.weight" and not arguments.get("untie_embeddings_and_output_weights")
-        return "embedding.word_embeddings.weight" if shared else local
+        return ("embedding.word_embeddings.weight" if shared else local), None
     pp, vp = (size_of(arguments, f"{name}pipeline_model_parallel_size") for name in ("", "virtual_"))
     layers, rest = size_of(arguments, "num_layers"), match[2]
     layer = int(match[1]) + number * (layers // vp) + rank.pp * (layers // (pp * vp))
     for own, other in LOCAL.items() if arguments.get("transformer_impl") == "local" else ():
         rest = other + rest.removeprefix(own) if rest.startswith(own) else rest
-    return f"decoder.layers.{layer}.{rest}"
+    expert = _EXPERT.fullmatch(rest)
+    if expert is None:
+        return f"decoder.layers.{layer}.{rest}", None
+    each = size_of(arguments, "num_experts") // size_of(arguments, "expert_model_parallel_size")
+    return f"decoder.layers.{layer}{EXPERTS}experts.{expert[2]}", int(expert[1]) + rank.ep * each
 
 
-def _cut(rank: _Rank, name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[Box, ...]] | None:
+def _cut(
+    rank: _Rank, name: str, shape: tuple[int, ...], expert: int | None
+) -> tuple[tuple[int, ...], tuple[Box, ...]] | None:
     """The shape of the whole tensor, and the boxes of it that a rank's piece is, one after another."""
-    tp = size_of(rank.arguments, "tensor_model_parallel_size")
+    number, tp = rank.tensor_parallel(name)
     axis = axis_of(name, tp)
     if axis is None:
         return None
     whole = tuple(size * tp if at == axis else size for at, size in enumerate(shape))
-    return whole, boxes_of(name, whole, axis, rank.tp, tp, rank.arguments)
+    boxes = boxes_of(name, whole, axis, number, tp, rank.arguments)
+    if expert is None:
+        return whole, boxes
+    count = size_of(rank.arguments, "num_experts")
+    return (count, *whole), tuple(Box(offset=(expert, *one.offset), size=(1, *one.size)) for one in boxes)
 
 
 def axis_of(name: str, tp: int) -> int | None:
@@ -356,13 +447,14 @@ def boxes_of(
     )
 
 
-def _flat(rank: _Rank, number: int, weights: Sequence[_Piece], faults: list[Fault]) -> Iterator[_Piece]:
+def _flat(
+    rank: _Rank, flat: object, number: int, weights: Sequence[_Piece], *, experts: bool, faults: list[Fault]
+) -> Iterator[_Piece]:
     """The pieces of a flat buffer, in which the padding at the end of each bucket is left out (`buckets_coalesced`)."""
-    assert isinstance(rank.flat, Mapping)
     path, arguments = os.path.join(rank.path, FLAT_FILE), rank.arguments
-    held = rank.flat.get(number)
+    held = flat.get(number) if isinstance(flat, Mapping) else None
     tensors = next(iter(held.values())) if isinstance(held, Mapping) and len(held) == 1 else None
-    if not isinstance(tensors, Mapping) or rank.flat.get("buckets_coalesced") is not True:
+    if not isinstance(flat, Mapping) or not isinstance(tensors, Mapping) or flat.get("buckets_coalesced") is not True:
         what = f"holds no flat buffer of one type for model chunk {number}"
         faults.append(UnsupportedLayout.fault(path, what, mend=_SAVE_DIST))
         return
@@ -375,7 +467,7 @@ def _flat(rank: _Rank, number: int, weights: Sequence[_Piece], faults: list[Faul
     buckets = buckets_of(
         slots,
         bucket_size=bucket_size_of(arguments, rank.pp, number),
-        dp=shards_of(arguments),
+        dp=shards_of_experts(arguments) if experts else shards_of(arguments),
         fast=bool(arguments.get("ddp_pad_buckets_for_high_nccl_busbw")),
     )
     shapes, numel = {piece.key.name: piece.shape for piece in weights}, sum(bucket.unpadded for bucket in buckets)

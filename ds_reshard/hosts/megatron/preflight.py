@@ -28,14 +28,14 @@ from ds_reshard.errors import (
     raise_faults,
 )
 from ds_reshard.formats.megatron.checkpoint import Group, chain_of
-from ds_reshard.formats.megatron.flat_states import size_of
+from ds_reshard.formats.megatron.flat_states import experts_apart, size_of
 from ds_reshard.hosts.megatron.direct import Reads, Taken, decided_by, kinds_read, same_vocabulary
 from ds_reshard.hosts.megatron.group_values import hyperparameter_faults, masters_faults
 from ds_reshard.hosts.megatron.groups import experts_differ
 from ds_reshard.hosts.megatron.live import Load, Scheduler, in_force
 from ds_reshard.hosts.megatron.parts import load_scheduler, note_built
 from ds_reshard.hosts.megatron.report import training_report
-from ds_reshard.hosts.megatron.topology import Saved, experts_apart, find_saved, unfillable
+from ds_reshard.hosts.megatron.topology import Saved, find_saved, unfillable
 from ds_reshard.hosts.megatron.training import announced_faults, look, policy_of, tell_megatron
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.content import WEIGHT

@@ -15,7 +15,7 @@ from ds_reshard.containers.dcp_directory import Place, is_megatrons
 from ds_reshard.errors import CheckpointNotFound, Fault, UnsafePickle, UnsupportedLayout
 from ds_reshard.formats.megatron.buckets import bucket_size_of
 from ds_reshard.formats.megatron.checkpoint import TRACKER, arguments_of, find_iteration, read_common
-from ds_reshard.formats.megatron.flat_states import size_of
+from ds_reshard.formats.megatron.flat_states import experts_apart, size_of
 from ds_reshard.formats.megatron.torch_format import is_torch_format
 
 _SIZES = {
@@ -122,13 +122,6 @@ def _size(arguments: Mapping[str, object], name: str) -> int:
     if name == "expert_tensor_parallel_size" and not arguments.get(name):
         name = "tensor_model_parallel_size"
     return size_of(arguments, name)
-
-
-def experts_apart(arguments: Mapping[str, object]) -> bool:
-    """Whether the optimizer of the experts is not that of the dense parameters."""
-    sizes = (_size(arguments, f"{name}_parallel_size") for name in ("expert_model", "expert_tensor", "tensor_model"))
-    parts, experts, dense = sizes
-    return bool(arguments.get("num_experts")) and (parts > 1 or experts != dense)
 
 
 def _types(arguments: Mapping[str, object]) -> str:

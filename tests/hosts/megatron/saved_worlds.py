@@ -25,10 +25,9 @@ class World:
     formats: tuple[str, ...]
 
 
-EXPERTS = (
-    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type allgather --moe-ffn-hidden-size 24"
-    " --expert-model-parallel-size 2 "
-)
+EXPERTS_WHOLE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type allgather --moe-ffn-hidden-size 24 "
+EXPERTS = EXPERTS_WHOLE + "--expert-model-parallel-size 2 "
+ETP = "--expert-tensor-parallel-size 1 "
 WIDTH_20 = "--hidden-size 20 --ffn-hidden-size 28 "
 MANY_BUCKETS = f"{WIDTH_20}--overlap-grad-reduce --ddp-bucket-size 1000 "
 ALL = ("model_space", "buckets", "torch")
@@ -37,6 +36,10 @@ WORLDS = {
     "gated pp2 vp2": World("0.19.2", 2, DISTRIBUTED + GATED + PP + "--num-layers-per-virtual-pipeline-stage 1 ", ALL),
     "tied pp2": World("0.19.2", 2, DISTRIBUTED + GATED.replace("--untie-embeddings-and-output-weights ", "") + PP, ALL),
     "experts ep2": World("0.19.2", 2, DISTRIBUTED + GATED + EXPERTS, ALL),
+    "experts tp2 pp2": World("0.19.2", 4, DISTRIBUTED + GATED + EXPERTS_WHOLE + TP + PP, ("buckets", "torch")),
+    "experts tp2 etp1": World("0.18.2", 2, DISTRIBUTED + GATED + EXPERTS_WHOLE + TP + ETP, ("buckets", "torch")),
+    "experts tp2 ep2": World("0.19.2", 4, DISTRIBUTED + GATED + EXPERTS + TP, ("buckets", "torch")),
+    "experts ep2 pp2": World("0.18.2", 4, DISTRIBUTED + GATED + EXPERTS + PP, ("buckets", "torch")),
     "many buckets dp2": World("0.18.2", 2, DISTRIBUTED + MANY_BUCKETS, ALL),
     "tied tp2, bf16 without the distributed optimizer": World("0.18.2", 2, "--bf16 " + TP, ("plain", "torch")),
     "gated fp32": World("0.18.2", 1, GATED, ("plain", "torch")),

@@ -96,10 +96,10 @@ CELLS = [
     _cell("B", "one", "dp2", "fp32", "sharded", forms=("buckets",)),
     _cell("B", "tp2", "one", "bf16", forms=("torch",)),
     _cell("A", "tp2", "one", "sharded-fp32", forms=("torch",)),
-    _cell("M", "ep2", "one", forms=("buckets", "whole")),
-    _cell("M", "one", "ep2", forms=("buckets", "whole")),
-    _cell("M", "ep2pp2", "dp2", forms=("buckets", "whole")),
-    _cell("M", "tp2etp1", "ep2dp2", forms=("buckets",)),
+    _cell("M", "ep2", "one", forms=(*BOTH, "whole")),
+    _cell("M", "one", "ep2", forms=(*BOTH, "whole")),
+    _cell("M", "ep2pp2", "dp2", forms=(*BOTH, "whole")),
+    _cell("M", "tp2etp1", "ep2dp2"),
     _cell("B", "tp2", "tp2", "sharded", "sharded-fp32"),
 ]
 OLDER = [CELLS[number] for number in (1, 8, 12, 14, 16, 20)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from format_jobs import ITERATION, SAMPLES_SEEN, STEP
-from saved_worlds import DISTRIBUTED, EXPERTS, GATED, PP, TP, WIDTH_20, Saved
+from saved_worlds import DISTRIBUTED, ETP, EXPERTS_WHOLE, GATED, PP, TP, WIDTH_20, WORLDS, Saved
 
 import ds_reshard.operations as tools
 from ds_reshard.errors import ConfigError, ModelMismatch, UnsupportedLayout
@@ -22,8 +22,8 @@ MODELS = {
     "gated tp2 pp2": DISTRIBUTED + GATED,
     "gated pp2 vp2": DISTRIBUTED + GATED,
     "tied pp2": DISTRIBUTED + TIED,
-    "experts ep2": DISTRIBUTED + GATED + EXPERTS.replace(EP, ""),
     "many buckets dp2": DISTRIBUTED + WIDTH_20,
+    **dict.fromkeys((name for name in WORLDS if name.startswith("experts")), DISTRIBUTED + GATED + EXPERTS_WHOLE),
     PLAIN: DISTRIBUTED,
     "gated fp32": "--use-distributed-optimizer " + GATED,
 }
@@ -41,6 +41,13 @@ LOADS += [
     ("experts ep2", "buckets", None, "0.19.2", 4, EP + PP),
     ("experts ep2", "buckets", 1, "0.19.2", 1, ""),
     ("experts ep2", "model_space", 1, "0.18.2", 2, TP),
+    ("experts ep2", "torch", None, "0.19.2", 4, EP + PP),
+    ("experts ep2", "torch", 1, "0.18.2", 2, TP),
+    ("experts tp2 ep2", "torch", None, "0.18.2", 2, EP),
+    ("experts tp2 etp1", "torch", None, "0.18.2", 2, TP + ETP),
+    ("experts ep2 pp2", "torch", 1, "0.19.2", 2, PP),
+    ("experts tp2 pp2", "torch", None, "0.18.2", 1, ""),
+    ("experts tp2 pp2", "torch", 2, "0.19.2", 2, EP),
     ("many buckets dp2", "buckets", None, "0.19.2", 2, ""),
     ("many buckets dp2", "torch", None, "0.18.2", 2, TP),
     (PLAIN, "plain", None, "0.19.2", 2, ""),
