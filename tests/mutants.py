@@ -82,6 +82,7 @@ TESTS = {
     "DCP": "tests/formats/test_dcp_folder.py",
     "PYTORCH": "tests/formats/test_pytorch.py",
     "FLAT": "tests/unit/test_flat_parameters.py",
+    "MEGATRON": "tests/unit/test_megatron_rules.py tests/hosts/megatron/test_megatron_topology.py",
     "POLICY": "tests/unit/test_policy_position.py tests/unit/test_resume_policy.py",
     "SCHEDULE": "tests/unit/test_schedule.py",
     "HOOKS": "tests/unit/test_hooks.py tests/unit/test_hooks_guard.py",

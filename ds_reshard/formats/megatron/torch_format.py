@@ -65,6 +65,7 @@ _SAME = (
     "data_parallel_size",
     "consumed_train_samples",
 )
+_NOT_READ = ("ddp_num_buckets", "fp8", "fp4", "use_layer_wise_distributed_optimizer")
 _EXPERTS_UNKNOWN = (
     "moe_grouped_gemm",
     "moe_shared_expert_intermediate_size",
@@ -144,11 +145,13 @@ class TorchFormat:
 
 
 def is_torch_format(folder: str) -> bool:
-    return any(folders.is_file(os.path.join(folder, name, MODEL)) for name in _folders(folder))
+    return bool(_folders(folder))
 
 
 def _folders(folder: str) -> list[str]:
-    return [name for name in folders.entries(folder) if _FOLDER.fullmatch(name)]
+    """Those of ranks; ranks that write nothing leave empty ones (`ensure_directory_exists`)."""
+    named = [name for name in folders.entries(folder) if _FOLDER.fullmatch(name)]
+    return [name for name in named if folders.is_file(os.path.join(folder, name, MODEL))]
 
 
 def _places(arguments: Mapping[str, object]) -> dict[str, tuple[int, int, int]]:
@@ -308,7 +311,7 @@ def _load(path: str) -> Mapping[object, object]:
 
 
 def _unsupported(folder: str, arguments: Mapping[str, object]) -> Iterator[Fault]:
-    told = [name for name in (*UNEVEN, "ddp_num_buckets", "fp8") if arguments.get(name)]
+    told = [name for name in (*UNEVEN, *_NOT_READ) if arguments.get(name)]
     stages = size_of(arguments, "pipeline_model_parallel_size") * size_of(
         arguments, "virtual_pipeline_model_parallel_size"
     )
@@ -326,15 +329,16 @@ def _unsupported(folder: str, arguments: Mapping[str, object]) -> Iterator[Fault
 def _odd_experts(arguments: Mapping[str, object]) -> list[str]:
     """What of a run with experts is not known here."""
     told = [f"num_experts and {name}" for name in _EXPERTS_UNKNOWN if arguments.get(name)]
+    tp, ep = (size_of(arguments, f"{name}_model_parallel_size") for name in ("tensor", "expert"))
     count, cut = size_of(arguments, "num_experts"), experts_cut(arguments)
     if arguments.get("moe_layer_freq") not in (None, 1):
         told.append(f"moe_layer_freq {arguments.get('moe_layer_freq')}")
     if not arguments.get("use_distributed_optimizer"):
         told.append("num_experts and no distributed optimizer")
-    if cut not in (1, size_of(arguments, "tensor_model_parallel_size")):
-        told.append(f"expert_tensor_parallel_size {cut}")
-    if count % size_of(arguments, "expert_model_parallel_size"):
-        told.append(f"num_experts {count} over expert_model_parallel_size ranks that do not divide it")
+    if cut not in (1, tp) or max(tp, cut * ep) % min(tp, cut * ep):  # copies of some ranks alone would be saved
+        told.append(f"expert_tensor_parallel_size {cut} and expert_model_parallel_size {ep} at tp {tp}")
+    if count % ep:
+        told.append(f"num_experts {count} over expert_model_parallel_size {ep}")
     return told
 
 

@@ -25,6 +25,8 @@ _SIZES = {
     "expert_model_parallel_size": "expert-parallel size",
     "expert_tensor_parallel_size": "tensor-parallel size of experts",
 }
+_MEGATRONS = (None, "dp_zero_gather_scatter")
+"""Sharding types that are not read here, and that Megatron loads or refuses; of others it does not tell the reason."""
 _LEAST_VERSION = 3.0
 """Of a checkpoint (`checkpoint_version`): older ones order queries, keys and values otherwise."""
 
@@ -84,8 +86,10 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool) -> list
     if saved.whole and not optimizer:
         return []
     plain = saved.whole and not saved.distributed and not run.get("use_distributed_optimizer")
-    if plain or (saved.whole and saved.distributed and saved.sharding not in ("dp_reshardable", "fully_reshardable")):
+    if plain:
         return []
+    if saved.whole and saved.distributed and saved.sharding not in ("dp_reshardable", "fully_reshardable"):
+        return [f"its optimizer's state is of sharding type {saved.sharding}"] * (saved.sharding not in _MEGATRONS)
     found = []
     if optimizer and saved.distributed is not bool(run.get("use_distributed_optimizer")):
         kinds = {True: "a distributed optimizer", False: "one that is not distributed"}

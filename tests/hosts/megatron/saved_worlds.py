@@ -12,6 +12,7 @@ GATED = (
     " --normalization RMSNorm --position-embedding-type rope --no-rope-fusion "
 )
 DISTRIBUTED = "--bf16 --use-distributed-optimizer "
+TIED = GATED.replace("--untie-embeddings-and-output-weights ", "")
 TP, PP = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
 
 
@@ -34,7 +35,7 @@ ALL = ("model_space", "buckets", "torch")
 WORLDS = {
     "gated tp2 pp2": World("0.19.2", 4, DISTRIBUTED + GATED + TP + PP, ALL),
     "gated pp2 vp2": World("0.19.2", 2, DISTRIBUTED + GATED + PP + "--num-layers-per-virtual-pipeline-stage 1 ", ALL),
-    "tied pp2": World("0.19.2", 2, DISTRIBUTED + GATED.replace("--untie-embeddings-and-output-weights ", "") + PP, ALL),
+    "tied pp2": World("0.19.2", 2, DISTRIBUTED + TIED + PP, ALL),
     "experts ep2": World("0.19.2", 2, DISTRIBUTED + GATED + EXPERTS, ALL),
     "experts tp2 pp2": World("0.19.2", 4, DISTRIBUTED + GATED + EXPERTS_WHOLE + TP + PP, ("buckets", "torch")),
     "experts tp2 etp1": World("0.18.2", 2, DISTRIBUTED + GATED + EXPERTS_WHOLE + TP + ETP, ("buckets", "torch")),

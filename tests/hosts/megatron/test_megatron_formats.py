@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import re
 import shutil
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from damages import changed_chunks
 from format_jobs import ITERATION, SAMPLES_SEEN, STEP, value
 from saved_worlds import WORLDS, Saved
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import ds_reshard.operations as tools
-from ds_reshard.containers.dcp_directory import read_directory
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReshardError, UnsupportedLayout
 from ds_reshard.execution.checksums import Ledger
 from ds_reshard.operations.fingerprints import fingerprint
@@ -159,54 +156,11 @@ def test_a_folder_of_another_backend(saved: Saved, tmp_path: Path, text: str, er
         tools.convert(str(folder), str(tmp_path / "out"), to="zero2", dp=1)
 
 
-def _changed_common(folder: Path, change: Callable[[bytes], bytes]) -> None:
-    """Change the pickle of what all ranks share, and its checksum with it."""
-    place = read_directory(str(folder)).objects["common_state/shard_0_1"]
-    file = Path(place.path)
-    data, end = file.read_bytes(), place.byte_offset + place.nbytes
-    archive = data[place.byte_offset : end]
-    with zipfile.ZipFile(io.BytesIO(archive)) as held:
-        pickled = held.read(next(name for name in held.namelist() if name.endswith("data.pkl")))
-    changed = change(pickled)
-    assert changed != pickled and len(changed) == len(pickled)
-    sums = (zlib.crc32(one).to_bytes(4, "little") for one in (pickled, changed))
-    file.write_bytes(data[: place.byte_offset] + archive.replace(pickled, changed).replace(*sums) + data[end:])
-
-
-def test_a_sharding_type_that_nobody_knows(saved: Saved, tmp_path: Path) -> None:
-    """A later release may write one; it is named."""
-    folder = _copied(saved, tmp_path)
-    _changed_common(folder, lambda held: held.replace(b"fully_reshardable", b"fully_reshardabel"))
-    with pytest.raises(UnsupportedLayout, match="fully_reshardabel"):
-        open_checkpoint(find_listing(str(folder), None))
-
-
-@pytest.mark.parametrize(("name", "was"), [(b"padded_vocab_size", 112), (b"num_layers", 4)])
-def test_arguments_that_contradict_the_tensors(saved: Saved, tmp_path: Path, name: bytes, was: int) -> None:
-    def changed(held: bytes) -> bytes:
-        (at,) = (
-            one.end() for one in re.finditer(rb"\x00" + name + rb"(q.|r....)K(?=%c)" % was, held, re.DOTALL)
-        )  # BININT1
-        return held[:at] + bytes([was + 1]) + held[at + 1 :]
-
-    folder = _copied(saved, tmp_path)
-    _changed_common(folder, changed)
-    with pytest.raises(CheckpointDamaged, match=name.decode()):
-        open_checkpoint(find_listing(str(folder), None))
-
-
-def _changed_chunks(folder: Path, key: str, change: Callable[[list[Any]], None]) -> None:
-    """Change the list of chunks of a key in the directory, as torch reads and writes it."""
-    metadata = FileSystemReader(folder).read_metadata()
-    change(metadata.state_dict_metadata[key].chunks)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
 @pytest.mark.parametrize("key", ["output_layer.weight", "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"])
 @pytest.mark.parametrize("change", ["hole", "overlap"])
 def test_chunks_that_leave_a_hole_or_overlap(saved: Saved, tmp_path: Path, key: str, change: str) -> None:
     folder = _copied(saved, tmp_path)
-    _changed_chunks(folder, key, lambda chunks: chunks.pop() if change == "hole" else chunks.append(chunks[0]))
+    changed_chunks(folder, key, lambda chunks: chunks.pop() if change == "hole" else chunks.append(chunks[0]))
     with pytest.raises(CheckpointDamaged, match=re.escape(key)):
         open_checkpoint(find_listing(str(folder), None))
 
@@ -295,6 +249,13 @@ def test_a_folder_that_the_arguments_do_not_call_for(saved: Saved, tmp_path: Pat
     shutil.copytree(folder / "mp_rank_01_001", folder / "mp_rank_02_001")
     with pytest.raises(CheckpointDamaged, match="mp_rank_02_001"):
         open_checkpoint(find_listing(str(folder), None))
+
+
+def test_an_empty_folder_is_no_ranks(saved: Saved, tmp_path: Path) -> None:
+    """Ranks that write nothing leave one, where experts are not cut as the dense parameters are."""
+    folder = _copied_torch(saved, tmp_path)
+    (folder / "mp_rank_02_001").mkdir()
+    assert tools.verify(str(folder)).faults == ()
 
 
 @pytest.mark.parametrize(("one", "other"), [("mp_rank_00_000", "mp_rank_01_000"), ("mp_rank_00_000", "mp_rank_00_001")])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from format_jobs import ITERATION, SAMPLES_SEEN, STEP
-from saved_worlds import DISTRIBUTED, ETP, EXPERTS_WHOLE, GATED, PP, TP, WIDTH_20, WORLDS, Saved
+from saved_worlds import DISTRIBUTED, ETP, EXPERTS_WHOLE, GATED, PP, TIED, TP, WIDTH_20, WORLDS, Saved
 
 import ds_reshard.operations as tools
 from ds_reshard.errors import ConfigError, ModelMismatch, UnsupportedLayout
@@ -16,7 +16,6 @@ from ds_reshard.formats.megatron.adoption import unlike
 from ds_reshard.operations.source import find_listing, open_checkpoint
 
 EP, VP = "--expert-model-parallel-size 2 ", "--num-layers-per-virtual-pipeline-stage 1 "
-TIED = GATED.replace("--untie-embeddings-and-output-weights ", "")
 PLAIN = "tied tp2, bf16 without the distributed optimizer"
 MODELS = {
     "gated tp2 pp2": DISTRIBUTED + GATED,

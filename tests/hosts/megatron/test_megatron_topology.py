@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ds_reshard.hosts.megatron.topology import Saved, may_be_shifted, reasons
+from ds_reshard.hosts.megatron.topology import Saved, may_be_shifted, reasons, unfillable
 
 RUN = {
     "tensor_model_parallel_size": 2,
@@ -79,8 +79,38 @@ def test_experts() -> None:
     assert reasons(_saved("dp_reshardable", expert_model_parallel_size=2), RUN, optimizer=True) == []
 
 
+def test_sharding_types_that_are_not_read() -> None:
+    """Those of which Megatron's own error does not tell the reason are refused here, by opening them."""
+    told = {kind: reasons(_saved(kind), RUN, optimizer=True) for kind in ("fully_sharded_model_space", "of 0.30")}
+    assert told == {kind: [f"its optimizer's state is of sharding type {kind}"] for kind in told}
+    assert reasons(_saved("dp_zero_gather_scatter"), RUN, optimizer=True) == []
+    assert reasons(_saved("of 0.30"), RUN, optimizer=False) == []
+
+
 def test_states_that_may_be_shifted_are_looked_at() -> None:
     tied = {"untie_embeddings_and_output_weights": False}
     cases = [{}, BUCKETS, tied, {**tied, "pipeline_model_parallel_size": 1}]
     assert [may_be_shifted(_saved("fully_reshardable", **case)) for case in cases] == [False, True, True, False]
     assert not any(may_be_shifted(_saved(form, **BUCKETS)) for form in FORMS[:2])
+
+
+MODELS_NOT_FILLED = ("fp8", "fp4", "use_layer_wise_distributed_optimizer")
+STATES_NOT_FILLED = (
+    "fp16",
+    "use_precision_aware_optimizer",
+    "optimizer_cpu_offload",
+    "overlap_param_gather_with_optimizer_step",
+)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", (*MODELS_NOT_FILLED, *STATES_NOT_FILLED))
+def test_what_is_not_filled_is_refused_by_name(name: str, form: str) -> None:
+    """On either side; without the optimizer's state only what changes the weights."""
+    for before, now, whose in (({name: True}, {}, "saved"), ({}, {name: True}, "this run's")):
+        saved, run = _saved(form, **before), {**RUN, **now}
+        (fault,) = unfillable(saved, run, "another size", optimizer=True)
+        assert (fault.error, fault.where) == ("UnsupportedLayout", "here")
+        assert f"{name} ({whose}): another size" in fault.what and f"without {name}" in fault.mend
+        assert bool(list(unfillable(saved, run, "why", optimizer=False))) is (name in MODELS_NOT_FILLED)
+    assert list(unfillable(_saved(form), RUN, "why", optimizer=True)) == []

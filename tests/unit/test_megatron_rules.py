@@ -1,0 +1,171 @@
+"""Megatron-LM's rules that no file tells: where parameters lie in flat buffers, and which folders there are.
+
+The sizes of buffers are those that 0.19.2 and 0.18.2 saved (four layers of width 16, a vocabulary of 104 rows).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ds_reshard.formats.megatron.buckets import Slot, boxes_between, bucket_size_of, buckets_of
+from ds_reshard.formats.megatron.flat_states import experts_apart, experts_cut, shards_of_experts
+from ds_reshard.formats.megatron.torch_dist import _incomplete
+from ds_reshard.formats.megatron.torch_format import _places, _unsupported
+from ds_reshard.model.layout import TensorKey, tiled
+from ds_reshard.model.records import ElementType
+from ds_reshard.model.region import Box
+
+
+def _slots(*sizes: int, shared: int | None = None) -> list[Slot]:
+    return [
+        Slot(name=str(number), boxes=(Box.whole((size,)),), shared=number == shared)
+        for number, size in enumerate(sizes)
+    ]
+
+
+def _told(
+    *sizes: int, bucket_size: int | None = None, dp: int = 1, fast: bool = False, shared: int | None = None
+) -> Any:
+    made = buckets_of(_slots(*sizes, shared=shared), bucket_size=bucket_size, dp=dp, fast=fast)
+    return [([(at, slot.name) for at, slot in one.slots], one.numel, one.unpadded) for one in made]
+
+
+def test_parameters_lie_from_the_last_to_the_first() -> None:
+    """Each at a multiple of 64; a bucket ends at one of 128, of the ranks, and with fast collectives of 65536."""
+    assert _told(100, 16, 70) == [([(0, "2"), (128, "1"), (192, "0")], 384, 292)]
+    assert [one[1] for one in _told(100, 16, 70, dp=3)] == [384]
+    assert [one[1] for one in _told(300, 16, 70, dp=3)] == [768]
+    assert [one[1] for one in _told(100, 16, 70, fast=True)] == [65536]
+
+
+def test_a_bucket_closes_once_it_is_full() -> None:
+    assert _told(100, 50, 128, bucket_size=128) == [([(0, "2")], 128, 128), ([(0, "1"), (64, "0")], 256, 164)]
+
+
+def test_a_shared_embedding_has_a_bucket_of_its_own() -> None:
+    """The padding before it counts to the bucket that it closes."""
+    assert _told(40, 200, 20, shared=1) == [([(0, "2")], 128, 64), ([(0, "1")], 256, 200), ([(0, "0")], 128, 40)]
+
+
+def test_the_layers_of_a_small_model_are_as_large_as_they_were_saved() -> None:
+    """Dense parameters and experts of ep 2, and all of tp 2 in one buffer."""
+    layer = [16, 16 * 16, 32 * 16, 16]
+    expert = [48 * 16, 16 * 24]
+    dense = buckets_of(_slots(104 * 16, *[*layer, 64] * 4, 16, 104 * 16), bucket_size=None, dp=2, fast=False)
+    experts = buckets_of(_slots(*expert * 8), bucket_size=None, dp=1, fast=False)
+    assert ([one.unpadded for one in dense], [one.unpadded for one in experts]) == ([7232], [9216])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, None),
+        ({"overlap_grad_reduce": True}, 40_000_000),
+        ({"overlap_grad_reduce": True, "data_parallel_size": 25, "context_parallel_size": 2}, 50_000_000),
+        ({"overlap_grad_reduce": True, "ddp_bucket_size": 7}, 7),
+        ({"overlap_grad_reduce": True, "overlap_param_gather_with_optimizer_step": True}, None),
+    ],
+)
+def test_the_size_of_a_bucket(arguments: dict[str, object], expected: int | None) -> None:
+    """Of the first stage and chunk; others have one bucket."""
+    assert bucket_size_of(arguments, 0, 0) == expected
+    assert bucket_size_of(arguments, 1, 0) is bucket_size_of(arguments, 0, 1) is None
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 60), (1, 59), (7, 8), (13, 47), (20, 40), (3, 21)])
+def test_elements_of_a_box_are_cut_into_boxes(start: int, stop: int) -> None:
+    """Each element once, in order."""
+    box, found = Box(offset=(5, 2, 1), size=(3, 4, 5)), list[tuple[int, ...]]()
+    for at, part in boxes_between(box, start, stop):
+        assert at == start + len(found)
+        found += part_of(part)
+    assert found == part_of(box)[start:stop]
+
+
+def part_of(box: Box) -> list[tuple[int, ...]]:
+    (a, b, c), (x, y, z) = box.offset, box.size
+    return [(i, j, k) for i in range(a, a + x) for j in range(b, b + y) for k in range(c, c + z)]
+
+
+def _sizes(tp: int, pp: int, ep: int, etp: int | None = None, world: int = 8) -> dict[str, object]:
+    sizes = {"tensor": tp, "pipeline": pp, "expert": ep}
+    made: dict[str, object] = {f"{name}_model_parallel_size": size for name, size in sizes.items()}
+    return {**made, "expert_tensor_parallel_size": etp, "num_experts": 8, "world_size": world}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((1, 1, 1), {"": (0, 0, 0)}),
+        ((2, 1, 1), {"mp_rank_00": (0, 0, 0), "mp_rank_01": (1, 0, 0)}),
+        ((1, 2, 1), {"mp_rank_00_000": (0, 0, 0), "mp_rank_00_001": (0, 1, 0)}),
+        ((1, 1, 2), {"mp_rank_00_000": (0, 0, 0), "mp_rank_00_001": (0, 0, 1)}),
+        ((2, 1, 1, 1), {"mp_rank_00": (0, 0, 0), "mp_rank_01": (1, 0, 0)}),
+        ((2, 1, 2, 1), {"mp_rank_00_000": (0, 0, 0), "mp_rank_01_001": (1, 0, 1)}),
+        ((2, 1, 3, 1), {"mp_rank_00_000": (0, 0, 0), "mp_rank_01_001": (1, 0, 1), "mp_rank_00_002": (0, 0, 2)}),
+        ((1, 2, 2), {f"mp_rank_00_{p:03d}_{e:03d}": (0, p, e) for p in range(2) for e in range(2)}),
+        ((2, 1, 2), {f"mp_rank_{t:02d}_{e:03d}": (t, 0, e) for t in range(2) for e in range(2)}),
+    ],
+)
+def test_the_folders_of_ranks(sizes: tuple[int, ...], expected: dict[str, tuple[int, int, int]]) -> None:
+    """One name may be a stage's or a half of the experts: the arguments tell."""
+    assert _places(_sizes(*sizes)) == ({"mp_rank_00": (0, 0, 0)} if "" in expected else expected)
+
+
+def test_experts_have_an_optimizer_of_their_own() -> None:
+    told = [_sizes(1, 1, 1), _sizes(1, 1, 2), _sizes(2, 1, 1), _sizes(2, 1, 1, 1), _sizes(2, 1, 2, 2)]
+    assert list(map(experts_apart, told)) == [False, True, False, True, True]
+    assert list(map(experts_cut, told)) == [1, 1, 2, 1, 2]
+    assert list(map(shards_of_experts, told)) == [8, 4, 4, 8, 2]
+    assert not experts_apart({**_sizes(1, 1, 2), "num_experts": None})
+
+
+BAD = {
+    "fp8": "hybrid",
+    "fp4": "e2m1",
+    "use_layer_wise_distributed_optimizer": True,
+    "ddp_num_buckets": 3,
+    "num_distributed_optimizer_instances": 2,
+    "moe_grouped_gemm": True,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_router_enable_expert_bias": True,
+    "moe_latent_size": 8,
+    "moe_layer_freq": [0, 1],
+    "use_tp_pp_dp_mapping": True,
+    "use_distributed_optimizer": False,
+    "expert_tensor_parallel_size": 3,
+    "num_layers": 5,
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_not_read_of_format_torch_is_refused_by_name(name: str) -> None:
+    known = {**_sizes(2, 2, 2), "num_layers": 4, "use_distributed_optimizer": True, "moe_layer_freq": 1}
+    assert list(_unsupported("here", known)) == []
+    (fault,) = _unsupported("here", known | {name: BAD[name]})
+    assert fault.error == "UnsupportedLayout" and name.removeprefix("use_").replace("_", " ") in fault.what.replace(
+        "_", " "
+    )
+
+
+@pytest.mark.parametrize(("sizes", "fits"), [((2, 1, 3, 1), False), ((2, 1, 4, 1), True), ((4, 1, 2, 1), True)])
+def test_grids_of_experts_that_save_copies_of_some_ranks_alone(sizes: tuple[int, ...], fits: bool) -> None:
+    known = {**_sizes(*sizes), "num_experts": 12, "num_layers": 4, "use_distributed_optimizer": True}
+    told = [fault.what for fault in _unsupported("here", known)]
+    assert told == [] if fits else "expert_model_parallel_size 3 at tp 2" in told[0]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int16"])
+def test_masters_that_are_no_fp32_are_refused(dtype: str) -> None:
+    """Precision-aware optimizers keep fewer bits, and `store_param_remainders` the lower half of a master."""
+    made = {}
+    for kind, held in (("weight", "bfloat16"), ("fp32", dtype), ("exp_avg", "float32")):
+        key = TensorKey(name="x", kind=kind)
+        made[key] = tiled(key, (4,), ElementType.named(held), [(0, 0, Box.whole((4,)))], family="", buffer="")
+    (fault,) = _incomplete("here", made)
+    assert (fault.error, fault.found) == (
+        "UnsupportedLayout",
+        dtype,
+    ) and "--use-precision-aware-optimizer" in fault.mend
