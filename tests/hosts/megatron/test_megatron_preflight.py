@@ -56,6 +56,7 @@ GOOD = [
     ("tied pp2", "model_space", TIED, 1, "Megatron-LM"),
     ("experts ep2", "buckets", ALONE, 1, "ds_reshard"),
     ("experts ep2", "model_space", ALONE, 1, "ds_reshard"),
+    ("experts ep2", "torch", ALONE, 1, "ds_reshard"),
     ("experts ep2", "buckets", EXPERTS, 2, "Megatron-LM"),
     ("many buckets dp2", "torch", SHARDED + "--hidden-size 20 --ffn-hidden-size 28", 1, "ds_reshard"),
     (PLAIN, "plain", "--bf16", 1, "Megatron-LM"),
@@ -81,7 +82,6 @@ BAD = [
     (FOUR, "torch", G + TP, 3, "AssertionError"),
     (FOUR, "torch", G + "--tensor-model-parallel-size 3", 3, "ValueError"),
     (FOUR, "torch", G + "--global-batch-size 3", 2, "AssertionError"),
-    ("experts ep2", "torch", ALONE, 1, "UnsupportedLayout"),
     ("gated fp32", "torch", GATED + TP, 2, "UnsupportedLayout"),
 ]
 OF_MEGATRON = ("AssertionError", "ValueError", "CheckpointException")
