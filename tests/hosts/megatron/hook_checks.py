@@ -87,3 +87,13 @@ def vendored() -> dict[str, Any]:
     states = {status.target: status.state for status in ds_reshard.installed() if status.host == "megatron"}
     told = {"states": states, "auto": _refusal(lambda: hooks.install_on_import(HOOKS))}
     return {**told, "install": _refusal(lambda: hooks.install(HOOKS))}
+
+
+def arguments() -> dict[str, list[str]]:
+    """The options that this release's parser has."""
+    import argparse
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(add_help=False))
+    return {"options": sorted(option for action in parser._actions for option in action.option_strings)}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from forks import HERE, ROOT
+from messages import MEGATRON
 from releases import RELEASES, WITH_TRAINING, NotFetched, home
 
 from ds_reshard.hosts import table
@@ -95,3 +96,9 @@ def test_a_loop_on_core_alone_needs_no_training(releases: Any) -> None:
     """0.16.1 has no megatron.training: its patches wait and trouble nobody."""
     told = releases["0.16.1"].run("hook_checks:install_twice_and_remove")[0]
     assert {told["states"][patch.target] for patch in HOOKS.patches if patch.optional} == {"available"}
+
+
+def test_the_arguments_that_messages_name(releases: Any) -> None:
+    """Each is one of Megatron-LM's, in one release at least."""
+    known = {name for release in WITH_TRAINING for name in releases[release].run("hook_checks:arguments")[0]["options"]}
+    assert sorted(set(MEGATRON) - known) == []
