@@ -218,6 +218,12 @@ class CudaExecutor:
         self.slots = max(1, min(_SLOTS_A_THREAD * threads, memory_nbytes // SMALLEST_NBYTES))
         share = max(1, min(_LARGEST_NBYTES, memory_nbytes // self.slots))
         self.slot_nbytes = max(SMALLEST_NBYTES, 1 << share.bit_length() - 1)
+        self.nbytes_there = 0
+
+    @property
+    def nbytes_read(self) -> int:
+        """How much was read so far, for the device and for the host."""
+        return self.nbytes_there + self._host.nbytes_read
 
     def execute(self, plan: Plan, targets: Mapping[str, Target]) -> Outcome:
         tensors = {
@@ -372,6 +378,7 @@ class _Load:
             self._files.release(path)
         with self._noting:
             self._outcome.bytes_read += run.nbytes
+            self._executor.nbytes_there += run.nbytes
             self._outcome.read_calls += calls
             if self._executor.checksum:
                 at = run.byte_offset - run.record.byte_offset

@@ -70,6 +70,10 @@ class Executor(Protocol):
     collective that follows. Scratch memory stays within the budget that the executor was made with.
     """
 
+    @property
+    def nbytes_read(self) -> int:
+        """How much was read so far; another thread may ask."""
+
     def execute(self, plan: Plan, targets: Mapping[str, Target]) -> Outcome: ...
 
 

@@ -72,7 +72,8 @@ class _Batch(NamedTuple):
 class ThreadExecutor:
     """Reads with `threads` threads; scratch memory (casts, devices, checks) within `memory_nbytes`.
 
-    `saw` is called with copies and the bytes of each as they were read, from the thread that read them.
+    `saw` is called with copies and the bytes of each as they were read, from the thread that read them. `nbytes_read`
+    grows as it reads.
     """
 
     def __init__(self, *, threads: int, memory_nbytes: int, checksum: bool, saw: Saw | None = None) -> None:
@@ -80,6 +81,7 @@ class ThreadExecutor:
         self.memory_nbytes = memory_nbytes
         self.checksum = checksum
         self.saw = saw
+        self.nbytes_read = 0
         self.chunk_nbytes = max(4096, min(_CHUNK_NBYTES, memory_nbytes // threads))
 
     def execute(self, plan: Plan, targets: Mapping[str, Target]) -> Outcome:
@@ -158,6 +160,7 @@ class _Work:
         with self._lock:
             self.outcome.read_calls += calls
             self.outcome.bytes_read += batch.nbytes
+            self.executor.nbytes_read += batch.nbytes
             if self.executor.checksum:
                 self.outcome.slices.setdefault(batch.record, []).extend(slices)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ds_reshard.execution.buffers import TensorTarget
 from ds_reshard.execution.cuda import choose
 from ds_reshard.execution.interfaces import Outcome
+from ds_reshard.operations.progress import showing
 from ds_reshard.operations.ranks import read_together
 from ds_reshard.planning.plan import Plan
 
@@ -32,6 +33,7 @@ def fill(
     def execute() -> tuple[None, Outcome]:
         threads = min(_THREADS, os.cpu_count() or 1)
         executor = choose("auto", targets, threads=threads, memory_nbytes=MEMORY_NBYTES, checksum=True)
-        return None, executor.execute(plan, targets)
+        return None, progress.execute(executor, plan, targets)
 
-    read_together(execute, group, replica=replica, shared=lambda: True, subject=subject)
+    with showing(subject) as progress:
+        read_together(execute, group, replica=replica, shared=lambda: True, subject=subject)

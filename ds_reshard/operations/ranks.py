@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from ds_reshard.errors import Fault, RankLost, ReshardError, as_faults, raise_faults
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.interfaces import Outcome
+from ds_reshard.operations.watching import phase
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -188,8 +189,10 @@ def read_together(
     whether several ranks may have read the same bytes: one number then tells nothing. Every rank raises what any has
     found.
     """
-    value, faults, cause = attempt(read)
-    outcome = value[1] if value is not None else Outcome()
+    with phase("read") as nbytes:
+        value, faults, cause = attempt(read)
+        outcome = value[1] if value is not None else Outcome()
+        nbytes.append(outcome.bytes_read)
     settled, found, failed = attempt(lambda: settle(partial_sums(outcome)))
     pending, mismatched = settled or ([], [])
     sums = None if pending and shared() else Sums.of(pending, replica)

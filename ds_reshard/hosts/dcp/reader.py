@@ -35,6 +35,7 @@ from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
 from ds_reshard.model.region import Box, box_region
+from ds_reshard.operations.progress import showing
 from ds_reshard.operations.proof import prove
 from ds_reshard.operations.ranks import gather, of_all
 from ds_reshard.operations.source import find_listing, open_checkpoint
@@ -120,7 +121,8 @@ class Filling:
     def execute(self, *, threads: int, memory_nbytes: int) -> int:
         """Read every byte once; how many they were."""
         executor = choose("auto", self._targets, threads=threads, memory_nbytes=memory_nbytes, checksum=True)
-        self._outcome = executor.execute(Plan(copies=coalesce(self._copies)), self._targets)
+        with showing("loading by ds_reshard.dcp.Reader") as progress:
+            self._outcome = progress.execute(executor, Plan(copies=coalesce(self._copies)), self._targets)
         for tensor, target in self._scattered:
             tensor.copy_(target)
         return self._outcome.bytes_read

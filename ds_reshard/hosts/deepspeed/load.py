@@ -54,6 +54,7 @@ from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
 from ds_reshard.operations.pickles import refuse_unsafe, scan_files, walk
 from ds_reshard.operations.ranks import Steps, Told, attempt, broadcast, gather, rank
+from ds_reshard.operations.watching import asked, phase, watched
 from ds_reshard.resume.policy import ResumePolicy, policy_differences
 from ds_reshard.resume.report import say
 
@@ -141,7 +142,9 @@ def load_checkpoint(
         mine = steps.take(
             lambda: _consider(engine, module_only=request.module_only), subject=f"loading {request.load_dir}"
         )
-        with in_force(PickleRules(mine.settings.trust if mine is not None else frozenset())):
+        settings = mine.settings if mine is not None else Settings()
+        wanted = asked(settings.progress, settings.events)
+        with in_force(PickleRules(settings.trust)), watched("deepspeed", request.load_dir, wanted):
             return _load(engine, mine, original, request, tag, steps)
 
 
@@ -175,12 +178,14 @@ def _commit_pending_save(engine: DeepSpeedEngine) -> None:
 def _load(
     engine: DeepSpeedEngine, mine: Considered | None, original: Original, request: Request, tag: object, steps: Steps
 ) -> Result:
-    found, decision = _agreed(engine, mine, request, tag, steps)
+    with phase("prepare"):
+        found, decision = _agreed(engine, mine, request, tag, steps)
     assert mine is not None and decision.resume is not None
     resume, tag = decision.resume, found.tag or tag
     if decision.prepared is not None:
         return resume.report(_load_directly(engine, decision.prepared, mine.settings, resume))
-    result = _by_deepspeed(engine, original, resume.request, tag)
+    with phase("deepspeed"):
+        result = _by_deepspeed(engine, original, resume.request, tag)
     return resume.report(resume.after_deepspeed(result))
 
 
@@ -555,7 +560,8 @@ def _load_directly(engine: DeepSpeedEngine, prepared: Prepared, settings: Settin
     )
     resume.proof = str(moved.proof) if moved.proof is not None else None
     result = (prepared.model.path, client)
-    resume.apply(steps)
+    with phase("resume"):
+        resume.apply(steps)
     restore_use(engine)
     _log(prepared, moved, time.perf_counter() - started)
     return result

@@ -24,6 +24,7 @@ from ds_reshard.hosts.deepspeed.load_targets import EXTRA_STATE
 from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.layout import Layout, Placement, TensorKey
+from ds_reshard.operations.progress import showing
 from ds_reshard.operations.ranks import Steps, answered, rank, read_together
 from ds_reshard.planning.plan import Wanted
 
@@ -70,7 +71,7 @@ def _read(
 
     def read() -> tuple[Witness | None, Outcome]:
         witness, targets, executor = _begin(engine, prepared, settings)
-        outcome = executor.execute(prepared.plan, targets)
+        outcome = progress.execute(executor, prepared.plan, targets)
         bare = sum(record.crc32 is None for record in outcome.slices)
         if bare:
             logger.warning(
@@ -81,9 +82,9 @@ def _read(
             )
         return witness, outcome
 
-    return read_together(
-        read, replica=_replica(engine, prepared), shared=lambda: _shares_bytes(prepared), subject=subject
-    )
+    replica = _replica(engine, prepared)
+    with showing(subject) as progress:
+        return read_together(read, replica=replica, shared=lambda: _shares_bytes(prepared), subject=subject)
 
 
 def _shares_bytes(prepared: Prepared) -> bool:

@@ -10,11 +10,12 @@ from typing import Protocol
 from ds_reshard.containers.pickle_rules import trust_faults
 from ds_reshard.errors import ConfigError, Fault, raise_faults, wrong_value
 from ds_reshard.formats.zero.tensor_parallel import Rule, rule_faults, rules_in
+from ds_reshard.operations.watching import watching_faults
 from ds_reshard.resume.policy import Given, from_json
 from ds_reshard.resume.schedulers import clock_faults, clock_in
 
 SECTION = "ds_reshard"
-_TOP = ("enabled", "reshard", "resume", "trust", "accelerate", "names")
+_TOP = ("enabled", "reshard", "resume", "trust", "accelerate", "names", "progress", "events")
 _RESHARD = ("always", "threads", "memory_mib", "device", "verify", "tensor_parallel")
 _DROPPED = {"share_reads": "0.1.0"}
 _DEVICES = ("auto", "cpu", "cuda")
@@ -31,7 +32,7 @@ class Settings:
     `resume` is what the section says of the resume policy; `clock` is who steps a scheduler that accelerate prepares,
     None where the section does not say. `tensor_parallel` has rules of how tensor-parallel ranks divide parameters.
     `names` is a JSON file with what the parameters of a checkpoint of another format are called in this run, as
-    `convert --names` takes it.
+    `convert --names` takes it. `progress` is "auto" or "off", `events` a file; None is what is asked of all hosts.
     """
 
     enabled: bool = True
@@ -45,6 +46,8 @@ class Settings:
     clock: str | None = None
     names: str | None = None
     tensor_parallel: tuple[Rule, ...] = ()
+    progress: str | None = None
+    events: str | None = None
 
     @property
     def memory_nbytes(self) -> int:
@@ -98,6 +101,8 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
     faults += rule_faults(f"{SECTION}.reshard.tensor_parallel", rules)
     faults += trust_faults(f"{SECTION}.trust", trust)
     faults += clock_faults(section.get("accelerate", {}))
+    progress, events = section.get("progress"), section.get("events")
+    faults += watching_faults(f"{SECTION}.", progress, events)
     raise_faults(faults, subject="DeepSpeed config")
     return Settings(
         enabled=enabled,
@@ -111,6 +116,8 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
         clock=clock_in(config),
         names=names,
         tensor_parallel=rules_in(rules),
+        progress=progress,
+        events=events,
     )
 
 

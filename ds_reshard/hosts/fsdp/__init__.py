@@ -97,12 +97,14 @@ def load_directory(arguments: Arguments, by_torch: ByTorch) -> object:
     owner's affair; a URL of local files is a folder.
     """
     from ds_reshard.operations.pickles import refuse_unsafe_folder
+    from ds_reshard.operations.watching import watched
 
     folder = _local_folder(arguments["storage_reader"])
-    if folder is not None:
-        group = cast("ProcessGroup | None", arguments.get("process_group"))
-        refuse_unsafe_folder(folder, group=group, alone=bool(arguments.get("no_dist")))
-    return by_torch({})
+    with watched("fsdp", folder):
+        if folder is not None:
+            group = cast("ProcessGroup | None", arguments.get("process_group"))
+            refuse_unsafe_folder(folder, group=group, alone=bool(arguments.get("no_dist")))
+        return by_torch({})
 
 
 def _local_folder(reader: object) -> str | None:

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from ds_reshard.containers.pickle_rules import trust, trust_faults
 from ds_reshard.errors import ConfigError, Fault, raise_faults, wrong_value
 from ds_reshard.operations.name_map import ask_names
+from ds_reshard.operations.watching import ask, watching_faults
 
 VERIFY_AFTER_SAVE = "verify_after_save"
 _ASKED: set[str] = set()
-_TOP = ("fsdp", "names", "trust")
+_TOP = ("events", "fsdp", "names", "progress", "trust")
 
 
 def asks_to_verify() -> bool:
@@ -41,6 +42,7 @@ def ask_settings(text: str, *, place: str) -> None:
         trust(held.get("trust", ()))
         if "names" in held:
             ask_names(held["names"])
+        ask(held.get("progress"), held.get("events"))
         if VERIFY_AFTER_SAVE in held.get("fsdp", {}):
             ask_to_verify(held["fsdp"][VERIFY_AFTER_SAVE])
 
@@ -49,9 +51,10 @@ def _mistakes(held: object, place: str) -> Iterator[Fault]:
     if not isinstance(held, dict):
         yield wrong_value(place, '{"fsdp": {"verify_after_save": true}}', held)
         return
-    yield from (_unknown(place, name, "fsdp, names, trust") for name in held if name not in _TOP)
+    yield from (_unknown(place, name, ", ".join(_TOP)) for name in held if name not in _TOP)
     if not isinstance(held.get("names", ""), str):
         yield wrong_value("names", "the path of a JSON file", held["names"])
+    yield from watching_faults("", held.get("progress"), held.get("events"))
     names = held.get("trust", [])
     yield from trust_faults("trust", names)
     section = held.get("fsdp", {})

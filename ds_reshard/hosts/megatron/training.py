@@ -51,6 +51,7 @@ from ds_reshard.hosts.megatron.parts import LATE, compares_bounds, matched_group
 from ds_reshard.hosts.megatron.pickles import refuse_iteration
 from ds_reshard.hosts.megatron.report import publish_training
 from ds_reshard.operations.ranks import of_all
+from ds_reshard.operations.watching import phase, watched
 from ds_reshard.resume import policy_sources
 from ds_reshard.resume.megatron import extra_values, read_schedule
 from ds_reshard.resume.policy import Given, ResumePolicy
@@ -82,14 +83,21 @@ def load_checkpoint(
     """
     if (optimizer is None and scheduler is None) or load_arg != "load":
         return original()
-    policy = policy_of(arguments)
-    load = Load(policy=policy, optimizer=optimizer, scheduler=scheduler, where=str(getattr(arguments, "load", None)))
+    policy, where = policy_of(arguments), getattr(arguments, "load", None)
+    load = Load(policy=policy, optimizer=optimizer, scheduler=scheduler, where=str(where))
+    with watched("megatron", str(where) if where else None):
+        return _load(load, original, arguments, models)
+
+
+def _load(load: Load, original: Callable[..., Result], arguments: Namespace, models: object) -> Result:
+    policy, optimizer, scheduler = load.policy, load.optimizer, load.scheduler
     faults = [*hyperparameter_faults(optimizer, policy), *masters_faults(optimizer, policy)]
     raise_faults([*faults, *announced_faults(policy, arguments)], subject="resume policy")
     tell_megatron(policy, arguments)
     with in_force(load):
         load.taken = take(load, arguments, models)
-        iteration, operations = original() if load.taken is None else load.taken.load(original, arguments)
+        with phase("load"):
+            iteration, operations = original() if load.taken is None else load.taken.load(original, arguments)
         if load.found is None:
             if not policy.is_default:
                 logger.warning("%s holds no checkpoint: the resume flags had nothing to act on", load.where)

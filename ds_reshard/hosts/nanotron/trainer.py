@@ -23,6 +23,7 @@ from ds_reshard.hosts.nanotron.live import ParallelContext, place_of
 from ds_reshard.hosts.nanotron.load import Load, config_of, current, in_force, same_policy
 from ds_reshard.model.records import GlobalName, ObjectRecord
 from ds_reshard.operations.ranks import gather, together
+from ds_reshard.operations.watching import Watched, phase, watched
 from ds_reshard.resume.policy_sources import asked_policy
 from ds_reshard.resume.report import because
 
@@ -39,10 +40,18 @@ class Trainer(Protocol):
 
 def initialise(trainer: object, original: Callable[[], object]) -> None:
     """Start the trainer as the policy in force says; collective where it resumes."""
+    with watched("nanotron", None) as seen:
+        _initialise(trainer, original, seen)
+
+
+def _initialise(trainer: object, original: Callable[[], object], seen: Watched) -> None:
     load = Load(policy=asked_policy(), trainer=trainer)
-    with in_force(load):
-        original()
-    folder = getattr(trainer, "init_checkpoint_path", None)
+    try:
+        with in_force(load), phase("start"):
+            original()
+    finally:
+        folder = getattr(trainer, "init_checkpoint_path", None)
+        seen.checkpoint = os.fspath(folder) if folder is not None else None
     if folder is None:
         return
     load.where = os.fspath(folder)

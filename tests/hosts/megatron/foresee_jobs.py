@@ -29,10 +29,12 @@ def command(words: list[str]) -> dict[str, Any]:
     return {"status": status, "out": out.getvalue(), "err": err.getvalue()}
 
 
-def outcome(arguments: str, folder: str) -> dict[str, Any]:
+def outcome(arguments: str, folder: str, events: str | None = None) -> dict[str, Any]:
     """How the load ends: who loaded, and the report; or the class of the error, Megatron's own ones too."""
     import ds_reshard
+    from ds_reshard.operations import watching
 
+    watching.ask(None, events)
     ds_reshard.install("megatron")
     try:
         _setup(f"{arguments} --load {folder}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,3 +103,16 @@ def test_the_arguments_that_messages_name(releases: Any) -> None:
     """Each is one of Megatron-LM's, in one release at least."""
     known = {name for release in WITH_TRAINING for name in releases[release].run("hook_checks:arguments")[0]["options"]}
     assert sorted(set(MEGATRON) - known) == []
+
+
+def test_the_event_of_a_load(saved: Any, releases: Any, tmp_path: Path) -> None:
+    """One line of rank 0 for a load of ours and for one that is refused."""
+    file, run = tmp_path / "events.jsonl", releases["0.19.2"].run
+    folder = saved("tied tp2, bf16 without the distributed optimizer", "torch")
+    for arguments in ("--bf16", "--bf16 --hidden-size 20"):
+        run("foresee_jobs:outcome", arguments=arguments, folder=str(folder), events=str(file))
+    loaded, refused = (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
+    assert (loaded["host"], loaded["result"], loaded["loaded_by"]) == ("megatron", "loaded", "ds_reshard")
+    assert loaded["bytes"] > 0 and loaded["report"]["host"] == "megatron"
+    assert {"read", "load"} <= {phase["name"] for phase in loaded["phases"]}
+    assert refused["result"] != "loaded" and refused["error"] and refused["report"] is None
