@@ -179,6 +179,8 @@ def test_the_documented_settings_are_the_defaults() -> None:
         "resume",
         "trust",
         "names",
+        "progress",
+        "events",
         "accelerate.clock",
         *(f"reshard.{key}" for key in section["reshard"]),
     }
