@@ -7,6 +7,7 @@ torchrun --nproc-per-node 1 examples/08_trainer.py OUTPUT_DIR --stage 3 --steps 
 """
 
 import argparse
+import inspect
 import os
 import subprocess
 import sys
@@ -45,9 +46,9 @@ def main() -> None:
         given.folder, deepspeed=config, per_device_train_batch_size=batch, save_steps=4, **schedule, **plain
     )
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
-    texts = [torch.arange(i, i + 16) % 64 for i in range(256)]
-    data = [{"input_ids": text, "labels": text} for text in texts]
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2))
+    text = torch.tensor(list(inspect.getsource(argparse).encode()))  # of the standard library
+    data = [{"input_ids": part, "labels": part} for part in text.split(32)[:-1]]
     trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Rates()])
     os.makedirs(given.folder, exist_ok=True)  # of a first run's other ranks, which may be earlier than the Trainer
     trainer.train(resume_from_checkpoint=get_last_checkpoint(given.folder))

@@ -64,6 +64,7 @@ PRINTED = {
     ),
     # With a node that is lost, it is run by tests/hosts/test_elastic.py.
     "09_elastic.py": r"at step 0 with dp 2: 4 micro batches an update\n",
+    "10_accelerate.py": r"(update [1-4]: learning rate 0\.001000\n){4}(update [56]: learning rate 0\.000100\n){2}",
 }
 
 
