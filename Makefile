@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 unexport PYTHONDONTWRITEBYTECODE
 FAST_TESTS := tests/policy tests/docs tests/unit tests/hostile tests/versions
 
-.PHONY: help venv gpu-packages check style types contracts fast-tests test engine-tests other-tests mutants torture fuzz fuzz-pickles fuzz-files demo demo-lr bench gpu gpu-wheels test-versions test-nanotron test-peers test-corpora format docs dist clean
+.PHONY: help venv gpu-packages check style types contracts fast-tests test engine-tests other-tests mutants torture fuzz fuzz-pickles fuzz-files demo demo-lr pictures bench gpu gpu-wheels test-versions test-nanotron test-peers test-corpora format docs dist clean
 
 help:
 	@echo "make demo           train, change stage and ranks, resume; prints the bit-equality table"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-corpora   the payloads of picklescan and fickling (SRC=path): each that acts is named"
 	@echo "make format         rewrite the sources in the house's format"
 	@echo "make docs           the pages as a site, in site/"
+	@echo "make pictures       what commands show, drawn anew in docs/ from a real run"
 	@echo "make dist           the sdist and the wheel, in dist/"
 	@echo "make clean          remove .venv and everything that was built"
 
@@ -113,6 +114,9 @@ demo: venv
 demo-lr: venv
 	@mkdir -p .demo
 	$(BIN)/python -W ignore examples/03_new_learning_rate.py .demo/lr.png
+
+pictures: venv
+	$(BIN)/python docs/pictures.py
 
 bench: venv
 	$(BIN)/python -m benchmarks

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ds_reshard.cli.arguments import add_checkpoint, add_command, add_json, add_trust, bandwidth, count, show
-from ds_reshard.cli.render import line, printable, put, size, table
+from ds_reshard.cli.render import line, printable, put, render_lines, size, table
 from ds_reshard.errors import ConfigError, Fault, ReshardError, faults_of
 from ds_reshard.operations import coming_run, read_config
 from ds_reshard.operations.forecast import Forecast, with_folder
@@ -137,10 +137,7 @@ def _first(faults: Sequence[Fault]) -> str:
 def render_forecast(made: Forecast, console: Console) -> None:
     """The verdict, the reasons, what the load takes from where, the rates, the cost, and what is not known."""
     line(console, made.verdict, "bold green" if made.loads else "bold red")
-    for number, fault in enumerate(made.faults):
-        if number:
-            line(console, fault.line(), "red")
-        line(console, f"  to mend: {fault.mend}")
+    render_lines(made.faults, console, told=1)
     for fault in made.folder:
         line(console, f"this load does not meet: {fault.line()}", "yellow")
     if made.pickles:

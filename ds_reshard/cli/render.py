@@ -127,12 +127,19 @@ def render_fingerprints(found: Fingerprinted, console: Console) -> None:
 
 
 def render_faults(faults: Sequence[Fault], console: Console) -> None:
-    """How many there are, and each with what mends it."""
+    """How many there are, and what mends them."""
     if faults:
         line(console, f"{len(faults)} fault{'s' if len(faults) > 1 else ''} found", "bold red")
-    for fault in faults:
-        line(console, fault.line(), "red")
-        line(console, f"  to mend: {fault.mend}")
+        render_lines(faults, console)
+
+
+def render_lines(faults: Sequence[Fault], console: Console, *, told: int = 0) -> None:
+    """Each fault but the first that are `told` already, and what mends it, once for those that follow each other."""
+    for number, fault in enumerate(faults):
+        if number >= told:
+            line(console, fault.line(), "red")
+        if number + 1 == len(faults) or faults[number + 1].mend != fault.mend:
+            line(console, f"  to mend: {fault.mend}")
 
 
 def table(title: str, *headings: str, **how: Any) -> Table:
