@@ -1,7 +1,7 @@
 # Every target brings its own set-up: a virtual environment in .venv with the versions of constraints.txt.
 
-PYTHON ?= $(shell for candidate in python3 python3.12 python3.11 python3.10; do \
-	$$candidate -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11 python3.10; do \
+	$$candidate -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
 	&& { echo $$candidate; break; }; done)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
@@ -38,11 +38,11 @@ venv: $(INSTALLED)
 # torch goes first and alone: DeepSpeed is a source distribution that looks for it.
 $(INSTALLED): setup.cfg setup.py pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { \
-		echo "ds_reshard needs Python 3.10, 3.11 or 3.12, and found none: python3 is $$(python3 --version 2>&1)." >&2; \
+		echo "ds_reshard needs Python 3.10, 3.11, 3.12 or 3.13, and found none: python3 is $$(python3 --version 2>&1)." >&2; \
 		echo "Install one of them, or name it: make $(or $(MAKECMDGOALS),venv) PYTHON=/path/to/python3.11" >&2; \
 		exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || { \
-		echo "ds_reshard needs Python 3.10, 3.11 or 3.12; $(PYTHON) is $$($(PYTHON) --version 2>&1)." >&2; \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
+		echo "ds_reshard needs Python 3.10, 3.11, 3.12 or 3.13; $(PYTHON) is $$($(PYTHON) --version 2>&1)." >&2; \
 		exit 1; }
 	@echo "Setting up .venv with $$($(PYTHON) --version); a first run takes a few minutes."
 	@$(PYTHON) -m venv .venv

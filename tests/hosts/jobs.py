@@ -537,11 +537,7 @@ def break_rank_1(fault: str) -> Any:
     """Let one thing fail on rank 1; returns what undoes it."""
     from unittest import mock
 
-    from ds_reshard.execution import threads
     from ds_reshard.hosts.deepspeed import load, move, prepare
-
-    if torch.distributed.get_rank() != 1:
-        return lambda: None
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raised = {
@@ -551,8 +547,8 @@ def break_rank_1(fault: str) -> Any:
         raise raised.get(fault, KeyError("surprise"))
 
     place, name = {
-        "unreadable": (threads.os, "preadv"),
-        "another folder": (prepare.os, "stat"),
+        "unreadable": (os, "preadv"),
+        "another folder": (os, "stat"),
         "crash": (prepare, "plan_of"),
         "crash in settings": (load, "parse_settings"),
         "crash in live": (load, "live_optimizer"),
@@ -561,7 +557,10 @@ def break_rank_1(fault: str) -> Any:
         "crash in client": (load, "client_entries"),
     }[fault]
     patch = mock.patch.object(place, name, fail)
-    patch.start()
+    patch.start()  # on every rank, so that a name which is no longer there fails everywhere
+    if torch.distributed.get_rank() != 1:
+        patch.stop()
+        return lambda: None
     return patch.stop
 
 
