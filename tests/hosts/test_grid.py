@@ -89,6 +89,14 @@ EXPERTS = [
     (moe(2, 4, swapped=True), moe(4, 4)),
     (moe(1, 2), moe(2, 4, 2, swapped=True)),
     (moe(4, 4), moe(4, 4)),
+    (moe(1, 4), moe(2, 4)),
+    (moe(1, 4, 2, "bf16"), moe(4, 4, "bf16opt", "bf16")),
+    (moe(2, 4, 2, "bf16"), moe(4, 4, 2, "bf16")),
+    (moe(4, 4), moe(1, 4, 2)),
+    (moe(4, 4, 2, "bf16"), moe(2, 4, 1, "bf16")),
+    (moe(4, 4, "bf16opt", "bf16"), moe(2, 2, "bf16opt", "bf16")),
+    (moe(4, 4, swapped=True), moe(2, 2)),
+    (moe(4, 4), moe(2, 4, swapped=True)),
 ]
 
 

@@ -71,6 +71,20 @@ LOADS = [
     (mpu(2, "bf16opt", "bf16", tp=2), mpu(2, 3, "bf16")),
     (mpu(2, 2, "bf16", tp=2), mpu(1, 2, "bf16", tp=2)),
     (mpu(1, tp=4, layers="unsaid"), by_rules(mpu(2, 3))),
+    (autotp(1, tp=3), autotp(1, 2, tp=2)),
+    (autotp(1, 2, "bf16", tp=3), autotp(1, 1, "bf16", tp=4)),
+    (autotp(2, tp=2), autotp(1, 2, tp=3)),
+    (autotp(1, 2, "bf16", tp=4), autotp(1, 1, "bf16", tp=3)),
+    (autotp(2, 3, "bf16", tp=2), autotp(1, "bf16opt", "bf16", tp=3)),
+    (autotp(2), autotp(1, 0, tp=3)),
+    (mpu(2, tp=2), mpu(4, 3)),
+    (mpu(2, tp=2), mpu(1, 2, tp=2)),
+    (mpu(2, 2, tp=2), mpu(2, 1)),
+    (mpu(2, 3, "bf16", tp=2), mpu(2, 1, "bf16")),
+    (mpu(2, 3, "bf16", tp=2), mpu(4, 2, "bf16")),
+    (mpu(2, 3, "bf16", tp=2), mpu(1, 1, "bf16", tp=2)),
+    (mpu(2, "bf16opt", "bf16", tp=2), mpu(4, 1, "bf16")),
+    (mpu(2, "bf16opt", "bf16", tp=2), mpu(1, 3, "bf16", tp=2)),
 ]
 
 
@@ -98,6 +112,10 @@ PADDED = [
     (SHORT, mpu(1, 3, tp=4, layers="short")),
     (SHORT, mpu(1, "bf16opt", "bf16", tp=4, layers="short")),
     (UNSAID, mpu(1, tp=4, layers="rules")),
+    (mpu(2, tp=2), mpu(1, 2, tp=4)),
+    (mpu(2, 2, tp=2), mpu(1, 3, tp=4)),
+    (mpu(2, 3, "bf16", tp=2), mpu(1, "bf16opt", "bf16", tp=4)),
+    (mpu(2, "bf16opt", "bf16", tp=2), mpu(1, 1, "bf16", tp=4)),
 ]
 
 
