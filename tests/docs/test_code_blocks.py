@@ -166,3 +166,11 @@ def _opening_fences(text: str) -> list[str]:
         opening.append(line.strip() if fence and not inside else "")
         inside = inside ^ fence
     return opening
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_tests_that_are_named_exist(path: Path) -> None:
+    """`tests/x/test_y.py`, `test_y.py::test_z`: the file is there, once, and has the test."""
+    for folder, file, name in re.findall(r"`(tests/[\w/]+/)?(test_\w+\.py)(?:::(\w+))?`", path.read_text("utf-8")):
+        (found,) = [ROOT / folder / file] if folder else (ROOT / "tests").rglob(file)
+        assert f"def {name}(" * bool(name) in found.read_text("utf-8"), f"{file}::{name}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from format_jobs import ITERATION, SAMPLES_SEEN, STEP
+from releases import TRAINED, WITH_TRAINING
 from saved_worlds import DISTRIBUTED, ETP, EXPERTS_WHOLE, GATED, PP, TIED, TP, WIDTH_20, WORLDS, Saved
 
 import ds_reshard.operations as tools
@@ -18,6 +19,7 @@ from ds_reshard.operations.source import find_listing, open_checkpoint
 EP, VP = "--expert-model-parallel-size 2 ", "--num-layers-per-virtual-pipeline-stage 1 "
 PLAIN = "tied tp2, bf16 without the distributed optimizer"
 MODELS = {
+    "biases tp2 dp2": DISTRIBUTED,
     "gated tp2 pp2": DISTRIBUTED + GATED,
     "gated pp2 vp2": DISTRIBUTED + GATED,
     "tied pp2": DISTRIBUTED + TIED,
@@ -31,6 +33,9 @@ ANY = [(1, ""), (2, ""), (2, TP), (2, PP), (2, PP + VP), (4, TP + PP), (4, TP), 
 LOADS = [("gated tp2 pp2", "buckets", None, "0.19.2", *under) for under in ANY]
 LOADS += [("gated tp2 pp2", "torch", None, "0.18.2", *under) for under in ANY]
 LOADS += [
+    ("biases tp2 dp2", "model_space", None, "0.18.2", 1, ""),
+    ("biases tp2 dp2", "buckets", None, "0.18.2", 2, PP),
+    ("biases tp2 dp2", "torch", None, "0.19.2", 4, TP + PP),
     ("gated tp2 pp2", "model_space", None, "0.18.2", 2, TP),
     ("gated pp2 vp2", "buckets", None, "0.18.2", 2, TP),
     ("gated pp2 vp2", "torch", None, "0.19.2", 1, ""),
@@ -54,6 +59,16 @@ LOADS += [
     (PLAIN, "torch", None, "0.19.2", 1, ""),
     ("gated fp32", "plain", None, "0.19.2", 2, ""),
 ]
+WHOLE = {"gated tp2 pp2": None, "biases tp2 dp2": None, "tied pp2": None, "many buckets dp2": None, "experts ep2": 1}
+"""One world of each kind of model, and the expert-parallel size it is written for."""
+if TRAINED == WITH_TRAINING:  # `make test-versions`: each of them on each release under all eight targets
+    LOADS += [
+        (world, ("buckets", "torch")[at % 2], ep, release, *under)
+        for world, ep in WHOLE.items()
+        for release in WITH_TRAINING
+        for at, under in enumerate(ANY)
+        if (world, ("buckets", "torch")[at % 2], ep, release, *under) not in LOADS
+    ]
 
 
 @pytest.fixture(scope="module")
