@@ -296,7 +296,7 @@ def test_the_command_answers_in_its_first_line(
     )
     assert main([*command, "7"]) == 1
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0].startswith("no: ") and "train_batch_size is not equal" in shown[0]
+    assert shown[0].startswith("no: ") and "cannot be divided among 7 data-parallel ranks" in shown[0]
     assert main([*command, "8", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["loads"] and [cost["rank"] for cost in told["cost"]["ranks"]] == [0, 1, 2, 3, 7]
