@@ -41,14 +41,12 @@ def main() -> None:
     }
     schedule = {"max_steps": given.steps, "learning_rate": given.lr, "lr_scheduler_type": "constant"}
     plain = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "ddp_backend": "gloo"}
-    batch = 8 // int(os.environ["WORLD_SIZE"])
-    arguments = TrainingArguments(
-        given.folder, deepspeed=config, per_device_train_batch_size=batch, save_steps=4, **schedule, **plain
-    )
+    each = {"per_device_train_batch_size": 8 // int(os.environ["WORLD_SIZE"]), "save_steps": 4}
+    arguments = TrainingArguments(given.folder, deepspeed=config, **each, **schedule, **plain)
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2))
-    text = torch.tensor(list(inspect.getsource(argparse).encode()))  # of the standard library
-    data = [{"input_ids": part, "labels": part} for part in text.split(32)[:-1]]
+    text = torch.tensor(list(inspect.getsource(argparse).encode())).split(32)[:-1]  # of the standard library
+    data = [{"input_ids": part, "labels": part} for part in text]
     trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Rates()])
     os.makedirs(given.folder, exist_ok=True)  # of a first run's other ranks, which may be earlier than the Trainer
     trainer.train(resume_from_checkpoint=get_last_checkpoint(given.folder))
