@@ -21,6 +21,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "fingerprint": RESULTS,
     "dcp": RESULTS,
     "rows": RESULTS,
+    "megatron": RESULTS,
     "scale": RESULTS,
     "long": ("--long", *RESULTS),
     "whole": ("--whole", "48", *RESULTS),
