@@ -87,6 +87,7 @@ TESTS = {
     "SCHEDULE": "tests/unit/test_schedule.py",
     "HOOKS": "tests/unit/test_hooks.py tests/unit/test_hooks_guard.py",
     "PROOF": "tests/formats/test_proof_of_files.py",
+    "FORESEEN": "tests/hosts/test_preflight_grid.py",
     "LISTED": "tests/formats/test_nanotron_convert.py::test_the_output_verifies_and_its_manifest_lists_every_file",
     "WORKSPACE": "tests/unit/test_workspace.py",
 }

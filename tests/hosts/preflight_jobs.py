@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jobs
@@ -14,8 +15,12 @@ from grid_cases import Grid
 from resume_jobs import Setup
 
 
+def shown(plan: Any) -> tuple[int, tuple[str, ...]]:
+    return plan.nbytes, tuple(sorted({Path(path).name for path in plan.files}))
+
+
 @contextlib.contextmanager
-def _watched(loaders: list[str]) -> Iterator[None]:
+def _watched(loaders: list[str], read: list[Any]) -> Iterator[None]:
     from ds_reshard.hosts.deepspeed import load
 
     names = {"_load_directly": "ds_reshard", "_by_deepspeed": "DeepSpeed"}
@@ -24,6 +29,7 @@ def _watched(loaders: list[str]) -> Iterator[None]:
     def watch(name: str) -> Any:
         def watched(*args: Any, **kwargs: Any) -> Any:
             loaders.append(names[name])
+            read.extend(shown(one.plan) for one in args if hasattr(one, "plan"))
             return kept[name](*args, **kwargs)
 
         return watched
@@ -53,6 +59,7 @@ def outcome(
     from ds_reshard.resume import policy_sources
 
     loaders: list[str] = []
+    read: list[Any] = []
     policy_sources.forget()
     try:
         if isinstance(run, Setup):
@@ -66,7 +73,7 @@ def outcome(
     try:
         if flags:
             ds_reshard.add_arguments(argparse.ArgumentParser()).parse_args(list(flags))
-        with ds_reshard.install("deepspeed"), _watched(loaders):
+        with ds_reshard.install("deepspeed"), _watched(loaders, read):
             path, _ = engine.load_checkpoint(folder, tag=tag)
     except ds_reshard.ReshardError as error:
         return {"faults": {(f.error, f.where) for f in error.faults}, "loader": "", "text": str(error)}
@@ -75,4 +82,5 @@ def outcome(
     if path is None:
         return {"faults": {("CheckpointNotFound", folder)}, "loader": "", "text": "nothing was loaded"}
     report = ds_reshard.last_report() if torch.distributed.get_rank() == 0 else None
-    return {"faults": set(), "loader": loaders[-1], "report": report.to_json() if report is not None else None}
+    said = report.to_json() if report is not None else None
+    return {"faults": set(), "loader": loaders[-1], "report": said, "read": read}

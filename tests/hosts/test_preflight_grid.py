@@ -18,7 +18,7 @@ pytestmark = pytest.mark.distributed
 def test_a_run_without_tensor_parallelism_of_what_several_such_ranks_saved(
     worlds: Any, foreseen: Any, folders: Any
 ) -> None:
-    """AutoTP's files say how they are divided; a run that divides, or a PipelineModule, is not foreseen."""
+    """AutoTP's files say how they are divided; a run of which not every rank has the same model is not foreseen."""
     source, target = Grid("autotp", tp=2, dp=1, stage=1), Grid("autotp", dp=2, stage=2)
     folder = str(folders(source))
     said = foreseen.forecast(folder, foreseen.Coming(config=grid_jobs.config_of(target), world=2))
@@ -28,9 +28,6 @@ def test_a_run_without_tensor_parallelism_of_what_several_such_ranks_saved(
     for config in (divides, {**divides, "tensor_parallel": {}, "sequence_parallel_size": 2}):
         said = foreseen.forecast(folder, foreseen.Coming(config=config, world=2))
         assert [fault.error for fault in said.faults] == ["UnsupportedLayout"]
-    layers = str(folders(Grid("pipeline", pp=2, dp=1)))
-    said = foreseen.forecast(layers, foreseen.Coming(config=grid_jobs.config_of(target), world=2))
-    assert "PipelineModule" in said.verdict
 
 
 TENSOR = [
@@ -66,6 +63,66 @@ def test_tensor_parallel_runs_of_as_many_ranks_as_saved(
     agree(said, real, loader, "CheckpointDamaged" if harmed else "")
 
 
+PIPELINE = [
+    *(
+        (Grid("pipeline", pp=2, dp=2, stage=a, dtype=t), Grid("pipeline", pp=pp, dp=dp, stage=b, dtype=t), loader)
+        for t, a, b, pp, dp, loader in (
+            ("fp32", 1, 1, 1, 4, "ds_reshard"),
+            ("fp32", 1, "bf16opt", 4, 1, "ds_reshard"),
+            ("fp32", 1, 1, 2, 1, "ds_reshard"),
+            ("bf16", "bf16opt", 1, 1, 2, "ds_reshard"),
+            ("fp32", 0, 0, 2, 2, "DeepSpeed"),
+            ("bf16", 0, 0, 2, 1, "ds_reshard"),
+        )
+    ),
+    (Grid("pipeline", pp=2, tp=2, dp=1), Grid("pipeline", pp=1, tp=2, dp=2), "ds_reshard"),
+    (Grid("pipeline", pp=2, tp=2, dp=1), Grid("pipeline", pp=2, tp=2, dp=1), "ds_reshard"),
+]
+
+
+EXPERTS = [
+    *(
+        (Grid("moe", ep=a, dp=4, stage=s), Grid("moe", ep=b, dp=dp, stage=t, config=config), "ds_reshard")
+        for a, b, dp, s, t, config in (
+            (2, 1, 4, 1, 2, {}),
+            (2, 4, 4, 2, 1, {}),
+            (4, 2, 2, 1, 1, {}),
+            (2, 2, 4, 1, 1, {"use_data_before_expert_parallelism": True}),
+        )
+    ),
+    (Grid("moe", ep=1, dp=4), Grid("moe", ep=1, dp=4), "DeepSpeed"),
+]
+
+
+DIVIDED = [
+    (Grid("cut", tp=2, dp=2, stage=a, dtype=dtype), Grid("cut", tp=tp, dp=dp, stage=b, dtype=dtype), "ds_reshard")
+    for a, tp, dp, b, dtype in ((1, 4, 1, 2, "fp32"), (3, 1, 2, 1, "bf16"), (2, 2, 1, 3, "fp32"))
+]
+
+
+@pytest.mark.parametrize(("source", "target", "loader"), [*PIPELINE, *EXPERTS, *DIVIDED], ids=str)
+@pytest.mark.parametrize("harmed", [False, True], ids=["whole", "harmed"])
+def test_runs_of_another_grid(
+    worlds: Any, foreseen: Any, folders: Any, tmp_path: Path, source: Grid, target: Grid, loader: str, harmed: bool
+) -> None:
+    """Stages cut anew, experts dealt out anew, tensors divided anew; each rank reads what was said.
+
+    Or the last rank's file is harmed. Only a run whose script cuts stages otherwise than by default reads other bytes.
+    """
+    folder = folders(source)
+    if harmed:
+        folder = Path(shutil.copytree(folder, tmp_path / "copy"))
+        kind = "model" if source.stage == 0 else "optim"
+        change(max(folder.glob(f"*/*_{kind}_states.pt")).name)(folder)
+    config = grid_jobs.config_of(target)
+    coming = foreseen.Coming(config=config, world=target.ranks, tp=target.tp, pp=target.pp, ep=target.ep)
+    said = foreseen.forecast(str(folder), coming)
+    real = worlds[target.ranks].run("preflight_jobs.outcome", run=target, folder=str(folder))
+    agree(said, real[0], loader, "CheckpointDamaged" if harmed else "")
+    if loader == "ds_reshard" and not harmed and target.pp in (1, source.pp):
+        assert [[(cost.read_nbytes, cost.files)] for cost in said.costs] == [one["read"] for one in real]
+
+
 def test_rows_of_several_saves_and_sizes_that_are_not_foreseen(foreseen: Any, folders: Any, tmp_path: Path) -> None:
     """Files of another step in one row; a run that divides tensors otherwise than they were saved."""
     source = Grid("mpu", tp=2, dp=1)
@@ -76,4 +133,38 @@ def test_rows_of_several_saves_and_sizes_that_are_not_foreseen(foreseen: Any, fo
     said = foreseen.forecast(str(folder), foreseen.Coming(config=config, world=2, tp=2))
     assert "is of another step or run" in said.verdict
     said = foreseen.forecast(str(folders(source)), foreseen.Coming(config=config, world=4, tp=4))
-    assert "--tp 4 of a checkpoint of another tensor-parallel size" in said.verdict
+    assert "nothing says how it is cut" in said.verdict
+
+
+REFUSED = [
+    (Grid("pipeline", pp=2, dp=2), Grid("pipeline", pp=2, dp=2, stage=2), "DeepSpeed refuses ZeRO 2"),
+    (Grid("moe", ep=2, dp=4), Grid("moe", ep=2, dp=4, stage=3), "DeepSpeed refuses ZeRO 3"),
+]
+
+
+@pytest.mark.parametrize(("source", "target", "why"), REFUSED, ids=str)
+def test_stages_that_deepspeed_refuses(
+    worlds: Any, foreseen: Any, folders: Any, source: Grid, target: Grid, why: str
+) -> None:
+    coming = foreseen.Coming(config=grid_jobs.config_of(target), world=target.ranks, pp=target.pp, ep=target.ep)
+    said = foreseen.forecast(str(folders(source)), coming)
+    real = worlds[target.ranks].run("preflight_jobs.outcome", run=target, folder=str(folders(source)))[0]
+    assert why in said.verdict
+    agree(said, real, "", "ConfigError")
+
+
+UNFORESEEN = [
+    (Grid("autotp", tp=2, dp=1), {"pp": 2}, "--pp 2 of a checkpoint without the files of layers"),
+    (Grid("pipeline", pp=2, dp=2), {"ep": 2}, "--ep 2 of a checkpoint without the files of experts"),
+    (Grid("moe", ep=2, dp=4, stage=0), {"ep": 2}, "--ep 2 of experts that are not read here"),
+    (Grid("autotp", tp=2, dp=1), {"tp": 4}, "--tp 4: "),
+]
+
+
+@pytest.mark.parametrize(("source", "asked", "why"), UNFORESEEN, ids=str)
+def test_what_the_script_alone_says_is_not_foreseen(
+    foreseen: Any, folders: Any, source: Grid, asked: dict[str, int], why: str
+) -> None:
+    config = {**grid_jobs.config_of(source), "tensor_parallel": {}}
+    said = foreseen.forecast(str(folders(source)), foreseen.Coming(config=config, world=4, **asked))
+    assert why in said.verdict and "not foreseen" in said.verdict

@@ -66,6 +66,11 @@ class Grid(NamedTuple):
         ep = f", ep={self.ep}" if self.ep > 1 else ""
         return f"dp={self.dp}, tp={self.tp}, pp={self.pp}{ep}"
 
+    @property
+    def shortly(self) -> str:
+        """Without what is 1, but for dp."""
+        return ", ".join(f"{axis}={size}" for axis, size in self._asdict().items() if size > 1 or axis == "dp")
+
 
 ONE_RANK = Grid(dp=1)
 

@@ -95,9 +95,9 @@ def zero_target(
     if kind == "bf16":
         raise_faults(list(_not_bf16(checkpoint)), subject=subject)
     most = (sub_group_size or _saved_sub_group_size(checkpoint)) if FORMATS[kind][1] == 3 else None
-    divided, faults = _divided(checkpoint, tp) if tp > 1 else ({}, [])
+    divided, faults = redivisions(checkpoint, tp) if tp > 1 else ({}, [])
     raise_faults(faults, subject=subject)
-    own = [_of_rank(checkpoint, divided, tp) if tp > 1 else checkpoint] * tp
+    own = [of_rank(checkpoint, divided, tp) if tp > 1 else checkpoint] * tp
     if like is not None:
         own, faults = _of_stages(checkpoint, like, kind)
         raise_faults(faults, subject=subject)
@@ -133,7 +133,7 @@ def _column(
     return Column(0, optim, model), faults
 
 
-def _divided(checkpoint: ZeroCheckpoint, tp: int) -> tuple[dict[str, Division], list[Fault]]:
+def redivisions(checkpoint: ZeroCheckpoint, tp: int) -> tuple[dict[str, Division], list[Fault]]:
     """How the coming run's ranks divide each tensor: as the source's do, or as a rule or a pattern says."""
     model, folder = checkpoint.model, checkpoint.listing.folder
     shapes = {name: tensor.shape for name, tensor in whole_tensors(model).items()}
@@ -160,7 +160,7 @@ def _divided(checkpoint: ZeroCheckpoint, tp: int) -> tuple[dict[str, Division], 
     return made, faults
 
 
-def _of_rank(checkpoint: ZeroCheckpoint, divided: Mapping[str, Division], tp: int) -> ZeroCheckpoint:
+def of_rank(checkpoint: ZeroCheckpoint, divided: Mapping[str, Division], tp: int) -> ZeroCheckpoint:
     """The checkpoint of a run that has one rank's shards, and nothing else: those of all ranks have the same shapes."""
     model = checkpoint.model
     shapes = {name: shard_shape(division) for name, division in divided.items()}

@@ -9,7 +9,7 @@ of DeepSpeed 0.19.8. The model is the checkpoint's, or one that was built on the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 from types import SimpleNamespace
@@ -20,15 +20,16 @@ import torch
 from ds_reshard.errors import ConfigError, ModelMismatch, as_faults, raise_faults
 from ds_reshard.execution.buffers import torch_dtype
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.formats.zero.experts import expert_of
 from ds_reshard.formats.zero.layout import chunk_numel, flat_numel, partition_numel, sub_group_numel
-from ds_reshard.formats.zero.model_states import section
+from ds_reshard.formats.zero.model_states import ModelStates, section
 from ds_reshard.formats.zero.stage0 import param_groups, torch_optimizer
 from ds_reshard.formats.zero.target import sub_groups
+from ds_reshard.hosts.deepspeed.coming_grid import Spot
 from ds_reshard.hosts.deepspeed.entries import revived
 from ds_reshard.hosts.deepspeed.prepare import saved_shapes, stage0_kind
 from ds_reshard.hosts.deepspeed.settings import check_batch
 from ds_reshard.model.records import TensorRecord
-from ds_reshard.operations.ranks import Place
 from ds_reshard.resume.lr_preview import SCRIPT_SCHEDULERS
 
 if TYPE_CHECKING:
@@ -97,11 +98,12 @@ class ComingModel:
 
 
 class _SavedModule(torch.nn.Module):
-    """A module whose state dict has the saved entries that are no tensors, too."""
+    """A module whose state dict has the saved entries that are no tensors, too, and which says how it is divided."""
 
-    def __init__(self, objects: Iterable[str]) -> None:
+    def __init__(self, saved: ModelStates) -> None:
         super().__init__()
-        self._objects = tuple(objects)
+        self._objects = tuple(saved.objects)
+        object.__setattr__(self, "universal_checkpoint_info", saved.entries.get("universal_checkpoint_info"))
 
     def state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:  # type: ignore[override]
         return {**super().state_dict(*args, **kwargs), **dict.fromkeys(self._objects)}  # type: ignore[call-overload]
@@ -110,7 +112,7 @@ class _SavedModule(torch.nn.Module):
 def saved_model(checkpoint: ZeroCheckpoint, dtype: torch.dtype | None) -> ComingModel:
     """The model that was saved, its floating-point weights and buffers of `dtype`, None for as they were saved."""
     saved, shapes = checkpoint.model, saved_shapes(checkpoint)
-    module = _SavedModule(saved.objects)
+    module = _SavedModule(saved)
     order = saved_order(checkpoint)
     trained = {name for group in order for name in group}
     tied = {*saved.shared, *saved.shared.values()}
@@ -119,7 +121,7 @@ def saved_model(checkpoint: ZeroCheckpoint, dtype: torch.dtype | None) -> Coming
     for name, record in saved.module.items():
         kept = torch_dtype(record.dtype)
         kept = dtype if dtype is not None and kept.is_floating_point else kept
-        storage = (record.storage.path, record.byte_offset) if record.numel else name
+        storage = (record.storage.path, record.storage.key, record.byte_offset) if record.numel else name
         owner = saved.shared.get(name, name)
         key: object = owner if name in tied or checkpoint.stage == 3 or checkpoint.foreign else storage
         if name in saved.buffer_names:
@@ -167,7 +169,7 @@ def saved_order(checkpoint: ZeroCheckpoint) -> list[list[str]]:
     if checkpoint.facts is None:
         return [list(group) for group in saved.param_shapes or ()]
     zero = section(saved.config, "zero_optimization")
-    turned = zero.get("round_robin_gradients") is True and checkpoint.kind == "zero"
+    turned = zero.get("round_robin_gradients") is True and checkpoint.kind == "zero" and len(checkpoint.columns) == 1
     return [
         _turned_back(list(group.members), checkpoint.dp) if turned else list(group.members)
         for group in checkpoint.facts.groups
@@ -203,6 +205,8 @@ def _stage0_order(checkpoint: ZeroCheckpoint) -> list[list[str]]:
             break
         for g in fits:
             order[g].append(name)
+    if checkpoint.listing.layers and [len(group) for group in order] != [len(group) for group in expected or ()]:
+        return [names]  # of a stage of which no file says where it begins; each loads its own as it was saved
     if expected is None or [len(group) for group in order] != [len(group) for group in expected]:
         what = "a stage-0 optimizer names no parameter, and shapes do not tell which param group has which"
         mend = "give the model: --model module:factory"
@@ -252,6 +256,8 @@ def kind_of(ds: DeepSpeedConfig, config: Mapping[str, object], checkpoint: ZeroC
         return _Kind(name="bf16" if wide and stage == 1 and not offloads else "zero", stage=stage, dtype=half)
     if half is None:
         return _Kind(name="torch", stage=stage, dtype=half)
+    if half is torch.bfloat16 and checkpoint is not None and checkpoint.listing.layers:
+        return _Kind(name="bf16", stage=stage, dtype=half)
     optimizer = section(config, "optimizer")
     params = section(optimizer, "params")
     own = stage0_kind(checkpoint) if checkpoint is not None else "none"
@@ -262,18 +268,12 @@ def kind_of(ds: DeepSpeedConfig, config: Mapping[str, object], checkpoint: ZeroC
 
 
 class _Mpu(NamedTuple):
-    """What is asked of an `mpu`: the rank among those that divide the model's tensors."""
+    """What is asked of an `mpu`: the rank among those that divide the model, as its files are numbered."""
 
-    row: Place
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return self.row.size
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return self.row.rank
+    column: int
 
     def get_model_parallel_rank(self) -> int:
-        return self.row.rank
+        return self.column
 
 
 class ComingEngine:
@@ -285,15 +285,15 @@ class ComingEngine:
         config: Mapping[str, object],
         checkpoint: ZeroCheckpoint | None,
         model: ComingModel,
-        place: Place,
-        row: Place,
+        spot: Spot,
     ) -> None:
-        self._config = ds
+        self._config, self.coming_grid, place = ds, spot.grid, spot.data
         self.module = model.module
         self.param_names = {param: name for name, param in model.module.named_parameters()}
         self.seq_data_parallel_group = place
         self.seq_dp_world_size = self.dp_world_size = place.size
-        self.mp_world_size, self.mpu, self.has_moe_layers = row.size, _Mpu(row), False
+        self.mp_world_size, self.mpu = spot.grid.row.size * spot.grid.pp, _Mpu(spot.grid.column)
+        self.has_moe_layers = bool(spot.grid.experts)
         self.zenflow = section(config, "zero_optimization").get("zenflow") is not None
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self.loaded_checkpoint_dp_world_size: int | None = None
@@ -301,7 +301,7 @@ class ComingEngine:
         self.training_dataloader = self.client_lr_scheduler = self.lr_scheduler = None
         self.random_ltd_scheduler = None
         self.kind = kind_of(ds, config, checkpoint)
-        self.optimizer = _wrapper(ds, config, checkpoint, model, place, self.kind)
+        self.optimizer = _wrapper(ds, config, checkpoint, model, spot, self.kind)
         inner = cast(torch.optim.Optimizer, getattr(self.optimizer, "optimizer", self.optimizer))
         self.lr_scheduler = _scheduler(config, checkpoint, inner)
         if not section(config, "scheduler") and self.lr_scheduler is not None:
@@ -340,18 +340,19 @@ def _wrapper(
     config: Mapping[str, object],
     checkpoint: ZeroCheckpoint | None,
     model: ComingModel,
-    place: Place,
+    spot: Spot,
     kind: _Kind,
 ) -> object:
     """The optimizer of the engine, with its flat buffers."""
-    zero = ds.zero_config
+    zero, place = ds.zero_config, spot.data
     orders = [{name: param for name, param in group.items() if param.requires_grad} for group in model.order if group]
+    shares = [spot.experts if any(map(expert_of, group)) else place for group in orders]
     offload = getattr(zero.offload_optimizer, "device", None)
     nvme = "nvme" in (str(offload), str(getattr(offload, "value", "")))
     made: dict[str, object] = {
         "clip_grad": ds.gradient_clipping,
         "dp_process_group": place,
-        "real_dp_process_group": [place] * len(orders),
+        "real_dp_process_group": shares,
         "zenflow": section(config, "zero_optimization").get("zenflow") is not None,
         "swap_optimizer": kind.stage == 3 and nvme,
     }
@@ -374,12 +375,15 @@ def _wrapper(
             flats[g].append(flat)
     elif kind.name in ("zero", "bf16"):
         turns = bool(zero.round_robin_gradients) and kind.name == "zero"
-        turned = [_turned(list(group.items()), place.size) if turns else list(group.items()) for group in orders]
+        turned = [
+            _turned(list(group.items()), share.size) if turns else list(group.items())
+            for group, share in zip(orders, shares, strict=True)
+        ]
         aligned = kind.name == "zero" and bool(getattr(zero, "parameter_alignment", False))
         gaps = [_gaps([param for _, param in group], kind.dtype or torch.float32, aligned) for group in turned]
         for g, group in enumerate(turned):
             shapes = {name: _shape(param) for name, param in group}
-            flats[g] = [_flat(partition_numel(flat_numel(shapes, gaps[g]), place.size), torch.float32)]
+            flats[g] = [_flat(partition_numel(flat_numel(shapes, gaps[g]), shares[g].size), torch.float32)]
         params = [[param for _, param in group] for group in turned]
         if kind.name == "bf16":
             made |= {"bf16_groups": params, "fp32_groups_flat_partition": [flat for (flat,) in flats]}

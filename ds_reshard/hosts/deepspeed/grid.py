@@ -93,6 +93,10 @@ NO_GRID = LiveGrid()
 
 
 def live_grid(engine: DeepSpeedEngine) -> LiveGrid:
+    """As the engine's own mpu and module say it; of an engine that is foreseen, as it was foreseen."""
+    foreseen = getattr(engine, "coming_grid", None)
+    if isinstance(foreseen, LiveGrid):
+        return foreseen
     mpu = getattr(engine, "mpu", None)
     size, rank = _asked(mpu, "world_size", 1), _asked(mpu, "rank", 0)
     if not is_pipeline(engine):

@@ -568,10 +568,9 @@ def _load_directly(engine: DeepSpeedEngine, prepared: Prepared, settings: Settin
 
 
 def _log(prepared: Prepared, moved: Moved, seconds: float) -> None:
-    live, grid = prepared.live, prepared.checkpoint.grid._replace(dp=prepared.checkpoint.dp)
+    live, saved = prepared.live, prepared.checkpoint.grid._replace(dp=prepared.checkpoint.dp).shortly
     if not rank():
         universal = "universal, of " if prepared.checkpoint.listing.universal else ""
-        saved = str(grid) if grid.tp * grid.pp * grid.ep > 1 else f"dp={grid.dp}"
         say(
             f"loaded {prepared.checkpoint.listing.folder} ({universal}ZeRO {prepared.checkpoint.stage}, {saved}) as "
             f"ZeRO {live.stage if live else 0}, dp={live.dp if live else 1}; "

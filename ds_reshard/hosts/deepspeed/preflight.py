@@ -15,20 +15,21 @@ from math import prod
 from typing import TYPE_CHECKING, cast
 
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force
-from ds_reshard.errors import (
-    CheckpointNotFound,
-    ConfigError,
-    Fault,
-    ReshardError,
-    UnsupportedLayout,
-    faults_of,
-    raise_faults,
-)
+from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReshardError, faults_of, raise_faults
+from ds_reshard.formats.zero.checkpoint import Grid, ZeroCheckpoint
 from ds_reshard.formats.zero.checkpoint import Row as TensorRow
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import section
+from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.shards import compare_prints, compare_signatures
 from ds_reshard.hosts.deepspeed import resume_values
+from ds_reshard.hosts.deepspeed.coming_grid import (
+    assumed,
+    held_by,
+    not_foreseen,
+    refuse_stage,
+    refuse_unforeseen,
+    spot_of,
+)
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, look
 from ds_reshard.hosts.deepspeed.foreseen import (
@@ -41,12 +42,13 @@ from ds_reshard.hosts.deepspeed.foreseen import (
     parsed,
     saved_model,
 )
+from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.load import Decision, foresee
 from ds_reshard.hosts.deepspeed.move import counters, group_values
 from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, prepare
 from ds_reshard.hosts.deepspeed.settings import SECTION, Settings, parse_settings
 from ds_reshard.operations.forecast import Forecast, RankCost, shown_files
-from ds_reshard.operations.ranks import Place, Steps
+from ds_reshard.operations.ranks import Steps
 from ds_reshard.operations.source import find_listing
 from ds_reshard.resume.report import ResumeReport, Row
 from ds_reshard.resume.schedule import SOURCE
@@ -109,7 +111,7 @@ class _Forecasting:
         self.rows: dict[int, ZeroCheckpoint | None] = {}
         self.loader, self.buffer_nbytes = "", 0
         self.report: ResumeReport | None = None
-        self._models: dict[int, ComingModel] = {}
+        self._models: dict[tuple[int, int, int], ComingModel] = {}
 
     @property
     def checkpoint(self) -> ZeroCheckpoint | None:
@@ -117,23 +119,23 @@ class _Forecasting:
         return self.rows.get(0)
 
     @property
-    def dp(self) -> int:
-        return self.coming.world // (self.coming.tp * self.coming.pp)
+    def sizes(self) -> Grid:
+        coming = self.coming
+        return Grid(dp=coming.world // (coming.tp * coming.pp), tp=coming.tp, pp=coming.pp, ep=coming.ep)
 
     def answer(self) -> Forecast:
         checkpoint, ds, coming = self.checkpoint, self.ds, self.coming
         saved, batch = "", dict[str, tuple[object, object]]()
         if checkpoint is not None:
             universal = "universal, of " if checkpoint.listing.universal else ""
-            grid = checkpoint.grid._replace(dp=checkpoint.dp)
-            sizes = str(grid) if grid.tp * grid.pp * grid.ep > 1 else f"dp={grid.dp}"
+            sizes = checkpoint.grid._replace(dp=checkpoint.dp).shortly
             saved = "another format" if checkpoint.foreign else f"{universal}ZeRO {checkpoint.stage}, {sizes}"
         if ds is not None:
             batch = _batch(ds, checkpoint.model.config if checkpoint is not None else {})
         stage = f"ZeRO {int(ds.zero_optimization_stage)}, " if ds is not None else ""
         return Forecast(
             saved=saved,
-            run=f"{stage}dp={self.dp}" + (f", tp={coming.tp}" if coming.tp > 1 else ""),
+            run=f"{stage}{self.sizes.shortly}",
             loader=self.loader,
             faults=tuple(dict.fromkeys(self.faults)),
             report=self.report,
@@ -151,16 +153,22 @@ class _Forecasting:
         settings = parse_settings(self.coming.config)
         self.buffer_nbytes = settings.memory_nbytes
         with in_force(PickleRules(frozenset(settings.trust) | rules_in_force().trusted)):
-            found, *_ = [self._look(row, settings) for row in range(self.coming.tp)]
-            self._refuse_divided()
+            tp = self.coming.tp
+            found, *_ = [self._look(row, settings) for row in range(tp)]
+            refuse_unforeseen(found, self.sizes, self.coming.config)
             self._fill()
             by_autotp = self.coming.tp > 1 and bool(section(self.config, "tensor_parallel").get("autotp_size"))
-            self.ds = parsed(self.config, self.coming.world if by_autotp else self.dp)  # as DeepSpeed counts batches
+            self.ds = parsed(
+                self.config, self.coming.world if by_autotp else self.sizes.dp
+            )  # as DeepSpeed counts batches
             if not found.tag and not found.faults:
                 raise _nothing(self.request.load_dir)
             engine = self._engine(0)
+            refuse_stage(engine.coming_grid, engine.kind.stage)
+            self.notes += assumed(engine.coming_grid)
             decision, prepared = self._decided(engine, whole=True)
-            others = [self._decided(self._engine(row), whole=True)[0] for row in range(1, self.coming.tp)]
+            firsts = (column // tp * self.sizes.dp * tp + column % tp for column in range(1, tp * self.coming.pp))
+            others = [self._decided(self._engine(rank), whole=True)[0] for rank in firsts]
             self._compare_rows([decision, *others])
             self.loader, _, unread = decision.loader.partition(", ")
             if unread:
@@ -195,24 +203,6 @@ class _Forecasting:
         raise_faults(found, subject=f"loading {folder}")
         assert len({one.loader for one in decisions}) == 1, "rows of one save are loaded by one loader"
 
-    def _refuse_divided(self) -> None:
-        """Where not every rank of the run has the same model, what each has is the script's to say."""
-        tensor, tp = section(self.coming.config, "tensor_parallel").get("autotp_size", 0), self.coming.tp
-        sequence = self.coming.config.get("sequence_parallel_size", 1)
-        checkpoint = self.checkpoint
-        found = {
-            f"--tp {tp} of the model that --model gives": tp > 1 and self.coming.model is not None,
-            f"--tp {tp} of a checkpoint of another tensor-parallel size": tp > 1
-            and (checkpoint is None or checkpoint.grid.tp != tp),
-            f"--tp {tp}, with another autotp_size in the JSON,": isinstance(tensor, int) and tensor not in (0, 1, tp),
-            "sequence_parallel_size of the JSON": sequence != 1,
-            "expert_parallel of the JSON": "expert_parallel" in self.coming.config,
-            "a PipelineModule's files": checkpoint is not None and bool(checkpoint.stages or checkpoint.listing.layers),
-            "the files of experts": checkpoint is not None and bool(checkpoint.listing.experts),
-        }
-        for what in (name for name, there in found.items() if there):
-            raise _not_foreseen(what)
-
     def _fill(self) -> None:
         saved = self.checkpoint.model.config if self.checkpoint is not None else {}
         self.config, auto = filled(self.coming.config, saved)
@@ -232,11 +222,15 @@ class _Forecasting:
 
     def _engine(self, rank: int) -> ComingEngine:
         assert self.ds is not None
-        row = rank % self.coming.tp  # tensor-parallel ranks are neighbours
-        if row not in self._models:
-            self._models[row] = self._built(self.rows.get(row))
-        place, column = Place(rank // self.coming.tp, self.dp), Place(row, self.coming.tp)
-        return ComingEngine(self.ds, self.config, self.rows.get(row), self._models[row], place, column)
+        checkpoint = self.rows.get(rank % self.coming.tp)  # tensor-parallel ranks are neighbours
+        spot = spot_of(rank, self.sizes, checkpoint, self.config)
+        if checkpoint is not None:
+            rules = parse_settings(self.config).tensor_parallel
+            checkpoint = held_by(checkpoint, replace(spot.grid, row=spot.grid.row._replace(rules=rules)))
+        alike = spot.grid.row.rank, spot.grid.stage, min((one.first for one in spot.grid.experts.values()), default=0)
+        if alike not in self._models:
+            self._models[alike] = self._built(checkpoint)
+        return ComingEngine(self.ds, self.config, checkpoint, self._models[alike], spot)
 
     def _built(self, checkpoint: ZeroCheckpoint | None) -> ComingModel:
         """The model that --model makes, without memory; where that fails, which is a fault, the one that was saved."""
@@ -294,16 +288,8 @@ def _refuse_sizes(coming: Coming) -> None:
         raise _config("--world", what, "give a multiple of tp x pp x ep")
     if coming.nodes > coming.world:
         raise _config("--nodes", f"{coming.nodes} nodes have {coming.world} ranks", "give at most as many as ranks")
-    asked = [name for name in ("pp", "ep") if getattr(coming, name) > 1]
-    if asked:
-        raise _not_foreseen(", ".join(f"--{name}" for name in asked))
-
-
-def _not_foreseen(where: str) -> UnsupportedLayout:
-    what = "which layers, rows and experts a rank of DeepSpeed has, its script says: that is not foreseen"
-    mend = "start the run to know; docs/parallelism.md says what its load takes"
-    fault = UnsupportedLayout.fault(where, what, mend=mend)
-    return UnsupportedLayout(f"{fault.line()}; {mend}", [fault])
+    if coming.model is not None and product * coming.ep > 1:  # not every rank has the whole of it
+        raise not_foreseen("--model beside --tp, --pp or --ep")
 
 
 def _config(where: str, what: str, mend: str) -> ConfigError:
@@ -388,7 +374,7 @@ def _cost(rank: int, engine: ComingEngine, decision: Decision, prepared: Prepare
         prod(getattr(param, "ds_tensor", param).shape) * param.element_size() for param in engine.module.parameters()
     )
     if decision.loader == "DeepSpeed":  # reads its files whole
-        files = [listing.model[rank if listing.partitioned_model else 0]]
+        files = [listing.model[rank if listing.partitioned_model else 0], *_of_layers(engine.coming_grid, listing)]
         files += [listing.optim[rank]] if rank in listing.optim and prepared.checkpoint.optim is not None else []
         nbytes = sum(listing.nbytes[name] for name in files)
     else:
@@ -396,6 +382,13 @@ def _cost(rank: int, engine: ComingEngine, decision: Decision, prepared: Prepare
     return RankCost(
         rank=rank, read_nbytes=nbytes, files=tuple(files), optimizer_nbytes=masters + states, weights_nbytes=weights
     )
+
+
+def _of_layers(grid: LiveGrid, listing: Listing) -> list[str]:
+    """The files of a stage's layers, or of all experts, beside a model file."""
+    own = range(grid.parts[grid.stage], grid.parts[grid.stage + 1]) if grid.parts else range(0)
+    layers = [name for (layer, row), name in listing.layers.items() if layer in own and row == grid.row.rank]
+    return [*layers, *listing.experts.values()]
 
 
 def _report(engine: ComingEngine, decision: Decision, prepared: Prepared) -> ResumeReport | None:

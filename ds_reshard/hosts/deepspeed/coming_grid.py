@@ -1,0 +1,251 @@
+"""Where a rank of a run that is still to come stands in its grid, and what it then has of the model that was saved.
+
+Ranks are numbered as `PipeModelDataParallelTopology` does (runtime/pipe/topology.py). Stages that are not those that
+were saved are cut as `PipelineModule` does (runtime/pipe/module.py). Experts are dealt out as
+`_create_expert_and_data_parallel` does (utils/groups.py, all of DeepSpeed 0.19.8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from ds_reshard.errors import ConfigError, UnsupportedLayout
+from ds_reshard.formats.zero.checkpoint import Grid, Row, Shape, ZeroCheckpoint
+from ds_reshard.formats.zero.experts import as_one_place, expert_of
+from ds_reshard.formats.zero.grid_target import of_rank, redivisions
+from ds_reshard.formats.zero.model_states import section
+from ds_reshard.formats.zero.pipeline import as_one_stage, layer_files, layer_of, tied_key, ties_first
+from ds_reshard.formats.zero.tensor_parallel import given
+from ds_reshard.hosts.deepspeed.find_checkpoint import Found
+from ds_reshard.hosts.deepspeed.grid import Experts, LiveGrid
+from ds_reshard.operations.ranks import Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """A rank of the coming run: its place among those of its data, among those of its experts, and in the grid."""
+
+    data: Place
+    experts: Place
+    grid: LiveGrid
+
+
+def not_foreseen(where: str) -> UnsupportedLayout:
+    what = "which layers, rows and experts a rank of DeepSpeed has, its script says: that is not foreseen"
+    mend = "start the run to know; docs/parallelism.md says what its load takes"
+    fault = UnsupportedLayout.fault(where, what, mend=mend)
+    return UnsupportedLayout(f"{fault.line()}; {mend}", [fault])
+
+
+def refuse_unforeseen(found: Found, sizes: Grid, config: Mapping[str, object]) -> None:
+    """Where a rank's part of the model follows from the script alone, raise UnsupportedLayout."""
+    divides = section(config, "tensor_parallel").get("autotp_size", 0)
+    asked = {
+        f"--tp {sizes.tp}, with another autotp_size in the JSON,": isinstance(divides, int)
+        and divides not in (0, 1, sizes.tp),
+        "sequence_parallel_size of the JSON": config.get("sequence_parallel_size", 1) != 1,
+        "expert_parallel of the JSON": "expert_parallel" in config,
+        **(_of_files(found.checkpoint, sizes) if found.checkpoint is not None else {}),
+        f"--ep {sizes.ep} of experts that are not read here": sizes.ep > 1
+        and any(fault.error == "UnsupportedLayout" for fault in found.faults),
+    }
+    for what in (name for name, there in asked.items() if there):
+        raise not_foreseen(what)
+
+
+def _of_files(checkpoint: ZeroCheckpoint, sizes: Grid) -> dict[str, bool]:
+    experts, layers = _totals(checkpoint), bool(checkpoint.listing.layers)
+    counts = checkpoint.optim.counts if experts and checkpoint.optim is not None else ()
+    return {
+        f"--pp {sizes.pp} of a checkpoint without the files of layers": sizes.pp > 1 and not layers,
+        f"--ep {sizes.ep} of a checkpoint without the files of experts": sizes.ep > 1 and not experts,
+        f"--ep {sizes.ep} of {sorted(experts.values())} experts": any(total % sizes.ep for total in experts.values()),
+        f"--ep {sizes.ep} of layers with several expert-parallel sizes": len({*counts} - {checkpoint.dp}) > 1,
+    }
+
+
+def refuse_stage(grid: LiveGrid, stage: int) -> None:
+    """Raise ConfigError where DeepSpeed builds no such engine (`PipelineEngine`, `_configure_zero_optimizer`)."""
+    what, most = ("a PipelineModule", 1) if grid.parts else ("a mixture of experts", 2)
+    if (grid.parts or grid.experts) and stage > most:
+        fault = ConfigError.fault(
+            "DeepSpeed config",
+            f"DeepSpeed refuses ZeRO {stage} with {what}",
+            f"stage 0 to {most}",
+            f"stage {stage}",
+            mend="correct zero_optimization.stage",
+        )
+        raise ConfigError(f"{fault.line()}; {fault.mend}", [fault])
+
+
+def spot_of(rank: int, sizes: Grid, checkpoint: ZeroCheckpoint | None, config: Mapping[str, object]) -> Spot:
+    """Where rank `rank` of `sizes` stands."""
+    stage, within = divmod(rank, sizes.dp * sizes.tp)
+    data, row = divmod(within, sizes.tp)
+    share = sizes.dp // sizes.ep
+    place, of_place = divmod(data, share) if _swapped(config) else divmod(data, sizes.ep)[::-1]
+    grid = LiveGrid(row=Row(sizes.tp, row), experts=_experts(checkpoint, place, sizes.ep))
+    if checkpoint is not None and checkpoint.listing.layers:
+        ties = _ties(checkpoint)
+        tied = frozenset(f"tied_modules.{key}.weight" for key in ties.values())  # TiedLayerSpec's tied_weight_attr
+        parts = _saved_parts(checkpoint, ties) if sizes.pp == checkpoint.grid.pp else None
+        parts = parts or _default_parts(checkpoint, ties, sizes.pp)
+        grid = replace(grid, row=Row(sizes.tp, row, ties), stage=stage, pp=sizes.pp, parts=parts, tied=tied)
+    return Spot(data=Place(data, sizes.dp), experts=Place(of_place, share), grid=grid)
+
+
+def assumed(grid: LiveGrid) -> list[str]:
+    """What is taken for granted of a rank's part of the model."""
+    if not grid.parts:
+        return []
+    tied = ", and what is tied of a tied module is its weight" if grid.tied else ""
+    return [f"the first layers of the stages are taken to be {', '.join(map(str, grid.parts[:-1]))}{tied}"]
+
+
+def held_by(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ZeroCheckpoint:
+    """The checkpoint of a run that has what this rank has, under the names that it has there, and nothing else."""
+    if grid.row.size > 1 and checkpoint.rows:
+        checkpoint = _cut(checkpoint, grid)
+    if not grid.parts and not grid.experts:
+        return checkpoint
+    one = as_one_place(as_one_stage(checkpoint))
+    model, facts = one.model, one.facts
+    if grid.parts and len(checkpoint.stages) == grid.pp:
+        own = checkpoint.stages[grid.stage].entries
+        entries = {**model.entries, **({"optimizer": own["optimizer"]} if "optimizer" in own else {})}
+        model = replace(model, entries=entries)
+
+    def named(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+        return ((_local(name, grid), name) for name in names if grid.answers(name))
+
+    def shapes(of: Mapping[str, Shape]) -> dict[str, Shape]:
+        return {local: of[name] for local, name in named(of)}
+
+    module = {local: model.module[name] for local, name in named(model.module)}
+    model = replace(
+        model,
+        module=module,
+        objects={local: model.objects[name] for local, name in named(model.objects)},
+        buffer_names=frozenset(local for local, _ in named(model.buffer_names)),
+        param_shapes=tuple(map(shapes, model.param_shapes)) if model.param_shapes is not None else None,
+        frozen_shapes=shapes(model.frozen_shapes),
+        shared={local: _local(model.shared[name], grid) for local, name in named(model.shared)},
+    )
+    if facts is not None:
+        groups = [replace(group, members=_ordered(named(group.members), grid)) for group in facts.groups]
+        facts = replace(facts, groups=tuple(group for group in groups if group.members))
+    return replace(one, model=model, facts=facts)
+
+
+def _ordered(named: Iterable[tuple[str, str]], grid: LiveGrid) -> tuple[str, ...]:
+    """As `named_parameters` has them: of a PipelineModule tied modules come first, then layer by layer."""
+    names = [local for local, _ in named]
+    return tuple(ties_first(sorted(names, key=lambda name: layer_of(name) or 0)) if grid.parts else names)
+
+
+def _cut(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ZeroCheckpoint:
+    """With the shards of another number of tensor-parallel ranks, each part in equal shares."""
+    with given(grid.row.rules):
+        found, faults = redivisions(checkpoint, grid.row.size)
+    if faults:
+        raise not_foreseen(f"--tp {grid.row.size}: {faults[0].line()},")
+    return of_rank(checkpoint, found, grid.row.size)
+
+
+def _local(name: str, grid: LiveGrid) -> str:
+    of = expert_of(name) if grid.experts else None
+    return name if of is None else f"{of[0]}{of[1] - grid.experts[of[0]].first}{of[2]}"
+
+
+def _swapped(config: Mapping[str, object]) -> bool:
+    return bool(config.get("use_data_before_expert_parallelism"))
+
+
+def _totals(checkpoint: ZeroCheckpoint | None) -> dict[str, int]:
+    """How many experts each layer has, by what is before their numbers in the names of their tensors."""
+    found: dict[str, int] = {}
+    for name in checkpoint.model.module if checkpoint is not None and checkpoint.listing.experts else ():
+        of = expert_of(name)
+        if of is not None:
+            found[of[0]] = max(found.get(of[0], 0), of[1] + 1)
+    return found
+
+
+def _experts(checkpoint: ZeroCheckpoint | None, place: int, ep: int) -> dict[str, Experts]:
+    totals = _totals(checkpoint)
+    return {prefix: Experts(place * total // ep, total // ep, total) for prefix, total in totals.items()}
+
+
+def _ties(checkpoint: ZeroCheckpoint) -> dict[int, str]:
+    """The layers that are tied modules: those that the names in their files tell, and in each other stage one more.
+
+    A layer with a forward_fn, as an output layer that uses the embedding, has no file: of the numbers of its stage that
+    no file has it is taken to be the last.
+    """
+    numbers = {name: layer for (layer, _), name in checkpoint.listing.layers.items()}
+    keys = {
+        numbers[file]: tied_key(key.name) for file, held in layer_files(checkpoint).items() for key in held.values()
+    }
+    ties = {layer: key for layer, key in keys.items() if key is not None}
+    stages = _stages(checkpoint)
+    end = max(numbers.values(), default=0)
+    for at, (_, tied) in enumerate(stages):
+        begin = 1 + max((layer for owned, _ in stages[:at] for layer in owned), default=-1)
+        last = min((layer for owned, _ in stages[at + 1 :] for layer in owned), default=end + 2) - 1
+        for key in sorted(tied - {ties.get(layer) for layer in range(begin, last + 1)}):
+            free = [layer for layer in range(begin, last + 1) if layer not in keys and layer <= end] or [last]
+            if key not in ties.values() or free[-1] in keys:
+                raise not_foreseen(f"the tied module {key!r}, which has no file,")
+            ties[free[-1]] = key
+    return ties
+
+
+def _stages(checkpoint: ZeroCheckpoint) -> list[tuple[set[int], set[str]]]:
+    """The layers and the tied modules of each saved stage, as far as its parameters and buffers tell."""
+    names = [{*stage.trainable, *stage.buffer_names} for stage in checkpoint.stages]
+    return [
+        ({n for n in map(layer_of, own) if n is not None}, {key for key in map(tied_key, own) if key is not None})
+        for own in names
+    ]
+
+
+def _saved_parts(checkpoint: ZeroCheckpoint, ties: Mapping[int, str]) -> tuple[int, ...] | None:
+    """The first layers of the stages that were saved; None where their parameters do not tell (ZeRO stage 0)."""
+    if checkpoint.model.param_shapes is None:
+        return None
+    stages, end = _stages(checkpoint), _end(checkpoint, ties)
+
+    def cut(stage: int, begin: int) -> tuple[int, ...] | None:
+        for last in range(begin, end + 1) if stage < len(stages) - 1 else [end]:
+            inside = set(range(begin, last)) - ties.keys()
+            held = {ties[layer] for layer in range(begin, last) if layer in ties}
+            apart = not any(inside & owned for owned, _ in stages[stage + 1 :])
+            if apart and (stages[stage][0] <= inside, held) == (True, stages[stage][1]):
+                rest = cut(stage + 1, last) if stage < len(stages) - 1 else (end,)
+                if rest is not None:
+                    return (begin, *rest)
+        return None
+
+    return cut(0, 0)
+
+
+def _end(checkpoint: ZeroCheckpoint, ties: Mapping[int, str]) -> int:
+    return 1 + max(*(layer for layer, _ in checkpoint.listing.layers), *ties, 0)
+
+
+def _default_parts(checkpoint: ZeroCheckpoint, ties: Mapping[int, str], stages: int) -> tuple[int, ...]:
+    """As PipelineModule's partition_method="parameters" cuts: by the numbers of the layers' parameters."""
+    from deepspeed.runtime.utils import partition_balanced
+
+    end = _end(checkpoint, ties)
+    trained = checkpoint.model.trainable or {name: one.shape for name, one in checkpoint.model.module.items()}
+    sizes = dict[int | str | None, int]()
+    for name, shape in trained.items():
+        part = tied_key(name) or layer_of(name)
+        sizes[part] = sizes.get(part, 0) + prod(shape)
+    counts = [sizes.get(ties.get(layer, layer), 0) for layer in range(end)]
+    if end < stages:
+        raise not_foreseen(f"--pp {stages} of {end} layers")
+    return tuple(map(int, partition_balanced(weights=counts, num_parts=stages)))
