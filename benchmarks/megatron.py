@@ -16,7 +16,6 @@ import io
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,8 @@ import time
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import psutil
 
 from benchmarks.memory import Counters, forget_peak, resident
 from benchmarks.report import ROOT, commit, keep, machine, spread
@@ -83,6 +84,8 @@ def work(given: dict[str, Any]) -> None:
             told["held"] = _digest(models, optimizer)
     Path(f"{given['answers']}/{rank}.json").write_text(json.dumps(told), encoding="utf-8")
     torch.distributed.barrier()
+    for child in psutil.Process().children(recursive=True):  # the writers that saving `torch_dist` leaves behind
+        child.kill()
     os._exit(0)  # gloo's threads may end the process with an error where it is left to Python
 
 
@@ -137,14 +140,11 @@ def run(ranks: int, release: str, arguments: str, *, saves: bool = False, hooked
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         }
         log = Path(answers, "log")
-        with log.open("wb") as file:  # a pipe would stay open: saving leaves writer processes behind
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
+        with log.open("wb") as file:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=file, stderr=file, timeout=900, check=False
             )
-            status = process.wait(900)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        if status:
+        if done.returncode:
             raise RuntimeError(f"{arguments}: {log.read_text(encoding='utf-8', errors='replace')[-6000:]}")
         return [json.loads(Path(answers, f"{rank}.json").read_text()) for rank in range(ranks)]
 

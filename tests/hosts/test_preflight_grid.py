@@ -158,6 +158,8 @@ UNFORESEEN = [
     (Grid("pipeline", pp=2, dp=2), {"ep": 2}, "--ep 2 of a checkpoint without the files of experts"),
     (Grid("moe", ep=2, dp=4, stage=0), {"ep": 2}, "--ep 2 of experts that are not read here"),
     (Grid("autotp", tp=2, dp=1), {"tp": 4}, "--tp 4: "),
+    (Grid("pipeline", pp=2, dp=2), {"pp": 7}, "--pp 7, with a stage that trains nothing"),
+    (Grid("moe", ep=2, dp=4), {"ep": 8}, "--ep 8 of [4, 4] experts"),
 ]
 
 
@@ -166,5 +168,5 @@ def test_what_the_script_alone_says_is_not_foreseen(
     foreseen: Any, folders: Any, source: Grid, asked: dict[str, int], why: str
 ) -> None:
     config = {**grid_jobs.config_of(source), "tensor_parallel": {}}
-    said = foreseen.forecast(str(folders(source)), foreseen.Coming(config=config, world=4, **asked))
+    said = foreseen.forecast(str(folders(source)), foreseen.Coming(config=config, world=56, **asked))
     assert why in said.verdict and "not foreseen" in said.verdict

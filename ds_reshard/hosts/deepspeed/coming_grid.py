@@ -43,7 +43,7 @@ def refuse_unforeseen(found: Found, sizes: Grid, config: Mapping[str, object]) -
     """Where a rank's part of the model follows from the script alone, raise UnsupportedLayout."""
     divides = section(config, "tensor_parallel").get("autotp_size", 0)
     asked = {
-        f"--tp {sizes.tp}, with another autotp_size in the JSON,": isinstance(divides, int)
+        f"--tp {sizes.tp}, with another autotp_size in the JSON": isinstance(divides, int)
         and divides not in (0, 1, sizes.tp),
         "sequence_parallel_size of the JSON": config.get("sequence_parallel_size", 1) != 1,
         "expert_parallel of the JSON": "expert_parallel" in config,
@@ -136,6 +136,8 @@ def held_by(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ZeroCheckpoint:
     if facts is not None:
         groups = [replace(group, members=_ordered(named(group.members), grid)) for group in facts.groups]
         facts = replace(facts, groups=tuple(group for group in groups if group.members))
+        if not facts.groups:
+            raise not_foreseen(f"--pp {grid.pp}, with a stage that trains nothing")
     return replace(one, model=model, facts=facts)
 
 
@@ -150,7 +152,7 @@ def _cut(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ZeroCheckpoint:
     with given(grid.row.rules):
         found, faults = redivisions(checkpoint, grid.row.size)
     if faults:
-        raise not_foreseen(f"--tp {grid.row.size}: {faults[0].line()},")
+        raise not_foreseen(f"--tp {grid.row.size}: {faults[0].line()}")
     return of_rank(checkpoint, found, grid.row.size)
 
 
@@ -197,7 +199,7 @@ def _ties(checkpoint: ZeroCheckpoint) -> dict[int, str]:
         for key in sorted(tied - {ties.get(layer) for layer in range(begin, last + 1)}):
             free = [layer for layer in range(begin, last + 1) if layer not in keys and layer <= end] or [last]
             if key not in ties.values() or free[-1] in keys:
-                raise not_foreseen(f"the tied module {key!r}, which has no file,")
+                raise not_foreseen(f"the tied module {key!r}, which has no file")
             ties[free[-1]] = key
     return ties
 
