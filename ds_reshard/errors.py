@@ -34,7 +34,12 @@ from dataclasses import dataclass
 
 
 class ReshardError(Exception):
-    """Base of every error raised on purpose; `faults` holds each finding as a record."""
+    """Base of every error raised on purpose; `faults` holds each finding as a record.
+
+    `agreed` says that every rank which shares the work raises it.
+    """
+
+    agreed = False
 
     def __init__(self, message: str, faults: Sequence[Fault] = ()) -> None:
         super().__init__(message)

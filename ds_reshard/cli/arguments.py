@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
 
+from ds_reshard.cli.launch import launched
 from ds_reshard.formats.zero.weights_target import DTYPES
 from ds_reshard.operations import FORMATS, Reading
 from ds_reshard.operations.options import THREADS, refuse_memory
@@ -78,8 +80,14 @@ def target(arguments: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
-    """--threads and --memory."""
+    """--threads, --processes and --memory."""
     parser.add_argument("--threads", type=count, metavar="N", default=THREADS, help="(default: %(default)s)")
+    parser.add_argument(
+        "--processes",
+        type=count,
+        metavar="N",
+        help="for what is large (default: as many as cores; 1 for each of several ranks)",
+    )
     parser.add_argument(
         "--memory", type=count, metavar="MIB", default=256, help="memory for buffers (default: %(default)s)"
     )
@@ -104,14 +112,18 @@ def add_checkpoint(parser: argparse.ArgumentParser, metavar: str = "CKPT", help:
     parser.add_argument("--tag", help="the tag to read (default: the one that 'latest' names)")
 
 
-def add_json(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
-    """--json, and what the subcommand does."""
+def add_json(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], *, shared: bool = False
+) -> None:
+    """--json, and what the subcommand does; `shared` where the ranks of a launcher do it together."""
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, shared=shared)
 
 
 def show(arguments: argparse.Namespace, told: Callable[[], object], render: Callable[[Console], None]) -> None:
-    """Print what was found: as JSON, or on the console."""
+    """Print what was found: as JSON, or on the console. Of several ranks the first does."""
+    if not launched().tells:
+        return
     if arguments.json:
         print(json.dumps(told(), indent=2))
     else:
@@ -152,4 +164,16 @@ def reading(arguments: argparse.Namespace) -> Reading:
     """What add_reading's and add_device's arguments say; raises ConfigError for memory too little for the threads."""
     refuse_memory(arguments.threads, arguments.memory << 20)
     device = getattr(arguments, "device", "auto")
-    return Reading(threads=arguments.threads, memory_nbytes=arguments.memory << 20, device=device)
+    alone = launched().size == 1
+    return Reading(
+        threads=arguments.threads,
+        memory_nbytes=arguments.memory << 20,
+        device=device,
+        processes=processes(arguments, alone=alone),
+        ranks=not alone,
+    )
+
+
+def processes(arguments: argparse.Namespace, *, alone: bool) -> int:
+    """How many copies of this process share its work; one where it is not alone."""
+    return int(arguments.processes or (os.cpu_count() or 1 if alone else 1))

@@ -31,7 +31,7 @@ def add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add_reading(parser)
     add_rules(parser)
     add_trust(parser)
-    add_json(parser, run)
+    add_json(parser, run, shared=True)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from dataclasses import asdict
 
 from ds_reshard.cli.arguments import (
@@ -15,10 +14,11 @@ from ds_reshard.cli.arguments import (
     add_rules,
     add_target,
     add_trust,
-    count,
+    processes,
     shard,
     target,
 )
+from ds_reshard.cli.launch import launched
 from ds_reshard.cli.render import bar
 from ds_reshard.operations import Options, convert
 
@@ -35,9 +35,6 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_target(parser)
     add_reading(parser)
     parser.add_argument(
-        "--processes", type=count, metavar="N", help="for large ones (default: as many as cores; with --shard 1)"
-    )
-    parser.add_argument(
         "--shard", type=shard, metavar="I/N", help="do part I of N, counted from 0; the last one finishes"
     )
     parser.add_argument("--resume", action="store_true", help="go on with a conversion that was interrupted")
@@ -51,10 +48,10 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(arguments: argparse.Namespace) -> int:
-    part = arguments.shard or _launched()
+    part = arguments.shard or launched()
     options = Options(
         threads=arguments.threads,
-        processes=arguments.processes or (1 if part[1] > 1 else os.cpu_count() or 1),
+        processes=processes(arguments, alone=part[1] == 1),
         memory_nbytes=arguments.memory << 20,
         shard=part,
         resume=arguments.resume,
@@ -77,14 +74,3 @@ def run(arguments: argparse.Namespace) -> int:
         for note in done.notes:
             print(f"note: {note}")
     return 0
-
-
-def _launched() -> tuple[int, int]:
-    """The share of a process that torchrun or srun has started, the whole for any other."""
-    for launcher, rank, size in (
-        ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"),
-        ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # SLURM_NTASKS is set outside of srun too
-    ):
-        if launcher in os.environ:
-            return int(os.environ[rank]), int(os.environ[size])
-    return 0, 1

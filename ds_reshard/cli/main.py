@@ -31,6 +31,7 @@ from ds_reshard.cli.arguments import (
 )
 from ds_reshard.cli.comparison import add_diff
 from ds_reshard.cli.conversion import add_convert
+from ds_reshard.cli.launch import launched, together
 from ds_reshard.cli.lr_command import draw
 from ds_reshard.cli.plan_command import add_plan
 from ds_reshard.cli.preflight_command import add_preflight
@@ -79,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_device(prints)
     add_rules(prints)
     add_trust(prints)
-    add_json(prints, _fingerprint)
+    add_json(prints, _fingerprint, shared=True)
 
     lr = add_command(
         commands,
@@ -136,9 +137,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise_faults(trust_faults("--trust", trust), subject="the command line")
         rules = read_rules(arguments.rules) if getattr(arguments, "rules", None) is not None else ()
         with in_force(PickleRules(trust)), given(rules):
-            return run(arguments)
+            return together(lambda: run(arguments)) if getattr(arguments, "shared", False) else run(arguments)
     except ReshardError as error:
-        print(f"ds-reshard: {error}", file=sys.stderr)
+        if launched().tells or not error.agreed:
+            print(f"ds-reshard: {error}", file=sys.stderr)
         return UNUSABLE
     except KeyboardInterrupt:
         print("ds-reshard: interrupted", file=sys.stderr)

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from ds_reshard.cli.launch import launched
 from ds_reshard.errors import Fault
 from ds_reshard.hooks import HookStatus
 from ds_reshard.model.reports import FileEntry, Fingerprinted, GroupEntry, Inspection, ParameterEntry, pickle_line
@@ -22,8 +23,8 @@ from ds_reshard.operations import Progress as Told
 
 @contextmanager
 def bar(what: str) -> Iterator[Told | None]:
-    """Bytes, rate and time left on stderr, on a terminal; nothing where it is piped."""
-    if not sys.stderr.isatty():
+    """Bytes, rate and time left on stderr, on a terminal; nothing where it is piped, or another rank tells."""
+    if not sys.stderr.isatty() or not launched().tells:
         yield None
         return
     columns = (

@@ -44,7 +44,7 @@ def add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_device(parser)
     add_rules(parser)
     add_trust(parser)
-    add_json(parser, run)
+    add_json(parser, run, shared=True)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -158,6 +158,11 @@ class Ledger:
         self._read = Outcome()
 
     @property
+    def read(self) -> Outcome:
+        """What was read, to be noted in another ledger."""
+        return self._read
+
+    @property
     def bytes_read(self) -> int:
         return self._read.bytes_read
 

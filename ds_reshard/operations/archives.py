@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ds_reshard.containers import folders
@@ -11,9 +11,11 @@ from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.containers.zip_directory import frame_faults
 from ds_reshard.errors import Fault, ReshardError, faults_of
 from ds_reshard.execution.checksums import Ledger
+from ds_reshard.execution.interfaces import Outcome
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.index import Record
-from ds_reshard.operations.options import Progress
+from ds_reshard.operations.options import Progress, Reading
+from ds_reshard.operations.shares import Share, dealt, in_shares
 from ds_reshard.planning.plan import Check, Plan
 
 _RUN_NBYTES = 128 << 20
@@ -79,33 +81,45 @@ def _run(path: str, byte_offset: int, nbytes: int) -> Record:
 
 
 def read_records(
-    records: Sequence[Record],
-    ledger: Ledger,
-    *,
-    threads: int,
-    memory_nbytes: int,
-    progress: Progress | None,
-    total: int,
+    records: Sequence[Record], ledger: Ledger, reading: Reading, *, progress: Progress | None, subject: str
 ) -> None:
-    """Read what the ledger does not have of these records, in their order; faults of reading are noted there."""
-    executor = ThreadExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=True)
-    for run in _runs(check for record in records for check in ledger.missing(record)):
-        ledger.note(executor.execute(Plan(copies=(), checks=tuple(run)), {}))
-        if progress is not None:
-            progress(ledger.bytes_read, total)
+    """Read what the ledger does not have of these records, in their order; faults of reading are noted there.
+
+    Collective with `reading.ranks`. `progress` is told what the ledger has read before, too.
+    """
+    checks = [part for record in records for check in ledger.missing(record) for part in _parts(check)]
+    sizes, before = [check.nbytes for check in checks], ledger.bytes_read
+    total = before + sum(sizes)
+
+    def read(share: Share, own: Reading, told: Progress | None) -> Outcome:
+        executor = ThreadExecutor(threads=own.threads, memory_nbytes=own.memory_nbytes, checksum=True)
+        outcome = Outcome()
+        for run in _runs(checks[item] for item in dealt(sizes, share)):
+            outcome.add(executor.execute(Plan(copies=(), checks=tuple(run)), {}))
+            if told is not None:
+                told(outcome.bytes_read, sum(sizes))
+        return outcome
+
+    tell = (lambda nbytes, _: progress(before + nbytes, total)) if progress is not None else None
+    for outcome in in_shares(read, reading, nbytes=sum(sizes), progress=tell, subject=subject):
+        ledger.note(outcome)
 
 
-def _runs(checks: Iterator[Check]) -> Iterator[list[Check]]:
+def _parts(check: Check) -> Iterator[Check]:
+    for at in range(0, check.nbytes, _RUN_NBYTES):
+        nbytes = min(_RUN_NBYTES, check.nbytes - at)
+        yield Check(record=check.record, byte_offset=check.byte_offset + at, nbytes=nbytes)
+
+
+def _runs(checks: Iterable[Check]) -> Iterator[list[Check]]:
     """The checks in lists of about _RUN_NBYTES: after each the progress is told."""
     run: list[Check] = []
     nbytes = 0
     for check in checks:
-        for at in range(0, check.nbytes, _RUN_NBYTES):
-            part = min(_RUN_NBYTES, check.nbytes - at)
-            run.append(Check(record=check.record, byte_offset=check.byte_offset + at, nbytes=part))
-            nbytes += part
-            if nbytes >= _RUN_NBYTES:
-                yield run
-                run, nbytes = [], 0
+        run.append(check)
+        nbytes += check.nbytes
+        if nbytes >= _RUN_NBYTES:
+            yield run
+            run, nbytes = [], 0
     if run:
         yield run

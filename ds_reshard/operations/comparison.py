@@ -10,6 +10,7 @@ from ds_reshard.containers.plain import read_scalars, single_elements
 from ds_reshard.errors import ReshardError
 from ds_reshard.execution.checksums import Ledger
 from ds_reshard.execution.deviation import Deviation
+from ds_reshard.execution.interfaces import Outcome
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.facts import GroupFacts, ScalarTensor, canonical, describe
 from ds_reshard.model.layout import Placement, TensorKey
@@ -18,6 +19,7 @@ from ds_reshard.model.reports import DIFFERS, EQUAL, Difference, TensorDifferenc
 from ds_reshard.operations.archives import read_records
 from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.proof import prove
+from ds_reshard.operations.shares import Share, dealt, in_shares
 from ds_reshard.operations.source import Found, open_checkpoint
 from ds_reshard.operations.values import SpanReader, index_of, logical
 
@@ -29,28 +31,29 @@ def compare_listings(a: Found, b: Found, *, reading: Reading, progress: Progress
     for side in sides:
         prove(side)
     pairs = _Pairs(*sides)
-    deviations = {key: Deviation() for key in pairs.compared}
     keys = list(pairs.compared)
     rows = [
         tuple(logical(side.index, key) for side, key in zip(sides, pairs.compared[key], strict=True)) for key in keys
     ]
-    total = sum(column.nbytes for columns in rows for column in columns)
-    ledger = Ledger()
-    reader = SpanReader(
-        ledger, threads=reading.threads, memory_nbytes=reading.memory_nbytes, progress=progress, total=total
-    )
-    for span in reader.read(rows):
-        deviations[keys[span.row]].add(span.start, *span.values)
+    sizes = [sum(column.nbytes for column in columns) for columns in rows]
+
+    def compare(share: Share, own: Reading, told: Progress | None) -> tuple[Outcome, dict[int, Deviation]]:
+        mine = dealt(sizes, share)
+        ledger, found = Ledger(), {row: Deviation() for row in mine}
+        of_share = sum(sizes[row] for row in mine)
+        reader = SpanReader(ledger, threads=own.threads, memory_nbytes=own.memory_nbytes, progress=told, total=of_share)
+        for span in reader.read([rows[row] for row in mine]):
+            found[mine[span.row]].add(span.start, *span.values)
+        return ledger.read, found
+
+    subject = f"comparing {a.folder} with {b.folder}"
+    ledger, deviations = Ledger(), dict[int, Deviation]()
+    for read, found in in_shares(compare, reading, nbytes=sum(sizes), progress=progress, subject=subject):
+        ledger.note(read)
+        deviations |= found
     # What lies between the tensors, for the checksum of the whole record.
-    read_records(
-        sorted(ledger.records),
-        ledger,
-        threads=reading.threads,
-        memory_nbytes=reading.memory_nbytes,
-        progress=None,
-        total=total,
-    )
-    tensors = [*pairs.other, *(_told(pairs, key, deviations[key]) for key in keys)]
+    read_records(sorted(ledger.records), ledger, reading, progress=None, subject=subject)
+    tensors = [*pairs.other, *(_told(pairs, key, deviations[row]) for row, key in enumerate(keys))]
     return Difference(
         a=a.folder,
         b=b.folder,

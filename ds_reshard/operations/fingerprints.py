@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault, InternalError, ReshardError, faults_of, raise_faults
-from ds_reshard.execution.interfaces import Saw
+from ds_reshard.execution.interfaces import Outcome, Saw
 from ds_reshard.formats.zero.layout import whole
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.reports import Fingerprinted, TensorFingerprint
 from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.proof import prove
+from ds_reshard.operations.shares import dealt, in_shares
 from ds_reshard.operations.source import find_listing, open_checkpoint
 
 if TYPE_CHECKING:
+    from ds_reshard.execution.fingerprint import Fingerprint
     from ds_reshard.planning.copies import Copy
     from ds_reshard.planning.plan import Plan
 
 _FILE = "fingerprint"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Planned:
-    """What is read, each byte once: `same` names those of `keys` whose bytes are another's (tied weights)."""
-
-    plan: Plan
-    keys: Sequence[TensorKey]
-    same: Mapping[TensorKey, TensorKey]
 
 
 def fingerprint(
@@ -53,61 +45,80 @@ def fingerprint(
     """
     source = open_checkpoint(find_listing(os.fspath(path), tag), states=False)
     prove(source)
-    return _read(source, _planned(source, shard), reading or Reading(), progress)
-
-
-def _planned(source: Checkpoint, shard: tuple[int, int]) -> _Planned:
-    """Every tensor of the share whole into a buffer of its own."""
-    from ds_reshard.planning.plan import plan_rank  # which needs numpy
-
-    index = source.index
-    wanted: dict[TensorKey, TensorKey] = {}
-    same: dict[TensorKey, TensorKey] = {}
-    first: dict[object, TensorKey] = {}
-    placements = {}
     number, shards = shard
-    keys = list(source.layout.placements)[number::shards]
+    return _read(source, list(source.layout.placements)[number::shards], reading or Reading(), progress)
+
+
+def _owners(source: Checkpoint, keys: Sequence[TensorKey]) -> dict[TensorKey, TensorKey]:
+    """For each tensor that one whose bytes are its own: the first name of a tied weight."""
+    first: dict[object, TensorKey] = {}
+    owners = {}
     for key in keys:
         placement = source.layout[key]
-        lies = index.open(placement.family, 0)[placement.buffer] if placement.replicated else key
-        owner = first.setdefault((lies, placement.shape), key)
-        if owner != key:
-            same[key] = owner
-            continue
-        wanted[key] = key
+        lies = source.index.open(placement.family, 0)[placement.buffer] if placement.replicated else key
+        owners[key] = first.setdefault((lies, placement.shape), key)
+    return owners
+
+
+def _planned(source: Checkpoint, keys: Sequence[TensorKey], elsewhere: frozenset[TensorKey] = frozenset()) -> Plan:
+    """Each tensor whole into a buffer of its own; those `elsewhere` are read by other shares."""
+    from ds_reshard.planning.plan import plan_rank  # which needs numpy
+
+    placements = {}
+    for key in keys:
+        placement = source.layout[key]
         placements[key] = whole(key.name, key.kind, placement.shape, placement.dtype, family=_FILE, buffer=str(key))
-    plan = plan_rank(index, Layout(placements, {_FILE: 1}), 0, wanted, sizes={})
-    raise_faults(index.faults, subject=f"checkpoint {source.folder}")
-    return _Planned(plan=plan, keys=keys, same=same)
+    wanted = dict(zip(placements, placements, strict=True))
+    plan = plan_rank(source.index, Layout(placements, {_FILE: 1}), 0, wanted, sizes={}, elsewhere=elsewhere)
+    raise_faults(source.index.faults, subject=f"checkpoint {source.folder}")
+    return plan
 
 
-def _read(source: Checkpoint, planned: _Planned, reading: Reading, progress: Progress | None) -> Fingerprinted:
-    from ds_reshard.execution.buffers import read_tensor
-    from ds_reshard.execution.checksums import verify
+def _part(
+    source: Checkpoint, every: Sequence[TensorKey], items: Sequence[int], reading: Reading, progress: Progress | None
+) -> tuple[Outcome, dict[TensorKey, Fingerprint]]:
+    """Read some of the tensors, each byte once: what was read, and the sums of all their bytes."""
     from ds_reshard.execution.cuda import offline_device
-    from ds_reshard.execution.fingerprint import Fingerprints, FingerprintTarget, fingerprint_of
+    from ds_reshard.execution.fingerprint import Fingerprints, FingerprintTarget
     from ds_reshard.execution.threads import ThreadExecutor
 
-    layout, sums, device = source.layout, Fingerprints[TensorKey](), offline_device(reading.device)
-    targets = {str(key): FingerprintTarget(sums, key, device) for key in planned.keys if key not in planned.same}
-    told = _told_of(progress, planned.plan.nbytes) if progress is not None else None
+    keys = [every[item] for item in items]
+    plan = _planned(source, keys, frozenset(every).difference(keys))
+    sums, device = Fingerprints[TensorKey](), offline_device(reading.device)
+    targets = {str(key): FingerprintTarget(sums, key, device) for key in keys}
+    told = _told_of(progress, plan.nbytes) if progress is not None else None
     executor = ThreadExecutor(threads=reading.threads, memory_nbytes=reading.memory_nbytes, checksum=True, saw=told)
-    outcome = executor.execute(planned.plan, targets)
+    return executor.execute(plan, targets), {key: sums[key] for key in keys}
+
+
+def _read(source: Checkpoint, keys: Sequence[TensorKey], reading: Reading, progress: Progress | None) -> Fingerprinted:
+    from ds_reshard.execution.buffers import read_tensor
+    from ds_reshard.execution.checksums import verify
+    from ds_reshard.execution.fingerprint import fingerprint_of
+
+    layout, owners = source.layout, _owners(source, keys)
+    own = [key for key in keys if owners[key] == key]
+    sizes = [layout[key].numel * layout[key].dtype.itemsize for key in own]
+    parts = in_shares(
+        lambda share, how, told: _part(source, own, dealt(sizes, share), how, told),
+        reading,
+        nbytes=sum(sizes),
+        progress=progress,
+        subject=f"checkpoint {source.folder}",
+    )
+    outcome = Outcome()
+    sums: dict[TensorKey, Fingerprint] = {}
+    for read, found_there in parts:
+        outcome.add(read)
+        sums |= found_there
     faults = [*outcome.faults, *verify(outcome)]
     damaged = {fault.where for fault in faults}
-    unsure = {copy.buffer for copy in planned.plan.copies if copy.path in damaged} if damaged else set()
-    unread = [
-        key
-        for key in planned.keys
-        if key not in planned.same
-        and str(key) not in unsure
-        and sums[key].nbytes != layout[key].numel * layout[key].dtype.itemsize
-    ]
+    unsure = {copy.buffer for copy in _planned(source, own).copies if copy.path in damaged} if damaged else set()
+    unread = [key for key, size in zip(own, sizes, strict=True) if str(key) not in unsure and sums[key].nbytes != size]
     raise_faults(map(_incomplete, unread), subject=f"checkpoint {source.folder}")
     found: list[TensorFingerprint] = []
-    for key in planned.keys:
-        placement = layout[key]
-        owner = planned.same.get(key, key)
+    for key in keys:
+        placement, owner = layout[key], owners[key]
         shown = str(sums[owner]) if str(owner) not in unsure else None
         found.append(_told(key, placement.dtype.label, placement.shape, shown))
     for name, record in source.strided().items():

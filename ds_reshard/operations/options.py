@@ -83,12 +83,17 @@ class Conversion:
 class Reading:
     """How a tool reads that writes nothing: `memory_nbytes` bounds its buffers.
 
-    `device` is where values are computed, "auto", "cpu" or "cuda"; "auto" is the host.
+    `device` is where values are computed, "auto", "cpu" or "cuda"; "auto" is the host. What is large is read by
+    `processes` copies of this process, made by fork, which share threads and memory; leave it at one in a process that
+    runs threads of its own. With `ranks` every rank of the process group calls the tool and reads a part; all are given
+    the whole answer.
     """
 
     threads: int = THREADS
     memory_nbytes: int = 256 << 20
     device: str = "auto"
+    processes: int = 1
+    ranks: bool = False
 
 
 def refuse_memory(threads: int, memory_nbytes: int) -> None:

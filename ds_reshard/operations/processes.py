@@ -42,12 +42,23 @@ class Parts(Generic[Part]):
             yield self._parts[number]
 
 
-def in_copies(number: int, work: Callable[[Callable[[Told], None]], None], told: Callable[[Told], None]) -> None:
+_RESUME = "run again with --resume; where memory was short, with fewer --processes or less --memory"
+
+
+def in_copies(
+    number: int,
+    work: Callable[[Callable[[Told], None]], None],
+    told: Callable[[Told], None],
+    *,
+    lost: type[ReshardError] = WriteFailed,
+    what: str = "its part not written",
+    mend: str = _RESUME,
+) -> None:
     """Do `work` in so many copies of this process, each of which may tell something; `told` hears all of it, here.
 
     What is open, and read so far, all of them have. A copy runs its operations of torch in one thread: the threads of
-    this process are not in it. Raises what a copy raises first, and WriteFailed where one ends without a word; none is
-    left behind.
+    this process are not in it. Raises what a copy raises first, and `lost` where one ends without a word, which says
+    `what` then; none is left behind.
     """
     context = multiprocessing.get_context("fork")
     copies: dict[Connection[object, object], ForkProcess] = {}
@@ -70,7 +81,8 @@ def in_copies(number: int, work: Callable[[Callable[[Told], None]], None], told:
                     pipe.close()
                     copy.join()
                     if copy.exitcode:
-                        raise _lost(copy) from None
+                        fault = lost.fault(f"process {copy.pid}", f"{_end(copy)}, {what}", mend=mend)
+                        raise lost(f"{fault.line()}; {mend}", [fault]) from None
                     continue
                 if isinstance(said, ReshardError):
                     raise said
@@ -103,9 +115,6 @@ def _copy(
         pipe.send(InternalError(fault.line(), [fault]))
 
 
-def _lost(copy: ForkProcess) -> WriteFailed:
+def _end(copy: ForkProcess) -> str:
     code = copy.exitcode or 0
-    how = f"was ended by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"ended with status {code}"
-    mend = "run again with --resume; where memory was short, with fewer --processes or less --memory"
-    fault = WriteFailed.fault(f"process {copy.pid}", f"{how}, its part not written", mend=mend)
-    return WriteFailed(f"{fault.line()}; {mend}", [fault])
+    return f"was ended by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"ended with status {code}"

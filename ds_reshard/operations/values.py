@@ -221,12 +221,16 @@ def rows_of(source: Checkpoint) -> list[Row]:
     return rows
 
 
+Bad = dict[tuple[int, int, str], _Bad]
+"""What is wrong with a column of a row, by the numbers of both."""
+
+
 class Values:
     """What was found in the spans of `rows`, which are looked at in any order."""
 
     def __init__(self, rows: list[Row]) -> None:
         self._rows = rows
-        self._bad: dict[tuple[int, int, str], _Bad] = {}
+        self.bad: Bad = {}
 
     def look(self, span: Span) -> None:
         row = self._rows[span.row]
@@ -254,16 +258,16 @@ class Values:
         if not count:
             return
         first = int(where.nonzero()[0])
-        if (span.row, column, what) not in self._bad:
+        if (span.row, column, what) not in self.bad:
             value = shown(span.values[column][first])
-            self._bad[span.row, column, what] = _Bad(count=0, first=span.start + first, value=value)
-        self._bad[span.row, column, what].count += count
+            self.bad[span.row, column, what] = _Bad(count=0, first=span.start + first, value=value)
+        self.bad[span.row, column, what].count += count
 
     def faults(self) -> tuple[list[Fault], list[str]]:
         """All that was found, and what is told but is no fault."""
         faults, notes = [], []
         uncast = []
-        for (number, column, what), bad in sorted(self._bad.items(), key=lambda item: item[0]):
+        for (number, column, what), bad in sorted(self.bad.items(), key=lambda item: item[0]):
             row = self._rows[number]
             if what == "differs" and row.beside == "cast":
                 uncast.append(self._uncast(row, bad))

@@ -11,6 +11,7 @@ from ds_reshard.containers.pickle_rules import UNSAFE
 from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, ReshardError, faults_of
 from ds_reshard.execution.checksums import Ledger, altered
 from ds_reshard.execution.cuda import offline_device
+from ds_reshard.execution.interfaces import Outcome
 from ds_reshard.model.checkpoint import Checkpoint, SavedListing
 from ds_reshard.model.index import Record
 from ds_reshard.model.reports import Verification
@@ -18,8 +19,9 @@ from ds_reshard.operations.archives import CheckedFile, list_files, open_file, r
 from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.pickles import scan_files, siblings, untold
 from ds_reshard.operations.proof import unproved
+from ds_reshard.operations.shares import Share, dealt, in_shares
 from ds_reshard.operations.source import Found, open_checkpoint
-from ds_reshard.operations.values import SpanReader, Values, rows_of
+from ds_reshard.operations.values import Bad, SpanReader, Values, rows_of
 from ds_reshard.operations.workspace import MANIFEST, read_manifest
 
 _MEND = "restore the file from a copy, or load another tag"
@@ -125,19 +127,27 @@ class _Check:
     def look(self, source: Checkpoint, faults: list[Fault], notes: list[str]) -> int:
         """Look at the values of all tensors, as far as they can be read; how many they are."""
         rows, device = rows_of(source), offline_device(self.reading.device)
+        sizes = [sum(column.nbytes for column in row.columns) for row in rows]
+
+        def look(share: Share, own: Reading, told: Progress | None) -> tuple[Outcome, Bad, list[Fault]]:
+            mine, ledger, found = dealt(sizes, share), Ledger(), Values(rows)
+            reader = SpanReader(
+                ledger, threads=own.threads, memory_nbytes=own.memory_nbytes, progress=told, total=self.total
+            )
+            try:
+                for span in reader.read([rows[row].columns for row in mine]):
+                    found.look(replace(span, row=mine[span.row]).on(device))
+            except ReshardError as error:
+                return ledger.read, found.bad, faults_of(error)
+            return ledger.read, found.bad, []
+
         values = Values(rows)
-        reader = SpanReader(
-            self.ledger,
-            threads=self.reading.threads,
-            memory_nbytes=self.reading.memory_nbytes,
-            progress=self.progress,
-            total=self.total,
-        )
-        try:
-            for span in reader.read([row.columns for row in rows]):
-                values.look(span.on(device))
-        except ReshardError as error:
-            faults += faults_of(error)
+        for read, bad, failed in in_shares(
+            look, self.reading, nbytes=sum(sizes), progress=self.progress, subject=f"verifying {source.folder}"
+        ):
+            self.ledger.note(read)
+            values.bad |= bad
+            faults += failed
         wrong, told = values.faults()
         known = {fault.where for fault in faults}
         faults += [fault for fault in wrong if fault.where not in known]
@@ -145,14 +155,7 @@ class _Check:
         return sum(len(row.columns) for row in rows)
 
     def read(self) -> None:
-        read_records(
-            self.wanted,
-            self.ledger,
-            threads=self.reading.threads,
-            memory_nbytes=self.reading.memory_nbytes,
-            progress=self.progress,
-            total=self.total,
-        )
+        read_records(self.wanted, self.ledger, self.reading, progress=self.progress, subject="verifying")
 
     def mismatches(self, holders: dict[Record, list[str]]) -> Iterator[Fault]:
         """Records that are not what was written, by the names of their members and what lies in them."""

@@ -12,6 +12,7 @@ from ds_reshard.containers.torch_zip_writer import plan_archive
 from ds_reshard.containers.zip_directory import frame_faults
 from ds_reshard.execution.checksums import Ledger
 from ds_reshard.operations.archives import open_file, read_records
+from ds_reshard.operations.options import Reading
 
 
 def _by_torch(path: Path) -> None:
@@ -29,7 +30,7 @@ def _by_this_package(path: Path) -> None:
 def _found(path: Path) -> list[str]:
     file = open_file(str(path.parent), path.name)
     ledger = Ledger()
-    read_records(list(file.members), ledger, threads=1, memory_nbytes=1 << 20, progress=None, total=0)
+    read_records(list(file.members), ledger, Reading(threads=1, memory_nbytes=1 << 20), progress=None, subject="a test")
     return [fault.what for fault in (*file.faults, *ledger.faults, *ledger.mismatches())]
 
 
