@@ -80,16 +80,20 @@ def target(arguments: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
-    """--threads, --processes and --memory."""
+    """--threads and --memory."""
     parser.add_argument("--threads", type=count, metavar="N", default=THREADS, help="(default: %(default)s)")
+    parser.add_argument(
+        "--memory", type=count, metavar="MIB", default=256, help="memory for buffers (default: %(default)s)"
+    )
+
+
+def add_processes(parser: argparse.ArgumentParser) -> None:
+    """--processes."""
     parser.add_argument(
         "--processes",
         type=count,
         metavar="N",
         help="for what is large (default: as many as cores; 1 for each of several ranks)",
-    )
-    parser.add_argument(
-        "--memory", type=count, metavar="MIB", default=256, help="memory for buffers (default: %(default)s)"
     )
 
 
@@ -176,4 +180,5 @@ def reading(arguments: argparse.Namespace) -> Reading:
 
 def processes(arguments: argparse.Namespace, *, alone: bool) -> int:
     """How many copies of this process share its work; one where it is not alone."""
-    return int(arguments.processes or (os.cpu_count() or 1 if alone else 1))
+    asked: int | None = getattr(arguments, "processes", 1)
+    return asked or (os.cpu_count() or 1 if alone else 1)

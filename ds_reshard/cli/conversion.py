@@ -10,6 +10,7 @@ from ds_reshard.cli.arguments import (
     add_checkpoint,
     add_command,
     add_json,
+    add_processes,
     add_reading,
     add_rules,
     add_target,
@@ -34,6 +35,7 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("out", metavar="OUT", help="the folder to make: it is there when all of it is written")
     add_target(parser)
     add_reading(parser)
+    add_processes(parser)
     parser.add_argument(
         "--shard", type=shard, metavar="I/N", help="do part I of N, counted from 0; the last one finishes"
     )

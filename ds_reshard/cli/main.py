@@ -23,6 +23,7 @@ from ds_reshard.cli.arguments import (
     add_command,
     add_device,
     add_json,
+    add_processes,
     add_reading,
     add_rules,
     add_trust,
@@ -77,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_checkpoint(prints)
     add_reading(prints)
+    add_processes(prints)
     add_device(prints)
     add_rules(prints)
     add_trust(prints)
