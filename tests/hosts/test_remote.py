@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,6 +121,31 @@ def test_what_is_converted_from_a_store_is_what_is_converted_from_the_disk(
         assert (tmp_path / "here" / name).read_bytes() == (tmp_path / "there" / name).read_bytes()
     capsys.readouterr()
     assert main(["diff", url, str(tmp_path / "there")]) == 0
+
+
+COPIES = """
+import sys
+from ds_reshard.cli.main import main
+from ds_reshard.operations import conversion, shares
+conversion._LEAST_NBYTES = shares._LEAST_NBYTES = 1
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("tool", ["verify --deep", "convert"])
+def test_copies_of_a_process_each_ask_the_store(
+    store: Store, shards: tuple[Path, str], tmp_path: Path, tool: str
+) -> None:
+    """A client's own thread, which a copy of the process has not, is nothing that it waits for."""
+    url = shards[1]
+    more = [str(tmp_path / "out"), "--to", "zero3", "--dp", "3"] if tool == "convert" else []
+    words = [*tool.split(), url, *more, "--processes", "2"]
+    environment = {**os.environ, **store.environment, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", COPIES, *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    if tool == "convert":
+        assert main(["diff", url, str(tmp_path / "out")]) == 0
 
 
 def test_a_checkpoint_of_many_shards_is_opened_with_few_requests(store: Store, shards: tuple[Path, str]) -> None:
