@@ -22,6 +22,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "dcp": RESULTS,
     "rows": RESULTS,
     "megatron": RESULTS,
+    "nodes": RESULTS,
     "scale": RESULTS,
     "long": ("--long", *RESULTS),
     "whole": ("--whole", "48", *RESULTS),
