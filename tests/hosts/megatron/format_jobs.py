@@ -58,11 +58,12 @@ def _setup(arguments: str) -> tuple[Any, Any, Any]:
 
     sys.argv = ["save.py", *small_gpt.MODEL.split(), *RUN.split(), *arguments.split()]
     from megatron.core.enums import ModelType
+    from megatron.training import arguments as parsing
     from megatron.training import training
-    from megatron.training.arguments import parse_and_validate_args
     from megatron.training.initialize import initialize_megatron
 
-    parse_and_validate_args()
+    if hasattr(parsing, "parse_and_validate_args"):  # 0.17.1 does it in initialize_megatron
+        parsing.parse_and_validate_args()
     initialize_megatron()
     kind, more = ModelType.encoder_or_decoder, {"checkpointing_context": {}}
     if "cfg_container" not in inspect.signature(training.setup_model_and_optimizer).parameters:

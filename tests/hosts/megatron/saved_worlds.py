@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from releases import OLDEST
+
 GATED = (
     "--swiglu --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights --disable-bias-linear"
     " --normalization RMSNorm --position-embedding-type rope --no-rope-fusion "
@@ -46,6 +48,7 @@ WORLDS = {
     "tied tp2, bf16 without the distributed optimizer": World("0.18.2", 2, "--bf16 " + TP, ("plain", "torch")),
     "gated fp32": World("0.18.2", 1, GATED, ("plain", "torch")),
 }
+WORLDS |= {f"gated tp2 dp2 by {release}": World(release, 4, DISTRIBUTED + GATED + TP, ALL) for release in OLDEST}
 WIDTH_128 = "--hidden-size 128 --ffn-hidden-size 256 --overlap-grad-reduce --ddp-bucket-size 100000 "
 FAST = "--ddp-pad-buckets-for-high-nccl-busbw "
 SHIFTED = {

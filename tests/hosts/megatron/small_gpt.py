@@ -224,12 +224,12 @@ def _model(
 ) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.training import get_args
-    from megatron.training.argument_utils import core_transformer_config_from_args
+    from megatron.training import argument_utils, arguments, get_args
 
+    of_config = argument_utils if hasattr(argument_utils, "core_transformer_config_from_args") else arguments  # 0.17.1
     args = get_args()
     return GPTModel(
-        config=core_transformer_config_from_args(args) if config is None else config,
+        config=of_config.core_transformer_config_from_args(args) if config is None else config,
         transformer_layer_spec=get_gpt_layer_local_spec(args.num_experts, args.moe_grouped_gemm),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,

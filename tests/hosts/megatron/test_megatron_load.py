@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from forks import Failed
 from format_jobs import ITERATION, SAMPLES_SEEN, STEP
-from releases import TRAINED, WITH_TRAINING
+from releases import OLDEST, TRAINED, WITH_TRAINING
 
 from ds_reshard.operations import verify
 
@@ -106,6 +106,9 @@ OLDER = CELLS if TRAINED == WITH_TRAINING else [CELLS[number] for number in (1, 
 """Cells on 0.18.2: `make test-versions` runs them all."""
 ALL = [("0.19.2", cell, form) for cell in CELLS for form in cell.forms]
 ALL += [("0.18.2", cell, form) for cell in OLDER for form in cell.forms]
+ALL += [
+    (release, CELLS[number], form) for release in OLDEST for number in (0, 4, 14, 20) for form in CELLS[number].forms
+]
 RIGHT = [("tp2dp2", "tp2"), ("dp2", "one")]
 
 Saved = Callable[[str, str, tuple[str, str], str], Path]
