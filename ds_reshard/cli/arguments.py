@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ds_reshard.cli.launch import launched
+from ds_reshard.cli.launch import sharing
 from ds_reshard.formats.zero.weights_target import DTYPES
 from ds_reshard.operations import FORMATS, Reading
 from ds_reshard.operations.options import THREADS, refuse_memory
@@ -126,7 +126,7 @@ def add_json(
 
 def show(arguments: argparse.Namespace, told: Callable[[], object], render: Callable[[Console], None]) -> None:
     """Print what was found: as JSON, or on the console. Of several ranks the first does."""
-    if not launched().tells:
+    if not sharing().tells:
         return
     if arguments.json:
         print(json.dumps(told(), indent=2))
@@ -168,7 +168,7 @@ def reading(arguments: argparse.Namespace) -> Reading:
     """What add_reading's and add_device's arguments say; raises ConfigError for memory too little for the threads."""
     refuse_memory(arguments.threads, arguments.memory << 20)
     device = getattr(arguments, "device", "auto")
-    alone = launched().size == 1
+    alone = sharing().size == 1
     return Reading(
         threads=arguments.threads,
         memory_nbytes=arguments.memory << 20,

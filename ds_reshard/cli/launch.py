@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextvars import ContextVar
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 from ds_reshard.errors import ConfigError, Fault, RankLost, ReshardError, as_faults, raise_faults
 
 _TIMEOUT = timedelta(hours=4)  # a rank may read for so long while others wait; one that has ended is told at once
+# SLURM_NTASKS is set outside of srun too, and RANK, in Kubernetes, for torchrun itself
 _LAUNCHERS = (
-    ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"),
-    ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # SLURM_NTASKS is set outside of srun too
+    ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
 
 
@@ -28,12 +31,32 @@ class Launched(NamedTuple):
         return self.rank == 0
 
 
+_ALONE = Launched(0, 1)
+
+
 def launched() -> Launched:
-    """Of a process that torchrun or srun has started; the only one for any other."""
-    for launcher, number, size in _LAUNCHERS:
-        if launcher in os.environ:
+    """Of a process that torchrun or srun has started; the only one for any other, a rank's own child too."""
+    for launcher, number, size, own in _LAUNCHERS:
+        if launcher in os.environ and not _inherited(own):
             return Launched(int(os.environ[number]), int(os.environ[size]))
-    return Launched(0, 1)
+    return _ALONE
+
+
+def _inherited(name: str) -> bool:
+    """Whether the process that started this one has the variable as well."""
+    try:
+        entries = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:  # no Linux, or the launcher is root's
+        return False
+    return any(entry.startswith(f"{name}=".encode()) for entry in entries)
+
+
+_SHARING: ContextVar[Launched] = ContextVar("the ranks of this tool", default=_ALONE)
+
+
+def sharing() -> Launched:
+    """Of a tool whose ranks have met; the only one for any other."""
+    return _SHARING.get()
 
 
 def together(run: Callable[[], int]) -> int:
@@ -44,12 +67,14 @@ def together(run: Callable[[], int]) -> int:
     import torch.distributed as dist
 
     mine = launched()
-    if mine.size == 1:
+    if mine.size == 1 or dist.is_initialized():  # a run that calls a tool is on its own business with its ranks
         return run()
     _join(mine)
+    token = _SHARING.set(mine)
     try:
         return _answered(run, mine)
     finally:
+        _SHARING.reset(token)
         dist.destroy_process_group()  # else the end of one rank may be an error of another's
 
 

@@ -167,6 +167,22 @@ def test_a_rank_that_fails_ends_the_others_with_its_error(folders: Path, how: st
     assert len(lines) == 1 if how != "dies" else lines, err
 
 
+CHILD = """
+import os, subprocess, sys
+if os.environ["RANK"] == "0":
+    sys.exit(subprocess.run([sys.executable, "-m", "ds_reshard", "verify", sys.argv[1], "--json"]).returncode)
+"""
+
+
+@pytest.mark.slow
+def test_a_tool_that_one_rank_starts_works_alone(folders: Path) -> None:
+    """What torchrun says of ranks is in the environment of their children, too: none of them waits for others."""
+    script = folders / "child.py"
+    script.write_text(CHILD)
+    ((status, out, err),) = _ranks([str(script), str(folders / "saved")], [2])
+    assert status == 0 and json.loads(out)["faults"] == [], err
+
+
 def test_ranks_of_srun_are_told_how_they_meet(
     folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
