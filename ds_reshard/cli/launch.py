@@ -14,7 +14,7 @@ from ds_reshard.errors import ConfigError, Fault, RankLost, ReshardError, as_fau
 _TIMEOUT = timedelta(hours=4)  # a rank may read for so long while others wait; one that has ended is told at once
 # SLURM_NTASKS is set outside of srun too, and RANK, in Kubernetes, for torchrun itself
 _LAUNCHERS = (
-    ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
     ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
 

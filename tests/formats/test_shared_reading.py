@@ -98,7 +98,8 @@ def _ranks(words: list[str], sizes: list[int], **environment: str) -> list[tuple
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(sizes)), "--nproc-per-node"]
-    known = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    # and what the shell may have of a run before, or Kubernetes of the node
+    known = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0"}
     agents = [
         subprocess.Popen(
             [*launch, str(size), "--node-rank", str(node), "--master-port", port, *words],
