@@ -169,7 +169,7 @@ def list_directory(
 
 def directories(folder: str) -> list[str]:
     """The names of a folder's directories: `.metadata`, or one of each rank (state_dict_loader.py, torch 2.13)."""
-    return sorted(name for name in folders.entries(folder) if name == METADATA or _OF_RANK.fullmatch(name))
+    return sorted(name for name in folders.names(folder) if name == METADATA or _OF_RANK.fullmatch(name))
 
 
 def read_directory(folder: str, name: str = METADATA) -> Directory:

@@ -90,6 +90,21 @@ def entries(folder: str) -> dict[str, int | None]:
     return {name: status.st_size if _regular(status) else None for name, status in _scan(folder)}
 
 
+def names(folder: str) -> list[str]:
+    """The names of what lies in a folder, sorted, without a look at any of it. None where there is no folder."""
+    if remote.is_url(folder):
+        with named(folder, "cannot be listed"):
+            return list(remote.listing(folder))
+    with named(folder, "cannot be listed"):
+        try:
+            with os.scandir(folder) as scan:
+                return sorted(entry.name for entry in scan)
+        except OSError as error:
+            if error.errno not in _ABSENT:
+                raise
+            return []
+
+
 def files(folder: str) -> dict[str, int]:
     """The bytes of each file in a folder, sorted by name."""
     return {name: status.st_size for name, status in _scan(folder) if _regular(status)}
@@ -138,15 +153,7 @@ def _scan(folder: str) -> list[tuple[str, os.stat_result | None]]:
     if remote.is_url(folder):
         with named(folder, "cannot be listed"):
             return [(name, _remote(one)) for name, one in remote.listing(folder).items()]
-    with named(folder, "cannot be listed"):
-        try:
-            with os.scandir(folder) as scan:
-                names = sorted(entry.name for entry in scan)
-        except OSError as error:
-            if error.errno not in _ABSENT:
-                raise
-            return []
-    return [(name, _status(os.path.join(folder, name))) for name in names]
+    return [(name, _status(os.path.join(folder, name))) for name in names(folder)]
 
 
 def read_small(path: str, most: int | None = None) -> bytes:

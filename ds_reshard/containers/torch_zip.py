@@ -26,7 +26,7 @@ from ds_reshard.errors import (
 )
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, StorageRecord, TensorRecord
 
-__all__ = ["ArchiveLimits", "ArchiveMember", "TorchArchive", "check_root", "open_archive"]
+__all__ = ["ArchiveLimits", "ArchiveMember", "TorchArchive", "Twins", "check_root", "open_archive"]
 
 
 # caffe2/serialize/versions.h, kMinSupportedFileFormatVersion and kMaxSupportedFileFormatVersion, torch 2.13.
@@ -76,12 +76,12 @@ class TorchArchive:
     def bytes_read(self) -> int:
         return self._file.bytes_read
 
-    def load(self, name: str = "data.pkl", *, rules: PickleRules | None = None) -> object:
+    def load(self, name: str = "data.pkl", *, rules: PickleRules | None = None, twins: Twins | None = None) -> object:
         """The value that member `name` pickles: TensorRecords for tensors, StorageRecords for bare storages.
 
         No tensor's bytes are read, but those of flat tensors of bytes, in which models keep pickles of their own.
-        Raises UnsafePickle for what `rules` (by default those in force) do not allow, CheckpointDamaged,
-        ChecksumMismatch, ReadFailed.
+        With `twins` the value may be that of a file which was loaded before. Raises UnsafePickle for what `rules` (by
+        default those in force) do not allow, CheckpointDamaged, ChecksumMismatch, ReadFailed.
         """
         member = self._member(name)
         limit = self._limits.pickle.nbytes
@@ -92,6 +92,16 @@ class TorchArchive:
         rules = rules_in_force() if rules is None else rules
         data = self._file.read(member.byte_offset - self._start, member.nbytes)
         mismatch = self._mismatch(f"member {name!r}", data, member.crc32)
+        known = twins.of(data, self.members, rules) if twins is not None and mismatch is None else None
+        value = known.value if known is not None else self._judged(name, data, mismatch, rules)
+        if twins is not None and known is None:
+            twins.keep(data, self.members, rules, value)
+        if self.pickles == [name] and self._file.whole:
+            rules.note(self.path)
+        return value
+
+    def _judged(self, name: str, data: bytes, mismatch: ChecksumMismatch | None, rules: PickleRules) -> object:
+        """The value of a pickle, of which each name is judged; raises as `load`."""
         try:
             value = read_pickle(
                 data,
@@ -112,8 +122,6 @@ class TorchArchive:
             raise mismatch
         if self._calls.of_bytes and not rules.everything:
             raise_faults(self._inside(rules), subject="reading a checkpoint")
-        if self.pickles == [name] and self._file.whole:
-            rules.note(self.path)
         return value
 
     @property
@@ -212,6 +220,42 @@ class TorchArchive:
         if nbytes > 16:
             raise CheckpointDamaged(f"{self.path}: {name!r} has {nbytes} bytes, where a word is expected")
         return self.read(name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What a file held: its pickle, the bytes of its members, the rules that it passed; and the value that it gave."""
+
+    data: bytes
+    sizes: Mapping[str, int]
+    rules: PickleRules
+    value: object
+
+
+class Twins:
+    """What was loaded last: a file that pickles the same holds the same value, which is judged and made once.
+
+    Only where no storage has bytes, which would lie elsewhere: the model files of ZeRO stage 3 are such files, one for
+    each rank. Paths in the value are those of the file that it was made of. Any thread may ask.
+    """
+
+    def __init__(self) -> None:
+        self._last: _Loaded | None = None
+
+    def of(self, data: bytes, members: Mapping[str, ArchiveMember], rules: PickleRules) -> _Loaded | None:
+        """What was loaded of the same pickle beside the same members."""
+        last = self._last
+        same = last is not None and (last.data, last.sizes, last.rules) == (data, _sizes(members), rules)
+        return last if same else None
+
+    def keep(self, data: bytes, members: Mapping[str, ArchiveMember], rules: PickleRules, value: object) -> None:
+        sizes = _sizes(members)
+        if not any(nbytes for name, nbytes in sizes.items() if name.startswith("data/")):
+            self._last = _Loaded(data, sizes, rules, value)
+
+
+def _sizes(members: Mapping[str, ArchiveMember]) -> dict[str, int]:
+    return {name: member.nbytes for name, member in members.items()}
 
 
 def open_archive(

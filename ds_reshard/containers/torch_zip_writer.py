@@ -48,12 +48,16 @@ class Member:
     def entry(self, crc: int) -> bytes:
         """The line of the directory."""
         name = self.name.encode("utf-8")
-        fields = (self.nbytes, self.nbytes, self.header_offset)
-        wide = _wide_extra(tuple(value for value in fields if value >= WIDE))
+        wide = _wide_extra(_wide_fields(self.nbytes, self.header_offset))
         needs = _NEEDS_WIDE if wide else _NEEDS
-        packed, nbytes, offset = (min(value, WIDE) for value in fields)
-        sizes = (packed, nbytes, len(name), len(wide), 0, 0, 0, 0, offset)
+        nbytes, offset = min(self.nbytes, WIDE), min(self.header_offset, WIDE)
+        sizes = (nbytes, nbytes, len(name), len(wide), 0, 0, 0, 0, offset)
         return ENTRY.pack(b"PK\x01\x02", _MADE_BY, needs, _UTF8, 0, 0, 0, crc, *sizes) + name + wide
+
+
+def _wide_fields(nbytes: int, offset: int) -> tuple[int, ...]:
+    """What does not fit a line of the directory: a member's bytes, packed and not, and the place of its header."""
+    return tuple(value for value in (nbytes, nbytes, offset) if value >= WIDE)
 
 
 def _wide_extra(values: tuple[int, ...]) -> bytes:
@@ -109,8 +113,16 @@ class PlainPlan:
         yield 0, self.data
 
 
-def plan_archive(root: str, value: object) -> ArchivePlan:
-    """Where everything lies in the archive that holds `value`, a tree of plain values and records.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pickled:
+    """A value as its pickle, and the storages that it refers to, by the key of their member, in order of first use."""
+
+    data: bytes
+    storages: Mapping[str, StorageRecord]
+
+
+def pickled(value: object) -> Pickled:
+    """A tree of plain values and records, ready to be planned under any root.
 
     Storages are told apart by path, place and key: tensors that share one share its bytes in the new file too.
     """
@@ -122,22 +134,28 @@ def plan_archive(root: str, value: object) -> ArchivePlan:
         storages[key] = storage
         return key
 
-    pickle = write_pickle(value, key_of)
-    identity = str(int.from_bytes(hashlib.sha256(pickle).digest(), "big"))[:40]
-    before = {"data.pkl": pickle, ".format_version": b"1", ".storage_alignment": b"64", "byteorder": b"little"}
+    return Pickled(data=write_pickle(value, key_of), storages=storages)
+
+
+def plan_archive(root: str, value: object) -> ArchivePlan:
+    """Where everything lies in the archive that holds `value`, a tree as for `pickled`, or what that gave."""
+    made = value if isinstance(value, Pickled) else pickled(value)
+    identity = str(int.from_bytes(hashlib.sha256(made.data).digest(), "big"))[:40]
+    before = {"data.pkl": made.data, ".format_version": b"1", ".storage_alignment": b"64", "byteorder": b"little"}
     after = {"version": b"3\n", ".data/serialization_id": identity.encode("ascii")}
-    contents: dict[str, bytes | None] = {**before, **{f"data/{key}": None for key in storages}, **after}
-    members, at = [], 0
+    contents: dict[str, bytes | None] = {**before, **{f"data/{key}": None for key in made.storages}, **after}
+    members, at, directory_nbytes = [], 0, 0
     for name, data in contents.items():
-        nbytes = len(data) if data is not None else storages[name.removeprefix("data/")].nbytes
+        nbytes = len(data) if data is not None else made.storages[name.removeprefix("data/")].nbytes
         full = f"{root}/{name}"
-        least = at + LOCAL.size + len(full.encode("utf-8")) + 4 + (20 if nbytes >= WIDE else 0)
+        name_nbytes = len(full.encode("utf-8"))
+        least = at + LOCAL.size + name_nbytes + 4 + (20 if nbytes >= WIDE else 0)
         start = -(-least // _ALIGNMENT) * _ALIGNMENT
         members.append(Member(name=full, header_offset=at, byte_offset=start, nbytes=nbytes, data=data))
+        directory_nbytes += ENTRY.size + name_nbytes + len(_wide_extra(_wide_fields(nbytes, at)))
         at = start + nbytes
-    directory_nbytes = sum(len(member.entry(0)) for member in members)
     nbytes = at + directory_nbytes + len(_end(len(members), directory_nbytes, at))
-    return ArchivePlan(members=tuple(members), storages=storages, nbytes=nbytes)
+    return ArchivePlan(members=tuple(members), storages=made.storages, nbytes=nbytes)
 
 
 def _end(entries: int, nbytes: int, offset: int) -> bytes:

@@ -136,7 +136,7 @@ def _named_in(latest: str, path: str) -> str:
 
 
 def _no_checkpoint(path: str, what: str) -> CheckpointNotFound:
-    if any(name.endswith(".distcp") for name in folders.entries(path)):
+    if any(name.endswith(".distcp") for name in folders.names(path)):
         what = (
             "has files of torch.distributed.checkpoint, and no .metadata, which is written last: the save did not end"
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import decimal
 import os
+import zipfile
 
 import pytest
 import torch
@@ -10,8 +12,16 @@ from hypothesis import given, settings
 from torch.utils.serialization import config
 from torch_values import DTYPES, TREES, same
 
-from ds_reshard.containers.torch_zip import ArchiveLimits, open_archive
-from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ChecksumMismatch, ReadFailed, UnsupportedLayout
+from ds_reshard.containers.pickle_rules import PickleRules
+from ds_reshard.containers.torch_zip import ArchiveLimits, Twins, open_archive
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    ChecksumMismatch,
+    ReadFailed,
+    TrustRequired,
+    UnsupportedLayout,
+)
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, StorageRecord
 
 
@@ -170,6 +180,54 @@ def test_a_file_that_shrinks_while_it_is_open_is_damage(tmp_path):
         os.truncate(path, 10_000)
         with pytest.raises(CheckpointDamaged, match="shrank"):
             archive.tensor_bytes(record)
+
+
+RULES = PickleRules()
+
+
+def twin(tmp_path, twins, value, name):
+    with open_archive(saved(tmp_path, value, name)) as archive:
+        return archive.load(rules=RULES, twins=twins)
+
+
+def test_what_files_pickle_alike_is_made_once(tmp_path):
+    """The model files of ZeRO stage 3: the same pickle beside storages without bytes."""
+    value, twins = {"step": 3, "module": {"a": torch.ones(0), "b": torch.ones(0)}}, Twins()
+    first = twin(tmp_path, twins, value, "rank_0.pt")
+    assert twin(tmp_path, twins, value, "rank_10.pt") is first
+    other = twin(tmp_path, twins, {**value, "step": 4}, "rank_1.pt")
+    assert (first["step"], other["step"]) == (3, 4)
+    assert other["module"]["a"].storage.path == str(tmp_path / "rank_1.pt")
+
+
+def test_what_lies_in_another_file_is_no_twin(tmp_path):
+    twins = Twins()
+    paths = [twin(tmp_path, twins, torch.ones(2), name).storage.path for name in ("rank_0.pt", "rank_1.pt")]
+    assert paths == [str(tmp_path / "rank_0.pt"), str(tmp_path / "rank_1.pt")]
+
+
+def test_a_twin_is_judged_by_its_own_rules_members_and_checksum(tmp_path):
+    """Trust that one load was given is no other's; a storage without its member, or a flipped bit, is found in each."""
+    value, twins = {"module": torch.ones(0), "kept": decimal.Decimal(1)}, Twins()
+    path = saved(tmp_path, value, "rank_0.pt")
+    with open_archive(path) as archive:
+        archive.load(rules=PickleRules(["decimal.Decimal"]), twins=twins)
+        with pytest.raises(TrustRequired):
+            archive.load(rules=RULES, twins=twins)
+    plain = twin(tmp_path, twins, {"module": torch.ones(0)}, "rank_1.pt")
+    data = bytearray((tmp_path / "rank_1.pt").read_bytes())
+    at = data.index(b"module")
+    data[at] ^= 1
+    (tmp_path / "rank_2.pt").write_bytes(data)
+    with open_archive(tmp_path / "rank_2.pt") as archive, pytest.raises(ChecksumMismatch):
+        archive.load(rules=RULES, twins=twins)
+    with zipfile.ZipFile(tmp_path / "rank_1.pt") as whole, zipfile.ZipFile(tmp_path / "rank_3.pt", "w") as part:
+        for member in whole.infolist():
+            if not member.filename.endswith("/data/0"):
+                part.writestr(member, whole.read(member))
+    with open_archive(tmp_path / "rank_3.pt") as archive, pytest.raises(CheckpointDamaged, match="no bytes in"):
+        archive.load(rules=RULES, twins=twins)
+    assert twin(tmp_path, twins, {"module": torch.ones(0)}, "rank_4.pt") is plain
 
 
 def test_limits_are_those_given(tmp_path):

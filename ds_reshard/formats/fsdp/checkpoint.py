@@ -288,7 +288,7 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
 def _ranks(folder: str) -> dict[tuple[str, int], set[int]]:
     """The ranks of which the folder has a file, by family and world size."""
     found: dict[tuple[str, int], set[int]] = {}
-    for match in map(_NAME.fullmatch, folders.entries(folder)):
+    for match in map(_NAME.fullmatch, folders.names(folder)):
         if match is not None:
             found.setdefault((match[1], int(match[2])), set()).add(int(match[3]))
     return found

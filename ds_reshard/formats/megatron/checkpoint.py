@@ -109,7 +109,7 @@ def iteration_name(tag: str) -> str:
 
 
 def _names(path: str) -> frozenset[str]:
-    return frozenset(folders.entries(path))
+    return frozenset(folders.names(path))
 
 
 def _not_found(where: str, what: str, mend: str) -> CheckpointNotFound:

@@ -150,7 +150,7 @@ def is_torch_format(folder: str) -> bool:
 
 def _folders(folder: str) -> list[str]:
     """Those of ranks; ranks that write nothing leave empty ones (`ensure_directory_exists`)."""
-    named = [name for name in folders.entries(folder) if _FOLDER.fullmatch(name)]
+    named = [name for name in folders.names(folder) if _FOLDER.fullmatch(name)]
     return [name for name in named if folders.is_file(os.path.join(folder, name, MODEL))]
 
 

@@ -49,7 +49,7 @@ _LIST = "write a JSON list of the parameters' names, in the order of their numbe
 
 def list_pytorch(folder: str) -> SavedListing | None:
     """The files of such a folder, None for any other."""
-    names = folders.entries(folder).keys()
+    names = set(folders.names(folder))
     if names.isdisjoint((*_WEIGHTS, *_INDEXES)) or not names.isdisjoint(_OTHERS):
         return None
     files = {}
@@ -149,7 +149,7 @@ def _iteration(folder: str, facts: OptimizerFacts | None, left_out: list[str]) -
 def _others(folder: str, found: Iterable[str]) -> Iterator[str]:
     """A note on all that lies in the folder and is not read."""
     known = {*found, *_INDEXES, *SCHEDULERS, NAMES, TRAINER, "ds_reshard.json"}
-    names = [name for name in folders.entries(folder) if name not in known]
+    names = [name for name in folders.names(folder) if name not in known]
     if names:
         yield f"left out, as nothing here reads them: {', '.join(names)}"
     if "scaler.pt" in names:

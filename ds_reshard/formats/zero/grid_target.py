@@ -13,11 +13,12 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from ds_reshard.containers.torch_zip_writer import Pickled, pickled
 from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.experts import expert_of
 from ds_reshard.formats.zero.layout import by_key
-from ds_reshard.formats.zero.model_states import section
+from ds_reshard.formats.zero.model_states import ModelStates, section
 from ds_reshard.formats.zero.pipeline import ties_first
 from ds_reshard.formats.zero.rows import unknown_fault
 from ds_reshard.formats.zero.shards import ZeroShards
@@ -281,9 +282,10 @@ def _units(shards: ZeroShards, column: Column) -> Iterator[Unit]:
     files = model.apart()
     apart = frozenset(key.name for entries in files.values() for key in entries.values())
     others = (TargetFile(name=name, tree=partial(model.part, entries)) for name, entries in files.items())
+    trees = _ModelTrees(model, shards, apart)
     for rank in range(model.files):
         name = f"zero_pp_rank_{rank}_{mp}_model_states.pt" if model.stage == 3 else f"{mp}_model_states.pt"
-        file = TargetFile(name=name, tree=partial(_model_tree, model, shards, rank, apart))
+        file = TargetFile(name=name, tree=partial(trees.of, rank))
         yield Unit(family=MODEL, shard=column.number * model.files + rank, files=(file, *others))
     for rank in range(optim.dp):
         name = f"{_prefix(model.checkpoint, optim)}zero_pp_rank_{rank}_{mp}_optim_states.pt"
@@ -304,21 +306,38 @@ def _in_bf16(checkpoint: ZeroCheckpoint) -> bool:
     return section(config, "bf16" if "bf16" in config else "bfloat16").get("enabled") is True
 
 
-def _model_tree(model: ModelTarget, shards: ZeroShards, rank: int, apart: frozenset[str]) -> Mapping[str, object]:
-    """One model file, without the weights that are in files `apart`, and the mark of a universal checkpoint.
+class _ModelTrees:
+    """The model files of a column, without the weights that are in files `apart`.
 
-    The saving run's own file of that rank may hold its buffers and its entries; where it has none, the first's.
+    The saving run's own file of a rank may hold its buffers and its entries; where it has none, the first's. Ranks of
+    which the same was saved have the same written, pickled once. Any thread may ask.
     """
-    checkpoint = model.checkpoint
-    own = rank < checkpoint.dp and rank in checkpoint.listing.model
-    tree = model.tree(rank, shards.model_states(rank) if own else checkpoint.model)
-    if tree.get("universal_checkpoint_info") == UNIVERSAL_INFO:
-        del tree["universal_checkpoint_info"]
-    module = tree["module"]
-    assert isinstance(module, OrderedDict)
-    for name in apart:
-        del module[name]
-    return {**tree, "module": None} if model.layers is not None else tree
+
+    def __init__(self, model: ModelTarget, shards: ZeroShards, apart: frozenset[str]) -> None:
+        self._model = model
+        self._shards = shards
+        self._apart = apart
+        self._last: tuple[Mapping[str, object], bool, Pickled] | None = None
+
+    def of(self, rank: int) -> Pickled:
+        checkpoint = self._model.checkpoint
+        own = rank < checkpoint.dp and rank in checkpoint.listing.model
+        saved = self._shards.model_states(rank) if own else checkpoint.model
+        last = self._last
+        if last is None or last[0] is not saved.entries or last[1] != (rank == 0):
+            self._last = last = saved.entries, rank == 0, pickled(self._tree(rank, saved))
+        return last[2]
+
+    def _tree(self, rank: int, saved: ModelStates) -> Mapping[str, object]:
+        """One file's content, without the mark of a universal checkpoint."""
+        tree = self._model.tree(rank, saved)
+        if tree.get("universal_checkpoint_info") == UNIVERSAL_INFO:
+            del tree["universal_checkpoint_info"]
+        module = tree["module"]
+        assert isinstance(module, OrderedDict)
+        for name in self._apart:
+            del module[name]
+        return {**tree, "module": None} if self._model.layers is not None else tree
 
 
 def _prefix(checkpoint: ZeroCheckpoint, optim: OptimizerTarget) -> str:

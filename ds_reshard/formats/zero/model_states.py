@@ -6,9 +6,9 @@ Keys from deepspeed/runtime/engine.py `_common_checkpoint_state` and `_save_chec
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ds_reshard.containers.torch_zip import check_root, open_archive
+from ds_reshard.containers.torch_zip import Twins, check_root, open_archive
 from ds_reshard.errors import damaged, fail, raise_faults
 from ds_reshard.model.facts import describe, text_of
 from ds_reshard.model.records import TensorRecord
@@ -60,7 +60,25 @@ def read_model_states(path: str, stem: str) -> ModelStates:
     Raises CheckpointDamaged when the file is not what its name says, or lacks what every DeepSpeed model
     file has.
     """
-    top = read_entries(path, stem)
+    return _model_states(path, read_entries(path, stem))
+
+
+class ModelFiles:
+    """Reads the model files of one save; what ranks say alike is read once."""
+
+    def __init__(self) -> None:
+        self._twins = Twins()
+        self._last: ModelStates | None = None
+
+    def read(self, path: str, stem: str) -> ModelStates:
+        """As `read_model_states`; values may be those of a file that was read before and says the same."""
+        top, last = read_entries(path, stem, self._twins), self._last
+        if last is None or last.entries is not top:
+            last = self._last = _model_states(path, top)
+        return replace(last, path=path)
+
+
+def _model_states(path: str, top: Mapping[str, object]) -> ModelStates:
     faults = [
         damaged(path, f"has no entry {key!r}", "a DeepSpeed model file", f"entries {sorted(top)[:8]}")
         for key in ("module", "dp_world_size", "global_steps")
@@ -86,11 +104,11 @@ def read_model_states(path: str, stem: str) -> ModelStates:
     )
 
 
-def read_entries(path: str, stem: str) -> Mapping[str, object]:
+def read_entries(path: str, stem: str, twins: Twins | None = None) -> Mapping[str, object]:
     """The top level of a model file, as records; CheckpointDamaged where it has none."""
     with open_archive(path) as archive:
         check_root(path, stem, archive.root)
-        top = archive.load()
+        top = archive.load(twins=twins)
     if not isinstance(top, dict) or not all(isinstance(key, str) for key in top):
         raise_faults(
             [damaged(path, "is not a DeepSpeed model file", "a dict of entries", type(top).__name__)],

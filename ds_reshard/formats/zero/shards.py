@@ -13,12 +13,13 @@ from ds_reshard.containers.crc import repeated
 from ds_reshard.errors import CheckpointDamaged, Fault, damaged, fail, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, GridColumn, Shape, ZeroCheckpoint, kinds_of
 from ds_reshard.formats.zero.layout import flat_numel, partition_numel, sub_group_numel
-from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
+from ds_reshard.formats.zero.model_states import ModelFiles, ModelStates
 from ds_reshard.formats.zero.names import column_of
 from ds_reshard.formats.zero.optim_states import STATE, OptimStates, read_optim_states
 from ds_reshard.formats.zero.universal import BUFFER, check_tensor, read_state
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.index import Extent, Record, extent_of, extents_overlap
+from ds_reshard.model.records import TensorRecord
 
 _LONGEST = 60
 
@@ -112,11 +113,13 @@ class ZeroShards:
     """Opens the shards of a checkpoint for an index, each checked against the layout when it is opened.
 
     `signatures` collects what each opened shard says of the run, abridged; the ranks compare theirs. `latest` is the
-    model file that was read last.
+    model file that was read last, `module` where its tensors lie.
     """
 
     checkpoint: ZeroCheckpoint
     latest: ModelStates | None = None
+    model_files: ModelFiles = field(default_factory=ModelFiles)
+    module: tuple[Mapping[str, TensorRecord], dict[str, Extent]] | None = None
     stage0: Mapping[str, Extent] = field(default_factory=dict)
     signatures: dict[str, dict[str, str]] = field(default_factory=dict)
     prints: dict[str, tuple[tuple[int, int | None], ...]] = field(default_factory=dict)
@@ -146,14 +149,17 @@ class ZeroShards:
         name = self.checkpoint.listing.model[shard]
         path, latest = self.checkpoint.listing.path(name), self.latest
         if latest is None or latest.path != path:
-            latest = self.latest = self.checkpoint.listing.read(name, read_model_states)
+            latest = self.latest = self.checkpoint.listing.read(name, self.model_files.read)
         return latest
 
     def _model(self, shard: int) -> Mapping[str, Extent]:
         checkpoint = self.checkpoint
         name, model = checkpoint.listing.model[shard], self.model_states(shard)
         self.signatures[name] = abridged(model_signature(model))
-        extents = {f"module/{key}": extent_of(tensor) for key, tensor in model.module.items() if tensor.contiguous}
+        if self.module is None or self.module[0] is not model.module:
+            places = {f"module/{key}": extent_of(tensor) for key, tensor in model.module.items() if tensor.contiguous}
+            self.module = model.module, places
+        extents = dict(self.module[1])
         said = checkpoint.rows[shard // checkpoint.dp] if checkpoint.rows else checkpoint.model
         for key, shape in said.frozen_shapes.items() if checkpoint.listing.partitioned_model else ():
             fragment = model.frozen_fragments.get(key)
