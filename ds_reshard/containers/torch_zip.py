@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -222,11 +223,13 @@ class TorchArchive:
         return self.read(name)
 
 
+_TWINS, _TWINS_NBYTES = 16, 32 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What a file held: its pickle, the bytes of its members, the rules that it passed; and the value that it gave."""
+    """What a pickle gave beside members of such sizes, and the rules that it passed."""
 
-    data: bytes
     sizes: Mapping[str, int]
     rules: PickleRules
     value: object
@@ -236,22 +239,28 @@ class Twins:
     """What was loaded last: a file that pickles the same holds the same value, which is judged and made once.
 
     Only where no storage has bytes, which would lie elsewhere: the model files of ZeRO stage 3 are such files, one for
-    each rank. Paths in the value are those of the file that it was made of. Any thread may ask.
+    each rank, and differ by the number of the rank's GPU in its node. Paths in the value are those of the file that it
+    was made of. Any thread may ask; at most 16 pickles are kept, of 32 MiB.
     """
 
     def __init__(self) -> None:
-        self._last: _Loaded | None = None
+        self._loaded: dict[bytes, _Loaded] = {}
+        self._lock = threading.Lock()
 
     def of(self, data: bytes, members: Mapping[str, ArchiveMember], rules: PickleRules) -> _Loaded | None:
         """What was loaded of the same pickle beside the same members."""
-        last = self._last
-        same = last is not None and (last.data, last.sizes, last.rules) == (data, _sizes(members), rules)
-        return last if same else None
+        with self._lock:
+            found = self._loaded.get(data)
+        return found if found is not None and found.rules is rules and found.sizes == _sizes(members) else None
 
     def keep(self, data: bytes, members: Mapping[str, ArchiveMember], rules: PickleRules, value: object) -> None:
         sizes = _sizes(members)
-        if not any(nbytes for name, nbytes in sizes.items() if name.startswith("data/")):
-            self._last = _Loaded(data, sizes, rules, value)
+        if any(nbytes for name, nbytes in sizes.items() if name.startswith("data/")):
+            return
+        with self._lock:
+            self._loaded[data] = _Loaded(sizes, rules, value)
+            while len(self._loaded) > _TWINS or sum(map(len, self._loaded)) > max(len(data), _TWINS_NBYTES):
+                del self._loaded[next(iter(self._loaded))]
 
 
 def _sizes(members: Mapping[str, ArchiveMember]) -> dict[str, int]:

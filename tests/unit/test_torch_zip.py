@@ -194,7 +194,9 @@ def test_what_files_pickle_alike_is_made_once(tmp_path):
     """The model files of ZeRO stage 3: the same pickle beside storages without bytes."""
     value, twins = {"step": 3, "module": {"a": torch.ones(0), "b": torch.ones(0)}}, Twins()
     first = twin(tmp_path, twins, value, "rank_0.pt")
-    assert twin(tmp_path, twins, value, "rank_10.pt") is first
+    others = [twin(tmp_path, twins, {**value, "gpu": number}, f"rank_{number}.pt") for number in range(1, 16)]
+    assert twin(tmp_path, twins, value, "rank_16.pt") is first
+    assert twin(tmp_path, twins, {**value, "gpu": 15}, "rank_31.pt") is others[-1]
     other = twin(tmp_path, twins, {**value, "step": 4}, "rank_1.pt")
     assert (first["step"], other["step"]) == (3, 4)
     assert other["module"]["a"].storage.path == str(tmp_path / "rank_1.pt")

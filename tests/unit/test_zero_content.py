@@ -9,6 +9,7 @@ import pytest
 
 from ds_reshard.formats.zero.content import SAME_BYTES, as_zero, optimizer_faults, read_as_zero
 from ds_reshard.formats.zero.layout import by_key, whole
+from ds_reshard.formats.zero.model_states import Kept
 from ds_reshard.model.content import Content, Held
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts
 from ds_reshard.model.layout import Layout, TensorKey
@@ -114,3 +115,19 @@ def test_an_optimizer_that_is_none_of_deepspeeds_is_told(case: str) -> None:
     assert len(found) == 1 and said in found[0].line(), found
     assert list(optimizer_faults(content())) == []
     assert list(optimizer_faults(replace(held, facts=None))) == []
+
+
+def test_what_is_kept_of_values_is_bounded():
+    """Values are told apart by what they are, not by what they equal; the oldest go first."""
+    kept, made = Kept[int](), []
+    values = [{}, {}, {}]
+
+    def make():
+        made.append(len(made))
+        return made[-1]
+
+    assert [kept.of(value, 16000, make) for value in (values[0], values[1], values[0])] == [0, 1, 0]
+    assert [kept.of(value, 16000, make) for value in (values[2], values[1], values[0])] == [2, 1, 3]
+    large = {}
+    assert [kept.of(value, 10**6, make) for value in (large, large)] == [4, 4]
+    assert kept.of(values[0], 16000, make) == 5

@@ -18,7 +18,7 @@ from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, raise_fau
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.experts import expert_of
 from ds_reshard.formats.zero.layout import by_key
-from ds_reshard.formats.zero.model_states import ModelStates, section
+from ds_reshard.formats.zero.model_states import Kept, ModelStates, section
 from ds_reshard.formats.zero.pipeline import ties_first
 from ds_reshard.formats.zero.rows import unknown_fault
 from ds_reshard.formats.zero.shards import ZeroShards
@@ -317,16 +317,14 @@ class _ModelTrees:
         self._model = model
         self._shards = shards
         self._apart = apart
-        self._last: tuple[Mapping[str, object], bool, Pickled] | None = None
+        self._first, self._others = Kept[Pickled](), Kept[Pickled]()  # the first rank's file alone names what is tied
 
     def of(self, rank: int) -> Pickled:
         checkpoint = self._model.checkpoint
         own = rank < checkpoint.dp and rank in checkpoint.listing.model
         saved = self._shards.model_states(rank) if own else checkpoint.model
-        last = self._last
-        if last is None or last[0] is not saved.entries or last[1] != (rank == 0):
-            self._last = last = saved.entries, rank == 0, pickled(self._tree(rank, saved))
-        return last[2]
+        kept = self._others if rank else self._first
+        return kept.of(saved.entries, len(saved.module), lambda: pickled(self._tree(rank, saved)))
 
     def _tree(self, rank: int, saved: ModelStates) -> Mapping[str, object]:
         """One file's content, without the mark of a universal checkpoint."""

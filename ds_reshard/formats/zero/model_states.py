@@ -5,8 +5,10 @@ Keys from deepspeed/runtime/engine.py `_common_checkpoint_state` and `_save_chec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from ds_reshard.containers.torch_zip import Twins, check_root, open_archive
 from ds_reshard.errors import damaged, fail, raise_faults
@@ -63,19 +65,46 @@ def read_model_states(path: str, stem: str) -> ModelStates:
     return _model_states(path, read_entries(path, stem))
 
 
+_KEPT_TENSORS = 1 << 15
+Made = TypeVar("Made")
+
+
+class Kept(Generic[Made]):
+    """What was made of the last values, by their identity: of so many as name 32,768 tensors together, or of one.
+
+    Any thread may ask.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[object, int, Made]] = {}
+        self._lock = threading.Lock()
+
+    def of(self, value: object, tensors: int, make: Callable[[], Made]) -> Made:
+        """What `make` gives for a value that names so many tensors, or gave for it before."""
+        with self._lock:
+            found = self._made.get(id(value))
+        if found is None:
+            found = value, tensors, make()  # with the value: an identity is its own only while it lives
+            with self._lock:
+                self._made[id(value)] = found
+                while sum(kept[1] for kept in self._made.values()) > max(tensors, _KEPT_TENSORS):
+                    del self._made[next(iter(self._made))]
+        return found[2]
+
+
 class ModelFiles:
     """Reads the model files of one save; what ranks say alike is read once."""
 
     def __init__(self) -> None:
         self._twins = Twins()
-        self._last: ModelStates | None = None
+        self._states = Kept[ModelStates]()
 
     def read(self, path: str, stem: str) -> ModelStates:
         """As `read_model_states`; values may be those of a file that was read before and says the same."""
-        top, last = read_entries(path, stem, self._twins), self._last
-        if last is None or last.entries is not top:
-            last = self._last = _model_states(path, top)
-        return replace(last, path=path)
+        top = read_entries(path, stem, self._twins)
+        module = top.get("module")
+        tensors = len(module) if isinstance(module, dict) else 0
+        return replace(self._states.of(top, tensors, lambda: _model_states(path, top)), path=path)
 
 
 def _model_states(path: str, top: Mapping[str, object]) -> ModelStates:

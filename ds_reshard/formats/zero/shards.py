@@ -13,13 +13,12 @@ from ds_reshard.containers.crc import repeated
 from ds_reshard.errors import CheckpointDamaged, Fault, damaged, fail, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, GridColumn, Shape, ZeroCheckpoint, kinds_of
 from ds_reshard.formats.zero.layout import flat_numel, partition_numel, sub_group_numel
-from ds_reshard.formats.zero.model_states import ModelFiles, ModelStates
+from ds_reshard.formats.zero.model_states import Kept, ModelFiles, ModelStates
 from ds_reshard.formats.zero.names import column_of
 from ds_reshard.formats.zero.optim_states import STATE, OptimStates, read_optim_states
 from ds_reshard.formats.zero.universal import BUFFER, check_tensor, read_state
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.index import Extent, Record, extent_of, extents_overlap
-from ds_reshard.model.records import TensorRecord
 
 _LONGEST = 60
 
@@ -113,13 +112,13 @@ class ZeroShards:
     """Opens the shards of a checkpoint for an index, each checked against the layout when it is opened.
 
     `signatures` collects what each opened shard says of the run, abridged; the ranks compare theirs. `latest` is the
-    model file that was read last, `module` where its tensors lie.
+    model file that was read last, `places` has where tensors lie that model files say alike.
     """
 
     checkpoint: ZeroCheckpoint
     latest: ModelStates | None = None
     model_files: ModelFiles = field(default_factory=ModelFiles)
-    module: tuple[Mapping[str, TensorRecord], dict[str, Extent]] | None = None
+    places: Kept[Mapping[str, Extent]] = field(default_factory=lambda: Kept())
     stage0: Mapping[str, Extent] = field(default_factory=dict)
     signatures: dict[str, dict[str, str]] = field(default_factory=dict)
     prints: dict[str, tuple[tuple[int, int | None], ...]] = field(default_factory=dict)
@@ -156,10 +155,7 @@ class ZeroShards:
         checkpoint = self.checkpoint
         name, model = checkpoint.listing.model[shard], self.model_states(shard)
         self.signatures[name] = abridged(model_signature(model))
-        if self.module is None or self.module[0] is not model.module:
-            places = {f"module/{key}": extent_of(tensor) for key, tensor in model.module.items() if tensor.contiguous}
-            self.module = model.module, places
-        extents = dict(self.module[1])
+        extents = dict(self.places.of(model.module, len(model.module), lambda: _places(model)))
         said = checkpoint.rows[shard // checkpoint.dp] if checkpoint.rows else checkpoint.model
         for key, shape in said.frozen_shapes.items() if checkpoint.listing.partitioned_model else ():
             fragment = model.frozen_fragments.get(key)
@@ -200,6 +196,10 @@ class ZeroShards:
         marks = tuple((e.record.nbytes, e.record.crc32) for e in extents.values() if e.numel)
         self.prints[name] = (*self.prints.get(name, ()), *marks)
         return extents
+
+
+def _places(model: ModelStates) -> Mapping[str, Extent]:
+    return {f"module/{key}": extent_of(tensor) for key, tensor in model.module.items() if tensor.contiguous}
 
 
 def _sizes(
