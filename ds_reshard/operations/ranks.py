@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial, reduce
 from hashlib import blake2b
 from operator import xor
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from ds_reshard.errors import Fault, RankLost, ReshardError, as_faults, raise_faults
+from ds_reshard.errors import ConfigError, Fault, RankLost, ReshardError, as_faults, raise_faults
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.interfaces import Outcome
 from ds_reshard.operations.watching import phase
@@ -45,6 +46,35 @@ def world_size(group: ProcessGroup | Place | None = None) -> int:
 
 
 @contextmanager
+def within(seconds: int | None) -> Iterator[None]:
+    """Inside, collectives of every process group wait so long for other ranks; None is as they were made.
+
+    Raises ConfigError where a group's timeout cannot be set: a backend that torch does not bring, or a torch too old.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if seconds is None or not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+    groups = list(dist.distributed_c10d._world.pg_map)
+    backends = {id(one): one for group in groups for one in map(group._get_backend, group._device_types)}.values()
+    if not all(hasattr(one, "_set_default_timeout") and hasattr(one, "options") for one in backends):
+        where, what = "timeout_s", "the timeout of a process group cannot be set here"
+        found = f"torch {torch.__version__}, {', '.join(sorted({type(one).__name__ for one in backends}))}"
+        mend = "leave it out, and give torch.distributed.init_process_group a timeout"
+        raise_faults([ConfigError.fault(where, what, "groups of gloo or NCCL", found, mend=mend)], subject="timeout_s")
+    before = [(one, one.options._timeout) for one in backends]
+    try:
+        for one, _ in before:
+            one._set_default_timeout(timedelta(seconds=seconds))
+        yield
+    finally:
+        for one, timeout in before:
+            one._set_default_timeout(timeout)
+
+
+@contextmanager
 def answered() -> Iterator[None]:
     """Around a collective: what the backend says where a rank has ended or does not answer, as RankLost.
 
@@ -54,7 +84,7 @@ def answered() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        what = "a rank has ended, or has not answered within the timeout of init_process_group"
+        what = "a rank has ended, or has not answered within timeout_s, or the timeout of init_process_group"
         mend = "see which rank's log ended first, and why, and start again"
         fault = RankLost.fault(f"rank {rank()}", what, "an answer of each rank", str(error)[:200], mend=mend)
         raise RankLost(f"{fault.line()}; {mend}", [fault]) from error

@@ -1,4 +1,4 @@
-"""What people see of a load: a line of progress while it reads, and one event when it has ended.
+"""What people see of a load: a line of progress while it reads, and one event when it has ended; and how long it waits.
 
 An event is one line of JSON, and spans of OpenTelemetry where the process has set that up itself.
 """
@@ -25,35 +25,42 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ds_reshard")
 PROGRESS = ("auto", "off")
+_LONGEST_S = 7 * 24 * 3600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Whether progress is shown, "auto" or "off", and the file that events are appended to."""
+    """Whether progress is shown, "auto" or "off", the file that events are appended to, and how long ranks wait."""
 
     progress: str = "auto"
     events: str | None = None
+    timeout_s: int | None = None
 
 
 _FOR_ALL: list[Asked] = []
 
 
-def watching_faults(place: str, progress: object, events: object) -> Iterator[Fault]:
+def watching_faults(place: str, progress: object, events: object, timeout_s: object) -> Iterator[Fault]:
     if progress not in (None, *PROGRESS):
         yield wrong_value(f"{place}progress", "one of " + ", ".join(f'"{one}"' for one in PROGRESS), progress)
     if events is not None and not (isinstance(events, str) and events):
         yield wrong_value(f"{place}events", "the path of a file, to which a line is appended", events)
+    whole = isinstance(timeout_s, int) and not isinstance(timeout_s, bool) and 1 <= timeout_s <= _LONGEST_S
+    if timeout_s is not None and not whole:
+        yield wrong_value(f"{place}timeout_s", f"a whole number of seconds from 1 to {_LONGEST_S}", timeout_s)
 
 
-def ask(progress: str | None, events: str | None) -> None:
+def ask(progress: str | None, events: str | None, timeout_s: int | None = None) -> None:
     """What is asked of all loads of this process from now on, where their own settings do not say."""
-    _FOR_ALL[:] = [asked(progress, events)]
+    _FOR_ALL[:] = [asked(progress, events, timeout_s)]
 
 
-def asked(progress: str | None = None, events: str | None = None) -> Asked:
+def asked(progress: str | None = None, events: str | None = None, timeout_s: int | None = None) -> Asked:
     """What is asked of one load: what its settings say, and else what is asked of all."""
     first = _FOR_ALL[0] if _FOR_ALL else Asked()
-    return Asked(progress=progress or first.progress, events=events or first.events)
+    return Asked(
+        progress=progress or first.progress, events=events or first.events, timeout_s=timeout_s or first.timeout_s
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +115,11 @@ def in_force() -> Asked:
 
 @contextmanager
 def watched(host: str, checkpoint: str | None, wanted: Asked | None = None) -> Iterator[Watched]:
-    """Around one load of this rank: rank 0 tells its event when it ends, well or not.
+    """Around one load of this rank: rank 0 tells its event when it ends, well or not. Ranks wait as long as is asked.
 
     A load inside another is part of it. Where `checkpoint` stays None there was nothing to load, and no event.
     """
-    from ds_reshard.operations.ranks import rank, world_size
+    from ds_reshard.operations.ranks import rank, within, world_size
 
     outer = _CURRENT.get()
     if outer is not None:
@@ -123,7 +130,8 @@ def watched(host: str, checkpoint: str | None, wanted: Asked | None = None) -> I
     )
     token, before, error = _CURRENT.set(load), last_report(), None
     try:
-        yield load
+        with within(load.asked.timeout_s):
+            yield load
     except BaseException as raised:
         error = raised
         raise

@@ -103,7 +103,14 @@ def test_progress_off_and_a_store_that_is_gone(saves: Saves, worlds: Any) -> Non
 
 def test_what_is_asked(tmp_path: Path) -> None:
     """The JSON before what is asked of all hosts; any other value is a ConfigError that names it."""
-    for section in ({"progress": "on"}, {"progress": 3}, {"events": ""}, {"events": 3}):
+    for section in (
+        {"progress": "on"},
+        {"progress": 3},
+        {"events": ""},
+        {"events": 3},
+        {"timeout_s": 0},
+        {"timeout_s": True},
+    ):
         with pytest.raises(ConfigError, match=next(iter(section))):
             parse_settings({"ds_reshard": section})
         with pytest.raises(ConfigError, match=next(iter(section))):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,9 +72,17 @@ def befallen(
     return found
 
 
-def lost(run: Run, model: Model, folder: str, on: int, at: Step | int, signal_number: int) -> tuple[str, str]:
-    """What a rank says where rank `on` is sent a signal: at a call on a file, or before its `at`-th collective."""
+def lost(
+    run: Run, model: Model, folder: str, on: int, at: Step | int, signal_number: int, seconds: int
+) -> tuple[str, str, float]:
+    """What a rank says where rank `on` is sent a signal: at a call on a file, or before its `at`-th collective.
+
+    With the seconds that it waited.
+    """
     import ds_reshard
+    from ds_reshard.operations.ranks import within
+
+    run = replace(run, config={**run.config, "ds_reshard": {"timeout_s": seconds}})
 
     engine, rank, seen = build(run, model, seed=99), torch.distributed.get_rank(), 0
     own = {name: getattr(torch.distributed, name) for name in ("all_gather_object", "broadcast_object_list")}
@@ -90,11 +100,14 @@ def lost(run: Run, model: Model, folder: str, on: int, at: Step | int, signal_nu
     calls = Calls(folder, at if isinstance(at, Step) and rank == on else None, DEATH, signal_number)
     for name, function in own.items() if rank == on else ():
         setattr(torch.distributed, name, counted(function))
+    began = time.monotonic()
     try:
         with ds_reshard.install("deepspeed"), calls.watched():
             engine.load_checkpoint(folder)
     except ds_reshard.ReshardError as error:
-        return f"{type(error).__name__}: {error}", outcome(engine.step)
+        waited = time.monotonic() - began
+        with within(seconds):
+            return f"{type(error).__name__}: {error}", outcome(engine.step), waited
     except Exception as error:
-        return f"unnamed {type(error).__name__}: {error}", ""
-    return "done", ""
+        return f"unnamed {type(error).__name__}: {error}", "", time.monotonic() - began
+    return "done", "", 0

@@ -17,6 +17,7 @@ from loads import KINDS, MODEL, made
 from worlds import World
 
 TIMEOUT_S = 5
+"""What the DeepSpeed JSON says; the process group itself would wait twelve times as long."""
 _COLLECTIVES, _CALLS = 4, 8
 
 
@@ -38,10 +39,12 @@ def main() -> int:
                 if (2 * number + (sent == signal.SIGSTOP)) % given.every:
                     continue
                 tried += 1
-                world = World(2, timeout_s=TIMEOUT_S)
+                world = World(2, timeout_s=12 * TIMEOUT_S)
                 arguments = {"run": run, "model": MODEL, "folder": folder, "on": on, "at": at, "signal_number": sent}
+                arguments["seconds"] = TIMEOUT_S
                 (told,) = world.run_without(on, "load_jobs.lost", 12 * TIMEOUT_S, **arguments)
-                if told is None or not told[0].startswith("RankLost: ") or told[1] == "done":
+                named = told is not None and told[0].startswith("RankLost: ") and told[1] != "done"
+                if not named or told[2] > 6 * TIMEOUT_S:
                     findings += 1
                     print(sent.name, on, at, told, flush=True)
     seconds = round(time.monotonic() - began)

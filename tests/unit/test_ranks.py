@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from ds_reshard.containers.crc import crc32
-from ds_reshard.errors import CheckpointDamaged, ModelMismatch, ReshardError
+from ds_reshard.errors import CheckpointDamaged, ConfigError, ModelMismatch, ReshardError
 from ds_reshard.execution.checksums import partial_sums
 from ds_reshard.execution.interfaces import Outcome, Slice
 from ds_reshard.model.index import Record
-from ds_reshard.operations.ranks import Steps, Sums, whole
+from ds_reshard.operations.ranks import Steps, Sums, whole, within
 
 DATA = random.Random(1).randbytes(64)
 RECORD = Record(path="file", byte_offset=100, nbytes=len(DATA), crc32=crc32(DATA))
@@ -71,3 +75,34 @@ def test_sums_of_all_ranks_cancel_where_the_record_is_as_it_was_saved() -> None:
     assert not whole([_sums(DATA, *cut), _sums(DATA, cut[1])])
     assert not whole([_sums(DATA, *cut), None])
     assert not whole([_sums(DATA, cut[0]), _sums(DATA, cut[0])]), "checksums alone cancel"
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_groups_wait_as_long_as_is_asked_and_then_as_before(group: dist.ProcessGroup) -> None:
+    """Also those that were made beside the first, and after an error."""
+    other = dist.new_group([0], timeout=timedelta(seconds=33))
+
+    def seconds() -> list[float]:
+        backends = [one._get_backend(torch.device("cpu")) for one in (group, other)]
+        return [one.options._timeout.total_seconds() for one in backends]
+
+    with pytest.raises(CheckpointDamaged), within(5):
+        assert seconds() == [5, 5]
+        _fails(CheckpointDamaged, "a file")
+    assert seconds() == [77, 33]
+    with within(None):
+        assert seconds() == [77, 33]
+
+
+def test_a_group_whose_timeout_cannot_be_set_is_named(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(group), "_get_backend", lambda group, device: object())
+    with pytest.raises(ConfigError, match="timeout_s: the timeout of a process group cannot be set"), within(5):
+        pass

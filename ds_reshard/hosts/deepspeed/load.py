@@ -143,7 +143,7 @@ def load_checkpoint(
             lambda: _consider(engine, module_only=request.module_only), subject=f"loading {request.load_dir}"
         )
         settings = mine.settings if mine is not None else Settings()
-        wanted = asked(settings.progress, settings.events)
+        wanted = asked(settings.progress, settings.events, settings.timeout_s)
         with in_force(PickleRules(settings.trust)), watched("deepspeed", request.load_dir, wanted):
             return _load(engine, mine, original, request, tag, steps)
 

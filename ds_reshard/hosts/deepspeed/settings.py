@@ -15,7 +15,7 @@ from ds_reshard.resume.policy import Given, from_json
 from ds_reshard.resume.schedulers import clock_faults, clock_in
 
 SECTION = "ds_reshard"
-_TOP = ("enabled", "reshard", "resume", "trust", "accelerate", "names", "progress", "events")
+_TOP = ("enabled", "reshard", "resume", "trust", "accelerate", "names", "progress", "events", "timeout_s")
 _RESHARD = ("always", "threads", "memory_mib", "device", "verify", "tensor_parallel")
 _DROPPED = {"share_reads": "0.1.0"}
 _DEVICES = ("auto", "cpu", "cuda")
@@ -32,7 +32,8 @@ class Settings:
     `resume` is what the section says of the resume policy; `clock` is who steps a scheduler that accelerate prepares,
     None where the section does not say. `tensor_parallel` has rules of how tensor-parallel ranks divide parameters.
     `names` is a JSON file with what the parameters of a checkpoint of another format are called in this run, as
-    `convert --names` takes it. `progress` is "auto" or "off", `events` a file; None is what is asked of all hosts.
+    `convert --names` takes it. `progress` is "auto" or "off", `events` a file, `timeout_s` how long ranks
+    wait for each other; None is what is asked of all hosts.
     """
 
     enabled: bool = True
@@ -48,6 +49,7 @@ class Settings:
     tensor_parallel: tuple[Rule, ...] = ()
     progress: str | None = None
     events: str | None = None
+    timeout_s: int | None = None
 
     @property
     def memory_nbytes(self) -> int:
@@ -101,8 +103,8 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
     faults += rule_faults(f"{SECTION}.reshard.tensor_parallel", rules)
     faults += trust_faults(f"{SECTION}.trust", trust)
     faults += clock_faults(section.get("accelerate", {}))
-    progress, events = section.get("progress"), section.get("events")
-    faults += watching_faults(f"{SECTION}.", progress, events)
+    progress, events, timeout_s = (section.get(key) for key in ("progress", "events", "timeout_s"))
+    faults += watching_faults(f"{SECTION}.", progress, events, timeout_s)
     raise_faults(faults, subject="DeepSpeed config")
     return Settings(
         enabled=enabled,
@@ -118,6 +120,7 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
         tensor_parallel=rules_in(rules),
         progress=progress,
         events=events,
+        timeout_s=timeout_s,
     )
 
 

@@ -12,7 +12,7 @@ from ds_reshard.operations.watching import ask, watching_faults
 
 VERIFY_AFTER_SAVE = "verify_after_save"
 _ASKED: set[str] = set()
-_TOP = ("events", "fsdp", "names", "progress", "trust")
+_TOP = ("events", "fsdp", "names", "progress", "timeout_s", "trust")
 
 
 def asks_to_verify() -> bool:
@@ -42,7 +42,7 @@ def ask_settings(text: str, *, place: str) -> None:
         trust(held.get("trust", ()))
         if "names" in held:
             ask_names(held["names"])
-        ask(held.get("progress"), held.get("events"))
+        ask(held.get("progress"), held.get("events"), held.get("timeout_s"))
         if VERIFY_AFTER_SAVE in held.get("fsdp", {}):
             ask_to_verify(held["fsdp"][VERIFY_AFTER_SAVE])
 
@@ -54,7 +54,7 @@ def _mistakes(held: object, place: str) -> Iterator[Fault]:
     yield from (_unknown(place, name, ", ".join(_TOP)) for name in held if name not in _TOP)
     if not isinstance(held.get("names", ""), str):
         yield wrong_value("names", "the path of a JSON file", held["names"])
-    yield from watching_faults("", held.get("progress"), held.get("events"))
+    yield from watching_faults("", held.get("progress"), held.get("events"), held.get("timeout_s"))
     names = held.get("trust", [])
     yield from trust_faults("trust", names)
     section = held.get("fsdp", {})
