@@ -100,7 +100,28 @@ EXPERTS = [
 ]
 
 
-@pytest.mark.parametrize(("source", "target"), EXPERTS, ids=str)
+def autoep(ep: int, dp: int, stage: int | str = 1, dtype: str = "fp32", swapped: bool = False) -> Grid:
+    return replace(moe(ep, dp, stage, dtype, swapped), kind="autoep")
+
+
+AUTOEP = [
+    (autoep(2, 4), autoep(1, 4)),
+    (autoep(2, 4), autoep(4, 4, 3)),
+    (autoep(2, 4), autoep(2, 2, 2)),
+    (autoep(2, 4, 3), autoep(4, 4, 3)),
+    (autoep(2, 4, 3), autoep(1, 2, 3)),
+    (autoep(2, 4, 3), autoep(2, 4)),
+    (autoep(4, 4), autoep(2, 2, 3)),
+    (autoep(4, 4, "bf16opt", "bf16"), autoep(1, 4, 1, "bf16")),
+    (autoep(4, 4, 3, "bf16"), autoep(2, 4, "bf16opt", "bf16")),
+    (autoep(4, 4, 3, "bf16"), autoep(1, 2, 2, "bf16")),
+    (autoep(1, 2), autoep(2, 4, 3)),
+    (autoep(2, 4, 3, swapped=True), autoep(4, 4)),
+    (autoep(2, 4), autoep(2, 4, 3, swapped=True)),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), [*EXPERTS, *AUTOEP], ids=str)
 def test_each_expert_loads_bit_equal_wherever_it_is(worlds: Any, folders: Folders, source: Grid, target: Grid) -> None:
     """Experts are counted through all ranks, in whatever order ranks are dealt out."""
     folder = str(folders(source))
@@ -109,11 +130,13 @@ def test_each_expert_loads_bit_equal_wherever_it_is(worlds: Any, folders: Folder
         assert rank["wrong"] == {}, loaded
         assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
         names = [group["name"] for group in rank["groups"]]
-        assert names == ["all", f"ep_size_{target.ep}"]
+        assert names == ["dense-params" if target.kind == "autoep" else "all", f"ep_size_{target.ep}"]
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), [(pipe(2, 2, 1, "bf16"), pipe(3, 1, 1, "bf16")), (moe(2, 4), moe(1, 2)), LOADS[4]], ids=str
+    ("source", "target"),
+    [(pipe(2, 2, 1, "bf16"), pipe(3, 1, 1, "bf16")), (moe(2, 4), moe(1, 2)), AUTOEP[1], AUTOEP[5], LOADS[4]],
+    ids=str,
 )
 def test_weights_alone_load_bit_equal(worlds: Any, folders: Folders, source: Grid, target: Grid) -> None:
     """What is not tied of a later stage is in optimizer files alone: it then is the first's, as a warning says."""

@@ -20,6 +20,8 @@ PIPE = Grid("pipeline", pp=2)
 PLAIN = Grid("pipeline", pp=2, stage=0)
 TP = Grid("autotp", tp=2)
 MOE = Grid("moe", ep=2, dp=2)
+AUTOEP, AUTOEP3 = Grid("autoep", ep=2, dp=2), Grid("autoep", ep=2, dp=2, stage=3)
+HEAD = "mp_rank_00_model_states.pt"
 OPTIM = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
 MODEL = "mp_rank_01_model_states.pt"
 TIED, POSITION = "tied_modules.embed.weight", "tied_modules.embed.position"
@@ -73,12 +75,83 @@ def of_first_stage(content: dict[str, Any]) -> None:
     content["param_shapes"][0] = {"1.w": torch.Size((5, 7)), **content["param_shapes"][0]}
 
 
+def placed(experts: list[list[int]]) -> Callable[[dict[str, Any]], None]:
+    """Each rank of AutoEP is said to have these."""
+
+    def change(content: dict[str, Any]) -> None:
+        for layer in content["ds_autoep_layers"]:
+            for rank, own in zip(layer["expert_placement"]["ranks"], experts, strict=True):
+                rank["experts"] = own
+
+    return change
+
+
+def mapped(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """What the affine maps of AutoEP say of the second rank."""
+
+    def change(content: dict[str, Any]) -> None:
+        for layer in content["ds_autoep_layers"]:
+            for entry in layer["affine_maps"]["params"].values():
+                entry["ranks"][1]["pieces"][0][key] = value
+
+    return change
+
+
+def of_ranks(ranks: list[int]) -> Callable[[dict[str, Any]], None]:
+    def change(content: dict[str, Any]) -> None:
+        content["optimizer_state_dict"]["ds_zero_partition_groups"][1]["partition_ranks"] = ranks
+
+    return change
+
+
 REFUSED = {
-    "experts that DeepSpeed cuts": (
-        MOE,
-        changed("mp_rank_00_model_states.pt", lambda content: content.update(ds_autoep_layers=[{"ep_size": 2}])),
+    "AutoEP at stage 0": (
+        AUTOEP,
+        changed(HEAD, lambda content: content.update(param_shapes=None)),
         "UnsupportedLayout",
-        "has cut itself (AutoEP) (expected experts of deepspeed.moe, or none, found ep=2",
+        "has experts of AutoEP beside tensor or pipeline parallelism, at ZeRO stage 0",
+    ),
+    "an expert is placed twice": (
+        AUTOEP,
+        changed(HEAD, placed([[0, 1], [1, 2]])),
+        "CheckpointDamaged",
+        "says of some experts no rank, or two (expected each of 4 once, found 0: [0, 1]; 1: [1, 2]",
+    ),
+    "experts in another order": (
+        AUTOEP,
+        changed(HEAD, placed([[2, 3], [0, 1]])),
+        "UnsupportedLayout",
+        "deals its experts out in another order than by rank",
+    ),
+    "an affine map of other experts": (
+        AUTOEP,
+        changed(HEAD, mapped("source", [0, [12, 4, 1]])),
+        "CheckpointDamaged",
+        "experts.w1: has an affine map that places experts otherwise than in order over the ranks",
+    ),
+    "an affine map of experts that scales": (
+        AUTOEP,
+        changed(HEAD, mapped("scale", 0.5)),
+        "CheckpointDamaged",
+        "experts.w3: its affine map scales it",
+    ),
+    "an expert of AutoEP is missing": (
+        AUTOEP,
+        remove("layer_1_expert_2_mp_rank_00_model_states.pt"),
+        "CheckpointDamaged",
+        "files of experts are missing: layer 1 expert 2",
+    ),
+    "one expert of AutoEP over another": (
+        AUTOEP,
+        copied("layer_0_expert_1_mp_rank_00_model_states.pt", "layer_0_expert_3_mp_rank_00_model_states.pt"),
+        "CheckpointDamaged",
+        "layer_0_expert_3_mp_rank_00_model_states.pt",
+    ),
+    "experts that other ranks share": (
+        AUTOEP3,
+        changed("zero_pp_rank_1_mp_rank_00_optim_states.pt", of_ranks([0])),
+        "CheckpointDamaged",
+        "shares the experts of flat buffer 1 among other ranks than its place in their groups says",
     ),
     "a column is missing": (PIPE, remove(MODEL), "CheckpointDamaged", "model_states files of mp_rank_01"),
     "a shard of a column is missing": (PIPE, remove(OPTIM), "CheckpointDamaged", "optim_states files of mp_rank_01"),
@@ -167,7 +240,13 @@ def test_what_is_wrong_with_a_grid_is_said_on_every_rank(
 
 
 OF_FILES = [
-    "experts that DeepSpeed cuts",
+    "AutoEP at stage 0",
+    "an expert is placed twice",
+    "experts in another order",
+    "an affine map of other experts",
+    "an affine map of experts that scales",
+    "an expert of AutoEP is missing",
+    "experts that other ranks share",
     "a column is missing",
     "a shard of a column is missing",
     "a shard of a row is missing",

@@ -10,19 +10,21 @@ import test_grid_tensor
 from grid_cases import Grid
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
-CASES = [*test_grid.LOADS, *test_grid.STAGES, *test_grid.EXPERTS, *test_grid_tensor.LOADS, *test_grid_tensor.PADDED]
+CASES = [*test_grid.LOADS, *test_grid.STAGES, *test_grid.EXPERTS, *test_grid.AUTOEP]
+CASES += [*test_grid_tensor.LOADS, *test_grid_tensor.PADDED]
 KINDS = {
     "pipeline": "`PipelineModule`",
     "autotp": "AutoTP",
     "mpu": "an `mpu`",
     "cut": "an `mpu`",
     "moe": "`deepspeed.moe`",
+    "autoep": "AutoEP",
 }
 
 
 def sizes(grid: Grid) -> str:
     axes = {"pp": grid.pp, "tp": grid.tp, "ep": grid.ep}
-    shown = {"pipeline": "pp", "autotp": "tp", "mpu": "tp", "cut": "tp", "moe": "ep"}[grid.kind]
+    shown = {"pipeline": "pp", "autotp": "tp", "mpu": "tp", "cut": "tp", "moe": "ep", "autoep": "ep"}[grid.kind]
     return "".join(f"{axis}{n}" for axis, n in axes.items() if n > 1 or axis == shown) + f"dp{grid.dp}"
 
 

@@ -29,6 +29,8 @@ from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
 
 OPTIM, MODEL = "optim", "model"
+AUTOEP = "ds_autoep_layers"
+"""What a model file says of the layers whose experts DeepSpeed has dealt out itself (AutoEP)."""
 Shape = tuple[int, ...]
 
 
@@ -168,7 +170,12 @@ class ZeroCheckpoint:
     @property
     def of_grid(self) -> bool:
         """Whether it is made of the files of several stages, of experts, or of tensor-parallel ranks."""
-        return bool(self.stages or self.rows or self.listing.experts)
+        return bool(self.stages or self.rows or self.listing.experts or self.of_autoep)
+
+    @property
+    def of_autoep(self) -> bool:
+        """Whether DeepSpeed has dealt out experts itself (AutoEP)."""
+        return bool(autoep_sizes(self.model.entries))
 
     @property
     def stage(self) -> int:
@@ -214,7 +221,10 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row | None = None
     divided = model.param_shapes is not None or bool(listing.layers and any(c.optim for c in listing.columns.values()))
     sharded = (optimizer or listing.partitioned_model) and not listing.universal and divided
     experts = autoep_sizes(model.entries)
-    raise_faults(grid_faults(listing, grid, row, optimizer=sharded, experts=experts), subject=subject)
+    faults = [*grid_faults(listing, grid, row, optimizer=sharded)]
+    if experts and (grid.tp * grid.pp > 1 or listing.universal or model.param_shapes is None):
+        faults.append(_autoep_fault(listing, grid, experts))
+    raise_faults(faults, subject=subject)
     if reshaped(listing, grid, row):
         from ds_reshard.formats.zero.rows import open_rows
 
@@ -224,7 +234,7 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row | None = None
         from ds_reshard.formats.zero.pipeline import open_pipeline
 
         return open_pipeline(listing, grid, row, model, optimizer=sharded)
-    if listing.experts:
+    if listing.experts or experts:
         from ds_reshard.formats.zero.experts import open_experts
 
         return open_experts(listing, grid, model, optimizer=sharded)
@@ -312,14 +322,16 @@ def read_grid(listing: Listing, model: ModelStates) -> Grid:
     return Grid(dp=model.dp, tp=tp, pp=pp)
 
 
-def grid_faults(
-    listing: Listing, grid: Grid, row: Row, *, optimizer: bool, experts: frozenset[int] = frozenset()
-) -> Iterator[Fault]:
+def _autoep_fault(listing: Listing, grid: Grid, experts: frozenset[int]) -> Fault:
+    what = "has experts of AutoEP beside tensor or pipeline parallelism, at ZeRO stage 0, or in universal files"
+    expected, found = "stage 1 to 3, tp=1, pp=1", f"{grid}, ep={', '.join(map(str, sorted(experts)))}"
+    return UnsupportedLayout.fault(
+        listing.folder, what, expected, found, mend="load it with the sizes it was saved with"
+    )
+
+
+def grid_faults(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Iterator[Fault]:
     """Files that a grid of these sizes has not, or lacks; or that belong to another row than is asked for."""
-    if experts:
-        what, mend = "has experts that DeepSpeed has cut itself (AutoEP)", "load it with the sizes it was saved with"
-        found = f"ep={', '.join(map(str, sorted(experts)))}"
-        yield UnsupportedLayout.fault(listing.folder, what, "experts of deepspeed.moe, or none", found, mend=mend)
     if listing.universal and grid.tp * grid.pp > 1:
         what, mend = "is a universal checkpoint of tensor- or pipeline-parallel ranks", 'set "load_universal": true'
         yield UnsupportedLayout.fault(listing.folder, what, "tp=1, pp=1", str(grid), mend=mend)
@@ -350,7 +362,7 @@ class Sizes(NamedTuple):
 
 def autoep_sizes(entries: Mapping[str, object]) -> frozenset[int]:
     """The expert-parallel sizes of a model file that AutoEP's layers have written; empty without them."""
-    layers = entries.get("ds_autoep_layers") or []
+    layers = entries.get(AUTOEP) or []
     if not isinstance(layers, list):
         return frozenset({0})  # something that is not read here
     said = (layer.get("ep_size") for layer in layers if isinstance(layer, dict))

@@ -14,6 +14,7 @@ from ds_reshard.formats.zero.checkpoint import (
     MODEL,
     Grid,
     ZeroCheckpoint,
+    autoep_sizes,
     missing,
     one_column,
     open_checkpoint,
@@ -62,9 +63,10 @@ class Survey:
             grid = read_grid(self.listing, self.model)
         except ReshardError:
             return None
-        if self.listing.experts and self.optim is not None:
+        experts = self.listing.experts or autoep_sizes(self.model.entries)
+        if experts and self.optim is not None:
             grid = grid._replace(ep=max(grid.dp // count for count in self.optim.counts))
-        return grid if grid.tp * grid.pp > 1 or self.listing.layers or self.listing.experts else None
+        return grid if grid.tp * grid.pp > 1 or self.listing.layers or experts else None
 
     @property
     def dp(self) -> int | None:

@@ -18,6 +18,8 @@ from ds_reshard.model.records import ObjectRecord, TensorRecord
 
 STATE = "state "
 """Marks what a signature says of scalar states other than the step, which an optimizer may keep per rank."""
+PARTITION_GROUPS = "ds_zero_partition_groups"
+"""Of stage 3 with AutoEP: the ranks that share each sub-group (`_zero3_partition_group_metadata`, 0.19.8)."""
 _RESERVED = frozenset({"weight", "fp32", "module", "frozen"})
 _CONFIG = ("optimizer", "scheduler", "zero_optimization", "bf16", "fp16", "data_types")
 
@@ -162,7 +164,7 @@ def sub_groups(
         stage=3,
         elastic=False,
         partition_count=count,
-        counts=(count,) * len(fp32),
+        counts=_sub_group_counts(path, entries.get(PARTITION_GROUPS), count, len(fp32)),
         partitions=partitions,
         groups=groups,
         members=members,
@@ -170,6 +172,15 @@ def sub_groups(
         version=text_of(top.get("ds_version", "unknown")),
         config=top.get("ds_config"),
     )
+
+
+def _sub_group_counts(path: str, said: object, count: int, number: int) -> tuple[int, ...]:
+    """The ranks that share each sub-group: fewer than all where its parameters are experts."""
+    if said is None:
+        return (count,) * number
+    if not isinstance(said, list) or len(said) != number or not all(isinstance(one, dict) for one in said):
+        raise fail(path, f"entry {PARTITION_GROUPS!r} is malformed", f"{number} sub-groups", keys_of(said))
+    return tuple(positive(path, PARTITION_GROUPS, one.get("partition_count")) for one in said)
 
 
 States = dict[int, Mapping[str, object]]

@@ -12,6 +12,7 @@ from math import prod
 from ds_reshard.containers.crc import repeated
 from ds_reshard.errors import CheckpointDamaged, Fault, damaged, fail, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, GridColumn, Shape, ZeroCheckpoint, kinds_of
+from ds_reshard.formats.zero.experts import EXPERT_FILES, expert_file
 from ds_reshard.formats.zero.layout import flat_numel, partition_numel, sub_group_numel
 from ds_reshard.formats.zero.model_states import Kept, ModelFiles, ModelStates
 from ds_reshard.formats.zero.names import column_of
@@ -133,6 +134,8 @@ class ZeroShards:
         columns = [one for one in self.checkpoint.columns if one.family == family and one.begin <= shard]
         if columns:
             return self._optim(columns[-1], shard - columns[-1].begin)
+        if family.startswith(EXPERT_FILES):
+            return self._expert(int(family.removeprefix(EXPERT_FILES)), shard)
         (placement,) = self.checkpoint.layout.in_buffer(family, BUFFER)
         path = self.checkpoint.listing.path(family)
         if not placement.numel:  # ds_to_universal writes no file of what has no elements
@@ -141,9 +144,21 @@ class ZeroShards:
         file = read_state(path, placement.key.kind)
         return {BUFFER: extent_of(check_tensor(file, placement))}
 
+    def _expert(self, layer: int, expert: int) -> Mapping[str, Extent]:
+        """The weights of one expert of AutoEP, each a slice of what its layer has of all."""
+        checkpoint, found = self.checkpoint, expert_file(self.checkpoint.listing, layer, expert)
+        for name, tensor in found.items():
+            (tile, *_) = checkpoint.layout.in_buffer(f"{EXPERT_FILES}{layer}", name) or (None,)
+            if tile is None or (1, *tensor.shape) != tile.box.size or tensor.dtype is not tile.dtype:
+                expected = "none" if tile is None else f"{tile.dtype.label} {list(tile.box.size[1:])}"
+                what, said = f"holds {name} of another shape or type", f"{tensor.dtype.label} {list(tensor.shape)}"
+                raise fail(tensor.storage.path, what, expected, said)
+        return {name: extent_of(tensor) for name, tensor in found.items()}
+
     def model_states(self, shard: int) -> ModelStates:
         """What the model file of a shard says; read once where it is asked for again before another."""
-        if shard == 0 and not self.checkpoint.rows:
+        local = self.checkpoint.listing.partitioned_model and self.checkpoint.grid.ep > 1  # each has shapes of its own
+        if shard == 0 and not self.checkpoint.rows and not local:
             return self.checkpoint.model
         name = self.checkpoint.listing.model[shard]
         path, latest = self.checkpoint.listing.path(name), self.latest

@@ -63,6 +63,7 @@ def _of_files(checkpoint: ZeroCheckpoint, sizes: Grid) -> dict[str, bool]:
         f"--ep {sizes.ep} of a checkpoint without the files of experts": sizes.ep > 1 and not experts,
         f"--ep {sizes.ep} of {sorted(experts.values())} experts": any(total % sizes.ep for total in experts.values()),
         f"--ep {sizes.ep} of layers with several expert-parallel sizes": len({*counts} - {checkpoint.dp}) > 1,
+        "a checkpoint of AutoEP": checkpoint.of_autoep,
     }
 
 

@@ -1,52 +1,78 @@
-"""Which parts of whole tensors this run's tensor-parallel rank has, where the checkpoint's sizes are others.
+"""Which parts of whole tensors this rank has: of what tensor-parallel ranks divide anew, and of AutoEP's experts.
 
 AutoTP says it in `module.universal_checkpoint_info` (module_inject/layers.py, 0.19.8), as it saves it; a model of an
-`mpu` may, and rules of the user's say it of both sides.
+`mpu` may, and rules of the user's say it of both sides. AutoEP says it of each parameter (`ds_autoep_uc_meta`,
+module_inject/auto_ep_layer.py).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.rows import uncovered, unknown_fault
-from ds_reshard.formats.zero.tensor_parallel import Division, divisions
+from ds_reshard.formats.zero.tensor_parallel import Part, divisions
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import Shape, param_shape
+from ds_reshard.model.region import Box
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
-def run_divisions(
+class Share(NamedTuple):
+    """What this rank has of a whole tensor: all of it, or parts of it that lie in its own."""
+
+    shape: Shape
+    parts: tuple[Part, ...]
+    whole: bool = False
+
+
+def run_shares(
     engine: DeepSpeedEngine, grid: LiveGrid, checkpoint: ZeroCheckpoint
-) -> tuple[dict[str, Division], list[Fault]]:
-    """How this run divides each parameter; nothing where it has one tensor-parallel rank, or as many as were saved."""
+) -> tuple[dict[str, Share], list[Fault]]:
+    """What this rank has of the parameters that others share with it: none where the checkpoint has the same parts."""
     if not checkpoint.rows or grid.row.size == 1:
-        return {}, []
+        return dict(_of_experts(engine)), []
     info = getattr(engine.module, "universal_checkpoint_info", None)
     info = info if isinstance(info, dict) else {}
-    own = {name: param_shape(param) for name, param in engine.module.named_parameters()}
-    shards = {name: _shards(name, shape, info, grid) for name, shape in own.items()}
+    local = {name: param_shape(param) for name, param in engine.module.named_parameters()}
+    shards = {name: _shards(name, shape, info, grid) for name, shape in local.items()}
     found, unknown = divisions(shards, info, [rule._replace(owner=None) for rule in grid.row.rules])
     faults = [unknown_fault(name, misfit, "this run") for name, misfit in unknown.items()]
     for name, division in found.items():
         faults += uncovered(name, division, shards[name])
         held = sum(part.box.numel for part in division.ranks[grid.row.rank])
-        if held != prod(own[name]) and not division.vocabulary:
+        if held != prod(local[name]) and not division.vocabulary:
             what = "has elements in this run that are no part of it, which would be left as they are"
             mend = "resume with the tensor-parallel size that was saved, or with one"
             fault = UnsupportedLayout.fault(
-                f"parameter {name}", what, f"{held} elements", f"{prod(own[name])}", mend=mend
+                f"parameter {name}", what, f"{held} elements", f"{prod(local[name])}", mend=mend
             )
             faults.append(fault)
     first = {id(param): name for name, param in engine.module.named_parameters()}
     every = {name: first[id(param)] for name, param in engine.module.named_parameters(remove_duplicate=False)}
-    return {name: found[owner] for name, owner in every.items() if owner in found}, faults
+    own = {name: Share(one.shape, one.ranks[grid.row.rank], one.replicated) for name, one in found.items()}
+    return {name: own[owner] for name, owner in every.items() if owner in own}, faults
+
+
+def _of_experts(engine: DeepSpeedEngine) -> Iterator[tuple[str, Share]]:
+    """AutoEP's parameters, each of which has all experts of its layer that this rank has."""
+    for name, parameter in engine.module.named_parameters():
+        said = getattr(parameter, "ds_autoep_uc_meta", None)
+        if said is None:
+            continue
+        shape, runs = tuple(said["logical_shape"]), list[tuple[int, int, int]]()
+        for local, expert in enumerate(said["local_experts"]):
+            first, at, held = runs[-1] if runs else (-1, 0, 0)
+            runs[-1:] = [(first, at, held + 1)] if first + held == expert and runs else [*runs[-1:], (expert, local, 1)]
+        row, zeros = prod(shape[1:]), (0,) * (len(shape) - 1)
+        boxes = ((Box(offset=(first, *zeros), size=(held, *shape[1:])), at) for first, at, held in runs)
+        yield name, Share(shape, tuple(Part(box, at * row) for box, at in boxes))
 
 
 def _shards(name: str, own: Shape, info: Mapping[str, object], grid: LiveGrid) -> list[Shape]:

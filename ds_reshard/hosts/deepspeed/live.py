@@ -3,7 +3,8 @@
 Attributes read here, all seen in deepspeed 0.14 to 0.19.8: `DeepSpeedZeroOptimizer.round_robin_bit16_groups`,
 `.single_partition_of_fp32_groups` (runtime/zero/stage_1_and_2.py), `BF16_Optimizer.bf16_groups`,
 `.fp32_groups_flat_partition` (runtime/bf16_optimizer.py), `DeepSpeedZeroOptimizer_Stage3.fp16_groups`,
-`.fp32_partitioned_groups_flat`, `.sub_group_to_group_id` (runtime/zero/stage3.py). `round_robin_bit16_padding`
+`.fp32_partitioned_groups_flat`, `.sub_group_to_group_id`, and with AutoEP `.sub_group_process_groups`
+(runtime/zero/stage3.py). `round_robin_bit16_padding`
 is newer than 0.19.5; without it there are no gaps.
 """
 
@@ -34,7 +35,7 @@ class FlatBuffer:
 
     A param group at stages 1 and 2, a sub-group at stage 3. `gaps[i]` elements follow parameter i in
     the group (`parameter_alignment`); `group` is the param group that the buffer belongs to. `share` is this rank's
-    place among the ranks that divide the buffer, and their number, where it is not the optimizer's: of experts.
+    place among the ranks that divide the buffer, and their number, where these are not all of the optimizer's.
     """
 
     shapes: dict[str, Shape]
@@ -72,7 +73,7 @@ class LiveOptimizer:
         found = []
         for number, buffer in enumerate(self.buffers):
             if self.kind == "zero3":
-                expected = sub_group_numel(buffer.shapes, self.dp)
+                expected = sub_group_numel(buffer.shapes, self.share(buffer)[1])
             elif self.replicated:
                 expected = sum(prod(shape) for shape in buffer.shapes.values())
             else:
@@ -119,9 +120,10 @@ def unsupported(engine: DeepSpeedEngine) -> list[str]:
 
 
 def _plain_experts(engine: DeepSpeedEngine, grid: LiveGrid) -> bool:
-    """Whether experts are those of deepspeed.moe, divided by ZeRO 1, 2 or BF16_Optimizer, and nothing else is cut."""
-    alone = grid.row.size == grid.pp == 1 and not autoep_live(engine)
-    return bool(grid.experts) and alone and live_kind(engine) in ("zero", "bf16")
+    """Whether experts are those of deepspeed.moe or of AutoEP alone, divided by ZeRO, and nothing else is cut."""
+    autoep = bool(autoep_live(engine))
+    alone = grid.row.size == grid.pp == 1 and autoep != bool(grid.experts)
+    return alone and live_kind(engine) in ("zero", "bf16", *(["zero3"] if autoep else []))
 
 
 def _nvme(engine: DeepSpeedEngine) -> bool:
@@ -227,8 +229,11 @@ def _bf16(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[Flat
 
 
 def _share(optimizer: ZeROOptimizer, number: int) -> tuple[int, int] | None:
+    return _among(optimizer, optimizer.real_dp_process_group[number])
+
+
+def _among(optimizer: ZeROOptimizer, group: dist.ProcessGroup) -> tuple[int, int] | None:
     """The ranks that divide a group of experts are fewer than those that divide the others."""
-    group = optimizer.real_dp_process_group[number]
     size = world_size(group)
     return None if size == world_size(optimizer.dp_process_group) else (rank(group), size)
 
@@ -237,9 +242,10 @@ def _zero3(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[Fla
     groups = optimizer.fp16_groups
     flats = optimizer.fp32_partitioned_groups_flat
     group_of = optimizer.sub_group_to_group_id
+    sharing = getattr(optimizer, "sub_group_process_groups", [optimizer.dp_process_group] * len(groups))
     return [
-        FlatBuffer(shapes=_shapes(params, names), fp32=flat, gaps=None, group=group_of[i])
-        for i, (params, flat) in enumerate(zip(groups, flats, strict=True))
+        FlatBuffer(shapes=_shapes(params, names), fp32=flat, gaps=None, group=group_of[i], share=_among(optimizer, of))
+        for i, (params, flat, of) in enumerate(zip(groups, flats, sharing, strict=True))
     ]
 
 

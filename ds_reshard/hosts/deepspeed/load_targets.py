@@ -12,7 +12,7 @@ from ds_reshard.execution.buffers import TensorTarget, element_type, torch_dtype
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import flat_group, sliced, sub_group, whole
 from ds_reshard.formats.zero.model_states import ModelStates
-from ds_reshard.formats.zero.tensor_parallel import Division
+from ds_reshard.hosts.deepspeed.divided import Share
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import FlatBuffer, LiveOptimizer
 from ds_reshard.model.layout import Layout, Placement, TensorKey
@@ -40,8 +40,8 @@ class Wants:
     `absent` the trainable parameters that it does not hold at all (a non-strict load keeps them).
     `state` is the module's state dict, taken once: where its entries are not the module's own tensors,
     they are what is read into. `faults` are entries that cannot be read. `shares` are what is wanted of buffers that
-    other ranks divide than all of the run, by this rank's place among them and their number. Of the tensors that are
-    `divided` this run's rank has the parts of number `tp_rank`.
+    other ranks divide than all of the run, by this rank's place among them and their number. `divided` says what this
+    rank has of the tensors that it has parts of.
     """
 
     checkpoint: ZeroCheckpoint
@@ -57,13 +57,12 @@ class Wants:
     faults: list[Fault] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     shares: dict[tuple[int, int], Wants] = field(default_factory=dict)
-    divided: Mapping[str, Division] = field(default_factory=dict)
-    tp_rank: int = 0
+    divided: Mapping[str, Share] = field(default_factory=dict)
     _layouts: dict[int, Layout] = field(default_factory=dict)
 
     def share(self, place: int, size: int) -> Wants:
         """What is wanted of buffers that so many ranks divide, of which this is one, and not all of the run."""
-        return self.shares.setdefault((place, size), Wants(checkpoint=self.checkpoint))
+        return self.shares.setdefault((place, size), Wants(checkpoint=self.checkpoint, divided=self.divided))
 
     def existing(self, placement: Placement, source: TensorKey, tensor: torch.Tensor) -> None:
         """Want `source` in a buffer that the engine already has."""
@@ -81,17 +80,17 @@ class Wants:
 
     def _place(self, placement: Placement, source: TensorKey) -> bool:
         """Place the whole tensor, of which this rank has a shard, in the parts that lie there; whether they fill it."""
-        key, division = placement.key, self.divided.get(placement.key.name)
-        if division is None or division.replicated:
+        key, share = placement.key, self.divided.get(placement.key.name)
+        if share is None or share.whole:
             self.placements[key], self.sources[key] = placement, source
             return True
-        whole = placement._replace(shape=division.shape)
+        whole = placement._replace(shape=share.shape)
         tiles = [
             whole._replace(box=box, cut=placement.cut._replace(phase=placement.cut.phase + at))
-            for box, at in division.ranks[self.tp_rank]
+            for box, at in share.parts
         ]
         if tiles:
-            every = whole._replace(box=Box.whole(division.shape), tiles=tuple(tiles))
+            every = whole._replace(box=Box.whole(share.shape), tiles=tuple(tiles))
             self.placements[key], self.sources[key] = tiles[0] if len(tiles) == 1 else every, source
         return sum(tile.numel for tile in tiles) == placement.numel
 
@@ -258,10 +257,12 @@ def _want_partitioned(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer
         dtype = element_type(flat.dtype)
         if masters and (kind == "fp32" or any(d is not dtype for d in saved)):
             continue
-        for placement in sub_group(buffer.shapes, live.dp, {"weight": dtype}, number=number, family=RUN):
+        into = wants.share(*buffer.share) if buffer.share is not None else wants
+        size = live.share(buffer)[1]
+        for placement in sub_group(buffer.shapes, size, {"weight": dtype}, number=number, family=RUN):
             source = TensorKey(name=placement.key.name, kind=kind)
             if source in checkpoint.layout and placement.numel:
-                wants.existing(placement, source, flat)
+                into.existing(placement, source, flat)
     trained = {name for buffer in live.buffers for name in buffer.shapes}
     for param, name in engine.param_names.items():
         if name in trained or not hasattr(param, "ds_tensor") or not param.ds_numel:
@@ -328,9 +329,10 @@ def state_kinds(checkpoint: ZeroCheckpoint, buffer: FlatBuffer) -> dict[str, Ele
 def _flat_placements(
     buffer: FlatBuffer, live: LiveOptimizer, kinds: dict[str, ElementType], number: int
 ) -> Iterator[Placement]:
+    size = live.share(buffer)[1]
     if live.kind == "zero3":
-        return sub_group(buffer.shapes, live.dp, kinds, number=number, family=RUN)
-    placements = flat_group(buffer.shapes, buffer.gaps, live.share(buffer)[1], kinds, number=number, family=RUN)
+        return sub_group(buffer.shapes, size, kinds, number=number, family=RUN)
+    placements = flat_group(buffer.shapes, buffer.gaps, size, kinds, number=number, family=RUN)
     return (placement._replace(replicated=live.replicated) for placement in placements)
 
 

@@ -23,7 +23,6 @@ from ds_reshard.formats.zero.content import SAME_BYTES
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.stage0 import with_order
-from ds_reshard.formats.zero.tensor_parallel import Division
 from ds_reshard.hosts.deepspeed.copies import (
     copies_apart,
     model_of_stage,
@@ -34,7 +33,7 @@ from ds_reshard.hosts.deepspeed.copies import (
     take_own_copies,
     take_own_weights,
 )
-from ds_reshard.hosts.deepspeed.divided import run_divisions
+from ds_reshard.hosts.deepspeed.divided import Share, run_shares
 from ds_reshard.hosts.deepspeed.entries import (
     OptimizerValues,
     Request,
@@ -125,7 +124,7 @@ def prepare(
     subject = f"loading {checkpoint.listing.folder}"
     loads_optimizer = request.load_optimizer and live is not None
     shards = shards_of(checkpoint)
-    divided, faults = run_divisions(engine, grid, checkpoint)
+    divided, faults = run_shares(engine, grid, checkpoint)
     run_model = live_model(engine, live, grid, divided)
     faults += model_faults(run_model, checkpoint, grid, optimizer=loads_optimizer, strict=request.strict)
     faults += _custom_faults(request, live, checkpoint)
@@ -143,7 +142,7 @@ def prepare(
         raise_faults(faults, subject=subject)
     masters = loads_optimizer and (live is None or live.stage == 0 or live.kind == "zero3" or _from_fp32(engine))
     states = loads_optimizer and request.moments
-    wants = Wants(checkpoint=checkpoint, divided=divided, tp_rank=grid.row.rank)
+    wants = Wants(checkpoint=checkpoint, divided=divided)
     _fill(wants, engine, live, grid, loads_optimizer=loads_optimizer, states=states, masters=masters)
     model = _own_model(engine, checkpoint, grid)
     if model is not checkpoint.model and checkpoint.listing.partitioned_model:
@@ -394,7 +393,7 @@ class LiveModel:
 
 
 def live_model(
-    engine: DeepSpeedEngine, live: LiveOptimizer | None, grid: LiveGrid, divided: Mapping[str, Division]
+    engine: DeepSpeedEngine, live: LiveOptimizer | None, grid: LiveGrid, divided: Mapping[str, Share]
 ) -> LiveModel:
     """Names and shapes of the engine's module, whole ones of what is divided; the state dict is not gathered."""
     named = {grid.named(name): param for name, param in engine.module.named_parameters()}
@@ -404,7 +403,7 @@ def live_model(
         owned |= {name for name, param in named.items() if param.requires_grad and not prod(shapes[name])}
     else:
         owned = {name for name, param in named.items() if param.requires_grad}
-    shapes |= {name: division.shape for name, division in divided.items() if name in shapes}
+    shapes |= {name: share.shape for name, share in divided.items() if name in shapes}
     entries = {grid.named(name): value for name, value in engine.module.state_dict(keep_vars=True).items()}
     parameters = {id(param) for param in named.values()}
     return LiveModel(
