@@ -159,7 +159,7 @@ def _scan(folder: str) -> list[tuple[str, os.stat_result | None]]:
 def read_small(path: str, most: int | None = None) -> bytes:
     """A file's bytes, at most that many. Raises what PositionedFile raises: CheckpointNotFound where there is none."""
     with PositionedFile(path) as file:
-        return file.read(0, file.nbytes if most is None else min(file.nbytes, most))
+        return file.read_all() if most is None or most >= file.nbytes else file.read(0, most)
 
 
 def read_json(path: str, most: int | None = None) -> object:

@@ -98,6 +98,15 @@ class PositionedFile:
             nbytes -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def read_all(self) -> bytes:
+        """Every byte. ReadFailed where there are more than the file system has said, which may remember an old size."""
+        data = self.read(0, self.nbytes)
+        if self.whole and self._descriptor >= 0 and os.pread(self._descriptor, 1, self.nbytes):
+            raise ReadFailed(
+                f"{self.path}: holds more than the {self.nbytes} bytes that the file system said; try again"
+            )
+        return data
+
     def _some(self, at: int, nbytes: int) -> bytes:
         """At most so many bytes from there; none at the end."""
         if self._object is not None:

@@ -229,6 +229,11 @@ BAD: dict[str, tuple[Callable[[Path], object], type[ReshardError], str]] = {
         CheckpointDamaged,
         r"lr_scheduler_pp-0-of-2_tp-1-of-2_exp-0-of-1.pt: is missing",
     ),
+    "schedulers, and no optimizer": (
+        lambda p: shutil.rmtree(p / "optimizer"),
+        CheckpointDamaged,
+        r"optimizer: is not there, and schedulers are",
+    ),
     "a scheduler of other groups": (
         lambda p: _scheduler(p, 1, 1, lambda s: s["base_lrs"].pop()),
         CheckpointDamaged,

@@ -13,6 +13,7 @@ import io
 import os
 import re
 import signal
+import stat
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,10 +24,10 @@ _READ = ("EIO", "ESTALE", "short", "ended", "flipped", "replaced")
 _WRITE = ("ENOSPC", "EIO", "short", DEATH)
 _CHANGE = ("ENOSPC", "EIO", "EACCES", DEATH)
 FAULTS = {
-    "open": ("EACCES", "EIO", "ESTALE"),
+    "open": ("EACCES", "EIO", "ESTALE", "ENOENT"),
     "read": _READ,
-    "stat": ("EIO", "ESTALE"),
-    "list": ("EIO", "ESTALE"),
+    "stat": ("EIO", "ESTALE", "old"),
+    "list": ("EIO", "ESTALE", "late"),
     "create": _CHANGE,
     "write": _WRITE,
     "truncate": _CHANGE,
@@ -35,7 +36,12 @@ FAULTS = {
     "mkdir": _CHANGE,
     "remove": ("EIO", "EACCES", DEATH),
 }
-"""What may befall a call of each kind. A process that dies where it reads leaves what it leaves at its next change."""
+"""What may befall a call of each kind.
+
+On a network file system a name may be late: it is in no listing yet, or in one and cannot be opened; and what is
+remembered of a file may be old: its size is that of before. A process that dies where it reads leaves what it
+leaves at its next change.
+"""
 
 _KINDS = {
     "stat": ("stat", "lstat", "fstat", "access"),
@@ -191,6 +197,10 @@ class _Raw(io.RawIOBase):
 def _changed(fault: str, function: Callable[..., Any], fd: int, *given: Any) -> Any:
     """A call that reads or writes, with what befalls it; `given` is as function(fd, *given)."""
     name = function.__name__
+    if fault == "old":
+        return _old(function(fd, *given))
+    if fault == "late":
+        return _Late(function(fd, *given))
     if fault == "ended":
         return b"" if name in ("read", "pread") else 0
     if fault == "replaced":
@@ -219,6 +229,34 @@ def _changed(fault: str, function: Callable[..., Any], fd: int, *given: Any) -> 
             break
         at -= len(buffer)
     return found
+
+
+def _old(status: Any) -> Any:
+    """A file of half the size, written to a second before."""
+    if isinstance(status, bool) or not stat.S_ISREG(status.st_mode):
+        return status
+    values, named = list(status), {key: getattr(status, key) for key in dir(status) if key.startswith("st_")}
+    values[stat.ST_SIZE] //= 2
+    return os.stat_result(values, {**named, "st_mtime_ns": named["st_mtime_ns"] - 10**9})
+
+
+class _Late(Iterator[Any]):
+    """A listing without its last name, as scandir and listdir give it."""
+
+    def __init__(self, found: Any) -> None:
+        self._names = iter(sorted(found, key=lambda entry: getattr(entry, "name", entry))[:-1])
+
+    def __next__(self) -> Any:
+        return next(self._names)
+
+    def __enter__(self) -> Iterator[Any]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def _replace(path: str) -> None:

@@ -33,6 +33,21 @@ def test_what_is_there_is_told(place: str) -> None:
     assert folders.read_small(f"{place}/b.pt", 2) == b"12" and folders.read_json(f"{place}/a.json") == {"n": 1}
 
 
+def test_an_old_size_is_no_shorter_file(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system may remember a size from before the file was written anew."""
+    told = os.fstat
+
+    def old(descriptor: int) -> os.stat_result:
+        values = list(told(descriptor))
+        values[6] -= 1
+        return os.stat_result(values)
+
+    monkeypatch.setattr(os, "fstat", old)
+    with pytest.raises(ReadFailed, match=r"b.pt: holds more than the 4 bytes that the file system said"):
+        folders.read_small(f"{place}/b.pt")
+    assert folders.read_small(f"{place}/b.pt", 2) == b"12"
+
+
 @pytest.mark.parametrize("name", ["nothing", "b.pt/in/a/file", "nowhere", "a\0b", "n" * 300])
 def test_what_is_not_there_is_no_error(place: str, name: str) -> None:
     path = f"{place}/{name}"

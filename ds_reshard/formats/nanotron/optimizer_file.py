@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from os.path import basename
 
 from ds_reshard.containers.torch_zip import TorchArchive, check_root, open_archive
-from ds_reshard.errors import Fault, damaged, fail
+from ds_reshard.errors import CheckpointDamaged, Fault, damaged, fail, raise_faults
 from ds_reshard.formats.nanotron.names import NanotronListing, Rank
 from ds_reshard.model.content import BASE, LAMBDAS, LAST, PER_GROUP
 from ds_reshard.model.facts import Scalar, ScalarTensor, number_of
@@ -156,7 +156,13 @@ def scheduler_of(listing: NanotronListing, groups: Sequence[Sequence[SavedGroup]
 
     Where one file was written for all, the rates of the other stages are those of their param groups.
     """
-    if not listing.schedulers or not groups:
+    if listing.schedulers and not groups:
+        what, mend = "is not there, and schedulers are", "restore it, or remove lr_scheduler to have the weights alone"
+        fault = CheckpointDamaged.fault(
+            f"{listing.folder}/optimizer", what, "states of the optimizer", "none", mend=mend
+        )
+        raise_faults([fault], subject=f"checkpoint {listing.folder}")
+    if not listing.schedulers:
         return []
     first = Rank(pp=0, tp=0, dp=0)
     if len(listing.schedulers) == 1 and len(groups) > 1:
