@@ -19,7 +19,7 @@ from ds_reshard.cli.arguments import (
     shard,
     target,
 )
-from ds_reshard.cli.launch import launched
+from ds_reshard.cli.launch import restarted, sharing
 from ds_reshard.cli.render import bar
 from ds_reshard.operations import Options, convert
 
@@ -32,7 +32,9 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         example="checkpoints converted --to zero3 --dp 8",
     )
     add_checkpoint(parser, "SRC")
-    parser.add_argument("out", metavar="OUT", help="the folder to make: it is there when all of it is written")
+    parser.add_argument(
+        "out", metavar="OUT", help="the folder to make, or its URL: it is there when all of it is written"
+    )
     add_target(parser)
     add_reading(parser)
     add_processes(parser)
@@ -46,18 +48,19 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--force", action="store_true", help="replace OUT when all of the new one is written")
     add_rules(parser)
     add_trust(parser)
-    add_json(parser, run)
+    add_json(parser, run, shared=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    part = arguments.shard or launched()
+    ranks = sharing().size > 1
     options = Options(
         threads=arguments.threads,
-        processes=processes(arguments, alone=part[1] == 1),
+        processes=processes(arguments, alone=not ranks and arguments.shard is None),
         memory_nbytes=arguments.memory << 20,
-        shard=part,
-        resume=arguments.resume,
+        shard=arguments.shard or (0, 1),
+        resume=arguments.resume or restarted(),
         force=arguments.force,
+        ranks=ranks,
     )
     with bar("written") as progress:
         done = convert(
@@ -68,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
             repair=arguments.repair,
             **target(arguments),
         )
+    if not sharing().tells:
+        return 0
     if arguments.json:
         print(json.dumps(asdict(done), indent=2))
     else:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import sys
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ds_reshard.errors import ConfigError, Fault, RankLost, ReshardError, as_faults, raise_faults
 
-_TIMEOUT = timedelta(hours=4)  # a rank may read for so long while others wait; one that has ended is told at once
+_TIMEOUT = timedelta(hours=4)  # a rank may read for so long while others wait
+_SILENCE = timedelta(minutes=10)  # of a rank's heartbeat, which goes on while it reads; one that has ended breaks it
+_JOINING_S, _LOOK_S = 600.0, 0.1
+_LOST = 2  # the exit status, as of any error
+_UNWINDING_S = 10.0  # that a rank has, once another is lost, to end by itself
 # SLURM_NTASKS is set outside of srun too, and RANK, in Kubernetes, for torchrun itself
 _LAUNCHERS = (
     ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
@@ -51,6 +58,11 @@ def _inherited(name: str) -> bool:
     return any(entry.startswith(f"{name}=".encode()) for entry in entries)
 
 
+def restarted() -> bool:
+    """Whether torchrun has started the ranks again (--max-restarts)."""
+    return launched().size > 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 _SHARING: ContextVar[Launched] = ContextVar("the ranks of this tool", default=_ALONE)
 
 
@@ -69,13 +81,23 @@ def together(run: Callable[[], int]) -> int:
     mine = launched()
     if mine.size == 1 or dist.is_initialized():  # a run that calls a tool is on its own business with its ranks
         return run()
+    from ds_reshard.operations.heartbeat import beating
+
     _join(mine)
     token = _SHARING.set(mine)
     try:
-        return _answered(run, mine)
+        with beating(_end, _SILENCE):
+            return _answered(run, mine)
     finally:
         _SHARING.reset(token)
         dist.destroy_process_group()  # else the end of one rank may be an error of another's
+
+
+def _end(error: RankLost) -> None:
+    """End this rank where it goes on without hearing that another is lost: it waits for it, or works for nothing."""
+    time.sleep(_UNWINDING_S)
+    print(f"ds-reshard: {error}", file=sys.stderr, flush=True)
+    os._exit(_LOST)
 
 
 def _answered(run: Callable[[], int], mine: Launched) -> int:
@@ -105,12 +127,41 @@ def _answered(run: Callable[[], int], mine: Launched) -> int:
 
 def _join(mine: Launched) -> None:
     import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    from ds_reshard.operations.ranks import answered
 
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not host or not port:
-        mend = "export MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500"
+        mend = (
+            "export MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500; convert without a network: "
+        )
+        mend += "--shard $SLURM_PROCID/$SLURM_NTASKS"
         fault = ConfigError.fault("MASTER_ADDR, MASTER_PORT", "say where the ranks meet, and are not set", mend=mend)
         raise ConfigError(f"{fault.line()}; {mend}", [fault])
     os.environ.setdefault("GLOO_LOG_LEVEL", "ERROR")
-    method = f"tcp://{host}:{port}" if "TORCHELASTIC_RUN_ID" not in os.environ else "env://"
-    dist.init_process_group("gloo", init_method=method, rank=mine.rank, world_size=mine.size, timeout=_TIMEOUT)
+    place: dict[str, Any] = {"init_method": "env://" if "TORCHELASTIC_RUN_ID" in os.environ else f"tcp://{host}:{port}"}
+    with answered():
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            place = {"store": _of_this_start(TCPStore(host, int(port), is_master=False), mine)}
+        dist.init_process_group("gloo", rank=mine.rank, world_size=mine.size, timeout=_TIMEOUT, **place)
+
+
+def _of_this_start(store: Any, mine: Launched) -> Any:
+    """A part of the store that torchrun's agents keep, for the ranks that have been started together.
+
+    The store outlives its ranks: those that --max-restarts starts again would find addresses of ranks that are gone
+    (torch 2.5 to 2.13). So each rank says who it is, and which ranks it sees, until all see the same.
+    """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    name, deadline = f"ds_reshard/{mine.size}", time.monotonic() + _JOINING_S
+    store.set(f"{name}/rank/{mine.rank}", os.urandom(8).hex())
+    while time.monotonic() < deadline:
+        ranks = b" ".join(store.multi_get([f"{name}/rank/{one}" for one in range(mine.size)]))
+        seen = hashlib.blake2b(ranks, digest_size=16).hexdigest()
+        store.set(f"{name}/seen/{mine.rank}", seen)
+        if set(store.multi_get([f"{name}/seen/{one}" for one in range(mine.size)])) == {seen.encode()}:
+            return PrefixStore(f"{name}/{seen}", store)
+        time.sleep(_LOOK_S)
+    raise RuntimeError(f"not all of {mine.size} ranks have met within {_JOINING_S:.0f} s")

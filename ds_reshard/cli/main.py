@@ -139,7 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise_faults(trust_faults("--trust", trust), subject="the command line")
         rules = read_rules(arguments.rules) if getattr(arguments, "rules", None) is not None else ()
         with in_force(PickleRules(trust)), given(rules):
-            return together(lambda: run(arguments)) if getattr(arguments, "shared", False) else run(arguments)
+            shared = getattr(arguments, "shared", False) and getattr(arguments, "shard", None) is None
+            return together(lambda: run(arguments)) if shared else run(arguments)
     except ReshardError as error:
         if launched().tells or not error.agreed:
             print(f"ds-reshard: {error}", file=sys.stderr)

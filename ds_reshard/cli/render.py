@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from ds_reshard.cli.launch import launched
+from ds_reshard.cli.launch import launched, sharing
 from ds_reshard.errors import Fault
 from ds_reshard.hooks import HookStatus
 from ds_reshard.model.reports import FileEntry, Fingerprinted, GroupEntry, Inspection, ParameterEntry, pickle_line
@@ -23,9 +24,9 @@ from ds_reshard.operations import Progress as Told
 
 @contextmanager
 def bar(what: str) -> Iterator[Told | None]:
-    """Bytes, rate and time left on stderr, on a terminal; nothing where it is piped, or another rank tells."""
+    """Bytes, rate and time left on stderr, on a terminal; of several ranks a line every 30 s elsewhere."""
     if not sys.stderr.isatty() or not launched().tells:
-        yield None
+        yield _lines(what) if sharing().size > 1 and sharing().tells else None
         return
     columns = (
         TextColumn("{task.description}"),
@@ -37,6 +38,21 @@ def bar(what: str) -> Iterator[Told | None]:
     with Progress(*columns, console=Console(stderr=True)) as shown:
         task = shown.add_task(what, total=None)
         yield lambda done, total: shown.update(task, completed=done, total=total)
+
+
+def _lines(what: str) -> Told:
+    from ds_reshard.operations.progress import LOG_S, so_far  # which needs numpy
+
+    began = told = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told >= LOG_S:
+            told = now
+            print(f"ds-reshard: {so_far(done, total, now - began, what)}", file=sys.stderr, flush=True)
+
+    return tell
 
 
 _ROWS = 20

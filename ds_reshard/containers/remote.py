@@ -1,18 +1,23 @@
-"""Files by URL, listed and read in ranges through any file system of fsspec: object stores, hubs, memory.
+"""Files by URL, listed, read in ranges and written through any file system of fsspec: object stores, hubs, memory.
 
 What a folder lists is kept until `forget` is called for it, and so are the small ranges that were read of its files:
-a checkpoint of many shards is opened with one listing, and with few requests a file.
+a checkpoint of many shards is opened with one listing, and with few requests a file. What is written, and what is said
+of files that are being written, is asked for each time.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import inspect
 import os
 import posixpath
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard.errors import ConfigError, raise_faults
@@ -53,27 +58,28 @@ def status(url: str) -> Status | None:
     except FileNotFoundError:
         return None
     except Exception as error:
-        raise _as_os_error(error) from error
+        raise _as_os_error(error) from None
 
 
 def listing(url: str) -> dict[str, Status]:
     """What lies in a folder, sorted by name; nothing where there is no folder. Raises OSError."""
     url = url.rstrip("/")
-    if url not in _LISTED and _is_known(posixpath.dirname(url)) and status(url) is None:
+    known = _LISTED.get(url)
+    if known is not None:
+        return known
+    if _is_known(posixpath.dirname(url)) and status(url) is None:
         return {}
-    if url not in _LISTED:
-        store, path = _store(url)
-        try:
-            found = store.ls(path, detail=True, refresh=True) if _refreshes(store) else store.ls(path, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            found = []
-        except Exception as error:
-            raise _as_os_error(error) from error
-        names = {posixpath.basename(str(one["name"]).rstrip("/")): one for one in found}
-        itself = store._strip_protocol(path).rstrip("/")
-        kept = {name: _status(one) for name, one in names.items() if str(one["name"]).rstrip("/") != itself}
-        _LISTED[url] = dict(sorted((name, one) for name, one in kept.items() if name))
-    return _LISTED[url]
+    store, path = _store(url)
+    try:
+        found = store.ls(path, detail=True, refresh=True) if _refreshes(store) else store.ls(path, detail=True)
+    except (FileNotFoundError, NotADirectoryError):
+        found = []
+    except Exception as error:
+        raise _as_os_error(error) from None
+    names = {posixpath.basename(str(one["name"]).rstrip("/")): one for one in found}
+    itself = store._strip_protocol(path).rstrip("/")
+    kept = {name: _status(one) for name, one in names.items() if str(one["name"]).rstrip("/") != itself}
+    return _LISTED.setdefault(url, dict(sorted((name, one) for name, one in kept.items() if name)))
 
 
 def _is_known(folder: str) -> bool:
@@ -89,7 +95,7 @@ def forget(url: str) -> None:
     """Ask anew for what lies in a folder and below it."""
     url = url.rstrip("/")
     for known in [one for one in _LISTED if one == url or one.startswith(f"{url}/") or url.startswith(f"{one}/")]:
-        del _LISTED[known]
+        _LISTED.pop(known, None)
 
 
 class Object:
@@ -120,7 +126,7 @@ class Object:
         try:
             data = bytes(self._store.cat_file(self._path, start=start, end=stop))
         except Exception as error:
-            raise _as_os_error(error) from error
+            raise _as_os_error(error) from None
         with _LOCK:
             _COUNTED["requests"] += 1
             _COUNTED["nbytes"] += len(data)
@@ -194,13 +200,122 @@ def _refreshes(store: AbstractFileSystem) -> bool:
 def _status(told: dict[str, object]) -> Status:
     if told.get("type") == "directory":
         return Status(None)
-    seen = [str(told[key]) for key in ("ETag", "etag", "generation", "LastModified", "mtime", "created") if key in told]
-    version = int.from_bytes(hashlib.blake2b("\n".join(seen).encode(), digest_size=7).digest(), "big")
+    seen = next((told[key] for key in _VERSIONS if told.get(key)), "")
+    seen = str(seen.timestamp() if isinstance(seen, datetime) else seen)
+    version = int.from_bytes(hashlib.blake2b(seen.encode(), digest_size=7).digest(), "big")
     return Status(int(str(told["size"])), version)
 
 
+_VERSIONS = ("ETag", "etag", "generation", "blob_id", "LastModified", "mtime", "created")
+"""What a file system may tell of a file that another of its name has otherwise; the surest first."""
+
+
+_SECRET = re.compile(r"(?<=://)[^\s/@'\"]*@|\?[^\s'\"]*")
+
+
 def _as_os_error(error: Exception) -> OSError:
-    """Whatever a file system raises, as an error of the system; its text is not the user's secret."""
-    if isinstance(error, OSError):
-        return error
-    return OSError(errno.EIO, f"{type(error).__name__}: {error}")
+    """Whatever a file system raises, as an error of the system; URLs in its text lose credentials and queries."""
+    text = _SECRET.sub("", getattr(error, "strerror", None) or str(error))
+    if not isinstance(error, OSError):
+        return OSError(errno.EIO, f"{type(error).__name__}: {text}")
+    kind = next(kind for kind in _CODES if isinstance(error, kind))
+    return kind(error.errno or _CODES[kind], text)
+
+
+_CODES = {
+    FileNotFoundError: errno.ENOENT,
+    FileExistsError: errno.EEXIST,
+    PermissionError: errno.EACCES,
+    OSError: errno.EIO,
+}
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+UNFINISHED = "ds_reshard.unfinished"
+"""Lies in a folder by URL while it is written: what else is there is a part."""
+PART_NBYTES = 5 << 20
+"""A large file is sent in parts of so many bytes, the least that S3 takes, or larger ones where these were too many."""
+
+
+def read_anew(url: str) -> bytes | None:
+    """All of a small file as it is now, None where there is none. Raises OSError."""
+    store, path = _store(url)
+    try:
+        return bytes(store.cat_file(path))
+    except FileNotFoundError:
+        return None
+    except Exception as error:
+        raise _as_os_error(error) from None
+
+
+def below(url: str) -> dict[str, Status]:
+    """Each file below a folder as it is now, by its path from there. Raises OSError."""
+    store, path = _store(url)
+    try:
+        found = store.find(path, detail=True)
+    except FileNotFoundError:
+        return {}
+    except Exception as error:
+        raise _as_os_error(error) from None
+    folder = f"{store._strip_protocol(path).rstrip('/')}/"
+    return {name.removeprefix(folder): _status(one) for name, one in found.items() if name.startswith(folder)}
+
+
+def put(url: str, data: bytes, *, new: bool = False) -> None:
+    """Write a small file at once. Raises OSError: with `new` FileExistsError over another, where the store can tell."""
+    store, path = _store(url)
+    mode = {"mode": "create"} if new and _takes(store, "pipe_file", "mode") else {}
+    try:
+        store.pipe_file(path, data, **mode)
+    except Exception as error:
+        raise _as_os_error(error) from None
+
+
+def send(url: str, path: str) -> Status:
+    """Write a file as a local one is, in parts, two of which are in memory at a time; what it is then. Raises OSError.
+
+    It is there whole or not at all.
+    """
+    store, there = _store(url)
+    sizes = {"chunksize": PART_NBYTES, "max_concurrency": 2, "overwrite": True}
+    try:
+        store.put_file(path, there, **{name: one for name, one in sizes.items() if _takes(store, "put_file", name)})
+        return _status(store.info(there))
+    except Exception as error:
+        raise _as_os_error(error) from None
+
+
+def remove(urls: Iterable[str]) -> None:
+    """Remove files, side by side; one that is not there is no error. Raises OSError."""
+
+    def one(url: str) -> None:
+        store, path = _store(url)
+        try:
+            store.rm_file(path)
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise _as_os_error(error) from None
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(one, urls))
+
+
+def abort(url: str) -> None:
+    """Give up what was begun to be sent below a folder, and is kept unseen: by S3 for ever. Raises OSError."""
+    store, path = _store(url)
+    if not hasattr(store, "call_s3"):
+        return
+    bucket, key, _ = store.split_path(path)
+    try:
+        for one in store.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/").get("Uploads", ()):
+            store.call_s3("abort_multipart_upload", Bucket=bucket, Key=one["Key"], UploadId=one["UploadId"])
+    except Exception as error:
+        raise _as_os_error(error) from None
+
+
+def _takes(store: AbstractFileSystem, method: str, argument: str) -> bool:
+    """Whether a method has an argument of that name; those that run on a loop pass all on to the one that does."""
+    function = getattr(store, f"_{method}", None) or getattr(store, method)
+    return argument in inspect.signature(function).parameters

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 
+from ds_reshard.containers import remote
 from ds_reshard.errors import WriteFailed
 
 _VECTORS = 256  # of at least 1024 that Linux takes (IOV_MAX)
@@ -104,3 +107,75 @@ def remove(path: str) -> None:
     """Remove a folder or a file, and all that is in it."""
     with _named(path, "cannot be removed"):
         shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+
+
+def lock(path: str) -> int | None:
+    """Hold a file of this name, made where there is none, alone; None where another process does. Close it."""
+    with _named(path, "cannot be locked"):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)  # NFS locks what can be written to
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = os.fstat(fd).st_ino == os.stat(path).st_ino  # else who held it has removed it by now
+        except (BlockingIOError, FileNotFoundError):
+            held = False
+        except OSError:
+            os.close(fd)
+            raise
+    if not held:
+        os.close(fd)
+    return fd if held else None
+
+
+# -- by URL ------------------------------------------------------------------------------------------------------------
+
+
+_SPOOL, _HELD = "ds-reshard-spool-", "lock"
+
+
+@contextlib.contextmanager
+def spool() -> Iterator[str]:
+    """A folder in TMPDIR for files that are to be sent; those of processes that were killed are removed."""
+    within = tempfile.gettempdir()
+    for name in os.listdir(within):
+        if name.startswith(_SPOOL):
+            with contextlib.suppress(WriteFailed):  # another user's, or removed by another process at this moment
+                _remove_left(os.path.join(within, name))
+    with _named(within, "takes no folder"):
+        folder = tempfile.mkdtemp(prefix=_SPOOL)
+    held = lock(os.path.join(folder, _HELD))
+    try:
+        yield folder
+    finally:
+        remove(folder)
+        if held is not None:
+            os.close(held)
+
+
+def _remove_left(folder: str) -> None:
+    held = lock(os.path.join(folder, _HELD))
+    if held is not None:
+        remove(folder)
+        os.close(held)
+
+
+def send(path: str, url: str) -> remote.Status:
+    """Write a file of a store as a local one is, whole or not at all; what it is then."""
+    with _named(url, "cannot be written"):
+        return remote.send(url, path)
+
+
+def put(url: str, data: bytes, *, new: bool = False) -> bool:
+    """Write a small file of a store; False with `new` where there is one already, as far as the store can tell."""
+    with _named(url, "cannot be written"):
+        try:
+            remote.put(url, data, new=new)
+        except FileExistsError:
+            return False
+    return True
+
+
+def remove_below(url: str, names: Iterable[str]) -> None:
+    """Remove files of a store, by their paths from a folder, and what was begun to be sent below it."""
+    with _named(url, "cannot be removed"):
+        remote.remove(f"{url}/{name}" for name in names)
+        remote.abort(url)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
+from typing import NamedTuple, TypeVar
 
 from ds_reshard.containers import folders
+from ds_reshard.containers.remote import PART_NBYTES, is_url
 from ds_reshard.errors import CheckpointDamaged, Fault, InternalError, ReadFailed, raise_faults
-from ds_reshard.execution import disk
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.files import ArchiveFile, FileTarget, StagingExecutor
 from ds_reshard.execution.fingerprint import Fingerprint, Witness
@@ -21,18 +23,24 @@ from ds_reshard.model.index import Record
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.target import Asked, Target, Unit
+from ds_reshard.operations.heartbeat import heartbeat
 from ds_reshard.operations.options import Conversion, Options, Progress, refuse, refuse_memory
 from ds_reshard.operations.processes import Parts, in_copies
 from ds_reshard.operations.proof import prove, repaired
+from ds_reshard.operations.ranks import rank, world_size
+from ds_reshard.operations.shares import dealt, in_ranks
 from ds_reshard.operations.source import Found, find_listing, open_checkpoint
+from ds_reshard.operations.store_workspace import StoreWorkspace
 from ds_reshard.operations.units import FilePlan, Units, archive_of, buffer_of, target_of
 from ds_reshard.operations.workspace import Workspace, refuse_places
 from ds_reshard.planning.copies import Copy
 from ds_reshard.version import VERSION
 
+T = TypeVar("T")
 _LEAST_NBYTES = 64 << 20  # to write, for a process of its own
 _COPY_NBYTES, _TENSOR_NBYTES = 16 << 20, 8 << 10  # that a process of its own takes, with what it knows of each tensor
 _SYNCING = 8  # units at once: waiting for a disk costs no core, and a journal takes several files at one stroke
+_SENDING = 16  # units at once, where memory has room for two parts of each
 
 
 def convert_listing(
@@ -50,8 +58,8 @@ def convert_listing(
     source = repaired(open_checkpoint(found)) if asked.repair else open_checkpoint(found)
     target = target_of(source, asked)
     prove(source, {origin.name for origin in target.wants.values() if origin.kind != WEIGHT})
-    needed = _nbytes(target)
-    refuse_places(path, out, needed)
+    sizes = _sizes(target)
+    refuse_places(path, out, sum(sizes.values()))
     what = {
         "ds_reshard": VERSION,
         "source": {name: list(before.get(name, ())[:2]) for name in sorted(source.files)},
@@ -61,47 +69,50 @@ def convert_listing(
         "dp": source.dp if asked.dp is None else asked.dp,
         **target.basis,
     }
-    workspace = Workspace(out, what, force=options.force)
-    number, shards = options.shard
-    with workspace.open(resume=options.resume, shared=shards > 1) as finished:
-        if finished:
+    subject = f"converting {source.folder}"
+    work = _Work(source, target, _workspace(out, what, target, options), options, sizes)
+
+    def write() -> _Done:
+        work.write_all(units, progress)
+        raise_faults([*_changed(source.folder, source.files, before), *_changed(like, shown, shown)], subject=subject)
+        return work.done
+
+    with contextlib.ExitStack() as stack:
+        begun = work.of_all(lambda: work.begin(stack))
+        if begun[0].finished:
             return Conversion(out=out, files=0, bytes_read=0, bytes_written=0, complete=True, notes=target.notes)
-        work = _Work(source, target, workspace, options, progress, needed)
-        units = target.units[number::shards]
-        held = _COPY_NBYTES + len(target.layout.placements) * _TENSOR_NBYTES
-        copies = min(options.processes, len(units), needed // _LEAST_NBYTES, options.memory_nbytes // held)
-        parts = Parts(units, copied=copies > 1)
+        units = work.dealt(begun)
         try:
-            if copies > 1:
-                in_copies(copies, lambda tell: work.copy(copies, tell).write(parts), work.add)
-            else:
-                work.write(parts)
-            changed = [*_changed(source.folder, source.files, before), *_changed(like, shown, shown)]
-            raise_faults(changed, subject=f"converting {source.folder}")
-            complete = work.finish()
+            done = work.of_all(write)
+            complete = work.of_all(work.finish)[0]
         except CheckpointDamaged:
-            workspace.forget()  # what was finished may be made of the damage
+            work.forget()  # what was finished may be made of the damage
             raise
-        if not complete and shards == 1:
-            raise ReadFailed(f"{workspace.folder}: what was noted of finished files cannot be read; add --resume")
     return Conversion(
         out=out,
-        files=work.files,
-        bytes_read=work.bytes_read,
-        bytes_written=work.bytes_written,
+        files=sum(one.files for one in done),
+        bytes_read=sum(one.bytes_read for one in done),
+        bytes_written=sum(one.bytes_written for one in done),
         complete=complete,
         notes=target.notes,
+        written_by_rank=tuple(one.bytes_written for one in done),
     )
 
 
-def _nbytes(target: Target) -> int:
-    """About how many bytes the output takes: the files of the units of one family differ by little."""
-    total = 0
-    for family in target.layout.shards:
-        units = [unit for unit in target.units if unit.family == family]
-        first = units[0].files if units else ()
-        total += len(units) * sum(archive_of(file).nbytes for file in first)
-    return total
+def _sizes(target: Target) -> dict[str, int]:
+    """About how many bytes each unit takes: those of one family differ by little."""
+    of_family: dict[str, int] = {}
+    for unit in target.units:
+        if unit.family not in of_family:
+            of_family[unit.family] = sum(archive_of(file).nbytes for file in unit.files)
+    return {unit.name: of_family[unit.family] for unit in target.units}
+
+
+def _workspace(out: str, what: Mapping[str, object], target: Target, options: Options) -> Workspace:
+    if not is_url(out):
+        return Workspace(out, what, force=options.force)
+    names = [os.path.join(target.folder, file.name) for unit in target.units for file in unit.files]
+    return StoreWorkspace(out, what, names=[*names, *target.pointers], folder=target.folder)
 
 
 def _seen(folder: str | None) -> dict[str, folders.Identity]:
@@ -123,35 +134,90 @@ class _Stopped(Exception):
     """Another unit has failed, or the user has had enough."""
 
 
-_Done = tuple[int, int, int]
-"""What was done: files, bytes read, bytes written."""
+class _Done(NamedTuple):
+    """What was done."""
+
+    files: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+    def plus(self, other: _Done) -> _Done:
+        return _Done(*(one + more for one, more in zip(self, other, strict=True)))
+
+
+class _Begun(NamedTuple):
+    """What a rank knows before it writes; whether all is finished, and which units are left, the first knows."""
+
+    made_of: str
+    finished: bool
+    left: list[str]
 
 
 class _Work:
-    """One process's share of a conversion."""
+    """One process's share of a conversion, or one rank's; the first of several opens the workspace and ends it."""
 
     def __init__(
-        self,
-        source: Checkpoint,
-        target: Target,
-        workspace: Workspace,
-        options: Options,
-        progress: Progress | None,
-        needed: int,
+        self, source: Checkpoint, target: Target, workspace: Workspace, options: Options, sizes: Mapping[str, int]
     ) -> None:
-        self.files = self.bytes_read = self.bytes_written = 0
+        self.done = _Done()
         self._source = source
         self._target = target
         self._workspace = workspace
-        self._progress = progress
-        self._needed = needed
+        self._sizes = sizes
         self._units = Units(source, target)
+        self._sends = isinstance(workspace, StoreWorkspace)
         self._options = options
+        if self._sends:  # what is sent has the other half
+            self._options = replace(options, memory_nbytes=options.memory_nbytes // 2)
+        self._ranks = options.ranks and world_size() > 1
+        self._beat = heartbeat() if self._ranks else None
+        self._progress: Progress | None = None
         self._tell: Callable[[_Done], None] = self.add
         self._lock = threading.Lock()
-        self._stopping = threading.Event()
+        self._stopping = self._beat.failed if self._beat is not None else threading.Event()
         self._synced: list[Future[None]] = []
-        self._room = threading.Semaphore(4 * _SYNCING)
+
+    @property
+    def _subject(self) -> str:
+        return f"converting {self._source.folder}"
+
+    @property
+    def _is_first(self) -> bool:
+        return not self._ranks or rank() == 0
+
+    def of_all(self, work: Callable[[], T]) -> list[T]:
+        """What `work` gives on each rank, in order, on every rank; what one raises all do."""
+        return in_ranks(work, subject=self._subject) if self._ranks else [work()]
+
+    def begin(self, stack: contextlib.ExitStack) -> _Begun:
+        """Open the workspace, until the stack is left."""
+        workspace, options = self._workspace, self._options
+        workspace.room(max(self._sizes.values()))
+        if not self._is_first:
+            stack.enter_context(workspace.joined())
+            return _Begun(workspace.made_of, False, [])
+        finished = stack.enter_context(workspace.open(resume=options.resume, part=options.shard))
+        return _Begun(workspace.made_of, finished, [] if finished else workspace.left(list(self._sizes)))
+
+    def dealt(self, begun: Sequence[_Begun]) -> list[Unit]:
+        """The units that are written here, of those that are left: each rank has about as many bytes."""
+        if others := [str(number) for number, one in enumerate(begun) if one.made_of != begun[0].made_of]:
+            what = "is not the same for every rank: it changes, or the ranks see other files"
+            mend = "let the save end, and put it where every rank reads it under this path"
+            found = f"other sizes or times on rank {', '.join(others)}"
+            fault = CheckpointDamaged.fault(self._source.folder, what, "the files of rank 0", found, mend=mend)
+            raise_faults([fault], subject=self._subject)
+        left, units = set(begun[0].left), [unit for unit in self._target.units if not self._is_last(unit)]
+        if self._ranks:
+            units = [unit for unit in units if unit.name in left]
+        share = (rank(), world_size()) if self._ranks else self._options.shard
+        own = [units[item] for item in dealt([self._sizes[unit.name] for unit in units], share)]
+        self._total = sum(self._sizes[unit.name] for unit in (units if self._ranks else own) if unit.name in left)
+        return [unit for unit in own if unit.name in left]
+
+    def _is_last(self, unit: Unit) -> bool:
+        """Whether it is written when all others are there: small files, without which other readers see nothing."""
+        return self._sends and any(file.container == "plain" for file in unit.files)
 
     def copy(self, copies: int, tell: Callable[[_Done], None]) -> _Work:
         """This work in one of several copies of the process, with a share of threads and memory."""
@@ -162,26 +228,43 @@ class _Work:
 
     def add(self, done: _Done) -> None:
         """Count what was done, here or in a copy of this process."""
-        self.files += done[0]
-        self.bytes_read += done[1]
-        self.bytes_written += done[2]
+        self.done = self.done.plus(done)
         if self._progress is not None:
-            self._progress(self.bytes_written, self._needed)
+            self._progress(self.done.bytes_written, self._total)
 
-    def write(self, parts: Parts[Unit]) -> None:
+    def write_all(self, units: Sequence[Unit], progress: Progress | None) -> None:
+        """Write the units, where they are large by copies of this process."""
+        held = _COPY_NBYTES + len(self._target.layout.placements) * _TENSOR_NBYTES
+        most = (len(units), sum(self._sizes[unit.name] for unit in units) // _LEAST_NBYTES)
+        copies = min(self._options.processes, *most, self._options.memory_nbytes // held)
+        parts = Parts(units, copied=copies > 1)
+        with self._beat.showing(progress) if self._beat is not None else contextlib.nullcontext():
+            self._progress = progress if self._beat is None else self._beat.note
+            if copies > 1:
+                in_copies(copies, lambda tell: self.copy(copies, tell).write(parts, copies), self.add)
+            else:
+                self.write(parts)
+
+    def write(self, parts: Parts[Unit], copies: int = 1) -> None:
         """Write units side by side, each by a share of the threads: a file takes one writer at a time.
 
-        While those that are written are brought to the disk, others are written.
+        While those that are written are brought to the disk, or sent, others are written.
         """
         at_once = max(1, min(self._options.threads, len(parts)))
+        keeping = _SYNCING
+        if self._sends:
+            keeping = max(1, min(_SENDING, self._options.memory_nbytes // (2 * PART_NBYTES)))
+        most = self._workspace.room(max(self._sizes.values())) // copies
+        self._room = threading.Semaphore(max(1, min(at_once + 4 * keeping, most)))
 
         def write_all() -> None:
             for unit in parts.left():
                 if self._stopping.is_set():
                     raise _Stopped
+                self._room.acquire()
                 self._write(unit, at_once)
 
-        with ThreadPoolExecutor(_SYNCING) as syncing, ThreadPoolExecutor(at_once) as pool:
+        with ThreadPoolExecutor(keeping) as syncing, ThreadPoolExecutor(at_once) as pool:
             self._syncing = syncing
             jobs = [pool.submit(self._or_stop, write_all) for _ in range(at_once)]
             try:
@@ -205,10 +288,7 @@ class _Work:
             raise
 
     def _write(self, unit: Unit, at_once: int) -> None:
-        """Write a unit's files, unless that was done before, and have them synced and noted."""
-        if self._workspace.noted(unit.name) is not None:
-            return
-        subject = f"converting {self._source.folder}"
+        """Write a unit's files, and have them brought where they last, and noted."""
         archives = [archive_of(file) for file in unit.files]
         made, targets = self._files(unit, archives)
         witness = Witness(self._source.index, self._units.wanted(unit.family), unit.shard)
@@ -222,9 +302,9 @@ class _Work:
             threads=self._options.threads // at_once, memory_nbytes=self._options.memory_nbytes // at_once, saw=saw
         )
         outcome = executor.execute(self._units.plan(unit, archives), targets)
-        raise_faults(outcome.faults, subject=subject)
+        raise_faults(outcome.faults, subject=self._subject)
         pending, faults = settle(partial_sums(outcome))
-        raise_faults(faults, subject=subject)
+        raise_faults(faults, subject=self._subject)
         files = {name: {"nbytes": file.nbytes, "crc32": f"{file.finish():08x}"} for name, file in made.items()}
         prints = [
             [key.name, key.kind, key.copy, found.value, found.nbytes]
@@ -232,11 +312,9 @@ class _Work:
         ]
         sums = [asdict(item) for item in pending]
         known = {"files": files, "family": unit.family, "sums": sums, "tensors": prints}
-        self._room.acquire()
-        paths = [file.path for file in made.values()]
-        self._synced.append(self._syncing.submit(self._or_stop, self._sync, unit, paths, known))
-        with self._lock:
-            self._tell((len(files), outcome.bytes_read, sum(archive.nbytes for archive in archives)))
+        paths = {name: file.path for name, file in made.items()}
+        done = _Done(len(files), outcome.bytes_read, sum(archive.nbytes for archive in archives))
+        self._synced.append(self._syncing.submit(self._or_stop, self._keep, unit, paths, known, done))
 
     def _files(self, unit: Unit, archives: Sequence[FilePlan]) -> tuple[dict[str, ArchiveFile], dict[str, FileTarget]]:
         """A unit's files by their names, and the targets in them by buffers; what is no tensor is written."""
@@ -252,28 +330,49 @@ class _Work:
                 targets[buffer].store(0, memoryview(data), targets[buffer].dtype)
         return files, targets
 
-    def _sync(self, unit: Unit, paths: Sequence[str], known: Mapping[str, object]) -> None:
-        """Bring a unit's files to the disk, and note them."""
+    def _keep(self, unit: Unit, paths: Mapping[str, str], known: Mapping[str, object], done: _Done) -> None:
+        """Bring a unit's files to the disk, or send them, and note them."""
         try:
-            for path in paths:
-                disk.sync(path)
-            self._workspace.note(unit.name, known)
+            self._workspace.note(unit.name, {**known, **self._workspace.keep(paths)})
         finally:
             self._room.release()
+        with self._lock:
+            self._tell(done)
+
+    def forget(self) -> None:
+        """Have everything written anew."""
+        if self._is_first:
+            self._workspace.forget()
 
     def finish(self) -> bool:
         """Where all units are written: check what their sums say together, and give the output its name."""
-        notes = [note for unit in self._target.units if (note := self._workspace.noted(unit.name)) is not None]
-        if len(notes) < len(self._target.units):
-            return self._workspace.is_done()
-        subject = f"converting {self._source.folder}"
+        if not self._is_first:
+            return True
+        names = [unit.name for unit in self._target.units]
+        if last := [unit for unit in self._target.units if self._is_last(unit)]:
+            left = set(self._workspace.left(names))
+            if left - {unit.name for unit in last}:
+                return self._incomplete()
+            self.write(Parts([unit for unit in last if unit.name in left], copied=False))
+        notes = self._workspace.notes(names)
+        if len(notes) < len(names):
+            return self._incomplete()
         for family in self._target.layout.shards:
             faults, again = combine([_sums(note) for note in notes if note["family"] == family])
-            raise_faults(faults or read_again(again), subject=subject)
+            raise_faults(faults or read_again(again), subject=self._subject)
         files = {name: known for note in notes for name, known in note["files"].items()}  # type: ignore[attr-defined]
         manifest = {"format": 1, "files": files, "tensors": self._tensors(notes)}
         self._workspace.commit(manifest, self._target.pointers)
         return True
+
+    def _incomplete(self) -> bool:
+        """Whether another part has ended it; ReadFailed where there is no other."""
+        if self._workspace.is_done():
+            return True
+        if self._options.shard[1] == 1:
+            where = self._workspace.folder
+            raise ReadFailed(f"{where}: what was noted of finished files cannot be read; add --resume")
+        return False
 
     def _tensors(self, notes: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
         """Every tensor with its fingerprint, added up from those of the units; InternalError where a part lacks."""

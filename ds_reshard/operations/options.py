@@ -53,7 +53,8 @@ class Options:
     """How a conversion works: `memory_nbytes` bounds its buffers, `shard` is (number, of how many).
 
     With `processes` large outputs are written by so many copies of this process, made by fork, which share threads and
-    memory; leave it at one in a process that runs threads of its own.
+    memory; leave it at one in a process that runs threads of its own. With `ranks` every rank of the process group
+    calls it and writes a part; all are told what was done, by all of them.
     """
 
     threads: int = THREADS
@@ -62,13 +63,15 @@ class Options:
     shard: tuple[int, int] = (0, 1)
     resume: bool = False
     force: bool = False
+    ranks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
     """What a conversion did: `complete` is false where other shards of it are still to be written.
 
-    `notes` is what could not be carried over as it was, or is to be minded in the coming run.
+    `notes` is what could not be carried over as it was, or is to be minded in the coming run. `written_by_rank` has the
+    part of each rank of `bytes_written`.
     """
 
     out: str
@@ -77,6 +80,7 @@ class Conversion:
     bytes_written: int
     complete: bool
     notes: tuple[str, ...] = ()
+    written_by_rank: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,13 +101,16 @@ class Progress:
         return self._total if what == "total" else self._executor.nbytes_read
 
     def _line(self, done: int, total: int) -> str:
-        rate = done / (time.monotonic() - self._started)
-        left = f"{(total - done) / rate:.0f} s left" if rate else "nothing yet"
-        part = (
-            f"{done / 2**30:.1f} of {total / 2**30:.1f} GiB" if total >= 2**30 else f"{done >> 20} of {total >> 20} MiB"
-        )
         whose = "" if self._store is not None or world_size() == 1 else " by rank 0"
-        return f"{self._subject}: {part} read{whose}, {rate / 2**20:.0f} MiB/s, {left}"
+        return f"{self._subject}: {so_far(done, total, time.monotonic() - self._started, f'read{whose}')}"
+
+
+def so_far(done: int, total: int, seconds: float, what: str) -> str:
+    """Bytes, rate and the time that is left, in words."""
+    rate = done / seconds
+    left = f"{(total - done) / rate:.0f} s left" if rate else "nothing yet"
+    part = f"{done / 2**30:.1f} of {total / 2**30:.1f} GiB" if total >= 2**30 else f"{done >> 20} of {total >> 20} MiB"
+    return f"{part} {what}, {rate / 2**20:.0f} MiB/s, {left}"
 
 
 def _rewrite(text: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from heapq import heapify, heapreplace
 from typing import TypeVar
 
 from ds_reshard.errors import ReadFailed, ReshardError
+from ds_reshard.operations.heartbeat import heartbeat
 from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.processes import Parts, in_copies
 from ds_reshard.operations.ranks import attempt, gather, raise_caused, rank, world_size
@@ -49,14 +51,10 @@ def in_shares(
     `nbytes`. `work` is given its share, how it is to read, and what is to be told of progress. What one raises all do.
     """
     if reading.ranks and world_size() > 1:
-        value, faults, cause = attempt(lambda: work((rank(), world_size()), reading, progress))
-        told = gather((value, faults))
-        try:
-            raise_caused([fault for _, of_rank in told for fault in of_rank], subject=subject, cause=cause)
-        except ReshardError as error:
-            error.agreed = True
-            raise
-        return [one for one, _ in told]  # type: ignore[misc]
+        beat, share = heartbeat(), (rank(), world_size())
+        with beat.showing(progress) if beat is not None else nullcontext():
+            note = beat.note if beat is not None else progress
+            return in_ranks(lambda: work(share, reading, note), subject=subject)
     copies = min(reading.processes, nbytes // _LEAST_NBYTES, reading.memory_nbytes // _COPY_NBYTES)
     if copies < 2 or reading.device == "cuda":
         return [work((0, 1), reading, progress)]
@@ -81,6 +79,18 @@ def in_shares(
     mend = "run again; where memory was short, with fewer --processes or less --memory"
     in_copies(copies, copy, hear, lost=ReadFailed, what="its part not read", mend=mend)
     return [done[number] for number in range(copies)]
+
+
+def in_ranks(work: Callable[[], T], *, subject: str) -> list[T]:
+    """What `work` gives on each rank, in order, on every rank; what one raises all do. Collective."""
+    value, faults, cause = attempt(work)
+    told = gather((value, faults))
+    try:
+        raise_caused([fault for _, of_rank in told for fault in of_rank], subject=subject, cause=cause)
+    except ReshardError as error:
+        error.agreed = True
+        raise
+    return [one for one, _ in told]  # type: ignore[misc]
 
 
 def _so_far(tell: Callable[[tuple[int, int, T | None]], None], number: int, nbytes: int, _: int) -> None:

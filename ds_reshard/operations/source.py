@@ -10,9 +10,16 @@ from dataclasses import dataclass
 from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import UNSAFE, in_force, rules_in_force
 from ds_reshard.containers.positioned import PositionedFile
-from ds_reshard.containers.remote import AT_ONCE, is_url
+from ds_reshard.containers.remote import AT_ONCE, UNFINISHED, is_url
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import CheckpointNotFound, ReadFailed, ReshardError, UnsupportedLayout, raise_faults
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    ReadFailed,
+    ReshardError,
+    UnsupportedLayout,
+    raise_faults,
+)
 from ds_reshard.formats.zero.names import Listing as ZeroListing
 from ds_reshard.model.checkpoint import Checkpoint, Format, Listing
 from ds_reshard.operations.formats import FORMATS, format_of
@@ -102,8 +109,17 @@ def find_listing(path: str, tag: str | None) -> Found:
 
 
 def _found(folder: str) -> Found | None:
+    refuse_unfinished(folder)
     found = format_of(folder)
     return Found(format=found[0], listing=found[1]) if found is not None else None
+
+
+def refuse_unfinished(folder: str) -> None:
+    """Raise where a conversion writes to a folder by URL, or has stopped doing so."""
+    if is_url(folder) and folders.is_file(f"{folder}/{UNFINISHED}"):
+        what = "is a part of a checkpoint: its files are being sent, or the sending was interrupted"
+        mend = "wait for the conversion that writes it, or run that again with --resume"
+        raise_faults([CheckpointDamaged.fault(folder, what, mend=mend)], subject="reading a checkpoint")
 
 
 def find_zero(path: str, tag: str | None, *, tool: str) -> ZeroListing:

@@ -1,7 +1,7 @@
 """An output that is there whole or not at all, and its manifest: written beside it, in a folder that is renamed.
 
 OUT.ds-reshard/conversion.json   what is being made, of what; another conversion is refused there
-OUT.ds-reshard/lock              held while a process works there
+OUT.ds-reshard/locks/I-of-N      held while a process works there, at part I of N
 OUT.ds-reshard/done/FILE.json    what is known of a finished file: --resume goes on behind these
 OUT.ds-reshard/out/              the output
 OUT.ds-reshard/old/              with --force, what had the name before, for a moment
@@ -10,10 +10,9 @@ OUT.ds-reshard/old/              with --force, what had the name before, for a m
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.crc import crc32
@@ -37,10 +36,19 @@ def read_manifest(path: str) -> Mapping[str, object] | None:
         with PositionedFile(path) as file:
             if file.nbytes > _MOST_NBYTES:
                 raise ValueError(f"it has {file.nbytes} bytes, and at most {_MOST_NBYTES} are read")
-            manifest = json.loads(file.read(0, file.nbytes))
+            text = file.read(0, file.nbytes)
     except CheckpointNotFound:
         return None
-    except (ReshardError, RecursionError) as error:
+    except ReshardError as error:
+        raise ValueError(str(error)) from error
+    return parsed(text)
+
+
+def parsed(text: bytes) -> Mapping[str, object]:
+    """What `manifest_text` made. Raises ValueError for anything else."""
+    try:
+        manifest = json.loads(text)
+    except RecursionError as error:
         raise ValueError(str(error)) from error
     if not isinstance(manifest, dict):
         raise ValueError("it holds no object")
@@ -57,44 +65,58 @@ def _checksum(content: Mapping[str, object]) -> str:
 
 
 SUFFIX = ".ds-reshard"
+LOCKS, CONVERSION = "locks", "conversion.json"
+Part = tuple[int, int]
+"""A part of the work, counted from 0, and the number of parts; (0, 1) is all of it."""
 
 
 class Workspace:
     """The folder in which one output is made; `conversion` is what it is made of, as JSON."""
 
     def __init__(self, out: str, conversion: Mapping[str, object], *, force: bool) -> None:
-        self.target = os.path.abspath(out)
+        self.target = out if is_url(out) else os.path.abspath(out)
         self.folder = self.target + SUFFIX
         self.out = os.path.join(self.folder, "out")
         self._done = os.path.join(self.folder, "done")
         self._old = os.path.join(self.folder, "old")
-        self._conversion = json.dumps(conversion, sort_keys=True, indent=1)
+        self.made_of = json.dumps(conversion, sort_keys=True, indent=1)
         self._force = force
 
     @contextlib.contextmanager
-    def open(self, *, resume: bool, shared: bool) -> Iterator[bool]:
-        """Work there, alone unless `shared`; yields whether the output is there already, made of the same.
+    def open(self, *, resume: bool, part: Part) -> Iterator[bool]:
+        """Do that part of the work, beside other parts alone; yields whether the output is there, made of the same.
 
-        A folder that another conversion has left is an error with `resume` or `shared`, and cleared otherwise.
+        A folder that another conversion has left is an error with `resume` or several parts, and cleared otherwise.
         """
+        kept = resume or part[1] > 1
         left = folders.is_folder(self.folder) and not folders.exists(self.out)
-        if (shared or left) and self.is_done():
+        if (kept or left) and self.is_done():
             self._clear()
             yield True
             return
         self._refuse_existing()
-        disk.make_folder(self.folder)
-        with self._lock(shared):
+        disk.make_folder(os.path.join(self.folder, LOCKS))
+        with self._lock(part):
             if folders.is_folder(self._old) and not folders.exists(self.target, follow=False):
                 disk.rename(self._old, self.target)
-            for name in list(folders.entries(self.folder)) if not (resume or shared) else ():
-                disk.remove(os.path.join(self.folder, name))
+            for name in list(folders.entries(self.folder)) if not kept else ():
+                if name != LOCKS:
+                    disk.remove(os.path.join(self.folder, name))
             self._claim()
             yield False
 
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """Write there what another process has opened."""
+        yield
+
+    def room(self, nbytes: int) -> int:
+        """How many units of so many bytes may be made that are not kept yet."""
+        return 1 << 20
+
     def is_done(self) -> bool:
         """Whether the output is there, made of the same: by another process, or by one that could not clean up."""
-        return bool(_conversion_of(os.path.join(self.target, MANIFEST)) == json.loads(self._conversion))
+        return bool(_conversion_of(os.path.join(self.target, MANIFEST)) == json.loads(self.made_of))
 
     def _refuse_existing(self) -> None:
         if folders.exists(self.target, follow=False) and not self._force:
@@ -106,37 +128,51 @@ class Workspace:
             raise_faults([fault], subject="converting")
 
     @contextlib.contextmanager
-    def _lock(self, shared: bool) -> Iterator[None]:
-        with folders.named(self.folder, "cannot be opened"):
-            fd = os.open(self.folder, os.O_RDONLY)
+    def _lock(self, part: Part) -> Iterator[None]:
+        """Hold the part, where nobody does, nor any of another number of parts: that is another job's."""
+        own = os.path.join(self.folder, LOCKS, lock_name(part))
+        held = disk.lock(own)
         try:
-            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except OSError:
-            os.close(fd)
-            raise ConfigError(
-                f"{self.folder}: another process works there; wait for it, or give every process its --shard I/N"
-            ) from None
-        try:
+            if held is None or any(map(self._is_held, self._conflicting(part))):
+                self._refuse_beside(part)
             yield
         finally:
-            os.close(fd)
+            if held is not None:
+                os.close(held)
+
+    def _conflicting(self, part: Part) -> list[str]:
+        names = folders.entries(os.path.join(self.folder, LOCKS))
+        return [os.path.join(self.folder, LOCKS, name) for name in names if not name.endswith(f"-of-{part[1]}")]
+
+    def _is_held(self, path: str) -> bool:
+        found = disk.lock(path)
+        if found is not None:
+            os.close(found)
+        return found is None
+
+    def _refuse_beside(self, part: Part) -> None:
+        what = "another process works there" + (f" at part {lock_name(part)}" if part[1] > 1 else "")
+        mend = "wait for it, or end it; processes that share the work are each given their own --shard I/N"
+        raise_faults([ConfigError.fault(self.folder, what, mend=mend)], subject="converting")
 
     def _claim(self) -> None:
         """Note what is made here, or find that it is the same."""
-        path = os.path.join(self.folder, "conversion.json")
+        path = os.path.join(self.folder, CONVERSION)
         if folders.exists(path):
-            found = folders.read_small(path).decode("utf-8", errors="replace")
-            if found != self._conversion:
-                fault = ConfigError.fault(
-                    self.folder,
-                    "was left by another conversion, or of files that have changed since",
-                    mend="run it without --resume and --shard: it is then cleared; or remove it",
-                )
-                raise_faults([fault], subject="converting")
+            self._refuse_other(folders.read_small(path))
         else:
-            disk.write_whole(path, self._conversion.encode("utf-8"), beside=self.folder)
+            disk.write_whole(path, self.made_of.encode("utf-8"), beside=self.folder)
         disk.make_folder(self._done)
         disk.make_folder(self.out)
+
+    def _refuse_other(self, found: bytes) -> None:
+        if found != self.made_of.encode("utf-8"):
+            fault = ConfigError.fault(
+                self.folder,
+                "was left by another conversion, or of files that have changed since",
+                mend="run it without --resume and --shard: it is then cleared; or remove it",
+            )
+            raise_faults([fault], subject="converting")
 
     def path(self, name: str) -> str:
         """Where a file of the output is written; its folder is made."""
@@ -144,11 +180,15 @@ class Workspace:
         disk.make_folder(os.path.dirname(path))
         return path
 
+    def keep(self, paths: Mapping[str, str]) -> Mapping[str, object]:
+        """Bring files that are finished to where they last, by their names; what is to be noted of them beside."""
+        for path in paths.values():
+            disk.sync(path)
+        return {}
+
     def note(self, unit: str, known: Mapping[str, object]) -> None:
         """Note that the files of a unit are finished and on the disk; a note that a crash takes costs their writing."""
-        data = json.dumps(known, sort_keys=True).encode("utf-8")
-        told = b"%08x" % crc32(data) + data
-        disk.write_whole(self._note(unit), told, beside=self.folder, synced=False)
+        disk.write_whole(self._note(unit), noted_text(known), beside=self.folder, synced=False)
 
     def noted(self, unit: str) -> Mapping[str, object] | None:
         """What is known of a finished unit, None for one that is not."""
@@ -156,11 +196,15 @@ class Workspace:
             told = folders.read_small(self._note(unit))
         except CheckpointNotFound:
             return None
-        if told[:8] != b"%08x" % crc32(told[8:]):  # its name reached the disk before its bytes
-            return None
-        known = json.loads(told[8:])
-        assert isinstance(known, dict)
-        return known
+        return known_in(told)
+
+    def left(self, units: Sequence[str]) -> list[str]:
+        """Those that are not finished."""
+        return [unit for unit in units if self.noted(unit) is None]
+
+    def notes(self, units: Sequence[str]) -> list[Mapping[str, object]]:
+        """What is known of the finished ones."""
+        return [known for unit in units if (known := self.noted(unit)) is not None]
 
     def forget(self) -> None:
         """Forget which units are finished: --resume writes all of them anew."""
@@ -174,7 +218,7 @@ class Workspace:
 
         Of several processes that come here at once, each may be the one that does it.
         """
-        text = manifest_text({**manifest, "conversion": json.loads(self._conversion)})
+        text = manifest_text({**manifest, "conversion": json.loads(self.made_of)})
         try:
             for name, content in {MANIFEST: text, **pointers}.items():
                 disk.write_whole(os.path.join(self.out, name), content.encode("utf-8"), beside=self.folder)
@@ -193,6 +237,25 @@ class Workspace:
             disk.remove(self.folder)
 
 
+def noted_text(known: Mapping[str, object]) -> bytes:
+    """A note as it is written, with a checksum of its own."""
+    data = json.dumps(known, sort_keys=True).encode("utf-8")
+    return b"%08x" % crc32(data) + data
+
+
+def known_in(told: bytes) -> Mapping[str, object] | None:
+    """What a note says; None where its name reached the disk before its bytes."""
+    if told[:8] != b"%08x" % crc32(told[8:]):
+        return None
+    known = json.loads(told[8:])
+    assert isinstance(known, dict)
+    return known
+
+
+def lock_name(part: Part) -> str:
+    return f"{part[0]}-of-{part[1]}"
+
+
 def _conversion_of(path: str) -> object:
     try:
         manifest = read_manifest(path)
@@ -203,15 +266,14 @@ def _conversion_of(path: str) -> object:
 
 def refuse_places(source: str, out: str, needed_nbytes: int) -> None:
     """Raise where the output cannot be: inside the source or around it, on another file system, or too large."""
-    if is_url(out):
-        what, mend = "is a URL, and files are written to a local folder", "name a local folder, and copy it there"
-        raise_faults([_place(out, what, mend)], subject="converting")
-    source, target = os.path.realpath(source), os.path.realpath(out)
+    source, target = (path.rstrip("/") if is_url(path) else os.path.realpath(path) for path in (source, out))
     parent = os.path.dirname(os.path.abspath(out))
     faults = []
     if target == source or target.startswith(source + os.sep) or source.startswith(target + os.sep):
         faults.append(_place(out, f"lies in the source {source}, or holds it", "name a folder apart from it"))
-    if not folders.is_folder(parent):
+    if is_url(out):
+        pass
+    elif not folders.is_folder(parent):
         faults.append(_place(parent, "does not exist", f"mkdir -p {parent}"))
     elif folders.is_folder(target) and folders.device(target) != folders.device(parent):
         what = "is a file system of its own: what is written beside it cannot take its name"

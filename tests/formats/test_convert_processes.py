@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -155,52 +154,6 @@ def test_copies_end_with_the_process_that_made_them(tmp_path: Path) -> None:
             time.sleep(0.05)
         else:
             raise AssertionError(f"process {pid} works on")
-
-
-def test_ranks_of_srun_each_do_a_part(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What srun sets, by hand: there is no Slurm here. A batch script itself has SLURM_NTASKS, and does all of it."""
-    words = ["convert", str(checkpoint), "--to", "zero3", "--dp", "3"]
-    monkeypatch.setenv("SLURM_NTASKS", "3")
-    assert main([*words[:2], str(tmp_path / "alone"), *words[2:]]) == 0
-    monkeypatch.setenv("SLURM_STEP_ID", "0")
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "3")
-    for rank in range(3):
-        assert not (tmp_path / "shared").exists()
-        monkeypatch.setenv("SLURM_PROCID", str(rank))
-        assert main([*words[:2], str(tmp_path / "shared"), *words[2:]]) == 0
-    assert files(tmp_path / "shared") == files(tmp_path / "alone")
-
-
-def _agents(words: list[str], sizes: list[int]) -> list[int]:
-    """What torchrun on so many nodes ends with, all of them this machine; each starts so many ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(sizes)), "--nproc-per-node"]
-    agents = [
-        subprocess.Popen(
-            [*launch, str(size), "--node-rank", str(node), "--master-port", port, "-m", "ds_reshard", *words],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "TMPDIR": os.path.dirname(words[1])},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for node, size in enumerate(sizes)
-    ]
-    return [agent.wait(200) for agent in agents]
-
-
-@pytest.mark.slow
-def test_two_torchrun_agents_write_what_one_process_writes(checkpoint: Path, tmp_path: Path) -> None:
-    """Two nodes of two ranks; and three ranks go on behind what one of four had finished."""
-    words = ["convert", str(checkpoint), str(tmp_path / "shared"), "--to", "zero3", "--dp", "5"]
-    convert(str(checkpoint), str(tmp_path / "alone"), to="zero3", dp=5)
-    assert _agents(words, [2, 2]) == [0, 0]
-    assert files(tmp_path / "shared") == files(tmp_path / "alone")
-    words[2] = str(tmp_path / "again")
-    assert main([*words, "--shard", "1/4"]) == 0
-    assert [*(tmp_path / "again.ds-reshard" / "done").iterdir()] and not (tmp_path / "again").exists()
-    assert _agents(words, [3]) == [0]
-    assert files(tmp_path / "again") == files(tmp_path / "alone")
 
 
 def test_what_was_finished_of_damage_is_not_gone_on_behind(checkpoint: Path, tmp_path: Path) -> None:

@@ -27,13 +27,13 @@ def test_a_manifest_that_was_changed_is_not_believed(tmp_path: Path) -> None:
 def test_what_another_conversion_left_is_not_gone_on_with(tmp_path: Path) -> None:
     """--resume goes on behind the units of the same conversion, and refuses those of another."""
     out = str(tmp_path / "out")
-    with Workspace(out, {"of": "a"}, force=False).open(resume=False, shared=False) as finished:
+    with Workspace(out, {"of": "a"}, force=False).open(resume=False, part=(0, 1)) as finished:
         assert not finished
-    with Workspace(out, {"of": "a"}, force=False).open(resume=True, shared=False) as finished:
+    with Workspace(out, {"of": "a"}, force=False).open(resume=True, part=(0, 1)) as finished:
         assert not finished
     with (
         pytest.raises(ConfigError, match="left by another conversion"),
-        Workspace(out, {"of": "b"}, force=False).open(resume=True, shared=False),
+        Workspace(out, {"of": "b"}, force=False).open(resume=True, part=(0, 1)),
     ):
         pass
 

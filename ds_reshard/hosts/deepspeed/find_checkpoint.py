@@ -23,7 +23,7 @@ from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.proof import unproved
 from ds_reshard.operations.ranks import rank
 from ds_reshard.operations.source import Found as Located
-from ds_reshard.operations.source import find_listing
+from ds_reshard.operations.source import find_listing, refuse_unfinished
 from ds_reshard.operations.source import open_checkpoint as open_any
 
 logger = logging.getLogger("ds_reshard")
@@ -133,6 +133,7 @@ def look(
         folder = os.path.join(load_dir, str(tag))
         if not folders.is_folder(folder):
             return Found(faults=(_no_tag(load_dir, str(tag)),))
+        refuse_unfinished(folder)
         listing = list_folder(folder)
         checkpoint = open_checkpoint(listing, optimizer=optimizer, row=row)
         if listing.universal:  # made of as many files as there are tensors: one rank reads them

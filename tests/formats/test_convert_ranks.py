@@ -1,0 +1,267 @@
+"""`convert` by the ranks of a launcher: what one process writes, and what becomes of it when one of them ends early."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from forked import free_port, in_ranks, launched
+from zero_builder import Built, write
+
+from ds_reshard.cli import launch
+from ds_reshard.cli.main import main
+from ds_reshard.errors import ConfigError, RankLost
+from ds_reshard.execution import disk
+from ds_reshard.operations import Options, conversion, convert, heartbeat
+from ds_reshard.operations.workspace import Workspace
+
+SHAPES = tuple((f"p{i}", (7, i + 1)) for i in range(9))
+DP = 9
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Synthetic, and beside it what one process makes of it."""
+    folder = tmp_path_factory.mktemp("ranks")
+    write(Built(groups=(SHAPES,), frozen=(), tied=(), states=("exp_avg",), dp=4, seed=5), folder / "saved")
+    convert(str(folder / "saved"), str(folder / "alone"), to="zero3", dp=DP)
+    return folder / "saved"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_ranks_write_what_one_process_writes_and_say_it_once(
+    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], launcher: str
+) -> None:
+    """What the launchers set, by hand: there is no Slurm here. Each rank has about as many bytes."""
+    port = free_port()
+
+    def rank(number: int) -> int:
+        launched(port, number, 4)
+        if launcher == "srun":
+            for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"):
+                del os.environ[name]
+            os.environ.update(SLURM_STEP_ID="0", SLURM_PROCID=str(number), SLURM_STEP_NUM_TASKS="4")
+        return main(["convert", str(checkpoint), str(tmp_path / "out"), "--to", "zero3", "--dp", str(DP), "--json"])
+
+    assert in_ranks(4, rank) == [0] * 4
+    said = json.loads(capfd.readouterr().out)
+    assert files(tmp_path / "out") == files(checkpoint.parent / "alone")
+    written = said["written_by_rank"]
+    assert sum(written) == said["bytes_written"] and min(written) > 0
+    assert max(written) - min(written) <= said["bytes_written"] / DP
+
+
+CHANGES = ("create", "write_new", "write_at", "sync", "write_whole", "rename", "make_folder", "remove", "lock")
+
+
+def counted(at: int) -> list[str]:
+    """Each call of this process that changes a file, as it is made; the process is killed at that one."""
+    made: list[str] = []
+
+    def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            made.append(name)
+            if len(made) == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*given, **named)
+
+        return call
+
+    for name in CHANGES:
+        setattr(disk, name, wrapped(name, getattr(disk, name)))
+    return made
+
+
+def converted(place: Path, checkpoint: Path, size: int, *, resume: bool, killed: int = -1, at: int = -1) -> list[int]:
+    """The ranks' statuses: 3 where a rank is told that another is lost."""
+    store = place / os.urandom(4).hex()
+
+    def rank(number: int) -> int:
+        if number == killed:
+            counted(at)
+        group = dist.FileStore(str(store), size)
+        dist.init_process_group("gloo", store=group, rank=number, world_size=size, timeout=timedelta(seconds=60))
+        options = Options(threads=1, ranks=True, resume=resume)
+        try:
+            convert(str(checkpoint), str(place / "out"), to="zero3", dp=DP, options=options)
+        except RankLost:
+            return 3
+        return 0
+
+    return in_ranks(size, rank)
+
+
+def test_killed_at_ten_places_three_ranks_go_on_and_write_the_same_bytes(checkpoint: Path, tmp_path: Path) -> None:
+    """Of four one is killed, each in turn: at its first change, and later; the others end with a named error."""
+    for killed, at in [(0, 1), (0, 5), (0, 12), (0, 21), (1, 1), (1, 9), (2, 2), (2, 12), (3, 4), (3, 13)]:
+        place = tmp_path / f"{killed}-{at}"
+        place.mkdir()
+        expected = [-signal.SIGKILL if number == killed else 3 for number in range(4)]
+        assert converted(place, checkpoint, 4, resume=False, killed=killed, at=at) == expected, (killed, at)
+        assert not (place / "out").exists()
+        assert converted(place, checkpoint, 3, resume=True) == [0] * 3
+        assert files(place / "out") == files(checkpoint.parent / "alone"), (killed, at)
+        assert not (place / "out.ds-reshard").exists()
+
+
+def test_what_ranks_have_finished_is_not_done_again(checkpoint: Path, tmp_path: Path) -> None:
+    """After a start by torchrun's --max-restarts, too, whose command is the one of before."""
+    assert converted(tmp_path, checkpoint, 3, resume=False, killed=2, at=17) == [3, 3, -signal.SIGKILL]
+    done = tmp_path / "out.ds-reshard" / "done"
+    before = {path.name: path.stat().st_mtime_ns for path in done.iterdir()}
+    assert before
+    port, seen = free_port(), conversion._Work.begin
+
+    def rank(number: int) -> int:
+        launched(port, number, 2, TORCHELASTIC_RESTART_COUNT="1")
+
+        def begin(work: conversion._Work, stack: Any) -> Any:
+            begun = seen(work, stack)
+            assert number or len(begun.left) == len(work._sizes) - len(before)
+            return begun
+
+        conversion._Work.begin = begin  # type: ignore[method-assign]
+        return main(["convert", str(checkpoint), str(tmp_path / "out"), "--to", "zero3", "--dp", str(DP)])
+
+    assert in_ranks(2, rank) == [0, 0]
+    assert files(tmp_path / "out") == files(checkpoint.parent / "alone")
+
+
+def test_a_rank_that_hangs_ends_the_others_within_the_timeout(
+    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped half-way, it answers no more; those that wait for it hear of it, though it has not ended."""
+    monkeypatch.setattr(launch, "_SILENCE", timedelta(seconds=3))
+    monkeypatch.setattr(launch, "_UNWINDING_S", 0.5)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.2)
+    port, write_unit = free_port(), conversion._Work._write
+
+    def rank(number: int) -> int:
+        launched(port, number, 3)
+
+        def stops(work: conversion._Work, *given: Any) -> None:
+            write_unit(work, *given)
+            if number == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        conversion._Work._write = stops  # type: ignore[method-assign]
+        return main(["convert", str(checkpoint), str(tmp_path / "out"), "--to", "zero3", "--dp", str(DP)])
+
+    assert in_ranks(3, rank) == [2, -signal.SIGKILL, 2]
+    assert "a rank has ended, or has not answered" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_one_rank_finds_ends_the_work_of_all_at_once(
+    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk on one rank: the others begin no further file, and all say the same, once."""
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
+    port, write_unit = free_port(), conversion._Work._write
+
+    def rank(number: int) -> int:
+        launched(port, number, 2)
+        written: list[object] = []
+
+        def fails(work: conversion._Work, *given: Any) -> None:
+            if number:
+                with disk._named(str(tmp_path), "cannot be written"):
+                    raise OSError(28, "No space left on device")
+            work._stopping.wait(60)
+            written.append(given)
+            write_unit(work, *given)
+
+        conversion._Work._write = fails  # type: ignore[method-assign]
+        words = ["convert", str(checkpoint), str(tmp_path / "out"), "--to", "zero3", "--dp", str(DP), "--threads", "1"]
+        status = main(words)
+        assert number or len(written) == 1
+        return status
+
+    assert in_ranks(2, rank) == [2, 2]
+    assert capfd.readouterr().err.count("No space left on device") == 1
+
+
+def test_progress_is_of_all_ranks(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is told what all of them have written; in a log it is a line, with rate and time."""
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
+    monkeypatch.setattr("ds_reshard.operations.progress.LOG_S", 0.0)
+    port, log = free_port(), tmp_path / "log"
+
+    def rank(number: int) -> int:
+        launched(port, number, 2)
+        sys.stderr = log.open("a")
+        slow = conversion._Work._keep
+
+        def keep(work: conversion._Work, *given: Any) -> None:
+            slow(work, *given)
+            work._stopping.wait(0.1)
+
+        conversion._Work._keep = keep  # type: ignore[method-assign]
+        return main(["convert", str(checkpoint), str(tmp_path / "out"), "--to", "zero3", "--dp", str(DP)])
+
+    assert in_ranks(2, rank) == [0, 0]
+    lines = log.read_text().splitlines()
+    assert lines and all("written, " in line and line.endswith(("s left", "nothing yet")) for line in lines), lines
+
+
+@pytest.mark.parametrize("part", [(0, 1), (1, 3), (0, 2)])
+def test_a_second_job_is_refused_while_the_first_lives(checkpoint: Path, tmp_path: Path, part: tuple[int, int]) -> None:
+    """Whatever parts it consists of; another part of the same job is not."""
+    out = str(tmp_path / "out")
+    options = Options(shard=(1, 3))
+    convert(str(checkpoint), out, to="zero3", dp=DP, options=options)
+    claimed = json.loads((tmp_path / "out.ds-reshard" / "conversion.json").read_text())
+    with Workspace(out, claimed, force=False).open(resume=False, part=(1, 3)):
+        with pytest.raises(ConfigError, match="another process works there"):
+            convert(str(checkpoint), out, to="zero3", dp=DP, options=Options(shard=part))
+        assert not convert(str(checkpoint), out, to="zero3", dp=DP, options=Options(shard=(0, 3))).complete
+    assert convert(str(checkpoint), out, to="zero3", dp=DP, options=Options(shard=(2, 3))).complete
+    assert files(tmp_path / "out") == files(checkpoint.parent / "alone")
+
+
+DIES_ONCE = """
+import os, signal, sys
+from ds_reshard.cli.main import main
+from ds_reshard.operations import conversion
+keep = conversion._Work._keep
+def dies(work, *given):
+    keep(work, *given)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "3":
+        os.kill(os.getpid(), signal.SIGKILL)
+conversion._Work._keep = dies
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_two_torchrun_agents_start_again_and_go_on(checkpoint: Path, tmp_path: Path) -> None:
+    """Two nodes of two ranks, one of which is killed after its first file: --max-restarts does the rest."""
+    script, port = tmp_path / "dies.py", free_port()
+    script.write_text(DIES_ONCE)
+    words = ["convert", str(checkpoint), str(tmp_path / "out"), "--to", "zero3", "--dp", str(DP)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    launcher += ["--max-restarts", "2", "--master-addr", "127.0.0.1", "--master-port", port]
+    agents = [
+        subprocess.Popen(
+            [*launcher, "--node-rank", str(node), str(script), *words],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for node in range(2)
+    ]
+    assert [agent.wait(200) for agent in agents] == [0, 0]
+    assert files(tmp_path / "out") == files(checkpoint.parent / "alone")
