@@ -271,9 +271,23 @@ def test_an_object_that_is_replaced_while_it_is_read_is_noticed(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_output_by_url_is_refused(shards: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", str(shards[0]), "s3://bucket/out", "--to", "zero3", "--dp", "3"]) == 2
-    assert "name a local folder" in capsys.readouterr().err
+@pytest.mark.parametrize("source", ["here", "there"])
+def test_what_is_converted_into_a_store_is_what_is_converted_here(
+    store: Store, shards: tuple[Path, str], tmp_path: Path, source: str
+) -> None:
+    """From the disk and from the store, by one request a file; the file that names the tag is the last one."""
+    path, out = str(shards[source == "there"]), f"out-{source}"
+    assert main(["convert", path, str(tmp_path / "here"), "--to", "zero3", "--dp", "3"]) == 0
+    before = len(store.proxy.commands)
+    assert main(["convert", path, f"s3://bucket/{out}", "--to", "zero3", "--dp", "3", "--processes", "1"]) == 0
+    written = [command.partition("?")[0] for command in store.proxy.commands[before:] if command.startswith("PUT")]
+    assert [one for one in written if f"/{out}/" in one][-1] == f"PUT /bucket/{out}/latest"
+    expected = {str(one.relative_to(tmp_path / "here")): one for one in (tmp_path / "here").rglob("*") if one.is_file()}
+    assert {name.removeprefix(f"bucket/{out}/") for name in store.files.find(f"bucket/{out}")} == set(expected)
+    for name, one in expected.items():
+        assert store.files.cat(f"bucket/{out}/{name}") == one.read_bytes(), name
+        assert written.count(f"PUT /bucket/{out}/{name}") == 1
+    assert not store.files.find(f"bucket/{out}.ds-reshard")
 
 
 def test_no_permission_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,13 +300,19 @@ def test_no_permission_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "s3://bucket/private: cannot be looked at: Forbidden" in capsys.readouterr().err
 
 
-def test_a_conversion_fetches_each_byte_once(store: Store, tmp_path: Path) -> None:
-    """Beside at most the beginnings and the ends of files, where their directories lie."""
+def test_a_conversion_fetches_each_byte_once_and_sends_it_in_parts(store: Store, tmp_path: Path) -> None:
+    """Beside at most the beginnings and the ends of files, where their directories lie; nothing is left half sent."""
     shapes = tuple((f"p{i}", (500, 1000)) for i in range(4))
     built = Built(groups=(shapes,), frozen=(), tied=(), states=("exp_avg", "exp_avg_sq"), dp=2, seed=5)
     write(built, tmp_path / "large")
     url = store.put(tmp_path / "large", "large")
     files = [path.stat().st_size for path in (tmp_path / "large").rglob("*.pt")]
-    before = remote.fetched()[1]
-    assert main(["convert", url, str(tmp_path / "out"), "--to", "zero3", "--dp", "3", "--processes", "1"]) == 0
+    before, asked = remote.fetched()[1], len(store.proxy.commands)
+    half = store.files.call_s3("create_multipart_upload", Bucket="bucket", Key="large-out/global_step3/half")
+    words = ["convert", url, "s3://bucket/large-out", "--to", "zero3", "--dp", "1", "--processes", "1"]
+    assert main(words) == 0
     assert remote.fetched()[1] - before <= 1.02 * sum(files) + len(files) * 3 * remote._END_NBYTES
+    assert any("partNumber=3" in command for command in store.proxy.commands[asked:])
+    left = store.files.call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads", [])
+    assert half["UploadId"] not in [one["UploadId"] for one in left]
+    assert main(["diff", "s3://bucket/large-out", str(tmp_path / "large")]) == 0

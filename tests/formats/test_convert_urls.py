@@ -1,0 +1,232 @@
+"""`convert` into a URL: the bytes of a local output, whole for readers or refused, whatever interrupts it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from zero_builder import Built, write
+
+from ds_reshard.cli.main import main
+from ds_reshard.containers import remote
+from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, ReshardError, WriteFailed
+from ds_reshard.execution import disk
+from ds_reshard.operations import Options, convert, diff, inspect, store_workspace
+
+SHAPES = tuple((f"p{i}", (7, i + 1)) for i in range(9))
+OUT = "memory://bucket/out"
+SIZED = {"zero3": 3, "dcp": 2, "accelerate": 2}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("urls")
+    return write(Built(groups=(SHAPES,), frozen=(), tied=(), states=("exp_avg",), dp=4, seed=5), folder / "saved")
+
+
+@pytest.fixture(autouse=True)
+def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MemoryFileSystem]:
+    """An empty store; and no spool is left of what a test does."""
+    monkeypatch.setattr(store_workspace, "_BEAT_S", 0.05)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    made: MemoryFileSystem = fsspec.filesystem("memory")
+    made.store.clear()
+    made.pseudo_dirs[:] = [""]
+    yield made
+    assert not any((tmp_path / "tmp").iterdir())
+
+
+def stored(bucket: MemoryFileSystem, below: str = "/bucket/out/") -> dict[str, bytes]:
+    return {name.removeprefix(below): bucket.cat(name) for name in bucket.find(below)}
+
+
+def local(checkpoint: Path, place: Path, to: str) -> dict[str, bytes]:
+    convert(str(checkpoint), str(place), to=to, dp=SIZED.get(to))
+    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("to", ["zero3", "universal", "dcp", "accelerate", "safetensors", "torch", "pytorch"])
+def test_the_bytes_are_those_of_a_local_output(
+    checkpoint: Path, tmp_path: Path, bucket: MemoryFileSystem, to: str
+) -> None:
+    """And from there, of that output, by URL again; nothing else is left in the store."""
+    assert convert(str(checkpoint), OUT, to=to, dp=SIZED.get(to)).complete
+    expected = local(checkpoint, tmp_path / "out", to)
+    assert stored(bucket) == expected and all(name.startswith("/bucket/out/") for name in bucket.find("/"))
+    if to == "zero3":
+        convert(OUT, "memory://bucket/again", to="zero2", dp=4)
+        assert diff("memory://bucket/again", str(checkpoint)).equal
+
+
+class Puts:
+    """What is sent to the store, in order; the call numbered `ends` fails, and all after it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ends: int = -1) -> None:
+        self.urls: list[str] = []
+        self._lock = threading.Lock()
+        for name in ("put", "send", "remove"):
+            monkeypatch.setattr(remote, name, self._wrapped(getattr(remote, name), ends))
+
+    def _wrapped(self, function: Callable[..., Any], ends: int) -> Callable[..., Any]:
+        def call(url: Any, *given: Any, **named: Any) -> Any:
+            urls = [url] if isinstance(url, str) else list(url)
+            with self._lock:
+                self.urls += urls if "/locks/" not in "".join(urls) else []
+                if 0 <= ends < len(self.urls):
+                    raise OSError(5, "the store has gone")
+            return function(url if isinstance(url, str) else urls, *given, **named)
+
+        return call
+
+
+@pytest.mark.parametrize(("to", "last"), [("zero3", "out/latest"), ("dcp", r"out/\.metadata")])
+def test_readers_are_told_where_all_is_there(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, to: str, last: str
+) -> None:
+    """First the mark; then files; what other readers look for; and the mark goes."""
+    puts = Puts(monkeypatch)
+    convert(str(checkpoint), OUT, to=to, dp=2, options=Options(threads=2))
+    urls = [url for url in puts.urls if url.startswith(f"{OUT}/")]
+    assert urls[0] == urls[-1] and urls[0].endswith(remote.UNFINISHED)
+    named = max(number for number, url in enumerate(urls) if re.search(f"{last}$", url))
+    assert not any(re.search(r"\.(pt|distcp)$", url) for url in urls[named:])
+
+
+def test_what_is_interrupted_is_refused_by_readers_and_gone_on_with(
+    checkpoint: Path, tmp_path: Path, bucket: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each of its writes in turn: OUT and its tag are no checkpoint, and the next run's bytes are right."""
+    expected = local(checkpoint, tmp_path / "out", "zero3")
+    with monkeypatch.context() as patch:
+        puts = Puts(patch)
+        convert(str(checkpoint), OUT, to="zero3", dp=3)
+    for ends in range(len(puts.urls)):
+        bucket.store.clear()
+        with monkeypatch.context() as patch:
+            Puts(patch, ends)
+            try:
+                convert(str(checkpoint), OUT, to="zero3", dp=3)
+            except ReshardError as error:
+                assert isinstance(error, WriteFailed) and "the store has gone" in str(error)
+        whole = stored(bucket) == expected
+        for path in (OUT, f"{OUT}/global_step3"):
+            if not whole:
+                with pytest.raises((CheckpointDamaged, CheckpointNotFound)):
+                    inspect(path)
+        convert(str(checkpoint), OUT, to="zero3", dp=3, options=Options(resume=ends % 2 == 0))
+        assert stored(bucket) == expected, ends
+        assert inspect(OUT).faults == ()
+        assert not [name for name in bucket.find("/") if not name.startswith("/bucket/out/")]
+
+
+def test_nothing_that_is_there_is_replaced(
+    checkpoint: Path, bucket: MemoryFileSystem, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with --force, and what somebody puts there while a conversion is interrupted is not removed."""
+    bucket.pipe("/bucket/out/mine", b"mine")
+    words = ["convert", str(checkpoint), OUT, "--to", "zero3", "--dp", "3"]
+    for more in ([], ["--force"], ["--resume"]):
+        assert main([*words, *more]) == 2
+        assert "is there already: mine" in capsys.readouterr().err
+    assert stored(bucket) == {"mine": b"mine"}
+    bucket.rm_file("/bucket/out/mine")
+    convert(str(checkpoint), OUT, to="zero3", dp=3, options=Options(shard=(0, 2)))
+    bucket.pipe("/bucket/out/mine", b"mine")
+    assert main(words) == 2
+    assert bucket.cat("/bucket/out/mine") == b"mine"
+
+
+@pytest.mark.parametrize("out", ["memory://bucket/saved", "memory://bucket/saved/out", "memory://bucket"])
+def test_an_output_in_the_source_or_around_it_is_refused(checkpoint: Path, bucket: MemoryFileSystem, out: str) -> None:
+    bucket.put(f"{checkpoint}/", "/bucket/saved/", recursive=True)
+    with pytest.raises(ConfigError, match="lies in the source"):
+        convert("memory://bucket/saved", out, to="zero3", dp=3)
+
+
+def test_parts_go_on_in_any_order(checkpoint: Path, tmp_path: Path, bucket: MemoryFileSystem) -> None:
+    for number in (2, 0, 1):
+        done = convert(str(checkpoint), OUT, to="dcp", dp=2, options=Options(shard=(number, 3)))
+    assert done.complete and stored(bucket) == local(checkpoint, tmp_path / "out", "dcp")
+
+
+def workspace(conversion: object = "other") -> store_workspace.StoreWorkspace:
+    return store_workspace.StoreWorkspace(OUT, {"of": conversion}, names=["a"], folder="")
+
+
+def test_a_second_job_is_refused_while_the_first_lives(checkpoint: Path, bucket: MemoryFileSystem) -> None:
+    """Its lock changes, by no clock: one that is still is of a job that has ended, and is taken."""
+    with workspace().open(resume=False, part=(0, 1)):
+        for part in ((0, 1), (1, 3)):
+            with pytest.raises(ConfigError, match="another process works there"):
+                convert(str(checkpoint), OUT, to="zero3", dp=3, options=Options(shard=part))
+    bucket.pipe("/bucket/out.ds-reshard/locks/0-of-1", b"an hour ahead 3")
+    assert convert(str(checkpoint), OUT, to="zero3", dp=3).complete
+
+
+def test_a_job_whose_lock_was_taken_over_writes_no_further(bucket: MemoryFileSystem, tmp_path: Path) -> None:
+    """It did not answer for long, and another has begun."""
+    mine = workspace()
+    with mine.open(resume=False, part=(0, 1)):
+        bucket.pipe("/bucket/out.ds-reshard/locks/0-of-1", b"another 0")
+        assert mine._lost.wait(10)
+        for work in (lambda: mine.keep({}), lambda: mine.note("a", {}), lambda: mine.commit({}, {})):
+            with pytest.raises(WriteFailed, match="has taken it over"):
+                work()
+    assert bucket.cat("/bucket/out.ds-reshard/locks/0-of-1") == b"another 0"
+
+
+def test_what_another_wrote_meanwhile_is_not_called_whole(bucket: MemoryFileSystem, tmp_path: Path) -> None:
+    mine = workspace()
+    with mine.open(resume=False, part=(0, 1)):
+        Path(mine.path("a")).write_bytes(b"mine")
+        mine.note("unit", mine.keep({"a": mine.path("a")}))
+        bucket.pipe("/bucket/out/a", b"them")
+        mine.notes(["unit"])
+        with pytest.raises(WriteFailed, match="is not what was sent"):
+            mine.commit({}, {})
+    assert remote.UNFINISHED in stored(bucket)
+
+
+def test_files_that_a_killed_process_did_not_send_are_removed(tmp_path: Path) -> None:
+    """From TMPDIR, by the next conversion; not those of one that lives."""
+    code = (
+        "import os, signal\nfrom ds_reshard.execution import disk\n"
+        "with disk.spool() as folder:\n    print(folder, flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    left = Path(done.stdout.strip())
+    assert left.is_dir()
+    with disk.spool() as mine, disk.spool() as other:
+        assert not left.exists() and Path(mine).is_dir() and Path(other).is_dir()
+
+
+def test_room_for_what_is_made_before_it_is_sent(
+    checkpoint: Path, bucket: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As many files are made ahead as TMPDIR holds, and none where it holds none."""
+    monkeypatch.setattr("ds_reshard.containers.folders.free_nbytes", lambda _: 1000)
+    with pytest.raises(ConfigError, match=r"(?s)has 1000 bytes free.*TMPDIR"):
+        convert(str(checkpoint), OUT, to="zero3", dp=3)
+    assert not bucket.find("/")
+    monkeypatch.setattr("ds_reshard.containers.folders.free_nbytes", lambda _: 10_000)
+    made: list[int] = []
+    send = remote.send
+
+    def counted(url: str, path: str) -> Any:
+        made.append(len(list((tmp_path / "tmp").rglob("*.pt"))))
+        return send(url, path)
+
+    monkeypatch.setattr(remote, "send", counted)
+    convert(str(checkpoint), OUT, to="zero3", dp=9, options=Options(threads=8, resume=True))
+    assert 1 <= max(made) <= 10_000 // 2000
