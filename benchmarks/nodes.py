@@ -82,7 +82,8 @@ def _run(tool: str, name: str, folder: Path, out: Path) -> dict[str, Any]:
         raise RuntimeError(f"{tool}, {name}: {[one.returncode for one in running]}")
     texts = [path.read_text() for path in sorted(logs.rglob("stdout.log"))] if name == SHARED else said
     shutil.rmtree(logs, ignore_errors=True)
-    written = [json.loads(text)["bytes_written"] for text in texts] if tool == "convert" else []
+    (text,) = filter(None, texts)
+    written = json.loads(text)["written_by_rank"] if tool == "convert" else []
     return {"seconds": seconds, "written_nbytes": written}
 
 
