@@ -17,10 +17,12 @@ from math import prod
 from types import SimpleNamespace
 from typing import cast
 
+from ds_reshard.containers import folders
+from ds_reshard.containers.remote import is_url
 from ds_reshard.containers.revive import revive
 from ds_reshard.errors import CheckpointNotFound, Fault, ModelMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.execution.buffers import element_type, read_tensor
-from ds_reshard.formats.megatron.checkpoint import chain_of, read_object
+from ds_reshard.formats.megatron.checkpoint import TRACKER, chain_of, read_object
 from ds_reshard.formats.megatron.door import OpenedMegatron
 from ds_reshard.formats.megatron.flat_states import size_of
 from ds_reshard.hosts.megatron.groups import dealt, experts_differ, is_plain
@@ -245,12 +247,25 @@ def take(load: Load, arguments: Namespace, models: object) -> Taken | None:
 
 def decided_by(arguments: Namespace, wanted: bool) -> tuple[str, list[str]] | None:
     """The folder, and why it is not left to Megatron; no reason where it is, once its states are proved."""
-    saved = find_saved(arguments)
+    saved, by_url = find_saved(arguments), is_url(str(getattr(arguments, "load", None)))
+    if by_url and (saved is None or getattr(arguments, "pretrained_checkpoint", None)):
+        _refuse_left_over(arguments)
     if saved is None:
         return None
     why = reasons(saved, vars(arguments), optimizer=wanted)
+    why += ["it is read by URL"] * by_url
     why += ["--ds-reshard-always"] * bool(getattr(arguments, "ds_reshard_always", False))
     return (saved.folder, why) if why or (wanted and may_be_shifted(saved)) else None
+
+
+def _refuse_left_over(arguments: Namespace) -> None:
+    """Of a URL what would be left to Megatron, which takes it for a folder that is not there, and begins anew."""
+    apart = "--pretrained-checkpoint stands beside it" if getattr(arguments, "pretrained_checkpoint", None) else ""
+    if apart or folders.is_file(f"{arguments.load}/{TRACKER}"):
+        what = apart or "holds no checkpoint of the formats torch and torch_dist, or it is Megatron's own choice which"
+        mend = "copy it to a local folder, and give that"
+        fault = UnsupportedLayout.fault(arguments.load, f"cannot be read by URL: {what}", mend=mend)
+        raise_faults([fault], subject="resuming by URL")
 
 
 def _left_over(taken: Taken, weights: frozenset[str], trained: frozenset[str]) -> Iterator[Fault]:

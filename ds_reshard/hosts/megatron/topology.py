@@ -59,6 +59,8 @@ def find_saved(arguments: Namespace) -> Saved | None:
     """
     path, step = getattr(arguments, "load", None), getattr(arguments, "ckpt_step", None)
     apart = ("non_persistent_ckpt_type", "non_persistent_global_ckpt_dir", "use_megatron_fsdp", "use_torch_fsdp2")
+    if path is not None:
+        folders.renew(path)
     if path is None or not folders.is_folder(path) or any(getattr(arguments, name, None) for name in apart):
         return None
     try:

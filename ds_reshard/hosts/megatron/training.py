@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import cast
 
+from ds_reshard.containers.remote import is_url
 from ds_reshard.errors import (
     ConfigError,
     Fault,
@@ -211,6 +212,11 @@ def load_base_checkpoint(original: Callable[[], Base], load_dir: str, arguments:
     load = current()
     if load is not None and load.taken is not None:
         result = load.taken.answer()
+    elif load is None and is_url(str(load_dir)):
+        what = "is a URL, and only the checkpoint that a run resumes is read by URL: no arguments, and no other model"
+        fault = UnsupportedLayout.fault(str(load_dir), what, mend="copy it to a local folder, and give that")
+        raise_faults([fault], subject="loading by URL")
+        raise AssertionError
     else:
         with refuse_iteration(load_dir, getattr(arguments, "ckpt_step", None), load):
             result = original()
@@ -254,6 +260,8 @@ def look(load: Load, state: Mapping[str, object], release: bool, kind: object, a
 
 def _folder(name: str) -> str:
     """The folder of a checkpoint: for `torch`, where each rank names its own file, the same on all of them."""
+    if is_url(name):
+        return name
     path = PurePath(name)
     return str(next((one for one in (path, *path.parents) if one.name.startswith(("iter_", "release"))), path))
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from releases import TRAINED
-from stages import FORMATS, OVERRIDE, POSITION, SAVED, curve, row, used
+from stages import FORMATS, OVERRIDE, POSITION, SAVED, curve, row, same_state, used
 
 from ds_reshard.execution.checksums import Ledger
 from ds_reshard.operations.source import find_listing, open_checkpoint
@@ -68,3 +69,31 @@ def test_losses_lie_on_the_uninterrupted_run(stages: Any, release: str, before: 
     assert len(_losses(resumed)) == 3 and len(set(_losses(whole))) > 3
     assert _losses(resumed) == pytest.approx(_losses(whole)[SAVED:], rel=2e-3)
     assert resumed[0]["steps"] == whole[0]["steps"][SAVED:]
+
+
+@pytest.mark.parametrize("kind", ["torch-sharded", "dist-sharded"])
+def test_a_load_by_url_is_that_of_the_local_folder(stages: Any, release: str, kind: str) -> None:
+    """Of a plain resume, which Megatron does itself: it takes a URL for a folder that is not there, and begins anew."""
+    options = FORMATS[kind]
+    folder = stages.first(release, options).folder
+    here, there = (stages.second(release, OVERRIDE, options=options, folder=one)[0] for one in (folder, _url(folder)))
+    for entry in (here, there):
+        assert entry["iteration"] == SAVED
+    assert there["steps"] == here["steps"] and there["samples"] == here["samples"]
+    assert same_state(here, {"first": there["last"]}, ("master", "exp_avg", "exp_avg_sq")) == []
+    assert row(there, "tensors read by")["used"] == "ds_reshard"
+
+
+def test_what_of_a_url_would_be_left_to_megatron_is_refused(stages: Any, release: str) -> None:
+    """It would begin anew, or with other weights, and say so in a warning."""
+    folder = stages.first(release, FORMATS["dist-sharded"]).folder
+    for flags in (f"--pretrained-checkpoint {folder}", "--use-checkpoint-args", "--non-persistent-ckpt-type global"):
+        told = stages.refused(release, flags, options=FORMATS["dist-sharded"], folder=_url(folder))
+        assert told["error"] == "UnsupportedLayout" and "copy it to a local folder" in told["message"], told
+    begun = stages.second(release, OVERRIDE, folder=_url(stages.folder()))[0]
+    assert begun["iteration"] == 0 and "holds no checkpoint" in begun["log"]
+
+
+def _url(folder: Path) -> Path:
+    """Of a folder; a string, for which the stages take a path."""
+    return cast(Path, f"file://{folder}")
