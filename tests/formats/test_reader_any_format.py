@@ -29,12 +29,15 @@ KINDS: dict[str, dict[str, int] | None] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["masters", "16 bit"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["masters", "16 bit by URL"])
 def test_each_format_is_read(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    folder, held, how = write(Run(dp=2), tmp_path / "saved"), values(Run()), KINDS[kind]
+    folder, held, how = str(write(Run(dp=2), tmp_path / "saved")), values(Run()), KINDS[kind]
     if how is not None:
-        convert(str(folder), str(tmp_path / "out"), to=kind, **how)
-        folder = tmp_path / "out"
+        convert(folder, f"{tmp_path}/out", to=kind, **how)
+        folder = f"{tmp_path}/out"
+    if dtype is torch.bfloat16:
+        folder = f"file://{folder}"
+        assert Reader.validate_checkpoint_id(folder)
     model = {param.name: torch.zeros(param.shape, dtype=dtype) for param in MODEL}
     moments = {param.name: {"exp_avg": torch.zeros(param.shape)} for param in MODEL}
     state = {"model": model, "optimizer": {"state": moments}}

@@ -71,6 +71,20 @@ def test_any_format_at_any_topology(kind: str, folders: Any, worlds: Any) -> Non
             assert one["bases"] == [PEAK]
 
 
+def test_a_folder_by_url_is_read_in_place(folders: Any, worlds: Any) -> None:
+    """Of another format, and nanotron's own, which it would copy to its own disk; nothing there is a run begun anew."""
+    nanotrons = str(Path(folders("zero2")).parent / "nanotron")
+    cases = [(folders("zero2"), "dp 2"), (nanotrons, "tp 2, ZeRO-0"), (f"{nanotrons}/{STEP}", "pp 2")]
+    for folder, name in cases:
+        for one in given(worlds, LIVE[name], f"file://{folder}"):
+            assert "error" not in one, (folder, name, one)
+            assert (one["weights"], one["states"]) == ([], []), (folder, name)
+            assert one["position"] == one["metadata"]["last_train_step"] == STEP
+            assert one["bases"] == [PEAK]
+    one = given(worlds, Run(), f"file://{nanotrons}/none")[0]
+    assert "error" not in one and one["position"] == 0
+
+
 def test_a_scheduler_that_is_not_there_is_refused(folders: Any, worlds: Any) -> None:
     """Never made up: this run's schedule, at the checkpoint's step, has to be asked for."""
     folder = folders("dcp", scheduler=False)

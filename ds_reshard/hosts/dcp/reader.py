@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 
+from ds_reshard.containers import folders
 from ds_reshard.errors import Fault, ModelMismatch, as_faults, raise_faults, wrong_value
 from ds_reshard.execution.buffers import TensorTarget, element_type, tensor_from_bytes, torch_dtype
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
@@ -157,10 +158,10 @@ def _other_type(entry: Stored | Single, dtype: str) -> Fault:
 class Reader(StorageReader):
     """Serves a checkpoint of any format to `torch.distributed.checkpoint.load`; writes nothing.
 
-    `path` and `tag` are as for `ds-reshard inspect`: what DeepSpeed's `load_checkpoint` takes, the folder of the tag
-    itself, or one of torch.distributed.checkpoint, accelerate, EasyR1 or verl. `model` and `optimizer` are the names
-    at the top of the state dict that is loaded, "" for none. Weights come in the type of the target: the fp32 masters,
-    or the 16-bit weights. Any other type is refused, unless `cast` allows torch's rounding.
+    `path`, which may be a URL, and `tag` are as for `ds-reshard inspect`: what DeepSpeed's `load_checkpoint` takes, the
+    folder of the tag itself, or one of torch.distributed.checkpoint, accelerate, EasyR1 or verl. `model` and
+    `optimizer` are the names at the top of the state dict that is loaded, "" for none. Weights come in the type of the
+    target: the fp32 masters, or the 16-bit weights. Any other type is refused, unless `cast` allows torch's rounding.
 
     With `group`, the process group that is given to `load`, each of its ranks makes a Reader, faults are the same on
     all of them, and checksums of what several ranks read in parts are compared; without it, of what one rank reads
@@ -221,7 +222,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return os.path.isdir(checkpoint_id)
+        return folders.is_folder(os.fspath(checkpoint_id))
 
     def read_metadata(self, *args: object) -> Metadata:
         """Every tensor as one chunk, whole: which part of which file it is, is found when it is read."""

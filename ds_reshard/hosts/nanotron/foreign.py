@@ -6,12 +6,16 @@ nanotron's trainer takes a folder without `latest.txt` and `model_config.json` f
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+from ds_reshard.containers import folders
+from ds_reshard.containers.remote import is_url
 from ds_reshard.errors import CheckpointNotFound, Fault, ModelMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.execution.buffers import element_type
 from ds_reshard.formats.nanotron.content import METADATA
@@ -25,7 +29,7 @@ from ds_reshard.model.records import ElementType
 from ds_reshard.operations.filling import fill
 from ds_reshard.operations.name_map import asked_names, read_name_map
 from ds_reshard.operations.proof import unproved
-from ds_reshard.operations.ranks import agree, attempt, gather, together
+from ds_reshard.operations.ranks import agree, attempt, broadcast, gather, raise_caused, together
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+logger = logging.getLogger("ds_reshard")
 _SIXTEEN = (ElementType.BFLOAT16, ElementType.FLOAT16)
 _NAMES = 'build the model that was saved, or name its parameters: DS_RESHARD_SETTINGS=\'{"names": "map.json"}\''
 _OWN = "ds-reshard convert {folder} OUT --to nanotron --like STEP_OF_THE_COMING_RUN"
@@ -76,7 +81,7 @@ def foreign_of(load: Load, folder: str, world: ProcessGroup, *, alone: bool = Fa
     """
     if isinstance(load.foreign, Foreign) and load.foreign.folder == folder:
         return load.foreign
-    own = is_nanotron(folder) or not os.path.isdir(folder)
+    own = not is_url(folder) and (is_nanotron(folder) or not os.path.isdir(folder))
     if own and alone:
         return None
     found = together(lambda: None if own else _open(folder), world, subject=f"loading {folder}")
@@ -96,7 +101,7 @@ def _open(folder: str) -> Foreign | None:
         found = find_listing(folder, None)
     except CheckpointNotFound:
         return None
-    if is_nanotron(found.folder):
+    if is_nanotron(found.folder) and not is_url(folder):
         return None
     source, path = open_checkpoint(found, whole=False), asked_names()
     content = source.content()
@@ -110,9 +115,14 @@ def _open(folder: str) -> Foreign | None:
 
 
 def parse_ckpt_path(arguments: Mapping[str, object], original: Callable[[], object]) -> object:
-    """The folder to resume from: nanotron's own, else that of the checkpoint that `resume_checkpoint_path` holds."""
-    found = original()
+    """The folder to resume from: nanotron's own, else that of the checkpoint that `resume_checkpoint_path` holds.
+
+    From a URL nanotron itself would copy all of it to its own disk (by s5cmd): it is read in place here, of any format.
+    """
     path = getattr(getattr(arguments["config"], "checkpoints", None), "resume_checkpoint_path", None)
+    if path is not None and is_url(url := folder_of(path)):
+        return _by_url(url, cast(ParallelContext, arguments["parallel_context"]))
+    found = original()
     if found is not None or path is None or not os.path.isdir(str(path)):
         return found
     try:
@@ -121,6 +131,33 @@ def parse_ckpt_path(arguments: Mapping[str, object], original: Callable[[], obje
         if any(os.path.exists(os.path.join(path, name)) for name in ("latest", "latest_universal")):
             raise  # a tag of DeepSpeed's that is not there: to begin anew would be silent
         return None
+
+
+def _by_url(url: str, context: ParallelContext) -> Path | None:
+    """The same, told to all ranks by the first; None where nothing is there, and nanotron begins anew."""
+
+    def look() -> str | None:
+        folders.renew(url)
+        if folders.is_folder(url):
+            return find_listing(url, None).folder
+        logger.warning("%s: nothing is there: the run begins anew", url)
+        return None
+
+    found, faults, cause = attempt(lambda: look() if context.world_pg.rank() == 0 else None)
+    found, faults = broadcast((found, faults), context.world_pg)
+    raise_caused(faults, subject=f"loading {url}", cause=cause)
+    return Path(found) if found is not None else None
+
+
+_COLLAPSED = re.compile(r"([a-z][a-z0-9+.-]+):/(?=[^/])")
+
+
+def folder_of(path: object) -> str:
+    """A folder as it is named; of a URL pathlib takes one of the two slashes away."""
+    text = str(path)
+    if is_url(text) or os.path.exists(text):
+        return text
+    return _COLLAPSED.sub(lambda found: f"{found[1]}://" + "/" * (found[1] == "file"), text, count=1)
 
 
 class Module(Protocol):
@@ -146,7 +183,7 @@ def load_weights(arguments: Mapping[str, object], original: Callable[[], object]
 
     Nothing has changed on any rank where it raises for what was opened and compared.
     """
-    context, folder = cast(ParallelContext, arguments["parallel_context"]), str(arguments["root_folder"])
+    context, folder = cast(ParallelContext, arguments["parallel_context"]), folder_of(arguments["root_folder"])
     load = current()
     foreign = foreign_of(load, folder, context.world_pg, alone=True)
     if foreign is None:

@@ -29,7 +29,7 @@ from ds_reshard.formats.nanotron.content import Hyperparameters
 from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
 from ds_reshard.formats.nanotron.names import CONFIG, NanotronListing, read_listing
 from ds_reshard.formats.nanotron.optimizer_file import MASTER, OptimizerFile, SavedGroup
-from ds_reshard.hosts.nanotron.foreign import Foreign, foreign_of, states_of
+from ds_reshard.hosts.nanotron.foreign import Foreign, folder_of, foreign_of, states_of
 from ds_reshard.hosts.nanotron.live import Live, Optimizer, ParallelContext, Shape, TrainedPart, experts_of, live_of
 from ds_reshard.hosts.nanotron.load import (
     BATCH,
@@ -111,7 +111,7 @@ def load_optimizer(arguments: Mapping[str, object], original: Callable[[], objec
 
     Every rank reads what it trains of each parameter, whatever the saving run's dp, tp, pp and ZeRO stage were.
     """
-    load, folder = current(), str(arguments["root_folder"])
+    load, folder = current(), folder_of(arguments["root_folder"])
     context = cast(ParallelContext, arguments["parallel_context"])
     same_policy(load.policy, context.world_pg, subject=f"loading {folder}")
     refuse_contradiction(load)

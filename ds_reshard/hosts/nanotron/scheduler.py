@@ -29,7 +29,7 @@ from ds_reshard.formats.nanotron.checkpoint import open_checkpoint
 from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
 from ds_reshard.formats.nanotron.names import CONFIG, NanotronListing, read_listing, state_name
 from ds_reshard.formats.nanotron.optimizer_file import SavedScheduler, read_scheduler
-from ds_reshard.hosts.nanotron.foreign import Foreign, foreign_of, lacks_schedule, no_schedule
+from ds_reshard.hosts.nanotron.foreign import Foreign, folder_of, foreign_of, lacks_schedule, no_schedule
 from ds_reshard.hosts.nanotron.live import Optimizer, ParallelContext, is_zero, live_of, place_of
 from ds_reshard.hosts.nanotron.load import (
     Group,
@@ -177,7 +177,7 @@ def load_lr_scheduler(arguments: Mapping[str, object], _: object) -> None:
     The rates of a param group are found by the names of its members, whatever the topology of the files is.
     """
     memory, outer, derived = _optimizer_of(arguments, subject="load_lr_scheduler")
-    load, folder = current(), str(arguments["root_folder"])
+    load, folder = current(), folder_of(arguments["root_folder"])
     scheduler = cast(Scheduler, arguments["lr_scheduler"])
     context = cast(ParallelContext, arguments["parallel_context"])
     load.where, policy, world = folder, load.policy, context.world_pg

@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, cast
 
+from ds_reshard.containers import folders
 from ds_reshard.containers.revive import Builder, ReviveChild, revive
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointNotFound, ReshardError, fail
 from ds_reshard.execution.buffers import read_tensor
-from ds_reshard.hosts.nanotron.foreign import foreign_of, meta_of
+from ds_reshard.hosts.nanotron.foreign import folder_of, foreign_of, meta_of
 from ds_reshard.hosts.nanotron.live import ParallelContext, place_of
 from ds_reshard.hosts.nanotron.load import Load, config_of, current, in_force, same_policy
 from ds_reshard.model.records import GlobalName, ObjectRecord
@@ -51,10 +52,10 @@ def _initialise(trainer: object, original: Callable[[], object], seen: Watched) 
             original()
     finally:
         folder = getattr(trainer, "init_checkpoint_path", None)
-        seen.checkpoint = os.fspath(folder) if folder is not None else None
+        seen.checkpoint = folder_of(folder) if folder is not None else None
     if folder is None:
         return
-    load.where = os.fspath(folder)
+    load.where = folder_of(folder)
     same_policy(load.policy, cast(Trainer, trainer).parallel_context.world_pg, subject=f"loading {load.where}")
     metadata = getattr(trainer, "metadata", None)
     for name, attribute, what in (
@@ -76,7 +77,7 @@ def _random_states(load: Load, trainer: Trainer) -> tuple[str, str]:
     if config_of(load, "checkpoints.load_lr_scheduler") is False:  # with which nanotron begins at step 0
         return "of this run", "checkpoints.load_lr_scheduler"
     path = file_of(trainer.parallel_context, load.where)
-    if not all(gather(os.path.exists(path), world)):
+    if not all(gather(folders.is_file(path), world)):
         load.warnings.append(
             f"random states are of this run: {load.where}/random has none of these {world.size()} ranks"
         )
@@ -101,7 +102,7 @@ class Counters(Protocol):
 def load_meta(arguments: Mapping[str, object], original: Callable[[], object]) -> object:
     """nanotron's metadata, with counters of 0 where the policy begins the iteration or the data anew."""
     load, context = current(), cast(ParallelContext, arguments["parallel_context"])
-    world, folder = context.world_pg, str(arguments["root_folder"])
+    world, folder = context.world_pg, folder_of(arguments["root_folder"])
     foreign, policy = foreign_of(load, folder, world, alone=True), load.policy
     if foreign is None:
         meta = original()
@@ -145,8 +146,8 @@ def load_random_states(arguments: Mapping[str, object], _: object) -> object:
     Raises CheckpointNotFound where the checkpoint has none of this rank's place.
     """
     context = cast(ParallelContext, arguments["parallel_context"])
-    path = file_of(context, str(arguments["root_folder"]))
-    if not os.path.exists(path):
+    path = file_of(context, folder_of(arguments["root_folder"]))
+    if not folders.is_file(path):
         what = "does not exist: random states are of the ranks that were saved, and fit no other number of them"
         fault = CheckpointNotFound.fault(path, what, mend="--no-load-rng, or the topology that was saved")
         raise CheckpointNotFound(f"{fault.line()}; {fault.mend}", [fault])
