@@ -74,9 +74,61 @@ class Norm(torch.nn.Module):
         return x + square(self)
 
 
-def _layers(kind: str) -> list[Any]:
+class Divided(torch.nn.Module):
+    """What the tensor-parallel ranks of a pipeline divide, and what each has a copy of."""
+
+    def __init__(self, start: int, tp: int, rank: int, frozen: bool = False) -> None:
+        super().__init__()
+        for name, part in divided_block(start, tp, rank).items():
+            self.register_parameter(name, torch.nn.Parameter(part))
+            getattr(self, name).tensor_model_parallel = name != "b"
+        self.register_buffer("count", torch.tensor([float(start)]))
+        if frozen:
+            self.fixed = torch.nn.Parameter(numbers(start + 90, 3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + square(self)
+
+
+def divided_block(start: int, tp: int = 1, rank: int = 0) -> dict[str, torch.Tensor]:
+    """A column, gate and up in one, a row, and a bias that is not divided."""
+    gate, up = numbers(start + 20, 8, 2), numbers(start + 36, 8, 2)
+    return {
+        "w": numbers(start, 4, 5).chunk(tp)[rank].contiguous(),
+        "gate_up": torch.cat([part.chunk(tp)[rank] for part in (gate, up)]),
+        "row": numbers(start + 52, 3, 8).chunk(tp, 1)[rank].contiguous(),
+        "b": numbers(start + 76, 7),
+    }
+
+
+class DividedEmbedding(Embedding):
+    def __init__(self, tp: int, rank: int) -> None:
+        super().__init__()
+        self.weight.data = numbers(0, 12, 3).chunk(tp)[rank].contiguous()
+        self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+PIPE_RULES = [
+    {"parameters": r".*\.(w|weight)"},
+    {"parameters": r".*\.gate_up", "parts": 2},
+    {"parameters": r".*\.row", "dim": 1},
+    {"parameters": r".*\.(b|position|fixed|g|m)", "replicated": True},
+]
+
+
+def _layers(kind: str, tp: int = 1, rank: int = 0) -> list[Any]:
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
+    if kind.startswith("divided"):
+        return [
+            TiedLayerSpec("embed", DividedEmbedding, tp, rank),
+            LayerSpec(Divided, 100, tp, rank, True),
+            LayerSpec(Divided, 200, tp, rank),
+            lambda x: x,
+            LayerSpec(Divided, 300, tp, rank),
+            TiedLayerSpec("embed", DividedEmbedding, tp, rank, forward_fn=head),
+            LayerSpec(Norm, 400),
+        ]
     first = head_first if kind == "no file" else None
     if kind == "no ties":
         return [LayerSpec(Block, 100 * number) for number in range(1, 6)]
@@ -100,13 +152,23 @@ def _pipeline(grid: Grid) -> tuple[torch.nn.Module, Any]:
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
     topology = PipeModelDataParallelTopology(grid.pp, grid.tp, grid.dp)
-    model = PipelineModule(
-        _layers(grid.layers), topology=topology, loss_fn=lambda out, label: out.sum(), partition_method="uniform"
-    )
-    if model.stage_id > 0 and "embed" in model.tied_modules and grid.layers != "one position":
+    place = topology.get_coord(torch.distributed.get_rank()).model
+    layers = _layers(grid.layers, grid.tp, place)
+    model = PipelineModule(layers, topology=topology, loss_fn=lambda out, _: out.sum(), partition_method="uniform")
+    if model.stage_id > 0 and "embed" in model.tied_modules and "one position" not in grid.layers:
         model.tied_modules["embed"].position.data = numbers(60, 3)
+    if grid.layers.startswith("divided") and "unsaid" not in grid.layers:
+        model.universal_checkpoint_info = {
+            "universal_checkpoint_version": 0.2,
+            "tp_replicated_parameter_patterns": [r".*\.(b|position|fixed|g|m)$"],
+            "parameter_with_row_parallelism_patterns": [r".*\.row$"],
+            "parameter_with_2_sub_params_cat_dim_0": [r".*\.gate_up$"],
+            "pipeline_replicated_parameter_patterns": [r"tied_modules\..*"],
+        }
     for name, parameter in model.named_parameters():
-        if grid.tp > 1 and name.endswith(".w"):  # as a shard: each tensor-parallel rank has values of its own
+        if (
+            grid.tp > 1 and not grid.layers.startswith("divided") and name.endswith(".w")
+        ):  # as a shard: each tensor-parallel rank has values of its own
             parameter.data = numbers(500 + 100 * int(name[0]) + 40 * _tp_rank(model), 5, 7)
     return model, None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from grid_cases import Grid
-from grid_models import EXPERTS, VOCABULARIES, VOCABULARY, WIDTH, Cut, Expert, moments, numbers
+from grid_models import EXPERTS, VOCABULARIES, VOCABULARY, WIDTH, Cut, Expert, divided_block, moments, numbers
 
 Tensors = dict[tuple[str, str], torch.Tensor]
 
@@ -31,10 +31,13 @@ def tensors(grid: Grid) -> Tensors:
 
 def _pipeline(grid: Grid) -> dict[str, torch.Tensor]:
     tied = "tied_modules.embed"
+    norm = {"6.g": numbers(400, 9), "6.m": numbers(420, 3, 2)}
+    if grid.layers.startswith("divided"):
+        own = {f"{at}.{name}": value for at, start in _blocks() for name, value in divided_block(start).items()}
+        return {f"{tied}.weight": numbers(0, 12, 3), f"{tied}.position": numbers(40, 3), **own, **norm}
     blocks = {
         f"{at}.{name}": numbers(start + 50 * (name == "b"), *shape) for at, start in _blocks() for name, shape in _BLOCK
     }
-    norm = {"6.g": numbers(400, 9), "6.m": numbers(420, 3, 2)}
     return {f"{tied}.weight": numbers(0, 11, 3), f"{tied}.position": numbers(40, 3), **blocks, **norm}
 
 

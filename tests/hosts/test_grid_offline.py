@@ -14,20 +14,26 @@ from typing import Any
 import pytest
 import torch
 from grid_cases import Folders, Grid
-from grid_models import RULES
+from grid_models import PIPE_RULES, RULES
 from grid_truth import tensors
 
 from ds_reshard.cli.main import main
 from ds_reshard.errors import ReshardError
 from ds_reshard.execution.fingerprint import fingerprint_of
-from ds_reshard.formats.zero.tensor_parallel import given, rules_in
+from ds_reshard.formats.zero.tensor_parallel import Rule, given, rules_in
 from ds_reshard.operations import coming_run, diff, fingerprint, inspect, verify
 
 pytestmark = pytest.mark.distributed
 
 
-def pipe(pp: int, dp: int = 1, stage: int | str = 1, dtype: str = "fp32", layers: str = "usual") -> Grid:
-    return Grid("pipeline", pp=pp, dp=dp, stage=stage, dtype=dtype, layers=layers)
+def pipe(pp: int, dp: int = 1, stage: int | str = 1, dtype: str = "fp32", layers: str = "usual", tp: int = 1) -> Grid:
+    return Grid("pipeline", pp=pp, tp=tp, dp=dp, stage=stage, dtype=dtype, layers=layers)
+
+
+def rules_of(grid: Grid) -> tuple[Rule, ...]:
+    """What the user has to say of a grid whose files do not."""
+    said = PIPE_RULES if grid.kind == "pipeline" else RULES
+    return rules_in(said if "unsaid" in grid.layers else [])
 
 
 def autotp(tp: int, dp: int = 1, stage: int | str = 1, dtype: str = "fp32", layers: str = "usual") -> Grid:
@@ -43,7 +49,10 @@ def moe(ep: int, dp: int, stage: int | str = 1, dtype: str = "fp32") -> Grid:
 
 
 UNSAID = cut(2, 2, layers="unsaid")
+STAGES = pipe(2, tp=2, layers="divided")
 READ = [
+    STAGES,
+    pipe(2, 1, 0, "bf16", "divided unsaid", tp=2),
     pipe(2, 2),
     pipe(4),
     pipe(3, stage="bf16opt", dtype="bf16"),
@@ -66,7 +75,7 @@ READ = [
 @pytest.mark.parametrize("grid", READ, ids=str)
 def test_every_tensor_of_a_grid_has_the_fingerprint_of_the_whole(folders: Folders, grid: Grid) -> None:
     """Weights, masters and moments by their names in the whole model: the truth, and no others are trained."""
-    with given(rules_in(RULES) if grid.layers == "unsaid" else ()):
+    with given(rules_of(grid)):
         found = fingerprint(str(folders(grid)))
     assert not found.faults
     expected = {at: str(fingerprint_of(value.contiguous())) for at, value in tensors(grid).items()}
@@ -75,17 +84,25 @@ def test_every_tensor_of_a_grid_has_the_fingerprint_of_the_whole(folders: Folder
     assert {name for name, kind in told if kind != "weight"} == {name for name, kind in expected}
 
 
-@pytest.mark.parametrize("pair", [(pipe(2, 2), pipe(4)), (autotp(2, 2), autotp(4, 1, 2)), (cut(2), UNSAID)], ids=str)
+PAIRS = [
+    (pipe(2, 2), pipe(4)),
+    (STAGES, pipe(1, tp=4, layers="divided one position")),
+    (autotp(2, 2), autotp(4, 1, 2)),
+    (cut(2), UNSAID),
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_one_model_saved_by_two_grids_does_not_differ(folders: Folders, pair: tuple[Grid, Grid]) -> None:
     """But in the samples that more ranks have seen. Param groups of stages are those of the whole model."""
-    with given(rules_in(RULES) if pair[1] is UNSAID else ()):
+    with given(rules_of(pair[1])):
         found = diff(*(str(folders(grid)) for grid in pair))
     assert all(one.state == "equal" for one in found.tensors) and len(found.tensors) > 10
     assert {one.where for one in found.values} <= {"global_samples"}
 
 
 @pytest.mark.parametrize(
-    "grid", [pipe(2, 2), pipe(2, 2, 1, "bf16", "no file"), autotp(2, 2), moe(2, 4), cut(2)], ids=str
+    "grid", [pipe(2, 2), STAGES, pipe(2, 2, 1, "bf16", "no file"), autotp(2, 2), moe(2, 4), cut(2)], ids=str
 )
 def test_a_grid_that_is_whole_passes(folders: Folders, grid: Grid) -> None:
     assert not inspect(str(folders(grid))).faults
@@ -96,6 +113,7 @@ Damage = Callable[[Path], None]
 OPTIM = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
 MODEL = "mp_rank_01_model_states.pt"
 LAYER = "layer_02-model_00-model_states.pt"
+LAST = "zero_pp_rank_0_mp_rank_03_optim_states.pt"
 
 
 def changed(name: str, change: Callable[[dict[str, Any]], None]) -> Damage:
@@ -141,6 +159,17 @@ WRONG = {
         "tied_modules.embed.weight[fp32]: copy 2, of another stage",
     ),
     "a position that a later stage trained": (pipe(2), state(OPTIM, 1, "exp_avg", 1), "tied_modules.embed.position"),
+    "a copy of a bias, in a later stage": (
+        STAGES,
+        state(LAST, 1, "fp32", 4),
+        "4.b[fp32]: is not divided, and tensor-parallel rank 1",
+    ),
+    "a part of a tied moment": (STAGES, state(LAST, 0, "exp_avg", 4), "tied_modules.embed.weight[exp_avg]: copy 2"),
+    "a weight of a row of a later stage": (
+        STAGES,
+        weight("layer_04-model_01-model_states.pt", "b"),
+        "4.b[weight]: is not divided, and tensor-parallel rank 1",
+    ),
     "a copy of a weight": (autotp(2), weight(MODEL, "embed.weight"), "embed.weight[weight]: is not divided"),
     "a copy of a moment": (cut(2), state(OPTIM, 1, "exp_avg", 3), "norm[exp_avg]: is not divided, and tensor-parallel"),
     "two experts that changed places": (

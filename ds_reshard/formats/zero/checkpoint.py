@@ -137,7 +137,7 @@ class ZeroCheckpoint:
     grid: Grid = ONE_RANK
     columns: tuple[GridColumn, ...] = ()
     stages: tuple[ModelStates, ...] = ()
-    copies: Mapping[str, TensorRecord] = field(default_factory=dict)
+    copies: tuple[Mapping[str, TensorRecord], ...] = ()
     rows: tuple[ModelStates, ...] = ()
     divided: Mapping[str, Division] = field(default_factory=dict)
     layers: Mapping[str, Mapping[str, TensorKey]] | None = None
@@ -166,6 +166,10 @@ class ZeroCheckpoint:
     @property
     def dp(self) -> int:
         return self.model.dp
+
+    def copy_of(self, key: TensorKey) -> tuple[int, int]:
+        """The tensor-parallel rank, and of that the copy, counted through the stages, that a key of a copy means."""
+        return divmod(key.copy, len(self.stages) + 1)
 
     @property
     def of_grid(self) -> bool:
@@ -208,7 +212,7 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row | None = None
     show: missing shards, wrong sizes, unknown layouts.
     """
     subject = f"checkpoint {listing.folder}"
-    row = row or Row(rules=rules_given())
+    in_run, row = row is not None, row or Row(rules=rules_given())
     raise_faults(listing.faults, subject=subject)
     heads = {number: files.model[0] for number, files in listing.columns.items() if 0 in files.model}
     if not heads:
@@ -221,20 +225,29 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row | None = None
     divided = model.param_shapes is not None or bool(listing.layers and any(c.optim for c in listing.columns.values()))
     sharded = (optimizer or listing.partitioned_model) and not listing.universal and divided
     experts = autoep_sizes(model.entries)
-    faults = [*grid_faults(listing, grid, row, optimizer=sharded)]
+    every_row = reshaped(listing, grid, row) and not (in_run and listing.layers)
+    size = grid.tp if every_row else row.size
+    faults = [*grid_faults(listing, grid, size, optimizer=sharded)]
     if experts and (grid.tp * grid.pp > 1 or listing.universal or model.param_shapes is None):
         faults.append(_autoep_fault(listing, grid, experts))
     raise_faults(faults, subject=subject)
-    if reshaped(listing, grid, row):
+    if every_row:
         from ds_reshard.formats.zero.rows import open_rows
 
         return open_rows(listing, grid, row, optimizer=sharded)
+    return open_row(listing, grid, row, model, optimizer=optimizer, sharded=sharded)
+
+
+def open_row(
+    listing: Listing, grid: Grid, row: Row, model: ModelStates, *, optimizer: bool, sharded: bool
+) -> ZeroCheckpoint:
+    """What one tensor-parallel rank has saved: `model` is its first model file, `sharded` says to read its masters."""
     listing = listing.column(row.rank)
     if grid.pp > 1 or listing.layers:
         from ds_reshard.formats.zero.pipeline import open_pipeline
 
         return open_pipeline(listing, grid, row, model, optimizer=sharded)
-    if listing.experts or experts:
+    if listing.experts or autoep_sizes(model.entries):
         from ds_reshard.formats.zero.experts import open_experts
 
         return open_experts(listing, grid, model, optimizer=sharded)
@@ -270,8 +283,7 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row | None = None
 
 def reshaped(listing: Listing, grid: Grid, row: Row) -> bool:
     """Whether a reader takes what another number of tensor-parallel ranks has saved."""
-    alone = grid.pp == 1 and not (listing.layers or listing.experts or listing.universal)
-    return grid.tp != row.size and alone
+    return grid.tp != row.size and not (listing.experts or listing.universal)
 
 
 def layout_of(listing: Listing, placements: Iterable[Placement], shards: Mapping[str, int]) -> Layout:
@@ -330,14 +342,14 @@ def _autoep_fault(listing: Listing, grid: Grid, experts: frozenset[int]) -> Faul
     )
 
 
-def grid_faults(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Iterator[Fault]:
-    """Files that a grid of these sizes has not, or lacks; or that belong to another row than is asked for."""
+def grid_faults(listing: Listing, grid: Grid, tp: int, *, optimizer: bool) -> Iterator[Fault]:
+    """Files that a grid of these sizes has not, or lacks; or that belong to rows of another number than `tp`."""
     if listing.universal and grid.tp * grid.pp > 1:
         what, mend = "is a universal checkpoint of tensor- or pipeline-parallel ranks", 'set "load_universal": true'
         yield UnsupportedLayout.fault(listing.folder, what, "tp=1, pp=1", str(grid), mend=mend)
-    elif grid.tp != row.size and not reshaped(listing, grid, row):
-        what = "was saved with tensor parallelism of another size" if row.size > 1 else "saved with tensor parallelism"
-        expected = f"tensor-parallel size {row.size}"
+    elif grid.tp != tp:
+        what = "was saved with tensor parallelism of another size" if tp > 1 else "saved with tensor parallelism"
+        expected = f"tensor-parallel size {tp}"
         mend = f"load it in a run with import ds_reshard.auto and tensor-parallel size {grid.tp}"
         yield UnsupportedLayout.fault(listing.folder, what, expected, str(grid), mend=mend)
     foreign = sorted(set(listing.columns) - set(range(grid.tp * grid.pp)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -85,12 +84,13 @@ class OpenedZero(Checkpoint):
 
     def apart(self, key: TensorKey, found: str, untrained: Callable[[TensorKey], bool]) -> Fault | None:
         """Of stages, what is not tied may differ: as in a run, a copy that was never trained is left out."""
-        if self.zero.rows:
-            return replica_fault(key, found)
+        row, copy = self.zero.copy_of(key)
+        if not copy:
+            return replica_fault(key._replace(copy=row), found)
         own = [key._replace(kind=kind) for kind in self.zero.layout.kinds(key.name) if kind not in (MASTER, WEIGHT)]
         if key._replace(kind=MASTER) not in self.zero.layout or (own and all(map(untrained, own))):
             return None
-        what = f"copy {key.copy + 1}, of another stage, was trained, and has other values than the first"
+        what = f"copy {copy + 1}, of another stage, was trained, and has other values than the first"
         mend = "where it is tied, restore all files of one save; else load it in a run with as many stages that have it"
         return CheckpointDamaged.fault(f"parameter {key}", what, "the same bytes", found, mend=mend)
 
@@ -170,7 +170,7 @@ def _shards(zero: ZeroCheckpoint) -> Iterator[str]:
         yield from (files[rank] for files in (zero.listing.model, zero.listing.optim) for rank in sorted(files))
         yield from (name for _, name in sorted(zero.listing.experts.items()))
         return
-    yield from (os.path.basename(stage.path) for stage in zero.stages)
+    yield from (column.model[0] for _, column in sorted(zero.listing.columns.items()))
     yield from (name for _, name in sorted(zero.listing.layers.items()))
     yield from (name for column in zero.columns for name in column.files)
 
@@ -198,7 +198,7 @@ def _of_stages(content: Content) -> Iterator[Fault]:
 
 
 def _notes(zero: ZeroCheckpoint) -> Iterator[str]:
-    copies = sorted({key.name for key in zero.layout.placements if key.copy and zero.stages})
+    copies = sorted({key.name for key in zero.layout.placements if zero.copy_of(key)[1]})
     if copies:
         yield f"several stages have a copy of {', '.join(copies[:8])}: those of the first stage are shown"
     unsaved = [name for name in zero.model.trainable if TensorKey(name, WEIGHT) not in zero.layout and zero.stages]

@@ -92,7 +92,7 @@ def open_pipeline(listing: Listing, grid: Grid, row: Row, first: ModelStates, *,
         shared={name: owner for stage in stages for name, owner in stage.shared.items()},
     )
     if together is not None:
-        facts = _owned(facts_of(model.param_shapes or (), together), columns, optims)
+        facts = owned(facts_of(model.param_shapes or (), together), columns)
     placements: list[Placement] = [*weights(model, listing), *_beside(beside)]
     for column in columns:
         placements += column.placements()
@@ -106,7 +106,7 @@ def open_pipeline(listing: Listing, grid: Grid, row: Row, first: ModelStates, *,
         grid=grid,
         columns=tuple(columns),
         stages=tuple(stages),
-        copies={_buffer(key): tensor for key, tensor in beside.items()},
+        copies=({_buffer(key): tensor for key, tensor in beside.items()},),
     )
 
 
@@ -301,9 +301,9 @@ def _together(optims: Sequence[OptimStates]) -> OptimStates:
     )
 
 
-def _owned(facts: OptimizerFacts, columns: Sequence[GridColumn], optims: Sequence[OptimStates]) -> OptimizerFacts:
+def owned(facts: OptimizerFacts, columns: Sequence[GridColumn]) -> OptimizerFacts:
     """The groups with each parameter once: of one that several stages have a copy of, in the first stage's group."""
-    owners = [column for column, optim in zip(columns, optims, strict=True) for _ in optim.members]
+    owners = [column for column in columns for _ in column.first.members]
     groups = tuple(
         replace(group, members=tuple(name for name in group.members if name not in column.copies))
         for group, column in zip(facts.groups, owners, strict=True)
@@ -337,7 +337,7 @@ def as_one_stage(zero: ZeroCheckpoint) -> ZeroCheckpoint:
     alike: dict[tuple[str, int], list[int]] = {}
     counts: dict[str, set[int]] = {}
     number = 0
-    for column in zero.columns:
+    for column in (one for one in zero.columns if not one.number):
         texts = [canonical(dict(group)) for group in column.first.groups or ()]
         for at, text in enumerate(texts):
             alike.setdefault((text, texts[:at].count(text)), []).append(number)
@@ -360,11 +360,13 @@ def as_one_stage(zero: ZeroCheckpoint) -> ZeroCheckpoint:
 
 
 def layer_files(zero: ZeroCheckpoint) -> dict[str, dict[str, TensorKey]]:
-    """The files of all layers of a row, with the weights that they have by their names there."""
+    """The files of all layers of the first row, with the weights that they have by their names there."""
     files: dict[str, dict[str, TensorKey]] = {}
-    records = {TensorKey(name, WEIGHT): record for name, record in zero.model.module.items()}
-    keys = (key for key in zero.layout.placements if key.copy and key.kind == WEIGHT)
-    for key, record in (records | {key: zero.copies[_buffer(key)] for key in keys}).items():
+    module = zero.rows[0].module if zero.rows else zero.model.module
+    records = {TensorKey(name, WEIGHT): record for name, record in module.items()}
+    copies = {key: _buffer(key) for key in zero.layout.placements if key.copy and key.kind == WEIGHT}
+    beside = {key: zero.copies[0][buffer] for key, buffer in copies.items() if buffer in zero.copies[0]}
+    for key, record in (records | beside).items():
         if record.storage.path:
             tie, layer = tied_key(key.name), layer_of(key.name)
             entry = key.name.removeprefix(f"{layer}." if tie is None else f"tied_modules.{tie}.")

@@ -1,7 +1,8 @@
 """The files of all tensor-parallel ranks as one checkpoint, whose tensors are whole.
 
-Each tensor-parallel rank has model and optimizer files of its own: one column of the grid each. What they have divided
-lies in the parts that `tensor_parallel` knows; what they have not, each has a copy of, and that of the first counts.
+Each tensor-parallel rank has model and optimizer files of its own: one column of the grid each, of a pipeline one for
+each stage. What they have divided lies in the parts that `tensor_parallel` knows; what they have not, each has a copy
+of, and that of the first counts.
 """
 
 from __future__ import annotations
@@ -11,31 +12,18 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple
 
-from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
-from ds_reshard.formats.zero.checkpoint import (
-    MODEL,
-    OPTIM,
-    Grid,
-    GridColumn,
-    Row,
-    Shape,
-    ZeroCheckpoint,
-    facts_of,
-    kinds_of,
-    layout_of,
-    read_column,
-)
-from ds_reshard.formats.zero.layout import chunk_numel, flat_offsets, partition_numel
+from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, UnsupportedLayout, faults_of, raise_faults
+from ds_reshard.formats.zero.checkpoint import Grid, Row, Shape, ZeroCheckpoint, facts_of, kinds_of, layout_of, open_row
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.optim_states import OptimStates, Partition
+from ds_reshard.formats.zero.optim_states import OptimStates
+from ds_reshard.formats.zero.pipeline import owned
 from ds_reshard.formats.zero.shards import compare_heads
 from ds_reshard.formats.zero.tensor_parallel import Division, Misfit, divisions, replicated
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.layout import Cut, Placement, TensorKey, check_cover
-from ds_reshard.model.records import ElementType, TensorRecord
+from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Box
 
 _RULE = '"ds_reshard": {"reshard": {"tensor_parallel": [%s]}}'
@@ -46,29 +34,74 @@ def _rule(name: str, **said: object) -> str:
     return json.dumps({"parameters": re.escape(name), **said})
 
 
-class Place(NamedTuple):
-    """Where a tensor-parallel rank's shard of a tensor begins: a flat group has a phase, a sub-group an origin."""
-
-    chunk: int
-    phase: int
-    origin: int
-    first: int
-
-
 def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> ZeroCheckpoint:
     """Read the heads of all tensor-parallel ranks' files; raises every structural fault that they show."""
     subject = f"checkpoint {listing.folder}"
-    models = [listing.read(listing.column(number).model[0], read_model_states) for number in range(grid.tp)]
+    parts = _parts(listing, grid, row, optimizer=optimizer)
+    models = [part.model for part in parts]
     raise_faults(_unread(listing, grid, models), subject=subject)
     shapes, faults = _shapes(models)
     raise_faults(faults, subject=subject)
-    known = {name for model in models for name in model.trainable}
-    shared = models[0].shared
-    parameters = {n: held for n, held in shapes.items() if n not in models[0].buffer_names and n not in shared}
-    info = models[0].entries.get("universal_checkpoint_info")
-    whole = (
-        {} if grid.tp > 1 else {n: replicated(held, "whole") for n, held in parameters.items() if not _ruled(n, row)}
+    found, unknown = _found(models, shapes, row)
+    faults = [unknown_fault(name, misfit, models[0].path) for name, misfit in unknown.items()]
+    faults += [fault for name, division in found.items() for fault in uncovered(name, division, shapes[name])]
+    raise_faults(faults, subject=subject)
+    optims = [part.optim for part in parts if part.optim is not None]
+    raise_faults(_unlike(listing, models, optims), subject=subject)
+    model = _together(models, found)
+    count = grid.dp if listing.partitioned_model else 1
+    shards = {family: grid.tp * of_one for family, of_one in parts[0].layout.shards.items()}
+    listing = replace(
+        listing,
+        model={n * count + at: part.listing.model[at] for n, part in enumerate(parts) for at in range(count)},
+        optim={n * grid.dp + at: name for n, part in enumerate(parts) for at, name in part.listing.optim.items()},
     )
+    columns = [
+        replace(column, begin=number * grid.dp, number=number)
+        for number, part in enumerate(parts)
+        for column in part.columns
+    ]
+    facts = facts_of(model.param_shapes or (), optims[0]) if optims else None
+    parameters = parameters_of(models[0], shapes)
+    return ZeroCheckpoint(
+        listing=listing,
+        model=model,
+        optim=optims[0] if optims else None,
+        layout=layout_of(listing, _joined(parts, found), shards),
+        facts=owned(facts, parts[0].columns) if facts is not None else None,
+        grid=grid,
+        columns=tuple(columns),
+        stages=parts[0].stages,
+        copies=tuple(beside for part in parts for beside in part.copies),
+        rows=tuple(models),
+        divided={name: division for name, division in found.items() if name in parameters},
+    )
+
+
+def _parts(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> list[ZeroCheckpoint]:
+    """What each tensor-parallel rank has saved; raises what is wrong with the files of any."""
+    parts: list[ZeroCheckpoint] = []
+    faults: list[Fault] = []
+    for rank in range(grid.tp):
+        place = Row(grid.tp, rank, row.ties, row.rules)
+        try:
+            model = listing.read(listing.column(rank).model[0], read_model_states)
+            parts.append(open_row(listing, grid, place, model, optimizer=optimizer, sharded=optimizer))
+        except ReshardError as error:
+            faults += faults_of(error)
+    raise_faults(faults, subject=f"checkpoint {listing.folder}")
+    return parts
+
+
+def _found(
+    models: Sequence[ModelStates], shapes: Mapping[str, Sequence[Shape]], row: Row
+) -> tuple[dict[str, Division], dict[str, Misfit]]:
+    """How each tensor was divided, given the shapes of its shards, and of which it is not known."""
+    parameters = parameters_of(models[0], shapes)
+    info = models[0].entries.get("universal_checkpoint_info")
+    whole: dict[str, Division] = {}
+    if len(models) == 1:
+        whole = {name: replicated(held, "whole") for name, held in parameters.items() if not _ruled(name, row)}
     divided = {name: held for name, held in parameters.items() if name not in whole}
     found, unknown = divisions(divided, info if isinstance(info, dict) else {}, row.rules)
     found |= whole
@@ -79,40 +112,14 @@ def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Zer
         for name, held in buffers.items()
         if len(set(held)) > 1
     }
-    found |= {name: found[owner] for name, owner in shared.items() if owner in found and name in shapes}
-    faults = [unknown_fault(name, misfit, models[0].path) for name, misfit in unknown.items()]
-    faults += [fault for name, division in found.items() for fault in uncovered(name, division, shapes[name])]
-    raise_faults(faults, subject=subject)
-    columns = [
-        replace(read_column(listing.column(number), model), begin=number * grid.dp, number=number)
-        for number, model in enumerate(models)
-        if optimizer
-    ]
-    optims = [column.first for column in columns]
-    raise_faults(_unlike(listing, models, optims), subject=subject)
-    placements = [*_weights(listing, grid, models, found, known)]
-    for at in range(len(optims[0].partitions) if optims else 0):
-        placements += _group(columns, found, at)
-    model = _together(models, found, known)
-    files_of = [listing.column(number) for number in range(grid.tp)]
-    count = grid.dp if listing.partitioned_model else 1
-    listing = replace(
-        listing,
-        model={n * count + rank: files.model[rank] for n, files in enumerate(files_of) for rank in range(count)},
-        optim={n * grid.dp + rank: name for n, files in enumerate(files_of) for rank, name in files.optim.items()},
-    )
-    shards = {MODEL: grid.tp * count, **({OPTIM: grid.tp * grid.dp} if columns else {})}
-    return ZeroCheckpoint(
-        listing=listing,
-        model=model,
-        optim=optims[0] if optims else None,
-        layout=layout_of(listing, placements, shards),
-        facts=facts_of(model.param_shapes or (), optims[0]) if optims else None,
-        grid=grid,
-        columns=tuple(columns),
-        rows=tuple(models),
-        divided={name: division for name, division in found.items() if name in parameters},
-    )
+    found |= {name: found[owner] for name, owner in models[0].shared.items() if owner in found and name in shapes}
+    return found, unknown
+
+
+def parameters_of(model: ModelStates, shapes: Mapping[str, Sequence[Shape]]) -> dict[str, Sequence[Shape]]:
+    """The tensors that are neither buffers nor another name of a parameter."""
+    apart = {*model.buffer_names, *model.shared}
+    return {name: held for name, held in shapes.items() if name not in apart}
 
 
 def _unread(listing: Listing, grid: Grid, models: Sequence[ModelStates]) -> Iterator[Fault]:
@@ -204,10 +211,10 @@ def _unlike(listing: Listing, models: Sequence[ModelStates], optims: Sequence[Op
     """Where the files of two ranks are not of one save, or do not divide the same parameters alike."""
     faults = compare_heads(models, optims, listing.folder, states=True)
     mend = "load it with the tensor-parallel size that was saved"
-    home: dict[str, int] = {}
+    home: dict[tuple[str, int], int] = {}
     for model in models:
         own = model.param_shapes or ()
-        moved = [n for at, group in enumerate(own) for n in group if home.setdefault(n, at) != at]
+        moved = [name for (name, copy), at in _homes(own).items() if home.setdefault((name, copy), at) != at]
         if moved or len(own) != len(models[0].param_shapes or ()):
             what = "has its parameters in other flat buffers than the first tensor-parallel rank"
             yours = f"{len(models[0].param_shapes or ())} buffers of the same parameters"
@@ -222,6 +229,17 @@ def _unlike(listing: Listing, models: Sequence[ModelStates], optims: Sequence[Op
     return faults
 
 
+def _homes(groups: Sequence[Mapping[str, Shape]]) -> dict[tuple[str, int], int]:
+    """The flat buffer of each parameter; of one that several stages have a copy of, of each copy."""
+    found: dict[tuple[str, int], int] = {}
+    seen: dict[str, int] = {}
+    for at, group in enumerate(groups):
+        for name in group:
+            found[name, seen.setdefault(name, 0)] = at
+            seen[name] += 1
+    return found
+
+
 def _kept(optim: OptimStates) -> str:
     partitions = [
         (sorted((kind, str(dtype)) for kind, dtype in kinds_of(one).items()), sorted(one.unfollowed))
@@ -232,78 +250,40 @@ def _kept(optim: OptimStates) -> str:
     return repr((optim.kind, optim.stage, optim.members, partitions, values, groups))
 
 
-def _weights(
-    listing: Listing, grid: Grid, models: Sequence[ModelStates], found: Mapping[str, Division], known: set[str]
-) -> Iterator[Placement]:
-    """Where the model files have tensors: whole shards, or at stage 3 frozen ones in pieces."""
-    files = grid.dp if listing.partitioned_model else 1
-    for name, division in found.items():
-        records = [model.module.get(name) for model in models]
-        whole = [one for one in records if one is not None and (one.numel or not prod(division.shape))]
-        partial = listing.partitioned_model and name not in models[0].buffer_names
-        fragments = [model.frozen_fragments.get(name) for model in models]
-        if partial and name not in known and name in models[0].frozen_shapes:
-            shapes = [model.frozen_shapes[name] for model in models]
-            dtype = next((one.dtype for one in fragments if one is not None), None)
-            places = [Place(chunk_numel(s, grid.dp), 0, 0, n * files) for n, s in enumerate(shapes)]
-            if dtype is not None:
-                yield from _placed(name, "weight", dtype, division, places, MODEL, f"frozen/{name}")
-        elif not partial and whole:
-            places = [
-                Place(0 if one is None else one.numel, 0, 0, number * files) for number, one in enumerate(records)
-            ]
-            yield from _placed(name, "weight", whole[0].dtype, division, places, MODEL, f"module/{name}")
+def _joined(parts: Sequence[ZeroCheckpoint], found: Mapping[str, Division]) -> Iterator[Placement]:
+    """Where whole tensors lie: a tile for each part of a shard; of what is not divided a placement for each copy.
 
-
-def _group(columns: Sequence[GridColumn], found: Mapping[str, Division], number: int) -> Iterator[Placement]:
-    """Where one flat buffer of all ranks has masters and states."""
-    places: dict[str, list[Place | None]] = {}
-    for column in columns:
-        for name, place in _flat(column, number):
-            places.setdefault(name, [None] * len(columns))[column.number] = place
-    partition: Partition = columns[0].first.partitions[number]
-    for kind, dtype in kinds_of(partition).items():
-        for name, held in places.items():
-            own = [place or Place(0, 0, 0, 0) for place in held]
-            yield from _placed(name, kind, dtype, found[name], own, OPTIM, f"{kind}/{number}")
-
-
-def _flat(column: GridColumn, number: int) -> Iterator[tuple[str, Place]]:
-    shapes, dp = column.shapes[number], column.dp
-    if column.first.kind == "zero3":
-        at = 0
-        for name, shape in shapes.items():
-            chunk = chunk_numel(shape, dp)
-            yield name, Place(chunk, 0, at, column.begin)
-            at += chunk
-        return
-    offsets, total = flat_offsets(shapes, column.first.partitions[number].alignment)
-    chunk = partition_numel(total, dp)
-    for name, offset in offsets.items():
-        yield name, Place(chunk, offset, 0, column.begin)
-
-
-def _placed(
-    name: str, kind: str, dtype: ElementType, division: Division, places: Sequence[Place], family: str, buffer: str
-) -> Iterator[Placement]:
-    """The tensor with a tile for each part; of a replicated one, a placement for each copy, or of the owner's alone."""
-    box = Box.whole(division.shape)
-    whole = Placement(TensorKey(name, kind), division.shape, dtype, family, buffer, Cut(chunk=1), box)
-    tiles: list[Placement] = []
-    for rank, (place, parts) in enumerate(zip(places, division.ranks, strict=True)):
-        chunk, phase, origin, first = place
-        if division.replicated:
-            cut = Cut(chunk=max(1, chunk), phase=phase, origin=origin, first=first)
-            if division.owner in (None, rank):
-                yield whole._replace(key=TensorKey(name, kind, rank if division.owner is None else 0), cut=cut)
+    A shard without elements may be in no file; where one with elements is in none, as weights of ZeRO stage 3, neither
+    is the whole.
+    """
+    held: dict[TensorKey, list[Placement | None]] = {}
+    for number, part in enumerate(parts):
+        for key, placement in part.layout.placements.items():
+            held.setdefault(key, [None] * len(parts))[number] = placement
+    for key, shards in held.items():
+        division = found[key.name]
+        if any(own is None and holds for own, holds in zip(shards, division.ranks, strict=True)):
             continue
-        for part in parts:
-            cut = Cut(chunk=max(1, chunk), phase=phase + part.at, origin=origin, first=first)
-            tiles.append(whole._replace(cut=cut, box=part.box))
-    if len(tiles) == 1:
-        yield tiles[0]
-    elif not division.replicated:
-        yield whole._replace(tiles=tuple(tiles))
+        first = next(own for own in shards if own is not None)
+        whole = first._replace(shape=division.shape, box=Box.whole(division.shape), replicated=False, cut=Cut(chunk=1))
+        moved = [
+            own and own.cut._replace(first=own.cut.first + number * parts[number].layout.shards[own.family])
+            for number, own in enumerate(shards)
+        ]
+        if division.replicated:
+            stride = len(parts[0].stages) + 1
+            for rank, cut in enumerate(moved):
+                if cut is not None and division.owner in (None, rank):
+                    copy = key.copy + (rank * stride if division.owner is None else 0)
+                    yield whole._replace(key=key._replace(copy=copy), cut=cut)
+            continue
+        tiles = tuple(
+            whole._replace(cut=cut._replace(phase=cut.phase + part.at), box=part.box)
+            for cut, own in zip(moved, division.ranks, strict=True)
+            for part in own
+            if cut is not None
+        )
+        yield tiles[0] if len(tiles) == 1 else whole._replace(tiles=tiles)
 
 
 def in_order(held: Sequence[Collection[str]]) -> list[str]:
@@ -318,9 +298,9 @@ def in_order(held: Sequence[Collection[str]]) -> list[str]:
     return order
 
 
-def _together(models: Sequence[ModelStates], found: Mapping[str, Division], known: set[str]) -> ModelStates:
+def _together(models: Sequence[ModelStates], found: Mapping[str, Division]) -> ModelStates:
     """What the model files of all ranks say, of whole tensors; what is divided is in the module as a placeholder."""
-    first = models[0]
+    first, known = models[0], {name for model in models for name in model.trainable}
     module: dict[str, TensorRecord] = {}
     for name in first.module:
         cut, record = not found[name].replicated, models[found[name].owner or 0].module[name]

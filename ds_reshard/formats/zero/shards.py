@@ -160,6 +160,8 @@ class ZeroShards:
         local = self.checkpoint.listing.partitioned_model and self.checkpoint.grid.ep > 1  # each has shapes of its own
         if shard == 0 and not self.checkpoint.rows and not local:
             return self.checkpoint.model
+        if self.checkpoint.stages:
+            return self.checkpoint.rows[shard]
         name = self.checkpoint.listing.model[shard]
         path, latest = self.checkpoint.listing.path(name), self.latest
         if latest is None or latest.path != path:
@@ -181,7 +183,8 @@ class ZeroShards:
                 found = "nothing" if fragment is None else f"{fragment.numel}"
                 raise fail(model.path, f"frozen parameter {key!r} has the wrong share", f"{expected} elements", found)
             extents[f"frozen/{key}"] = extent_of(fragment)
-        extents |= {buffer: extent_of(tensor) for buffer, tensor in checkpoint.copies.items() if tensor.contiguous}
+        beside = checkpoint.copies[shard] if checkpoint.copies else {}
+        extents |= {buffer: extent_of(tensor) for buffer, tensor in beside.items() if tensor.contiguous}
         return {**extents, **self.stage0}
 
     def _optim(self, column: GridColumn, shard: int) -> Mapping[str, Extent]:
