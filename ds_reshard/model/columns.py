@@ -42,12 +42,13 @@ class Cuts:
     """
 
     def __init__(self, members: Sequence[Placement]) -> None:
-        *cuts, wide = zip(*(one.cut for one in members), strict=True) if members else ((),) * 5
+        *cuts, wide, step = zip(*(one.cut for one in members), strict=True) if members else ((),) * 6
         columns = (
             [one.box.numel for one in members],
             [one.replicated for one in members],
             *cuts,
             [_NO_WIDE if number is None else number for number in wide],
+            step,
         )
         if members and max(map(max, columns)) >= 1 << 62:
             raise _too_large()
@@ -67,18 +68,18 @@ class Cuts:
 
     def held_by(self, shard: int) -> Pieces:
         """What a shard holds: a piece of each member that it holds any of."""
-        numel, replicated, _, _, _, first, _ = self._columns
-        number = numpy.where(replicated > 0, 0, shard) - first
+        numel, replicated, _, _, _, first, _, step = self._columns
+        number, beside = numpy.divmod(numpy.where(replicated > 0, 0, shard) - first, step)
         begin, end = self._begin(number), self._begin(number + 1)
         start, stop = numpy.maximum(0, begin), numpy.minimum(numel, end)
         pieces = Pieces(
             member=numpy.arange(len(numel)),
-            shard=number + first,
+            shard=number * step + first,
             start=start,
             stop=stop,
             element_offset=start - begin + self._columns[4],
         )
-        return pieces.take((number >= 0) & (start < stop))
+        return pieces.take((number >= 0) & (beside == 0) & (start < stop))
 
     def located(self, start: Column, stop: Column) -> Pieces:
         """The pieces of elements [start[i], stop[i]) of member i, in order; each has one element at least."""
@@ -87,20 +88,20 @@ class Cuts:
         member = numpy.repeat(numpy.arange(len(count)), count)
         number = begin[member] + numpy.arange(len(member)) - (numpy.cumsum(count) - count)[member]
         of_each = self.take(member)
-        first, here, after = of_each._columns[5], of_each._begin(number), of_each._begin(number + 1)
+        first, step, here, after = *of_each._columns[[5, 7]], of_each._begin(number), of_each._begin(number + 1)
         start, stop = numpy.maximum(start[member], here), numpy.minimum(stop[member], after)
-        return Pieces(member, number + first, start, stop, start - here + of_each._columns[4])
+        return Pieces(member, number * step + first, start, stop, start - here + of_each._columns[4])
 
     def _begin(self, number: Column) -> Column:
         """The element with which chunk `number` of each member begins; it may lie outside of it."""
-        _, _, chunk, phase, _, _, wide = self._columns
+        _, _, chunk, phase, _, _, wide, _ = self._columns
         narrow = numpy.where(wide == _NO_WIDE, 0, numpy.maximum(0, number - wide))
         begin: Column = number * chunk - narrow - phase
         return begin
 
     def _number(self, element: Column) -> Column:
         """The number of the chunk that an element of each member lies in."""
-        _, _, chunk, phase, _, _, wide = self._columns
+        _, _, chunk, phase, _, _, wide, _ = self._columns
         at = element + phase
         narrow = (wide != _NO_WIDE) & (at >= wide * chunk)
         behind = wide + (at - wide * chunk) // numpy.maximum(1, chunk - 1)

@@ -44,7 +44,7 @@ class Cut(NamedTuple):
     A ZeRO-1/2 partition of a flat group has `phase` = the parameter's offset in the group and `chunk` =
     the partition size; a ZeRO-3 partition has `chunk` = ceil(numel / dp) and `origin` = its offset in
     the sub-group; a whole tensor has one chunk. With `wide`, only so many shards hold `chunk` elements, and those
-    behind them one less.
+    behind them one less. With `step`, the shards are first, first + step and so on, as ranks with the same experts are.
     """
 
     chunk: int
@@ -52,6 +52,7 @@ class Cut(NamedTuple):
     origin: int = 0
     first: int = 0
     wide: int | None = None
+    step: int = 1
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """The pieces of elements [start, stop), in order; cost is their number."""
@@ -59,13 +60,13 @@ class Cut(NamedTuple):
         while at < stop:
             shard, inside, chunk = self._place(at + self.phase)
             end = min(stop, at + chunk - inside)
-            yield Piece(shard + self.first, at, end, inside + self.origin)
+            yield Piece(shard * self.step + self.first, at, end, inside + self.origin)
             at = end
 
     def piece(self, shard: int, numel: int) -> Piece | None:
         """The piece of `shard` of a box of `numel` elements, None when it holds none."""
-        number = shard - self.first
-        if number < 0:
+        number, beside = divmod(shard - self.first, self.step)
+        if number < 0 or beside:
             return None
         begin = number * self.chunk - self.phase
         end = begin + self.chunk
@@ -220,9 +221,9 @@ class Layout:
             if len(members) == 1:
                 self._check_fit(family, buffer, members)
                 continue
-            by_first: dict[int, list[Placement]] = {}
+            by_first: dict[tuple[int, int], list[Placement]] = {}
             for member in members:
-                by_first.setdefault(member.cut.first, []).append(member)
+                by_first.setdefault((member.cut.first, member.cut.step), []).append(member)
             for together in by_first.values():
                 self._check(family, buffer, together)
 
@@ -271,7 +272,8 @@ class Layout:
             cut, numel = member.cut, member.box.numel
             if not numel:
                 continue
-            if cut.phase + numel > cut.chunk * (1 if member.replicated else self.shards[family] - cut.first):
+            count = 1 if member.replicated else -((cut.first - self.shards[family]) // cut.step)
+            if cut.phase + numel > cut.chunk * count:
                 raise ValueError(f"buffer {buffer}: {member.key} does not fit {self.shards[family]} shards")
 
 

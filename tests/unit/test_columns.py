@@ -26,6 +26,7 @@ def placed(draw):
         origin=draw(st.integers(0, 9)),
         first=draw(st.integers(0, 3)),
         wide=wide,
+        step=draw(st.integers(1, 3)),
     )
     box = Box.whole((numel,))
     key = TensorKey("p", "fp32")

@@ -39,9 +39,16 @@ cuts = st.builds(
     origin=st.integers(0, 9),
     first=st.integers(0, 3),
     wide=st.none(),
+    step=st.integers(1, 3),
 )
 uneven = st.builds(
-    Cut, chunk=st.integers(2, 9), phase=st.integers(0, 20), origin=st.just(0), first=st.just(0), wide=st.integers(0, 5)
+    Cut,
+    chunk=st.integers(2, 9),
+    phase=st.integers(0, 20),
+    origin=st.just(0),
+    first=st.just(0),
+    wide=st.integers(0, 5),
+    step=st.just(1),
 )
 
 
@@ -61,7 +68,7 @@ def places(placements: list[Placement], shards: int) -> list[tuple[str, int, int
 @QUICK
 @given(cuts, st.integers(0, 40), st.integers(0, 40))
 def test_pieces_are_the_elements_one_by_one(cut, start, numel):
-    """Element x lies in shard (x + phase) // chunk + first, at (x + phase) % chunk + origin; pieces join neighbours."""
+    """Element x lies in shard (x + phase) // chunk * step + first, at (x + phase) % chunk + origin; pieces join neighbours."""
     found = [
         (element, piece.shard, piece.element_offset + element - piece.start)
         for piece in cut.pieces(start, start + numel)
@@ -70,7 +77,7 @@ def test_pieces_are_the_elements_one_by_one(cut, start, numel):
     expected = []
     for element in range(start, start + numel):
         shard, inside = divmod(element + cut.phase, cut.chunk)
-        expected.append((element, shard + cut.first, inside + cut.origin))
+        expected.append((element, shard * cut.step + cut.first, inside + cut.origin))
     assert found == expected
     shards = [piece.shard for piece in cut.pieces(start, start + numel)]
     assert shards == sorted(set(shards))
@@ -95,7 +102,7 @@ def test_behind_the_wide_shards_lies_one_element_less(cut, start, numel):
 def test_the_piece_of_a_shard_is_that_of_all_pieces(cut, numel):
     """`piece` answers for one shard what `pieces` says of all, and None for a shard that holds nothing."""
     by_shard = {piece.shard: piece for piece in cut.pieces(0, numel)}
-    last = numel + cut.phase + cut.first + 2
+    last = (numel + cut.phase) * cut.step + cut.first + 2
     assert [cut.piece(shard, numel) for shard in range(last)] == [by_shard.get(shard) for shard in range(last)]
 
 
@@ -196,6 +203,7 @@ REFUSED = {
     "too long for the shards": ([tensor("a", 13, Cut(chunk=6))], "a.*does not fit 2 shards"),
     "phase pushes it out": ([tensor("a", 3, Cut(chunk=6, phase=10))], "a.*does not fit 2 shards"),
     "replica longer than a shard": ([tensor("a", 7, Cut(chunk=6), replicated=True)], "a.*does not fit"),
+    "too long for every second shard": ([tensor("a", 5, Cut(chunk=4, step=2))], "a.*does not fit 2 shards"),
     "two rules in one buffer": ([tensor("a", 4, Cut(chunk=3, phase=1)), tensor("b", 2, Cut(chunk=2))], "overlap"),
     "origin in a flat group": (
         [tensor("a", 2, Cut(chunk=3, phase=1)), tensor("b", 1, Cut(chunk=3, origin=1))],
@@ -211,6 +219,10 @@ def test_a_layout_that_cannot_be_is_refused(placements, why):
 
 
 ACCEPTED = {
+    "every second shard": [
+        tensor("a", 4, Cut(chunk=4, step=2)),
+        tensor("b", 4, Cut(chunk=4, first=1, step=2)),
+    ],
     "parts of one shard behind each other": [
         tensor("a", 4, Cut(chunk=4)),
         tensor("b", 2, Cut(chunk=2, origin=4)),
