@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ds_reshard.errors import Fault, UnsupportedLayout
-from ds_reshard.model.facts import OptimizerFacts, canonical
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, canonical
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
 
@@ -106,6 +106,23 @@ def regrouping_fault(entry: str, where: str) -> Fault:
         f"gives the param groups another order, and whether the scheduler's {entry} follows it is not known",
         mend="keep the param groups in the order in which they were saved",
     )
+
+
+def with_groups(content: Content, groups: Sequence[GroupFacts], order: Sequence[int], where: str) -> Content:
+    """The content with other param groups: group i has the scheduler's values of what `order[i]` was.
+
+    Its `faults` say where that is not known; `where` is what asked for it.
+    """
+    assert content.facts is not None
+    saved, schedule, objects, faults = len(content.facts.groups), content.schedule, dict(content.objects), list[Fault]()
+    if schedule is not None:
+        schedule = replace(schedule, groups=tuple(schedule.groups[number] for number in order))
+    for path in (path for path in objects if path[0] == SCHEDULER):
+        made, unknown = regrouped({str(path[-1]): objects[path]}, order, saved)
+        objects[path] = made[str(path[-1])]
+        faults += [regrouping_fault(name, where) for name in unknown]
+    facts = replace(content.facts, groups=tuple(groups))
+    return replace(content, facts=facts, schedule=schedule, objects=objects, faults=(*content.faults, *faults))
 
 
 Path = tuple[object, ...]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from ds_reshard.errors import ConfigError, Fault, ModelMismatch, raise_faults
-from ds_reshard.model.content import SCHEDULER, Content, regrouped, regrouping_fault
+from ds_reshard.model.content import Content, with_groups
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts
 
 _FORM = '{"name in the source": "name in the output"}, or a list of names for a parameter that is tied there'
@@ -100,27 +100,19 @@ class NameMap:
         order = {name: number for number, name in enumerate(new)}
         keys = sorted(content.tensors, key=lambda key: order.get(key.name, len(order)))
         tensors = {key._replace(name=new.get(key.name, key.name)): content.tensors[key] for key in keys}
-        facts, schedule, objects, faults = content.facts, content.schedule, dict(content.objects), []
+        facts = content.facts
         if facts is not None:
             saved = facts.groups
             numbers = sorted(range(len(saved)), key=lambda number: _first(saved[number], order))
             groups = tuple(_renamed(saved[number], new, order) for number in numbers)
             scalars = {new[name]: values for name, values in facts.scalars.items() if name in new}
+            content = with_groups(content, groups, numbers, self.path)
             facts = OptimizerFacts(groups=groups, scalars=scalars)
-            if schedule is not None:
-                schedule = replace(schedule, groups=tuple(schedule.groups[number] for number in numbers))
-            for path in (path for path in objects if path[0] == SCHEDULER):
-                made, unknown = regrouped({str(path[-1]): objects[path]}, numbers, len(saved))
-                objects[path] = made[str(path[-1])]
-                faults += [regrouping_fault(name, self.path) for name in unknown]
         return replace(
             content,
             tensors=tensors,
             tied=tied,
             facts=facts,
-            schedule=schedule,
-            objects=objects,
-            faults=(*content.faults, *faults),
             buffers=frozenset(new.get(name, name) for name in content.buffers),
             records={new.get(name, name): record for name, record in content.records.items()},
             notes=(*content.notes, *_loosened(content, given)),

@@ -167,7 +167,7 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
 
 @alone
 def load(
-    grid: Grid, folder: str, hooks: bool = True, saved_ep: int = 1, wiped: float = 0.0, **arguments: Any
+    grid: Grid, folder: str, hooks: bool = True, saved_ep: Any = 1, wiped: float = 0.0, **arguments: Any
 ) -> dict[str, Any]:
     """Build, note the truth, wipe, load; `wrong` names what is not the truth, with the number of wrong elements."""
     import ds_reshard
@@ -198,7 +198,8 @@ def load(
         wrong[f"{number} fp32"] = _differing(flat.detach(), master)
         of_experts = grid.kind in ("moe", "autoep") and inner.param_groups[number].get("moe")
         # DeepSpeed divides the gradients of experts by all data-parallel ranks, of which only some have them
-        expected = moments(torch.where(untied(master), 0.0, master.float()) / (saved_ep if of_experts else 1))
+        share = _shares(master, saved_ep) if of_experts else 1
+        expected = moments(torch.where(untied(master), 0.0, master.float()) / share)
         for kind, value in expected.items():
             wrong[f"{number} {kind}"] = _differing(state[kind], value) if kind in state else -1
         steps.add(float(state.get("step", -1)))
@@ -212,6 +213,14 @@ def load(
         "note": (client or {}).get("note"),
         "report": str(ds_reshard.last_report()) if hooks else "",
     }
+
+
+def _shares(master: torch.Tensor, saved_ep: Any) -> Any:
+    """The ranks over which each expert's gradient was averaged: of two sizes, by the layer, which its numbers tell."""
+    if isinstance(saved_ep, int):
+        return saved_ep
+    layer = (master.bfloat16().view(torch.int16).int() - 0x3700) // 1000
+    return torch.where(layer == 1, float(saved_ep[0]), float(saved_ep[1]))
 
 
 def _said(group: dict[str, Any]) -> dict[str, Any]:

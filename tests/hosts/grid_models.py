@@ -376,6 +376,11 @@ def _mpu(grid: Grid) -> tuple[torch.nn.Module, Any]:
 EXPERTS = 4
 
 
+def expert_sizes(grid: Grid) -> tuple[int, int]:
+    """The expert-parallel size of each layer."""
+    return (grid.ep, grid.dp if grid.layers == "two sizes" else grid.ep)
+
+
 class Expert(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -390,7 +395,8 @@ def _moe(grid: Grid) -> tuple[torch.nn.Module, Any]:
         def __init__(self) -> None:
             super().__init__()
             self.dense = torch.nn.Linear(4, 4)
-            layers = [MoE(4, Expert(), num_experts=EXPERTS, ep_size=grid.ep, k=1, use_residual=n > 0) for n in range(2)]
+            sizes = expert_sizes(grid)
+            layers = [MoE(4, Expert(), num_experts=EXPERTS, ep_size=sizes[n], k=1, use_residual=n > 0) for n in (0, 1)]
             self.moe = torch.nn.ModuleList(layers)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -398,15 +404,15 @@ def _moe(grid: Grid) -> tuple[torch.nn.Module, Any]:
 
     model, rank, ranks = Model(), torch.distributed.get_rank(), torch.distributed.get_world_size()
     swapped = grid.config.get("use_data_before_expert_parallelism")
-    place = rank // (ranks // grid.ep) if swapped else rank % grid.ep
     start = 0
     for name, parameter in model.named_parameters():
         if ".deepspeed_experts." not in name:
             parameter.data.copy_(numbers(start, *parameter.shape))
             start += parameter.numel()
-    for layer, moe in enumerate(model.moe):
+    for layer, (moe, ep) in enumerate(zip(model.moe, expert_sizes(grid), strict=True)):
+        place = rank // (ranks // ep) if swapped else rank % ep
         for local, expert in enumerate(moe.deepspeed_moe.experts.deepspeed_experts):
-            start = 1000 + 1000 * layer + 100 * (place * EXPERTS // grid.ep + local)
+            start = 1000 + 1000 * layer + 100 * (place * EXPERTS // ep + local)
             for parameter in expert.parameters():
                 parameter.data.copy_(numbers(start, *parameter.shape))
                 start += parameter.numel()

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import torch
 from grid_cases import Grid
-from grid_models import EXPERTS, VOCABULARIES, VOCABULARY, WIDTH, Cut, Expert, divided_block, moments, numbers
+from grid_models import (
+    EXPERTS,
+    VOCABULARIES,
+    VOCABULARY,
+    WIDTH,
+    Cut,
+    Expert,
+    divided_block,
+    expert_sizes,
+    moments,
+    numbers,
+)
 
 Tensors = dict[tuple[str, str], torch.Tensor]
 
@@ -24,7 +35,7 @@ def tensors(grid: Grid) -> Tensors:
         if grid.stage != 3 and not (grid.layers == "no file" and name.startswith("tied_modules.")):
             found[name, "weight"] = master.to(weights)
         # DeepSpeed divides the gradients of experts by all data-parallel ranks, of which only some have them
-        share = grid.ep if ".deepspeed_experts." in name else 1
+        share = expert_sizes(grid)[int(name.split(".")[1])] if ".deepspeed_experts." in name else 1
         found |= {(name, kind): moment for kind, moment in moments(master / share).items()}
     return found
 

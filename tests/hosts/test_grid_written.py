@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from grid_cases import Folders, Grid
-from grid_models import RULES
+from grid_models import RULES, expert_sizes
 
 from ds_reshard.errors import ConfigError, ReshardError, UnsupportedLayout
 from ds_reshard.formats.zero.tensor_parallel import given, rules_in
@@ -97,10 +97,63 @@ def test_what_cannot_be_cut_so_is_refused_by_name(folders: Folders, tmp_path: Pa
     assert text in str(raised.value) and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("to", "size"), [("universal", "tp"), ("universal", "pp"), ("bf16", "ep")])
+@pytest.mark.parametrize(("to", "size"), [("universal", "tp"), ("universal", "pp"), ("zero3", "ep")])
 def test_sizes_that_are_not_written_are_refused(folders: Folders, tmp_path: Path, to: str, size: str) -> None:
     with pytest.raises(ConfigError, match=f"--{size}: {to} has no such option"):
         convert(str(folders(cut(2))), str(tmp_path / "out"), to=to, **{size: 2})
+
+
+def moe(ep: int, dp: int, stage: int | str = 1, dtype: str = "fp32", layers: str = "usual") -> Grid:
+    config = {"use_data_before_expert_parallelism": True} if layers == "swapped" else {}
+    return Grid("moe", ep=ep, dp=dp, stage=stage, dtype=dtype, config=config, layers=layers)
+
+
+TWO = moe(2, 4, layers="two sizes")
+EXPERTS = [
+    (moe(2, 4), "zero1", moe(4, 4), False),
+    (moe(2, 4), "zero2", moe(2, 2, 2), False),
+    (moe(2, 4, layers="swapped"), "zero1", moe(2, 2, layers="swapped"), False),
+    (moe(2, 4, layers="swapped"), "zero1", moe(2, 2), True),
+    (moe(4, 4, "bf16opt", "bf16"), "bf16", moe(2, 4, "bf16opt", "bf16"), False),
+    (TWO, "zero1", moe(2, 4), False),
+    (TWO, "zero2", moe(1, 4, 2), False),
+    (moe(1, 4), "zero1", TWO, True),
+]
+
+
+@pytest.mark.parametrize(("source", "to", "target", "shown"), EXPERTS, ids=str)
+def test_what_is_written_for_several_expert_parallel_ranks_is_loaded_by_deepspeed(
+    worlds: Any, folders: Folders, tmp_path: Path, source: Grid, to: str, target: Grid, shown: bool
+) -> None:
+    """Each rank's experts, of layers of one size or several, residual ones, in either order of the ranks; and back."""
+    like = first_step(folders(target), tmp_path / "like") if shown else None
+    out, size = tmp_path / "out", None if shown else target.ep
+    done = convert(str(folders(source)), str(out), to=to, ep=size, dp=target.dp, like=like)
+    assert any("PYTHONHASHSEED" in note for note in done.notes) == (target is TWO)
+    assert not verify(str(out), deep=True).faults
+    assert all(one.state == "equal" for one in diff(str(folders(source)), str(out)).tensors)
+    arguments = {"grid": target, "folder": str(out), "saved_ep": expert_sizes(source)}
+    for rank in worlds[target.ranks].run("grid_jobs.load", hooks=False, **arguments):
+        assert rank["wrong"] == {}
+        assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
+        assert {group["name"] for group in rank["groups"][1:]} == {f"ep_size_{ep}" for ep in expert_sizes(target)}
+
+
+NOT_EXPERTS = {
+    "experts that do not divide": (moe(2, 2), {"ep": 3, "dp": 3}, None, "cannot be dealt out to so many ranks evenly"),
+    "ranks that do not divide": (moe(2, 2), {"ep": 4}, None, "--ep 4: 2 data-parallel ranks are no multiple"),
+    "no experts": (cut(1), {"ep": 2, "dp": 2}, None, "--ep 2: no parameter is an expert"),
+    "another size than is shown": (moe(1, 2), {"ep": 1}, moe(2, 2), "--ep 1: --like shows 2"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_EXPERTS)
+def test_experts_that_cannot_be_dealt_out_so_are_refused(folders: Folders, tmp_path: Path, case: str) -> None:
+    source, asked, like, text = NOT_EXPERTS[case]
+    shown = str(folders(like)) if like is not None else None
+    with pytest.raises(ReshardError) as raised:
+        convert(str(folders(source)), str(tmp_path / "out"), to="zero1", like=shown, **asked)
+    assert text in str(raised.value) and not (tmp_path / "out").exists()
 
 
 def pipe(pp: int, dp: int = 1, stage: int | str = 1, dtype: str = "fp32", layers: str = "one position") -> Grid:

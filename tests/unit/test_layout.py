@@ -68,7 +68,7 @@ def places(placements: list[Placement], shards: int) -> list[tuple[str, int, int
 @QUICK
 @given(cuts, st.integers(0, 40), st.integers(0, 40))
 def test_pieces_are_the_elements_one_by_one(cut, start, numel):
-    """Element x lies in shard (x + phase) // chunk * step + first, at (x + phase) % chunk + origin; pieces join neighbours."""
+    """Element x lies in shard (x + phase) // chunk * step + first, at (x + phase) % chunk + origin."""
     found = [
         (element, piece.shard, piece.element_offset + element - piece.start)
         for piece in cut.pieces(start, start + numel)
@@ -219,10 +219,7 @@ def test_a_layout_that_cannot_be_is_refused(placements, why):
 
 
 ACCEPTED = {
-    "every second shard": [
-        tensor("a", 4, Cut(chunk=4, step=2)),
-        tensor("b", 4, Cut(chunk=4, first=1, step=2)),
-    ],
+    "every second shard": [tensor("a", 4, Cut(chunk=4, step=2)), tensor("b", 4, Cut(chunk=4, first=1, step=2))],
     "parts of one shard behind each other": [
         tensor("a", 4, Cut(chunk=4)),
         tensor("b", 2, Cut(chunk=2, origin=4)),

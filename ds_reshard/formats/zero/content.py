@@ -153,15 +153,11 @@ def read_as_zero(content: Content, layout: Layout, files: Mapping[str, int]) -> 
 
 
 def _plain_group(group: GroupFacts) -> GroupFacts:
-    """Hyper-parameters that were kept as small tensors are numbers to DeepSpeed; `optimizer_faults` has all others.
-
-    A group of experts names the expert-parallel group that it is of: here one of one rank.
-    """
+    """Hyper-parameters that were kept as small tensors are numbers to DeepSpeed; `optimizer_faults` has all others."""
     values = {
         name: exact_number(value) if isinstance(value, ScalarTensor) else value
         for name, value in (group.hyperparameters or {}).items()
     }
-    values |= {"name": "ep_size_1"} if values.get("moe") is True else {}
     return GroupFacts(members=group.members, hyperparameters=values)
 
 

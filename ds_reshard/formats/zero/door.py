@@ -9,6 +9,7 @@ from ds_reshard.containers import folders
 from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.content import LAYOUT_ENTRIES, as_zero, content_of, optimizer_faults
+from ds_reshard.formats.zero.expert_groups import dealt_out, ep_of
 from ds_reshard.formats.zero.experts import as_one_place, expert_of
 from ds_reshard.formats.zero.grid_target import FORMATS, zero_target
 from ds_reshard.formats.zero.inspection import Survey, describe_survey, survey
@@ -18,6 +19,7 @@ from ds_reshard.formats.zero.rows import replica_fault
 from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures
 from ds_reshard.formats.zero.stage0 import masters as saved_masters
 from ds_reshard.formats.zero.stage0 import states, torch_optimizer
+from ds_reshard.formats.zero.target import DATA_FIRST, data_first
 from ds_reshard.formats.zero.tensor_parallel import unnamed
 from ds_reshard.formats.zero.universal_target import universal_target
 from ds_reshard.formats.zero.weights_target import WEIGHTS, safetensors_target, torch_target
@@ -269,13 +271,17 @@ def _target(
         return (safetensors_target if asked.to == "safetensors" else torch_target)(checkpoint, asked.dtype)
     if asked.to == UNIVERSAL:
         return universal_target(checkpoint)
+    if asked.ep not in (None, 1) and not any(expert_of(name) is not None for name in checkpoint.model.trainable):
+        raise ConfigError(f"--ep {asked.ep}: no parameter is an expert of deepspeed.moe; leave it out")
     shown = like.zero if isinstance(like, OpenedZero) else None
+    dp = asked.dp or (shown or checkpoint).dp
+    if shown is not None and shown.listing.experts:
+        like = shown = None  # its param groups were taken already
     if (like is not None and shown is None) or asked.pp not in (None, shown.grid.pp if shown is not None else 1):
         what = "no file says which layers the coming run's stages have; give a folder of DeepSpeed that it has saved"
         raise ConfigError(f"--pp {asked.pp or ''}: {what}, with as many: --like DIR")
     if shown is not None and (asked.tp or 1) > 1:
         raise ConfigError("--tp: several stages of several tensor-parallel ranks are not written; leave it out")
-    dp = asked.dp or (shown or checkpoint).dp
     return zero_target(
         checkpoint, asked.to, dp, tp=asked.tp or 1, like=shown, sub_group_size=asked.sub_group_size, shards=shards
     )
@@ -291,7 +297,9 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
         )
     lacking = () if weights else (*content.faults, *optimizer_faults(content), *_unwritten(content, asked.to))
     raise_faults([*faults, *lacking], subject=subject)
-    zero = as_zero(content)
+    shown = like.zero if isinstance(like, OpenedZero) and like.zero.listing.experts else None
+    content = content if weights else _of_experts(content, asked, shown, subject)
+    zero = _in_order_of(as_zero(content), shown)
     stages = zero.layers is not None and asked.to in ("zero1", "bf16") and like is None
     raise_faults(list(_of_stages(content)) if stages else [], subject=subject)
     target = _target(zero, asked, like)
@@ -309,6 +317,28 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
         pointers=pointers,
         notes=(*target.notes, *([_ONE_STAGE] if stages else ()), *_frozen(zero, asked), *_said(content)),
     )
+
+
+def _of_experts(content: Content, asked: Asked, shown: ZeroCheckpoint | None, subject: str) -> Content:
+    """The content with the param groups that the coming run has of experts."""
+    sizes = {shown.dp // column.dp for column in shown.columns} - {1} or {1} if shown is not None else set()
+    if asked.ep is not None and sizes and sizes != {asked.ep}:
+        raise ConfigError(f"--ep {asked.ep}: --like shows {', '.join(map(str, sorted(sizes)))}; leave one of them out")
+    made, faults = dealt_out(content, asked.ep, shown)
+    raise_faults(faults, subject=subject)
+    dp, groups = asked.dp or (shown.dp if shown is not None else content.ranks) or 1, made.facts
+    for ep in {ep_of(group) for group in groups.groups} if groups is not None else ():
+        if dp % ep:
+            raise ConfigError(f"--ep {ep}: {dp} data-parallel ranks are no multiple of it; name such a number: --dp N")
+    return made
+
+
+def _in_order_of(zero: ZeroCheckpoint, shown: ZeroCheckpoint | None) -> ZeroCheckpoint:
+    """The checkpoint of a run whose ranks have the experts in the order that another shows."""
+    if shown is None or data_first(zero) == data_first(shown):
+        return zero
+    config = {**zero.model.config, DATA_FIRST: data_first(shown)}
+    return replace(zero, model=replace(zero.model, entries={**zero.model.entries, "ds_config": config}))
 
 
 _ONE_STAGE = "the files are those of a PipelineModule of one stage; give --names for those of a plain module"
@@ -345,8 +375,15 @@ def _said(content: Content) -> Iterator[str]:
         yield f"the saving run's global batch was {content.batch_size} samples: train_batch_size {content.batch_size}"
     if content.own:
         yield f"entries of the saving run are in the client state: {', '.join(content.own)}"
+    sizes = sorted({ep_of(group) for group in content.facts.groups} - {1}) if content.facts is not None else []
     if any(expert_of(name) is not None for name in content.trained):
-        yield "experts are written for expert-parallel size 1; at another, load them with import ds_reshard.auto"
+        size = " and ".join(map(str, sizes)) or "1"
+        yield f"experts are written for expert-parallel size {size}; at another, load them with import ds_reshard.auto"
+    if len(sizes) > 1:
+        yield (
+            "groups of several expert-parallel sizes stand as --like shows them. DeepSpeed orders them by the hashes "
+            "of their names: start the coming run with the PYTHONHASHSEED of that one"
+        )
     yield from content.notes
 
 

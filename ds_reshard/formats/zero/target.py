@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from math import prod
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, is_placeholder
+from ds_reshard.formats.zero.expert_groups import ep_of, experts_held, of_place
 from ds_reshard.formats.zero.experts import by_number, expert_of
 from ds_reshard.formats.zero.layout import (
     chunk_numel,
@@ -37,6 +39,7 @@ Shape = tuple[int, ...]
 _SCALER = GlobalName(module="deepspeed.runtime.fp16.loss_scaler", name="LossScaler")
 _STAGE = GlobalName(module="deepspeed.runtime.zero.config", name="ZeroStageEnum")
 _ADDRESS = GlobalName(module="deepspeed.utils.tensor_fragment", name="fragment_address")
+DATA_FIRST = "use_data_before_expert_parallelism"
 _KEPT = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 
 
@@ -44,13 +47,17 @@ _KEPT = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 class Flat:
     """One flat buffer of the target: a param group (stages 1, 2 and BF16) or a sub-group (stage 3).
 
-    `kinds` are the types of its masters and states, `scalars` what the optimizer keeps once for all of it.
+    `kinds` are the types of its masters and states, `scalars` what the optimizer keeps once for all of it. One of
+    experts is there once for each place among `ep` ranks, with other experts under the same names: `held` is how many
+    of each layer a rank has.
     """
 
     group: int
     shapes: Mapping[str, Shape]
     kinds: Mapping[str, ElementType]
     scalars: Mapping[str, Scalar]
+    ep: int = 1
+    held: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def offsets(self) -> dict[str, int]:
@@ -62,8 +69,12 @@ class Flat:
         return flat_numel(self.shapes, None)
 
     def padded(self, dp: int, *, zero3: bool) -> int:
-        """Elements of each rank's share."""
-        return sub_group_numel(self.shapes, dp) if zero3 else partition_numel(self.numel, dp)
+        """Elements of the share of each of `dp` ranks."""
+        return sub_group_numel(self.shapes, dp) if zero3 else partition_numel(self.numel, dp // self.ep)
+
+    def of_place(self, place: int) -> dict[str, Shape]:
+        """Its parameters on the ranks at a place, by their names among those of all."""
+        return dict(zip(of_place(self.shapes, self.held, place), self.shapes.values(), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +91,17 @@ class OptimizerTarget:
         for number, flat in enumerate(self.flats):
             if self.kind == "zero3":
                 yield from sub_group(flat.shapes, self.dp, flat.kinds, number=number, family=OPTIM)
-            else:
-                yield from flat_group(flat.shapes, None, self.dp, flat.kinds, number=number, family=OPTIM)
+                continue
+            count = self.dp // flat.ep
+            for place in range(flat.ep):
+                first, step = (place * count, 1) if data_first(self.checkpoint) else (place, flat.ep)
+                shapes = flat.of_place(place)
+                for one in flat_group(shapes, None, count, flat.kinds, number=number, family=OPTIM):
+                    yield one._replace(cut=one.cut._replace(first=first, step=step)) if flat.ep > 1 else one
+
+    def share(self, flat: Flat, rank: int) -> int:
+        """Which share of a flat buffer a rank has, of those of all ranks with the same parameters."""
+        return rank % (self.dp // flat.ep) if data_first(self.checkpoint) else rank // flat.ep
 
     def used(self, number: int, rank: int) -> int:
         """Elements of one rank's share that belong to parameters, or stand between them."""
@@ -89,7 +109,7 @@ class OptimizerTarget:
         padded = flat.padded(self.dp, zero3=self.kind == "zero3")
         if self.kind == "zero3":
             return padded
-        return min(padded, max(0, flat.numel - rank * padded))
+        return min(padded, max(0, flat.numel - self.share(flat, rank) * padded))
 
     def tree(self, rank: int) -> dict[str, object]:
         """What torch.save is given for one rank's file."""
@@ -143,8 +163,10 @@ class OptimizerTarget:
         padded = [flat.padded(self.dp, zero3=False) for flat in self.flats]
         paddings = [size - self.used(number, rank) for number, size in enumerate(padded)]
         if self.kind == "bf16":  # the last rank notes all of it (`group_paddings` in bf16_optimizer.py)
-            whole = [size * self.dp - flat.numel for size, flat in zip(padded, self.flats, strict=True)]
-            paddings = whole if rank == self.dp - 1 else [0] * len(whole)
+            counts = [self.dp // flat.ep for flat in self.flats]
+            last = [self.share(flat, rank) == count - 1 for flat, count in zip(self.flats, counts, strict=True)]
+            sizes = zip(padded, counts, self.flats, last, strict=True)
+            paddings = [size * count - flat.numel if of_last else 0 for size, count, flat, of_last in sizes]
         entries: dict[str, object] = {
             key: kept[key] for key in _KEPT if key in kept and (self.kind != "bf16" or key == "clip_grad")
         }
@@ -155,7 +177,7 @@ class OptimizerTarget:
         entries["group_paddings"] = paddings
         if self.kind == "zero":
             entries["param_alignment_paddings"] = [[0] * len(flat.shapes) for flat in self.flats]
-        entries["partition_count"] = [self.dp] * len(self.flats)
+        entries["partition_count"] = [self.dp // flat.ep for flat in self.flats]
         entries["ds_version"] = self.checkpoint.model.version
         entries["param_slice_mappings"] = [self._addresses(flat, rank) for flat in self.flats]
         return entries
@@ -165,7 +187,7 @@ class OptimizerTarget:
         chunk = max(1, flat.padded(self.dp, zero3=False))
         found: OrderedDict[str, object] = OrderedDict()
         for name, shape in flat.shapes.items():
-            piece = Cut(chunk=chunk, phase=flat.offsets[name]).piece(rank, prod(shape))
+            piece = Cut(chunk=chunk, phase=flat.offsets[name]).piece(self.share(flat, rank), prod(shape))
             if piece is not None:
                 state = {"numel": piece.stop - piece.start, "start": piece.element_offset}
                 found[name] = ObjectRecord(callable=_ADDRESS, by_new=True, state=state, has_state=True)
@@ -180,6 +202,11 @@ class OptimizerTarget:
             "optimizer_state_dict": self._base(),
             "fp32_flat_groups": self._masters(0),
         }
+
+
+def data_first(checkpoint: ZeroCheckpoint) -> bool:
+    """Whether ranks with the same experts are neighbours (`_create_expert_and_data_parallel`, utils/groups.py)."""
+    return bool(checkpoint.model.config.get(DATA_FIRST))
 
 
 def kept_entries(checkpoint: ZeroCheckpoint) -> dict[str, object]:
@@ -210,18 +237,22 @@ def make_flats(
     for g, shapes in enumerate(order):
         if not shapes:
             continue
-        for part in sub_groups(shapes, dp, sub_group_numel_most):
-            kinds = {name: _kinds(checkpoint, name) for name in part}
-            scalars = {name: _scalars(checkpoint, name) for name in part}
+        ep = ep_of(checkpoint.facts.groups[g]) if checkpoint.facts is not None else 1
+        held = experts_held(checkpoint.model.trainable, ep) if ep > 1 else {}
+        own = dict(islice(shapes.items(), len(shapes) // ep))
+        for part in sub_groups(own, dp, sub_group_numel_most):
+            every = shapes if ep > 1 else part
+            kinds = {name: _kinds(checkpoint, name) for name in every}
+            scalars = {name: _scalars(checkpoint, name) for name in every}
             first = next(iter(part))
-            for name in part:
+            for name in every:
                 if kinds[name] != kinds[first] or canonical(dict(scalars[name])) != canonical(dict(scalars[first])):
                     what = "has other optimizer states than its param group's first parameter"
                     what += ": a flat buffer keeps one of each"
                     mend = "--to universal, which keeps each parameter's own"
                     expected = f"the states and steps of {first}"
                     faults.append(UnsupportedLayout.fault(name, what, expected, "others", mend=mend))
-            flats.append(Flat(group=g, shapes=part, kinds=kinds[first], scalars=scalars[first]))
+            flats.append(Flat(group=g, shapes=part, kinds=kinds[first], scalars=scalars[first], ep=ep, held=held))
     return flats, faults
 
 
@@ -340,7 +371,7 @@ class ModelTarget:
     def _frozen(self) -> dict[str, tuple[Shape, ElementType]]:
         """Parameters that no optimizer owns, each under its first name; stage 1 does not list them."""
         model = self.checkpoint.model
-        trained = {name for group in self.order for name in group}
+        trained = model.trainable
         found = {}
         parameters = self._parameters()
         for name in model.frozen_shapes or [name for name in model.module if name in parameters]:
