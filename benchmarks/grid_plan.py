@@ -27,7 +27,7 @@ from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.layout import by_key, flat_group, partition_numel, whole
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.shards import ZeroShards
-from ds_reshard.formats.zero.tensor_parallel import Division, redivided, shard_shape
+from ds_reshard.formats.zero.tensor_parallel import Division, redivided
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, Placement
@@ -45,7 +45,7 @@ SAVED, RESUMED = (8, 512), (4, 768)
 
 def placements(divided: Mapping[str, Division], dp: int, tp_rank: int) -> Iterator[Placement]:
     """What a rank of a ZeRO-1 run wants: masters and moments of its part of the shards, and its shards of weights."""
-    local = {name: shard_shape(division) for name, division in divided.items()}
+    local = {name: division.shards[tp_rank] for name, division in divided.items()}
     wanted = [*flat_group(local, None, dp, KINDS, number=0, family=RUN)]
     for name, shape in local.items():
         wanted.append(whole(name, "weight", shape, ElementType.BFLOAT16, family=RUN, buffer=f"module/{name}"))
@@ -65,7 +65,7 @@ def grid_plan(checkpoint: ZeroCheckpoint, tp: int, dp: int, tp_rank: int, rank: 
     index = Index(checkpoint.layout, ZeroShards(checkpoint=checkpoint))
     divided = {name: redivided(one, one.shape, tp) for name, one in checkpoint.divided.items()}
     wanted = by_key(placements(divided, dp, tp_rank))
-    share = partition_numel(sum(prod(shard_shape(one)) for one in divided.values()), dp)
+    share = partition_numel(sum(prod(one.shards[tp_rank]) for one in divided.values()), dp)
     fresh = {f"{kind}/0": share for kind in KINDS}
     plan = plan_rank(index, Layout(wanted, {RUN: dp}), rank, {key: key for key in wanted}, sizes=fresh)
     assert not index.faults, index.faults[:3]

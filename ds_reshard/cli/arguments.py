@@ -67,10 +67,14 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     )
     grid.add_argument("--pp", type=count, metavar="N", help="pipeline-parallel size, of zero1 and bf16, too")
     grid.add_argument("--zero-stage", type=int, choices=(0, 1), help="of nanotron's optimizer")
-    shown = parser.add_argument_group("zero1 and bf16 with --pp; nanotron, megatron, megatron-torch")
-    shown.add_argument("--like", metavar="DIR", help="a checkpoint of the coming run, whose sizes and stages are taken")
-    megatron = parser.add_argument_group("megatron")
-    megatron.add_argument("--ep", type=count, metavar="N", help="expert-parallel size, from 1 to more or back")
+    shown = parser.add_argument_group("zero1, zero2, zero3, bf16, nanotron, megatron, megatron-torch")
+    shown.add_argument(
+        "--like", metavar="DIR", help="a checkpoint of the coming run, whose sizes, stages, parts and experts are taken"
+    )
+    experts = parser.add_argument_group("zero1, zero2, bf16, megatron")
+    experts.add_argument(
+        "--ep", type=count, metavar="N", help="expert-parallel size (default: 1); of megatron from 1 to more or back"
+    )
 
 
 def target(arguments: argparse.Namespace) -> Mapping[str, Any]:

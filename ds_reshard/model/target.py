@@ -61,7 +61,7 @@ class Target:
 class Asked:
     """What a conversion is to write; None is as it was saved.
 
-    `tp` and `pp` are of DeepSpeed, nanotron and Megatron-LM, `zero_stage` of nanotron, `ep` of Megatron-LM;
+    `tp` and `pp` are of DeepSpeed, nanotron and Megatron-LM, `ep` of the first and the last, `zero_stage` of nanotron;
     `like` is a checkpoint that shows how the coming run arranges its model; with `repair` what a framework has saved
     wrong is put right; `names` is the path of a map of parameters' names.
     """

@@ -93,8 +93,9 @@ def convert(
     """Write the checkpoint in `path` (and `tag`, as for `inspect`) anew into the folder `out`.
 
     `to` is "zero1", "zero2", "zero3" or "bf16" (`BF16_Optimizer`): files that DeepSpeed itself loads at data-parallel
-    size `dp`, which is the saving run's unless given, and tensor-parallel size `tp`, 1 unless given;
-    or, of "zero1" and "bf16", those of the `pp` stages of the PipelineModule that has saved `like`;
+    size `dp`, which is the saving run's unless given, tensor-parallel size `tp` and expert-parallel size `ep`, 1 unless
+    given; and, of "zero1" and "bf16", those of the `pp` stages of the PipelineModule that has saved `like`, a
+    checkpoint that also shows how that run divides tensors and experts;
     or "universal": files that its `load_universal` loads;
     or "safetensors": weights in Hugging Face's layout; or "torch": a state dict of the weights, and one of each kind
     of state. Weights are of `dtype` ("float32", "bfloat16", "float16") from their masters, else as they were trained.

@@ -312,8 +312,7 @@ def test_param_groups_that_adamw_of_nanotron_cannot_hold_are_refused(tmp_path: P
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "without an arrangement": ("nanotron", {}, r"does not tell how nanotron cuts parameters.*--like DIR"),
-    "names within a framework": ("zero3", {"names": "map.json"}, r"--names: names stay what they are"),
+    "without an arrangement": ("nanotron", {}, r"does not tell how nanotron cuts parameters.*--like DIR")
 }
 
 

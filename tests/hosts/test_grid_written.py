@@ -5,6 +5,7 @@ Truth is a rule that gives every element of every tensor its own value (`grid_mo
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from grid_cases import Folders, Grid
-from grid_models import RULES, expert_sizes
+from grid_models import PIPE_RULES, RULES, expert_sizes
 
 from ds_reshard.errors import ConfigError, ReshardError, UnsupportedLayout
 from ds_reshard.formats.zero.tensor_parallel import given, rules_in
@@ -43,6 +44,8 @@ WRITTEN = [
     (cut(2, 2, layers="unsaid"), "zero2", cut(4, 1, 2, layers="unsaid")),
     (cut(1, layers="unsaid"), "zero1", cut(2, 2, layers="unsaid")),
     (cut(1), "zero3", cut(2, 1, 3)),
+    (autotp(2, 2), "zero1", autotp(4)),
+    (autotp(3, 1, 2, layers="few"), "zero3", autotp(4, 1, 3, layers="few")),
 ]
 
 
@@ -50,7 +53,10 @@ WRITTEN = [
 def test_what_is_written_for_several_ranks_is_loaded_by_deepspeed(
     worlds: Any, folders: Folders, tmp_path: Path, source: Grid, to: str, target: Grid
 ) -> None:
-    """Each rank's shards of even parts, copies of the rest, padding of the vocabulary; and back, nothing differs."""
+    """Each rank's shards, copies of the rest, padding of the vocabulary; and back, nothing differs.
+
+    Of one part the first ranks may have one more; a rank without any has the parameter in no flat buffer.
+    """
     out = tmp_path / "out"
     with given(rules_in(RULES) if source.layers == "unsaid" else ()):
         convert(str(folders(source)), str(out), to=to, tp=target.tp, dp=target.dp)
@@ -76,7 +82,7 @@ def test_what_is_written_says_itself_how_it_is_cut(worlds: Any, folders: Folders
 
 
 REFUSED = {
-    "parts that are not even": (autotp(2, 2), 4, (), "no 4 equal shares (expected multiples of 4, found [10])"),
+    "parts that are not even": (autotp(2, 2), 3, (), "no 3 equal shares (expected multiples of 3, found [8, 4, 4])"),
     "nothing says how": (Grid("plain"), 2, (), "embed.weight: nothing says how it is cut"),
     "a rule of another whole": (
         cut(1, layers="unsaid"),
@@ -84,8 +90,8 @@ REFUSED = {
         [{**rule, "vocabulary": 5} if "vocabulary" in rule else rule for rule in RULES],
         "embed: its whole is not what is said to be cut",
     ),
-    "experts": (Grid("moe", ep=2, dp=2), 2, [{"parameters": ".*"}], "has files of layers or experts"),
-    "stages": (Grid("pipeline", pp=2), 2, [{"parameters": ".*", "replicated": True}], "has files of layers or experts"),
+    "experts": (Grid("moe", ep=2, dp=2), 2, [{"parameters": ".*"}], "has files of experts"),
+    "a layer of which nothing says how": (Grid("pipeline", pp=2), 2, (), "1.w: nothing says how it is cut"),
 }
 
 
@@ -165,7 +171,7 @@ def first_step(folder: Path, to: Path) -> str:
     shutil.copytree(folder, to)
     for file in to.glob("t/*.pt"):
         content = torch.load(file, weights_only=False)
-        torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().fill_(9.0), content)
+        torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().mul_(3).add_(1), content)
         torch.save(content, file)
     return str(to)
 
@@ -201,11 +207,70 @@ def test_what_is_written_for_stages_is_loaded_by_deepspeed(
         assert rank["scheduler"]["last_epoch"] == 1
 
 
+def divided(pp: int, dp: int = 1, tp: int = 1, layers: str = "divided") -> Grid:
+    return Grid("pipeline", pp=pp, dp=dp, tp=tp, layers=layers)
+
+
+SAME = "divided one position"
+GRIDS = [
+    (divided(2, tp=2), "zero1", divided(1, 2, layers=SAME), False),
+    (divided(2, tp=2), "zero1", divided(1, tp=4, layers=SAME), False),
+    (divided(4), "zero1", divided(1, 2, 2, layers=SAME), False),
+    (divided(2, 2), "zero1", divided(2, tp=2, layers=SAME), True),
+    (divided(1, 2, 2), "zero1", divided(2, tp=2, layers=SAME), True),
+    (autotp(2, 2), "zero2", autotp(4, 1, 2), True),
+    (autotp(2, 2, "bf16opt", "bf16"), "zero3", autotp(3, 1, 3, "bf16"), True),
+    (autotp(1), "zero1", autotp(3), True),
+]
+
+
+@pytest.mark.parametrize(("source", "to", "target", "shown"), GRIDS, ids=str)
+def test_what_is_written_for_a_grid_is_loaded_by_deepspeed(
+    worlds: Any, folders: Folders, tmp_path: Path, source: Grid, to: str, target: Grid, shown: bool
+) -> None:
+    """Stages of several tensor-parallel ranks, and parts that are not even as a first save of the run shows them."""
+    like = first_step(folders(target), tmp_path / "like") if shown else None
+    out = tmp_path / "out"
+    with given(rules_in(PIPE_RULES if source.kind == "pipeline" and source.tp == 1 else ())):
+        convert(str(folders(source)), str(out), to=to, tp=None if shown else target.tp, dp=target.dp, like=like)
+        assert all(one.state == "equal" for one in diff(str(folders(source)), str(out)).tensors)
+    assert not verify(str(out), deep=True).faults
+    for rank in worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(out), hooks=False):
+        assert rank["wrong"] in ({}, {"tied_modules.embed.position": 3} if target.pp > 1 else {})
+        assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
+        assert rank["scheduler"]["last_epoch"] == 1
+
+
+def test_a_plain_module_becomes_stages(worlds: Any, folders: Folders, tmp_path: Path) -> None:
+    """By the names that they have there, and a first save that shows which are in which stage, and in which file."""
+    names = {
+        "embed\\.(.*)": "tied_modules.embed.{1}",
+        "blocks\\.(?P<n>[01])\\.(.*)": "{n+1}.{2}",
+        "blocks\\.2\\.(.*)": "4.{1}",
+        "norm\\.(.*)": "6.{1}",
+    }
+    (tmp_path / "names.json").write_text(json.dumps(names))
+    target = pipe(2)
+    like = first_step(folders(target), tmp_path / "like")
+    source, out = folders(Grid("plain", dp=2)), tmp_path / "out"
+    convert(str(source), str(out), to="zero1", dp=1, like=like, names=str(tmp_path / "names.json"))
+    for rank in worlds[2].run("grid_jobs.load", grid=target, folder=str(out), hooks=False):
+        assert rank["wrong"] in ({}, {"tied_modules.embed.position": 3})
+        assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
+
+
 NOT_STAGES = {
+    "other tensor-parallel ranks than are shown": (pipe(2), {"tp": 4}, divided(2, tp=2), "--tp 4: --like shows 2"),
+    "ranks of another model": (
+        autotp(2, 2),
+        {},
+        autotp(3, 1, 2, layers="few"),
+        "few.weight: is another parameter there",
+    ),
     "no folder shows them": (pipe(2), {"pp": 4}, None, "--pp 4: no file says which layers"),
     "the folder shows others": (pipe(2), {"pp": 4}, pipe(2), "--pp 4: no file says which layers"),
     "the folder shows none": (pipe(2), {}, cut(1), "shows no stages"),
-    "a plain module": (Grid("plain"), {}, pipe(2), "cannot be the files of a PipelineModule"),
+    "a plain module": (Grid("plain"), {}, pipe(2), "embed.weight: is another parameter there"),
     "a stage that there is not": (pipe(2), {"to": "zero2"}, pipe(4), "cannot be the files of a PipelineModule"),
     "another model": (pipe(2), {}, pipe(2, layers="no ties"), "3.w: is another parameter there"),
 }

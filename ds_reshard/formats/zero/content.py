@@ -64,12 +64,12 @@ def content_of(checkpoint: ZeroCheckpoint) -> Content:
         facts=facts,
         tied={name: first for name, first in firsts.items() if name != first},
         buffers=model.buffer_names,
-        records=buffers if checkpoint.of_grid else {},
+        records=buffers,
         objects=dict(flattened(kept)),
         schedule=schedule_of(entries.get("lr_scheduler"), len(facts.groups)),
         batch_size=batch if type(batch) is int else None,
         notes=tuple(f"left out: the module's entry {name}, which is no tensor" for name in sorted(model.objects)),
-        home=checkpoint if checkpoint.of_grid else None,
+        home=checkpoint,
     )
 
 

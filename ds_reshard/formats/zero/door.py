@@ -101,8 +101,8 @@ class OpenedZero(Checkpoint):
         return replace(content, notes=(*self.notes, *content.notes)) if self.zero.of_grid else content
 
     def target(self, asked: Asked, like: Checkpoint | None) -> Target | None:
-        if self.zero.of_grid:
-            return None  # a plain module's files are another format to a grid's
+        if self.zero.of_grid or asked.names is not None:
+            return None  # a plain module's files are another format to a grid's, and to those of one of other names
         self.opened  # noqa: B018  (its shards are read for model files, too)
         return _target(self.zero, asked, like, self._pieces) if asked.to in WRITES else None
 
@@ -280,11 +280,10 @@ def _target(
     if (like is not None and shown is None) or asked.pp not in (None, shown.grid.pp if shown is not None else 1):
         what = "no file says which layers the coming run's stages have; give a folder of DeepSpeed that it has saved"
         raise ConfigError(f"--pp {asked.pp or ''}: {what}, with as many: --like DIR")
-    if shown is not None and (asked.tp or 1) > 1:
-        raise ConfigError("--tp: several stages of several tensor-parallel ranks are not written; leave it out")
-    return zero_target(
-        checkpoint, asked.to, dp, tp=asked.tp or 1, like=shown, sub_group_size=asked.sub_group_size, shards=shards
-    )
+    tp = asked.tp or (shown.grid.tp if shown is not None else 1)
+    if shown is not None and shown.grid.tp not in (1, tp):
+        raise ConfigError(f"--tp {tp}: --like shows {shown.grid.tp} tensor-parallel ranks; leave out --tp, or --like")
+    return zero_target(checkpoint, asked.to, dp, tp=tp, like=shown, sub_group_size=asked.sub_group_size, shards=shards)
 
 
 def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:

@@ -7,10 +7,13 @@ pipeline has those of its parameters; which they are, and in which order, a chec
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
+from math import prod
 from typing import NamedTuple
 
 from ds_reshard.containers.torch_zip_writer import Pickled, pickled
@@ -19,7 +22,7 @@ from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.experts import expert_of
 from ds_reshard.formats.zero.layout import by_key
 from ds_reshard.formats.zero.model_states import Kept, ModelStates, section
-from ds_reshard.formats.zero.pipeline import ties_first
+from ds_reshard.formats.zero.pipeline import layer_files, tied_key, ties_first
 from ds_reshard.formats.zero.rows import unknown_fault
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.target import (
@@ -32,15 +35,7 @@ from ds_reshard.formats.zero.target import (
     refuse_source,
     whole_tensors,
 )
-from ds_reshard.formats.zero.tensor_parallel import (
-    Division,
-    Misfit,
-    divisions,
-    pattern_info,
-    redivided,
-    rules_given,
-    shard_shape,
-)
+from ds_reshard.formats.zero.tensor_parallel import Division, Misfit, divisions, pattern_info, redivided, rules_given
 from ds_reshard.model.content import SCHEDULER, regrouped, regrouping_fault
 from ds_reshard.model.facts import GroupFacts, canonical
 from ds_reshard.model.layout import Layout, Placement, TensorKey
@@ -49,6 +44,7 @@ from ds_reshard.model.region import Box
 from ds_reshard.model.target import Target, TargetFile, Unit
 
 FORMATS = {"zero1": ("zero", 1), "zero2": ("zero", 2), "zero3": ("zero3", 3), "bf16": ("bf16", 1)}
+_INFO, _SIZES = "universal_checkpoint_info", "checkpoint_parallel_dimensions"
 _AS_SAVED = "give --like a folder that the coming run has saved, with the model and the param groups of the source"
 _SUB_GROUP_NUMEL = 10**9  # SUB_GROUP_SIZE of deepspeed/runtime/zero/config.py, 0.19.8
 
@@ -85,8 +81,8 @@ def zero_target(
 ) -> Target:
     """The files that `tp` times `dp` ranks of DeepSpeed's `kind` of FORMATS would have saved of the same state.
 
-    Or those of the stages of a PipelineModule that has saved `like`, each on `dp` ranks. `shards` are the checkpoint's
-    where they are opened for something else too.
+    Of a run that has saved `like`: with the stages of its PipelineModule, and tensors divided as its ranks divide them.
+    `shards` are the checkpoint's where they are opened for something else too.
 
     Raises UnsupportedLayout, with every reason, where the source does not hold what they need, or nothing says how
     the coming run divides a parameter.
@@ -96,23 +92,22 @@ def zero_target(
     if kind == "bf16":
         raise_faults(list(_not_bf16(checkpoint)), subject=subject)
     most = (sub_group_size or _saved_sub_group_size(checkpoint)) if FORMATS[kind][1] == 3 else None
-    divided, faults = redivisions(checkpoint, tp) if tp > 1 else ({}, [])
-    raise_faults(faults, subject=subject)
-    own = [of_rank(checkpoint, divided, tp) if tp > 1 else checkpoint] * tp
-    if like is not None:
-        own, faults = _of_stages(checkpoint, like, kind)
-        raise_faults(faults, subject=subject)
+    stages, faults = ([checkpoint], []) if like is None else _of_stages(checkpoint, like, kind)
+    divided, unknown = redivisions(checkpoint, tp, like) if tp > 1 else ({}, [])
+    raise_faults([*faults, *unknown], subject=subject)
+    info = _info(divided, like)
     columns: list[Column] = []
-    for number, one in enumerate(own):
-        if not number or one is not own[0]:
-            column, faults = _column(one, kind, dp, most, ordered=like is not None)
+    for stage in stages:
+        for rank in range(tp):
+            one = of_rank(stage, divided, tp, rank, info=info) if tp > 1 else stage
+            column, faults = _column(one, kind, dp, most, ordered=like is not None and bool(like.stages))
             raise_faults(faults, subject=subject)
-        columns.append(column._replace(number=number))
+            columns.append(column._replace(number=len(columns)))
     shards_of = {OPTIM: len(columns) * dp, MODEL: len(columns) * columns[0].model.files}
-    layout = Layout(by_key(_joined(columns, divided)), shards_of)
+    layout = Layout(by_key(_joined(columns, divided, tp)), shards_of)
     sources = {one.key: one.key for column in columns for one in column.optim.placements()}
     sources |= {key: source for column in columns for key, source in column.model.sources()}
-    wants = {key: sources[key if key in sources else key._replace(copy=0)] for key in layout.placements}
+    wants = {key: sources[key._replace(copy=0)] for key in layout.placements}
     tag = checkpoint.listing.tag
     opened = (shards if len(columns) == 1 else None) or ZeroShards(checkpoint=checkpoint)
     units = tuple(unit for column in columns for unit in _units(opened, column))
@@ -134,13 +129,23 @@ def _column(
     return Column(0, optim, model), faults
 
 
-def redivisions(checkpoint: ZeroCheckpoint, tp: int) -> tuple[dict[str, Division], list[Fault]]:
-    """How the coming run's ranks divide each tensor: as the source's do, or as a rule or a pattern says."""
+def redivisions(
+    checkpoint: ZeroCheckpoint, tp: int, like: ZeroCheckpoint | None = None
+) -> tuple[dict[str, Division], list[Fault]]:
+    """How the coming run's ranks divide each tensor: as those that have saved `like`.
+
+    Without it as the source's do, or as a rule or a pattern says.
+    """
     model, folder = checkpoint.model, checkpoint.listing.folder
-    shapes = {name: tensor.shape for name, tensor in whole_tensors(model).items()}
-    buffers = {name for name in shapes if name in model.buffer_names}
-    info = model.entries.get("universal_checkpoint_info")
-    unsaid = {name: [shape] for name, shape in shapes.items() if name not in checkpoint.divided and name not in buffers}
+    shapes = {name: tensor.shape for name, tensor in whole_tensors(model).items() if name not in model.buffer_names}
+    faults: list[Fault] = []
+    if any(expert_of(name) is not None for name in shapes):
+        what, mend = "has files of experts, which are not written beside tensor parallelism", "leave out --tp"
+        faults.append(UnsupportedLayout.fault(folder, what, "no experts", "experts", mend=mend))
+    if like is not None and like.rows:
+        return {name: like.divided[name] for name in shapes if name in like.divided}, faults
+    info = model.entries.get(_INFO)
+    unsaid = {name: [shape] for name, shape in shapes.items() if name not in checkpoint.divided}
     found, unknown = divisions(unsaid, info if isinstance(info, dict) else {}, rules_given())
     found |= {name: division for name, division in checkpoint.divided.items() if name in shapes}
     made: dict[str, Division] = {}
@@ -149,73 +154,106 @@ def redivisions(checkpoint: ZeroCheckpoint, tp: int) -> tuple[dict[str, Division
             made[name] = redivided(division, shapes[name], tp)
         except Misfit as misfit:
             unknown[name] = misfit
-    faults = [unknown_fault(name, misfit, folder) for name, misfit in unknown.items()]
+    faults += [unknown_fault(name, misfit, folder) for name, misfit in unknown.items()]
     sizes = sorted({division.shape[0] for division in made.values() if division.vocabulary})
     if len(sizes) > 1:
         what, mend = "has two vocabularies, and DeepSpeed's files have a place for one size", "convert it at --tp 1"
         faults.append(UnsupportedLayout.fault(folder, what, "one size", ", ".join(map(str, sizes)), mend=mend))
-    apart = sorted(name for name in shapes if expert_of(name) is not None)
-    if checkpoint.layers is not None or apart:
-        what, mend = "has files of layers or experts", "--names, for a plain module; or convert it without --tp"
-        faults.append(UnsupportedLayout.fault(folder, what, "one model file for each rank", "several", mend=mend))
     return made, faults
 
 
-def of_rank(checkpoint: ZeroCheckpoint, divided: Mapping[str, Division], tp: int) -> ZeroCheckpoint:
-    """The checkpoint of a run that has one rank's shards, and nothing else: those of all ranks have the same shapes."""
+def _info(divided: Mapping[str, Division], like: ZeroCheckpoint | None) -> Mapping[str, object]:
+    """What the files say of how tensors are divided: what those of `like` say, where no rule was needed beside it."""
+    shown = like.model.entries.get(_INFO) if like is not None and like.rows else None
+    ruled = any(division.evidence == "rule" for division in divided.values())
+    return shown if isinstance(shown, dict) and not ruled else pattern_info(divided)
+
+
+def of_rank(
+    checkpoint: ZeroCheckpoint,
+    divided: Mapping[str, Division],
+    tp: int,
+    rank: int,
+    *,
+    info: Mapping[str, object] | None = None,
+) -> ZeroCheckpoint:
+    """The checkpoint of a run that has one rank's shards, and nothing else.
+
+    A shard without elements is in no flat buffer, and DeepSpeed takes its parameter for a frozen one.
+    """
     model = checkpoint.model
-    shapes = {name: shard_shape(division) for name, division in divided.items()}
     made, firsts = whole_tensors(model), first_names(model)
+    shapes = {name: division.shards[rank] for name, division in divided.items()}
     own = {name: new_tensor(f"module/{name}", shapes.get(name, one.shape), one.dtype) for name, one in made.items()}
+    trained = {name for name, shape in model.trainable.items() if prod(shapes[name]) or not prod(shape)}
+    apart = {*model.trainable, *model.buffer_names, *model.shared}
+    frozen = model.frozen_shapes or [name for name in own if name not in apart]
+    said, sizes = model.entries.get(_INFO), model.entries.get(_SIZES)
+    pp = sizes.get("pp_degree", 1) if isinstance(sizes, dict) else 1
     entries = {
         **model.entries,
-        "mp_world_size": tp,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": tp},
-        "universal_checkpoint_info": pattern_info(divided),
+        "mp_world_size": tp * pp,
+        _SIZES: {"pp_degree": pp, "tp_degree": tp},
+        _INFO: {**(said if pp > 1 and isinstance(said, dict) else {}), **(info or pattern_info(divided))},
     }
+    facts, layers = checkpoint.facts, checkpoint.layers
+    if facts is not None:
+        members = [tuple(name for name in group.members if name in trained) for group in facts.groups]
+        groups = (replace(group, members=own) for group, own in zip(facts.groups, members, strict=True))
+        facts = replace(facts, groups=tuple(groups))
     return replace(
         checkpoint,
         listing=replace(checkpoint.listing, model={}),
+        facts=facts,
+        layers={_layer_file(name, rank): held for name, held in layers.items()} if layers is not None else None,
         model=replace(
             model,
             entries=entries,
             module={name: own.get(firsts[name], tensor) for name, tensor in model.module.items()},
-            param_shapes=tuple({name: shapes[name] for name in group} for group in model.param_shapes or ()),
-            frozen_shapes={name: shapes[name] for name in model.frozen_shapes},
+            param_shapes=tuple(
+                {name: shapes[name] for name in group if name in trained} for group in model.param_shapes or ()
+            ),
+            frozen_shapes={name: shapes[name] for name in (*frozen, *(model.trainable.keys() - trained))},
         ),
     )
+
+
+def _layer_file(name: str, rank: int) -> str:
+    """The name of a layer's file of one tensor-parallel rank of several (`ckpt_layer_path`, runtime/pipe/module.py)."""
+    return f"{name.partition('-')[0]}-model_{rank:02d}-model_states.pt"
 
 
 def _of_stages(checkpoint: ZeroCheckpoint, like: ZeroCheckpoint, kind: str) -> tuple[list[ZeroCheckpoint], list[Fault]]:
     """The checkpoints of runs that have one stage each, with the parameters and param groups that it has in `like`."""
     where, faults = like.listing.folder, list(_unlike(checkpoint, like, kind))
-    if faults:
-        return [], faults
-    assert checkpoint.facts is not None and checkpoint.layers is not None
-    groups = checkpoint.facts.groups
+    if faults or not like.stages:
+        return [checkpoint], faults
+    assert checkpoint.facts is not None
+    groups, shown = checkpoint.facts.groups, like.model.param_shapes or ()
     home = {name: number for number, group in enumerate(groups) for name in group.members}
     texts = [canonical(dict(group.hyperparameters or {})) for group in groups]
-    files = [(name, checkpoint.layers[name]) for name in sorted(checkpoint.layers)]
-    made = []
-    for number, (column, stage) in enumerate(zip(like.columns, like.stages, strict=True)):
-        members = [[name for flat in flats for name in column.shapes[flat]] for flats in column.first.members]
+    files = sorted(layer_files(like).items())
+    schedule = checkpoint.model.entries.get(SCHEDULER)
+    made, first = [], 0
+    for number, (column, stage) in enumerate(zip(like.columns, like.stages, strict=False)):
+        members = [[name for flat in flats for name in shown[first + flat]] for flats in column.first.members]
+        first += len(column.shapes)
         for names in members:
             other = next((name for name in names if texts[home[name]] != texts[home[names[0]]]), None)
             if other is not None:
                 what, said = "is in a param group with parameters of other hyper-parameters", f"those of {names[0]}"
                 faults.append(UnsupportedLayout.fault(f"{stage.path}: {other}", what, said, "others", mend=_AS_SAVED))
         order = [home[names[0]] for names in members]
-        schedule = checkpoint.model.entries.get(SCHEDULER)
-        unknown: list[str] = []
-        if isinstance(schedule, dict):
-            schedule, unknown = regrouped(schedule, order, len(groups))
+        own, unknown = regrouped(schedule, order, len(groups)) if isinstance(schedule, dict) else (schedule, [])
         faults += [regrouping_fault(entry, where) for entry in unknown]
+        tied = [f"^{re.escape(name)}$" for name in like.stages[0].trainable if tied_key(name) is not None]
         entries = {
             **checkpoint.model.entries,
             "mp_world_size": len(like.stages),
-            "checkpoint_parallel_dimensions": {"pp_degree": len(like.stages), "tp_degree": 1},
+            _SIZES: {"pp_degree": len(like.stages), "tp_degree": 1},
             "buffer_names": sorted(stage.buffer_names),
-            SCHEDULER: schedule,
+            SCHEDULER: own,
+            **({_INFO: {"pipeline_replicated_parameter_patterns": tied}} if tied else {}),
         }
         facts = [
             GroupFacts(members=tuple(names), hyperparameters=groups[g].hyperparameters)
@@ -236,45 +274,56 @@ def _of_stages(checkpoint: ZeroCheckpoint, like: ZeroCheckpoint, kind: str) -> t
 def _unlike(checkpoint: ZeroCheckpoint, like: ZeroCheckpoint, kind: str) -> Iterator[Fault]:
     """Where a checkpoint of the coming run does not show what is needed, or shows another model's."""
     where, trained = like.listing.folder, checkpoint.model.trainable
-    if not like.stages or like.grid.tp > 1 or not like.columns:
-        what, mend = "shows no stages", "give --like a folder that the PipelineModule has saved at ZeRO stage 1"
-        yield UnsupportedLayout.fault(where, what, "a PipelineModule, tp=1, ZeRO stage 1", str(like.grid), mend=mend)
-    elif checkpoint.layers is None or FORMATS[kind][1] != 1:
-        what, mend = "cannot be the files of a PipelineModule", "--to zero1 or bf16, without --names"
-        found = kind if checkpoint.layers is not None else "a plain module"
-        where = checkpoint.listing.folder
-        yield UnsupportedLayout.fault(where, what, "stage 1, and a PipelineModule's names", found, mend=mend)
-    else:
-        for name in sorted(trained.keys() | like.model.trainable.keys()):
-            own, shown = trained.get(name), like.model.trainable.get(name)
-            if own != shown:
-                said = ["none" if shape is None else str([*shape]) for shape in (shown, own)]
-                yield ModelMismatch.fault(f"{where}: {name}", "is another parameter there", *said, mend=_AS_SAVED)
-        lacking = sorted(set(like.listing.layers.values()) - checkpoint.layers.keys())
-        for file in lacking:
-            what = "is a file of a layer that the source has no file of"
-            yield ModelMismatch.fault(f"{where}/{file}", what, "the same layers", "none", mend=_AS_SAVED)
+    if not like.columns or not (like.stages or like.rows):
+        what, mend = "shows no stages and no tensor-parallel ranks", "give --like a folder that such a run has saved"
+        yield UnsupportedLayout.fault(where, what, "those of a run at ZeRO stage 1 to 3", str(like.grid), mend=mend)
+        return
+    if like.stages and FORMATS[kind][1] != 1:
+        what, mend = "cannot be the files of a PipelineModule", "--to zero1 or bf16"
+        yield UnsupportedLayout.fault(checkpoint.listing.folder, what, "stage 1", kind, mend=mend)
+        return
+    for name in sorted(trained.keys() | like.model.trainable.keys()):
+        own, shown = trained.get(name), like.model.trainable.get(name)
+        if own != shown:
+            said = ["none" if shape is None else str([*shape]) for shape in (shown, own)]
+            yield ModelMismatch.fault(f"{where}: {name}", "is another parameter there", *said, mend=_AS_SAVED)
+    made = {name: one.shape for name, one in whole_tensors(checkpoint.model).items()}
+    shown_shapes = {name: division.shape for name, division in like.divided.items()}
+    if like.stages:
+        shown_shapes |= {
+            key.name: made.get(key.name, ()) for held in layer_files(like).values() for key in held.values()
+        }
+    apart = {*trained, *(checkpoint.model.buffer_names if not like.stages else ())}
+    for name in sorted((made.keys() ^ shown_shapes.keys()) - apart):
+        said = ["none" if name not in held else "one" for held in (shown_shapes, made)]
+        yield ModelMismatch.fault(f"{where}: {name}", "is another tensor there", *said, mend=_AS_SAVED)
 
 
-def _joined(columns: Sequence[Column], divided: Mapping[str, Division]) -> Iterator[Placement]:
-    """Where whole tensors lie: in the shards of all columns, or, where they are not divided, once in each."""
-    held: dict[TensorKey, list[tuple[Column, Placement]]] = {}
+def _joined(columns: Sequence[Column], divided: Mapping[str, Division], tp: int) -> Iterator[Placement]:
+    """Where whole tensors lie: in the shards of all columns, or, where they are not divided, once in each.
+
+    Of what several stages have, or several files of layers, each has a copy.
+    """
+    held: dict[tuple[str, str], dict[tuple[int, int], list[tuple[int, Placement]]]] = {}
     for column in columns:
-        for placement in column.placements():
-            held.setdefault(placement.key, []).append((column, placement))
-    for key, members in held.items():
-        division = divided.get(key.name)
-        if division is None or division.replicated:
-            for copy, (_, placement) in enumerate(members):
-                yield placement if len(members) == 1 else placement._replace(key=key._replace(copy=copy))
-            continue
-        whole = members[0][1]._replace(shape=division.shape, box=Box.whole(division.shape))
-        tiles = tuple(
-            whole._replace(box=box, cut=placement.cut._replace(phase=placement.cut.phase + at))
-            for column, placement in members
-            for box, at in division.ranks[column.number]
-        )
-        yield tiles[0] if len(tiles) == 1 else whole._replace(tiles=tiles)
+        stage, rank = divmod(column.number, tp)
+        for one in column.placements():
+            places = held.setdefault((one.key.name, one.key.kind), {})
+            places.setdefault((stage, one.key.copy), []).append((rank, one))
+    for (name, kind), places in held.items():
+        division, copies = divided.get(name), count()
+        for members in places.values():
+            if division is None or division.replicated:
+                yield from (one._replace(key=TensorKey(name, kind, next(copies))) for _, one in members)
+                continue
+            box = Box.whole(division.shape)
+            whole = members[0][1]._replace(key=TensorKey(name, kind, next(copies)), shape=division.shape, box=box)
+            tiles = tuple(
+                whole._replace(box=part.box, cut=one.cut._replace(phase=one.cut.phase + part.at))
+                for rank, one in members
+                for part in division.ranks[rank]
+            )
+            yield tiles[0] if len(tiles) == 1 else whole._replace(tiles=tiles)
 
 
 def _units(shards: ZeroShards, column: Column) -> Iterator[Unit]:

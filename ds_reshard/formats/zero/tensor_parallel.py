@@ -43,8 +43,9 @@ class Division(NamedTuple):
     """A whole parameter, and the parts of it that each tensor-parallel rank has.
 
     Elements of a shard that are in no part are padding. Of a `replicated` one every rank has all. `evidence` is what
-    says so. By a rule or a pattern `sizes` are those along `dim` of what was cut one by one, and of a `vocabulary` rows
-    that were behind it are not there. Where copies may differ, that of rank `owner` counts.
+    says so. By a rule or a pattern `widths` are those along `dim` of each rank's share of what was cut one by one, and
+    of a `vocabulary` rows that were behind it are not there. Where copies may differ, that of rank `owner` counts.
+    `shards` are the shapes of the ranks' shards, padding with them.
     """
 
     shape: Shape
@@ -52,9 +53,15 @@ class Division(NamedTuple):
     replicated: bool
     evidence: str
     dim: int = 0
-    sizes: tuple[int, ...] = ()
+    widths: tuple[tuple[int, ...], ...] = ()
     vocabulary: bool = False
     owner: int | None = None
+    shards: tuple[Shape, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Along `dim`, of what was cut one by one; none where no rule or pattern says it."""
+        return tuple(map(sum, self.widths))
 
     def __str__(self) -> str:
         if self.replicated:
@@ -194,6 +201,7 @@ def divided(
     Of a `vocabulary` the rows behind it are padding, which the whole parameter does not have.
     """
     begins = [0, *accumulate(map(sum, widths))]
+    shards = tuple((*shape[:dim], sum(own), *shape[dim + 1 :]) for own in zip(*widths, strict=True))
     if begins[-1] != shape[dim]:
         raise Misfit(f"its parts do not fill dimension {dim}", str(shape[dim]), str(begins[-1]))
     if vocabulary is not None and (dim or len(widths) != 1 or not 0 < vocabulary <= shape[0]):
@@ -209,8 +217,16 @@ def divided(
             inside += width[rank]
         ranks.append(tuple(parts))
     whole = shape if vocabulary is None else (vocabulary, *shape[1:])
-    sizes = tuple(map(sum, widths))
-    return Division(whole, tuple(ranks), False, evidence, dim=dim, sizes=sizes, vocabulary=vocabulary is not None)
+    return Division(
+        whole,
+        tuple(ranks),
+        False,
+        evidence,
+        dim=dim,
+        widths=tuple(map(tuple, widths)),
+        vocabulary=vocabulary is not None,
+        shards=shards,
+    )
 
 
 def _parts(shape: Shape, dim: int, first: int, size: int, own: int, inside: int) -> Iterator[Part]:
@@ -242,7 +258,9 @@ def _box(shape: Shape, dim: int, first: int, size: int, number: int | None) -> B
 def redivided(division: Division, shape: Shape, tp: int) -> Division:
     """A whole parameter of this shape as `tp` ranks divide it who cut it as `division` does, each part evenly.
 
-    Rows behind a vocabulary are as many as make it even. Misfit where a part is not.
+    Rows behind a vocabulary are as many as make it even. Of one part the first ranks have one more where it is not, as
+    DeepSpeed cuts what is not cut by heads (`get_shard_size`, module_inject/tp_shard.py, 0.19.8): a run that cuts it
+    otherwise has other shapes, and does not load it. Misfit where one of several parts is not.
     """
     if division.shape != shape:
         raise Misfit("its whole is not what is said to be cut", _shapes([division.shape]), _shapes([shape]))
@@ -252,9 +270,10 @@ def redivided(division: Division, shape: Shape, tp: int) -> Division:
     if division.vocabulary:
         rows = -(-shape[0] // tp)
         return divided((rows * tp, *shape[1:]), 0, [[rows] * tp], division.evidence, vocabulary=shape[0])
-    if any(size % tp for size in sizes):
+    if len(sizes) > 1 and any(size % tp for size in sizes):
         raise Misfit(f"its parts along dimension {dim} have no {tp} equal shares", f"multiples of {tp}", str([*sizes]))
-    return divided(shape, dim, [[size // tp] * tp for size in sizes], division.evidence)
+    shares = [[size // tp + (rank < size % tp) for rank in range(tp)] for size in sizes]
+    return divided(shape, dim, shares, division.evidence)
 
 
 def _cut_sizes(division: Division) -> tuple[int, tuple[int, ...]]:
@@ -279,19 +298,10 @@ def _cut_sizes(division: Division) -> tuple[int, tuple[int, ...]]:
     return dim, tuple(sizes)
 
 
-def shard_shape(division: Division) -> Shape:
-    """The shape of each rank's shard, its padding with it, where all are alike."""
-    if division.replicated:
-        return division.shape
-    shape, ranks = [*division.shape], len(division.ranks)
-    shape[division.dim] = sum(division.sizes) // ranks
-    return tuple(shape)
-
-
 def pattern_info(divided: Mapping[str, Division]) -> dict[str, object]:
-    """What a run that divides so would have saved as `universal_checkpoint_info`: each part has equal shares.
+    """What a run that divides so would have saved as `universal_checkpoint_info` (checkpoint/ds_to_universal.py).
 
-    As of version 0.2 of it, which takes equal shares where no widths are said (checkpoint/ds_to_universal.py, 0.19.8).
+    As of version 0.2 of it, which takes equal shares; where some are not, of 0.4, which wants the widths of all.
     """
     named = {name: f"^{re.escape(name)}$" for name in divided}
     vocabularies = {name: one.shape[0] for name, one in divided.items() if one.vocabulary}
@@ -304,8 +314,11 @@ def pattern_info(divided: Mapping[str, Division]) -> dict[str, object]:
         for name, one in divided.items()
         if not one.replicated and not one.vocabulary
     ]
+    widths = {named[name]: [[*own] for own in one.widths] for name, one in divided.items() if one.widths}
+    uneven = any(len(set(own)) > 1 for of in widths.values() for own in of)
     return {
-        "universal_checkpoint_version": 0.2,
+        "universal_checkpoint_version": 0.4 if uneven else 0.2,
+        **({"sub_param_shard_widths": widths} if uneven else {}),
         "tp_replicated_parameter_patterns": [named[name] for name, one in divided.items() if one.replicated],
         "parameter_with_sub_params": parts,
         "vocabulary_parameter_patterns": [named[name] for name in vocabularies],
@@ -321,7 +334,8 @@ def replicated(shards: Sequence[Shape], evidence: str, *, owner: int | None = No
     if len(set(shards)) != 1:
         raise Misfit("it is said to be the same on all ranks", "one shape", _shapes(shards))
     whole = (Part(Box.whole(shards[0]), 0),) if prod(shards[0]) else ()
-    return Division(shards[0], (whole,) * len(shards), replicated=True, evidence=evidence, owner=owner)
+    every = (whole,) * len(shards)
+    return Division(shards[0], every, replicated=True, evidence=evidence, owner=owner, shards=tuple(shards))
 
 
 def _whole(shards: Sequence[Shape], dim: int) -> Shape:
@@ -440,7 +454,8 @@ def _by_affine_map(entry: object, shards: Sequence[Shape]) -> Division:
         ranks.append(tuple(part for piece in pieces for part in _by_piece(piece, shape, shard)))
     whole = (Part(Box.whole(shape), 0),)
     replicated = len(shards) > 1 and all(parts == whole for parts in ranks)
-    return Division(shape, tuple(ranks), replicated=replicated, evidence="affine map")
+    evidence = "affine map"
+    return Division(shape, tuple(ranks), replicated=replicated, evidence=evidence, shards=tuple(shards))
 
 
 def _by_piece(piece: object, shape: Shape, shard: Shape) -> Iterator[Part]:

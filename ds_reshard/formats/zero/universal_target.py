@@ -104,7 +104,7 @@ def _rule(checkpoint: ZeroCheckpoint, name: str) -> dict[str, object]:
         before, behind = division.shape[: division.dim], division.shape[division.dim + 1 :]
         state = {"patterns": [], "shape": (*before, division.sizes, *behind), "partition_dim": division.dim}
         found["sub_param_shape"] = ObjectRecord(callable=_PARTS, by_new=True, state=state, has_state=True)
-    elif division.sizes:
+    elif division.widths:
         found |= {"cat_dim": division.dim, "param_n_sub_params": len(division.sizes)}
     return found
 

@@ -154,7 +154,10 @@ def _cut(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ZeroCheckpoint:
         found, faults = redivisions(checkpoint, grid.row.size)
     if faults:
         raise not_foreseen(f"--tp {grid.row.size}: {faults[0].line()}")
-    return of_rank(checkpoint, found, grid.row.size)
+    uneven = next((name for name, division in found.items() if len(set(division.shards)) > 1), None)
+    if uneven is not None:
+        raise not_foreseen(f"--tp {grid.row.size}: {uneven} has no equal shares, and the script says how it is cut")
+    return of_rank(checkpoint, found, grid.row.size, grid.row.rank)
 
 
 def _local(name: str, grid: LiveGrid) -> str:
