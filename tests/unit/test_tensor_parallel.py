@@ -23,7 +23,7 @@ from ds_reshard.formats.zero.tensor_parallel import (
     rule_faults,
     rules_in,
 )
-from ds_reshard.hosts.deepspeed.divided import run_divisions
+from ds_reshard.hosts.deepspeed.divided import run_shares
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.model.layout import check_cover
 
@@ -284,8 +284,8 @@ def test_a_run_that_says_its_shards_overlap_is_refused():
     module.w = torch.nn.Parameter(torch.zeros(2, 6))
     module.universal_checkpoint_info = {"affine_map": {"version": 1, "params": {"w": entry}}}
     engine, grid = SimpleNamespace(module=module), LiveGrid(row=Row(2, 0))
-    assert run_divisions(engine, grid, SimpleNamespace(rows=(1,)))[1] == []
+    assert run_shares(engine, grid, SimpleNamespace(rows=(1,)))[1] == []
     entry["ranks"][1]["pieces"] = entry["ranks"][0]["pieces"]
-    found = [fault.line() for fault in run_divisions(engine, grid, SimpleNamespace(rows=(1,)))[1]]
+    found = [fault.line() for fault in run_shares(engine, grid, SimpleNamespace(rows=(1,)))[1]]
     assert len(found) == 1
     assert "parameter w: is said to have parts that do not make the whole" in found[0]
