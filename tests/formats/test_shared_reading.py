@@ -92,12 +92,12 @@ def test_a_copy_that_is_killed_is_a_named_error(folders: Path, monkeypatch: pyte
         fingerprint(str(folders / "saved"), reading=COPIES)
 
 
-def _ranks(words: list[str], sizes: list[int], **environment: str) -> list[tuple[int, str, str]]:
+def _ranks(python: str, words: list[str], sizes: list[int], **environment: str) -> list[tuple[int, str, str]]:
     """Status, stdout and stderr of torchrun on so many nodes, all of them this machine; each starts so many ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(sizes)), "--nproc-per-node"]
+    launch = [python, "-m", "torch.distributed.run", "--nnodes", str(len(sizes)), "--nproc-per-node"]
     # and what the shell may have of a run before, or Kubernetes of the node
     known = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0"}
     agents = [
@@ -117,13 +117,13 @@ def _ranks(words: list[str], sizes: list[int], **environment: str) -> list[tuple
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", ["verify --deep", "diff"])
 def test_two_agents_of_two_ranks_say_once_what_one_process_says(
-    folders: Path, tool: str, capsys: pytest.CaptureFixture[str]
+    folders: Path, tool: str, interpreter: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = [str(folders / "saved"), *([str(folders / "other")] if tool == "diff" else [])]
     words = [*tool.split(), *paths, "--json"]
     status = main(words)
     alone = json.loads(capsys.readouterr().out)
-    (first, out, err), (second, nothing, more) = _ranks(["-m", "ds_reshard", *words], [2, 2])
+    (first, out, err), (second, nothing, more) = _ranks(interpreter, ["-m", "ds_reshard", *words], [2, 2])
     shared = json.loads(out)
     for said in (alone, shared):
         said.pop("seconds", None)
@@ -158,11 +158,11 @@ sys.exit(main(["fingerprint", sys.argv[2]]))
     ("how", "said"),
     [("raises", "the disk of rank 1"), ("before", "the folder of rank 1"), ("dies", "RankLost|a rank has ended")],
 )
-def test_a_rank_that_fails_ends_the_others_with_its_error(folders: Path, how: str, said: str) -> None:
+def test_a_rank_that_fails_ends_the_others_with_its_error(folders: Path, how: str, said: str, interpreter: str) -> None:
     """At once, and where it is known to all it is said once."""
     script = folders / "fails.py"
     script.write_text(FAILS)
-    ((status, out, err),) = _ranks([str(script), how, str(folders / "saved")], [3])
+    ((status, out, err),) = _ranks(interpreter, [str(script), how, str(folders / "saved")], [3])
     assert status != 0 and not out
     lines = [line for line in err.splitlines() if re.search(said, line)]
     assert len(lines) == 1 if how != "dies" else lines, err
@@ -177,10 +177,13 @@ if os.environ["RANK"] == "0":
 
 @pytest.mark.slow
 def test_a_tool_that_one_rank_starts_works_alone(folders: Path) -> None:
-    """What torchrun says of ranks is in the environment of their children, too: none of them waits for others."""
+    """What torchrun says of ranks is in the environment of their children, too: none of them waits for others.
+
+    What a parent's environment says is looked at: that of a fork of `interpreter` is of a process that is no rank.
+    """
     script = folders / "child.py"
     script.write_text(CHILD)
-    ((status, out, err),) = _ranks([str(script), str(folders / "saved")], [2])
+    ((status, out, err),) = _ranks(sys.executable, [str(script), str(folders / "saved")], [2])
     assert status == 0 and json.loads(out)["faults"] == [], err
 
 
