@@ -25,10 +25,11 @@ TIMEOUT_S = 240
 
 
 class Nodes:
-    """Agents of one rank each on this machine; the first keeps the list of nodes."""
+    """Agents of one rank each on this machine; the first keeps the list of nodes. `python` starts the ranks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: str) -> None:
         self.folder, self.log, self.agents = folder, folder / "log", list[subprocess.Popen[bytes]]()
+        self.hurry, self._python = folder / "hurry", python
         with socket.socket() as free:
             free.bind(("localhost", 0))
             self._port = free.getsockname()[1]
@@ -38,10 +39,11 @@ class Nodes:
         command += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self._port}"]
         command += ["--local-addr", "localhost", "--rdzv-conf"]
         command += [f"is_host={not self.agents},last_call_timeout=5,keep_alive_interval=1"]
-        command += [str(ROOT / "tests" / "hosts" / "scripts" / "slowly.py"), "0.05", str(EXAMPLE), str(self.folder)]
+        command += [str(ROOT / "tests" / "hosts" / "scripts" / "slowly.py"), "0.05", str(self.hurry)]
+        command += [str(EXAMPLE), str(self.folder)]
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         quiet = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths}
-        anew = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        anew = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHON_EXEC": self._python}
         with self.log.open("ab") as log:
             environment = {**os.environ, **quiet, **anew}
             self.agents.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
@@ -72,8 +74,8 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    made = Nodes(tmp_path)
+def nodes(tmp_path: Path, interpreter: str) -> Iterator[Nodes]:
+    made = Nodes(tmp_path, interpreter)
     yield made
     for number, agent in enumerate(made.agents):
         if agent.poll() is None:
@@ -89,6 +91,7 @@ def test_a_node_is_lost_and_comes_back(nodes: Nodes) -> None:
     saved = nodes.wait(dp=1, step=saved + 5)
     nodes.start()
     nodes.wait(dp=2, step=saved)
+    nodes.hurry.touch()
     assert nodes.agents[0].wait(TIMEOUT_S) == nodes.agents[2].wait(TIMEOUT_S) == 0
     starts = nodes.said()
     assert [start[1:] for start in starts] == [(2, 4), (1, 8), (2, 4)]
