@@ -450,6 +450,8 @@ _enums("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING", "torch.d
 _objects("torch.distributed.checkpoint.filesystem", "_StorageInfo _StoragePrefix", _DIRECTORY)
 _objects("torch.distributed.checkpoint.planner", "SavePlan WriteItem TensorWriteData BytesIOWriteData", _DIRECTORY)
 _enums("torch.distributed.checkpoint.planner", "WriteItemType", "torch.distributed.checkpoint")
+_STRATEGIES = "megatron.core.dist_checkpointing.strategies.torch"  # dataclasses there, core 0.10 to 0.15
+_objects(_STRATEGIES, "MCoreMetadata MCoreSavePlan", "the same, by Megatron-LM up to core 0.15")
 
 # DeepSpeed.
 _objects("deepspeed.runtime.fp16.loss_scaler", "LossScaler DynamicLossScaler", "DeepSpeed's loss scale")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from ds_reshard.containers.dcp_directory import (
     BACKEND,
@@ -18,12 +19,14 @@ from ds_reshard.containers.dcp_directory import (
     AlikeArchives,
     Chunk,
     Directory,
+    SavedTensor,
     backend_of,
     damaged,
     list_directory,
     read_directory,
 )
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
+from ds_reshard.formats.megatron.buckets import boxes_between
 from ds_reshard.formats.megatron.checkpoint import (
     Chain,
     arguments_of,
@@ -51,11 +54,10 @@ STACKED = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer\.")
 _REPLACED = re.compile(r"(?:chained_\d+\.)*optimizer\.|common_state/")
-_FLAT = "dp_reshardable"
-_READ = (None, "fully_reshardable", _FLAT)
+_FLAT, _FRAGMENTS = "dp_reshardable", "fully_sharded_model_space"
+_READ = (None, "fully_reshardable", _FLAT, _FRAGMENTS)
 _RESAVE = {
-    "fully_sharded_model_space": "load it with Megatron-LM core 0.15, and save it there without "
-    "--dist-ckpt-save-pre-mcore-014"
+    "fully_sharded_bucket_space": "load it with Megatron-LM core 0.14, the last that does, and save it there again"
 }
 
 
@@ -142,7 +144,7 @@ def open_torch_dist(folder: str) -> TorchDist:
     placements: dict[TensorKey, Placement] = {}
     families = {key: [(key, chunk) for chunk in tensor.filled] for key, tensor in directory.tensors.items()}
     for family in directory.tensors:
-        for made in () if flat and FLAT.fullmatch(family) else _placements(directory, family, faults):
+        for made in () if flat and FLAT.fullmatch(family) else _placements(directory, family, kind, faults):
             if made.key in placements:
                 faults.append(damaged(directory.path, f"{family} and another key name {made.key}", "one", "two"))
             placements[made.key] = made
@@ -201,7 +203,7 @@ def _sharding(common: Mapping[object, object], directory: Directory) -> str | No
     for key, tensor in directory.tensors.items():
         match = _STATE.fullmatch(key)
         if match is not None and match[2] in directory.tensors and tensor.shape != directory.tensors[match[2]].shape:
-            return "fully_sharded_model_space"
+            return _FRAGMENTS
     return None
 
 
@@ -228,33 +230,53 @@ def _unknown(directory: Directory, *, flat: bool) -> Iterator[Fault]:
                 yield UnsupportedLayout.fault(directory.path, what, "optimizer.state.STATE.PARAMETER", mend=RESAVE)
 
 
-def _placements(directory: Directory, family: str, faults: list[Fault]) -> Iterator[Placement]:
+def _placements(directory: Directory, family: str, sharding: str | None, faults: list[Fault]) -> Iterator[Placement]:
     """The logical tensors of one key: one, or one of each layer."""
-    tensor = directory.tensors[family]
-    chunks = tensor.filled
+    tensor, shape = directory.tensors[family], directory.tensors[family].shape
     state = _STATE.fullmatch(family)
     kind, name = (KINDS.get(state[1], state[1]), state[2]) if state is not None else (WEIGHT, family)
     dtype = ElementType.named(tensor.dtype)
-    stacked = STACKED.fullmatch(name) if tensor.shape else None
+    stacked = STACKED.fullmatch(name) if shape else None
+    tiles: list[Tile] = [(shard, 0, Box(offset=one.offset, size=one.size)) for shard, one in enumerate(tensor.filled)]
     try:
-        check_cover([Box(offset=one.offset, size=one.size) for one in chunks], tensor.shape)
+        if sharding == _FRAGMENTS and state is not None:
+            shape = directory.tensors[name].shape
+            tiles = list(_of_fragments(tensor, shape))
+        check_cover([box for _, _, box in tiles], shape)
     except ValueError as error:
         faults.append(
             damaged(directory.path, f"{family}: declares impossible chunks: {error}", "each element once", "")
         )
         return
     if stacked is None:
-        tiles = [(shard, 0, Box(offset=one.offset, size=one.size)) for shard, one in enumerate(chunks)]
-        yield tiled(TensorKey(name=name, kind=kind), tensor.shape, dtype, tiles, family=family, buffer=BUFFER)
+        yield tiled(TensorKey(name=name, kind=kind), shape, dtype, tiles, family=family, buffer=BUFFER)
         return
-    of_layer: dict[int, list[tuple[int, int, Box]]] = {layer: [] for layer in range(tensor.shape[0])}
-    for shard, one in enumerate(chunks):
-        box = Box(offset=one.offset[1:], size=one.size[1:])
-        for number in range(one.size[0]):
-            of_layer[one.offset[0] + number].append((shard, number * box.numel, box))
-    for layer, tiles in of_layer.items():
+    of_layer: dict[int, list[Tile]] = {layer: [] for layer in range(shape[0])}
+    for shard, element, whole in tiles:
+        box = Box(offset=whole.offset[1:], size=whole.size[1:])
+        for number in range(whole.size[0]):
+            of_layer[whole.offset[0] + number].append((shard, element + number * box.numel, box))
+    for layer, held in of_layer.items():
         key = TensorKey(name=f"{stacked[1]}{layer}.{stacked[2]}", kind=kind)
-        yield tiled(key, tensor.shape[1:], dtype, tiles, family=family, buffer=BUFFER)
+        yield tiled(key, shape[1:], dtype, held, family=family, buffer=BUFFER)
+
+
+def _of_fragments(tensor: SavedTensor, whole: tuple[int, ...]) -> Iterator[Tile]:
+    """The tiles of a state of a weight of shape `whole`, of which flat parts of fragments were saved.
+
+    Its axes count the fragments along those of the weight; the last has their elements (`ShardedTensor` with a
+    `flattened_range`, core/dist_checkpointing/mapping.py, 0.14.0). ValueError where they are no such parts.
+    """
+    counts = tensor.shape[:-1]
+    if len(counts) != len(whole) or not all(counts) or any(a % b for a, b in zip(whole, counts, strict=False)):
+        raise ValueError(f"{list(counts)} fragments of {list(whole)}")
+    size = tuple(a // b for a, b in zip(whole, counts, strict=True))
+    for shard, chunk in enumerate(tensor.filled):
+        box = Box(offset=tuple(at * n for at, n in zip(chunk.offset, size, strict=False)), size=size)
+        start, stop = chunk.offset[-1], chunk.offset[-1] + chunk.size[-1]
+        if prod(chunk.size) != stop - start or not 0 <= start < stop <= box.numel:
+            raise ValueError(f"elements {start} to {stop} of fragments of {box.numel}")
+        yield from ((shard, at - start, part) for at, part in boxes_between(box, start, stop))
 
 
 def _flat_placed(
