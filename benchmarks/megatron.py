@@ -55,7 +55,7 @@ def work(given: dict[str, Any]) -> None:
         import forks
         import format_jobs
 
-        forks._import(given["release"])  # with what stands in for CUDA and triton
+        forks._import()  # with what stands in for CUDA and triton
         if given["hooked"]:
             import ds_reshard
 

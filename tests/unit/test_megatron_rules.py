@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from ds_reshard.containers.dcp_directory import Chunk, SavedTensor
 from ds_reshard.formats.megatron.buckets import Slot, boxes_between, bucket_size_of, buckets_of
-from ds_reshard.formats.megatron.flat_states import experts_apart, experts_cut, shards_of_experts
-from ds_reshard.formats.megatron.torch_dist import _incomplete
+from ds_reshard.formats.megatron.flat_states import experts_apart, experts_cut, shards_of_experts, unsupported
+from ds_reshard.formats.megatron.torch_dist import _incomplete, _of_fragments, _unread
 from ds_reshard.formats.megatron.torch_format import _places, _unsupported
 from ds_reshard.model.layout import TensorKey, tiled
 from ds_reshard.model.records import ElementType
@@ -125,7 +126,10 @@ def test_experts_have_an_optimizer_of_their_own() -> None:
 BAD = {
     "fp8": "hybrid",
     "fp4": "e2m1",
-    "use_layer_wise_distributed_optimizer": True,
+    "optimizer": "muon",
+    "fp8_param_gather": True,
+    "fp4_param_gather": True,
+    "use_precision_aware_optimizer": True,
     "ddp_num_buckets": 3,
     "num_distributed_optimizer_instances": 2,
     "moe_grouped_gemm": True,
@@ -150,6 +154,20 @@ def test_what_is_not_read_of_format_torch_is_refused_by_name(name: str) -> None:
     )
 
 
+def test_states_that_are_no_flat_parts_of_parameters_are_refused_by_name() -> None:
+    """Muon's in flat buckets and in what is written; weights in fp8 also where states are in model space."""
+    known = {"num_layers": 4, "transformer_impl": "local", "optimizer": "adam"}
+    assert list(unsupported("here", known)) == list(_unread("here", "fully_reshardable", known)) == []
+    told = [[fault.what for fault in unsupported("here", known | {name: BAD[name]})] for name in ODD]
+    assert [len(one) for one in told] == [1, 1, 1] and all(name in one[0] for name, one in zip(ODD, told, strict=True))
+    kinds = ("fully_reshardable", "dp_reshardable", None)
+    found = [[len(list(_unread("here", kind, {name: BAD[name]}))) for kind in kinds] for name in ODD]
+    assert found == [[0, 0, 0], [1, 1, 0], [1, 1, 0]]
+
+
+ODD = ("optimizer", "fp8_param_gather", "fp4_param_gather")
+
+
 @pytest.mark.parametrize(("sizes", "fits"), [((2, 1, 3, 1), False), ((2, 1, 4, 1), True), ((4, 1, 2, 1), True)])
 def test_grids_of_experts_that_save_copies_of_some_ranks_alone(sizes: tuple[int, ...], fits: bool) -> None:
     known = {**_sizes(*sizes), "num_experts": 12, "num_layers": 4, "use_distributed_optimizer": True}
@@ -169,3 +187,32 @@ def test_masters_that_are_no_fp32_are_refused(dtype: str) -> None:
         "UnsupportedLayout",
         dtype,
     ) and "--use-precision-aware-optimizer" in fault.mend
+
+
+def _fragments(shape: tuple[int, ...], *chunks: tuple[tuple[int, ...], tuple[int, ...]]) -> SavedTensor:
+    held = tuple(Chunk(offset=offset, size=size, place=None) for offset, size in chunks)
+    return SavedTensor(shape=shape, dtype="float32", chunks=held)
+
+
+def test_a_flat_part_of_a_fragment_is_boxes_of_its_weight() -> None:
+    """Of (4, 6) in two fragments of columns the elements from 4 on of the second: two of its second row, and the rest."""
+    tensor = _fragments((1, 2, 12), ((0, 1, 4), (1, 1, 8)))
+    assert list(_of_fragments(tensor, (4, 6))) == [
+        (0, 0, Box(offset=(1, 4), size=(1, 2))),
+        (0, 2, Box(offset=(2, 3), size=(2, 3))),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk"),
+    [
+        ((2, 12), ((0, 0), (1, 12))),  # of a weight of another number of axes
+        ((1, 5, 12), ((0, 0, 0), (1, 1, 12))),  # six columns in five
+        ((0, 2, 12), ((0, 0, 0), (1, 1, 12))),
+        ((1, 2, 13), ((0, 0, 1), (1, 1, 12))),  # beyond the fragment
+        ((1, 2, 12), ((0, 0, 0), (1, 2, 12))),  # of two fragments
+    ],
+)
+def test_what_is_no_part_of_a_fragment(shape: tuple[int, ...], chunk: Any) -> None:
+    with pytest.raises(ValueError, match="fragments"):
+        list(_of_fragments(_fragments(shape, chunk), (4, 6)))

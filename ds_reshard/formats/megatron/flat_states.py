@@ -16,7 +16,7 @@ from ds_reshard.containers.dcp_directory import Chunk, Directory
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout
 from ds_reshard.formats.megatron.buckets import Bucket, Slot, boxes_between, bucket_size_of, buckets_of, shards_of
 from ds_reshard.formats.megatron.checkpoint import read_object
-from ds_reshard.formats.megatron.optimizer import KINDS
+from ds_reshard.formats.megatron.optimizer import KINDS, odd_states
 from ds_reshard.model.content import WEIGHT
 from ds_reshard.model.layout import Placement, TensorKey, Tile
 from ds_reshard.model.region import Box
@@ -153,6 +153,7 @@ def unsupported(path: str, arguments: Mapping[str, object]) -> Iterator[Fault]:
     if not isinstance(layers, int) or layers % stages:
         told.append(f"num_layers {layers} over {stages} stages")
     told += [name for name in ("ddp_num_buckets", "moe_grouped_gemm") if arguments.get(name)]
+    told += odd_states(arguments)
     if arguments.get("num_distributed_optimizer_instances") not in (None, 1):
         told.append("num_distributed_optimizer_instances")
     for name in told:

@@ -85,6 +85,17 @@ def members_of(
     return list(found.values())
 
 
+def odd_states(arguments: Mapping[str, object]) -> list[str]:
+    """What makes states others than a master and its moments, flat, the weight the cast of the master.
+
+    Muon's are of whole parameters, beside the flat ones of Adam (core/optimizer/layer_wise_optimizer.py, 0.19.2: seen),
+    and weights in fp8 are no casts.
+    """
+    told = [name for name in ("fp8_param_gather", "fp4_param_gather") if arguments.get(name)]
+    optimizer = arguments.get("optimizer", "adam")
+    return told if optimizer in ("adam", "sgd", "lion") else [*told, f"optimizer {optimizer}"]
+
+
 def _decayed(one: Trained, arguments: Mapping[str, object]) -> bool:
     if arguments.get("apply_wd_to_qk_layernorm") and any(norm in one.name for norm in _NORMS):
         return True

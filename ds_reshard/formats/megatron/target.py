@@ -17,7 +17,7 @@ from ds_reshard.containers.dcp_directory import BACKEND, COMMON, Entry, PlacedAr
 from ds_reshard.containers.dcp_files import DirectoryFiles
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.megatron.checkpoint import TRACKER, Chain, Group, arguments_of, iteration_name
-from ds_reshard.formats.megatron.optimizer import EXPERTS
+from ds_reshard.formats.megatron.optimizer import EXPERTS, odd_states
 from ds_reshard.formats.megatron.shifts import Shifts
 from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, Path
 from ds_reshard.model.facts import GroupFacts, canonical, number_of
@@ -87,6 +87,10 @@ def target_faults(content: Content, shown: Shown) -> Iterator[Fault]:
     arguments = arguments_of(shown.common.get("args"))
     if arguments.get("fp16"):
         yield _fault(content.folder, "the state of the fp16 loss scaler is not carried over", "convert a bf16 run")
+    for name in odd_states(arguments):
+        yield _fault(
+            content.folder, f"with {name} it would be saved under other keys", "--to safetensors, for the weights"
+        )
     for name, kinds in content.trained.items():
         master = kinds.get(MASTER)
         if master is None or master.dtype is not ElementType.FLOAT32:

@@ -137,7 +137,7 @@ def open_torch_dist(folder: str) -> TorchDist:
     common, _ = read_common(folder, directory)
     arguments = arguments_of(common.get("args"))
     kind = _sharding(common, directory)
-    raise_faults(list(_unread(folder, kind)), subject=subject)
+    raise_faults(list(_unread(folder, kind, arguments)), subject=subject)
     flat = kind == _FLAT
     faults = [*directory.faults(saved_again=_SAVED_AGAIN), *_unknown(directory, flat=flat)]
     raise_faults(faults, subject=subject)
@@ -207,11 +207,15 @@ def _sharding(common: Mapping[object, object], directory: Directory) -> str | No
     return None
 
 
-def _unread(folder: str, kind: str | None) -> Iterator[Fault]:
+def _unread(folder: str, kind: str | None, arguments: Mapping[str, object]) -> Iterator[Fault]:
     if kind not in _READ:
         what = "keeps the optimizer's state in a sharding type that is not read here"
         mend = _RESAVE.get(str(kind), RESAVE)
         yield UnsupportedLayout.fault(folder, what, "fully_reshardable", str(kind)[:60], mend=mend)
+    for name in ("fp8_param_gather", "fp4_param_gather") if kind is not None else ():
+        if arguments.get(name):
+            what = f"with {name} weights are no casts of their masters, and nothing proves the optimizer's states"
+            yield UnsupportedLayout.fault(folder, what, mend=f"save it without {name}")
 
 
 def _unknown(directory: Directory, *, flat: bool) -> Iterator[Fault]:

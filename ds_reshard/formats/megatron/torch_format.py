@@ -22,7 +22,7 @@ from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, Unsu
 from ds_reshard.formats.megatron.buckets import Slot, bucket_size_of, buckets_of, shards_of
 from ds_reshard.formats.megatron.checkpoint import MODEL, Chain, Group, arguments_of, chain_of, counted, objects_of
 from ds_reshard.formats.megatron.flat_states import UNEVEN, experts_apart, experts_cut, shards_of_experts, size_of
-from ds_reshard.formats.megatron.optimizer import EXPERTS, KINDS, Trained, facts_of, members_of
+from ds_reshard.formats.megatron.optimizer import EXPERTS, KINDS, Trained, facts_of, members_of, odd_states
 from ds_reshard.formats.megatron.target import Shown, stacks
 from ds_reshard.model.checkpoint import SavedFile, SavedListing
 from ds_reshard.model.content import MASTER, WEIGHT, Path
@@ -65,7 +65,7 @@ _SAME = (
     "data_parallel_size",
     "consumed_train_samples",
 )
-_NOT_READ = ("ddp_num_buckets", "fp8", "fp4", "use_layer_wise_distributed_optimizer")
+_NOT_READ = ("ddp_num_buckets", "fp8", "fp4")
 _EXPERTS_UNKNOWN = (
     "moe_grouped_gemm",
     "moe_shared_expert_intermediate_size",
@@ -321,6 +321,9 @@ def _unsupported(folder: str, arguments: Mapping[str, object]) -> Iterator[Fault
     if arguments.get("num_distributed_optimizer_instances") not in (None, 1):
         told.append("num_distributed_optimizer_instances")
     told += _odd_experts(arguments) if arguments.get("num_experts") else []
+    told += odd_states(arguments)
+    if arguments.get("use_precision_aware_optimizer") and not arguments.get("optimizer_cpu_offload"):
+        told.append("use_precision_aware_optimizer")  # masters may be remainders of bf16, which no argument tells
     for name in told:
         what = f"with {name} a checkpoint of format torch is not read"
         yield UnsupportedLayout.fault(folder, what, mend=_SAVE_DIST)

@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import functools
 import gc
-import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -128,7 +128,7 @@ def main(release: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever Megatron prints goes to the log
     _die_with_parent()
-    _import(release)
+    _import()
     answers.write("ready\n")
     answers.flush()
     for line in sys.stdin:
@@ -137,7 +137,7 @@ def main(release: str) -> None:
         answers.flush()
 
 
-def _import(release: str) -> None:
+def _import() -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -147,7 +147,7 @@ def _import(release: str) -> None:
     names = ["optimizer", "optimizer.distrib_optimizer", "optimizer_param_scheduler", "tensor_parallel"]
     for name in names:
         importlib.import_module(f"megatron.core.{name}")
-    if release != "0.16.1":
+    if importlib.util.find_spec("megatron.training") is not None:
         for name in ("core.models.gpt", "core.tokenizers.text", "training.training"):  # the tokenizers: transformers
             importlib.import_module(f"megatron.{name}")
         datasets = importlib.import_module("megatron.core.datasets.utils")

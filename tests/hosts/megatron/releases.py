@@ -22,7 +22,10 @@ HOMES = ROOT / ".venv-megatron"
 EVERY = bool(os.environ.get("DS_RESHARD_EVERY_RELEASE"))
 # Its `pretrain` is set up in another way than that of later ones: what it saves is read, and loads are tried.
 OLDEST = ("0.17.1",) if EVERY else ()
-RELEASES = ("0.16.1", *OLDEST, "0.18.2", "0.19.2")
+# Whose wheels have no training: the forms in which each saves. 0.14 and 0.15 write what is read, and run without hooks.
+CORE = {"0.16.1": ("model_space", "buckets", "torch")}
+CORE |= {"0.15.3": ("buckets",), "0.14.0": ("fragments", "torch")} if EVERY else {}
+RELEASES = (*CORE, *OLDEST, "0.18.2", "0.19.2")
 WITH_TRAINING = ("0.18.2", "0.19.2")
 # Whole trainings on the newest alone: `make test-versions` runs them on each.
 TRAINED = WITH_TRAINING if EVERY else WITH_TRAINING[-1:]

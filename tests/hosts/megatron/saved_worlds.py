@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from releases import OLDEST
+from releases import CORE, OLDEST
 
 GATED = (
     "--swiglu --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights --disable-bias-linear"
@@ -49,6 +49,12 @@ WORLDS = {
     "gated fp32": World("0.18.2", 1, GATED, ("plain", "torch")),
 }
 WORLDS |= {f"gated tp2 dp2 by {release}": World(release, 4, DISTRIBUTED + GATED + TP, ALL) for release in OLDEST}
+BY_CORE = {
+    f"gated tp2 by {release}": World(release, 2 if release == "0.16.1" else 4, DISTRIBUTED + GATED + TP, forms)
+    for release, forms in CORE.items()
+}
+"""By core alone; those of releases that are only read with two data-parallel ranks, which cut fragments."""
+WORLDS |= BY_CORE
 WIDTH_128 = "--hidden-size 128 --ffn-hidden-size 256 --overlap-grad-reduce --ddp-bucket-size 100000 "
 FAST = "--ddp-pad-buckets-for-high-nccl-busbw "
 SHIFTED = {
@@ -63,10 +69,10 @@ SHIFTED = {
 FLAGS: dict[str, dict[str, Any]] = {
     "model_space": {"ckpt_format": "torch_dist", "dist_ckpt_optim_fully_reshardable": True},
     "buckets": {"ckpt_format": "torch_dist", "dist_ckpt_optim_fully_reshardable": False},
+    "fragments": {"ckpt_format": "torch_dist"},
     "plain": {"ckpt_format": "torch_dist"},
     "torch": {"ckpt_format": "torch"},
 }
-
 Saved = Callable[[str, str], Path]
 """The folder of `--save` of a world and a format."""
 
@@ -80,7 +86,8 @@ def saved_by(releases: Any, scratch: Path) -> Saved:
             made = scratch / f"world{len(folders)}"
             saves = [{"save": str(made / one), **FLAGS[one]} for one in world.formats]
             job = {"arguments": world.arguments, "saves": saves}
-            releases[world.release].run("format_jobs:save", ranks=world.ranks, **job)
+            function = "core_saves:save" if world.release in CORE else "format_jobs:save"
+            releases[world.release].run(function, ranks=world.ranks, **job)
             folders[name] = made
         return folders[name] / wanted
 

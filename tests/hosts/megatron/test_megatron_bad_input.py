@@ -98,12 +98,12 @@ CASES = {
         "UnsupportedLayout",
         "entirely_reshardable",
     ),
-    "fully_sharded_model_space": Case(
+    "a sharding type of an earlier release": Case(
         "gated tp2 pp2",
         "model_space",
-        lambda step, _: changed_common(step, changed_text("fully_reshardable", "fully_sharded_model_space")),
+        lambda step, _: changed_common(step, changed_text("fully_reshardable", "fully_sharded_bucket_space")),
         "UnsupportedLayout",
-        "core 0.15",
+        "core 0.14",
     ),
     "a hole in a bucket": Case(
         "gated tp2 pp2",

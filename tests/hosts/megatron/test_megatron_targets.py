@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from format_jobs import ITERATION, SAMPLES_SEEN, STEP
 from releases import TRAINED, WITH_TRAINING
-from saved_worlds import DISTRIBUTED, ETP, EXPERTS_WHOLE, GATED, PP, TIED, TP, WIDTH_20, WORLDS, Saved
+from saved_worlds import BY_CORE, DISTRIBUTED, ETP, EXPERTS_WHOLE, GATED, PP, TIED, TP, WIDTH_20, WORLDS, Saved
 
 import ds_reshard.operations as tools
 from ds_reshard.errors import ConfigError, ModelMismatch, UnsupportedLayout
@@ -25,6 +25,7 @@ MODELS = {
     "tied pp2": DISTRIBUTED + TIED,
     "many buckets dp2": DISTRIBUTED + WIDTH_20,
     **dict.fromkeys((name for name in WORLDS if name.startswith("experts")), DISTRIBUTED + GATED + EXPERTS_WHOLE),
+    **dict.fromkeys(BY_CORE, DISTRIBUTED + GATED),
     PLAIN: DISTRIBUTED,
     "gated fp32": "--use-distributed-optimizer " + GATED,
 }
@@ -62,6 +63,7 @@ LOADS += [
 WHOLE = {"gated tp2 pp2": None, "biases tp2 dp2": None, "tied pp2": None, "many buckets dp2": None, "experts ep2": 1}
 """One world of each kind of model, and the expert-parallel size it is written for."""
 if TRAINED == WITH_TRAINING:  # `make test-versions`: each of them on each release under all eight targets
+    LOADS += [("gated tp2 by 0.14.0", "fragments", None, release, 2, PP) for release in WITH_TRAINING]
     LOADS += [
         (world, ("buckets", "torch")[at % 2], ep, release, *under)
         for world, ep in WHOLE.items()
@@ -98,6 +100,18 @@ def test_stock_megatron_loads_it(
     converted: Any, releases: Any, world: str, form: str, ep: int | None, release: str, ranks: int, under: str
 ) -> None:
     _loads(releases, release, ranks, MODELS[world] + under, converted(world, form, ep))
+
+
+OLD = [(world, form) for world, one in BY_CORE.items() for form in one.formats]
+
+
+@pytest.mark.parametrize(("world", "form"), OLD if TRAINED == WITH_TRAINING else OLD[1:2])
+def test_a_run_loads_what_an_older_release_has_saved(saved: Saved, releases: Any, world: str, form: str) -> None:
+    """Straight from the files, under two stages: of 0.14 also the type that no later release loads."""
+    arguments = f"{MODELS[world]}{PP}--load {saved(world, form)}"
+    for told in releases["0.19.2"].run("load_jobs:load", ranks=2, arguments=arguments):
+        assert (told["wrong"], told["steps"]) == ([], [STEP])
+        assert (told["iteration"], told["samples"], told["position"]) == (ITERATION, SAMPLES_SEEN, SAMPLES_SEEN)
 
 
 def test_experts_there_and_back(converted: Any, releases: Any, tmp_path: Path) -> None:
