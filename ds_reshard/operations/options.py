@@ -41,7 +41,7 @@ def _of_formats(asked: Asked) -> dict[str, tuple[object, tuple[str, ...]]]:
     return {
         "--tp": (asked.tp, (*ZERO, "nanotron", "megatron-torch")),
         "--pp": (asked.pp, (*ZERO, "nanotron", "megatron-torch")),
-        "--ep": (asked.ep, ("zero1", "zero2", "bf16", "megatron")),
+        "--ep": (asked.ep, ("zero1", "zero2", "bf16", "megatron", "megatron-torch")),
         "--repair": (asked.repair or None, ("megatron",)),
         "--zero-stage": (asked.zero_stage, ("nanotron",)),
         "--like": (asked.like, (*ZERO, "nanotron", "megatron", "megatron-torch")),

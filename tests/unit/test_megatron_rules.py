@@ -13,7 +13,7 @@ from ds_reshard.containers.dcp_directory import Chunk, SavedTensor
 from ds_reshard.formats.megatron.buckets import Slot, boxes_between, bucket_size_of, buckets_of
 from ds_reshard.formats.megatron.flat_states import experts_apart, experts_cut, shards_of_experts, unsupported
 from ds_reshard.formats.megatron.torch_dist import _incomplete, _of_fragments, _unread
-from ds_reshard.formats.megatron.torch_format import _places, _unsupported
+from ds_reshard.formats.megatron.torch_format import _unsupported, places
 from ds_reshard.model.layout import TensorKey, tiled
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box
@@ -112,7 +112,7 @@ def _sizes(tp: int, pp: int, ep: int, etp: int | None = None, world: int = 8) ->
 )
 def test_the_folders_of_ranks(sizes: tuple[int, ...], expected: dict[str, tuple[int, int, int]]) -> None:
     """One name may be a stage's or a half of the experts: the arguments tell."""
-    assert _places(_sizes(*sizes)) == ({"mp_rank_00": (0, 0, 0)} if "" in expected else expected)
+    assert places(_sizes(*sizes)) == ({"mp_rank_00": (0, 0, 0)} if "" in expected else expected)
 
 
 def test_experts_have_an_optimizer_of_their_own() -> None:
@@ -195,7 +195,7 @@ def _fragments(shape: tuple[int, ...], *chunks: tuple[tuple[int, ...], tuple[int
 
 
 def test_a_flat_part_of_a_fragment_is_boxes_of_its_weight() -> None:
-    """Of (4, 6) in two fragments of columns the elements from 4 on of the second: two of its second row, and the rest."""
+    """Of (4, 6) in two fragments of columns the elements from 4 on of the second: part of its second row, the rest."""
     tensor = _fragments((1, 2, 12), ((0, 1, 4), (1, 1, 8)))
     assert list(_of_fragments(tensor, (4, 6))) == [
         (0, 0, Box(offset=(1, 4), size=(1, 2))),

@@ -168,13 +168,13 @@ def _target(content: Content, shown: Shown, asked: Asked, like: Checkpoint | Non
     if asked.to == TO:
         return megatron_target(content, shown, dp, asked.ep, shifts)
     saved = arguments_of(shown.common.get("args"))
-    tp, pp = (
+    tp, pp, ep = (
         given or size_of(saved, f"{name}_model_parallel_size")
-        for given, name in ((asked.tp, "tensor"), (asked.pp, "pipeline"))
+        for given, name in ((asked.tp, "tensor"), (asked.pp, "pipeline"), (asked.ep, "expert"))
     )
     rows = told.state.arguments.get("padded_vocab_size") if told is not None else None
     known = rows if isinstance(rows, int) else None
-    return torch_format_target(content, shown, tp=tp, pp=pp, dp=dp, rows=known, step=step_of(content))
+    return torch_format_target(content, shown, tp=tp, pp=pp, ep=ep, dp=dp, rows=known, step=step_of(content))
 
 
 def _megatron(asked: Asked, like: Checkpoint | None) -> OpenedMegatron | None:

@@ -67,7 +67,7 @@ def stacks(arguments: Mapping[str, object]) -> bool:
 
 def megatron_target(content: Content, shown: Shown, files: int, ep: int | None, shifts: Shifts | None = None) -> Target:
     """The folder, with its tensors cut by rows over so many files; what `shifts` have lost of moments is zero."""
-    chain = _chained(shown.chain, ep, content)
+    chain = chained(shown.chain, ep, content)
     writing = _Writing(
         content=content, shown=shown, files=files, chain=chain, step=step_of(content), shifts=shifts or Shifts()
     )
@@ -212,7 +212,7 @@ def step_of(content: Content) -> object:
 _SAVED = {MASTER: "param"}
 
 
-def _chained(chain: Chain | None, ep: int | None, content: Content) -> Sequence[Sequence[Group]]:
+def chained(chain: Chain | None, ep: int | None, content: Content) -> Sequence[Sequence[Group]]:
     """The groups of each optimizer of the coming run: experts of an expert-parallel run have one of their own.
 
     Its groups are those of dense parameters once more (`get_megatron_optimizer`, core/optimizer/__init__.py, 0.19.2).

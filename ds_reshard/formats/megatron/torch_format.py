@@ -154,7 +154,7 @@ def _folders(folder: str) -> list[str]:
     return [name for name in named if folders.is_file(os.path.join(folder, name, MODEL))]
 
 
-def _places(arguments: Mapping[str, object]) -> dict[str, tuple[int, int, int]]:
+def places(arguments: Mapping[str, object]) -> dict[str, tuple[int, int, int]]:
     """The folders that are written, each with its rank's place: tensor-, pipeline-, expert-parallel.
 
     By the first rank of each group over which the dense parameters or the experts are the same. Experts have a grid of
@@ -257,21 +257,21 @@ def _ranks(folder: str) -> list[_Rank]:
     names = _folders(folder)
     first = arguments_of(_load(os.path.join(folder, names[0], MODEL)).get("args"))
     raise_faults(list(_unsupported(folder, first)), subject=f"checkpoint {folder}")
-    places, parts = _places(first), ("tensor", "pipeline", "expert")
+    known, parts = places(first), ("tensor", "pipeline", "expert")
     sizes = ", ".join(f"{part[0]}p {size_of(first, f'{part}_model_parallel_size')}" for part in parts)
     faults = [
         CheckpointNotFound.fault(os.path.join(folder, name), "is missing", sizes, "none", mend=_MEND)
-        for name in places
+        for name in known
         if name not in names
     ]
     faults += [
         _damaged(os.path.join(folder, name), f"is no folder of {sizes}, as the arguments say", "none", "one")
         for name in names
-        if name not in places
+        if name not in known
     ]
     raise_faults(faults, subject=f"checkpoint {folder}")
     ranks = []
-    for name, (t, p, e) in places.items():
+    for name, (t, p, e) in known.items():
         path = os.path.join(folder, name)
         held, file = _load(os.path.join(path, MODEL)), os.path.join(path, FLAT_FILE)
         arguments = arguments_of(held.get("args"))
@@ -320,7 +320,7 @@ def _unsupported(folder: str, arguments: Mapping[str, object]) -> Iterator[Fault
         told.append(f"num_layers {layers} over {stages} stages")
     if arguments.get("num_distributed_optimizer_instances") not in (None, 1):
         told.append("num_distributed_optimizer_instances")
-    told += _odd_experts(arguments) if arguments.get("num_experts") else []
+    told += odd_experts(arguments) if arguments.get("num_experts") else []
     told += odd_states(arguments)
     if arguments.get("use_precision_aware_optimizer") and not arguments.get("optimizer_cpu_offload"):
         told.append("use_precision_aware_optimizer")  # masters may be remainders of bf16, which no argument tells
@@ -329,7 +329,7 @@ def _unsupported(folder: str, arguments: Mapping[str, object]) -> Iterator[Fault
         yield UnsupportedLayout.fault(folder, what, mend=_SAVE_DIST)
 
 
-def _odd_experts(arguments: Mapping[str, object]) -> list[str]:
+def odd_experts(arguments: Mapping[str, object]) -> list[str]:
     """What of a run with experts is not known here."""
     told = [f"num_experts and {name}" for name in _EXPERTS_UNKNOWN if arguments.get(name)]
     tp, ep = (size_of(arguments, f"{name}_model_parallel_size") for name in ("tensor", "expert"))

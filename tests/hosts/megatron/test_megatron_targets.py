@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,11 @@ TORCH = [
     ("many buckets dp2", "buckets", (1, 2, 1), BUCKETS, "0.18.2"),
     ("many buckets dp2", "torch", (2, 1, 2), BUCKETS, "0.19.2"),
     (PLAIN, "plain", (2, 2, 1), "", "0.18.2"),
+    ("experts ep2", "buckets", (1, 1, 2, 2), "", "0.19.2"),
+    ("experts tp2 pp2", "torch", (2, 1, 2, 2), "", "0.18.2"),
+    ("experts ep2 pp2", "torch", (1, 2, 1, 1), "", "0.19.2"),
 ]
+"""What is saved, and tp, pp, dp and ep of the folder that is made of it."""
 OF_TP = {1: "gated pp2 vp2", 2: "gated tp2 pp2"}
 """A world of that tensor-parallel size, whose vocabulary is padded as it pads."""
 
@@ -156,14 +161,15 @@ def test_stock_megatron_loads_format_torch(
     saved: Saved, releases: Any, tmp_path: Path, world: str, form: str, sizes: Any, more: str, release: str
 ) -> None:
     """At the sizes that were asked for; and it is the same state to every tool."""
-    tp, pp, dp = sizes
+    tp, pp, dp, *ep = sizes
+    of_experts = {"ep": ep[0]} if ep else {}
     like = {"like": str(saved(OF_TP[tp], "torch"))} if world.startswith("gated") else {}
     source, out = str(saved(world, form)), str(tmp_path / "out")
-    done = tools.convert(source, out, to="megatron-torch", tp=tp, pp=pp, dp=dp, **like)
-    assert done.files == 2 * tp * pp and tools.verify(out, deep=True).faults == ()
+    done = tools.convert(source, out, to="megatron-torch", tp=tp, pp=pp, dp=dp, **of_experts, **like)
+    assert done.files == 2 * tp * pp * prod(ep) and tools.verify(out, deep=True).faults == ()
     others = {one.name for one in tools.diff(source, out).tensors if one.state != "equal"}
     assert others <= {"embedding.word_embeddings.weight", "output_layer.weight"}
-    under = TP * (tp > 1) + PP * (pp > 1) + more + ("--no-load-rng " if done.notes else "")
+    under = TP * (tp > 1) + PP * (pp > 1) + EP * (ep == [2]) + more + ("--no-load-rng " if done.notes else "")
     _loads(releases, release, tp * pp * dp, MODELS[world] + under, out, form="torch")
     back = tools.convert(out, str(tmp_path / "back"), to="megatron")
     assert {one.state for one in tools.diff(out, back.out).tensors} == {"equal"}
@@ -175,7 +181,8 @@ def test_stock_megatron_loads_format_torch(
         ("gated tp2 pp2", {"tp": 1}, "rows its vocabulary has at tp 1"),
         ("gated tp2 pp2", {"tp": 4}, "groups of them, do not divide by tp 4"),
         ("gated tp2 pp2", {"pp": 3}, "num_layers 4 over 3 stages"),
-        ("experts ep2", {}, "experts"),
+        ("experts ep2", {"dp": 1}, "do not divide the 1 data-parallel ranks"),
+        ("gated tp2 pp2", {"ep": 2}, "no experts"),
     ],
 )
 def test_what_format_torch_cannot_be_written_of(
