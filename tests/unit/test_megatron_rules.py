@@ -11,7 +11,13 @@ import pytest
 
 from ds_reshard.containers.dcp_directory import Chunk, SavedTensor
 from ds_reshard.formats.megatron.buckets import Slot, boxes_between, bucket_size_of, buckets_of
-from ds_reshard.formats.megatron.flat_states import experts_apart, experts_cut, shards_of_experts, unsupported
+from ds_reshard.formats.megatron.flat_states import (
+    experts_apart,
+    experts_cut,
+    layers_of,
+    shards_of_experts,
+    unsupported,
+)
 from ds_reshard.formats.megatron.torch_dist import _incomplete, _of_fragments, _unread
 from ds_reshard.formats.megatron.torch_format import _unsupported, places
 from ds_reshard.model.layout import TensorKey, tiled
@@ -163,6 +169,31 @@ def test_states_that_are_no_flat_parts_of_parameters_are_refused_by_name() -> No
     kinds = ("fully_reshardable", "dp_reshardable", None)
     found = [[len(list(_unread("here", kind, {name: BAD[name]}))) for kind in kinds] for name in ODD]
     assert found == [[0, 0, 0], [1, 1, 0], [1, 1, 0]]
+
+
+FIRST, LAST = (f"decoder_{end}_pipeline_num_layers" for end in ("first", "last"))
+COUNTED = {f"account_for_{what}_in_pipeline_split": True for what in ("embedding", "loss")}
+STAGES = [
+    ((4, 2, 1), {}, [[0, 1], [2, 3]]),
+    ((4, 2, 2), {}, [[0], [1], [2], [3]]),
+    ((4, 2, 1), {FIRST: 1}, [[0], [1, 2, 3]]),
+    ((4, 3, 1), COUNTED, [[0], [1, 2], [3]]),
+    ((4, 2, 3), COUNTED, [[], [0], [1], [2], [3], []]),
+    ((8, 3, 2), {FIRST: 2, LAST: 4}, [[0], [1], [2, 3], [4], [5], [6, 7]]),
+    ((8, 2, 1), {FIRST: 3, LAST: 5}, [[0, 1, 2], [3, 4, 5, 6, 7]]),
+    ((5, 2, 1), {}, None),
+    ((8, 3, 2), {FIRST: 3}, None),
+    ((4, 2, 1), {FIRST: 1, **COUNTED}, None),
+    ((8, 2, 1), {FIRST: 3, LAST: 4}, None),
+]
+
+
+@pytest.mark.parametrize(("sizes", "told", "expected"), STAGES)
+def test_the_layers_of_stages(sizes: tuple[int, int, int], told: dict[str, object], expected: Any) -> None:
+    """Layers, stages and chunks: chunk after chunk, as 0.19.2 deals them out; None where it would stop."""
+    names = ("num_layers", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
+    found = layers_of({**dict(zip(names, sizes, strict=True)), **told})
+    assert (None if found is None else [list(one) for one in found.values()]) == expected
 
 
 ODD = ("optimizer", "fp8_param_gather", "fp4_param_gather")

@@ -11,6 +11,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from ds_reshard.containers.dcp_directory import Chunk, Directory
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout
@@ -52,14 +53,7 @@ _LAYER = {
 }
 """The order in which a layer's modules are built (core/models/gpt/gpt_layer_specs.py, core/transformer/attention.py,
 0.19.2), by the names that their tensors have in a checkpoint; the order inside Transformer Engine's is inferred."""
-UNEVEN = (
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "mtp_num_layers",
-)
+UNEVEN = ("pipeline_model_parallel_layout", "mtp_num_layers")
 RESAVE = "load it with the Megatron-LM that saved it, and save it with --dist-ckpt-optim-fully-reshardable"
 
 
@@ -143,15 +137,10 @@ def unplaced(path: str, weights: Mapping[TensorKey, Placement], known: Collectio
 
 
 def unsupported(path: str, arguments: Mapping[str, object]) -> Iterator[Fault]:
-    told = [name for name in UNEVEN if arguments.get(name)]
-    stages = size_of(arguments, "pipeline_model_parallel_size") * size_of(
-        arguments, "virtual_pipeline_model_parallel_size"
-    )
-    layers = arguments.get("num_layers")
+    told = list[str]()
     if arguments.get("transformer_impl") not in _LAYER:
         told.append(f"transformer_impl {arguments.get('transformer_impl')}")
-    if not isinstance(layers, int) or layers % stages:
-        told.append(f"num_layers {layers} over {stages} stages")
+    told += uneven(arguments)
     told += [name for name in ("ddp_num_buckets", "moe_grouped_gemm") if arguments.get(name)]
     told += odd_states(arguments)
     if arguments.get("num_distributed_optimizer_instances") not in (None, 1):
@@ -159,6 +148,43 @@ def unsupported(path: str, arguments: Mapping[str, object]) -> Iterator[Fault]:
     for name in told:
         what = f"with {name} the order in the optimizer's flat buffers is not known"
         yield UnsupportedLayout.fault(path, what, mend=RESAVE)
+
+
+def uneven(arguments: Mapping[str, object]) -> list[str]:
+    """What is not known of how layers are dealt out to stages."""
+    told = [name for name in UNEVEN if arguments.get(name)]
+    if not told and layers_of(arguments) is None:
+        sizes = (size_of(arguments, f"{name}pipeline_model_parallel_size") for name in ("", "virtual_"))
+        told.append(f"num_layers {arguments.get('num_layers')} over {prod(sizes)} stages")
+    return told
+
+
+def layers_of(arguments: Mapping[str, object]) -> dict[tuple[int, int], range] | None:
+    """The layers of each pipeline stage and model chunk; None where the sizes do not divide.
+
+    Each chunk is dealt out to all stages, before the next (`get_num_layers_to_build`, core/transformer/
+    transformer_block.py, and `get_transformer_layer_offset`, transformer_layer.py, 0.16.1 to 0.19.2).
+    """
+    layers = arguments.get("num_layers")
+    pp, vp = (size_of(arguments, f"{name}pipeline_model_parallel_size") for name in ("", "virtual_"))
+    ends = [arguments.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
+    fixed = [one for one in ends if isinstance(one, int)]
+    first, last = (bool(arguments.get(f"account_for_{one}_in_pipeline_split")) for one in ("embedding", "loss"))
+    if not isinstance(layers, int) or len(fixed) > pp or (fixed and (first or last)):
+        return None
+    others, rest = max(1, pp - len(fixed)), layers - sum(fixed) + first + last
+    counts = [rest // others] * pp
+    for stage, one in zip((0, pp - 1), ends, strict=True):
+        counts[stage] = one if isinstance(one, int) else counts[stage]
+    if any(count % vp for count in counts):
+        return None
+    made, begin = dict[tuple[int, int], range](), 0
+    for chunk, stage in ((chunk, stage) for chunk in range(vp) for stage in range(pp)):
+        begins, ends_here = (stage, chunk) == (0, 0), (stage, chunk) == (pp - 1, vp - 1)
+        count = counts[stage] // vp - (first and begins) - (last and ends_here)
+        made[stage, chunk] = range(begin, begin + count)
+        begin += count
+    return made if begin == layers and all(one.stop >= one.start for one in made.values()) else None
 
 
 def size_of(arguments: Mapping[str, object], name: str) -> int:
@@ -225,14 +251,12 @@ def _slots(
     weights: Mapping[TensorKey, Placement],
 ) -> Iterator[Slot]:
     """What a rank holds of a model chunk, in the order of `named_parameters`."""
-    layers = size_of(arguments, "num_layers")
-    each = layers // (pp * vp)
-    begin = chunk * (layers // vp) + rank.stage * each
+    layers = (layers_of(arguments) or {})[rank.stage, chunk]
     tied = not arguments.get("untie_embeddings_and_output_weights")
     names: list[tuple[str, int | None]] = []
     if rank.dense and not rank.stage and not chunk:
         names += [(_WORDS, None), (_POSITIONS, None)]
-    for layer in range(begin, begin + each):
+    for layer in layers:
         stem = f"decoder.layers.{layer}."
         if rank.dense:
             order = _LAYER[str(arguments["transformer_impl"])]

@@ -21,7 +21,14 @@ from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.megatron.buckets import Slot, bucket_size_of, buckets_of, shards_of
 from ds_reshard.formats.megatron.checkpoint import MODEL, Chain, Group, arguments_of, chain_of, counted, objects_of
-from ds_reshard.formats.megatron.flat_states import UNEVEN, experts_apart, experts_cut, shards_of_experts, size_of
+from ds_reshard.formats.megatron.flat_states import (
+    experts_apart,
+    experts_cut,
+    layers_of,
+    shards_of_experts,
+    size_of,
+    uneven,
+)
 from ds_reshard.formats.megatron.optimizer import EXPERTS, KINDS, Trained, facts_of, members_of, odd_states
 from ds_reshard.formats.megatron.target import Shown, stacks
 from ds_reshard.model.checkpoint import SavedFile, SavedListing
@@ -93,7 +100,7 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
-    """One folder, read: its place, and what its files hold."""
+    """One folder, read: its place, what its files hold, and the layers of each stage and chunk."""
 
     path: str
     tp: int
@@ -102,6 +109,7 @@ class _Rank:
     held: Mapping[object, object]
     flat: Sequence[object]
     arguments: Mapping[str, object]
+    layers: Mapping[tuple[int, int], range]
 
     @property
     def models(self) -> list[Mapping[object, object]]:
@@ -270,7 +278,7 @@ def _ranks(folder: str) -> list[_Rank]:
         if name not in known
     ]
     raise_faults(faults, subject=f"checkpoint {folder}")
-    ranks = []
+    ranks, layers = [], layers_of(first) or {}
     for name, (t, p, e) in known.items():
         path = os.path.join(folder, name)
         held, file = _load(os.path.join(path, MODEL)), os.path.join(path, FLAT_FILE)
@@ -280,7 +288,7 @@ def _ranks(folder: str) -> list[_Rank]:
             faults.append(CheckpointNotFound.fault(file, "is missing", "the optimizer's state", "none", mend=_MEND))
             continue
         flat = _optimizers(file, arguments) if apart else ()
-        ranks.append(_Rank(path=path, tp=t, pp=p, ep=e, held=held, flat=flat, arguments=arguments))
+        ranks.append(_Rank(path=path, tp=t, pp=p, ep=e, held=held, flat=flat, arguments=arguments, layers=layers))
     raise_faults(faults, subject=f"checkpoint {folder}")
     raise_faults([fault for rank in ranks for fault in _differs(rank, ranks[0])], subject=f"checkpoint {folder}")
     return ranks
@@ -311,13 +319,7 @@ def _load(path: str) -> Mapping[object, object]:
 
 
 def _unsupported(folder: str, arguments: Mapping[str, object]) -> Iterator[Fault]:
-    told = [name for name in (*UNEVEN, *_NOT_READ) if arguments.get(name)]
-    stages = size_of(arguments, "pipeline_model_parallel_size") * size_of(
-        arguments, "virtual_pipeline_model_parallel_size"
-    )
-    layers = arguments.get("num_layers")
-    if not isinstance(layers, int) or layers % stages:
-        told.append(f"num_layers {layers} over {stages} stages")
+    told = [*uneven(arguments), *(name for name in _NOT_READ if arguments.get(name))]
     if arguments.get("num_distributed_optimizer_instances") not in (None, 1):
         told.append("num_distributed_optimizer_instances")
     told += odd_experts(arguments) if arguments.get("num_experts") else []
@@ -404,9 +406,7 @@ def _name(rank: _Rank, number: int, local: str) -> tuple[str, int | None]:
     if match is None:
         shared = local == "output_layer.weight" and not arguments.get("untie_embeddings_and_output_weights")
         return ("embedding.word_embeddings.weight" if shared else local), None
-    pp, vp = (size_of(arguments, f"{name}pipeline_model_parallel_size") for name in ("", "virtual_"))
-    layers, rest = size_of(arguments, "num_layers"), match[2]
-    layer = int(match[1]) + number * (layers // vp) + rank.pp * (layers // (pp * vp))
+    layer, rest = int(match[1]) + rank.layers[rank.pp, number].start, match[2]
     for own, other in LOCAL.items() if arguments.get("transformer_impl") == "local" else ():
         rest = other + rest.removeprefix(own) if rest.startswith(own) else rest
     expert = _EXPERT.fullmatch(rest)

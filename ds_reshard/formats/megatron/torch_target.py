@@ -50,7 +50,7 @@ def torch_format_target(
         "world_size": tp * pp * dp,
     }
     arguments |= {"padded_vocab_size": padded, "use_distributed_optimizer": True, "sequence_parallel": False}
-    arguments |= {"num_layers_per_virtual_pipeline_stage": None, "num_virtual_stages_per_pipeline_rank": None}
+    arguments |= dict.fromkeys(_OF_STAGES)
     faults = [*_unsupported(content, arguments, tp), *unsupported(content.folder, arguments)]
     raise_faults(faults, subject=f"converting {content.folder} to megatron-torch")
     assert padded is not None
@@ -319,6 +319,16 @@ def _flat_name(kind: str, apart: bool) -> str:
     return f"{kind} of experts" if apart else kind
 
 
+_OF_STAGES = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+"""What a run says of its stages that are not all alike: those of the folder are."""
 _ANY = "--to megatron, which Megatron-LM loads under any tp and pp"
 _STATEFUL = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2")
 """Modules of local layers that have a state, which is None."""

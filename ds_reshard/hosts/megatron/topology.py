@@ -15,7 +15,7 @@ from ds_reshard.containers.dcp_directory import Place, is_megatrons
 from ds_reshard.errors import CheckpointNotFound, Fault, UnsafePickle, UnsupportedLayout
 from ds_reshard.formats.megatron.buckets import bucket_size_of
 from ds_reshard.formats.megatron.checkpoint import TRACKER, arguments_of, find_iteration, read_common
-from ds_reshard.formats.megatron.flat_states import experts_apart, size_of
+from ds_reshard.formats.megatron.flat_states import experts_apart, layers_of, size_of
 from ds_reshard.formats.megatron.torch_format import is_torch_format
 
 _SIZES = {
@@ -103,6 +103,9 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool) -> list
         sizes = [_size(arguments, name) for arguments in (saved.arguments, run)]
         if sizes[0] != sizes[1]:
             found.append(f"{label} {sizes[0]} as saved, {sizes[1]} now")
+    stages = [layers_of(arguments) for arguments in (saved.arguments, run)]
+    if stages[0] != stages[1] and not found:
+        found.append("other layers of each pipeline stage")
     layers = [arguments.get("transformer_impl") for arguments in (saved.arguments, run)]
     if layers[0] != layers[1]:
         found.append(f"layers of {layers[0]} as saved, of {layers[1]} now")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from releases import CORE, OLDEST
+from releases import CORE, EVERY, OLDEST
 
 GATED = (
     "--swiglu --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights --disable-bias-linear"
@@ -55,6 +55,16 @@ BY_CORE = {
 }
 """By core alone; those of releases that are only read with two data-parallel ranks, which cut fragments."""
 WORLDS |= BY_CORE
+FIRST = PP + "--decoder-first-pipeline-num-layers 1 "
+COUNTED = PP + "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+VP3 = COUNTED + "--num-layers-per-virtual-pipeline-stage 1 "
+CP3 = "--context-parallel-size 3 --seq-length 12 --max-position-embeddings 12 "
+if EVERY:
+    WORLDS |= {
+        "tied pp2, one layer first": World("0.19.2", 2, DISTRIBUTED + TIED + FIRST, ALL),
+        "gated pp2 vp3, stages without a layer": World("0.18.2", 2, DISTRIBUTED + GATED + VP3, ALL),
+        "gated cp3": World("0.19.2", 3, DISTRIBUTED + GATED + CP3, ALL),
+    }
 WIDTH_128 = "--hidden-size 128 --ffn-hidden-size 256 --overlap-grad-reduce --ddp-bucket-size 100000 "
 FAST = "--ddp-pad-buckets-for-high-nccl-busbw "
 SHIFTED = {

@@ -228,8 +228,10 @@ def _model(
 
     of_config = argument_utils if hasattr(argument_utils, "core_transformer_config_from_args") else arguments  # 0.17.1
     args = get_args()
+    config = of_config.core_transformer_config_from_args(args) if config is None else config
+    config.context_parallel_size = 1  # local attention refuses it; the groups of ranks have it
     return GPTModel(
-        config=of_config.core_transformer_config_from_args(args) if config is None else config,
+        config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(args.num_experts, args.moe_grouped_gemm),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from forks import Failed
 from format_jobs import ITERATION, SAMPLES_SEEN, STEP
-from releases import OLDEST, TRAINED, WITH_TRAINING
+from releases import EVERY, OLDEST, TRAINED, WITH_TRAINING
+from saved_worlds import FIRST, VP3
 
 from ds_reshard.operations import verify
 
@@ -47,6 +48,8 @@ TOPOLOGIES = {
     "ep2": (EP, 2),
     "ep2dp2": (EP, 4),
     "ep2pp2": (EP + PP, 4),
+    "first": (FIRST, 2),
+    "vp3": (VP3, 2),
     "tp2etp1": (TP + "--expert-tensor-parallel-size 1 ", 2),
 }
 FORMS: dict[str, dict[str, Any]] = {
@@ -102,6 +105,13 @@ CELLS = [
     _cell("M", "tp2etp1", "ep2dp2"),
     _cell("B", "tp2", "tp2", "sharded", "sharded-fp32"),
 ]
+if EVERY:
+    CELLS += [
+        _cell("BT", "first", "tp2"),
+        _cell("BT", "pp2", "first"),
+        _cell("B", "vp3", "pp2vp2"),
+        _cell("B", "tp2dp2", "vp3", forms=("buckets",)),
+    ]
 OLDER = CELLS if TRAINED == WITH_TRAINING else [CELLS[number] for number in (1, 8, 12, 14, 16, 20)]
 """Cells on 0.18.2: `make test-versions` runs them all."""
 ALL = [("0.19.2", cell, form) for cell in CELLS for form in cell.forms]
