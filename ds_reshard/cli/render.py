@@ -125,6 +125,8 @@ def render_inspection(inspection: Inspection, console: Console, *, every_row: bo
             console.print(Text(f"and {len(inspection.parameters) - len(shown)} more: --all shows them", style="dim"))
     if every_row or inspection.faults:
         put(console, _file_table(inspection.files))
+    for note in inspection.notes:
+        line(console, note, "dim")
     render_faults(inspection.faults, console)
     line(console, pickle_line(inspection.pickles, inspection.pickles_unread, inspection.faults))
 

@@ -95,7 +95,7 @@ class Inspection:
 
     What could not be read is None or empty; `version` is that of `writer`. `bytes_read` is what this process asked of
     the system meanwhile, None where the system does not count it. `pickles` counts those that were read,
-    `pickles_unread` the files that could not be read to their end.
+    `pickles_unread` the files that could not be read to their end. `notes` tell what is no fault.
     """
 
     format: str
@@ -120,6 +120,7 @@ class Inspection:
     ep: int | None = None
     pickles: int = 0
     pickles_unread: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def total_nbytes(self) -> int:

@@ -50,6 +50,7 @@ def verify_listing(found: Found, path: str, *, deep: bool, reading: Reading, pro
     source = None if survey.faults else _opened(found, faults)
     if source is not None:
         holders = _holders(source)
+        notes += source.notes
         if deep:
             tensors = check.look(source, faults, notes)
     elif deep:
