@@ -18,6 +18,7 @@ from ds_reshard.formats.megatron.flat_states import (
     shards_of_experts,
     unsupported,
 )
+from ds_reshard.formats.megatron.optimizer import Trained, members_of
 from ds_reshard.formats.megatron.torch_dist import _incomplete, _of_fragments, _unread
 from ds_reshard.formats.megatron.torch_format import _unsupported, places
 from ds_reshard.model.layout import TensorKey, tiled
@@ -247,3 +248,16 @@ def test_a_flat_part_of_a_fragment_is_boxes_of_its_weight() -> None:
 def test_what_is_no_part_of_a_fragment(shape: tuple[int, ...], chunk: Any) -> None:
     with pytest.raises(ValueError, match="fragments"):
         list(_of_fragments(_fragments(shape, chunk), (4, 6)))
+
+
+def test_embeddings_that_an_older_release_does_not_decay() -> None:
+    """With `--embedding-init-method-std`, up to 0.15, whose groups have no `default_config`."""
+    trained = [Trained(name=name, shape=shape) for name, shape in (("embedding.w", (4, 2)), ("a", (2, 2)), ("b", (2,)))]
+    rates = {"lr_mult": 1.0, "lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    for groups, std, expected in (
+        ({}, None, [["embedding.w", "a"], ["b"]]),
+        ({}, 0.02, [["a"], ["embedding.w", "b"]]),
+        ({"default_config": True}, 0.02, [["embedding.w", "a"], ["b"]]),
+    ):
+        saved = [{**rates, **groups, "wd_mult": decay} for decay in (1.0, 0.0)]
+        assert members_of(saved, trained, {"embedding_init_method_std": std}) == expected

@@ -90,6 +90,8 @@ class OpenedMegatron(SavedCheckpoint):
         """What no other format has a place for."""
         odd = [name for name, value in self.state.arguments.items() if not _is_plain(value)]
         told = ["random states are left out: no other format has a place for them"]
+        if any(".linear_qkv." in key.name for key in self.layout.placements):
+            told.append(f"{_ROWS}, also under other names")
         if odd:
             told.append(f"arguments that are no plain values are left out: {', '.join(odd)}")
         if self.state.arguments.get("fp16"):
@@ -160,7 +162,8 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     shown = adopt(content, told.state.shown if told is not None else None, shapes or None)
     raise_faults(list(target_faults(content, shown)), subject=f"converting {content.folder} to {asked.to}")
     target = _target(content, shown, asked, like, None)
-    return replace(target, notes=(*target.notes, _NO_RANDOM, *content.notes))
+    notes = [_NO_RANDOM] if "args" in content.entries else [_NO_RANDOM, f"{_ROWS}: they were taken to be so"]
+    return replace(target, notes=(*target.notes, *notes, *content.notes))
 
 
 def _target(content: Content, shown: Shown, asked: Asked, like: Checkpoint | None, shifts: Shifts | None) -> Target:
@@ -183,6 +186,7 @@ def _megatron(asked: Asked, like: Checkpoint | None) -> OpenedMegatron | None:
     return like
 
 
+_ROWS = "the rows of linear_qkv are Megatron-LM's: of each query group its queries, its key and its value"
 _NO_RANDOM = "no random states are written: those of the coming run are what its --seed makes"
 
 

@@ -75,10 +75,10 @@ def members_of(
     alike = all(len({canonical(group.get(name)) for group in groups}) == 1 for name in _ALIKE) if groups else False
     if len(set(kinds)) != len(kinds) or not (usual and alike) or any(wd not in (0.0, 1.0) for wd, _ in kinds):
         return None
-    apart = any(experts for _, experts in kinds)
+    apart, older = any(experts for _, experts in kinds), any("default_config" not in group for group in groups)
     found: dict[tuple[object, bool], list[str]] = {kind: [] for kind in kinds}
     for one in trained:
-        kind = (float(_decayed(one, arguments)), apart and EXPERTS in f".{one.name}")
+        kind = (float(_decayed(one, arguments, older=older)), apart and EXPERTS in f".{one.name}")
         if kind not in found:
             return None
         found[kind].append(one.name)
@@ -96,7 +96,10 @@ def odd_states(arguments: Mapping[str, object]) -> list[str]:
     return told if optimizer in ("adam", "sgd", "lion") else [*told, f"optimizer {optimizer}"]
 
 
-def _decayed(one: Trained, arguments: Mapping[str, object]) -> bool:
+def _decayed(one: Trained, arguments: Mapping[str, object], *, older: bool) -> bool:
+    """`older` is of a run of core 0.15 or before, of which groups say less (`_get_param_groups`, 0.14.0 and 0.15.3)."""
+    if older and arguments.get("embedding_init_method_std") is not None and "embedding" in one.name:
+        return False
     if arguments.get("apply_wd_to_qk_layernorm") and any(norm in one.name for norm in _NORMS):
         return True
     return len(one.shape) != 1 and not one.name.endswith(".bias")

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 from format_jobs import ITERATION, SAMPLES_SEEN, STEP
-from releases import TRAINED, WITH_TRAINING
+from releases import ROOT, TRAINED, WITH_TRAINING
 from saved_worlds import BY_CORE, DISTRIBUTED, ETP, EXPERTS_WHOLE, GATED, PP, TIED, TP, WIDTH_20, WORLDS, Saved
 
 import ds_reshard.operations as tools
 from ds_reshard.errors import ConfigError, ModelMismatch, UnsupportedLayout
 from ds_reshard.formats.megatron.adoption import unlike
 from ds_reshard.operations.source import find_listing, open_checkpoint
+
+sys.path.insert(0, str(ROOT / "tests" / "formats"))
+from nanotron_builder import Param, Run, write
 
 EP, VP = "--expert-model-parallel-size 2 ", "--num-layers-per-virtual-pipeline-stage 1 "
 PLAIN = "tied tp2, bf16 without the distributed optimizer"
@@ -213,6 +217,46 @@ def test_to_another_format_and_back(
     done = tools.convert(str(tmp_path / "other"), str(tmp_path / "back"), to="megatron", dp=1)
     assert any("random states" in note for note in done.notes)
     _loads(releases, release, ranks, MODELS["gated tp2 pp2"] + under, done.out)
+
+
+def test_to_the_names_of_megatron_deepspeed_and_back(saved: Saved, tmp_path: Path) -> None:
+    """By the maps that are shipped; query_key_value has its rows in the same order (transformer.py, split_tensor)."""
+    source, there, back = str(saved("biases tp2 dp2", "buckets")), str(tmp_path / "there"), str(tmp_path / "back")
+    maps = [str(ROOT / "examples" / f"megatron_deepspeed{way}.json") for way in ("", "_back")]
+    done = tools.convert(source, there, to="zero2", dp=2, names=maps[0])
+    assert any("of each query group" in note for note in done.notes)
+    names = {one.name.removeprefix("language_model.") for one in tools.inspect(there).parameters}
+    layer = {f"{module}.{leaf}" for module in OF_LAYER for leaf in ("weight", "bias")}
+    told = {f"encoder.layers.{number}.{name}" for number in range(4) for name in layer}
+    told |= {f"embedding.{one}_embeddings.weight" for one in ("word", "position")}
+    assert names == told | {"encoder.final_layernorm.weight", "encoder.final_layernorm.bias"}
+    tools.convert(there, back, to="megatron", names=maps[1])
+    assert {one.state for one in tools.diff(source, back).tensors} == {"equal"}
+
+
+OF_LAYER = (
+    "input_layernorm",
+    "self_attention.query_key_value",
+    "self_attention.dense",
+    "post_attention_layernorm",
+    "mlp.dense_h_to_4h",
+    "mlp.dense_4h_to_h",
+)
+
+
+def test_to_nanotron_and_back(saved: Saved, tmp_path: Path) -> None:
+    """Under names of its own, of the shapes that a step of the coming run has; each moment is where it was."""
+    source = str(saved("gated tp2 pp2", "buckets"))
+    told = {f"model.{one.name}": one for one in tools.inspect(source).parameters}
+    for number, names in enumerate(({one.name: name for name, one in told.items()}, {n: n[6:] for n in told})):
+        (tmp_path / f"map{number}.json").write_text(json.dumps(names), encoding="utf-8")
+    model = tuple(Param(name, one.shape, (0,)) for name, one in told.items())
+    like = str(write(Run(model=model, dp=2), tmp_path / "like"))
+    tools.convert(source, str(tmp_path / "there"), to="nanotron", like=like, names=str(tmp_path / "map0.json"))
+    given = {"like": source, "names": str(tmp_path / "map1.json")}
+    done = tools.convert(str(tmp_path / "there"), str(tmp_path / "back"), to="megatron", **given)
+    assert any("they were taken to be so" in note for note in done.notes)
+    assert {one.state for one in tools.diff(source, done.out).tensors} == {"equal"}
 
 
 @pytest.mark.parametrize("shown", [False, True])
