@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -132,10 +133,26 @@ def show(arguments: argparse.Namespace, told: Callable[[], object], render: Call
     """Print what was found: as JSON, or on the console. Of several ranks the first does."""
     if not sharing().tells:
         return
-    if arguments.json:
-        print(json.dumps(told(), indent=2))
-    else:
-        render(Console())
+    try:
+        if arguments.json:
+            print(json.dumps(told(), indent=2), flush=True)
+        else:
+            render(_Output())
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _read_enough()
+
+
+class _Output(Console):
+    """stdout, which may be read to its first line alone: the exit status is then what it would have been."""
+
+    def on_broken_pipe(self) -> None:
+        _read_enough()
+
+
+def _read_enough() -> None:
+    """Nobody reads on; nor is it an error at the end (python.org, library/signal, "Note on SIGPIPE")."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:

@@ -95,6 +95,14 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _ROWS, _WIDEST = 5, 96
 
 
+def put_rates(coming: ComingRun, console: Console) -> None:
+    """Drawn on a terminal; elsewhere plain lines."""
+    if console.is_terminal:
+        render_rates(coming, console)
+    else:
+        console.file.writelines(f"{line}\n" for line in plain_rates(coming))
+
+
 def plain_rates(coming: ComingRun) -> Iterator[str]:
     """Lines of a table with tabs: the position, then every curve of every set of param groups; `#` begins a remark."""
     yield from (f"# {printable(note)}" for note in coming.notes)

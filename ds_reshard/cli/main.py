@@ -7,14 +7,11 @@ cannot tell); 2: wrong usage, or what was named cannot be read.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib import metadata
-
-from rich.console import Console
 
 from ds_reshard import __version__
 from ds_reshard.cli import doctor, lr_command, render
@@ -148,10 +145,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("ds-reshard: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read the output has read enough (python.org, library/signal, "Note on SIGPIPE").
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
 
 
 def _hooks(arguments: argparse.Namespace) -> int:
@@ -193,12 +186,7 @@ def _lr(arguments: argparse.Namespace) -> int:
     )
     if arguments.png is not None:
         draw(coming, arguments.png)
-    if arguments.json:
-        print(json.dumps(coming.to_json(), indent=2))
-    elif sys.stdout.isatty():
-        lr_command.render_rates(coming, Console())
-    else:
-        sys.stdout.writelines(f"{line}\n" for line in lr_command.plain_rates(coming))
+    show(arguments, coming.to_json, lambda console: lr_command.put_rates(coming, console))
     return FINDING if any(curve.unknown is not None for curve in coming.curves) else OK
 
 

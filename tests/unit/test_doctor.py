@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,3 +81,16 @@ def test_a_file_that_is_no_json_is_unusable(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "ds.json").write_text("{")
     assert main(["doctor", "--config", str(tmp_path / "ds.json")]) == 2
     assert "is not JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("told", [[], ["--json"]], ids=["text", "json"])
+def test_a_reader_who_has_read_enough_changes_no_status(tmp_path: Path, told: list[str]) -> None:
+    """`| head -n 1`: what was found stays found, also where a shell takes the status of every command of a pipe."""
+    for status, config in enumerate(({"zero_optimization": {"stage": 1}}, {"scheduler": WARMUP})):
+        (tmp_path / "ds.json").write_text(json.dumps(config))
+        command = [sys.executable, "-m", "ds_reshard", "doctor", "--config", str(tmp_path / "ds.json"), *told]
+        reads, writes = os.pipe()
+        os.close(reads)
+        done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        os.close(writes)
+        assert (done.returncode, done.stderr) == (status, "")
