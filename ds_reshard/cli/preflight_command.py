@@ -74,12 +74,14 @@ def _forecast(arguments: argparse.Namespace) -> Forecast:
 
 
 def _megatron(arguments: argparse.Namespace, flags: Sequence[str]) -> Forecast:
-    asked = {"--tag": arguments.tag, "--model": arguments.model}
-    given = [name for name, value in asked.items() if value is not None]
+    given = ["--tag"] if arguments.tag is not None else []
     given += [f"--{name}" for name in ("tp", "pp", "ep") if getattr(arguments, name) > 1]
     if given:
         mend = "say it in its own flags, after --: --ckpt-step, --tensor-model-parallel-size, ..."
         raise ConfigError(f"{', '.join(given)}: is not asked of a run of Megatron-LM; {mend}")
+    if arguments.model is not None:
+        mend = "leave it out: the model is compared as far as the flags after -- tell its sizes"
+        raise ConfigError(f"--model: Megatron-LM builds its model on the GPUs of a process group; {mend}")
     try:
         with contextlib.redirect_stdout(sys.stderr):
             import megatron.training.arguments  # noqa: F401
@@ -100,7 +102,8 @@ def _deepspeed(arguments: argparse.Namespace) -> Forecast:
         with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed logs from its import on
             import deepspeed  # noqa: F401
 
-        from ds_reshard.hosts.deepspeed.preflight import Coming, factory_of, forecast
+        from ds_reshard.hosts.deepspeed.coming_model import factory_of
+        from ds_reshard.hosts.deepspeed.preflight import Coming, forecast
     except ImportError as error:
         mend = "run this in the job's own environment"
         raise ConfigError(f"DeepSpeed: what it makes of the config is its own to say: {error}; {mend}") from error
@@ -108,7 +111,8 @@ def _deepspeed(arguments: argparse.Namespace) -> Forecast:
     sizes = {name: getattr(arguments, name) for name in ("world", "nodes", "tp", "pp", "ep")}
     _ask(arguments.flags or ())
     try:
-        return forecast(arguments.checkpoint, Coming(config=config, model=model, **sizes), tag=arguments.tag)
+        with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed and the factory of a model may print
+            return forecast(arguments.checkpoint, Coming(config=config, model=model, **sizes), tag=arguments.tag)
     finally:
         policy_sources.forget()
 
@@ -172,16 +176,13 @@ def _render_rates(rates: ComingRun, console: Console) -> None:
 
 
 def _render_costs(made: Forecast, console: Console) -> None:
-    costs = table("Cost", "rank", "reads", "files", "optimizer holds", "weights")
+    costs = table("Cost", "rank", "reads", "files", "optimizer", "weights", "host memory", "GPU memory")
     for cost in made.costs:
-        cells = (size(cost.read_nbytes), str(len(cost.files)), size(cost.optimizer_nbytes), size(cost.weights_nbytes))
-        costs.add_row(str(cost.rank), *cells)
+        held = (cost.optimizer_nbytes, cost.weights_nbytes, *made.memory(cost))
+        costs.add_row(str(cost.rank), size(cost.read_nbytes), str(len(cost.files)), *map(size, held))
     put(console, costs)
-    buffers = (
-        f"; buffers of at most {size(made.buffer_nbytes)} a rank beside what is held" if made.buffer_nbytes else ""
-    )
     line(
         console,
-        f"a node of {-(-made.world // made.nodes)} ranks reads {size(made.node_nbytes)}: {made.seconds:.3g} s at "
-        f"{made.bandwidth / 1e9:g} GB/s{buffers}",
+        f"a node of {-(-made.world // made.nodes)} ranks reads {size(made.node_nbytes)} of {made.node_files} files: "
+        f"{made.seconds:.3g} s at {made.bandwidth / 1e9:g} GB/s",
     )

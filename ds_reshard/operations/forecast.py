@@ -18,13 +18,17 @@ _RANDOM = re.compile(r"(?:rng_state_|random_states_)(\d+)\.(?:pth|pkl)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCost:
-    """What one rank reads, and what its engine holds: masters and states of the optimizer, and weights."""
+    """What one rank reads, and what its engine holds: masters and states of the optimizer, and weights.
+
+    `offloaded_nbytes` of these lie in the host's memory, or on its disks.
+    """
 
     rank: int
     read_nbytes: int
     files: tuple[str, ...]
     optimizer_nbytes: int
     weights_nbytes: int
+    offloaded_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,20 @@ class Forecast:
         return round(sum(planned) / len(planned) * a_node) if planned else 0
 
     @property
+    def node_files(self) -> int:
+        """How many files these ranks open, those of ranks that were not planned not counted."""
+        a_node = -(-self.world // self.nodes)
+        return len({name for cost in self.costs if cost.rank < a_node for name in cost.files})
+
+    def memory(self, cost: RankCost) -> tuple[int, int]:
+        """Bytes of a rank while it loads, in the host's memory and on its GPU.
+
+        What its engine holds, and buffers in both; a framework that reads holds its files in the host's memory instead.
+        """
+        held = cost.optimizer_nbytes + cost.weights_nbytes - cost.offloaded_nbytes
+        return cost.offloaded_nbytes + (self.buffer_nbytes or cost.read_nbytes), held + self.buffer_nbytes * bool(held)
+
+    @property
     def seconds(self) -> float:
         """How long the first node reads at `bandwidth` bytes a second."""
         return self.node_nbytes / self.bandwidth
@@ -93,14 +111,19 @@ class Forecast:
             "rates": self.rates.to_json() if self.rates is not None else None,
             "batch": {name: {"checkpoint": saved, "run": run} for name, (saved, run) in self.batch.items()},
             "cost": {
-                "ranks": [asdict(cost) for cost in self.costs],
+                "ranks": [self._cost_to_json(cost) for cost in self.costs],
                 "node_nbytes": self.node_nbytes,
+                "node_files": self.node_files,
                 "buffer_nbytes": self.buffer_nbytes,
                 "bandwidth": self.bandwidth,
                 "seconds": self.seconds,
             },
             "notes": list(self.notes),
         }
+
+    def _cost_to_json(self, cost: RankCost) -> dict[str, object]:
+        host, device = self.memory(cost)
+        return {**asdict(cost), "host_nbytes": host, "device_nbytes": device}
 
 
 def with_folder(made: Forecast, path: str, *, tag: str | None, deep: bool) -> Forecast:

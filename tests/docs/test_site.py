@@ -38,6 +38,16 @@ def test_every_page_is_in_the_menu_once() -> None:
     assert all((ROOT / source).is_file() for source in _elsewhere().values())
 
 
+def test_every_recipe_names_what_runs_it() -> None:
+    """An example, or a file of tests, which other tests look for. The first are in the order of a user's questions."""
+    (recipes,) = (part["Recipes"] for part in SITE["nav"] if "Recipes" in part)
+    order = ["DeepSpeed", "Hugging Face's Trainer", "accelerate", "FSDP2 and FSDP1", "Megatron-LM", "nanotron", "Slurm"]
+    assert [name for recipe in recipes for name in recipe][: len(order)] == order
+    named = re.compile(r"`(examples/\d\d_\w+\.py|tests/\w+/(?:\w+/)?test_\w+\.py)`")
+    pages = {page: (ROOT / "docs" / page).read_text(encoding="utf-8") for page in _pages(recipes)}
+    assert [page for page, text in pages.items() if not named.search(text)] == []
+
+
 @pytest.mark.slow
 def test_the_site_builds_and_asks_nobody_for_anything(tmp_path: Path) -> None:
     """Strictly, so that a link that leads nowhere is an error; and no page loads anything from outside."""

@@ -57,6 +57,17 @@ def load(
     )
     if out is not None:
         dcp.save({"model": weights, "optimizer": states}, checkpoint_id=out)
+    return {**_held(net, optimizer), "bytes": ours.bytes_read if ours else 0, "own": own, "asked": asked}
+
+
+def recipe(text: str, folder: str, model: Model) -> dict[str, Any]:
+    """What FSDP2 holds once the code of a page has run, which loads `checkpoints`."""
+    net, optimizer = fsdp2(model, turned=False)
+    exec(text.replace('"checkpoints"', repr(folder)), {"model": net, "optimizer": optimizer})
+    return _held(net, optimizer)
+
+
+def _held(net: Any, optimizer: Any) -> dict[str, Any]:
     names = {id(param): name for name, param in net.named_parameters()}
     held = {
         (names[id(param)], kind): _whole(value)
@@ -68,14 +79,7 @@ def load(
         for group in optimizer.param_groups
     ]
     found = {name: _whole(value) for name, value in net.state_dict().items()}
-    return {
-        "weights": found,
-        "states": held,
-        "groups": groups,
-        "bytes": ours.bytes_read if ours else 0,
-        "own": own,
-        "asked": asked,
-    }
+    return {"weights": found, "states": held, "groups": groups}
 
 
 def _group_values(states: dict[str, Any]) -> list[tuple[tuple[str, ...], dict[str, Any]]]:

@@ -68,7 +68,7 @@ def outcome(
             engine = grid_jobs.build(run)
         else:
             engine = jobs.build(run, model or Model(), seed=99)
-    except (AssertionError, TypeError, ValueError) as error:
+    except Exception as error:
         return {"faults": {("ConfigError", "DeepSpeed config")}, "loader": "", "text": str(error)}
     try:
         if flags:

@@ -81,7 +81,7 @@ def config_of(setup: Setup) -> dict[str, Any]:
         config["ds_reshard"] = {**config.get("ds_reshard", {}), "resume": setup.policy}
     if setup.json:
         params = {"lr": setup.lr, "weight_decay": setup.weight_decay, "betas": list(setup.betas), "eps": setup.eps}
-        config["optimizer"] = {"type": "AdamW", "params": {**params, "torch_adam": True}}
+        config.setdefault("optimizer", {"type": "AdamW", "params": {**params, "torch_adam": True}})
         if setup.scheduler is not None and setup.scheduler[0] not in ("CosineAnnealingLR",):
             config["scheduler"] = {"type": setup.scheduler[0], "params": setup.scheduler[1]}
     return config

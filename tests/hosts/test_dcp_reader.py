@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,17 @@ def test_fsdp2_is_filled_from_zero(worlds: Any, saves: Saves, run: Run, model: M
     folder, saved = saves(run, model)
     loaded = worlds[size].run("dcp_jobs.load", folder=str(folder), model=model, **how)
     assert_loaded(saved, loaded)
+
+
+def test_the_recipe_of_the_page(worlds: Any, saves: Saves) -> None:
+    """The code of docs/fsdp.md as it stands, on another number of ranks."""
+    page = (Path(__file__).parents[2] / "docs" / "fsdp.md").read_text(encoding="utf-8")
+    (text,) = (
+        block for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "get_state_dict(" in block
+    )
+    run, model, size, _ = ROWS[0]
+    folder, saved = saves(run, model)
+    assert_loaded(saved, worlds[size].run("dcp_jobs.recipe", text=text, folder=str(folder), model=model))
 
 
 def test_a_universal_checkpoint_is_one_too(worlds: Any, universals: Universals) -> None:

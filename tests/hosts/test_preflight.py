@@ -6,12 +6,12 @@ meta device. The load is that of real engines.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +65,14 @@ def _copied(name: str, over: str) -> Callable[[Path], None]:
     return lambda folder: (
         next(folder.glob(f"*/{over}")).write_bytes(next(folder.glob(f"*/{name}")).read_bytes()) and None
     )
+
+
+def _copied_without_names(folder: Path) -> None:
+    """As a tool leaves them that loads, and saves into a stream."""
+    for rank in (1, 0):
+        stream = io.BytesIO()
+        torch.save(torch.load(next(folder.glob(f"*/{OPTIM_0}")), weights_only=False), stream)
+        next(folder.glob(f"*/*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")).write_bytes(stream.getvalue())
 
 
 def _drop(name: str) -> Callable[[Path], None]:
@@ -132,6 +140,7 @@ PAIRS = [
     Pair(Run(2, 2), Run(1, 3), refused="CheckpointNotFound", tag="nothing", name="tag"),
     Pair(Run(2, 2), Run(1, 1), harm=change(OPTIM_1), flags=("--no-load-optim",), model=PLAIN, name="unread"),
     Pair(Run(1, 2), Run(1, 3), refused="CheckpointDamaged", harm=_copied(OPTIM_0, OPTIM_1), name="copied"),
+    Pair(Run(3, 2), Run(3, 2), refused="CheckpointDamaged", harm=_copied_without_names, name="copied"),
     # universal checkpoints
     Pair(Run(2, 2), Run(1, 3), universal=True, model=PLAIN, name="universal"),
     Pair(Run(2, 2), Run(3, 2, config=UNIVERSAL), universal=True, model=PLAIN, name="universal"),
@@ -139,6 +148,27 @@ PAIRS = [
     # a JSON that DeepSpeed refuses
     Pair(Run(2, 2), Run(2, 2, config={"train_batch_size": 13}), refused="ConfigError", model=PLAIN, name="batch"),
     Pair(Run(2, 2), Run(2, 2, options={"stage3": 1}), refused="ConfigError", model=PLAIN, name="key"),
+    # what DeepSpeed refuses where it builds the engine
+    *(
+        Pair(Run(2, 2), Run(stage, 1, options=options, config=config), refused="ConfigError", model=PLAIN, name=name)
+        for name, stage, options, config in (
+            ("legacy", 1, {"legacy_stage1": True}, {}),
+            ("offload", 2, OFFLOAD, {"zero_force_ds_cpu_optimizer": True}),
+            ("norm", 2, {"compute_grad_norm": False}, {}),
+            ("prescaled", 2, {}, {"prescale_gradients": True}),
+            ("masters", 2, {}, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
+            ("states", 3, {}, {"bf16": {"enabled": True, "bf16_optimizer_states": True}}),
+            ("types", 0, {}, {"data_types": {"grad_accum_dtype": "float"}}),
+        )
+    ),
+    Pair(
+        Run(2, 2),
+        Run(2, 1, config={"zero_allow_untested_optimizer": False}),
+        refused="ConfigError",
+        model=Model(optimizer="sgd"),
+        name="untested",
+    ),
+    Pair(Run(2, 2), Run("bf16", 1, options={"offload_optimizer": {"device": "none"}}), model=PLAIN, name="none"),
     # an optimizer and a scheduler of the JSON
     Pair(Run(2, 2), Run(1, 1), section={"resume": {"scheduler": "reset"}}, model=PLAIN, name="json"),
 ]
@@ -220,6 +250,21 @@ OF_JSON = [
     (ALONE, {"scheduler": WARMUP.scheduler}, "", "ModelMismatch"),
     (TORCH, {"json": True, "scheduler": WARMUP.scheduler}, "", "ModelMismatch"),
     (WARMUP, {"scheduler": ("WarmupLR", {"warm_up": 3})}, "", "ConfigError"),
+    (ALONE, {"scheduler": ("StepLR", {"step_size": 3})}, "", "ConfigError"),
+    *(
+        (ALONE, {"run": Run(2, 1, config={"optimizer": {"type": kind, "params": params}})}, loader, refused)
+        for kind, params, loader, refused in (
+            ("Adam", {"torch_adam": True, "adam_w_mode": False, "lr": 0.01, "weight_decay": 0.1}, "ds_reshard", ""),
+            ("AdamW", {"torch_adam": True, "amsgrad": True}, "", "ModelMismatch"),
+            ("RMSprop", {"lr": 0.5}, "", "ModelMismatch"),
+            ("NAdam", {"lr": 0.5}, "", "ModelMismatch"),
+            ("SGD", {"lr": 0.5}, "", "ModelMismatch"),
+            ("Nothing", {"lr": 0.5}, "", "ConfigError"),
+            ("AdamW", {"torch_adam": True, "learning_rate": 0.5}, "", "ConfigError"),
+            ("AdamW", {"max_grad_norm": 1.0}, "", "ConfigError"),
+            ("Adam", {"foreach": True}, "", "ConfigError"),
+        )
+    ),
 ]
 
 
@@ -391,22 +436,34 @@ def test_a_folder_that_is_none_or_cannot_be_read(tmp_path: Path, capsys: Any, fo
     assert "Permission denied" in capsys.readouterr().out.splitlines()[0]
 
 
-def test_the_slurm_prolog(saves: Saves, tmp_path: Path) -> None:
-    """The batch script of the page, as it stands: `srun` is reached where the load will go well, and not elsewhere."""
-    page = (Path(__file__).parents[2] / "docs" / "preflight.md").read_text(encoding="utf-8")
-    script, *_ = re.findall(r"^```bash\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
-    for name, text in {"ds-reshard": f'exec {sys.executable} -m ds_reshard "$@"', "srun": 'echo "srun $*"'}.items():
+def test_the_scripts_for_slurm(saves: Saves, tmp_path: Path, interpreter: str) -> None:
+    """As the page has them: `srun` is reached where the load will go well, and not elsewhere; a job waits for one."""
+    page = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text(encoding="utf-8")
+    script, chained = re.findall(r"^```bash\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    stand_ins = {
+        "ds-reshard": f'exec {interpreter} -m ds_reshard "$@"',
+        "srun": 'echo "srun $*"',
+        "sbatch": 'if [ "$1" = --parsable ]; then sh -c "$4" >first && echo 17; else echo "sbatch $*"; fi',
+    }
+    for name, text in stand_ins.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    config = {"train_batch_size": 24, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    config = {"train_batch_size": 384, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     job = {"CHECKPOINTS": str(saves(Run(2, 2), PLAIN)[0]), "SLURM_NNODES": "2", "RESUME_FLAGS": "--reset-iteration"}
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **job}
-    for ranks, status in (("8", 0), ("7", 1)):
-        asked = {**environment, "SLURM_NTASKS": ranks}
+
+    def run(text: str, **more: str) -> tuple[int, str]:
+        environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **job, **more}
+        command = ["bash", "-c", text]
         done = subprocess.run(
-            ["bash", "-c", script], cwd=tmp_path, env=asked, capture_output=True, text=True, timeout=120, check=False
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
         )
-        assert done.returncode == status, done.stdout + done.stderr
-        assert ("srun python train.py" in done.stdout) is (status == 0)
-        assert done.stdout.startswith("no: " if status else "yes: ")
+        return done.returncode, done.stdout
+
+    for ranks, status in (("8", 0), ("7", 1)):
+        ended, said = run(script, SLURM_NTASKS=ranks)
+        assert ended == status and said.startswith("no: " if status else "yes: ")
+        assert ("srun python train.py" in said) is (status == 0)
+    ended, said = run(chained)
+    assert ended == 0 and said.startswith("sbatch --dependency=afterok:17 ")
+    assert (tmp_path / "first").read_text().startswith("yes: ds_reshard loads ZeRO 2, dp=2 as ZeRO 3, dp=384")

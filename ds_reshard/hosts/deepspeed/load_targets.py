@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+import torch
 
 from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout
 from ds_reshard.execution.buffers import TensorTarget, element_type, torch_dtype
@@ -21,7 +24,6 @@ from ds_reshard.model.region import Box
 from ds_reshard.planning.copies import Copy
 
 if TYPE_CHECKING:
-    import torch
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
@@ -336,8 +338,34 @@ def _flat_placements(
     return (placement._replace(replicated=live.replicated) for placement in placements)
 
 
-_ADAM = frozenset({"Adam", "AdamW", "RAdam", "FusedAdam", "DeepSpeedCPUAdam", "FusedLamb"})
+KEPT = {
+    "FusedAdam": ("exp_avg", "exp_avg_sq"),
+    "DeepSpeedCPUAdam": ("exp_avg", "exp_avg_sq"),
+    "FusedLamb": ("exp_avg", "exp_avg_sq"),
+    "FusedLion": ("exp_avg",),
+    "DeepSpeedCPULion": ("exp_avg", "exp_avg_sq"),
+    "DeepSpeedCPUAdagrad": ("exp_avg_sq",),
+}
+"""The states of DeepSpeed's and apex's optimizers, which compile what they need (deepspeed/ops, 0.19.8)."""
 _HOMES = frozenset({"torch", "deepspeed", "apex"})
+
+
+def kept_states(kind: type[torch.optim.Optimizer], group: Mapping[str, object]) -> dict[str, bool] | None:
+    """The states that an optimizer with a group's values keeps of a parameter, and whether each is of its shape.
+
+    Found by one step of it with one small parameter; None where it takes none. Nothing of the run is touched.
+    """
+    probe = torch.nn.Parameter(torch.zeros(3, 2))
+    probe.grad = torch.zeros(3, 2)
+    taken = inspect.signature(kind).parameters.keys() - {"fused", "foreach", "capturable", "differentiable"}
+    plain = {key: group[key] for key in taken & group.keys() if isinstance(group[key], bool | int | float | tuple)}
+    try:
+        one = cast(Callable[..., torch.optim.Optimizer], kind)([probe], **plain)
+        one.step()
+    except Exception:
+        return None
+    held = {name: getattr(value, "shape", ()) for name, value in one.state[probe].items() if name != "step"}
+    return {name: shape == probe.shape for name, shape in held.items() if shape is not None}
 
 
 def state_faults(engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
@@ -345,6 +373,10 @@ def state_faults(engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroC
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     for number, buffer in enumerate(live.buffers):
         own, saved = _own_states(inner, buffer, live.groups[buffer.group]), frozenset(state_kinds(checkpoint, buffer))
+        known = _known_states(type(inner), live.groups[buffer.group]) if checkpoint.universal is None else None
+        if own is not None and known is not None and checkpoint.facts is not None:
+            own |= {name for name, follows in known.items() if not follows}
+            saved |= {*checkpoint.facts.scalars.get(next(iter(buffer.shapes), ""), ())} - {"step"}
         if own is not None and any(map(prod, buffer.shapes.values())) and own != saved:
             yield ModelMismatch.fault(
                 f"flat buffer {number} ({next(iter(buffer.shapes))}, ...)",
@@ -364,14 +396,15 @@ def _own_states(optimizer: object, buffer: FlatBuffer, group: Mapping[str, objec
     if held := states.get(buffer.fp32):
         sizes = {name: value.numel() for name, value in held.items() if hasattr(value, "numel")}
         return frozenset(name for name, size in sizes.items() if size == buffer.fp32.numel() and name != "step")
-    kind = type(optimizer)
-    if kind.__module__.partition(".")[0] not in _HOMES:
-        return None
-    if kind.__name__ == "SGD":
-        return frozenset({"momentum_buffer"} if group.get("momentum") else ())
-    if kind.__name__ in _ADAM:
-        return frozenset({"exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group.get("amsgrad") else [])})
-    return None
+    found = _known_states(type(optimizer), group)
+    return None if found is None else frozenset(name for name, follows in found.items() if follows)
+
+
+def _known_states(kind: type, group: Mapping[str, object]) -> Mapping[str, bool] | None:
+    home = kind.__module__.partition(".")[0]
+    if home == "torch":
+        return kept_states(kind, group)
+    return dict.fromkeys(KEPT[kind.__name__], True) if home in _HOMES and kind.__name__ in KEPT else None
 
 
 def _universal_faults(optimizer: object, live: LiveOptimizer, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
@@ -387,7 +420,8 @@ def _universal_faults(optimizer: object, live: LiveOptimizer, checkpoint: ZeroCh
     if universal.common.kept is not None:
         return
     path, kind = universal.common.path, type(optimizer)
-    if kind.__name__ not in _ADAM or kind.__module__.partition(".")[0] not in _HOMES:
+    known = _known_states(kind, {})
+    if known is None or not known.keys() <= {"exp_avg", "exp_avg_sq"}:
         what = f"does not say which states the saved optimizer kept, and {kind.__name__} may keep others"
         yield _lost(path, what, "exp_avg, exp_avg_sq and step, which are all that ds_to_universal takes along")
         return

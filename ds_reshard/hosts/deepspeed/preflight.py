@@ -6,8 +6,6 @@ one rank after the other. What other ranks find in the shards that they open is 
 
 from __future__ import annotations
 
-import importlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -15,13 +13,14 @@ from math import prod
 from typing import TYPE_CHECKING, cast
 
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force
-from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReshardError, faults_of, raise_faults
+from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReshardError, as_faults, faults_of, raise_faults
 from ds_reshard.formats.zero.checkpoint import Grid, ZeroCheckpoint
 from ds_reshard.formats.zero.checkpoint import Row as TensorRow
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.shards import compare_prints, compare_signatures
 from ds_reshard.hosts.deepspeed import resume_values
+from ds_reshard.hosts.deepspeed.coming_engine import ComingEngine, filled, parsed
 from ds_reshard.hosts.deepspeed.coming_grid import (
     assumed,
     held_by,
@@ -30,18 +29,10 @@ from ds_reshard.hosts.deepspeed.coming_grid import (
     refuse_unforeseen,
     spot_of,
 )
+from ds_reshard.hosts.deepspeed.coming_model import ComingModel, cast_model, given_model, no_model, saved_model
+from ds_reshard.hosts.deepspeed.coming_optimizer import precision
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, look
-from ds_reshard.hosts.deepspeed.foreseen import (
-    ComingEngine,
-    ComingModel,
-    Group,
-    filled,
-    kind_of,
-    no_model,
-    parsed,
-    saved_model,
-)
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.load import Decision, foresee
 from ds_reshard.hosts.deepspeed.move import counters, group_values
@@ -54,7 +45,6 @@ from ds_reshard.resume.report import ResumeReport, Row
 from ds_reshard.resume.schedule import SOURCE
 
 if TYPE_CHECKING:
-    import torch
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -84,8 +74,8 @@ def forecast(path: str, coming: Coming, *, tag: str | None = None) -> Forecast:
     made = _Forecasting(path, coming, tag)
     try:
         made.decide()
-    except ReshardError as error:
-        made.faults += faults_of(error)
+    except Exception as error:  # what is no error of ours is one of the load, too
+        made.faults += as_faults(error, where=path)
     return made.answer()
 
 
@@ -143,7 +133,7 @@ class _Forecasting:
             costs=tuple(self.costs),
             world=coming.world,
             nodes=coming.nodes,
-            buffer_nbytes=self.buffer_nbytes,
+            buffer_nbytes=self.buffer_nbytes if self.loader == "ds_reshard" else 0,
             notes=tuple(self.notes),
         )
 
@@ -179,7 +169,7 @@ class _Forecasting:
                 other = engine if rank == 0 else self._engine(rank)
                 own = prepared if rank == 0 else self._decided(other, whole=False)[1]
                 if own is not None:
-                    self.costs.append(_cost(rank, other, decision, own))
+                    self.costs.append(_cost(rank, other, self.config, decision, own))
             self.report = _report(engine, decision, prepared)
 
     def _look(self, row: int, settings: Settings) -> Found:
@@ -194,7 +184,7 @@ class _Forecasting:
     def _compare_rows(self, decisions: Sequence[Decision]) -> None:
         """What the ranks of a load find out together: whether all rows are of one save, and all read by one loader."""
         checkpoint, shards = self.checkpoint, [one.shards for one in decisions if one.shards is not None]
-        if checkpoint is None or len(shards) < 2:
+        if checkpoint is None:
             return
         states = any(one.loader == "ds_reshard" for one in decisions)
         folder, said = checkpoint.listing.folder, {k: v for one in shards for k, v in one.signatures.items()}
@@ -207,7 +197,8 @@ class _Forecasting:
         saved = self.checkpoint.model.config if self.checkpoint is not None else {}
         self.config, auto = filled(self.coming.config, saved)
         if auto:
-            self.notes.append(f'what is "auto" is taken as the saving run had it: {", ".join(auto)}')
+            taken = 'what is "auto" is taken as the saving run had it, or else as DeepSpeed does'
+            self.notes.append(f"{taken}: {', '.join(auto)}")
         version = metadata.version("deepspeed")
         if version != SOURCE:
             self.notes.append(f"the rules of flat buffers are those of DeepSpeed {SOURCE}; {version} is installed here")
@@ -219,6 +210,12 @@ class _Forecasting:
         if self.coming.model is None and self.checkpoint is not None:
             optimizer = "" if section(self.config, "optimizer") else ", and so is the optimizer, which the JSON has not"
             self.notes.append(f"the model is taken to be the one that was saved{optimizer}: --model compares another")
+
+        saved_schedule = self.checkpoint is not None and self.checkpoint.model.entries.get("lr_scheduler") is not None
+        if not saved_schedule and not section(self.config, "scheduler"):
+            self.notes.append(
+                "no scheduler was saved: one that the script builds is refused without --no-load-lr-state"
+            )
 
     def _engine(self, rank: int) -> ComingEngine:
         assert self.ds is not None
@@ -237,15 +234,15 @@ class _Forecasting:
         import torch
 
         assert self.ds is not None
-        dtype = kind_of(self.ds, self.config, checkpoint).dtype
+        dtype = precision(self.ds)
         if self.coming.model is not None:
             try:
                 with torch.device("meta"):
                     made = self.coming.model()
-                return _cast_model(_given_model(made), dtype)
+                return cast_model(given_model(made), dtype)
             except ReshardError as error:
                 self.faults += faults_of(error)
-            except Exception as error:  # of the factory, which is anybody's
+            except (Exception, SystemExit) as error:  # of the factory, which is anybody's
                 said = " ".join(str(error).split())[:300] or "no message"
                 mend = "correct the factory: it is called on torch.device('meta'), and must not ask for a GPU"
                 self.faults.append(
@@ -272,7 +269,10 @@ class _Forecasting:
         try:
             return decision, prepare(as_engine, mine.live, mine.grid, found.checkpoint, groups, request, mine.settings)
         except ReshardError as error:
-            self.notes.append(f"what DeepSpeed takes over is not told: {str(error).splitlines()[0]}")
+            if any(fault.where.startswith("parameter ") for fault in faults_of(error)):
+                raise  # DeepSpeed refuses that as well
+            why = "; ".join(fault.line() for fault in faults_of(error)[:3])
+            self.notes.append(f"what DeepSpeed takes over is not told, and it may not look: {why}")
             return decision, None
 
     def _ranks(self) -> list[int]:
@@ -308,63 +308,15 @@ def _nothing(path: str) -> CheckpointNotFound:
     return CheckpointNotFound(f"{fault.line()}; {mend}", [fault])
 
 
-def factory_of(text: str) -> Callable[[], object]:
-    """The function that module:factory names."""
-    module, _, name = text.partition(":")
-    if not name or not re.fullmatch(r"[\w.]+", module):
-        raise _config("--model", f"{text!r} is not module:factory", "write --model my_project.model:build")
-
-    def build() -> object:
-        made: object = importlib.import_module(module)
-        for part in name.split("."):
-            made = getattr(made, part)
-        return cast(Callable[[], object], made)()
-
-    return build
-
-
-def _given_model(made: object) -> ComingModel:
-    """What a factory has made: a module, or a module and the optimizer or param groups over its parameters."""
-    import torch
-
-    module, groups = (made[0], made[1]) if isinstance(made, tuple) and len(made) > 1 else (made, None)
-    if not isinstance(module, torch.nn.Module):
-        what = f"gives {type(module).__name__}, and no torch.nn.Module"
-        raise_faults([ConfigError.fault("--model", what, mend="return the module")], subject="preflight")
-        raise AssertionError
-    optimizer = type(groups) if isinstance(groups, torch.optim.Optimizer) else None
-    groups = groups.param_groups if isinstance(groups, torch.optim.Optimizer) else groups
-    names = {id(param): name for name, param in module.named_parameters()}
-    every: list[Group] = [{"params": list(module.parameters())}]
-    given = cast(list[Group], list(groups)) if groups is not None else every
-    order = tuple(
-        {
-            names[id(param)]: param
-            for param in cast(list[torch.nn.Parameter], group["params"])
-            if param.requires_grad and id(param) in names
-        }
-        for group in given
-    )
-    values = tuple({name: value for name, value in group.items() if name != "params"} for group in given)
-    return ComingModel(module=module, order=order, groups=values if any(values) else None, optimizer=optimizer)
-
-
-def _cast_model(model: ComingModel, dtype: torch.dtype | None) -> ComingModel:
-    """The model as DeepSpeed makes it of its precision: `module.half()` or `module.bfloat16()`, in place."""
-    if dtype is not None:
-        for tensor in [*model.module.parameters(), *model.module.buffers()]:
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.to(dtype)
-    return model
-
-
 def _batch(ds: DeepSpeedConfig, saved: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """Global batch, micro batch and accumulation: as DeepSpeed computes them, and as the saved JSON says."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     return {name: (saved.get(name), getattr(ds, name)) for name in names}
 
 
-def _cost(rank: int, engine: ComingEngine, decision: Decision, prepared: Prepared) -> RankCost:
+def _cost(
+    rank: int, engine: ComingEngine, config: Mapping[str, object], decision: Decision, prepared: Prepared
+) -> RankCost:
     """Bytes and files that one rank reads, and what its engine holds."""
     live, wants, listing = prepared.live, prepared.wants, prepared.checkpoint.listing
     masters = sum(buffer.fp32.numel() * 4 for buffer in live.buffers) if live is not None else 0
@@ -379,8 +331,15 @@ def _cost(rank: int, engine: ComingEngine, decision: Decision, prepared: Prepare
         nbytes = sum(listing.nbytes[name] for name in files)
     else:
         files, nbytes = list(shown_files(prepared.plan.files)), prepared.plan.nbytes
+    zero = section(config, "zero_optimization")
+    apart = {"offload_optimizer": masters + states, "offload_param": weights}
     return RankCost(
-        rank=rank, read_nbytes=nbytes, files=tuple(files), optimizer_nbytes=masters + states, weights_nbytes=weights
+        rank=rank,
+        read_nbytes=nbytes,
+        files=tuple(files),
+        optimizer_nbytes=masters + states,
+        weights_nbytes=weights,
+        offloaded_nbytes=sum(held for key, held in apart.items() if section(zero, key).get("device", "none") != "none"),
     )
 
 

@@ -1,0 +1,317 @@
+"""The engine of a run that is still to come: what the code of a load asks of a running one, on the meta device.
+
+Nothing decides here: `load.py` and `prepare.py` look at this engine as at any other. What DeepSpeed makes of a config
+is its own to say (`DeepSpeedConfig`, its schedulers). How flat buffers are cut follows `_round_robin_reorder` and the
+padding of `parameter_alignment` (runtime/zero/stage_1_and_2.py), and `_create_fp16_sub_groups` (runtime/zero/stage3.py)
+of DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import gcd, prod
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+
+from ds_reshard.errors import ConfigError, as_faults, raise_faults
+from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.formats.zero.experts import expert_of
+from ds_reshard.formats.zero.layout import chunk_numel, flat_numel, partition_numel, sub_group_numel
+from ds_reshard.formats.zero.model_states import section
+from ds_reshard.formats.zero.target import sub_groups
+from ds_reshard.hosts.deepspeed.coming_grid import Spot
+from ds_reshard.hosts.deepspeed.coming_model import ComingModel
+from ds_reshard.hosts.deepspeed.coming_optimizer import Kind, kind_of, optimizer_of
+from ds_reshard.hosts.deepspeed.settings import check_batch
+from ds_reshard.resume.lr_preview import SCRIPT_SCHEDULERS
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+Shape = tuple[int, ...]
+Group = dict[str, object]
+_META = torch.device("meta")
+
+
+def parsed(config: Mapping[str, object], world: int) -> DeepSpeedConfig:
+    """What DeepSpeed makes of this JSON on so many ranks; ConfigError with its own words where it refuses it."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    class OfWorld(DeepSpeedConfig):  # type: ignore[misc]
+        """As DeepSpeed reads it where the process group has so many ranks."""
+
+        def _configure_train_batch_size(self) -> None:
+            self.world_size = world
+            super()._configure_train_batch_size()
+
+        def _batch_assertion(self) -> None:
+            check_batch(self, super()._batch_assertion)
+
+    try:
+        return OfWorld(dict(config))
+    except ConfigError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())[:400] or type(error).__name__
+        mend = "correct the DeepSpeed JSON, or --world"
+        fault = ConfigError.fault("DeepSpeed config", f"DeepSpeed refuses it on {world} ranks: {said}", mend=mend)
+        raise ConfigError(f"{fault.line()}; {mend}", [fault]) from error
+
+
+def filled(config: Mapping[str, object], saved: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+    """The config with the saving run's values for what is "auto", which a trainer fills, and the names of these."""
+    made: dict[str, object] = {}
+    names: list[str] = []
+    for key, value in config.items():
+        theirs = saved.get(key)
+        if isinstance(value, Mapping):
+            made[key], found = filled(value, theirs if isinstance(theirs, Mapping) else {})
+            names += [f"{key}.{name}" for name in found]
+        elif value != "auto":
+            made[key] = value
+        else:
+            names.append(key)
+            if key in saved and theirs != "auto" and key != "train_batch_size":  # which follows from the others
+                made[key] = theirs
+    return made, names
+
+
+class _Mpu(NamedTuple):
+    """What is asked of an `mpu`: the rank among those that divide the model, as its files are numbered."""
+
+    column: int
+
+    def get_model_parallel_rank(self) -> int:
+        return self.column
+
+
+class ComingEngine:
+    """What `hosts/deepspeed` reads of a DeepSpeedEngine."""
+
+    def __init__(
+        self,
+        ds: DeepSpeedConfig,
+        config: Mapping[str, object],
+        checkpoint: ZeroCheckpoint | None,
+        model: ComingModel,
+        spot: Spot,
+    ) -> None:
+        self._config, self.coming_grid, place = ds, spot.grid, spot.data
+        self.module = model.module
+        self.param_names = {param: name for name, param in model.module.named_parameters()}
+        self.seq_data_parallel_group = place
+        self.seq_dp_world_size = self.dp_world_size = place.size
+        self.mp_world_size, self.mpu = spot.grid.row.size * spot.grid.pp, _Mpu(spot.grid.column)
+        self.has_moe_layers = bool(spot.grid.experts)
+        self.zenflow = section(config, "zero_optimization").get("zenflow") is not None
+        self.global_steps = self.global_samples = self.skipped_steps = 0
+        self.loaded_checkpoint_dp_world_size: int | None = None
+        self.loaded_checkpoint_mp_world_size: int | None = None
+        self.training_dataloader = self.client_lr_scheduler = self.lr_scheduler = None
+        self.random_ltd_scheduler = None
+        self.kind = kind_of(ds, config, checkpoint, model)
+        self.optimizer = _wrapper(ds, config, checkpoint, model, spot, self.kind)
+        inner = cast(torch.optim.Optimizer, getattr(self.optimizer, "optimizer", self.optimizer))
+        self.lr_scheduler = _scheduler(config, checkpoint, self.optimizer, inner)
+        if not section(config, "scheduler") and self.lr_scheduler is not None:
+            self.client_lr_scheduler = self.lr_scheduler
+        self.scripts_scheduler = self.client_lr_scheduler is not None
+        several = len(model.order) > 1  # what a JSON says of one, the script says of each
+        by_json = section(config, "optimizer").get("type") is not None
+        self.scripts_optimizer = model.groups is None and (several or not by_json)
+
+    def zero_optimization_stage(self) -> int:
+        return self.kind.stage
+
+    def load_universal_checkpoint(self) -> bool:
+        return bool(self._config.load_universal_checkpoint)
+
+    def bfloat16_enabled(self) -> bool:
+        return bool(self._config.bfloat16_config.enabled)
+
+    def zero_load_from_fp32_weights(self) -> bool:
+        return bool(self._config.zero_config.load_from_fp32_weights)
+
+    def curriculum_learning_enabled(self) -> bool:
+        return False
+
+    def random_ltd_enabled(self) -> bool:
+        return False
+
+    def gradient_clipping(self) -> object:
+        return self._config.gradient_clipping
+
+    def train_batch_size(self) -> int:
+        return cast(int, self._config.train_batch_size)
+
+
+def _wrapper(
+    ds: DeepSpeedConfig,
+    config: Mapping[str, object],
+    checkpoint: ZeroCheckpoint | None,
+    model: ComingModel,
+    spot: Spot,
+    kind: Kind,
+) -> object:
+    """The optimizer of the engine, with its flat buffers."""
+    zero, place = ds.zero_config, spot.data
+    orders = [{name: param for name, param in group.items() if param.requires_grad} for group in model.order if group]
+    shares = [spot.experts if any(map(expert_of, group)) else place for group in orders]
+    offload = getattr(zero.offload_optimizer, "device", None)
+    nvme = "nvme" in (str(offload), str(getattr(offload, "value", "")))
+    made: dict[str, object] = {
+        "clip_grad": ds.gradient_clipping,
+        "dp_process_group": place,
+        "real_dp_process_group": shares,
+        "zenflow": section(config, "zero_optimization").get("zenflow") is not None,
+        "swap_optimizer": kind.stage == 3 and nvme,
+    }
+    flats: list[list[torch.Tensor]] = [[] for _ in orders]
+    if kind.name == "torch":
+        return optimizer_of(config, checkpoint, model, kind.cls, [list(group.values()) for group in orders])
+    if kind.name == "zero3":
+        _partition(model.module, place.size)
+        subs = [
+            (g, list(part))
+            for g, group in enumerate(orders)
+            for part in sub_groups(_shapes(group), place.size, int(zero.sub_group_size))
+        ]
+        sizes = [sub_group_numel({name: _shape(orders[g][name]) for name in part}, place.size) for g, part in subs]
+        made["fp32_partitioned_groups_flat"] = masters = [_flat(size, torch.float32) for size in sizes]
+        made["fp16_partitioned_groups_flat"] = [_flat(size, kind.dtype or torch.float32) for size in sizes]
+        made["fp16_groups"] = [[orders[g][name] for name in part] for g, part in subs]
+        made["sub_group_to_group_id"] = {number: g for number, (g, _) in enumerate(subs)}
+        for (g, _), flat in zip(subs, masters, strict=True):
+            flats[g].append(flat)
+    elif kind.name in ("zero", "bf16"):
+        turns = bool(zero.round_robin_gradients) and kind.name == "zero"
+        turned = [
+            _turned(list(group.items()), share.size) if turns else list(group.items())
+            for group, share in zip(orders, shares, strict=True)
+        ]
+        aligned = kind.name == "zero" and bool(getattr(zero, "parameter_alignment", False))
+        gaps = [_gaps([param for _, param in group], kind.dtype or torch.float32, aligned) for group in turned]
+        for g, group in enumerate(turned):
+            shapes = {name: _shape(param) for name, param in group}
+            flats[g] = [_flat(partition_numel(flat_numel(shapes, gaps[g]), shares[g].size), torch.float32)]
+        params = [[param for _, param in group] for group in turned]
+        if kind.name == "bf16":
+            made |= {"bf16_groups": params, "fp32_groups_flat_partition": [flat for (flat,) in flats]}
+        else:
+            made |= {"bit16_groups": [list(group.values()) for group in orders], "round_robin_bit16_groups": params}
+            made |= {"single_partition_of_fp32_groups": [flat for (flat,) in flats]}
+            made |= {"round_robin_bit16_padding": gaps}
+    elif kind.name == "fused":
+        flats = [[_flat(sum(map(prod, _shapes(group).values())), torch.float32)] for group in orders]
+        made |= {"fp16_groups": [list(group.values()) for group in orders]}
+        made |= {"fp32_groups_flat": [flat for (flat,) in flats]}
+    else:
+        flats = [[torch.empty(_shape(p), device=_META) for p in group.values()] for group in orders]
+        made |= {"fp16_groups": [list(group.values()) for group in orders], "fp32_groups": flats}
+    made["optimizer"] = optimizer_of(config, checkpoint, model, kind.cls, flats)
+    if kind.name in ("zero", "zero3"):
+        made["loss_scaler"] = _loss_scaler(ds, kind.dtype)
+    wrapper = type(_wrapper_name(config, kind), (SimpleNamespace,), {})
+    return wrapper(**made)
+
+
+def _wrapper_name(config: Mapping[str, object], kind: Kind) -> str:
+    zero = section(config, "zero_optimization")
+    if kind.stage == 3 and section(zero, "offload_optimizer").get("super_offload"):
+        return "SuperOffloadOptimizer_Stage3"
+    if kind.stage == 3 and isinstance(zero.get("mics_shard_size"), int) and int(str(zero["mics_shard_size"])) > 0:
+        return "MiCS_Optimizer"
+    return {"zero3": "DeepSpeedZeroOptimizer_Stage3", "bf16": "BF16_Optimizer"}.get(kind.name, "DeepSpeedZeroOptimizer")
+
+
+def _partition(module: torch.nn.Module, dp: int) -> None:
+    """Every parameter as stage 3 marks it (runtime/zero/partition_parameters.py)."""
+    for number, param in enumerate(module.parameters()):
+        shape = tuple(param.shape)
+        part = torch.empty(chunk_numel(shape, dp), dtype=param.dtype, device=_META)
+        for name, value in {"ds_id": number, "ds_shape": shape, "ds_numel": prod(shape), "ds_tensor": part}.items():
+            setattr(param, name, value)
+
+
+def _shape(param: torch.Tensor) -> Shape:
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def _shapes(group: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
+    return {name: _shape(param) for name, param in group.items()}
+
+
+def _flat(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.nn.Parameter(torch.empty(numel, dtype=dtype, device=_META))
+
+
+def _turned(items: list[tuple[str, torch.nn.Parameter]], ranks: int) -> list[tuple[str, torch.nn.Parameter]]:
+    """`_round_robin_reorder`."""
+    return [item for rank in range(ranks) for item in items[rank::ranks]]
+
+
+def _gaps(params: Sequence[torch.Tensor], dtype: torch.dtype, aligned: bool) -> list[int]:
+    """Elements after each parameter of a flat buffer, the last one without any."""
+    itemsize = torch.empty(0, dtype=dtype).element_size()
+    alignment, at, found = (16 // gcd(16, itemsize) if aligned else 1), 0, list[int]()
+    for number, param in enumerate(params):
+        at += prod(_shape(param))
+        found.append(0 if number == len(params) - 1 else -at % alignment)
+        at += found[-1]
+    return found
+
+
+def _loss_scaler(ds: DeepSpeedConfig, dtype: torch.dtype | None) -> object:
+    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+
+    dynamic = bool(ds.float16_config.enabled) and not ds.float16_config.loss_scale
+    arguments = ds.float16_config.dynamic_loss_scale_args() if dynamic else None
+    scale = ds.float16_config.loss_scale or 1.0
+    return CreateLossScaler(dtype or torch.float32, scale, dynamic, arguments)
+
+
+def _scheduler(
+    config: Mapping[str, object], checkpoint: ZeroCheckpoint | None, outer: object, inner: torch.optim.Optimizer
+) -> object:
+    """The scheduler of the JSON, DeepSpeed's own class; without one that of the script, taken for the saved one's."""
+    from deepspeed.runtime import lr_schedules
+
+    said = section(config, "scheduler")
+    if said.get("type") is not None:
+        name = str(said["type"])
+        cls = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
+        try:
+            assert cls is not None, f"DeepSpeed does not recognize LR scheduler {name}"
+            return cast(object, cls(outer, **section(said, "params")))  # which torch's own refuse, where it wraps
+        except Exception as error:
+            faults = [
+                ConfigError.fault("DeepSpeed config", f.what, mend="correct the scheduler's section")
+                for f in as_faults(error, where="scheduler")
+            ]
+            raise_faults(faults, subject="preflight")
+    state = checkpoint.model.entries.get("lr_scheduler") if checkpoint is not None else None
+    if not isinstance(state, Mapping):
+        return None
+    return _scripts_scheduler({str(key): value for key, value in state.items()}, inner)
+
+
+def _scripts_scheduler(state: Mapping[str, object], inner: torch.optim.Optimizer) -> object:
+    """A scheduler of the kind whose state was saved, at its beginning, which the script is taken to build again."""
+    from deepspeed.runtime import lr_schedules
+
+    if "last_batch_iteration" in state:
+        return cast(object, lr_schedules.WarmupLR(inner))
+    mark = next((kind for mark, kind in SCRIPT_SCHEDULERS.items() if mark in state), "LambdaLR")
+    numbers = {name: value for name, value in state.items() if isinstance(value, (int, float))}
+    wants: dict[str, dict[str, object]] = {
+        "LambdaLR": {"lr_lambda": lambda step: 1.0},
+        "CosineAnnealingLR": {name: numbers[name] for name in ("T_max", "eta_min") if name in numbers},
+        "StepLR": {name: numbers[name] for name in ("step_size", "gamma") if name in numbers},
+        "ReduceLROnPlateau": {},
+    }
+    if mark not in wants:
+        mark = "LambdaLR"
+    cls = getattr(torch.optim.lr_scheduler, mark)
+    return cast(object, cls(inner, **wants[mark]))
