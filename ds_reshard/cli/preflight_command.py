@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -68,8 +69,13 @@ def _forecast(arguments: argparse.Namespace) -> Forecast:
     else:
         made = _deepspeed(arguments)
     made = with_folder(made, arguments.checkpoint, tag=arguments.tag or made.tag, deep=arguments.deep)
-    rates, why = _rates(arguments)
-    notes = (*made.notes, *why)
+    rates, notes = _rates(arguments)
+    notes = (*made.notes, *notes)
+    if arguments.trust:
+        notes = (
+            *notes,
+            f'--trust: the run refuses it unless its own settings say so: "trust": {json.dumps(arguments.trust)}',
+        )
     return replace(made, rates=rates, notes=notes, bandwidth=arguments.bandwidth * 1e9)
 
 
@@ -97,7 +103,7 @@ def _megatron(arguments: argparse.Namespace, flags: Sequence[str]) -> Forecast:
 
 
 def _deepspeed(arguments: argparse.Namespace) -> Forecast:
-    config = read_config(arguments.config)
+    config = _trusting(read_config(arguments.config), arguments.trust)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed logs from its import on
             import deepspeed  # noqa: F401
@@ -115,6 +121,15 @@ def _deepspeed(arguments: argparse.Namespace) -> Forecast:
             return forecast(arguments.checkpoint, Coming(config=config, model=model, **sizes), tag=arguments.tag)
     finally:
         policy_sources.forget()
+
+
+def _trusting(config: Mapping[str, object], classes: Sequence[str]) -> Mapping[str, object]:
+    """The config, with these classes beside those that it trusts."""
+    section = config.get("ds_reshard", {})
+    trusted = section.get("trust", []) if isinstance(section, dict) else None
+    if not classes or not isinstance(section, dict) or not isinstance(trusted, list):
+        return config  # what is no section is named where it is read
+    return {**config, "ds_reshard": {**section, "trust": [*trusted, *classes]}}
 
 
 def _ask(flags: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from ds_reshard.resume.report import ResumeReport
 
 # What frameworks call the random states of each rank, beside DeepSpeed's files: transformers' Trainer and accelerate.
 _RANDOM = re.compile(r"(?:rng_state_|random_states_)(\d+)\.(?:pth|pkl)")
+_POSITION = re.compile(r"(?:sampler|dl_state_dict)(?:_\d+)?\.bin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +161,8 @@ def _random_states(path: str, world: int) -> Iterator[str]:
         yield f"random states of {len(ranks)} ranks: {said}"
     if "trainer_state.json" in names:
         yield "trainer_state.json rules the Trainer's step count and its position in the data"
+    for name in sorted(filter(_POSITION.fullmatch, names)):
+        yield f"{name} is accelerate's position in the data, which it loads itself"
 
 
 def shown_files(paths: Sequence[str]) -> tuple[str, ...]:

@@ -299,10 +299,10 @@ def _refuse_scripts_own(past: Past, how: str) -> None:
             raise Unknown(f"{how} a scheduler of DeepSpeed's that the script built: the saved JSON names none")
         return
     kind = next((kind for mark, kind in SCRIPT_SCHEDULERS.items() if mark in names), None)
-    what = f"{kind}: the function is not in the file" if kind == "LambdaLR" else f"{kind or 'its kind'} is not drawn"
-    raise Unknown(
-        f"{how} a scheduler that the script built ({what}; its state has {', '.join(names[:8]) or 'no names'})"
-    )
+    what = f"{kind}: the function is not in the file" if kind == "LambdaLR" else f"{kind} is not drawn"
+    if kind is None:
+        what = f"its state has {', '.join(names[:8]) or 'no names'}"
+    raise Unknown(f"{how} a scheduler that the script built ({what})")
 
 
 def _without_flag(past: Past, section: Section | None, rate: float | Unknown, count: int) -> Drawn:

@@ -346,6 +346,19 @@ def test_the_command_answers_in_its_first_line(
     told = json.loads(capsys.readouterr().out)
     assert told["loads"] and [cost["rank"] for cost in told["cost"]["ranks"]] == [0, 1, 2, 3, 7]
     assert told["batch"]["train_batch_size"] == {"checkpoint": 12, "run": 24}
+    held, buffers = told["cost"]["ranks"][0], told["cost"]["buffer_nbytes"]
+    assert held["host_nbytes"] == buffers > 0 and told["cost"]["node_files"] == 3
+    assert held["device_nbytes"] == held["optimizer_nbytes"] + held["weights_nbytes"] + buffers
+
+
+@pytest.mark.parametrize("run", [Run(2, 2, options=OFFLOAD), Run(2, 2)], ids=str)
+def test_memory_of_what_is_offloaded_and_of_what_deepspeed_reads(saves: Saves, foreseen: Any, run: Run) -> None:
+    """The optimizer's is the host's where it is offloaded; files that DeepSpeed reads are there whole, beside it."""
+    said = foreseen.forecast(str(saves(Run(2, 2), PLAIN)[0]), foreseen.Coming(config=ds_config(run), world=2))
+    (cost, _) = said.costs
+    held = cost.optimizer_nbytes * (run.options == OFFLOAD)
+    assert said.loader == "DeepSpeed" and said.buffer_nbytes == 0
+    assert said.memory(cost) == (held + cost.read_nbytes, cost.optimizer_nbytes - held + cost.weights_nbytes)
 
 
 def test_flags_of_the_script_are_the_policy(saves: Saves, tmp_path: Path, capsys: Any, foreseen: Any) -> None:

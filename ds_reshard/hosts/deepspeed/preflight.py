@@ -121,7 +121,7 @@ class _Forecasting:
             sizes = checkpoint.grid._replace(dp=checkpoint.dp).shortly
             saved = "another format" if checkpoint.foreign else f"{universal}ZeRO {checkpoint.stage}, {sizes}"
         if ds is not None:
-            batch = _batch(ds, checkpoint.model.config if checkpoint is not None else {})
+            batch = _batch(ds, checkpoint)
         stage = f"ZeRO {int(ds.zero_optimization_stage)}, " if ds is not None else ""
         return Forecast(
             saved=saved,
@@ -308,9 +308,13 @@ def _nothing(path: str) -> CheckpointNotFound:
     return CheckpointNotFound(f"{fault.line()}; {mend}", [fault])
 
 
-def _batch(ds: DeepSpeedConfig, saved: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+def _batch(ds: DeepSpeedConfig, checkpoint: ZeroCheckpoint | None) -> dict[str, tuple[object, object]]:
     """Global batch, micro batch and accumulation: as DeepSpeed computes them, and as the saved JSON says."""
+    saved = dict(checkpoint.model.config) if checkpoint is not None else {}
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    parts = [saved.get(name) for name in names[1:]]
+    if checkpoint is not None and all(isinstance(part, int) for part in parts):
+        saved.setdefault(names[0], prod(cast(list[int], parts)) * checkpoint.dp)
     return {name: (saved.get(name), getattr(ds, name)) for name in names}
 
 
