@@ -53,7 +53,7 @@ from ds_reshard.resume.policy import ResumePolicy
 
 Base = tuple[object, str, bool, object]
 _MODEL = "build the model that was saved: compare the arguments of both runs"
-_TP, _PP = (f"{name}_model_parallel_size" for name in ("tensor", "pipeline"))
+_TP, _PP, _EP = (f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert"))
 _SIXTEEN = (ElementType.BFLOAT16, ElementType.FLOAT16)
 
 
@@ -329,14 +329,16 @@ def _planned(
 def _random(source: Checkpoint, saved: Saved, run: Mapping[str, object]) -> object:
     """What Megatron sets this rank's generators to, where it is the same model-parallel rank as before; else None.
 
-    Each rank of such a grid has seeds of its own: under another one no saved state is any rank's.
+    Each rank of such a grid has seeds of its own: under another one no saved state is any rank's. In format `torch`
+    each rank of experts has saved its own, and only the first one's is read.
     """
     from megatron.core import parallel_state
 
-    sizes = [(size_of(held, _TP), size_of(held, _PP)) for held in (saved.arguments, run)]
-    if sizes[0] != sizes[1]:
+    sizes = [tuple(size_of(held, name) for name in (_TP, _PP, _EP)) for held in (saved.arguments, run)]
+    tp, pp, ep = sizes[0]
+    if sizes[0] != sizes[1] or (ep > 1 and not saved.whole):
         return None
-    (tp, pp), t = sizes[0], parallel_state.get_tensor_model_parallel_rank()
+    t = parallel_state.get_tensor_model_parallel_rank()
     p = parallel_state.get_pipeline_model_parallel_rank()
     key = f"rng_state/shard_{p}.{t}_{pp}.{tp}"
     place = saved.objects.get(key)

@@ -144,7 +144,8 @@ def _rest(load: Load, arguments: Namespace) -> Iterator[Row]:
     if load.taken is not None:
         told = "; ".join(load.taken.why)
         yield Row(name="tensors read by", checkpoint=None, this_run="Megatron-LM", used="ds_reshard", because=told)
-        kept, why = kept and load.taken.random is not None, why if same or why != "host" else told
+        kept = kept and load.taken.random is not None
+        why = why if kept or why != "host" else told
     used = "from the checkpoint" if kept else "of this run"
     yield Row(name="random states", checkpoint=None, this_run=None, used=used, because=why)
     for name, label in (("data_parallel_size", "data parallel size"), ("global_batch_size", "global batch size")):

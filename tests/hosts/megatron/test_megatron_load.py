@@ -181,6 +181,10 @@ def test_another_topology(saved: Saved, releases: Any, release: str, cell: Cell,
     assert _is_right(told), [one["wrong"][:4] for one in told]
     row = _row(told[0], "tensors read by")
     assert row is not None and row["used"] == "ds_reshard" and row["because"]
+    states = _row(told[0], "random states")
+    assert states is not None
+    if "ep2" in cell.saved[0] + cell.loaded[0]:  # experts draw by their own rank
+        assert (states["used"], states["because"]) == ("of this run", row["because"])
 
 
 @pytest.mark.parametrize("form", BOTH)
