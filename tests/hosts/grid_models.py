@@ -77,13 +77,14 @@ class Norm(torch.nn.Module):
 class Divided(torch.nn.Module):
     """What the tensor-parallel ranks of a pipeline divide, and what each has a copy of."""
 
-    def __init__(self, start: int, tp: int, rank: int, frozen: bool = False) -> None:
+    def __init__(self, start: int, tp: int, rank: int, frozen: bool = False, bare: bool = False) -> None:
         super().__init__()
         for name, part in divided_block(start, tp, rank).items():
             self.register_parameter(name, torch.nn.Parameter(part))
             getattr(self, name).tensor_model_parallel = name != "b"
-        self.register_buffer("count", torch.tensor([float(start)]))
-        if frozen:
+        if not bare:
+            self.register_buffer("count", torch.tensor([float(start)]))
+        if frozen and not bare:
             self.fixed = torch.nn.Parameter(numbers(start + 90, 3), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -120,12 +121,13 @@ def _layers(kind: str, tp: int = 1, rank: int = 0) -> list[Any]:
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     if kind.startswith("divided"):
+        bare = "bare" in kind
         return [
             TiedLayerSpec("embed", DividedEmbedding, tp, rank),
-            LayerSpec(Divided, 100, tp, rank, True),
-            LayerSpec(Divided, 200, tp, rank),
+            LayerSpec(Divided, 100, tp, rank, True, bare),
+            LayerSpec(Divided, 200, tp, rank, bare=bare),
             lambda x: x,
-            LayerSpec(Divided, 300, tp, rank),
+            LayerSpec(Divided, 300, tp, rank, bare=bare),
             TiedLayerSpec("embed", DividedEmbedding, tp, rank, forward_fn=head),
             LayerSpec(Norm, 400),
         ]

@@ -182,7 +182,7 @@ def rank_policies(setup: Setup, folder: str, policies: list[dict[str, Any]]) -> 
     return ""
 
 
-def universal(folder: str, tag: str) -> None:
+def universal(folder: str, tag: str, strict: bool = True) -> None:
     """Convert with DeepSpeed's own tool, on rank 0; `latest_universal` names the result."""
     from argparse import Namespace
 
@@ -193,7 +193,7 @@ def universal(folder: str, tag: str) -> None:
             Namespace(
                 input_folder=str(Path(folder, tag)),
                 output_folder=str(Path(folder, "universal")),
-                strict=True,
+                strict=strict,
                 num_extract_workers=1,
                 num_merge_workers=1,
                 keep_temp_folder=False,

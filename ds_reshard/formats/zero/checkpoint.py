@@ -227,6 +227,7 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row | None = None
     experts = autoep_sizes(model.entries)
     every_row = reshaped(listing, grid, row) and not (in_run and listing.layers)
     size = grid.tp if every_row else row.size
+    states = listing.universal and (optimizer or listing.partitioned_model)
     faults = [*grid_faults(listing, grid, size, optimizer=sharded)]
     if experts and (grid.tp * grid.pp > 1 or listing.universal or model.param_shapes is None):
         faults.append(_autoep_fault(listing, grid, experts))
@@ -234,34 +235,46 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row | None = None
     if every_row:
         from ds_reshard.formats.zero.rows import open_rows
 
-        return open_rows(listing, grid, row, optimizer=sharded)
-    return open_row(listing, grid, row, model, optimizer=optimizer, sharded=sharded)
+        found = open_rows(listing, grid, row, optimizer=sharded)
+    else:
+        found = open_row(listing, grid, row, model, optimizer=sharded)
+    return _with_states(found) if states else found
 
 
-def open_row(
-    listing: Listing, grid: Grid, row: Row, model: ModelStates, *, optimizer: bool, sharded: bool
-) -> ZeroCheckpoint:
-    """What one tensor-parallel rank has saved: `model` is its first model file, `sharded` says to read its masters."""
+def _with_states(checkpoint: ZeroCheckpoint) -> ZeroCheckpoint:
+    """With the masters and states of a universal checkpoint, which are whole whatever the sizes."""
+    listing, layout = checkpoint.listing, checkpoint.layout
+    universal = read_universal(listing, checkpoint.model, checkpoint.stages)
+    families = {placement.family: 1 for placement in universal.placements}
+    placements = [*layout.placements.values(), *universal.placements]
+    return replace(
+        checkpoint,
+        listing=replace(listing, nbytes={**listing.nbytes, **universal.nbytes}),
+        layout=layout_of(listing, placements, {**layout.shards, **families}),
+        facts=universal.facts,
+        universal=universal,
+    )
+
+
+def open_row(listing: Listing, grid: Grid, row: Row, model: ModelStates, *, optimizer: bool) -> ZeroCheckpoint:
+    """What one tensor-parallel rank has saved: `model` is its first model file; `optimizer` says to read its masters.
+
+    Of a universal checkpoint, which has none of one rank, the weights.
+    """
     listing = listing.column(row.rank)
     if grid.pp > 1 or listing.layers:
         from ds_reshard.formats.zero.pipeline import open_pipeline
 
-        return open_pipeline(listing, grid, row, model, optimizer=sharded)
+        return open_pipeline(listing, grid, row, model, optimizer=optimizer)
     if listing.experts or autoep_sizes(model.entries):
         from ds_reshard.formats.zero.experts import open_experts
 
-        return open_experts(listing, grid, model, optimizer=sharded)
-    optim = universal = facts = None
+        return open_experts(listing, grid, model, optimizer=optimizer)
+    optim = facts = None
     columns: tuple[GridColumn, ...] = ()
     placements = [*weights(model, listing)]
     shards = {MODEL: model.dp if listing.partitioned_model else 1}
-    if (optimizer or listing.partitioned_model) and listing.universal:
-        universal = read_universal(listing, model)
-        listing = replace(listing, nbytes={**listing.nbytes, **universal.nbytes})
-        placements += universal.placements
-        shards |= {placement.family: 1 for placement in universal.placements}
-        facts = universal.facts
-    elif sharded:
+    if optimizer:
         columns = (read_column(listing, model),)
         optim = columns[0].first
         facts = facts_of(model.param_shapes or (), optim)
@@ -270,20 +283,16 @@ def open_row(
         shards[column.family] = column.dp
     layout = layout_of(listing, placements, shards)
     return ZeroCheckpoint(
-        listing=listing,
-        model=model,
-        optim=optim,
-        layout=layout,
-        facts=facts,
-        universal=universal,
-        grid=grid,
-        columns=columns,
+        listing=listing, model=model, optim=optim, layout=layout, facts=facts, grid=grid, columns=columns
     )
 
 
 def reshaped(listing: Listing, grid: Grid, row: Row) -> bool:
-    """Whether a reader takes what another number of tensor-parallel ranks has saved."""
-    return grid.tp != row.size and not (listing.experts or listing.universal)
+    """Whether a reader takes what all tensor-parallel ranks have saved: where theirs is another number than its own.
+
+    Or of a universal checkpoint, where not all of it is whole.
+    """
+    return (grid.tp != row.size or (listing.universal and grid.tp > 1)) and not listing.experts
 
 
 def layout_of(listing: Listing, placements: Iterable[Placement], shards: Mapping[str, int]) -> Layout:
@@ -344,10 +353,7 @@ def _autoep_fault(listing: Listing, grid: Grid, experts: frozenset[int]) -> Faul
 
 def grid_faults(listing: Listing, grid: Grid, tp: int, *, optimizer: bool) -> Iterator[Fault]:
     """Files that a grid of these sizes has not, or lacks; or that belong to rows of another number than `tp`."""
-    if listing.universal and grid.tp * grid.pp > 1:
-        what, mend = "is a universal checkpoint of tensor- or pipeline-parallel ranks", 'set "load_universal": true'
-        yield UnsupportedLayout.fault(listing.folder, what, "tp=1, pp=1", str(grid), mend=mend)
-    elif grid.tp != tp:
+    if grid.tp != tp:
         what = "was saved with tensor parallelism of another size" if tp > 1 else "saved with tensor parallelism"
         expected = f"tensor-parallel size {tp}"
         mend = f"load it in a run with import ds_reshard.auto and tensor-parallel size {grid.tp}"

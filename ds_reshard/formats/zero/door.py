@@ -14,7 +14,7 @@ from ds_reshard.formats.zero.experts import as_one_place, expert_of
 from ds_reshard.formats.zero.grid_target import FORMATS, zero_target
 from ds_reshard.formats.zero.inspection import Survey, describe_survey, survey
 from ds_reshard.formats.zero.names import Listing, read_listing
-from ds_reshard.formats.zero.pipeline import as_one_stage, ties_first
+from ds_reshard.formats.zero.pipeline import as_one_stage, ties_first, with_stand_ins
 from ds_reshard.formats.zero.rows import replica_fault
 from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures
 from ds_reshard.formats.zero.stage0 import masters as saved_masters
@@ -43,10 +43,10 @@ class OpenedZero(Checkpoint):
     framework = "DeepSpeed"
 
     def __init__(self, listing: Listing, *, states: bool = True) -> None:
-        self.zero = zero = as_one_place(as_one_stage(open_checkpoint(listing, optimizer=True)))
+        self.zero = zero = with_stand_ins(as_one_place(as_one_stage(open_checkpoint(listing, optimizer=True))))
         self._states = states
         # Files of layers and experts tell no step, and none which experts a rank's states are of.
-        self.masters_are_cast = bool(listing.layers or listing.experts)
+        self.masters_are_cast = bool(listing.layers or listing.experts or (zero.universal is not None and zero.rows))
         self.unproved_mend = "restore all files of one save, or load another tag"
         self.folder, self.facts, self.ranks = listing.folder, zero.facts, zero.dp
         owned = {key: at for key, at in zero.layout.placements.items() if not key.copy}
@@ -101,7 +101,8 @@ class OpenedZero(Checkpoint):
         return replace(content, notes=(*self.notes, *content.notes)) if self.zero.of_grid else content
 
     def target(self, asked: Asked, like: Checkpoint | None) -> Target | None:
-        if self.zero.of_grid or asked.names is not None:
+        experts = any(expert_of(name) is not None for name in self.zero.model.trainable)
+        if self.zero.of_grid or experts or asked.names is not None:
             return None  # a plain module's files are another format to a grid's, and to those of one of other names
         self.opened  # noqa: B018  (its shards are read for model files, too)
         return _target(self.zero, asked, like, self._pieces) if asked.to in WRITES else None
@@ -204,8 +205,12 @@ def _notes(zero: ZeroCheckpoint) -> Iterator[str]:
     if copies:
         yield f"several stages have a copy of {', '.join(copies[:8])}: those of the first stage are shown"
     unsaved = [name for name in zero.model.trainable if TensorKey(name, WEIGHT) not in zero.layout and zero.stages]
-    if unsaved:
+    if unsaved and zero.universal is None:
         yield f"in no file are the weights of {', '.join(unsaved[:8])}: all their TiedLayerSpecs have a forward_fn"
+    if zero.universal is not None and zero.stages:
+        yield "ds_to_universal keeps no buffers and no frozen parameters of a PipelineModule: they are in no file"
+    if zero.universal is not None and len(zero.stages) > 1:
+        yield "its param groups are the first stage's; those of others are taken by place, as DeepSpeed takes them"
     note = unnamed(zero.divided)
     yield from [note] if note else ()
     if zero.stage == 0:

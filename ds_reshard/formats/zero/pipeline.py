@@ -28,7 +28,7 @@ from ds_reshard.formats.zero.checkpoint import (
     weights,
 )
 from ds_reshard.formats.zero.layout import whole
-from ds_reshard.formats.zero.model_states import ModelStates, read_entries, read_model_states
+from ds_reshard.formats.zero.model_states import ModelStates, read_entries, read_model_states, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
 from ds_reshard.formats.zero.shards import compare_heads
@@ -219,7 +219,8 @@ def _layers(listing: Listing, row: Row, read: Layers, stages: Sequence[ModelStat
                 beside[TensorKey(name, "weight", number)] = value
             else:
                 named[name] = value
-    faults = [*_absent(listing, read, shapes), *_misshapen(listing, named, beside, shapes)]
+    absent = _absent(listing, read, shapes) if not listing.universal else ()  # ds_to_universal copies none
+    faults = [*absent, *_misshapen(listing, named, beside, shapes)]
     raise_faults(faults, subject=f"checkpoint {listing.folder}")
     return named, objects, beside
 
@@ -329,10 +330,9 @@ def as_one_stage(zero: ZeroCheckpoint) -> ZeroCheckpoint:
     """The checkpoint with param groups as one stage has them: those of the same hyper-parameters are one.
 
     Of several such in one stage the first are one, the second, and so on. Where another stage has another number of
-    them, or the scheduler other values for them, no file tells which are one, and all stay as they are. Weights that
-    are in no file are in the module as placeholders, as those of ZeRO stage 3 are.
+    them, or the scheduler other values for them, no file tells which are one, and all stay as they are.
     """
-    if len(zero.stages) < 2 or zero.facts is None:
+    if len(zero.stages) < 2 or zero.facts is None or zero.universal is not None:
         return zero
     alike: dict[tuple[str, int], list[int]] = {}
     counts: dict[str, set[int]] = {}
@@ -353,10 +353,18 @@ def as_one_stage(zero: ZeroCheckpoint) -> ZeroCheckpoint:
         if not unknown and canonical(made) == canonical(other):
             entries[SCHEDULER] = made
             groups = tuple(_one_group([groups[at] for at in members]) for members in alike.values())
-    module = {**zero.model.module, **{name: new_tensor("", (0,), dtype) for name, dtype in _unsaved(zero).items()}}
-    entries["module"] = {**module, **zero.model.objects}
-    model = replace(zero.model, module=module, entries=entries)
+    model = replace(zero.model, entries=entries)
     return replace(zero, model=model, facts=replace(zero.facts, groups=groups))
+
+
+def with_stand_ins(zero: ZeroCheckpoint) -> ZeroCheckpoint:
+    """The checkpoint with weights that are in no file in the module as placeholders, as those of ZeRO stage 3 are."""
+    lost = {name: new_tensor("", (0,), dtype) for name, dtype in _unsaved(zero).items()}
+    if not lost:
+        return zero
+    module = {**zero.model.module, **lost}
+    entries = {**zero.model.entries, "module": {**module, **zero.model.objects}}
+    return replace(zero, model=replace(zero.model, module=module, entries=entries))
 
 
 def layer_files(zero: ZeroCheckpoint) -> dict[str, dict[str, TensorKey]]:
@@ -384,10 +392,19 @@ def _one_group(groups: Sequence[GroupFacts]) -> GroupFacts:
 
 
 def _unsaved(zero: ZeroCheckpoint) -> dict[str, ElementType]:
-    """The parameters whose weights are in no file, as all specs have a forward_fn, with the type of the others."""
+    """The parameters whose weights are in no file, with the type of the others.
+
+    Those of a pipeline's tied modules whose specs all have a forward_fn; and of a universal checkpoint all that was not
+    in the model file, as ds_to_universal copies no files of layers and experts. Where there are none others, with the
+    type that the saved JSON trains in.
+    """
     trained, module = zero.model.trainable, zero.model.module
     types = {module[name].dtype for name in trained if name in module}
     lost = [name for name in trained if name not in module]
+    if not types and zero.universal is not None:
+        sixteen = {"bf16": ElementType.BFLOAT16, "bfloat16": ElementType.BFLOAT16, "fp16": ElementType.FLOAT16}
+        types = {dtype for key, dtype in sixteen.items() if section(zero.model.config, key).get("enabled") is True}
+        types = types or {ElementType.FLOAT32}
     return dict.fromkeys(lost, types.pop()) if len(types) == 1 else {}
 
 

@@ -86,7 +86,7 @@ def _parts(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> list[Z
         place = Row(grid.tp, rank, row.ties, row.rules)
         try:
             model = listing.read(listing.column(rank).model[0], read_model_states)
-            parts.append(open_row(listing, grid, place, model, optimizer=optimizer, sharded=optimizer))
+            parts.append(open_row(listing, grid, place, model, optimizer=optimizer))
         except ReshardError as error:
             faults += faults_of(error)
     raise_faults(faults, subject=f"checkpoint {listing.folder}")

@@ -7,6 +7,7 @@ Made by deepspeed/checkpoint/ds_to_universal.py (0.19.8) of a ZeRO checkpoint: `
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,11 +15,22 @@ from math import prod
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.torch_zip import TorchArchive, check_root, open_archive
-from ds_reshard.errors import CheckpointDamaged, Fault, ReadFailed, ReshardError, damaged, fail, faults_of, raise_faults
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    Fault,
+    ReadFailed,
+    ReshardError,
+    UnsupportedLayout,
+    damaged,
+    fail,
+    faults_of,
+    raise_faults,
+)
 from ds_reshard.formats.zero.layout import whole
 from ds_reshard.formats.zero.model_states import ModelStates, Shape, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import Partition, keys_of, read_stage, sub_groups, torch_state
+from ds_reshard.model.content import SCHEDULER
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical, describe
 from ds_reshard.model.layout import Placement
 from ds_reshard.model.records import TensorRecord
@@ -282,8 +294,10 @@ class UniversalStates:
     incomplete: tuple[Fault, ...]
 
 
-def read_universal(listing: Listing, model: ModelStates) -> UniversalStates:
+def read_universal(listing: Listing, model: ModelStates, stages: Sequence[ModelStates] = ()) -> UniversalStates:
     """Read what all ranks share: the sizes of all files, the common state, one file of each state, every step.
+
+    `stages` are the model files of a pipeline's, of which `model` is what they say together.
 
     Raises every structural fault at once: parameters without a folder or a master, files that cannot be read, steps
     that differ within a param group, and masters that ds_to_universal is known to have made wrong.
@@ -293,7 +307,9 @@ def read_universal(listing: Listing, model: ModelStates) -> UniversalStates:
     names = [name for name, shape in shapes.items() if prod(shape) or folders.is_folder(f"{folder}/{name}")]
     files, faults = list_states(listing.folder, names)
     try:
-        common = read_common(listing.path(OPTIMIZER_STATE), model)
+        common = read_common(listing.path(OPTIMIZER_STATE), stages[0] if stages else model)
+        common, model, found = _of_stages(common, model, stages)
+        raise_faults(found, subject=f"checkpoint {listing.folder}")
     except ReshardError as error:
         raise_faults([*faults, *faults_of(error)], subject=f"checkpoint {listing.folder}")
         raise
@@ -315,6 +331,62 @@ def read_universal(listing: Listing, model: ModelStates) -> UniversalStates:
         nbytes={OPTIMIZER_STATE: common.nbytes, **nbytes},
         incomplete=tuple(reading.missing_states()),
     )
+
+
+def _of_stages(
+    common: CommonState, model: ModelStates, stages: Sequence[ModelStates]
+) -> tuple[CommonState, ModelStates, list[Fault]]:
+    """The common state of all stages, with each parameter once, and what keeps it from being that.
+
+    ds_to_universal takes it from the first stage alone, as DeepSpeed's loaders do for all. Without a pattern for what
+    several stages have, it lets the last stage's copy win, or mixes two that are cut otherwise.
+    """
+    mend = "load the ZeRO checkpoint that it was made from"
+    faults: list[Fault] = []
+    seen: dict[str, str] = {}
+    buffers: list[list[int]] = [[] for _ in common.buffers]
+    shapes: list[dict[str, Shape]] = []
+    schedule = canonical(stages[0].entries.get(SCHEDULER)) if stages else ""
+    info = model.entries.get("universal_checkpoint_info")
+    said = info.get("pipeline_replicated_parameter_patterns") if isinstance(info, dict) else None
+    patterns = [pattern for pattern in said if isinstance(pattern, str)] if isinstance(said, list | tuple) else []
+    for stage in stages:
+        own = stage.param_shapes or ()
+        if len(own) != len(stages[0].param_shapes or ()) or canonical(stage.entries.get(SCHEDULER)) != schedule:
+            what = "has other param groups than the first stage, whose alone are in a universal checkpoint"
+            faults.append(
+                UnsupportedLayout.fault(stage.path, what, "as many, of the same schedule", "others", mend=mend)
+            )
+            continue
+        for of_group, numbers in zip(buffers, common.buffers, strict=True):
+            of_group += [len(shapes) + number for number in numbers]
+        shapes += [{name: shape for name, shape in group.items() if name not in seen} for group in own]
+        copied = [name for name in stage.trainable if name in seen]
+        for name in copied:
+            if not any(_begins(pattern, name) for pattern in patterns):
+                what = f"has a copy of {name}, and no pattern names it: ds_to_universal took this one, or mixed the two"
+                said = ("pipeline_replicated_parameter_patterns", "none that fits")
+                faults.append(CheckpointDamaged.fault(stage.path, what, *said, mend=mend))
+        seen |= dict.fromkeys(stage.trainable, stage.path)
+    if not stages or faults:
+        return common, model, faults
+    whole = model.trainable
+    groups = tuple({name: whole[name] for name in group} for group in shapes)
+    common = replace(
+        common,
+        buffers=tuple(map(tuple, buffers)),
+        kept=None if common.kept is None else [common.kept[n % len(common.kept)] for n in range(len(groups))],
+        scalars=[common.scalars[n % len(common.scalars)] for n in range(len(groups))],
+    )
+    return common, replace(model, param_shapes=groups), faults
+
+
+def _begins(pattern: str, name: str) -> bool:
+    """As ds_to_universal looks: at the beginning of a name."""
+    try:
+        return re.match(pattern, name) is not None
+    except re.error:
+        return False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -455,7 +527,9 @@ def check_tensor(file: StateFile, placement: Placement) -> TensorRecord:
         raise fail(file.path, "holds one value", f"a tensor of {numel} elements", describe(file.scalar))
     if tensor.shape not in (shape, (numel,)):
         what = "has lost the rows that pad the vocabulary" if file.stripped else "has another shape than its parameter"
-        raise fail(file.path, what, str(list(shape)), str(list(tensor.shape)))
+        fault = damaged(file.path, what, str(list(shape)), str(list(tensor.shape)))
+        mend = "convert again with what says how it is cut, or load the ZeRO checkpoint that it was made from"
+        raise_faults([replace(fault, mend=mend)], subject=f"reading {file.path}")
     if tensor.dtype is not placement.dtype:
         what = f"is of another type than {placement.key.kind} of the first parameter"
         raise fail(file.path, what, placement.dtype.label, tensor.dtype.label)

@@ -424,8 +424,9 @@ def model_faults(
     """All differences between the model and the checkpoint that this load cannot accept."""
     saved = checkpoint.model
     held = {name for name in (*saved.module, *saved.objects) if grid.answers(name)}
-    # weights that DeepSpeed saves in no file of a layer are made from their masters
-    from_masters = {n for n in saved.trainable if checkpoint.stages and TensorKey(n, MASTER) in checkpoint.layout}
+    # weights that DeepSpeed saves in no file of a layer, or ds_to_universal copies none of, are made from their masters
+    unsaved = bool(checkpoint.stages or checkpoint.universal is not None)
+    from_masters = {n for n in saved.trainable if unsaved and TensorKey(n, MASTER) in checkpoint.layout}
     shapes = saved_shapes(checkpoint)
     wanted = {**model.trainable, **model.frozen, **model.buffers}
     for name, shape in wanted.items():
