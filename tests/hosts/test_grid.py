@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from grid_cases import Folders, Grid
+from grid_models import PIPE_RULES
 
 pytestmark = pytest.mark.distributed
 
@@ -46,6 +47,11 @@ LOADS = [
 ]
 
 
+def by_rules(target: Grid) -> Grid:
+    return replace(target, config={"ds_reshard": {"reshard": {"tensor_parallel": PIPE_RULES}}})
+
+
+SHARDED = pipe(2, 1, tp=2, layers="divided")
 STAGES = [
     (pipe(2, 2), pipe(2, 2)),
     (pipe(2, 2), pipe(1, 4)),
@@ -61,6 +67,12 @@ STAGES = [
     (pipe(2, 2), pipe(1, 2, 0)),
     (pipe(2, 2, layers="no file"), pipe(3, 1, layers="no file")),
     (pipe(2, 2, 1, "bf16", layers="no file"), pipe(2, 2, 1, "bf16", layers="no file")),
+    (SHARDED, pipe(2, 2, layers="divided")),
+    (SHARDED, pipe(1, 4, layers="divided")),
+    (SHARDED, pipe(1, 1, tp=4, layers="divided")),
+    (pipe(2, 1, "bf16opt", "bf16", tp=2, layers="divided"), pipe(4, 1, 1, "bf16", layers="divided")),
+    (pipe(2, 1, 0, "bf16", tp=2, layers="divided unsaid"), by_rules(pipe(1, 2, 1, "bf16", layers="divided unsaid"))),
+    (pipe(1, 2, layers="divided"), pipe(2, 1, tp=2, layers="divided one position")),
 ]
 
 
@@ -135,7 +147,14 @@ def test_each_expert_loads_bit_equal_wherever_it_is(worlds: Any, folders: Folder
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [(pipe(2, 2, 1, "bf16"), pipe(3, 1, 1, "bf16")), (moe(2, 4), moe(1, 2)), AUTOEP[1], AUTOEP[5], LOADS[4]],
+    [
+        (pipe(2, 2, 1, "bf16"), pipe(3, 1, 1, "bf16")),
+        STAGES[15],
+        (moe(2, 4), moe(1, 2)),
+        AUTOEP[1],
+        AUTOEP[5],
+        LOADS[4],
+    ],
     ids=str,
 )
 def test_weights_alone_load_bit_equal(worlds: Any, folders: Folders, source: Grid, target: Grid) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.distributed
 
 PIPE = Grid("pipeline", pp=2)
 PLAIN = Grid("pipeline", pp=2, stage=0)
+SHARDED = Grid("pipeline", pp=2, tp=2, layers="divided")
 TP = Grid("autotp", tp=2)
 MOE = Grid("moe", ep=2, dp=2)
 AUTOEP, AUTOEP3 = Grid("autoep", ep=2, dp=2), Grid("autoep", ep=2, dp=2, stage=3)
@@ -46,11 +48,23 @@ def changed(name: str, change: Callable[[dict[str, Any]], None]) -> Damage:
     return run
 
 
-def of_stage(name: str, kind: str, value: float) -> Damage:
+def swapped(one: str, other: str) -> Damage:
+    """The model and optimizer files of two ranks of the grid change places, with the names in them."""
+
+    def run(folder: Path) -> None:
+        named = [path for path in folder.iterdir() if one in path.name or other in path.name]
+        contents = {path.name: torch.load(path, weights_only=False) for path in named}
+        for name, content in contents.items():
+            torch.save(content, folder / name.replace(*((one, other) if one in name else (other, one))))
+
+    return run
+
+
+def of_stage(name: str, kind: str, value: float, rank: str = "mp_rank_01") -> Damage:
     """The first element of a parameter of the second stage's optimizer takes another value."""
 
     def run(folder: Path) -> None:
-        groups = torch.load(folder / MODEL, weights_only=False)["param_shapes"]
+        groups = torch.load(folder / f"{rank}_model_states.pt", weights_only=False)["param_shapes"]
         (number,) = (g for g, group in enumerate(groups) if name in group)
         before = list(groups[number])[: list(groups[number]).index(name)]
         at = sum(groups[number][one].numel() for one in before)
@@ -60,7 +74,7 @@ def of_stage(name: str, kind: str, value: float) -> Damage:
             flat = said["single_partition_of_fp32_groups"][number].detach()
             (flat if kind == "fp32" else said["base_optimizer_state"]["state"][number][kind])[at] = value
 
-        changed(OPTIM, change)(folder)
+        changed(f"zero_pp_rank_0_{rank}_optim_states.pt", change)(folder)
 
     return run
 
@@ -200,6 +214,30 @@ REFUSED = {
         "UnsupportedLayout",
         f"parameter {POSITION}[exp_avg]: is not tied, was trained in several stages",
     ),
+    "a copy of another tensor-parallel rank": (
+        SHARDED,
+        changed("layer_04-model_01-model_states.pt", lambda content: content["b"].add_(1.0)),
+        "CheckpointDamaged",
+        "tensor 4.b[weight]: is not divided, and tensor-parallel rank 1 has other values than rank 0",
+    ),
+    "a copy of another rank, of what is not tied": (
+        SHARDED,
+        of_stage(POSITION, "fp32", 3.0, "mp_rank_03"),
+        "CheckpointDamaged",
+        f"tensor {POSITION}[fp32]: is not divided, and tensor-parallel rank 1 has other values than rank 0",
+    ),
+    "a shard of a tied master with another value": (
+        SHARDED,
+        of_stage(TIED, "fp32", 3.0, "mp_rank_03"),
+        "CheckpointDamaged",
+        f"tied parameter {TIED}[fp32]: copy 2, of another stage, has other values",
+    ),
+    "ranks are numbered by tensor-parallel rank first": (
+        SHARDED,
+        swapped("mp_rank_01", "mp_rank_02"),
+        "UnsupportedLayout",
+        "numbered otherwise",
+    ),
     "stage 0 names no parameter": (PLAIN, lambda folder: None, "UnsupportedLayout", "one for each stage"),
     "an expert is missing": (
         MOE,
@@ -232,7 +270,8 @@ def test_what_is_wrong_with_a_grid_is_said_on_every_rank(
     source, damage, error, text = REFUSED[case]
     folder = shutil.copytree(folders(source), tmp_path / "broken")
     damage(folder / "t")
-    told = worlds[2].run("grid_jobs.refused", grid=TARGETS[source.kind], folder=str(folder))
+    target = replace(TARGETS[source.kind], layers=source.layers)
+    told = worlds[2].run("grid_jobs.refused", grid=target, folder=str(folder))
     assert {name for name, _, _ in told} == {error}, told[0][1]
     assert len({said for _, said, _ in told}) == 1
     assert text in told[0][1] and "To mend: " in told[0][1]
@@ -255,6 +294,7 @@ OF_FILES = [
     "a stage of another step",
     "a row of another step",
     "ranks are numbered otherwise",
+    "ranks are numbered by tensor-parallel rank first",
     "a tied copy of another shape",
     "an expert is missing",
     "one expert over another",

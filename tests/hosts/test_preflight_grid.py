@@ -77,6 +77,10 @@ PIPELINE = [
     ),
     (Grid("pipeline", pp=2, tp=2, dp=1), Grid("pipeline", pp=1, tp=2, dp=2), "ds_reshard"),
     (Grid("pipeline", pp=2, tp=2, dp=1), Grid("pipeline", pp=2, tp=2, dp=1), "ds_reshard"),
+    *(
+        (Grid("pipeline", pp=2, tp=2, layers="divided"), Grid("pipeline", pp=pp, dp=dp, tp=tp, layers="divided"), who)
+        for pp, dp, tp, who in ((1, 1, 4, "ds_reshard"), (2, 2, 1, "ds_reshard"))
+    ),
 ]
 
 

@@ -212,7 +212,7 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row | None = None
     show: missing shards, wrong sizes, unknown layouts.
     """
     subject = f"checkpoint {listing.folder}"
-    in_run, row = row is not None, row or Row(rules=rules_given())
+    row = row or Row(rules=rules_given())
     raise_faults(listing.faults, subject=subject)
     heads = {number: files.model[0] for number, files in listing.columns.items() if 0 in files.model}
     if not heads:
@@ -225,7 +225,7 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row | None = None
     divided = model.param_shapes is not None or bool(listing.layers and any(c.optim for c in listing.columns.values()))
     sharded = (optimizer or listing.partitioned_model) and not listing.universal and divided
     experts = autoep_sizes(model.entries)
-    every_row = reshaped(listing, grid, row) and not (in_run and listing.layers)
+    every_row = reshaped(listing, grid, row)
     size = grid.tp if every_row else row.size
     states = listing.universal and (optimizer or listing.partitioned_model)
     faults = [*grid_faults(listing, grid, size, optimizer=sharded)]

@@ -137,17 +137,21 @@ def model_of_stage(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ModelStates:
 def copies_apart(
     checkpoint: ZeroCheckpoint, grid: LiveGrid, index: Index, position: int, size: int, *, memory_nbytes: int
 ) -> Iterator[Fault]:
-    """Copies that should be equal and are not: of tied parameters, and of others where this run has one for several.
+    """Copies that should be equal and are not: of what is not divided by tensor-parallel ranks, of tied parameters, and
+    of others where this run has one for several.
 
     A copy that was never trained, as that of a position embedding in the last stage, is passed over. The ranks of a row
     divide the copies among them; `position` of `size` is this rank's among those of its stage.
     """
-    if checkpoint.rows:
-        yield from _replicas_apart(checkpoint, index, position, size, memory_nbytes=memory_nbytes)
-        return
     copies = [key for key in checkpoint.layout.placements if key.copy]
     for key in copies[grid.stage * size + position :: grid.pp * size]:
-        first = key._replace(copy=0)
+        row, number = checkpoint.copy_of(key)
+        first = key._replace(copy=number if row else 0)
+        if row:
+            if not same_values(index, first, key, memory_nbytes=memory_nbytes):
+                found = _difference(index, first, key, memory_nbytes=memory_nbytes)
+                yield replica_fault(key._replace(copy=row), found)
+            continue
         if key.name in grid.tied:
             if not same_values(index, first, key, memory_nbytes=memory_nbytes):
                 what = (
@@ -173,20 +177,6 @@ def copies_apart(
                 f"{len(grid.stages_of(tied_key(key.name)))}",
                 mend="resume with stages that have as many copies; or name it in tied_weight_attr",
             )
-
-
-def _replicas_apart(
-    checkpoint: ZeroCheckpoint, index: Index, position: int, size: int, *, memory_nbytes: int
-) -> Iterator[Fault]:
-    """Tensors that tensor-parallel ranks have not divided, and of which two have other values.
-
-    The ranks of the run divide them among themselves; `position` of `size` is this one's.
-    """
-    copies = [key for key in checkpoint.layout.placements if key.copy]
-    for key in copies[position::size]:
-        first = key._replace(copy=0)
-        if not same_values(index, first, key, memory_nbytes=memory_nbytes):
-            yield replica_fault(key, _difference(index, first, key, memory_nbytes=memory_nbytes))
 
 
 def _difference(index: Index, one: TensorKey, other: TensorKey, *, memory_nbytes: int) -> str:

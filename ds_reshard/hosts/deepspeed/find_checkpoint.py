@@ -169,7 +169,8 @@ def look_too(found: Found, *, optimizer: bool, row: Row = ALONE) -> Found:
 def _prints(checkpoint: ZeroCheckpoint) -> tuple[bytes, ...]:
     """A digest of each file that was read: its pickle, and the place, size and checksum of all that it holds."""
     files = [stage.path for stage in checkpoint.stages] or [checkpoint.model.path]
-    files += [one.path for one in checkpoint.rows]
+    if checkpoint.rows:
+        files = [checkpoint.listing.path(column.model[0]) for column in checkpoint.listing.columns.values()]
     files += [column.first.path for column in checkpoint.columns]
     if checkpoint.stages:
         layers = (name for (_, rank), name in sorted(checkpoint.listing.layers.items()))
