@@ -85,6 +85,11 @@ LOADS = [
     (mpu(2, 3, "bf16", tp=2), mpu(1, 1, "bf16", tp=2)),
     (mpu(2, "bf16opt", "bf16", tp=2), mpu(4, 1, "bf16")),
     (mpu(2, "bf16opt", "bf16", tp=2), mpu(1, 3, "bf16", tp=2)),
+    (autotp(1, 0, tp=2), autotp(2)),
+    (autotp(1, 0, "bf16", tp=2), autotp(1, 0, "bf16", tp=4)),
+    (few(1, 0, tp=3), few(2, 0)),
+    (mpu(1, 0, "bf16", tp=2), mpu(2, 3, "bf16")),
+    (mpu(2, 0, "bf16"), mpu(1, 0, "bf16", tp=2)),
 ]
 
 
@@ -97,11 +102,16 @@ def test_tensors_load_bit_equal_under_another_tensor_parallel_size(
     for rank in loaded:
         assert rank["wrong"] == {}, loaded
         assert rank["compared"] > 5
-        assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
+        assert (rank["steps"], rank["global_steps"], rank["note"]) == ([steps_of(source)], 1, 7)
         assert rank["scheduler"]["last_epoch"] == 1
 
 
-TP, CUT = autotp(1, tp=2), mpu(1, tp=2)
+def steps_of(source: Grid) -> float:
+    """FP16_UnfusedOptimizer steps once, on zeros, to make its states."""
+    return 2.0 if (source.stage, source.dtype) == (0, "bf16") else 1.0
+
+
+TP, CUT, PLAIN = autotp(1, tp=2), mpu(1, tp=2), mpu(1, 0, tp=2)
 UNSAID = mpu(1, tp=2, layers="unsaid")
 SHORT = mpu(1, tp=2, layers="short")
 PADDED = [
@@ -214,6 +224,18 @@ REFUSED = {
     ),
     "the owner of copies is no rank": (CUT, owned(mpu(1), 2), nothing, "rank that it has no copy of"),
     "copies of a moment differ": (CUT, mpu(1), changed(OPTIM, moment), "tensor norm[exp_avg]: is not divided"),
+    "copies of a moment differ at stage 0": (
+        PLAIN,
+        mpu(1),
+        changed(MODEL, lambda content: content["optimizer"]["state"][4]["exp_avg"].add_(1.0)),
+        "tensor norm[exp_avg]: is not divided",
+    ),
+    "the optimizer of a rank of stage 0 has other groups": (
+        PLAIN,
+        mpu(1),
+        changed(MODEL, lambda content: content["optimizer"]["param_groups"][0].update(weight_decay=9.0)),
+        "keeps other states, steps or param groups than the first tensor-parallel rank",
+    ),
     "a rank's file is missing": (TP, autotp(1), lambda f: (f / OPTIM).unlink(), "optim_states files of mp_rank_01"),
     "an affine map that scales": (TP, autotp(1), changed(HEAD, scaled), "affine map scales it"),
     "an affine map of which parts overlap": (TP, autotp(1), changed(HEAD, twice), OVERLAP),
@@ -234,6 +256,7 @@ def test_what_cannot_be_divided_anew_is_refused_by_name(
     told = worlds[target.ranks].run("grid_jobs.refused", grid=target, folder=str(folder))
     assert {name for name, _, _ in told} <= {"CheckpointDamaged", "UnsupportedLayout", "ModelMismatch"}
     assert len({said for _, said, _ in told}) == 1
+    assert told[0][0], told[0][1]
     for layer in range(2):  # all findings at once
         assert text.format(layer) in told[0][1] and "To mend: " in told[0][1], told[0][1]
     assert all(same for _, _, same in told)

@@ -100,7 +100,7 @@ EXPERTS = [
 
 DIVIDED = [
     (Grid("cut", tp=2, dp=2, stage=a, dtype=dtype), Grid("cut", tp=tp, dp=dp, stage=b, dtype=dtype), "ds_reshard")
-    for a, tp, dp, b, dtype in ((1, 4, 1, 2, "fp32"), (3, 1, 2, 1, "bf16"), (2, 2, 1, 3, "fp32"))
+    for a, tp, dp, b, dtype in ((1, 4, 1, 2, "fp32"), (3, 1, 2, 1, "bf16"), (2, 2, 1, 3, "fp32"), (0, 1, 2, 1, "bf16"))
 ]
 
 

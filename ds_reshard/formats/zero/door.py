@@ -15,7 +15,7 @@ from ds_reshard.formats.zero.grid_target import FORMATS, zero_target
 from ds_reshard.formats.zero.inspection import Survey, describe_survey, survey
 from ds_reshard.formats.zero.names import Listing, read_listing
 from ds_reshard.formats.zero.pipeline import as_one_stage, ties_first, with_stand_ins
-from ds_reshard.formats.zero.rows import replica_fault
+from ds_reshard.formats.zero.rows import replica_fault, stage0_of_rows
 from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures
 from ds_reshard.formats.zero.stage0 import masters as saved_masters
 from ds_reshard.formats.zero.stage0 import states, torch_optimizer
@@ -44,6 +44,8 @@ class OpenedZero(Checkpoint):
 
     def __init__(self, listing: Listing, *, states: bool = True) -> None:
         self.zero = zero = with_stand_ins(as_one_place(as_one_stage(open_checkpoint(listing, optimizer=True))))
+        if zero.rows and zero.stage == 0:
+            raise_faults([stage0_of_rows(listing, zero.grid)], subject=f"checkpoint {listing.folder}")
         self._states = states
         # Files of layers and experts tell no step, and none which experts a rank's states are of.
         self.masters_are_cast = bool(listing.layers or listing.experts or (zero.universal is not None and zero.rows))

@@ -448,8 +448,8 @@ def _parameters(
             role = "trainable"
         else:
             # Stage 1 saves no frozen_param_shapes: what is neither a buffer nor in a param group is frozen.
-            untrained = model.param_shapes is not None and tensor is not None and tensor.numel
-            role = "frozen" if owner in frozen or untrained else "parameter"
+            told = model.param_shapes is not None and (owner in frozen or (tensor is not None and tensor.numel))
+            role = "frozen" if told else "parameter"
         shape = trainable.get(owner) or frozen.get(owner) or (tensor.shape if tensor is not None else ())
         dtype = tensor.dtype.label if tensor is not None else None
         yield ParameterEntry(

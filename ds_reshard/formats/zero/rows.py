@@ -13,16 +13,37 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, UnsupportedLayout, faults_of, raise_faults
-from ds_reshard.formats.zero.checkpoint import Grid, Row, Shape, ZeroCheckpoint, facts_of, kinds_of, layout_of, open_row
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    Fault,
+    ReshardError,
+    UnsupportedLayout,
+    damaged,
+    faults_of,
+    raise_faults,
+)
+from ds_reshard.formats.zero.checkpoint import (
+    MODEL,
+    Grid,
+    Row,
+    Shape,
+    ZeroCheckpoint,
+    facts_of,
+    kinds_of,
+    layout_of,
+    open_row,
+)
+from ds_reshard.formats.zero.layout import by_key
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates
 from ds_reshard.formats.zero.pipeline import owned
 from ds_reshard.formats.zero.shards import compare_heads
+from ds_reshard.formats.zero.stage0 import with_order
 from ds_reshard.formats.zero.tensor_parallel import Division, Misfit, divisions, replicated
 from ds_reshard.model.facts import canonical
-from ds_reshard.model.layout import Cut, Placement, TensorKey, check_cover
+from ds_reshard.model.index import Extent
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, check_cover
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Box
 
@@ -78,6 +99,54 @@ def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Zer
     )
 
 
+def stage0_of_rows(listing: Listing, grid: Grid) -> Fault:
+    """That no file names what the optimizers of ZeRO stage 0 are of: only a run's own order does."""
+    what = "holds optimizers that name no parameter (ZeRO stage 0), one for each tensor-parallel rank"
+    mend = f"load it in a run with import ds_reshard.auto, or with tensor-parallel size {grid.tp}"
+    return UnsupportedLayout.fault(listing.folder, what, "ZeRO stage 1 to 3", "stage 0", mend=mend)
+
+
+def rows_with_order(
+    checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]]
+) -> tuple[ZeroCheckpoint, dict[int, Mapping[str, Extent]]]:
+    """A checkpoint of stage 0 with the optimizers of all rows named, as `with_order` names that of one.
+
+    The extents are those of each model file. What is wrong with any row is raised, and where rows say different things.
+    """
+    parts: list[ZeroCheckpoint] = []
+    extents: dict[int, Mapping[str, Extent]] = {}
+    faults: list[Fault] = []
+    for rank, model in enumerate(checkpoint.rows):
+        lacking = [name for group in order for name in group if name not in model.module]
+        faults += [damaged(model.path, f"lacks {name}", "a parameter of this run", "nothing") for name in lacking]
+        local = [{name: model.module[name].shape for name in group if name in model.module} for group in order]
+        alone = replace(checkpoint, model=model, layout=Layout({}, {MODEL: 1}))
+        try:
+            part, of_one = with_order(alone, local)
+            parts.append(part)
+            extents[rank] = of_one[0]
+        except ReshardError as error:
+            faults += faults_of(error)
+    for part in parts[1:]:
+        if _facts_said(part) != _facts_said(parts[0]):
+            what = "keeps other states, steps or param groups than the first tensor-parallel rank"
+            mend = "restore all files of one save, or load another tag"
+            faults.append(CheckpointDamaged.fault(part.model.path, what, "the same", "others", mend=mend))
+    raise_faults(faults, subject=f"checkpoint {checkpoint.listing.folder}")
+    joined = by_key(_joined(parts, checkpoint.divided))
+    layout = Layout({**checkpoint.layout.placements, **joined}, checkpoint.layout.shards)
+    first = parts[0]
+    return replace(checkpoint, layout=layout, facts=first.facts, masters_in_module=first.masters_in_module), extents
+
+
+def _facts_said(part: ZeroCheckpoint) -> str:
+    facts = part.facts
+    assert facts is not None
+    groups = [(group.members, canonical(dict(group.hyperparameters or {}))) for group in facts.groups]
+    scalars = {name: {key: canonical(value) for key, value in said.items()} for name, said in facts.scalars.items()}
+    return repr((groups, sorted(scalars.items()), sorted(part.layout.placements)))
+
+
 def _parts(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> list[ZeroCheckpoint]:
     """What each tensor-parallel rank has saved; raises what is wrong with the files of any."""
     parts: list[ZeroCheckpoint] = []
@@ -124,9 +193,8 @@ def parameters_of(model: ModelStates, shapes: Mapping[str, Sequence[Shape]]) -> 
 
 def _unread(listing: Listing, grid: Grid, models: Sequence[ModelStates]) -> Iterator[Fault]:
     mend = f"load it in a run with tensor-parallel size {grid.tp}"
-    if models[0].param_shapes is None:
-        what = "holds optimizers that name no parameter (ZeRO stage 0), one for each tensor-parallel rank"
-        yield UnsupportedLayout.fault(listing.folder, what, "ZeRO stage 1 to 3", "stage 0", mend=mend)
+    if models[0].param_shapes is None and listing.layers:
+        yield stage0_of_rows(listing, grid)
     for model in models:
         for name, tensor in model.module.items():
             if not tensor.contiguous:
@@ -306,7 +374,7 @@ def _together(models: Sequence[ModelStates], found: Mapping[str, Division]) -> M
         cut, record = not found[name].replicated, models[found[name].owner or 0].module[name]
         module[name] = replace(record, shape=(0,), stride=(1,)) if cut else record
     buffers_of = zip(*(model.param_shapes or () for model in models), strict=True)
-    groups = [{name: found[name].shape for name in in_order(held)} for held in buffers_of]
+    groups = tuple({name: found[name].shape for name in in_order(held)} for held in buffers_of)
     buffers = frozenset(name for model in models for name in model.buffer_names)
     frozen = {
         name: division.shape
@@ -318,7 +386,7 @@ def _together(models: Sequence[ModelStates], found: Mapping[str, Division]) -> M
         entries={**first.entries, "module": {**module, **first.objects}},
         module=module,
         buffer_names=buffers,
-        param_shapes=tuple(groups),
+        param_shapes=groups if first.param_shapes is not None else None,
         frozen_shapes=frozen,
         frozen_fragments={},
     )

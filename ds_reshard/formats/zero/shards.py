@@ -113,14 +113,15 @@ class ZeroShards:
     """Opens the shards of a checkpoint for an index, each checked against the layout when it is opened.
 
     `signatures` collects what each opened shard says of the run, abridged; the ranks compare theirs. `latest` is the
-    model file that was read last, `places` has where tensors lie that model files say alike.
+    model file that was read last, `places` has where tensors lie that model files say alike, `stage0` where those of an
+    optimizer do that names no parameter, by the model file's shard.
     """
 
     checkpoint: ZeroCheckpoint
     latest: ModelStates | None = None
     model_files: ModelFiles = field(default_factory=ModelFiles)
     places: Kept[Mapping[str, Extent]] = field(default_factory=lambda: Kept())
-    stage0: Mapping[str, Extent] = field(default_factory=dict)
+    stage0: Mapping[int, Mapping[str, Extent]] = field(default_factory=dict)
     signatures: dict[str, dict[str, str]] = field(default_factory=dict)
     prints: dict[str, tuple[tuple[int, int | None], ...]] = field(default_factory=dict)
 
@@ -185,7 +186,7 @@ class ZeroShards:
             extents[f"frozen/{key}"] = extent_of(fragment)
         beside = checkpoint.copies[shard] if checkpoint.copies else {}
         extents |= {buffer: extent_of(tensor) for buffer, tensor in beside.items() if tensor.contiguous}
-        return {**extents, **self.stage0}
+        return {**extents, **self.stage0.get(shard, {})}
 
     def _optim(self, column: GridColumn, shard: int) -> Mapping[str, Extent]:
         checkpoint, first, name = self.checkpoint, column.first, column.files[shard]

@@ -87,10 +87,10 @@ class _Found:
 
 def with_order(
     checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]]
-) -> tuple[ZeroCheckpoint, dict[str, Extent]]:
+) -> tuple[ZeroCheckpoint, dict[int, Mapping[str, Extent]]]:
     """The same checkpoint with its optimizer named: `order` lists each param group's trainable parameters.
 
-    Returns it with the extents of the optimizer's tensors, keyed by buffer. Shapes are checked one by
+    Returns it with the extents of the optimizer's tensors by buffer, for the one model file. Shapes are checked one by
     one (ModelMismatch); where masters are saved, the caller compares their cast with the weights.
     """
     model = checkpoint.model
@@ -120,7 +120,7 @@ def with_order(
     facts = OptimizerFacts(groups=tuple(_group_facts(groups, order)), scalars=found.scalars)
     layout = Layout({**checkpoint.layout.placements, **by_key(found.placements)}, checkpoint.layout.shards)
     named = replace(checkpoint, layout=layout, facts=facts, masters_in_module=raw)
-    return named, {buffer: extent_of(tensor) for buffer, tensor in found.tensors.items()}
+    return named, {0: {buffer: extent_of(tensor) for buffer, tensor in found.tensors.items()}}
 
 
 def _group_facts(groups: list[dict[str, object]], order: Sequence[Mapping[str, Shape]]) -> Iterator[GroupFacts]:

@@ -150,6 +150,8 @@ def _ordered(named: Iterable[tuple[str, str]], grid: LiveGrid) -> tuple[str, ...
 
 def _cut(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ZeroCheckpoint:
     """With the shards of another number of tensor-parallel ranks, each part in equal shares."""
+    if checkpoint.stage == 0:
+        raise not_foreseen(f"--tp {grid.row.size} of a checkpoint of ZeRO stage 0")
     with given(grid.row.rules):
         found, faults = redivisions(checkpoint, grid.row.size)
     if faults:

@@ -123,8 +123,11 @@ def _turned_back(names: list[str], ranks: int) -> list[str]:
 
 
 def _stage0_order(checkpoint: ZeroCheckpoint) -> list[list[str]]:
-    """By the module's order, and with several param groups by the shapes of what the optimizer holds."""
-    saved = checkpoint.model
+    """By the module's order, and with several param groups by the shapes of what the optimizer holds.
+
+    Of what tensor-parallel ranks have divided, both of the first rank.
+    """
+    saved = checkpoint.rows[0] if checkpoint.rows else checkpoint.model
     seen: set[object] = set()
     names: list[str] = []
     for name, record in saved.module.items():

@@ -21,6 +21,7 @@ from ds_reshard.errors import (
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, is_placeholder
 from ds_reshard.formats.zero.content import SAME_BYTES
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
+from ds_reshard.formats.zero.rows import rows_with_order
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.stage0 import with_order
 from ds_reshard.hosts.deepspeed.copies import (
@@ -201,9 +202,8 @@ def _own_model(engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint, grid: LiveGr
     if len(checkpoint.stages) > 1 and len(checkpoint.stages) == grid.pp:
         return model_of_stage(checkpoint, grid)
     listing, number = checkpoint.listing, rank(engine.seq_data_parallel_group)
-    if checkpoint.rows:
-        return checkpoint.model
-    if not listing.partitioned_model or number == 0 or engine.seq_dp_world_size != checkpoint.dp:
+    same = engine.seq_dp_world_size == checkpoint.dp and not checkpoint.rows
+    if not listing.partitioned_model or number == 0 or not same:
         return checkpoint.model
     name = listing.model[number]
     return read_model_states(listing.path(name), name.removesuffix(".pt"))
@@ -497,11 +497,14 @@ class SavedGroups:
         self._live, self._checkpoint, self._grid = live, checkpoint, grid
 
     @functools.cached_property
-    def ordered(self) -> tuple[ZeroCheckpoint, Mapping[str, Extent]]:
+    def ordered(self) -> tuple[ZeroCheckpoint, Mapping[int, Mapping[str, Extent]]]:
         """The checkpoint with its optimizer named, at stage 0 by this run's order, and then where its tensors lie."""
-        if self._live is None or self._checkpoint.stage != 0:
-            return self._checkpoint, {}
-        return with_order(of_stage(self._checkpoint, self._grid), self._live.order)
+        checkpoint = self._checkpoint
+        if self._live is None or checkpoint.stage != 0:
+            return checkpoint, {}
+        if checkpoint.rows:
+            return rows_with_order(checkpoint, self._live.order)
+        return with_order(of_stage(checkpoint, self._grid), self._live.order)
 
     @functools.cached_property
     def matched(self) -> dict[int, tuple[Mapping[str, object], list[tuple[str, Fault]]]]:
