@@ -18,6 +18,7 @@ import importlib.util
 import json
 import logging
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -153,6 +154,10 @@ def _import() -> None:
         datasets = importlib.import_module("megatron.core.datasets.utils")
         datasets.compile_helpers = lambda: None  # the C++ index builder; the runs bring their own dataset
         _read_the_help()
+    writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    writer._results_queue = (
+        queue.Queue()
+    )  # else each rank that saves starts an interpreter, which imports torch, for it
     imported()
     for name in ("operations", "resume.report"):  # what of it knows no framework: its hosts are imported in a run
         importlib.import_module(f"ds_reshard.{name}")
@@ -184,7 +189,7 @@ def _serve(job: dict[str, Any]) -> None:
     while running and time.monotonic() < deadline:
         running = [pid for pid in running if os.waitpid(pid, os.WNOHANG)[0] == 0]
         time.sleep(0.02)
-    for pid in children:  # each leads a group, in which are the writers that saving `torch_dist` starts and leaves
+    for pid in children:  # each leads a group, in which is what it has started and not ended
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
     for pid in running:
