@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -19,9 +18,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-PLACES = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "hosts")]
-sys.path[:0] = PLACES
-os.environ["PYTHONPATH"] = os.pathsep.join([*PLACES, os.environ.get("PYTHONPATH", "")])
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "hosts")]
 
 from calls import DEATH, FAULTS, Step  # noqa: E402
 from cases import Model, Run  # noqa: E402
@@ -58,11 +55,11 @@ def wrong(told: list[tuple[str, str, str]]) -> str:
     return f"the engine holds {sorted(held)}, and a step ends in {sorted(steps)} after {only}"
 
 
-def main() -> int:
+def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", nargs="?", choices=KINDS)
     parser.add_argument("--every", type=int, default=1)
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     began, tried, findings, turn = time.monotonic(), Counter[str](), 0, 0
     world = World(2)
     with tempfile.TemporaryDirectory() as place:
@@ -101,4 +98,4 @@ def made(world: World, place: str, saved: Run, to: str | None, seed: int) -> str
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

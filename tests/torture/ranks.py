@@ -21,10 +21,10 @@ TIMEOUT_S = 5
 _COLLECTIVES, _CALLS = 4, 8
 
 
-def main() -> int:
+def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=1)
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     began, tried, findings = time.monotonic(), 0, 0
     with tempfile.TemporaryDirectory() as place:
         saved, to, run = KINDS["zero2 to zero3"]
@@ -53,4 +53,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
