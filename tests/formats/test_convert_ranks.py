@@ -247,12 +247,12 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_two_torchrun_agents_start_again_and_go_on(checkpoint: Path, tmp_path: Path) -> None:
+def test_two_torchrun_agents_start_again_and_go_on(checkpoint: Path, tmp_path: Path, interpreter: str) -> None:
     """Two nodes of two ranks, one of which is killed after its first file: --max-restarts does the rest."""
     script, port = tmp_path / "dies.py", free_port()
     script.write_text(DIES_ONCE)
     words = ["convert", str(checkpoint), str(tmp_path / "out"), "--to", "zero3", "--dp", str(DP)]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    launcher = [interpreter, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
     launcher += ["--max-restarts", "2", "--master-addr", "127.0.0.1", "--master-port", port]
     agents = [
         subprocess.Popen(
