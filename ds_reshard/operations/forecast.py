@@ -156,8 +156,8 @@ def _random_states(path: str, world: int) -> Iterator[str]:
     names = folders.files(path)
     ranks = {int(match.group(1)) for name in names if (match := _RANDOM.fullmatch(name))}
     if ranks:
-        lacking = [rank for rank in range(world) if rank not in ranks]
-        said = f"ranks {lacking[0]} to {lacking[-1]} begin with their own" if lacking else "one for each rank"
+        ends = [next((rank for rank in way if rank not in ranks), -1) for way in (range(world), reversed(range(world)))]
+        said = f"ranks {ends[0]} to {ends[1]} begin with their own" if ends[0] >= 0 else "one for each rank"
         yield f"random states of {len(ranks)} ranks: {said}"
     if "trainer_state.json" in names:
         yield "trainer_state.json rules the Trainer's step count and its position in the data"

@@ -34,6 +34,7 @@ const puppeteer = await load("puppeteer-core");
 const executablePath = await chromium.executablePath();
 const browser = await puppeteer.launch({ args: chromium.args, executablePath, headless: "shell" });
 const page = await browser.newPage();
+page.setDefaultTimeout(180_000); // on a machine that is busy
 await page.setViewport({ width: 1280, height: 900 });
 
 const faults = [];

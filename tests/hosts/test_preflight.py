@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -378,6 +379,15 @@ def _of_gpu() -> Any:
     return torch.nn.Linear(3, 3, device="cuda")
 
 
+def _of_others() -> Any:
+    return torch.nn.Linear(3, 3), torch.optim.SGD(torch.nn.Linear(3, 3).parameters())
+
+
+def _ends() -> Any:
+    print("a factory may say what it likes")
+    sys.exit(3)
+
+
 def _no_module() -> Any:
     return {}
 
@@ -389,6 +399,7 @@ BAD = [
     (["--config", "none.json"], 2, "cannot be read"),
     (["--config", "megatron.yaml"], 2, "is not JSON"),
     (["--config", "bert.json"], 1, "train_batch_size or train_micro_batch_size_per_gpu"),
+    (["--config", "bert.json"], 1, "another program's, which begins with 'architectures'"),
     (["--config", "ds.json", "--tp", "3"], 1, "4 ranks cannot be divided into tp=3"),
     (["--config", "ds.json", "--nodes", "9"], 1, "9 nodes have 4 ranks"),
     (["--config", "ds.json", "--pp", "2"], 1, "that is not foreseen"),
@@ -397,6 +408,8 @@ BAD = [
     (["--config", "ds.json", "--model", "no_such_module:build"], 1, "No module named 'no_such_module'"),
     (["--config", "ds.json", "--model", "test_preflight:_of_gpu"], 1, "--model: fails with"),
     (["--config", "ds.json", "--model", "test_preflight:_no_module"], 1, "gives dict, and no torch.nn.Module"),
+    (["--config", "ds.json", "--model", "test_preflight:_of_others"], 1, "of none of the module's parameters"),
+    (["--config", "ds.json", "--model", "test_preflight:_ends"], 1, "--model: fails with SystemExit"),
 ]
 
 
@@ -419,8 +432,8 @@ def test_what_cannot_be_asked_is_named(
     Path("megatron.yaml").write_text("language_model:\n  num_layers: 24\n")
     assert main(["preflight", str(folder), "--world", "4", *asked]) == status
     shown = capsys.readouterr()
-    first = (shown.err if status == 2 else shown.out).splitlines()[0]
-    assert said in first
+    first = " ".join((shown.err if status == 2 else shown.out).splitlines()[:2])
+    assert said in first and "a factory may" not in shown.out
     assert ("iteration\t3" in shown.out) is ("--model" in asked and status == 1)
 
 
@@ -433,6 +446,9 @@ def test_a_folder_that_is_none_or_cannot_be_read(tmp_path: Path, capsys: Any, fo
     for folder in ("empty", "nowhere"):
         assert main(["preflight", folder, *command]) == 1
         assert capsys.readouterr().out.startswith(f"no: ZeRO 0, dp=4: {folder}: ")
+        Path("auto.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": "auto"}))
+        assert main(["preflight", folder, "--world", "4", "--config", "auto.json"]) == 1
+        assert capsys.readouterr().out.startswith(f"no: dp=4: {folder}: ")
     Path("out/checkpoint-4").mkdir(parents=True)  # as Hugging Face's Trainer has them
     Path("out/checkpoint-4/latest").write_text("global_step4")
     assert main(["preflight", "out", *command]) == 1

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
-from ds_reshard.errors import ConfigError, as_faults, raise_faults
+from ds_reshard.errors import ConfigError, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.experts import expert_of
 from ds_reshard.formats.zero.layout import chunk_numel, flat_numel, partition_numel, sub_group_numel
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 Group = dict[str, object]
 _META = torch.device("meta")
+_KEYS = frozenset(
+    {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "optimizer", "bf16", "fp16"}
+)
+"""Some key of every DeepSpeed JSON."""
 
 
 def parsed(config: Mapping[str, object], world: int) -> DeepSpeedConfig:
@@ -56,6 +60,8 @@ def parsed(config: Mapping[str, object], world: int) -> DeepSpeedConfig:
     except Exception as error:
         said = " ".join(str(error).split())[:400] or type(error).__name__
         mend = "correct the DeepSpeed JSON, or --world"
+        if config and not config.keys() & _KEYS:
+            mend = f"name the DeepSpeed JSON: this is another program's, which begins with {next(iter(config))!r}"
         fault = ConfigError.fault("DeepSpeed config", f"DeepSpeed refuses it on {world} ranks: {said}", mend=mend)
         raise ConfigError(f"{fault.line()}; {mend}", [fault]) from error
 
@@ -284,13 +290,12 @@ def _scheduler(
         cls = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
         try:
             assert cls is not None, f"DeepSpeed does not recognize LR scheduler {name}"
-            return cast(object, cls(outer, **section(said, "params")))  # which torch's own refuse, where it wraps
+            # torch's own refuse what wraps an optimizer, and nobody takes no params (`_scheduler_from_config`)
+            return cast(object, cls(outer, **cast(Mapping[str, object], said.get("params"))))
         except Exception as error:
-            faults = [
-                ConfigError.fault("DeepSpeed config", f.what, mend="correct the scheduler's section")
-                for f in as_faults(error, where="scheduler")
-            ]
-            raise_faults(faults, subject="preflight")
+            what = f"scheduler {said['type']}: {' '.join(str(error).split())}"
+            fault = ConfigError.fault("DeepSpeed config", what, mend="correct the scheduler's section")
+            raise_faults([fault], subject="preflight")
     state = checkpoint.model.entries.get("lr_scheduler") if checkpoint is not None else None
     if not isinstance(state, Mapping):
         return None

@@ -205,15 +205,18 @@ def given_model(made: object) -> ComingModel:
     names = {id(param): name for name, param in module.named_parameters()}
     every: list[Group] = [{"params": list(module.parameters())}]
     given = cast(list[Group], list(groups)) if groups is not None else every
-    order = tuple(
-        {
-            names[id(param)]: param
-            for param in cast(list[torch.nn.Parameter], group["params"])
-            if param.requires_grad and id(param) in names
-        }
-        for group in given
-    )
-    values = tuple({name: value for name, value in group.items() if name != "params"} for group in given)
+    if given and all(isinstance(one, torch.Tensor) for one in given):
+        given = [{"params": given}]
+    kept = []  # DeepSpeed drops those that are empty
+    for group in given:
+        params = [one for one in cast(list[torch.nn.Parameter], group["params"]) if one.requires_grad]
+        members = {names[id(param)]: param for param in params if id(param) in names}
+        if members:
+            kept.append((members, {name: value for name, value in group.items() if name != "params"}))
+    if not kept and groups is not None:
+        what, mend = "gives an optimizer of none of the module's parameters", "build it over module.parameters()"
+        raise_faults([ConfigError.fault("--model", what, mend=mend)], subject="preflight")
+    order, values = tuple(members for members, _ in kept), tuple(value for _, value in kept)
     return ComingModel(module=module, order=order, groups=values if any(values) else None, optimizer=optimizer)
 
 

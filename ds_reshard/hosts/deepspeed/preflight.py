@@ -148,9 +148,12 @@ class _Forecasting:
             refuse_unforeseen(found, self.sizes, self.coming.config)
             self._fill()
             by_autotp = self.coming.tp > 1 and bool(section(self.config, "tensor_parallel").get("autotp_size"))
-            self.ds = parsed(
-                self.config, self.coming.world if by_autotp else self.sizes.dp
-            )  # as DeepSpeed counts batches
+            try:
+                self.ds = parsed(self.config, self.coming.world if by_autotp else self.sizes.dp)  # as it counts batches
+            except ConfigError:  # perhaps of what is "auto", which a checkpoint that cannot be read has not filled
+                missing = not found.tag and not found.faults
+                self.faults += faults_of(_nothing(self.request.load_dir)) if missing else found.faults
+                raise
             if not found.tag and not found.faults:
                 raise _nothing(self.request.load_dir)
             engine = self._engine(0)

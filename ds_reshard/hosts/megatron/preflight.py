@@ -60,6 +60,7 @@ _SHAPES = (
     "add_qkv_bias",
     "qk_layernorm",
     "normalization",
+    "position_embedding_type",
     "num_experts",
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
@@ -168,9 +169,9 @@ class _Forecasting:
         parser = add_arguments(add_megatron_arguments(FlagParser(add_help=False, allow_abbrev=False)))
         parser.add_argument("--ds-reshard-always", action="store_true")
         arguments, rest = parser.parse_known_args([*words, "--load", self.path])
-        unread = sum(word.startswith("--") for word in rest)
+        unread = ", ".join(word.partition("=")[0] for word in rest if word.startswith("--"))
         if unread:
-            self.notes.append(f"{unread} flags that are not Megatron-LM's were not read")
+            self.notes.append(f"not Megatron-LM's own, whose parser refuses what the script does not define: {unread}")
         elsewhere = [name for name in _ELSEWHERE if getattr(arguments, name, None)]
         if elsewhere:
             flags = ", ".join("--" + name.replace("_", "-") for name in elsewhere)
@@ -211,6 +212,9 @@ class _Forecasting:
             if self.why:
                 raise
             self.notes.append(f"its files are not read here: {str(error).splitlines()[0]}")
+        strictness = getattr(arguments, "dist_ckpt_strictness", "assume_ok_unexpected")
+        if not self.why and strictness != "assume_ok_unexpected":
+            self.notes.append(f"what --dist-ckpt-strictness {strictness} refuses, Megatron-LM alone says")
         if self.why and self.wanted:
             self.notes.append("that each weight is the cast of its master, the load proves: --deep proves it here")
 
@@ -334,6 +338,9 @@ def _other_model(saved: Saved, arguments: Namespace, *, taken: bool, optimizer: 
         if name in saved.arguments and hasattr(arguments, name) and sides[0] != sides[1]:
             what = "is another than in the saving run: so are the model's tensors"
             yield ModelMismatch.fault("--" + name.replace("_", "-"), what, *map(str, sides), mend=mend)
+    if arguments.use_distributed_optimizer and arguments.optimizer == "sgd":  # distrib_optimizer.py, `__init__`, 0.19.2
+        what = "Megatron-LM refuses it: its distributed optimizer takes Adam, and what has an init_state_fn"
+        yield ConfigError.fault("--optimizer", what, mend="leave out --use-distributed-optimizer")
     kinds = [held.get("optimizer") for held in (saved.arguments, vars(arguments))]
     if optimizer and kinds[0] != kinds[1]:
         mend = "build the optimizer that was saved, or add --no-load-optim"

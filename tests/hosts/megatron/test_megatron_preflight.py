@@ -75,6 +75,8 @@ BAD = [
     (FOUR, "buckets", G + "--ffn-hidden-size 32", 1, "ModelMismatch"),
     (FOUR, "buckets", G + "--vocab-size 120", 1, "ModelMismatch"),
     (FOUR, "buckets", TIED, 1, "ModelMismatch"),
+    (FOUR, "buckets", G + "--optimizer sgd --no-load-optim", 1, "AssertionError"),
+    (FOUR, "buckets", G + "--position-embedding-type learned_absolute", 1, "ModelMismatch"),
     (FOUR, "buckets", G + "--decoupled-lr 1e-3 --decoupled-min-lr 1e-4", 1, "ParamGroupMismatch"),
     (FOUR, "buckets", G.replace("--bf16", "--fp16"), 1, "UnsupportedLayout"),
     (FOUR, "torch", G + "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", 1, "ConfigError"),
