@@ -45,6 +45,7 @@ def describe(found: Found, *, bytes_read: Callable[[], int | None]) -> Inspectio
         bytes_read=bytes_read(),
         tp=state.tp if state is not None else None,
         pp=state.pp if state is not None else None,
+        ep=state.ep if state is not None else None,
         notes=tuple(state.notes) if state is not None else (),
     )
 

@@ -38,6 +38,7 @@ class OpenedMegatron(SavedCheckpoint):
     def __init__(self, state: TorchDist | TorchFormat, files: Mapping[str, int]) -> None:
         super().__init__(state, files)
         self.tp, self.pp = (_size(state, f"{name}_model_parallel_size") for name in ("tensor", "pipeline"))
+        self.ep = _size(state, "expert_model_parallel_size") if state.arguments.get("num_experts") else None
         self.masters_are_cast = state.distributed
 
     def unprovable(self) -> Iterator[Fault]:

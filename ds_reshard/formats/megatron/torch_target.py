@@ -99,7 +99,7 @@ def _unsupported(content: Content, arguments: Mapping[str, object], tp: int) -> 
         yield fault(f"experts of {ep} ranks do not divide the {dp} data-parallel ranks", f"--dp {ep}, or a multiple")
     if arguments["padded_vocab_size"] is None:
         what = f"does not tell how many rows its vocabulary has at tp {tp}: its real size decides, and no file tells it"
-        yield fault(what, "name a checkpoint of that tp: --like DIR")
+        yield fault(what, f"name a checkpoint of that tp: --like DIR; or {_ANY}")
     for name, held in content.weights.items():
         axis = axis_of(name, tp)
         if axis is None or held.dtype is not next(iter(content.weights.values())).dtype:

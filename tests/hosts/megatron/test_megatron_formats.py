@@ -83,6 +83,11 @@ def test_groups_steps_and_counters(saved: Saved, world: str, form: str) -> None:
     assert {one.role for one in told.parameters} == {"trainable"}
 
 
+def test_the_grid_is_told(saved: Saved) -> None:
+    told = [tools.inspect(str(saved(name, "torch"))) for name in ("gated tp2 pp2", "experts ep2 pp2")]
+    assert [(one.tp, one.pp, one.ep, one.dp) for one in told] == [(2, 2, None, 1), (1, 2, 2, 2)]
+
+
 def test_tools_on_a_whole_checkpoint(saved: Saved, tmp_path: Path) -> None:
     """verify finds nothing; what is converted to another format has the fingerprints that the source has."""
     folder = saved("gated tp2 pp2", "model_space")
