@@ -27,6 +27,7 @@ from ds_reshard.cli.arguments import (
 from ds_reshard.cli.render import line, printable, put, size
 from ds_reshard.errors import WriteFailed
 from ds_reshard.model.reports import ConversionPlan
+from ds_reshard.model.target import RunSizes
 from ds_reshard.operations import plan
 
 _CELL, _MARGIN, _TOP = 13, 420, 130
@@ -37,7 +38,7 @@ line { stroke: #ddd; stroke-width: 0.5 }"""
 
 def page(plan: ConversionPlan) -> str:
     """A page that needs nothing beside itself; names are escaped. Hovering over a cell tells its bytes."""
-    title = _escaped(f"{plan.folder} to {plan.to}, dp {plan.dp}")
+    title = _escaped(f"{plan.folder} to {plan.to}, {_sized(plan.coming)}")
     said = (
         f"{size(plan.bytes_read)} read from {len(plan.sources)} files, {size(plan.bytes_written)} written in "
         f"{sum(len(unit.files) for unit in plan.units)} files; {plan.seconds:.3g} s at {plan.bandwidth / 1e9:g} GB/s"
@@ -46,8 +47,51 @@ def page(plan: ConversionPlan) -> str:
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
         f"<style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n<p>{_escaped(said)}. A row is a source file, a "
         "column a target rank (or a part of a universal checkpoint); the darker a cell, the more bytes it reads.</p>\n"
-        f"{_drawing(plan)}\n</body></html>\n"
+        f"{_grids(plan)}{_drawing(plan)}\n</body></html>\n"
     )
+
+
+_RANK, _MOST = 9, 16
+_PLACES = ("#1f5fa8", "#d9822b", "#3a8f4f", "#a23b72", "#6b6b6b", "#8c6bb1", "#c2a83e", "#4aa3a3")
+
+
+def _sized(sizes: RunSizes) -> str:
+    """The sizes of a run, without those that are 1 but for dp."""
+    return ", ".join(f"{axis} {size}" for axis, size in sizes._asdict().items() if size > 1 or axis == "dp")
+
+
+def _grids(plan: ConversionPlan) -> str:
+    """The ranks of the two runs, where either has tensor, pipeline or expert parallelism."""
+    if max(*plan.saved[1:], *plan.coming[1:]) == 1:
+        return ""
+    told = (
+        "A column is a pipeline stage, a row a tensor-parallel rank, a square a data-parallel rank; squares of one "
+        "colour have the same experts."
+    )
+    drawn = "".join(
+        f"<figure><figcaption>{name}: {_sized(sizes)}</figcaption>{_grid(sizes)}</figure>"
+        for name, sizes in (("saved", plan.saved), ("coming", plan.coming))
+    )
+    return f"<p>{told}</p>\n{drawn}\n"
+
+
+def _grid(sizes: RunSizes) -> str:
+    """At most so many ranks along each axis; the caption tells how many there are."""
+    dp, tp, pp = (min(size, _MOST) for size in sizes[:3])
+    width, height = pp * (dp * _RANK + 8) + 2, tp * (_RANK + 8) + 2
+    parts = []
+    for stage in range(pp):
+        for row in range(tp):
+            x, y = 2 + stage * (dp * _RANK + 8), 2 + row * (_RANK + 8)
+            parts.append(f'<rect class="frame" x="{x}" y="{y}" width="{dp * _RANK + 4}" height="{_RANK + 4}"/>')
+            for rank in range(dp):
+                colour = _PLACES[rank % sizes.ep % len(_PLACES)]
+                said = f"stage {stage}, tensor-parallel rank {row}, data-parallel rank {rank}"
+                parts.append(
+                    f'<rect x="{x + 2 + rank * _RANK}" y="{y + 2}" width="{_RANK - 2}" height="{_RANK}" '
+                    f'fill="{colour}"><title>{said}</title></rect>'
+                )
+    return f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">' + "".join(parts) + "</svg>"
 
 
 def _drawing(plan: ConversionPlan) -> str:
@@ -150,7 +194,8 @@ def render_plan(made: ConversionPlan, console: Console) -> None:
     """One row a target rank (the first 20), and a line that sums up."""
     number, shards = made.shard
     part = f": part {number} of {shards}" if shards > 1 else ""
-    table = Table(title=f"From {printable(made.folder)} to {made.to}, dp {made.dp}{part}", title_justify="left")
+    title = f"From {printable(made.folder)} ({_sized(made.saved)}) to {made.to}, {_sized(made.coming)}{part}"
+    table = Table(title=title, title_justify="left")
     for heading in ("target", "files", "written", "source files", "read"):
         table.add_column(heading, overflow="fold", justify="left" if heading in ("target", "files") else "right")
     for unit in made.units[:_ROWS]:

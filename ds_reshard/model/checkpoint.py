@@ -51,10 +51,10 @@ class Checkpoint(ABC):
     paths below `folder`; `shard_names` are the names of those that every plan lists. `shared` are the names of tied
     parameters that are saved under another one, `buffer_names` the weights that are no parameters. `beside` are tensors
     that are neither the model's nor the optimizer's, with the keys that lead to them; `objects` are values beside both.
-    `notes` say what is in no layout, or stands for more than it is. `tp`, `pp` and `ep` are the sizes of tensor-,
-    pipeline- and expert-parallelism, None where no file tells. `masters_are_cast` is true where a framework saves each
-    weight as the cast of its fp32 master, and where the files do not say more surely which parameter a state is of:
-    that is then looked at before states are used, and `unproved_mend` says what to do where it is not so.
+    `notes` say what is in no layout, or stands for more than it is. `tp`, `pp` and `ep` are the sizes of tensor,
+    pipeline and expert parallelism, None where no file tells. `masters_are_cast` is true where a framework saves
+    each weight as the cast of its fp32 master, and where the files do not say more surely which parameter a state
+    is of: that is then looked at before states are used, and `unproved_mend` says what to do where it is not so.
 
     `module` is the model's entries as they were saved, `scaling` values of the optimizer that some layouts have,
     `rates` what a scheduler keeps of each parameter, `optimizer` a word on whether the optimizer can be compared,
@@ -170,6 +170,14 @@ class Checkpoint(ABC):
         """What is wrong where a copy has other values than the first; `untrained` reads whether one is all zeros."""
         what = "is not the same on each rank that holds a copy of it"
         return CheckpointDamaged.fault(str(key), what, "the same bits", found, mend=self.unproved_mend)
+
+    def distinct(self) -> Iterator[Mapping[str, Sequence[TensorKey]]]:
+        """Parts of the model by their names, with their tensors, no two of which a run trains to the same values."""
+        yield from ()
+
+    def shards_of(self, name: str) -> Sequence[tuple[tuple[int, ...], Sequence[tuple[Box, int]]]]:
+        """The shapes of the parts of a tensor that ranks had, and in each the boxes of it, with their first element."""
+        return ()
 
     def values(self) -> Mapping[str, Mapping[str, object]]:
         """The values beside the tensors as `diff` compares them within a framework, by the name of what holds them."""

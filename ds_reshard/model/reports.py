@@ -8,6 +8,7 @@ from math import isfinite, prod
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault
+from ds_reshard.model.target import RunSizes
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -217,12 +218,14 @@ class ConversionPlan:
     `sources` are the source's files with their sizes, in the order of their families and ranks.
     `buffer_nbytes` is the most that the buffers of a conversion with these threads take at once; `seconds` the time
     to read and write at `bandwidth` bytes per second. `metadata_nbytes` were read to make the plan, None where the
-    system does not count it.
+    system does not count it. `saved` and `coming` are the sizes of the two runs, as far as they are known.
     """
 
     folder: str
     to: str
     dp: int
+    saved: RunSizes
+    coming: RunSizes
     sources: Mapping[str, int]
     units: tuple[UnitPlan, ...]
     buffer_nbytes: int

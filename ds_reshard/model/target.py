@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ds_reshard.model.layout import Layout, TensorKey
+
+
+class RunSizes(NamedTuple):
+    """How many ranks a run has along each axis; those of expert parallelism are among the data-parallel ones."""
+
+    dp: int
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +55,7 @@ class Target:
 
     `folder` is where the files lie in the output, `pointers` are small files beside it, by name; `notes` is what the
     user should know of what the files hold, and what not. `basis` has, by the argument that named it, a checksum of
-    what the target was made from beside the source.
+    what the target was made from beside the source. `sizes` are those of the coming run, where a format has them.
     """
 
     layout: Layout
@@ -55,6 +65,7 @@ class Target:
     pointers: Mapping[str, str]
     notes: tuple[str, ...] = ()
     basis: Mapping[str, str] = field(default_factory=dict)
+    sizes: RunSizes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

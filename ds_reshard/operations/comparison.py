@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
+
+import torch
 
 from ds_reshard.containers.plain import read_scalars, single_elements
 from ds_reshard.errors import ReshardError
@@ -15,6 +18,7 @@ from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.facts import GroupFacts, ScalarTensor, canonical, describe
 from ds_reshard.model.layout import Placement, TensorKey
 from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.region import Box
 from ds_reshard.model.reports import DIFFERS, EQUAL, Difference, TensorDifference, ValueDifference
 from ds_reshard.operations.archives import read_records
 from ds_reshard.operations.options import Progress, Reading
@@ -60,10 +64,51 @@ def compare_listings(a: Found, b: Found, *, reading: Reading, progress: Progress
         tensors=tuple(sorted(tensors, key=lambda one: (one.name, one.kind))),
         values=(*_values(*sides), *_strided(*sides)),
         faults=tuple(ledger.faults + ledger.mismatches()),
-        notes=tuple(_notes(*sides)),
+        notes=(*_notes(*sides), *_merged(sides, pairs, [keys[row] for row in deviations if deviations[row].differing])),
         bytes_read=ledger.bytes_read,
         seconds=time.monotonic() - started,
     )
+
+
+_WHOLE_NBYTES = 64 << 20
+
+
+def _merged(sides: tuple[Checkpoint, Checkpoint], pairs: _Pairs, keys: Sequence[TensorKey]) -> Iterator[str]:
+    """Tensors that one side has as ranks of the other had their parts, one behind the other: merged by another rule.
+
+    Of those that are not too large to be looked at as a whole.
+    """
+    from ds_reshard.execution.deviation import same_bits
+
+    for key in keys:
+        at = pairs.compared[key]
+        rows = tuple(logical(side.index, one) for side, one in zip(sides, at, strict=True))
+        if not any(side.shards_of(key.name) for side in sides) or rows[0].nbytes > _WHOLE_NBYTES:
+            continue
+        reader = SpanReader(Ledger(), threads=1, memory_nbytes=_WHOLE_NBYTES, progress=None, total=0)
+        spans = [[one.clone() for one in span.values] for span in reader.read([rows])]
+        a, b = (torch.cat(values) for values in zip(*spans, strict=True))
+        for (side, mixed), (other, whole) in (((sides[0], a), (sides[1], b)), ((sides[1], b), (sides[0], a))):
+            parts = list(_cut(whole.view(rows[0].shape), other.shards_of(key.name)))
+            for dim in range(whole.view(rows[0].shape).dim()) if len(parts) > 1 else ():
+                try:
+                    joined = torch.cat(parts, dim)
+                except RuntimeError:
+                    continue
+                if joined.numel() == mixed.numel() and same_bits(joined.flatten(), mixed):
+                    what = f"has what the ranks of {other.folder} had, one part behind the other along dimension {dim}"
+                    yield f"{key}: {side.folder} {what}: it was merged by another rule"
+
+
+def _cut(
+    whole: torch.Tensor, shards: Sequence[tuple[tuple[int, ...], Sequence[tuple[Box, int]]]]
+) -> Iterator[torch.Tensor]:
+    for shape, boxes in shards:
+        flat = whole.new_zeros(prod(shape))
+        for box, at in boxes:
+            spans = tuple(slice(first, first + size) for first, size in zip(box.offset, box.size, strict=True))
+            flat[at : at + box.numel] = whole[spans].flatten()
+        yield flat.view(shape)
 
 
 class _Pairs:

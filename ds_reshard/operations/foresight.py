@@ -7,7 +7,7 @@ import os
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.reports import ConversionPlan, UnitPlan
-from ds_reshard.model.target import Asked, Unit
+from ds_reshard.model.target import Asked, RunSizes, Unit
 from ds_reshard.operations.options import Reading, refuse, refuse_memory
 from ds_reshard.operations.source import Found, open_checkpoint
 from ds_reshard.operations.units import Units, archive_of, target_of
@@ -46,11 +46,14 @@ def plan_listing(
     window = window_nbytes(reading.memory_nbytes // at_once)
     executor = ThreadExecutor(threads=reading.threads, memory_nbytes=reading.memory_nbytes // 2, checksum=True)
     files = source.files
+    coming = target.sizes or RunSizes(asked.dp or source.dp, asked.tp or 1, asked.pp or 1, asked.ep or 1)
     names = dict.fromkeys((*source.shard_names, *sorted({name for plan in plans for name in plan.reads})))
     return ConversionPlan(
         folder=found.folder,
         to=asked.to,
-        dp=source.dp if asked.dp is None else asked.dp,
+        dp=coming.dp,
+        saved=RunSizes(source.dp, source.tp or 1, source.pp or 1, source.ep or 1),
+        coming=coming,
         units=tuple(plans),
         bandwidth=bandwidth,
         sources={name: files[name] for name in names},

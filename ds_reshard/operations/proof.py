@@ -78,6 +78,37 @@ def _differing(source: Checkpoint, names: Collection[str] | None, part: int, of:
     return [fault for fault in faults if fault is not None]
 
 
+def repeated(source: Checkpoint) -> list[Fault]:
+    """Parts of the model that hold what another part holds, weights, masters and states, and were trained.
+
+    Read are the masters and states of those whose weights have equal checksums.
+    """
+    faults = []
+    for parts in source.distinct():
+        seen: dict[object, str] = {}
+        for name, keys in parts.items():
+            marks = tuple(checksums(source.index, key) for key in keys if key.kind == WEIGHT)
+            first = seen.setdefault(marks, name) if marks else name
+            if first != name and _trained_alike(source.index, keys, parts[first]):
+                what = f"has the weights, masters and states of {first}: what one had learned was given to both"
+                said = ("values of its own", "the same bits")
+                mend = "load the checkpoint that the run which saved this was resumed from; --against it shows more"
+                faults.append(CheckpointDamaged.fault(f"{source.folder}: {name}", what, *said, mend=mend))
+    return faults
+
+
+def _trained_alike(index: Index, keys: Sequence[TensorKey], others: Sequence[TensorKey]) -> bool:
+    from ds_reshard.execution.deviation import same_bits
+
+    pairs = [pair for pair in zip(keys, others, strict=True) if pair[0].kind != WEIGHT]
+    moved = False
+    for span in _side_by_side([((index, one), (index, other)) for one, other in pairs]):
+        if not same_bits(*span.values):
+            return False
+        moved = moved or (pairs[span.row][0].kind != MASTER and bool(span.values[0].any()))
+    return moved
+
+
 def is_zero(index: Index, key: TensorKey, *, memory_nbytes: int = 64 << 20) -> bool:
     """Whether a tensor is all zeros."""
     return not any(bool(span.values[0].any()) for span in _side_by_side([((index, key),)], memory_nbytes))

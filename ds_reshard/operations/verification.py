@@ -18,7 +18,7 @@ from ds_reshard.model.reports import Verification
 from ds_reshard.operations.archives import CheckedFile, list_files, open_file, read_records
 from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.pickles import scan_files, siblings, untold
-from ds_reshard.operations.proof import unproved
+from ds_reshard.operations.proof import repeated, unproved
 from ds_reshard.operations.shares import Share, dealt, in_shares
 from ds_reshard.operations.source import Found, open_checkpoint
 from ds_reshard.operations.values import Bad, SpanReader, Values, rows_of
@@ -82,7 +82,7 @@ def _opened(found: Found, faults: list[Fault]) -> Checkpoint | None:
     """The checkpoint opened whole, None where it cannot be; why not is then among the faults."""
     try:
         source = open_checkpoint(found)
-        faults += unproved(source)
+        faults += unproved(source) or repeated(source)
         return source
     except ReshardError as error:
         faults += faults_of(error)

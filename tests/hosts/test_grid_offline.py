@@ -6,6 +6,7 @@ Truth is a rule that gives every element of every tensor its own value (`grid_tr
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -149,7 +150,7 @@ def swapped(one: str, other: str) -> Damage:
     return run
 
 
-EXPERT = "layer_0_expert_{}_mp_rank_00_model_states.pt"
+EXPERT = "layer_{}_expert_{}_mp_rank_00_model_states.pt"
 WRONG = {
     "a layer's file of another step": (pipe(2), weight(LAYER, "w"), "2.w[weight]: 1 of 35 elements are not the cast"),
     "a tied moment": (pipe(2), state(OPTIM, 0, "exp_avg", 20), "tied_modules.embed.weight[exp_avg]: copy 2"),
@@ -174,7 +175,7 @@ WRONG = {
     "a copy of a moment": (cut(2), state(OPTIM, 1, "exp_avg", 3), "norm[exp_avg]: is not divided, and tensor-parallel"),
     "two experts that changed places": (
         moe(2, 2),
-        swapped(EXPERT.format(0), EXPERT.format(3)),
+        swapped(EXPERT.format(0, 0), EXPERT.format(0, 3)),
         "experts.0.down.weight",
     ),
 }
@@ -191,6 +192,29 @@ def test_values_that_do_not_go_together_are_found(folders: Folders, tmp_path: Pa
     with pytest.raises(ReshardError) as raised:
         fingerprint(str(folder))
     assert text in str(raised.value)
+
+
+def test_experts_that_repeat_others_are_found(folders: Folders, tmp_path: Path) -> None:
+    """As DeepSpeed saves them after it has given the first rank's experts to all (its universal loads do)."""
+    folder = shutil.copytree(folders(moe(2, 2)), tmp_path / "broken")
+    for layer, expert in ((layer, expert) for layer in range(2) for expert in range(2)):
+        one, other = (folder / "t" / EXPERT.format(layer, number) for number in (expert, expert + 2))
+        renamed = {
+            name.replace(f"experts.{expert}.", f"experts.{expert + 2}."): value
+            for name, value in torch.load(one).items()
+        }
+        torch.save(renamed, other)
+    first = torch.load(folder / "t" / "zero_pp_rank_0_mp_rank_00_optim_states.pt", weights_only=False)
+
+    def repeat(content: dict[str, Any]) -> None:
+        own, other = content["optimizer_state_dict"], first["optimizer_state_dict"]
+        own["single_partition_of_fp32_groups"][1] = other["single_partition_of_fp32_groups"][1]
+        own["base_optimizer_state"]["state"][1] = other["base_optimizer_state"]["state"][1]
+
+    changed("zero_pp_rank_1_mp_rank_00_optim_states.pt", repeat)(folder / "t")
+    found = [fault.line() for fault in verify(str(folder)).faults]
+    assert len(found) == 4
+    assert sum("experts.3: has the weights, masters and states of" in line for line in found) == 2
 
 
 def test_what_cannot_be_divided_is_refused_with_the_rule_that_would_say_it(folders: Folders, capsys: Any) -> None:
@@ -220,6 +244,49 @@ def test_rules_are_read_of_a_file(folders: Folders, tmp_path: Path, capsys: Any)
         "row": "cut along 1 (rule)",
         "norm": "a copy each (rule)",
     }
+
+
+CUTS: list[tuple[Grid, dict[str, str | None]]] = [
+    (
+        STAGES,
+        {
+            "tied_modules.embed.weight": "a copy in stages 0, 1, cut along 0 (no pattern)",
+            "2.gate_up": "stage 0, cut along 0 (pattern)",
+            "4.row": "stage 1, cut along 1 (pattern)",
+            "6.g": "stage 1, a copy each (pattern)",
+            "4.count": None,
+        },
+    ),
+    (
+        moe(2, 4),
+        {
+            "dense.weight": None,
+            "moe.1.deepspeed_moe.experts.deepspeed_experts.2.up.bias": "expert-parallel rank 1 of 2",
+        },
+    ),
+    (autotp(3, 1, 3, "bf16"), {"layers.0.col.weight": "cut along 0 (affine map)"}),
+]
+
+
+@pytest.mark.parametrize(("grid", "cuts"), CUTS, ids=str)
+def test_inspect_says_where_a_parameter_is_and_what_tells_it(
+    folders: Folders, grid: Grid, cuts: dict[str, str | None]
+) -> None:
+    told = {one.name: one.division for one in inspect(str(folders(grid))).parameters}
+    assert {name: told[name] for name in cuts} == cuts
+
+
+def test_a_plan_draws_the_ranks_of_both_runs(folders: Folders, tmp_path: Path, capsys: Any) -> None:
+    """A square a rank: pp 2 x tp 2 x dp 1, and tp 4 x dp 3; one colour for each place of experts."""
+    page = tmp_path / "plan.html"
+    asked = ["--to", "zero1", "--tp", "4", "--dp", "3", "--html", str(page)]
+    assert main(["plan", str(folders(STAGES)), *asked]) == 0
+    assert "(dp 1, tp 2, pp 2) to zero1, dp 3, tp 4" in capsys.readouterr().out
+    drawn = page.read_text().partition("</figure>")
+    assert [part.count("data-parallel rank ") for part in (drawn[0], drawn[2])] == [4, 12]
+    assert main(["plan", str(folders(moe(2, 4))), "--to", "zero1", "--ep", "4", "--html", str(page)]) == 0
+    after = page.read_text().partition("</figure>")[2].partition("</figure>")[0]
+    assert len(set(re.findall('fill="(#[0-9a-f]+)"', after))) == 4
 
 
 @pytest.mark.parametrize(

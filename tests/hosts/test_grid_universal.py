@@ -151,6 +151,25 @@ def test_what_was_merged_wrong_is_refused_by_name(
     assert text in said and same
 
 
+def test_what_another_rule_has_merged_is_named_beside_the_original(
+    worlds: Any, folders: Folders, tmp_path: Path
+) -> None:
+    """Of ZeRO stage 3 no weights lie beside the masters, and both halves in one have the right shape."""
+    grid = replace(OF_STAGE_3, layers="forgotten")
+    made = shutil.copytree(folders(grid), tmp_path / "made")
+    worlds[1].run("unowned_jobs.universal", folder=str(made), tag="t")
+    zero = made / "universal" / "zero"
+    for kind in ("fp32", "exp_avg", "exp_avg_sq"):  # whose shape would be found without the original
+        found = torch.load(zero / "row" / f"{kind}.pt")
+        torch.save({**found, "param": torch.cat(found["param"].chunk(2), 1)}, zero / "row" / f"{kind}.pt")
+    with given(rules_in([{**rule, "vocabulary": 7} if "vocabulary" in rule else rule for rule in RULES])):
+        assert not verify(str(made), tag="universal").faults
+        difference = verify(str(made), tag="universal", against=str(folders(grid))).difference
+    assert difference is not None
+    assert {(one.name, one.state) for one in difference.differing} == {("gate_up", "differs"), ("qkv", "differs")}
+    assert any("gate_up[exp_avg]" in note and "along dimension 0: it was merged" in note for note in difference.notes)
+
+
 def test_halves_that_were_merged_as_one_are_found_by_their_weights(universals: Universals, tmp_path: Path) -> None:
     """Of the right shape: only what the ranks' weights are by the right rule tells it."""
     assert not verify(universals(FORGOTTEN)).faults  # by what its files say, which is wrong

@@ -20,6 +20,7 @@ from ds_reshard.cli.plan_command import page
 from ds_reshard.errors import ConfigError
 from ds_reshard.formats.zero.checkpoint import open_checkpoint
 from ds_reshard.model.reports import ConversionPlan, UnitPlan
+from ds_reshard.model.target import RunSizes
 from ds_reshard.operations import convert, plan
 from ds_reshard.operations.source import find_zero
 
@@ -137,6 +138,8 @@ def _wide(ranks: int, name: str = "rank_{}.pt") -> ConversionPlan:
         folder="runs",
         to="zero3",
         dp=ranks,
+        saved=RunSizes(ranks),
+        coming=RunSizes(ranks),
         sources={name.format(m): 99 for m in range(ranks)},
         units=units,
         buffer_nbytes=1,

@@ -30,6 +30,7 @@ from ds_reshard.model.facts import canonical, describe
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.region import Box
 from ds_reshard.model.reports import Inspection
 from ds_reshard.model.target import Asked, Target
 
@@ -51,6 +52,7 @@ class OpenedZero(Checkpoint):
         self.masters_are_cast = bool(listing.layers or listing.experts or (zero.universal is not None and zero.rows))
         self.unproved_mend = "restore all files of one save, or load another tag"
         self.folder, self.facts, self.ranks = listing.folder, zero.facts, zero.dp
+        self.tp, self.pp, self.ep = zero.grid.tp, zero.grid.pp, zero.grid.ep
         owned = {key: at for key, at in zero.layout.placements.items() if not key.copy}
         self.layout = zero.layout if len(owned) == len(zero.layout.placements) else Layout(owned, zero.layout.shards)
         self.shared, self.buffer_names = zero.model.shared, zero.model.buffer_names
@@ -97,6 +99,25 @@ class OpenedZero(Checkpoint):
         what = f"copy {copy + 1}, of another stage, was trained, and has other values than the first"
         mend = "where it is tied, restore all files of one save; else load it in a run with as many stages that have it"
         return CheckpointDamaged.fault(f"parameter {key}", what, "the same bytes", found, mend=mend)
+
+    def distinct(self) -> Iterator[Mapping[str, Sequence[TensorKey]]]:
+        """The experts of each layer of `deepspeed.moe`."""
+        layers: dict[str, dict[str, dict[str, list[TensorKey]]]] = {}
+        for key in self.layout.placements:
+            of = expert_of(key.name)
+            if of is not None:
+                expert = layers.setdefault(of[0], {}).setdefault(f"{of[0]}{of[1]}", {})
+                expert.setdefault(of[2], []).append(key)
+        for experts in layers.values():
+            yield {
+                name: [key for _, keys in sorted(of.items()) for key in sorted(keys)] for name, of in experts.items()
+            }
+
+    def shards_of(self, name: str) -> Sequence[tuple[tuple[int, ...], Sequence[tuple[Box, int]]]]:
+        division = self.zero.divided.get(name)
+        if division is None or division.replicated:
+            return ()
+        return list(zip(division.shards, division.ranks, strict=True))
 
     def content(self) -> Content:
         content = content_of(self.zero)

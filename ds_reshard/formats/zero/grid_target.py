@@ -41,7 +41,7 @@ from ds_reshard.model.facts import GroupFacts, canonical
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import new_tensor
 from ds_reshard.model.region import Box
-from ds_reshard.model.target import Target, TargetFile, Unit
+from ds_reshard.model.target import RunSizes, Target, TargetFile, Unit
 
 FORMATS = {"zero1": ("zero", 1), "zero2": ("zero", 2), "zero3": ("zero3", 3), "bf16": ("bf16", 1)}
 _INFO, _SIZES = "universal_checkpoint_info", "checkpoint_parallel_dimensions"
@@ -113,7 +113,16 @@ def zero_target(
     units = tuple(unit for column in columns for unit in _units(opened, column))
     padded = [name for name, division in divided.items() if division.vocabulary]
     notes = (f"rows behind the vocabulary are zeros in {', '.join(padded)}",) if padded else ()
-    return Target(layout=layout, wants=wants, units=units, folder=tag, pointers={"latest": tag}, notes=notes)
+    ep = max(flat.ep for column in columns for flat in column.optim.flats)
+    return Target(
+        layout=layout,
+        wants=wants,
+        units=units,
+        folder=tag,
+        pointers={"latest": tag},
+        notes=notes,
+        sizes=RunSizes(dp, tp, len(stages), ep),
+    )
 
 
 def _column(

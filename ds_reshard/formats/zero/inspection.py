@@ -95,13 +95,32 @@ def survey(listing: Listing) -> Survey:
         look.open_shards(checkpoint)
         if checkpoint.universal is not None:
             look.open_tensors(checkpoint, checkpoint.universal)
-            return replace(look.done(model, optim), universal=checkpoint.universal, listing=checkpoint.listing)
-        divided = {name: str(division) for name, division in checkpoint.divided.items()}
-        return replace(look.done(model, optim), divided=divided)
+            found = replace(look.done(model, optim), universal=checkpoint.universal, listing=checkpoint.listing)
+            return replace(found, divided=_cuts(checkpoint))
+        return replace(look.done(model, optim), divided=_cuts(checkpoint))
     else:
         model, optim = look.first(listing.model, read_model_states), look.first(listing.optim, read_optim_states)
         look.salvage(model, optim)
     return look.done(model, optim)
+
+
+def _cuts(checkpoint: ZeroCheckpoint) -> dict[str, str]:
+    """Which stages and expert-parallel ranks have a parameter, how others divide it, and what says so."""
+    found: dict[str, list[str]] = {}
+    stages: dict[str, list[int]] = {}
+    for number, stage in enumerate(checkpoint.stages):
+        for name in stage.trainable:
+            stages.setdefault(name, []).append(number)
+    for name, numbers in stages.items() if len(checkpoint.stages) > 1 else ():
+        where = ", ".join(map(str, numbers))
+        found[name] = [f"stage {where}" if len(numbers) == 1 else f"a copy in stages {where}"]
+    for column in checkpoint.columns:
+        place = column.family.partition(" of experts ")[2]
+        for name in (name for shapes in column.shapes.values() for name in shapes if place):
+            found.setdefault(name, []).append(f"expert-parallel rank {place}")
+    for name, division in checkpoint.divided.items():
+        found.setdefault(name, []).append(str(division))
+    return {name: ", ".join(texts) for name, texts in found.items()}
 
 
 def _empty(listing: Listing) -> list[Fault]:
@@ -471,7 +490,8 @@ def _members(found: Survey) -> dict[str, int]:
     shapes = _matching_shapes(found.model, optim) if optim is not None else ()
     if optim is None or not shapes:
         return {}
-    return {name: g for g, buffers in enumerate(optim.members) for i in buffers for name in shapes[i]}
+    pairs = [(name, g) for g, buffers in enumerate(optim.members) for i in buffers for name in shapes[i]]
+    return dict(reversed(pairs))  # of what several stages have, the first's
 
 
 def _files(listing: Listing, dp: int | None) -> Iterator[FileEntry]:
