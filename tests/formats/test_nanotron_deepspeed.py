@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from test_nanotron_convert import contents, same
 
 from ds_reshard.cli.main import main
 from ds_reshard.errors import ConfigError, ModelMismatch, ParamGroupMismatch, UnsupportedLayout
+from ds_reshard.formats.zero.tensor_parallel import given, rules_in
 from ds_reshard.operations import Conversion, Options, convert, diff, plan, verify
 
 FORMATS = {"zero1": 3, "zero2": 2, "zero3": 3, "bf16": 1, "universal": None}
@@ -58,6 +60,23 @@ def test_there_and_back_is_every_file_as_it_was(run: Run, to: str, tmp_path: Pat
     unstored = {(param.name, "weight") for param in run.model} if to == "zero3" else set()
     assert differing - unstored == beside
     converted(tmp_path / "out", tmp_path / "back", "nanotron", like=str(write(again(run, seed=5), tmp_path / "like")))
+    same(contents(tmp_path / "back"), contents(source))
+
+
+@pytest.mark.parametrize("to", ["zero1", "zero3"])
+def test_there_and_back_through_two_tensor_parallel_ranks_of_deepspeed(to: str, tmp_path: Path) -> None:
+    """A rule for everything: rows of matrices, the same on both ranks of what is a vector."""
+    source = write(Run(dp=2, tp=2, pp=2), tmp_path / "saved")
+    shapes = {param.name: param.shape for param in Run().model}
+    even = [re.escape(name) for name, shape in shapes.items() if len(shape) > 1 and shape[0] % 2 == 0]
+    others = [re.escape(name) for name in shapes if re.escape(name) not in even]
+    assert even and others
+    rules = [{"parameters": "|".join(even)}, {"parameters": "|".join(others), "replicated": True}]
+    with given(rules_in(rules)):
+        converted(source, tmp_path / "out", to, tp=2, dp=3)
+        assert verify(str(tmp_path / "out"), deep=True).faults == ()
+    like = str(write(again(Run(dp=2, tp=2, pp=2), seed=5), tmp_path / "like"))
+    converted(tmp_path / "out", tmp_path / "back", "nanotron", like=like)  # the files say themselves how they are cut
     same(contents(tmp_path / "back"), contents(source))
 
 

@@ -32,6 +32,7 @@ AUTOTP, UNEVEN = Grid("autotp", tp=2, dp=2), Grid("autotp", tp=3, stage=3, dtype
 FEW = Grid("autotp", tp=3, stage=2, layers="few")
 CUT, UNSAID = Grid("cut", tp=2, layers="said"), Grid("cut", tp=2, dp=2, layers="unsaid")
 MOE = Grid("moe", ep=2, dp=4)
+ROWS = Grid("pipeline", pp=2, tp=2, layers="divided")
 
 
 def converted(source: Path, out: Path, grid: Grid, to: str, **asked: Any) -> Path:
@@ -160,6 +161,8 @@ UNIVERSAL = [
     (FOUR, Grid("pipeline", pp=2, dp=2, layers="one position")),
     (HIDDEN, Grid("pipeline", pp=3, stage="bf16opt", dtype="bf16", layers="one position")),
     (MOE, Grid("moe", ep=1, dp=4, stage=2)),
+    (ROWS, Grid("pipeline", pp=4, layers="divided one position")),
+    (ROWS, Grid("pipeline", tp=2, dp=2, layers="divided one position")),
 ]
 
 
@@ -167,7 +170,7 @@ UNIVERSAL = [
     ("source", "target", "hooks"),
     [
         *((source, target, False) for source, target in UNIVERSAL),
-        *((source, target, True) for source, target in UNIVERSAL if target.tp == 1),
+        *((source, target, True) for source, target in UNIVERSAL if target.tp == 1 or source in (UNSAID, ROWS)),
         (MOE, Grid("moe", ep=2, dp=2), True),
         (MOE, Grid("moe", ep=4, dp=4, stage="bf16opt", dtype="bf16"), True),
     ],

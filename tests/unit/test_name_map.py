@@ -67,6 +67,58 @@ def test_patterns_name_layers_by_their_numbers_in_the_order_of_the_param_groups(
     assert made.applied(content).tied == {"head.weight": "wte.weight"}
 
 
+OF_A_LAYER = {
+    "input_layernorm.weight": "norm1.weight",
+    "self_attention.query_key_value.weight": "attn.qkv.weight",
+    "self_attention.query_key_value.bias": "attn.qkv.bias",
+    "self_attention.dense.weight": "attn.out.weight",
+    "self_attention.dense.bias": "attn.out.bias",
+    "post_attention_layernorm.weight": "norm2.weight",
+    "mlp.dense_h_to_4h.weight": "mlp.up.weight",
+    "mlp.dense_h_to_4h.bias": "mlp.up.bias",
+    "mlp.dense_4h_to_h.weight": "mlp.down.weight",
+    "mlp.dense_4h_to_h.bias": "mlp.down.bias",
+}
+TO_PLAIN = {
+    "tied_modules\\.embed\\.word_embeddings\\.weight()": ["embed.weight{1}", "head.weight{1}"],
+    "(?P<n>[0-9]+)\\.input_layernorm\\.(.*)": "blocks.{n-2}.norm1.{2}",
+    "(?P<n>[0-9]+)\\.self_attention\\.query_key_value\\.(.*)": "blocks.{n-2}.attn.qkv.{2}",
+    "(?P<n>[0-9]+)\\.self_attention\\.dense\\.(.*)": "blocks.{n-2}.attn.out.{2}",
+    "(?P<n>[0-9]+)\\.post_attention_layernorm\\.(.*)": "blocks.{n-2}.norm2.{2}",
+    "(?P<n>[0-9]+)\\.mlp\\.dense_h_to_4h\\.(.*)": "blocks.{n-2}.mlp.up.{2}",
+    "(?P<n>[0-9]+)\\.mlp\\.dense_4h_to_h\\.(.*)": "blocks.{n-2}.mlp.down.{2}",
+    "103\\.(weight)": "norm.{1}",
+}
+TO_STAGES = {
+    "embed\\.(weight)": "tied_modules.embed.word_embeddings.{1}",
+    "blocks\\.([0-9]+)\\.norm1\\.(.*)": "{1+2}.input_layernorm.{2}",
+    "blocks\\.([0-9]+)\\.attn\\.qkv\\.(.*)": "{1+2}.self_attention.query_key_value.{2}",
+    "blocks\\.([0-9]+)\\.attn\\.out\\.(.*)": "{1+2}.self_attention.dense.{2}",
+    "blocks\\.([0-9]+)\\.norm2\\.(.*)": "{1+2}.post_attention_layernorm.{2}",
+    "blocks\\.([0-9]+)\\.mlp\\.up\\.(.*)": "{1+2}.mlp.dense_h_to_4h.{2}",
+    "blocks\\.([0-9]+)\\.mlp\\.down\\.(.*)": "{1+2}.mlp.dense_4h_to_h.{2}",
+    "norm\\.(weight)": "103.{1}",
+}
+
+
+def test_a_map_of_ten_lines_names_a_hundred_layers_and_back(tmp_path: Path) -> None:
+    """Of a GPT as Megatron-DeepSpeed's PipelineModule has it, whose layers are 2 to 101, and as a plain module."""
+    staged = ["tied_modules.embed.word_embeddings.weight"]
+    staged += [f"{n}.{name}" for n in range(2, 102) for name in OF_A_LAYER] + ["103.weight"]
+    plain = ["embed.weight", *(f"blocks.{n}.{name}" for n in range(100) for name in OF_A_LAYER.values()), "norm.weight"]
+    assert len(TO_PLAIN) <= 10 and len(TO_STAGES) <= 10 and len(staged) == len(plain) == 1002
+    for number, (given, expected, names) in enumerate([(staged, plain, TO_PLAIN), (plain, staged, TO_STAGES)]):
+        (tmp_path / f"{number}.json").write_text(json.dumps(names, indent=1))
+        read, content = read_name_map(str(tmp_path / f"{number}.json")), _content(tuple(given))
+        assert list(read.faults(content)) == []
+        made = read.applied(content)
+        assert made.facts is not None
+        assert made.facts.groups[0].members == tuple(expected)
+        assert {key.name: held.origin.name for key, held in made.tensors.items()} == dict(
+            zip(expected, given, strict=True)
+        )
+
+
 def test_a_name_of_its_own_goes_before_a_pattern() -> None:
     made = NameMap(path="map.json", names={"(.*)": ("x.{1}",), "b": ("own",)}, digest="")
     assert list(made.faults(_content(("a", "b")))) == []
