@@ -76,10 +76,12 @@ def together(run: Callable[[], int]) -> int:
 
     A rank that fails apart from others tells it where these wait for its part. Raises RankLost where one has ended.
     """
+    mine = launched()
+    if mine.size == 1:  # which needs no torch for it
+        return run()
     import torch.distributed as dist
 
-    mine = launched()
-    if mine.size == 1 or dist.is_initialized():  # a run that calls a tool is on its own business with its ranks
+    if dist.is_initialized():  # a run that calls a tool is on its own business with its ranks
         return run()
     from ds_reshard.operations.heartbeat import beating
 

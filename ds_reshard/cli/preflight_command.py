@@ -103,11 +103,12 @@ def _megatron(arguments: argparse.Namespace, flags: Sequence[str]) -> Forecast:
 
 
 def _deepspeed(arguments: argparse.Namespace) -> Forecast:
-    config = _trusting(read_config(arguments.config), arguments.trust)
+    config, flags = _trusting(read_config(arguments.config), arguments.trust), arguments.flags or ()
     try:
         with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed logs from its import on
             import deepspeed  # noqa: F401
 
+        from ds_reshard.hosts.deepspeed.coming_engine import by_flags
         from ds_reshard.hosts.deepspeed.coming_model import factory_of
         from ds_reshard.hosts.deepspeed.preflight import Coming, forecast
     except ImportError as error:
@@ -115,12 +116,25 @@ def _deepspeed(arguments: argparse.Namespace) -> Forecast:
         raise ConfigError(f"DeepSpeed: what it makes of the config is its own to say: {error}; {mend}") from error
     model = factory_of(arguments.model) if arguments.model is not None else None
     sizes = {name: getattr(arguments, name) for name in ("world", "nodes", "tp", "pp", "ep")}
-    _ask(arguments.flags or ())
+    _ask(flags)
+    config = by_flags(config, _values(flags))
     try:
         with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed and the factory of a model may print
             return forecast(arguments.checkpoint, Coming(config=config, model=model, **sizes), tag=arguments.tag)
     finally:
         policy_sources.forget()
+
+
+def _values(flags: Sequence[str]) -> Mapping[str, object]:
+    """The flags of a script by their names: numbers as such, and True where nothing follows one."""
+    found: dict[str, object] = {}
+    for flag, after in zip(flags, (*flags[1:], "--"), strict=False):
+        name, given, value = flag.removeprefix("--").partition("=")
+        if flag.startswith("--"):
+            said = value if given else after if not after.startswith("--") else "true"
+            with contextlib.suppress(ValueError):
+                found[name.replace("-", "_")] = json.loads(said.lower())
+    return found
 
 
 def _trusting(config: Mapping[str, object], classes: Sequence[str]) -> Mapping[str, object]:

@@ -373,6 +373,17 @@ def test_flags_of_the_script_are_the_policy(saves: Saves, tmp_path: Path, capsys
     assert main(command) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["report"]["rows"]}
     assert rows["iteration"]["used"] == 3
+    auto = {"lr": "auto", "betas": "auto", "weight_decay": "auto", "torch_adam": True}
+    asked = {"train_micro_batch_size_per_gpu": "auto", "optimizer": {"type": "AdamW", "params": auto}}
+    (tmp_path / "ds.json").write_text(json.dumps({**asked, "bf16": {"enabled": "auto"}}))
+    trainers = ("--per_device_train_batch_size=3", "--adam_beta1", "0.5", "--weight_decay", "0.7", "--bf16", "True")
+    assert main([*command, "--", *trainers]) == 0
+    told = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row["this_run"] for row in told["report"]["rows"]}
+    assert (rows["global batch size"], rows["group 0: betas"], rows["group 0: weight_decay"]) == (12, [0.5, 0.999], 0.7)
+    assert any(
+        note.startswith('what is "auto" is taken') and note.endswith(": optimizer.params.lr") for note in told["notes"]
+    )
 
 
 def _of_gpu() -> Any:

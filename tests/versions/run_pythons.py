@@ -25,7 +25,13 @@ from zero_builder import Built, write
 
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 NEEDED = ("numpy", "packaging", "rich", "isal", "pytest", "pytest-timeout", "hypothesis", "psutil")
-COMMANDS = ("--version", "inspect {} --json", "plan {} --to zero3 --dp 5 --json", "lr {} --config ds.json")
+COMMANDS = (
+    "--version",
+    "inspect {} --json",
+    "verify --pickles {}",
+    "plan {} --to zero3 --dp 5 --json",
+    "lr {} --config ds.json",
+)
 OF_TORCH = ("test_batch", "test_copies", "test_ranks")
 """Tests of what imports torch, which do not name it themselves."""
 _OF_HERE = re.compile(r'^(?: *"(?:bytes_read|metadata_nbytes)":|# ).*\n', re.MULTILINE)

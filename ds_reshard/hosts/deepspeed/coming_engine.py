@@ -84,6 +84,36 @@ def filled(config: Mapping[str, object], saved: Mapping[str, object]) -> tuple[d
     return made, names
 
 
+_TRAINERS = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "max_steps",
+    "bf16.enabled": "bf16",
+    "fp16.enabled": "fp16",
+}
+"""Which argument of Hugging Face's Trainer fills what (integrations/deepspeed.py, transformers 5.23)."""
+
+
+def by_flags(config: Mapping[str, object], flags: Mapping[str, object], under: str = "") -> dict[str, object]:
+    """The config with what the flags of the Trainer's script say of what is "auto"."""
+    made = dict(config)
+    for key, value in config.items():
+        name = f"{under}{key}"
+        if isinstance(value, Mapping):
+            made[key] = by_flags(value, flags, f"{name}.")
+        elif value == "auto" and _TRAINERS.get(name) in flags:
+            made[key] = flags[_TRAINERS[name]]
+        elif value == "auto" and name == "optimizer.params.betas" and {"adam_beta1", "adam_beta2"} & flags.keys():
+            made[key] = [flags.get("adam_beta1", 0.9), flags.get("adam_beta2", 0.999)]
+    return made
+
+
 class _Mpu(NamedTuple):
     """What is asked of an `mpu`: the rank among those that divide the model, as its files are numbered."""
 
