@@ -30,7 +30,7 @@ def test_importing_loads_no_framework(module: str) -> None:
 
 
 def test_what_needs_no_torch_loads_none(tmp_path: Path) -> None:
-    """A look at what a file would run, and at what is patched, takes a third of a second, and a machine without torch."""
+    """A look at what a file would run, and at what is patched, takes half a second, and no torch on the machine."""
     (tmp_path / "file.pkl").write_bytes(b"\x80\x02}q\x00.")
     for words in (["verify", "--pickles", str(tmp_path)], ["hooks"], ["doctor"]):
         quietly = "with contextlib.redirect_stdout(io.StringIO()):"
