@@ -11,8 +11,8 @@ from typing import Any
 class Grid:
     """One side of a case.
 
-    `kind` is "pipeline" (PipelineModule), "autotp" or "mpu" (tensor parallelism by DeepSpeed, or by an mpu), "moe"
-    (deepspeed.moe). `stage` is 0 to 3 or "bf16opt" (stage 1 under BF16_Optimizer). `options` go to
+    `kind` is "pipeline" (PipelineModule), "autotp" or "mpu" (tensor parallelism by DeepSpeed, or by an mpu), "llama"
+    (DeepSpeed's, of a model of transformers), "moe" (deepspeed.moe), "autoep" (DeepSpeed's own experts). `stage` is 0 to 3 or "bf16opt" (stage 1 under BF16_Optimizer). `options` go to
     "zero_optimization", `config` beside it. `layers` names another list of layers, or way to tie them.
     """
 

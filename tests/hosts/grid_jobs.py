@@ -38,6 +38,8 @@ def config_of(grid: Grid) -> dict[str, Any]:
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     if grid.kind == "autotp" and grid.tp > 1:
         config["tensor_parallel"] = {"autotp_size": grid.tp, "partition_config": SPECS}
+    if grid.kind == "llama" and grid.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": grid.tp}
     if grid.kind == "autoep":
         config["expert_parallel"] = {"enabled": True, "autoep_size": grid.ep, "preset_model": "mixtral"}
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0, "torch_adam": True}}

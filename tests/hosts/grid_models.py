@@ -254,6 +254,22 @@ def _autotp(grid: Grid) -> tuple[torch.nn.Module, Any]:
     return model, None
 
 
+def _llama(grid: Grid) -> tuple[torch.nn.Module, Any]:
+    """A Llama of transformers with fewer key and value heads than query heads, divided by its own plan."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 4}
+    tied = grid.layers == "tied"
+    config = LlamaConfig(vocab_size=20, num_key_value_heads=2, tie_word_embeddings=tied, **sizes)
+    model, start = LlamaForCausalLM(config), 0
+    for parameter in model.parameters():
+        parameter.data.copy_(numbers(start, *parameter.shape))
+        start += parameter.numel()
+    model.model.rotary_emb = torch.nn.Identity()  # its buffers are in no file
+    model.forward = lambda x: square(model)  # type: ignore[method-assign]
+    return model, None
+
+
 class Mpu:
     """The calls that DeepSpeed makes; tensor-parallel ranks are neighbours."""
 
@@ -319,6 +335,9 @@ def _mpu_cut(grid: Grid) -> tuple[torch.nn.Module, Any]:
     for name, tensor in cut.items():
         parameter = torch.nn.Parameter(tensor.clone())
         parameter.model_parallel = parameter.tensor_model_parallel = name != "norm"  # type: ignore[attr-defined]
+        if grid.layers == "attributes":  # as Megatron sets them
+            parameter.partition_dim = {"row": 1, "norm": -1}.get(name, 0)  # type: ignore[attr-defined]
+            parameter.partition_stride = 2 if name == "gate_up" else 1  # type: ignore[attr-defined]
         *path, leaf = name.split(".")
         owner = model
         for part in path:
@@ -338,7 +357,7 @@ def _mpu_cut(grid: Grid) -> tuple[torch.nn.Module, Any]:
         patterns["parameter_with_sub_params"] = [{"patterns": ["qkv"], "shape": ((8, 4, 4), 6), "partition_dim": 0}]
     if grid.layers == "averaged":
         patterns["parameter_to_average_patterns"] = patterns.pop("tp_replicated_parameter_patterns")
-    if grid.layers not in ("unsaid", "rules", "megatron"):
+    if grid.layers not in ("unsaid", "rules", "megatron", "attributes"):
         model.universal_checkpoint_info = {"universal_checkpoint_version": 0.2, **patterns}
     return model, mpu
 
@@ -453,6 +472,7 @@ BUILD = {
     "moe": _moe,
     "pipeline": _pipeline,
     "autotp": _autotp,
+    "llama": _llama,
     "mpu": _mpu,
     "cut": _mpu_cut,
     "autoep": _autoep,

@@ -15,6 +15,7 @@ CASES += [*test_grid_tensor.LOADS, *test_grid_tensor.PADDED]
 KINDS = {
     "pipeline": "`PipelineModule`",
     "autotp": "AutoTP",
+    "llama": "AutoTP",
     "mpu": "an `mpu`",
     "cut": "an `mpu`",
     "moe": "`deepspeed.moe`",
@@ -24,7 +25,9 @@ KINDS = {
 
 def sizes(grid: Grid) -> str:
     axes = {"pp": grid.pp, "tp": grid.tp, "ep": grid.ep}
-    shown = {"pipeline": "pp", "autotp": "tp", "mpu": "tp", "cut": "tp", "moe": "ep", "autoep": "ep"}[grid.kind]
+    shown = {"pipeline": "pp", "autotp": "tp", "llama": "tp", "mpu": "tp", "cut": "tp", "moe": "ep", "autoep": "ep"}[
+        grid.kind
+    ]
     return "".join(f"{axis}{n}" for axis, n in axes.items() if n > 1 or axis == shown) + f"dp{grid.dp}"
 
 

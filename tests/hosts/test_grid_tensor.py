@@ -33,6 +33,10 @@ def few(dp: int, stage: int | str = 1, tp: int = 1) -> Grid:
     return Grid("autotp", tp=tp, dp=dp, stage=stage, layers="few")
 
 
+def llama(dp: int, stage: int | str = 1, dtype: str = "fp32", tp: int = 1, layers: str = "tied") -> Grid:
+    return Grid("llama", tp=tp, dp=dp, stage=stage, dtype=dtype, layers=layers)
+
+
 def mpu(dp: int, stage: int | str = 1, dtype: str = "fp32", tp: int = 1, layers: str = "said") -> Grid:
     return Grid("cut", tp=tp, dp=dp, stage=stage, dtype=dtype, layers=layers)
 
@@ -58,6 +62,9 @@ LOADS = [
     (autotp(1, 3, "bf16", tp=3), autotp(2, 2, "bf16", tp=2)),
     (autotp(2, 2, "bf16", tp=2), autotp(1, 3, "bf16", tp=3)),
     (autotp(1), autotp(2, 3, tp=2)),
+    (llama(2, tp=2), llama(2, 2)),
+    (llama(1, 3, "bf16", tp=2), llama(1, 1, "bf16", tp=3)),
+    (llama(1, 2, tp=3, layers="untied"), llama(1, 3, tp=4, layers="untied")),
     (few(1, tp=4), few(2, 2)),
     (few(1, 2, tp=3), proved(few(2))),
     (few(1, 3, tp=3), few(2)),
@@ -114,6 +121,8 @@ def steps_of(source: Grid) -> float:
 TP, CUT, PLAIN = autotp(1, tp=2), mpu(1, tp=2), mpu(1, 0, tp=2)
 UNSAID = mpu(1, tp=2, layers="unsaid")
 SHORT = mpu(1, tp=2, layers="short")
+ATTRIBUTES = mpu(1, tp=2, layers="attributes")
+BESIDE = {"ds_reshard": {"reshard": {"tensor_parallel": [RULES[0], RULES[2]]}}}
 PADDED = [
     (CUT, mpu(1, tp=4)),
     (mpu(1, tp=4), mpu(1, 3, "bf16", tp=2)),
@@ -122,6 +131,7 @@ PADDED = [
     (SHORT, mpu(1, 3, tp=4, layers="short")),
     (SHORT, mpu(1, "bf16opt", "bf16", tp=4, layers="short")),
     (UNSAID, mpu(1, tp=4, layers="rules")),
+    (ATTRIBUTES, replace(mpu(1, 2, tp=4, layers="attributes"), config=BESIDE)),
     (mpu(2, tp=2), mpu(1, 2, tp=4)),
     (mpu(2, 2, tp=2), mpu(1, 3, tp=4)),
     (mpu(2, 3, "bf16", tp=2), mpu(1, "bf16opt", "bf16", tp=4)),
@@ -213,6 +223,12 @@ REFUSED = {
     "a row that is taken for a column": (UNSAID, by_rules(mpu(1), AS_COLUMN), nothing, "parameter row: has another"),
     "copies that are taken for parts": (UNSAID, by_rules(mpu(1), DIVIDED), nothing, "parameter norm: has another"),
     "no rule": (UNSAID, by_rules(mpu(1), RULES[:1]), nothing, "nothing says how it is cut"),
+    "an attribute that does not tell the parts": (
+        ATTRIBUTES,
+        mpu(1, layers="attributes"),
+        nothing,
+        "qkv: its partition_dim is 0, which does not tell whether parts of it are cut one by one",
+    ),
     "two rules": (UNSAID, by_rules(mpu(1), TWICE), nothing, "two rules name it"),
     "a rule that does not fit": (UNSAID, by_rules(mpu(1), NOT_FIT), nothing, "are not of these parts"),
     "copies of a weight differ": (

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from ds_reshard.formats.zero.checkpoint import Row
 from ds_reshard.formats.zero.rows import in_order
 from ds_reshard.formats.zero.tensor_parallel import (
+    NO_EVIDENCE,
+    Evidence,
     Misfit,
     Rule,
     divided,
@@ -23,7 +25,7 @@ from ds_reshard.formats.zero.tensor_parallel import (
     rule_faults,
     rules_in,
 )
-from ds_reshard.hosts.deepspeed.divided import run_shares
+from ds_reshard.hosts.deepspeed.divided import run_shares, told_by_parameters
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.model.layout import check_cover
 
@@ -81,7 +83,7 @@ def test_every_element_has_its_place(case):
     shards = shards_of(whole, dim, widths)
     by_widths = divided(whole.shape, dim, widths, "rule")
     info = {"affine_map": {"version": 1, "params": {"^w$": affine_map(whole, dim, widths)}}}
-    by_map, unknown = divisions({"w": [shard.shape for shard in shards]}, info, [])
+    by_map, unknown = divisions({"w": [shard.shape for shard in shards]}, Evidence(info), [])
     assert not unknown
     for division in (by_widths, by_map["w"]):
         assert division.shape == whole.shape
@@ -110,7 +112,7 @@ def test_patterns_of_the_checkpoint_and_rules_of_the_user_say_the_same(info, rul
     whole = numpy.arange(rows * 6).reshape(rows, 6)
     shards = shards_of(whole, dim, widths)
     shapes = {"a.w": [shard.shape for shard in shards]}
-    for found, unknown in (divisions(shapes, info, []), divisions(shapes, {}, [rule])):
+    for found, unknown in (divisions(shapes, Evidence(info), []), divisions(shapes, NO_EVIDENCE, [rule])):
         assert not unknown
         assert numpy.array_equal(rebuilt(found["a.w"], shards), whole)
 
@@ -119,8 +121,8 @@ def test_rows_behind_the_vocabulary_are_padding():
     padded = numpy.arange(48).reshape(8, 6)
     shards = shards_of(padded, 0, [[4, 4]])
     for found, _ in (
-        divisions({"a.w": [(4, 6)] * 2}, VOCABULARY, []),
-        divisions({"a.w": [(4, 6)] * 2}, {}, [Rule("a.w", vocabulary=7)]),
+        divisions({"a.w": [(4, 6)] * 2}, Evidence(VOCABULARY), []),
+        divisions({"a.w": [(4, 6)] * 2}, NO_EVIDENCE, [Rule("a.w", vocabulary=7)]),
     ):
         assert found["a.w"].shape == (7, 6)
         assert numpy.array_equal(rebuilt(found["a.w"], shards), padded[:7])
@@ -129,8 +131,8 @@ def test_rows_behind_the_vocabulary_are_padding():
 
 def test_what_is_the_same_on_all_ranks_is_whole_on_each():
     for found, _ in (
-        divisions({"a.w": [(4, 6)] * 3}, SAME, []),
-        divisions({"a.w": [(4, 6)] * 3}, {}, [Rule("a.w", replicated=True)]),
+        divisions({"a.w": [(4, 6)] * 3}, Evidence(SAME), []),
+        divisions({"a.w": [(4, 6)] * 3}, NO_EVIDENCE, [Rule("a.w", replicated=True)]),
     ):
         assert found["a.w"].replicated
         assert found["a.w"].shape == (4, 6)
@@ -177,17 +179,76 @@ SPLIT = {"version": 1, "params": {"a.w": affine_map(numpy.zeros((4, 6)), 0, [[2,
     ],
 )
 def test_what_is_not_known_is_said(info, rules, shapes, what):
-    found, unknown = divisions({"a.w": shapes}, info, rules)
+    found, unknown = divisions({"a.w": shapes}, Evidence(info), rules)
     assert not found
     assert what in unknown["a.w"].what
     assert unknown["a.w"].expected
     assert unknown["a.w"].found
 
 
+FUSED = {"parameter_with_sub_params": [{"patterns": [r"a\.weight"], "shape": ((8, 4, 4), 6), "partition_dim": 0}]}
+SHAPES = {"a.weight": [(8, 6)] * 2, "a.bias": [(8,)] * 2, "b.bias": [(8,)] * 2}
+
+
+@pytest.mark.parametrize("rules", [[], [Rule(r"a\.weight", parts=(8, 4, 4))]])
+def test_a_bias_that_no_pattern_names_is_cut_as_the_rows_of_its_weight(rules):
+    """Else it would be as long, and in another order."""
+    found, unknown = divisions(
+        SHAPES, Evidence(FUSED if not rules else {"tp_replicated_parameter_patterns": []}), rules
+    )
+    assert not unknown
+    whole = numpy.arange(16)
+    assert numpy.array_equal(rebuilt(found["a.bias"], shards_of(whole, 0, [[4, 4], [2, 2], [2, 2]])), whole)
+    assert numpy.array_equal(rebuilt(found["b.bias"], shards_of(whole, 0, [[8, 8]])), whole)
+
+
+def test_what_autotp_has_not_named_goes_by_its_release():
+    """Since 0.3 of its patterns all that is not cut is named; before, the shapes of whole parameters tell."""
+    shapes = {"norm.weight": [(4,)] * 2, "up.weight": [(4, 6)] * 2, "h.0.qkv_proj.weight": [(4, 6)] * 2}
+    older, newer = ({"universal_checkpoint_version": version} for version in (0.2, 0.3))
+    found, unknown = divisions(shapes, Evidence(newer, autotp=True), [])
+    assert {name: one.shape for name, one in found.items()} == {"norm.weight": (8,), "up.weight": (8, 6)}
+    assert {one.evidence for one in found.values()} == {"pattern"}
+    assert "fused projection" in unknown["h.0.qkv_proj.weight"].what
+    found, unknown = divisions(shapes, Evidence(older, autotp=True), [])
+    assert not found
+    assert "names only some" in unknown["norm.weight"].what
+    whole = {"norm.weight": (4,), "up.weight": (8, 6)}
+    found, unknown = divisions(shapes, Evidence(older, autotp=True, whole=whole), [])
+    assert {name: (one.shape, one.replicated) for name, one in found.items()} == {
+        "norm.weight": ((4,), True),
+        "up.weight": ((8, 6), False),
+    }
+
+
+def engine_of(module):
+    return SimpleNamespace(module=module, _config=SimpleNamespace(_param_dict={}))
+
+
+def test_attributes_of_parameters_tell_what_they_can():
+    """As Megatron sets them: a stride of one along dimension 0 is on SwiGLU's two halves too."""
+    module = torch.nn.Module()
+    for name, dim, stride in (("norm", -1, 1), ("row", 1, 1), ("gate_up", 0, 2), ("column", 0, 1)):
+        parameter = torch.nn.Parameter(torch.zeros(4, 6))
+        parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = dim >= 0, dim, stride
+        module.register_parameter(name, parameter)
+    live = told_by_parameters(engine_of(module), Row(2, 0)).live
+    shapes = dict.fromkeys(("norm", "row", "gate_up", "column", "other"), [(4, 6)] * 2)
+    found, unknown = divisions(shapes, Evidence(live=live), [])
+    assert {name: (one.replicated, one.dim, one.sizes) for name, one in found.items()} == {
+        "norm": (True, 0, ()),
+        "row": (False, 1, (12,)),
+        "gate_up": (False, 0, (4, 4)),
+    }
+    assert "does not tell whether parts" in unknown["column"].what
+    assert "nothing says" in unknown["other"].what
+    assert not divisions(shapes, Evidence({"universal_checkpoint_version": 0.2}, live=live), [])[1]
+
+
 def test_widths_that_are_not_the_shards_are_refused():
     info = {**HEADS, "sub_param_shard_widths": {r"a\.w": [[4, 4], [2, 2], [2, 2]]}}
-    assert divisions({"a.w": [(8, 6)] * 2}, info, [])[0]
-    assert divisions({"a.w": [(9, 6), (7, 6)]}, info, [])[1]
+    assert divisions({"a.w": [(8, 6)] * 2}, Evidence(info), [])[0]
+    assert divisions({"a.w": [(9, 6), (7, 6)]}, Evidence(info), [])[1]
     with pytest.raises(Misfit, match="do not fill"):
         divided((17, 6), 0, [[4, 4], [2, 2]], "rule")
 
@@ -255,7 +316,7 @@ def test_a_parameter_is_cut_anew_in_equal_shares(cut, tp, mapped):
     if mapped and whole.size:
         shards = [shard.shape for shard in shards_of(whole, dim, widths)]
         info = {"affine_map": {"version": 1, "params": {"a.w": affine_map(whole, dim, widths)}}}
-        source = divisions({"a.w": shards}, info, [])[0]["a.w"]
+        source = divisions({"a.w": shards}, Evidence(info), [])[0]["a.w"]
         assume(sum(1 for shape in shards if prod(shape)) > 1 and not source.replicated)
     assume(whole.size)
     try:
@@ -272,7 +333,7 @@ def test_a_parameter_is_cut_anew_in_equal_shares(cut, tp, mapped):
     if not mapped or all(width[0] for width in widths if sum(width)):
         assert found.sizes == tuple(parts)
     assert tuple(shard.shape for shard in shards) == found.shards
-    again, unknown = divisions({"a.w": found.shards}, pattern_info({"a.w": found}), [])
+    again, unknown = divisions({"a.w": found.shards}, Evidence(pattern_info({"a.w": found})), [])
     assert not unknown
     assert again["a.w"].ranks == found.ranks
 
@@ -283,7 +344,7 @@ def test_a_run_that_says_its_shards_overlap_is_refused():
     module = torch.nn.Module()
     module.w = torch.nn.Parameter(torch.zeros(2, 6))
     module.universal_checkpoint_info = {"affine_map": {"version": 1, "params": {"w": entry}}}
-    engine, grid = SimpleNamespace(module=module), LiveGrid(row=Row(2, 0))
+    engine, grid = engine_of(module), LiveGrid(row=Row(2, 0))
     assert run_shares(engine, grid, SimpleNamespace(rows=(1,)))[1] == []
     entry["ranks"][1]["pieces"] = entry["ranks"][0]["pieces"]
     found = [fault.line() for fault in run_shares(engine, grid, SimpleNamespace(rows=(1,)))[1]]

@@ -27,7 +27,7 @@ from rich.table import Table
 from table import RESULTS, ROOT, read_results, rows, write_block
 
 CURRENT = metadata.version("deepspeed")
-RELEASES = ("0.14.5", "0.15.4", "0.16.9", "0.17.6", "0.18.4", "0.18.9", CURRENT)
+RELEASES = ("0.14.5", "0.15.4", "0.16.9", "0.17.6", "0.18.4", "0.18.9", "0.19.5", CURRENT)
 CELLS_TIMEOUT_S = 1200
 console = Console()
 

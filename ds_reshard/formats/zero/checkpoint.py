@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ds_reshard.containers.torch_zip import open_archive
@@ -38,13 +39,16 @@ class Row(NamedTuple):
     """Which of the tensor-parallel ranks of a grid a reader is, and how many there are.
 
     `ties` are the keys of a PipelineModule's layers that are tied modules, None where no run tells them. `rules` are
-    what the user says of how tensors are divided. A size of 0 is that of the saving run.
+    what the user says of how tensors are divided, `whole` and `live` what a run's parameters tell of it (`Evidence`). A
+    size of 0 is that of the saving run.
     """
 
     size: int = 1
     rank: int = 0
     ties: Mapping[int, str] | None = None
     rules: tuple[Rule, ...] = ()
+    whole: Mapping[str, Shape] = MappingProxyType({})
+    live: Mapping[str, Rule | None] = MappingProxyType({})
 
 
 ALONE = Row()

@@ -36,7 +36,7 @@ from ds_reshard.formats.zero.checkpoint import (
 from ds_reshard.formats.zero.model_states import ModelStates, positive, read_entries
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import PARTITION_GROUPS, OptimStates, Partition, read_optim_states
-from ds_reshard.formats.zero.tensor_parallel import Division, divided, divisions
+from ds_reshard.formats.zero.tensor_parallel import Division, Evidence, divided, divisions
 from ds_reshard.model.content import WEIGHT
 from ds_reshard.model.facts import OptimizerFacts, describe
 from ds_reshard.model.layout import Cut, Placement, TensorKey, tiled
@@ -330,7 +330,7 @@ def _other_map(path: str, name: str, layer: _Layer, even: Division) -> Iterator[
         return
     info = {"affine_map": {"version": 1, "params": {re.escape(name): params[name]}}}
     local = (layer.total // layer.ep, *even.shape[1:])
-    found, unknown = divisions({name: [local] * layer.ep}, info, ())
+    found, unknown = divisions({name: [local] * layer.ep}, Evidence(info), ())
     if name in unknown:
         yield damaged(f"{path}: {name}", unknown[name].what, unknown[name].expected, unknown[name].found)
     elif (found[name].shape, found[name].ranks) != (even.shape, even.ranks) and layer.ep > 1:

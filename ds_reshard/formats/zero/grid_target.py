@@ -23,7 +23,7 @@ from ds_reshard.formats.zero.experts import expert_of
 from ds_reshard.formats.zero.layout import by_key
 from ds_reshard.formats.zero.model_states import Kept, ModelStates, section
 from ds_reshard.formats.zero.pipeline import layer_files, tied_key, ties_first
-from ds_reshard.formats.zero.rows import unknown_fault
+from ds_reshard.formats.zero.rows import evidence_of, unknown_fault
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.target import (
     UNIVERSAL_INFO,
@@ -153,9 +153,8 @@ def redivisions(
         faults.append(UnsupportedLayout.fault(folder, what, "no experts", "experts", mend=mend))
     if like is not None and like.rows:
         return {name: like.divided[name] for name in shapes if name in like.divided}, faults
-    info = model.entries.get(_INFO)
     unsaid = {name: [shape] for name, shape in shapes.items() if name not in checkpoint.divided}
-    found, unknown = divisions(unsaid, info if isinstance(info, dict) else {}, rules_given())
+    found, unknown = divisions(unsaid, evidence_of(model), rules_given())
     found |= {name: division for name, division in checkpoint.divided.items() if name in shapes}
     made: dict[str, Division] = {}
     for name, division in found.items():

@@ -34,13 +34,13 @@ from ds_reshard.formats.zero.checkpoint import (
     open_row,
 )
 from ds_reshard.formats.zero.layout import by_key
-from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
+from ds_reshard.formats.zero.model_states import ModelStates, read_model_states, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates
 from ds_reshard.formats.zero.pipeline import owned
 from ds_reshard.formats.zero.shards import compare_heads
 from ds_reshard.formats.zero.stage0 import with_order
-from ds_reshard.formats.zero.tensor_parallel import Division, Misfit, divisions, replicated
+from ds_reshard.formats.zero.tensor_parallel import Division, Evidence, Misfit, divisions, replicated
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.index import Extent
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, check_cover
@@ -152,7 +152,7 @@ def _parts(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> list[Z
     parts: list[ZeroCheckpoint] = []
     faults: list[Fault] = []
     for rank in range(grid.tp):
-        place = Row(grid.tp, rank, row.ties, row.rules)
+        place = row._replace(size=grid.tp, rank=rank)
         try:
             model = listing.read(listing.column(rank).model[0], read_model_states)
             parts.append(open_row(listing, grid, place, model, optimizer=optimizer))
@@ -167,12 +167,12 @@ def _found(
 ) -> tuple[dict[str, Division], dict[str, Misfit]]:
     """How each tensor was divided, given the shapes of its shards, and of which it is not known."""
     parameters = parameters_of(models[0], shapes)
-    info = models[0].entries.get("universal_checkpoint_info")
     whole: dict[str, Division] = {}
     if len(models) == 1:
         whole = {name: replicated(held, "whole") for name, held in parameters.items() if not _ruled(name, row)}
     divided = {name: held for name, held in parameters.items() if name not in whole}
-    found, unknown = divisions(divided, info if isinstance(info, dict) else {}, row.rules)
+    evidence = evidence_of(models[0])._replace(whole=row.whole, live=row.live)
+    found, unknown = divisions(divided, evidence, row.rules)
     found |= whole
     buffers = {name: held for name, held in shapes.items() if name in models[0].buffer_names}
     found |= {name: _buffer(name, held, row) for name, held in buffers.items() if len(set(held)) == 1}
@@ -183,6 +183,13 @@ def _found(
     }
     found |= {name: found[owner] for name, owner in models[0].shared.items() if owner in found and name in shapes}
     return found, unknown
+
+
+def evidence_of(model: ModelStates) -> Evidence:
+    """What a model file says of how ranks divide parameters."""
+    info = model.entries.get("universal_checkpoint_info")
+    size = section(model.config, "tensor_parallel").get("autotp_size")
+    return Evidence(info if isinstance(info, dict) else {}, autotp=isinstance(size, int) and size > 1)
 
 
 def parameters_of(model: ModelStates, shapes: Mapping[str, Sequence[Shape]]) -> dict[str, Sequence[Shape]]:

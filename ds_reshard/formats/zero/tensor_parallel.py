@@ -3,7 +3,12 @@
 DeepSpeed keeps it in `universal_checkpoint_info` of each model file: since 0.19.6 an affine map, which says of each
 shard where its elements lie (checkpoint/affine.py, 0.19.8); before that, and for a user's own model-parallel unit,
 patterns of names (checkpoint/ds_to_universal.py). Patterns are matched whole here, and one alone may fit: DeepSpeed
-matches their beginning, and takes the first.
+matches their beginning, and takes the first. A bias that none names is cut as the rows of its weight: each element
+belongs to one of them.
+
+Patterns of AutoTP name what it has not cut since version 0.3 of them (`collect_autotp_universal_checkpoint_info`,
+module_inject/layers.py, 0.19.5), before that in part (0.18.9): what no pattern names may then be either. They never say
+how it has cut projections that are fused by its own rules of names (`_replace`, module_inject/auto_tp.py).
 """
 
 from __future__ import annotations
@@ -14,12 +19,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import accumulate
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ds_reshard.errors import Fault, wrong_value
 from ds_reshard.model.region import Box
 
 Shape = tuple[int, ...]
+_FUSED = ("qkv_proj", "query_key_value", "attn.Wqkv", "self_attn.W_pack", "c_attn", "gate_up_proj", "dense_h_to_4h")
+"""Parts of the names of what AutoTP takes for fused (module_inject/fusedqkv_utils.py, auto_tp.py, 0.18.9, 0.19.5)."""
 UNNAMED = "no pattern"
 """The evidence for what no pattern of a checkpoint names: it is cut along dimension 0, as DeepSpeed takes it."""
 
@@ -151,8 +159,25 @@ def _is_rule(rule: object) -> bool:
     return all(type(one) is int and one >= low for one, low in least)
 
 
+class Evidence(NamedTuple):
+    """What says how ranks divide parameters, the user's rules apart.
+
+    `info` is the `universal_checkpoint_info` of a checkpoint or of a run; `autotp` says that DeepSpeed has divided them
+    itself. Of a run `whole` are the shapes of whole parameters, where it has them, and `live` what attributes of its
+    parameters tell: the rule, or None of one that is cut along dimension 0, in how many parts is not told.
+    """
+
+    info: Mapping[str, object] = MappingProxyType({})
+    autotp: bool = False
+    whole: Mapping[str, Shape] = MappingProxyType({})
+    live: Mapping[str, Rule | None] = MappingProxyType({})
+
+
+NO_EVIDENCE = Evidence()
+
+
 def divisions(
-    shards: Mapping[str, Sequence[Shape]], info: Mapping[str, object], rules: Sequence[Rule]
+    shards: Mapping[str, Sequence[Shape]], evidence: Evidence, rules: Sequence[Rule]
 ) -> tuple[dict[str, Division], dict[str, Misfit]]:
     """The division of each parameter, given the shapes of its shards by rank, and of which it is not known.
 
@@ -160,7 +185,7 @@ def divisions(
     """
     found: dict[str, Division] = {}
     unknown: dict[str, Misfit] = {}
-    said = _Said(info)
+    said = _Said(evidence)
     for name, shapes in shards.items():
         try:
             own = [rule for rule in rules if re.fullmatch(rule.parameters, name)]
@@ -169,6 +194,13 @@ def divisions(
             found[name] = _by_rule(own[0], shapes, "rule") if own else said.of(name, shapes)
         except Misfit as misfit:
             unknown[name] = misfit
+    for name in said.unnamed & found.keys():
+        weight = found.get(f"{name.removesuffix('bias')}weight") if name.endswith("bias") else None
+        if weight is not None and weight.dim == 0 and len(weight.sizes) > 1:
+            try:
+                found[name] = _by_rule(Rule(name, parts=weight.sizes), shards[name], "as its weight")
+            except Misfit as misfit:
+                unknown[name] = misfit
     return found, unknown
 
 
@@ -353,8 +385,9 @@ class _Said:
     _HALVES, _PARTS = "parameter_with_2_sub_params_cat_dim_0", "parameter_with_sub_params"
     _VOCABULARY, _AVERAGE = "vocabulary_parameter_patterns", "parameter_to_average_patterns"
 
-    def __init__(self, info: Mapping[str, object]) -> None:
-        self._info = info
+    def __init__(self, evidence: Evidence) -> None:
+        self.unnamed: set[str] = set()
+        self._evidence, self._info = evidence, (info := evidence.info)
         maps = info.get("affine_map")
         self._maps: Mapping[object, object] = {}
         if isinstance(maps, Mapping):
@@ -373,7 +406,7 @@ class _Said:
         if maps:
             return _by_affine_map(maps[0], shards)
         if not self._info:
-            raise Misfit("nothing says how it is cut", "a rule", f"shards of {_shapes(shards)}")
+            return self._by_attributes(name, shards)
         named = {kind for kind in (self._ROW, self._REPLICATED, self._HALVES, self._AVERAGE) if self._names(kind, name)}
         parts = self._sub_params(name)
         if len(named) + len(parts) > 1:
@@ -388,9 +421,38 @@ class _Said:
             return _by_sub_params(next(iter(parts.values())), shards, self._widths(next(iter(parts))), evidence)
         if isinstance(vocabulary, bool) or not isinstance(vocabulary, int | None):
             raise Misfit("its vocabulary's size is malformed", "a number", repr(vocabulary))
+        if not named and vocabulary is None:
+            return self._unnamed(name, shards)
         rule = Rule(name, dim=1 if self._ROW in named else 0, parts=2 if self._HALVES in named else 1)
-        evidence = evidence if named or vocabulary is not None else UNNAMED
         return _by_rule(rule._replace(vocabulary=vocabulary), shards, evidence)
+
+    def _unnamed(self, name: str, shards: Sequence[Shape]) -> Division:
+        """By what no pattern says: of AutoTP by its own release, of others as DeepSpeed takes it."""
+        self.unnamed.add(name)
+        if not self._evidence.autotp:
+            return _by_rule(Rule(name), shards, UNNAMED)
+        if any(part in name for part in _FUSED):
+            what = "it may be a fused projection, which DeepSpeed before 0.19.6 cuts in parts that no file names"
+            raise Misfit(what, 'a rule with its "parts"', f"shards of {_shapes(shards)}")
+        version, whole = self._info.get("universal_checkpoint_version"), self._evidence.whole.get(name)
+        if isinstance(version, float) and version >= 0.3:
+            return _by_rule(Rule(name), shards, "pattern")
+        if whole is None:
+            what = "no pattern names it, and DeepSpeed before 0.19.2 names only some of what it has not cut"
+            expected = "a rule, or a run with one tensor-parallel rank"
+            raise Misfit(what, expected, f"shards of {_shapes(shards)}")
+        return _by_rule(Rule(name, replicated=all(shape == whole for shape in shards)), shards, "shapes of this run")
+
+    def _by_attributes(self, name: str, shards: Sequence[Shape]) -> Division:
+        """By what the parameters of a run tell (`set_tensor_model_parallel_attributes` of Megatron)."""
+        live = self._evidence.live
+        if name not in live:
+            raise Misfit("nothing says how it is cut", "a rule", f"shards of {_shapes(shards)}")
+        rule = live[name]
+        if rule is None:
+            what = "its partition_dim is 0, which does not tell whether parts of it are cut one by one"
+            raise Misfit(what, 'a rule, with "parts" where it is several projections', f"shards of {_shapes(shards)}")
+        return _by_rule(rule, shards, "partition_dim")
 
     def _names(self, kind: str, name: str) -> bool:
         patterns = self._info.get(kind)

@@ -13,9 +13,10 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard.errors import Fault, UnsupportedLayout
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.formats.zero.checkpoint import Row, ZeroCheckpoint
+from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.rows import uncovered, unknown_fault
-from ds_reshard.formats.zero.tensor_parallel import Part, divisions
+from ds_reshard.formats.zero.tensor_parallel import Evidence, Part, Rule, divisions
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import Shape, param_shape
 from ds_reshard.model.region import Box
@@ -39,10 +40,12 @@ def run_shares(
     if not checkpoint.rows or grid.row.size == 1:
         return dict(_of_experts(engine)), []
     info = getattr(engine.module, "universal_checkpoint_info", None)
+    info = info() if callable(info) else info  # a method of Megatron-DeepSpeed's models
     info = info if isinstance(info, dict) else {}
     local = {name: param_shape(param) for name, param in engine.module.named_parameters()}
     shards = {name: _shards(name, shape, info, grid) for name, shape in local.items()}
-    found, unknown = divisions(shards, info, [rule._replace(owner=None) for rule in grid.row.rules])
+    row, rules = grid.row, [rule._replace(owner=None) for rule in grid.row.rules]
+    found, unknown = divisions(shards, Evidence(info, divides_itself(engine), row.whole, row.live), rules)
     faults = [unknown_fault(name, misfit, "this run") for name, misfit in unknown.items()]
     for name, division in found.items():
         faults += uncovered(name, division, shards[name])
@@ -58,6 +61,34 @@ def run_shares(
     every = {name: first[id(param)] for name, param in engine.module.named_parameters(remove_duplicate=False)}
     own = {name: Share(one.shape, one.ranks[grid.row.rank], one.replicated) for name, one in found.items()}
     return {name: own[owner] for name, owner in every.items() if owner in own}, faults
+
+
+def divides_itself(engine: DeepSpeedEngine) -> bool:
+    """Whether DeepSpeed has divided the parameters of this run (AutoTP)."""
+    size = section(engine._config._param_dict, "tensor_parallel").get("autotp_size")
+    return isinstance(size, int) and size > 1
+
+
+def told_by_parameters(engine: DeepSpeedEngine, row: Row) -> Row:
+    """The row with what this run's parameters tell of how they are divided: shapes of whole ones, and attributes.
+
+    Of one rank all are whole; of AutoTP what bears no mark is (`_set_param_uc_meta`, module_inject/layers.py). Megatron
+    sets attributes; a `partition_stride` of 1 is found on SwiGLU's two halves too, and tells nothing of dimension 0.
+    """
+    whole: dict[str, Shape] = {}
+    live: dict[str, Rule | None] = {}
+    marked = divides_itself(engine)
+    for name, parameter in engine.module.named_parameters():
+        said = getattr(parameter, "ds_autotp_universal_checkpoint_meta", None) or {}
+        if row.size == 1 or marked:
+            shape = said.get("logical_shape")
+            whole[name] = tuple(shape) if shape is not None else param_shape(parameter)
+        dim, cut = getattr(parameter, "partition_dim", None), getattr(parameter, "tensor_model_parallel", None)
+        if isinstance(dim, int) and isinstance(cut, bool):
+            stride = getattr(parameter, "partition_stride", 1)
+            one = Rule(name, replicated=True) if not cut else Rule(name, dim=dim, parts=stride)
+            live[name] = one if not cut or dim or stride > 1 else None
+    return row._replace(whole=whole, live=live)
 
 
 def _of_experts(engine: DeepSpeedEngine) -> Iterator[tuple[str, Share]]:

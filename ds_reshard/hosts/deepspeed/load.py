@@ -33,6 +33,7 @@ from ds_reshard.formats.zero.names import column_of, pattern_in_path, stray_file
 from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures, said_alike
 from ds_reshard.formats.zero.tensor_parallel import unnamed
 from ds_reshard.hosts.deepspeed.copies import left_as_built
+from ds_reshard.hosts.deepspeed.divided import told_by_parameters
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries, scheduler_faults
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, latest_tag, look, look_aside, look_too, tag_files
 from ds_reshard.hosts.deepspeed.grid import NO_GRID, LiveGrid, expert_sizes, live_grid
@@ -161,7 +162,8 @@ def _consider(engine: DeepSpeedEngine, *, module_only: bool) -> Considered:
         return Considered(direct=False, settings=settings, live=None, features=features, policy=policy)
     _commit_pending_save(engine)
     live, grid = live_optimizer(engine), live_grid(engine)
-    grid = replace(grid, row=grid.row._replace(rules=settings.tensor_parallel))
+    row = grid.row._replace(rules=settings.tensor_parallel)
+    grid = replace(grid, row=told_by_parameters(engine, row) if not grid.parts else row)
     return Considered(direct=True, settings=settings, live=live, features=features, policy=policy, grid=grid)
 
 
