@@ -1,7 +1,8 @@
-"""What a rank of another tensor-parallel size plans, at a size that no disk here holds; see docs/scale.md.
+"""What a rank of another grid plans and reads; see docs/scale.md.
 
-A Llama of 1.01e12 parameters at ZeRO-1, tensor-parallel 8 and data-parallel 512, resumed at 4 and 768: 4,096 optimizer
-files of real structure, with holes for the bytes of tensors. Each figure is of a fresh process.
+Planned: a Llama of 1.01e12 parameters at ZeRO-1, which no disk here holds, of tensor-parallel ranks alone and of a
+PipelineModule of 16 stages: 4,096 optimizer files of real structure, with holes for the bytes of tensors. Each figure
+is of a fresh process. Read: smaller ones, and all bytes that a rank really asks the system for, over what it owns.
 Prints JSON; `--output FOLDER` writes it there too. Run: python -m benchmarks.grid_plan [--runs N] [--output FOLDER]
 """
 
@@ -9,23 +10,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import pickle
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.load import ROOT, SCRATCH
 from benchmarks.memory import resident
 from benchmarks.rank_plan import KINDS, RUN, counted, timed
 from benchmarks.report import commit, keep, machine, spread
 from benchmarks.scale import LLAMA, python
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, open_checkpoint
+from ds_reshard.execution.buffers import TensorTarget
+from ds_reshard.execution.threads import ThreadExecutor
+from ds_reshard.formats.zero.checkpoint import Row, Shape, ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.layout import by_key, flat_group, partition_numel, whole
 from ds_reshard.formats.zero.names import Listing
+from ds_reshard.formats.zero.pipeline import layer_of
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.tensor_parallel import Division, redivided
 from ds_reshard.model.gc_pause import uncollected
@@ -38,19 +44,52 @@ from ds_reshard.planning.plan import Plan, plan_rank
 
 sys.path.insert(0, str(ROOT / "tests" / "formats"))
 
-from sparse_checkpoint import write_tensor_parallel
-
-SAVED, RESUMED = (8, 512), (4, 768)
+from sparse_checkpoint import by_layers, llama_shapes, write_pipeline, write_tensor_parallel
 
 
-def placements(divided: Mapping[str, Division], dp: int, tp_rank: int) -> Iterator[Placement]:
-    """What a rank of a ZeRO-1 run wants: masters and moments of its part of the shards, and its shards of weights."""
-    local = {name: division.shards[tp_rank] for name, division in divided.items()}
+@dataclass(frozen=True)
+class Sizes:
+    """Of a grid; `pp` is 0 where there is no PipelineModule."""
+
+    tp: int
+    dp: int
+    pp: int = 0
+
+    def __str__(self) -> str:
+        return f"tp {self.tp}" + (f", pp {self.pp}" if self.pp else "") + f", dp {self.dp}"
+
+
+SMALL = llama_shapes(layers=6, width=256, wide=768, vocabulary=1024)
+PLANNED = ((Sizes(8, 512), Sizes(4, 768)), (Sizes(8, 32, 16), Sizes(4, 96, 8)))
+READ = (
+    (Sizes(4, 4), Sizes(4, 3)),
+    (Sizes(4, 2, 4), Sizes(4, 3, 2)),
+    (Sizes(4, 4), Sizes(2, 6)),
+    (Sizes(4, 4), Sizes(8, 2)),
+    (Sizes(4, 2, 4), Sizes(8, 2, 2)),
+    (Sizes(4, 2, 4), Sizes(2, 3, 2)),
+)
+
+
+def write(folder: Path, shapes: Mapping[str, Shape], sizes: Sizes) -> None:
+    if sizes.pp:
+        write_pipeline(folder, by_layers(shapes), sizes.tp, sizes.pp, sizes.dp)
+    else:
+        write_tensor_parallel(folder, shapes, sizes.tp, sizes.dp)
+
+
+def placements(
+    local: Mapping[str, Shape], divided: Mapping[str, Division], dp: int, tp_rank: int
+) -> Iterator[Placement]:
+    """What a rank of a ZeRO-1 run wants: masters and moments of its part of its tensors, and its weights."""
     wanted = [*flat_group(local, None, dp, KINDS, number=0, family=RUN)]
     for name, shape in local.items():
         wanted.append(whole(name, "weight", shape, ElementType.BFLOAT16, family=RUN, buffer=f"module/{name}"))
     for one in wanted:
-        division = divided[one.key.name]
+        division = divided.get(one.key.name)
+        if division is None:
+            yield one
+            continue
         every = one._replace(shape=division.shape, box=Box.whole(division.shape))
         tiles = tuple(
             every._replace(box=box, cut=one.cut._replace(phase=one.cut.phase + at))
@@ -59,55 +98,130 @@ def placements(divided: Mapping[str, Division], dp: int, tp_rank: int) -> Iterat
         yield tiles[0] if len(tiles) == 1 else every._replace(tiles=tiles)
 
 
+def local_shapes(
+    checkpoint: ZeroCheckpoint, to: Sizes, tp_rank: int, stage: int
+) -> tuple[dict[str, Shape], dict[str, Division]]:
+    """The tensors that a rank of a stage has, and how they are divided where that is another way than was saved.
+
+    Layers are dealt out to the stages in equal numbers, but for the last.
+    """
+    names = list(checkpoint.model.trainable)
+    if to.pp:
+        count = 1 + max(layer_of(name) or 0 for name in names)
+        names = [name for name in names if min(to.pp - 1, (layer_of(name) or 0) // -(-count // to.pp)) == stage]
+    if not checkpoint.rows:
+        return {name: checkpoint.model.trainable[name] for name in names}, {}
+    divided = {name: redivided(one, one.shape, to.tp) for name, one in checkpoint.divided.items() if name in {*names}}
+    return {name: divided[name].shards[tp_rank] for name in names}, divided
+
+
+@dataclass
+class GridRank:
+    """What a rank of a coming run has found and plans."""
+
+    plan: Plan
+    index: Index
+    sizes: dict[str, int]
+    local: dict[str, Shape]
+    share: int
+    rank: int
+    dp: int
+
+    @property
+    def owned_nbytes(self) -> int:
+        """Masters and moments of its part, 12 bytes an element, and its weights."""
+        total = sum(map(prod, self.local.values()))
+        return 12 * max(0, min(self.share, total - self.rank * self.share)) + 2 * total
+
+    def read(self) -> int:
+        """Carry the plan out; the bytes that the system was asked for."""
+        buffers = {name: torch.empty(numel) for name, numel in self.sizes.items()}
+        buffers |= {
+            f"module/{name}": torch.empty(prod(shape), dtype=torch.bfloat16) for name, shape in self.local.items()
+        }
+        targets = {name: TensorTarget(tensor, untouched=False) for name, tensor in buffers.items()}
+        before = _asked()
+        ThreadExecutor(threads=2, memory_nbytes=64 << 20, checksum=True).execute(self.plan, targets)
+        return _asked() - before
+
+
+def _asked() -> int:
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["rchar"])
+
+
 @uncollected()  # as `prepare` of the host is
-def grid_plan(checkpoint: ZeroCheckpoint, tp: int, dp: int, tp_rank: int, rank: int) -> tuple[Plan, Index]:
-    """The copies of rank `rank` of `dp` of tensor-parallel rank `tp_rank` of `tp`."""
+def planned(checkpoint: ZeroCheckpoint, to: Sizes, tp_rank: int, stage: int, rank: int) -> GridRank:
+    """The copies of rank `rank` of those that share the tensors of a tensor-parallel rank of a stage."""
     index = Index(checkpoint.layout, ZeroShards(checkpoint=checkpoint))
-    divided = {name: redivided(one, one.shape, tp) for name, one in checkpoint.divided.items()}
-    wanted = by_key(placements(divided, dp, tp_rank))
-    share = partition_numel(sum(prod(one.shards[tp_rank]) for one in divided.values()), dp)
+    local, divided = local_shapes(checkpoint, to, tp_rank, stage)
+    wanted = by_key(placements(local, divided, to.dp, tp_rank))
+    share = partition_numel(sum(map(prod, local.values())), to.dp)
     fresh = {f"{kind}/0": share for kind in KINDS}
-    plan = plan_rank(index, Layout(wanted, {RUN: dp}), rank, {key: key for key in wanted}, sizes=fresh)
+    elsewhere = frozenset(checkpoint.layout.placements).difference(wanted) if to.pp else frozenset()
+    layout = Layout(wanted, {RUN: to.dp})
+    plan = plan_rank(index, layout, rank, {key: key for key in wanted}, sizes=fresh, elsewhere=elsewhere)
     assert not index.faults, index.faults[:3]
-    return plan, index
+    return GridRank(plan, index, fresh, local, share, rank, to.dp)
 
 
-def measured(folder: str, tp: int, dp: int, tp_rank: int, rank: int) -> dict[str, Any]:
-    """What this process takes to look at the folder, as rank 0 does, and to plan one rank of the run."""
+def measured(folder: str, to: Sizes, tp_rank: int, stage: int, rank: int) -> dict[str, Any]:
+    """What this process takes to look at the folder, as rank 0 does, and to open it and plan, as each rank does."""
+    row = Row(to.tp, tp_rank, {} if to.pp else None)
     started = time.perf_counter(), time.process_time()
     with counted() as calls:
         found = find_listing(folder, None).listing
-        assert isinstance(found, Listing)
-        checkpoint = open_checkpoint(found, optimizer=True)
+    assert isinstance(found, Listing)
     look = {**timed(started), **vars(calls), "listed": len(found.nbytes)}
-    told = pickle.dumps(checkpoint)
+    before, started = resident()["anonymous"], (time.perf_counter(), time.process_time())
+    with counted() as calls, uncollected():
+        checkpoint = open_checkpoint(found, optimizer=True, row=row)
+    heads = {**timed(started), **vars(calls)}
     started = time.perf_counter(), time.process_time()
     with counted() as calls:
-        plan, index = grid_plan(pickle.loads(told), tp, dp, tp_rank, rank)
-    own = {**timed(started), **vars(calls), "peak_nbytes": resident()["peak"]}
-    beside = sum(check.nbytes for check in plan.checks)
-    said = {"copies": len(plan.copies), "nbytes": plan.nbytes, "beside_nbytes": beside, "files": len(plan.files)}
-    return {"look": look, "own": own, "told_nbytes": len(told), "shards": len(index.opened), "plan": said}
+        made = planned(checkpoint, to, tp_rank, stage, rank)
+    own = {**timed(started), **vars(calls), "nbytes": resident()["anonymous"] - before}
+    beside = sum(check.nbytes for check in made.plan.checks)
+    said = {"copies": len(made.plan.copies), "nbytes": made.plan.nbytes, "beside_nbytes": beside}
+    said |= {"files": len(made.plan.files), "owned_nbytes": made.owned_nbytes}
+    return {"look": look, "heads": heads, "own": own, "shards": len(made.index.opened), "plan": said}
+
+
+def ratios(folder: str, to: Sizes) -> list[float]:
+    """Bytes that each rank of the last tensor-parallel rank of each stage reads, over those that it owns."""
+    found = find_listing(folder, None).listing
+    assert isinstance(found, Listing)
+    checkpoint = open_checkpoint(found, optimizer=True, row=Row(to.tp, to.tp - 1, {} if to.pp else None))
+    ranks = [planned(checkpoint, to, to.tp - 1, stage, rank) for stage in range(to.pp or 1) for rank in range(to.dp)]
+    return [rank.read() / rank.owned_nbytes for rank in ranks]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--one", nargs=5, metavar=("FOLDER", "TP", "DP", "TP_RANK", "RANK"), help="this process alone")
+    parser.add_argument("--one", nargs=2, metavar=("FOLDER", "CASE"), help="this process alone")
     given = parser.parse_args()
     if given.one:
-        print(json.dumps(measured(given.one[0], *map(int, given.one[1:]))))
+        to = PLANNED[int(given.one[1])][1]
+        print(json.dumps(measured(given.one[0], to, 1, (to.pp or 1) // 2, to.dp // 2 + 17)))
         return
     SCRATCH.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
-        write_tensor_parallel(Path(name), LLAMA, *SAVED)
-        rank = ["--one", name, *map(str, RESUMED), "1", str(RESUMED[1] // 2 + 17)]
-        seen = [python("benchmarks.grid_plan", *rank) for _ in range(given.runs)]
+    cases, read = [], []
+    for number, (saved, to) in enumerate(PLANNED):
+        with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
+            write(Path(name), LLAMA, saved)
+            seen = [python("benchmarks.grid_plan", "--one", name, str(number)) for _ in range(given.runs)]
+        seconds = {part: spread([run[part]["seconds"] for run in seen]) for part in ("look", "heads", "own")}
+        cpu = {part: spread([run[part]["cpu_s"] for run in seen]) for part in ("look", "heads", "own")}
+        cases.append({"saved": str(saved), "to": str(to), **seen[0], "seconds": seconds, "cpu_s": cpu})
+    for saved, to in READ:
+        with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
+            write(Path(name), SMALL, saved)
+            read.append({"saved": str(saved), "to": str(to), "ratios": ratios(name, to)})
     numel = sum(map(prod, LLAMA.values()))
-    made = {"commit": commit(), "runs": given.runs, "tensors": len(LLAMA), "numel": numel, "saved": SAVED}
-    made |= {"resumed": RESUMED, **seen[0], "own_seconds": spread([run["own"]["seconds"] for run in seen])}
-    made["machine"] = machine()
+    made = {"commit": commit(), "runs": given.runs, "tensors": len(LLAMA), "numel": numel}
+    made |= {"cases": cases, "read": read, "machine": machine()}
     print(json.dumps(made, indent=1))
     keep(made, "grid-plan", given.output)
 

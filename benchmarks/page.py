@@ -201,6 +201,43 @@ def ranks() -> str:
     return rows_of_table(heads, rows)
 
 
+def grids() -> str:
+    """One rank of a coming run of another grid."""
+    heads = ("saved", "resumed", "opening heads, s", "planning, s", "processor, s", "memory, MiB")
+    heads += ("files opened", "metadata", "copies", "data", "over what it owns")
+    rows: list[Row] = []
+    for _, made in results("grid-plan"):
+        for case in made["cases"]:
+            parts, plan = (case["heads"], case["own"]), case["plan"]
+            rows.append(
+                (
+                    case["saved"],
+                    case["to"],
+                    of(case["seconds"]["heads"], ".2g"),
+                    of(case["seconds"]["own"], ".2g"),
+                    f"{case['cpu_s']['heads']['median'] + case['cpu_s']['own']['median']:.2f}",
+                    f"{case['own']['nbytes'] / 2**20:.0f}",
+                    f"{sum(part['opens'] for part in parts):,} + {plan['files']}",
+                    _size(sum(part["read_nbytes"] for part in parts)),
+                    f"{plan['copies']:,}",
+                    _size(plan["nbytes"]),
+                    f"{plan['nbytes'] / plan['owned_nbytes']:.3f}",
+                )
+            )
+    return rows_of_table(heads, rows)
+
+
+def bytes_read() -> str:
+    """All bytes that ranks ask the system for, of small checkpoints."""
+    rows: list[Row] = []
+    for _, made in results("grid-plan"):
+        rows += [
+            (case["saved"], case["to"], len(case["ratios"]), f"{min(case['ratios']):.3f} to {max(case['ratios']):.3f}")
+            for case in made["read"]
+        ]
+    return rows_of_table(("saved", "resumed", "ranks", "read, over owned"), rows)
+
+
 def resume() -> str:
     """A resume of the largest case, on the whole: measured for one rank and multiplied; upstream's by its rules."""
     rows: list[Row] = []
@@ -253,7 +290,8 @@ def _size(nbytes: float) -> str:
 
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15, "EB": 1e18}
 TABLES: dict[str, Callable[[], str]] = {
-    made.__name__: made for made in (first, ratios, growth, spent, readers, columns, machines, ranks, resume, parts)
+    made.__name__: made
+    for made in (first, ratios, growth, spent, readers, columns, machines, ranks, resume, parts, grids, bytes_read)
 }
 
 

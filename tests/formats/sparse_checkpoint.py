@@ -111,6 +111,61 @@ def write_tensor_parallel(folder: Path, shapes: Mapping[str, Shape], tp: int, dp
     return sum(file.stat().st_size for file in tag.iterdir())
 
 
+def by_layers(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The parameters of a Llama by the names that they have in a PipelineModule: numbers of layers."""
+    end = 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers."))
+    first = {"embed.": "0.", "norm.": f"{end + 1}.", "head.": f"{end + 2}."}
+    named = {}
+    for name, shape in shapes.items():
+        kind, layer, rest = (*name.split(".", 2), "")[:3]
+        named[f"{int(layer) + 1}.{rest}" if kind == "layers" else first[f"{kind}."] + layer] = shape
+    return named
+
+
+def write_pipeline(folder: Path, shapes: Mapping[str, Shape], tp: int, pp: int, dp: int) -> int:
+    """At ZeRO-1, the files of a PipelineModule of `by_layers` of a Llama, as those of `write_tensor_parallel`.
+
+    Its layers are dealt out to the stages in equal numbers, but for the last.
+    """
+    tag = folder / "global_step1000"
+    tag.mkdir(parents=True)
+    (folder / "latest").write_text(tag.name)
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "train_batch_size": dp}
+    local = {name: shard(name, shape, tp) for name, shape in shapes.items()}
+    layers: dict[int, dict[str, Hole]] = {}
+    for name, shape in local.items():
+        layer, _, entry = name.partition(".")
+        layers.setdefault(int(layer), {})[entry] = Hole(shape, torch.bfloat16)
+    for layer, held in layers.items():
+        made = sparse_archive(f"layer_{layer:02d}-model_00-model_states", OrderedDict(held))
+        for rank in range(tp):
+            made.renamed(f"layer_{layer:02d}-model_{rank:02d}-model_states").write(tag)
+    info = {
+        "universal_checkpoint_version": 0.2,
+        "tp_replicated_parameter_patterns": [r".*norm[12]?\.weight", f"{len(layers) - 2}\\.weight"],
+        "parameter_with_row_parallelism_patterns": [rf".*\.{end}" for end in ROWS],
+    }
+    for stage in range(pp):
+        own = [layer for layer in layers if min(pp - 1, layer // -(-len(layers) // pp)) == stage]
+        held = {name: shape for name, shape in local.items() if int(name.partition(".")[0]) in own}
+        model = {**_model_file(held, dp, 1, config), "module": None, "mp_world_size": tp * pp}
+        model |= {"checkpoint_parallel_dimensions": {"pp_degree": pp, "tp_degree": tp}}
+        model["universal_checkpoint_info"] = info
+        total = sum(map(prod, held.values()))
+        chunk = -(-total // (2 * dp)) * 2
+        first: dict[tuple[int, int], SparseArchive] = {}
+        for number in range(stage * tp, (stage + 1) * tp):
+            write_sparse(tag / f"mp_rank_{number:02d}_model_states.pt", model)
+            for rank in range(dp):
+                name = OPTIM.format(rank).replace("mp_rank_00", f"mp_rank_{number:02d}")
+                used = max(0, min(chunk, total - rank * chunk))
+                if (len(name), used) not in first:
+                    content = {"optimizer_state_dict": _flat(used, chunk, dp, 1), **_said(config)}
+                    first[len(name), used] = sparse_archive(name, content)
+                first[len(name), used].renamed(name).write(tag)
+    return sum(file.stat().st_size for file in tag.iterdir())
+
+
 def shard(name: str, shape: Shape, tp: int) -> Shape:
     if len(shape) == 1:
         return shape

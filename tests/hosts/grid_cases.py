@@ -12,8 +12,9 @@ class Grid:
     """One side of a case.
 
     `kind` is "pipeline" (PipelineModule), "autotp" or "mpu" (tensor parallelism by DeepSpeed, or by an mpu), "llama"
-    (DeepSpeed's, of a model of transformers), "moe" (deepspeed.moe), "autoep" (DeepSpeed's own experts). `stage` is 0 to 3 or "bf16opt" (stage 1 under BF16_Optimizer). `options` go to
-    "zero_optimization", `config` beside it. `layers` names another list of layers, or way to tie them.
+    (DeepSpeed's, of a model of transformers), "moe" (deepspeed.moe) or "autoep" (DeepSpeed's own experts). `stage` is 0
+    to 3 or "bf16opt" (stage 1 under BF16_Optimizer). `options` go to "zero_optimization", `config` beside it. `layers`
+    names another list of layers, or way to tie them.
     """
 
     kind: str

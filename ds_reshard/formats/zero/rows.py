@@ -229,10 +229,10 @@ def _shapes(models: Sequence[ModelStates]) -> tuple[dict[str, list[Shape]], list
             mend = "restore all files of one save, or load another tag"
             faults.append(CheckpointDamaged.fault(model.path, what, "the same names", "nothing", mend=mend))
         shapes[name] = held
-    trained = {name for model in models for name in model.trainable}
-    for name in trained:
-        for model, shape in zip(models, shapes[name], strict=False):
-            if name not in model.trainable and 0 not in shape:
+    trained = [model.trainable.keys() for model in models]
+    for name in dict.fromkeys(name for own in trained for name in own):
+        for model, own, shape in zip(models, trained, shapes[name], strict=False):
+            if name not in own and 0 not in shape:
                 what = f"has {name} frozen, which other tensor-parallel ranks have trained"
                 faults.append(CheckpointDamaged.fault(model.path, what, "trained on all ranks", f"{list(shape)}"))
     return shapes, faults

@@ -133,7 +133,7 @@ HOOKS = HostHooks(
     host="deepspeed",
     distribution="deepspeed",
     versions=">=0.14,<0.20",
-    tested=("0.14.5", "0.15.4", "0.16.9", "0.17.6", "0.18.4", "0.18.9", "0.19.8"),
+    tested=("0.14.5", "0.15.4", "0.16.9", "0.17.6", "0.18.4", "0.18.9", "0.19.5", "0.19.8"),
     patches=(
         Patch(
             target="deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint",
