@@ -18,6 +18,7 @@ from ds_reshard.errors import (
     ReadFailed,
     ReshardError,
     UnsupportedLayout,
+    faults_of,
     raise_faults,
 )
 from ds_reshard.formats.zero.names import Listing as ZeroListing
@@ -48,7 +49,11 @@ def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True) ->
     if whole:
         open_ahead(found)
     with in_force(rules_in_force()):  # one list of what was read, and is not scanned again
-        checkpoint = found.format.open(found.listing, states)
+        try:
+            checkpoint = found.format.open(found.listing, states)
+        except CheckpointDamaged as error:
+            raise_faults(faults_of(error), subject=f"checkpoint {found.folder}")  # with what mends it
+            raise
         if not whole:
             return checkpoint
         checkpoint.open_all()

@@ -174,7 +174,7 @@ REFUSED = {
         PIPE,
         remove("layer_02-model_00-model_states.pt", "layer_04-model_00-model_states.pt"),
         "CheckpointDamaged",
-        "files of layers are missing: layer_02, layer_04",
+        "files of layers are missing: layer_02-model_00, layer_04-model_00",
     ),
     "a column too many": (
         PIPE,
@@ -276,6 +276,64 @@ def test_what_is_wrong_with_a_grid_is_said_on_every_rank(
     assert len({said for _, said, _ in told}) == 1
     assert text in told[0][1] and "To mend: " in told[0][1]
     assert all(same for _, _, same in told)
+
+
+def truncated(name: str) -> Damage:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:1500]) and None
+
+
+def of_another_grid(folder: Path) -> None:
+    """The second stage's first file says that there is one stage."""
+    changed("mp_rank_02_model_states.pt", lambda said: said["checkpoint_parallel_dimensions"].update(pp_degree=1))(
+        folder
+    )
+
+
+MANY: dict[str, tuple[Grid, list[Damage], list[str]]] = {
+    "two rows, two stages, and a head": (
+        SHARDED,
+        [
+            remove("layer_02-model_01-model_states.pt", "layer_04-model_00-model_states.pt"),
+            changed("mp_rank_03_model_states.pt", lambda content: content.update(global_steps=9)),
+            truncated("zero_pp_rank_0_mp_rank_01_optim_states.pt"),
+            of_another_grid,
+        ],
+        [
+            "files of layers are missing: layer_02-model_01",
+            "files of layers are missing: layer_04-model_00",
+            "mp_rank_03_model_states.pt: is of another step or run",
+            "mp_rank_01_optim_states.pt: the zip file does not end with its directory",
+            "mp_rank_02_model_states.pt: is of another step or run than mp_rank_00_model_states.pt: sizes differs",
+        ],
+    ),
+    "a column, and a shard of another": (
+        SHARDED,
+        [remove("mp_rank_03_model_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt")],
+        ["model_states files of mp_rank_03", "optim_states files of mp_rank_01"],
+    ),
+    "an expert, and a shard": (
+        Grid("moe", ep=2, dp=4),
+        [
+            truncated("layer_1_expert_2_mp_rank_00_model_states.pt"),
+            truncated("zero_pp_rank_3_mp_rank_00_optim_states.pt"),
+        ],
+        ["layer_1_expert_2_mp_rank_00_model_states.pt: the zip", "zero_pp_rank_3_mp_rank_00_optim_states.pt: the zip"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MANY)
+def test_all_that_is_wrong_is_listed_at_once(folders: Folders, tmp_path: Path, case: str) -> None:
+    source, damages, texts = MANY[case]
+    folder = shutil.copytree(folders(source), tmp_path / "broken")
+    for damage in damages:
+        damage(folder / "t")
+    found = [fault.line() for fault in inspect(str(folder)).faults]
+    assert [text for text in texts if not any(text in line for line in found)] == [], found
+    assert len(found) == len(set(found))
+    with pytest.raises(ReshardError, match="To mend: "):
+        convert(str(folder), str(tmp_path / "out"), to="zero1", dp=1)
+    assert not (tmp_path / "out").exists()
 
 
 OF_FILES = [

@@ -420,6 +420,7 @@ def missing(listing: Listing, dp: int, *, optimizer: bool, of: str = "") -> Iter
         families.append((listing.optim, "optim_states", dp))
     for files, what, count in families:
         absent = [rank for rank in range(count) if rank not in files]
+        others = any(getattr(column, what.partition("_")[0]) for column in listing.columns.values())
         if absent:
             yield CheckpointDamaged.fault(
                 listing.folder,
@@ -427,7 +428,7 @@ def missing(listing: Listing, dp: int, *, optimizer: bool, of: str = "") -> Iter
                 f"{count} files (the saving run had dp={dp})",
                 f"{count - len(absent)}",
                 mend="restore the missing files, or load another tag"
-                if len(absent) < count
+                if len(absent) < count or others
                 else "load another tag, or pass load_optimizer_states=False (DeepSpeed 0.17 and 0.18.4 save no "
                 "optimizer files of a bf16 run that it wraps as FP16_UnfusedOptimizer)",
             )

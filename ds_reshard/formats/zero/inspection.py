@@ -21,10 +21,10 @@ from ds_reshard.formats.zero.checkpoint import (
     read_grid,
     unmatched,
 )
-from ds_reshard.formats.zero.model_states import ModelStates, read_model_states, section
+from ds_reshard.formats.zero.model_states import ModelStates, read_entries, read_model_states, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
-from ds_reshard.formats.zero.shards import ZeroShards, abridged, compare_prints, compare_signatures
+from ds_reshard.formats.zero.shards import ZeroShards, abridged, compare_prints, compare_signatures, model_signature
 from ds_reshard.formats.zero.stage0 import masters, param_groups, states, torch_optimizer
 from ds_reshard.formats.zero.universal import CommonState, UniversalStates, list_states, read_state, state_file
 from ds_reshard.model.facts import ScalarTensor
@@ -33,7 +33,7 @@ from ds_reshard.model.layout import Layout, Placement
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.reports import Arrangement, FileEntry, GroupEntry, Inspection, ParameterEntry, StateEntry, Steps
 
-States = TypeVar("States", ModelStates, OptimStates)
+States = TypeVar("States", ModelStates, OptimStates, Mapping[str, object])
 _MEND = "restore the file, or load another tag"
 
 
@@ -174,6 +174,9 @@ class _Look:
     def salvage(self, model: ModelStates | None, optim: OptimStates | None) -> None:
         """Check the files of a checkpoint that cannot be opened whole against those that can."""
         listing = self.listing
+        if len(listing.columns) > 1 or listing.layers or listing.experts:
+            self.read_heads()
+            return
         dp = model.dp if model is not None else optim.partition_count if optim is not None else None
         if dp is not None:
             sharded = not listing.universal and (model is None or model.param_shapes is not None)
@@ -198,6 +201,20 @@ class _Look:
             read = {name: self.read(name, read_optim_states) for name in names}
             said = {name: abridged(states.signature()) for name, states in read.items() if states is not None}
             self.faults += compare_signatures(said, listing.folder)
+
+    def read_heads(self) -> None:
+        """Read what every file of a grid says, and compare it."""
+        said: dict[str, dict[str, str]] = {}
+        for column in self.listing.columns.values():
+            for _, name in sorted(column.model.items()):
+                if (model := self.read(name, read_model_states)) is not None:
+                    said[name] = abridged(model_signature(model))
+            for _, name in sorted(column.optim.items()):
+                if (optim := self.read(name, read_optim_states)) is not None:
+                    said[name] = abridged(optim.signature())
+        for name in (*self.listing.layers.values(), *self.listing.experts.values()):
+            self.read(name, read_entries)
+        self.faults += compare_signatures(said, self.listing.folder)
 
     def matching(self, model: ModelStates, optim: OptimStates | None) -> bool:
         """Whether the optimizer's flat buffers are those of the model file, so that sizes can be checked."""
@@ -257,7 +274,8 @@ class _Look:
 
     def done(self, model: ModelStates | None, optim: OptimStates | None) -> Survey:
         scalars = {**self.kept, **self.scalars(model, _stage0_values(model)), **self.scalars(optim, _values(optim))}
-        faults = sorted(set(self.faults), key=lambda fault: (fault.where, fault.what, fault.found))
+        once = {(fault.where, fault.what, fault.found): fault for fault in reversed(self.faults)}
+        faults = [once[at] for at in sorted(once)]
         return Survey(listing=self.listing, model=model, optim=optim, scalars=scalars, faults=tuple(faults))
 
     def scalars(self, file: ModelStates | OptimStates | CommonState | None, values: Iterable[object]) -> Scalars:

@@ -66,6 +66,7 @@ def open_pipeline(listing: Listing, grid: Grid, row: Row, first: ModelStates, *,
     shapes = [stage.param_shapes or () for stage in stages]
     copies, faults = _copies(stages)
     faults += [*_of_another_kind(listing, grid, stages), *compare_heads(stages, (), listing.folder, states=False)]
+    faults += [*_absent(listing, row, read, stages)]
     raise_faults(faults, subject=subject)
     named, objects, beside = _layers(listing, row, read, stages)
     groups = [len(one) for one in shapes]
@@ -132,19 +133,24 @@ def _copies(stages: Sequence[ModelStates]) -> tuple[list[dict[str, int]], list[F
     faults: list[Fault] = []
     for stage in stages:
         own: dict[str, int] = {}
+        twice: dict[str, list[str]] = {}
         for name, shape in stage.trainable.items():
             number, first, path = seen.get(name, (0, shape, stage.path))
             if name in seen:
                 own[name] = number
             if name in seen and tied_key(name) is None:
-                what = f"holds {name}, which {os.path.basename(path)} holds too: the ranks are numbered otherwise"
-                expected = "mp_rank = stage * tp + tensor-parallel rank, and each layer in one stage"
-                mend = "save it with PipeModelDataParallelTopology"
-                faults.append(UnsupportedLayout.fault(stage.path, what, expected, "a layer in two", mend=mend))
+                twice.setdefault(os.path.basename(path), []).append(name)
             elif shape != first:
                 what = f"holds a copy of {name} of another shape than {os.path.basename(path)}"
                 faults.append(damaged(stage.path, what, str(list(first)), str(list(shape))))
             seen[name] = (number + 1, first, path)
+        for other, names in twice.items():
+            more = f" and {len(names) - 2} others" if len(names) > 2 else ""
+            what = f"holds {', '.join(names[:2])}{more}, which {other} holds too: the ranks are numbered otherwise, or "
+            what += "files of two saves are mixed"
+            expected = "mp_rank = stage * tp + tensor-parallel rank, and each layer in one stage"
+            mend = "restore all files of one save; on a grid with other axes, save with PipeModelDataParallelTopology"
+            faults.append(UnsupportedLayout.fault(stage.path, what, expected, "a layer in two", mend=mend))
         copies.append(own)
     return copies, faults
 
@@ -219,8 +225,7 @@ def _layers(listing: Listing, row: Row, read: Layers, stages: Sequence[ModelStat
                 beside[TensorKey(name, "weight", number)] = value
             else:
                 named[name] = value
-    absent = _absent(listing, read, shapes) if not listing.universal else ()  # ds_to_universal copies none
-    faults = [*absent, *_misshapen(listing, named, beside, shapes)]
+    faults = list(_misshapen(listing, named, beside, shapes))
     raise_faults(faults, subject=f"checkpoint {listing.folder}")
     return named, objects, beside
 
@@ -251,12 +256,15 @@ def _inferred(read: Layers, shapes: Mapping[str, Shape], stages: Sequence[ModelS
     return found
 
 
-def _absent(listing: Listing, read: Layers, shapes: Mapping[str, Shape]) -> Iterator[Fault]:
-    layers = (layer_of(name) for name, shape in shapes.items() if prod(shape))
-    wanted = {layer for layer in layers if layer is not None}
+def _absent(listing: Listing, row: Row, read: Layers, stages: Sequence[ModelStates]) -> Iterator[Fault]:
+    """Layers with parameters or buffers that have no file; of a universal checkpoint none has, as none are copied."""
+    names = [name for stage in stages for name, shape in stage.trainable.items() if prod(shape)]
+    layers = map(layer_of, (*names, *(name for stage in stages for name in stage.buffer_names)))
+    wanted = {layer for layer in layers if layer is not None} if not listing.universal else set()
     missing = sorted(wanted - set(read))
     if missing:
-        shown = ", ".join(f"layer_{layer:02d}" for layer in missing[:16]) + (", ..." if len(missing) > 16 else "")
+        end = f"-model_{row.rank:02d}" if any("-model_" in name for name in listing.layers.values()) else ""
+        shown = ", ".join(f"layer_{layer:02d}{end}" for layer in missing[:16]) + (", ..." if len(missing) > 16 else "")
         what, mend = f"files of layers are missing: {shown}", _RESTORE
         said = (f"{len(wanted)} files", f"{len(wanted) - len(missing)}")
         yield CheckpointDamaged.fault(listing.folder, what, *said, mend=mend)

@@ -250,7 +250,7 @@ def _buffer(name: str, held: Sequence[Shape], row: Row) -> Division:
 
 def unknown_fault(name: str, misfit: Misfit, path: str) -> Fault:
     """Why a parameter cannot be made whole, and the rule that would say how."""
-    mend = f"say how it is cut: {_RULE % _rule(name, dim=0)}{_TO_A_TOOL}"
+    mend = misfit.mend or f"say how it is cut: {_RULE % _rule(name, dim=0)}{_TO_A_TOOL}"
     return UnsupportedLayout.fault(f"{path}: {name}", misfit.what, misfit.expected, misfit.found, mend=mend)
 
 
@@ -267,7 +267,7 @@ def replica_fault(key: TensorKey, found: str) -> Fault:
 
 def uncovered(name: str, division: Division, shapes: Sequence[Shape]) -> Iterator[Fault]:
     """Where parts do not lie in their shards, or do not make the whole."""
-    mend = f"say how it is cut: {_RULE % _rule(name, dim=0)}"
+    mend = f"say how it is cut: {_RULE % _rule(name, dim=0)}{_TO_A_TOOL}"
     for parts, shape in zip(division.ranks, shapes, strict=True):
         if any(part.at < 0 or part.at + part.box.numel > prod(shape) for part in parts):
             what = "is said to have parts that leave its shard"

@@ -33,11 +33,11 @@ UNNAMED = "no pattern"
 
 
 class Misfit(Exception):
-    """Why a parameter's division is not known: what was expected, and what was found."""
+    """Why a parameter's division is not known: what was expected, what was found, and what mends it but a rule."""
 
-    def __init__(self, what: str, expected: str, found: str) -> None:
+    def __init__(self, what: str, expected: str, found: str, mend: str = "") -> None:
         super().__init__(what)
-        self.what, self.expected, self.found = what, expected, found
+        self.what, self.expected, self.found, self.mend = what, expected, found, mend
 
 
 class Part(NamedTuple):
@@ -190,7 +190,9 @@ def divisions(
         try:
             own = [rule for rule in rules if re.fullmatch(rule.parameters, name)]
             if len(own) > 1:
-                raise Misfit("two rules name it", "one", " and ".join(repr(rule.parameters) for rule in own))
+                said_twice = " and ".join(repr(rule.parameters) for rule in own)
+                raise Misfit("two rules name it", "one", said_twice, "correct the rules: one for each parameter")
+            said.refuse_scaled(name)
             found[name] = _by_rule(own[0], shapes, "rule") if own else said.of(name, shapes)
         except Misfit as misfit:
             unknown[name] = misfit
@@ -454,6 +456,19 @@ class _Said:
             raise Misfit(what, 'a rule, with "parts" where it is several projections', f"shards of {_shapes(shards)}")
         return _by_rule(rule, shards, "partition_dim")
 
+    def refuse_scaled(self, name: str) -> None:
+        """Misfit where a rank has saved multiples of its shard, which no rule makes right."""
+        for pattern, entry in self._maps.items():
+            ranks = entry.get("ranks") if isinstance(entry, Mapping) and _fits(pattern, name) else None
+            for held in ranks.values() if isinstance(ranks, Mapping) else ():
+                pieces = held.get("pieces") if isinstance(held, Mapping) else None
+                for piece in pieces if isinstance(pieces, (list, tuple)) else ():
+                    scale = piece.get("scale", 1) if isinstance(piece, Mapping) else 1
+                    if scale != 1:
+                        what = "its affine map scales it, which an optimizer's states do not follow"
+                        mend = "load it with the tensor-parallel size that was saved"
+                        raise Misfit(what, "a scale of 1", repr(scale), mend)
+
     def _names(self, kind: str, name: str) -> bool:
         patterns = self._info.get(kind)
         return isinstance(patterns, (list, tuple)) and any(_fits(pattern, name) for pattern in patterns)
@@ -521,9 +536,8 @@ def _by_affine_map(entry: object, shards: Sequence[Shape]) -> Division:
 
 
 def _by_piece(piece: object, shape: Shape, shard: Shape) -> Iterator[Part]:
-    if not isinstance(piece, Mapping) or piece.get("scale", 1) != 1:
-        found = repr(piece.get("scale")) if isinstance(piece, Mapping) else repr(piece)[:80]
-        raise Misfit("its affine map scales it, which an optimizer's states do not follow", "a scale of 1", found)
+    if not isinstance(piece, Mapping):
+        raise Misfit("its affine map is malformed", "a block", repr(piece)[:80])
     size = _numbers(piece.get("shape"))
     if not prod(size):
         return
