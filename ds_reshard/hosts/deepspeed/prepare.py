@@ -202,8 +202,7 @@ def _own_model(engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint, grid: LiveGr
     if len(checkpoint.stages) > 1 and len(checkpoint.stages) == grid.pp:
         return model_of_stage(checkpoint, grid)
     listing, number = checkpoint.listing, rank(engine.seq_data_parallel_group)
-    same = engine.seq_dp_world_size == checkpoint.dp and not checkpoint.rows
-    if not listing.partitioned_model or number == 0 or not same:
+    if not listing.partitioned_model or number == 0 or checkpoint.rows or engine.seq_dp_world_size != checkpoint.dp:
         return checkpoint.model
     name = listing.model[number]
     return read_model_states(listing.path(name), name.removesuffix(".pt"))
