@@ -159,7 +159,9 @@ def _cut(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ZeroCheckpoint:
     uneven = next((name for name, division in found.items() if len(set(division.shards)) > 1), None)
     if uneven is not None:
         raise not_foreseen(f"--tp {grid.row.size}: {uneven} has no equal shares, and the script says how it is cut")
-    return of_rank(checkpoint, found, grid.row.size, grid.row.rank)
+    entries = {key: value for key, value in checkpoint.model.entries.items() if key != "universal_checkpoint_info"}
+    alone = replace(checkpoint, model=replace(checkpoint.model, entries=entries))  # which says how the saving run cut
+    return of_rank(alone, found, grid.row.size, grid.row.rank)
 
 
 def _local(name: str, grid: LiveGrid) -> str:
