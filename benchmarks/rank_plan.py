@@ -108,7 +108,7 @@ def main() -> None:
         plan, index, shards = rank_plan(pickle.loads(told), dp, rank)
     own = {**timed(started), **vars(calls), "peak_nbytes": resident()["peak"]}
     executor = ThreadExecutor(threads=4, memory_nbytes=256 << 20, checksum=True)
-    reads = sum(map(len, executor._batches(plan)))
+    reads = sum(map(len, executor._batches(plan, remote=False)))
     planned = {
         "copies": len(plan.copies),
         "checks": len(plan.checks),

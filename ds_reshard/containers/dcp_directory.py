@@ -17,6 +17,7 @@ from math import prod
 from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_reader import read_pickle
 from ds_reshard.containers.positioned import PositionedFile
+from ds_reshard.containers.remote import expect, is_url
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
 from ds_reshard.containers.torch_zip_writer import ArchivePlan, Member, plan_archive, write_pickle
 from ds_reshard.errors import (
@@ -188,6 +189,8 @@ def read_directory(folder: str, name: str = METADATA) -> Directory:
     places = dict(_places(folder, path, storage))
     tensors = {str(key): _tensor(path, str(key), _state(told), places) for key, told in said.items() if _state(told)}
     objects = {key: place for (key, offset), place in places.items() if offset is None}
+    if is_url(folder):
+        expect(sorted((place.path, (place.byte_offset, place.nbytes)) for place in places.values()))
     planned = top.get("planner_data")
     paths = {
         str(key): names

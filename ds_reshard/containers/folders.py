@@ -17,7 +17,7 @@ from typing import TypeGuard
 
 from ds_reshard.containers import remote
 from ds_reshard.containers.positioned import PositionedFile
-from ds_reshard.errors import ReadFailed
+from ds_reshard.errors import ReadFailed, ReshardError
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 
@@ -55,9 +55,11 @@ def _remote(found: remote.Status | None) -> os.stat_result | None:
 
 
 def renew(folder: str) -> None:
-    """Believe nothing that was heard before of a folder by URL."""
+    """Believe nothing that was heard before of a folder by URL, and list it; who looks there then is told of errors."""
     if remote.is_url(folder):
         remote.forget(folder)
+        with contextlib.suppress(OSError, ReshardError):
+            remote.listing(folder)
 
 
 def is_file(path: str) -> bool:
@@ -129,16 +131,19 @@ def identity(path: str) -> Identity:
 
 def identities_below(folder: str) -> dict[str, Identity]:
     """As `files_below`."""
+    if remote.is_url(folder):
+        with named(folder, "cannot be listed"):
+            told = {name: _remote(one) for name, one in remote.tree(folder).items()}
+        return {name: (one.st_size, one.st_mtime_ns, one.st_ino) for name, one in sorted(told.items()) if one}
     found, waiting, root = {}, [""], _status(folder)
     seen = {(root.st_dev, root.st_ino)} if root is not None else set()
-    linked = not remote.is_url(folder)
     while waiting:
         at = waiting.pop()
         for name, status in _scan(os.path.join(folder, at)):
             below = os.path.join(at, name)
             if _regular(status):
                 found[below] = (status.st_size, status.st_mtime_ns, status.st_ino)
-            elif status is not None and not (linked and (status.st_dev, status.st_ino) in seen):
+            elif status is not None and (status.st_dev, status.st_ino) not in seen:
                 seen.add((status.st_dev, status.st_ino))
                 waiting.append(below)
     return dict(sorted(found.items()))

@@ -39,10 +39,12 @@ class PositionedFile:
     """An open file of `nbytes` bytes, or a `part` of one; `bytes_read` counts what was read of it. Close it.
 
     `part` is the offset and the number of the bytes that are meant; positions then count from its beginning. `whole`
-    says that no part is.
+    says that no part is, `far` that a read costs a request.
     Raises CheckpointNotFound, ReadFailed or, when the path is not a regular file or ends before the part does,
     CheckpointDamaged.
     """
+
+    far = False
 
     def __init__(self, path: str, part: tuple[int, int] | None = None) -> None:
         self.path = path
@@ -51,7 +53,7 @@ class PositionedFile:
         self._descriptor = -1
         self._object: Object | None = None
         try:
-            nbytes = self._open(path)
+            nbytes = self._open(path, part)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointNotFound(f"{path}: there is no such file") from error
         except (OSError, ValueError) as error:
@@ -64,10 +66,10 @@ class PositionedFile:
                 f"{path}: {self.nbytes} bytes at {self._start} are meant to be there; it ends at {nbytes}"
             )
 
-    def _open(self, path: str) -> int:
+    def _open(self, path: str, part: tuple[int, int] | None) -> int:
         """Open the file; its bytes."""
         if is_url(path):
-            self._object = Object(path)
+            self.far, self._object = True, Object(path, part)
             return self._object.nbytes
         # Non-blocking, because opening a named pipe would otherwise wait for its other end for ever.
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

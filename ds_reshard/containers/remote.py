@@ -14,23 +14,29 @@ import os
 import posixpath
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple
 
+from ds_reshard.containers.ranges import AT_ONCE, Ranges, ReadAhead, forked
 from ds_reshard.errors import ConfigError, raise_faults
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
-_END_NBYTES = 32 << 10
-"""Of a file's beginning and end so much is read at once: there its directory and, if it is small, its pickle lie."""
-_KEPT_NBYTES = 256 << 20
-AT_ONCE = 32
-"""Requests under way at a time: a store answers late, not slowly."""
+_END_NBYTES, _PART_NBYTES = 32 << 10, 2 << 10
+"""Of a beginning and an end, of a file or of an archive inside one, so much is read at once: its directory is there."""
+_HEAD_NBYTES, _FIRST_NBYTES, _STEP_NBYTES = 256 << 10, 1 << 10, 16 << 10
+"""A pickle of up to so many bytes that is first in a file, or a directory that is last, is read at once, where a file
+beside has such.
+"""
+_WHOLE_NBYTES = 64 << 10
+"""What has no more is read at once."""
+_KEPT_NBYTES = 64 << 20
+Part = tuple[int, int]
+"""An archive inside a file: its offset, and its bytes."""
 
 
 def is_url(path: str) -> bool:
@@ -69,6 +75,11 @@ def listing(url: str) -> dict[str, Status]:
         return known
     if _is_known(posixpath.dirname(url)) and status(url) is None:
         return {}
+    return _LISTED.setdefault(url, _listed(url))
+
+
+def _listed(url: str) -> dict[str, Status]:
+    """The same, asked for."""
     store, path = _store(url)
     try:
         found = store.ls(path, detail=True, refresh=True) if _refreshes(store) else store.ls(path, detail=True)
@@ -79,7 +90,27 @@ def listing(url: str) -> dict[str, Status]:
     names = {posixpath.basename(str(one["name"]).rstrip("/")): one for one in found}
     itself = store._strip_protocol(path).rstrip("/")
     kept = {name: _status(one) for name, one in names.items() if str(one["name"]).rstrip("/") != itself}
-    return _LISTED.setdefault(url, dict(sorted((name, one) for name, one in kept.items() if name)))
+    return dict(sorted((name, one) for name, one in kept.items() if name))
+
+
+def tree(url: str) -> dict[str, Status]:
+    """Each file below a folder, by its path from there; of its folders one listing tells all. Raises OSError."""
+    url = url.rstrip("/")
+    if url not in _TREES:
+        flat = listing(url)
+        if all(one.nbytes is not None for one in flat.values()):
+            return flat
+        found = below(url)
+        folders: dict[str, dict[str, Status]] = {"": {}}
+        for path, one in found.items():
+            *above, name = path.split("/")
+            for depth in range(len(above)):
+                folders.setdefault("/".join(above[:depth]), {})[above[depth]] = Status(None)
+            folders.setdefault("/".join(above), {})[name] = one
+        for path, inside in folders.items():
+            _LISTED[f"{url}/{path}".rstrip("/")] = dict(sorted(inside.items()))
+        _TREES[url] = found
+    return _TREES[url]
 
 
 def _is_known(folder: str) -> bool:
@@ -94,20 +125,24 @@ def _is_known(folder: str) -> bool:
 def forget(url: str) -> None:
     """Ask anew for what lies in a folder and below it."""
     url = url.rstrip("/")
-    for known in [one for one in _LISTED if one == url or one.startswith(f"{url}/") or url.startswith(f"{one}/")]:
-        _LISTED.pop(known, None)
+    for listed in (_LISTED, _TREES):
+        for known in [one for one in listed if one == url or one.startswith(f"{url}/") or url.startswith(f"{one}/")]:
+            listed.pop(known, None)
+    _AHEAD.forget(lambda place: str(place[0]).startswith(f"{url}/"))  # type: ignore[index]
 
 
 class Object:
-    """A file of a store, read in ranges."""
+    """A file of a store, or an archive inside one, read in ranges; positions are those of the file."""
 
-    def __init__(self, url: str) -> None:
-        found = status(url)
+    def __init__(self, url: str, part: Part | None = None) -> None:
+        found = listing(posixpath.dirname(url)).get(posixpath.basename(url)) or status(url)
         if found is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
         if found.nbytes is None:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), url)
         self.nbytes = found.nbytes
+        self._place: _Place = (url, part)
+        self._begin, self._stop = (0, self.nbytes) if part is None else (part[0], min(self.nbytes, sum(part)))
         self._version = found.version
         self._store, self._path = _store(url)
 
@@ -116,13 +151,34 @@ class Object:
         stop = min(stop, self.nbytes)
         if start >= stop:
             return b""
-        for first, last in ((0, min(_END_NBYTES, self.nbytes)), (max(0, self.nbytes - _END_NBYTES), self.nbytes)):
+        for first, last in self._windows():
             if first <= start and stop <= last:
+                _AHEAD.opened(self._known())
                 return self._kept(first, last)[start - first : stop - first]
-        return self._kept(start, stop) if stop - start <= _END_NBYTES else self.fetch(start, stop)
+        small = stop - start <= _HEAD_NBYTES
+        if small and self._place[1] is None:
+            self._learn(start, stop)
+        return self._kept(start, stop) if small else self.fetch(start, stop)
+
+    def _learn(self, start: int, stop: int) -> None:
+        """Remember how much more than the usual is read of a beginning, or of an end, for other files of the kind."""
+        head, end = _ENDS.get(self._kind(), (0, 0))
+        if start < _FIRST_NBYTES:
+            head = max(head, -(-stop // _STEP_NBYTES) * _STEP_NBYTES)
+        elif self.nbytes - stop < _FIRST_NBYTES:
+            end = max(end, -(-(self.nbytes - start) // _STEP_NBYTES) * _STEP_NBYTES)
+        _ENDS[self._kind()] = head, end
+
+    def warm(self) -> None:
+        """Fetch the end and the beginning, which whoever opens it reads first. Raises OSError."""
+        for first, last in reversed(self._windows()):
+            self._kept(first, last)
 
     def fetch(self, start: int, stop: int) -> bytes:
-        """The bytes [start, stop), asked for. Raises OSError."""
+        """The bytes [start, stop), asked for where they are not kept. Raises OSError."""
+        kept = _RANGES.find((self._path, self._version), start, min(stop, self.nbytes))
+        if kept is not None:
+            return kept
         try:
             data = bytes(self._store.cat_file(self._path, start=start, end=stop))
         except Exception as error:
@@ -132,20 +188,62 @@ class Object:
             _COUNTED["nbytes"] += len(data)
         return data
 
+    @property
+    def _end_nbytes(self) -> int:
+        return _END_NBYTES if self._place[1] is None else _PART_NBYTES
+
+    def _windows(self) -> list[tuple[int, int]]:
+        """What is read at once: the beginning and the end, or all of it."""
+        if self.nbytes <= _WHOLE_NBYTES:
+            return [(0, self.nbytes)]
+        nbytes, usual = self._stop - self._begin, self._end_nbytes
+        seen = _ENDS.get(self._kind(), (0, 0)) if self._place[1] is None else (0, 0)
+        head, end = (max(usual, one) for one in seen)
+        if nbytes <= max(_WHOLE_NBYTES, head + end):
+            return [(self._begin, self._stop)]
+        return [(self._begin, self._begin + head), (self._stop - end, self._stop)]
+
+    def _kind(self) -> tuple[str, str]:
+        """What files have that say alike things: the folder, and the name but for its numbers."""
+        folder, name = posixpath.split(self._path)
+        return folder, re.sub(r"[0-9]+", "", name)
+
+    def _known(self) -> _Place:
+        """The place, and for a file those that lie beside it: each may be one of many that are opened."""
+        url, part = self._place
+        if part is None and not _AHEAD.knows(self._place) and (beside := _LISTED.get(posixpath.dirname(url))):
+            names = sorted((name for name, one in beside.items() if one.nbytes is not None), key=natural)
+            _AHEAD.expect([(f"{posixpath.dirname(url)}/{name}", None) for name in names])
+        return self._place
+
     def _kept(self, start: int, stop: int) -> bytes:
-        key = (self._path, self._version, start, stop)
-        with _LOCK:
-            if key in _RANGES:
-                _RANGES.move_to_end(key)
-                return _RANGES[key]
-        data = self.fetch(start, stop)
-        with _LOCK:
-            if key not in _RANGES:
-                _RANGES[key] = data
-                _COUNTED["kept"] += len(data)
-            while _COUNTED["kept"] > _KEPT_NBYTES:
-                _COUNTED["kept"] -= len(_RANGES.popitem(last=False)[1])
-        return data
+        return _RANGES.get(((self._path, self._version), start, stop), lambda: self.fetch(start, stop))
+
+
+_Place = tuple[str, Part | None]
+
+
+def expect(places: Iterable[tuple[str, Part | None]], *, eager: bool = False) -> None:
+    """Take files, or archives inside some, for what is opened one behind the other; with `eager` all of them are."""
+    listed = list(places)
+    _AHEAD.expect(listed, eager=eager)
+    if eager and listed:
+        _AHEAD.opened(listed[0])
+
+
+def changed(urls: Iterable[str]) -> list[str]:
+    """Those files that are not what they were when they were listed; a listing for each folder. Raises OSError."""
+    found, left = [], sorted(set(urls))
+    while left:
+        roots = [root for root in _TREES if left[0].startswith(f"{root}/")]
+        root = min(roots, key=len) if roots else posixpath.dirname(left[0])
+        before, now = (_TREES[root], below(root)) if roots else (_LISTED.get(root, {}), _listed(root))
+        for url in [url for url in left if url.startswith(f"{root}/")]:
+            name = url.removeprefix(f"{root}/")
+            if roots or "/" not in name:
+                left.remove(url)
+                found += [url] if now.get(name) != before.get(name, now.get(name)) else []
+    return found
 
 
 def fetched() -> tuple[int, int]:
@@ -153,10 +251,24 @@ def fetched() -> tuple[int, int]:
     return _COUNTED["requests"], _COUNTED["nbytes"]
 
 
+def release() -> None:
+    """Give up the ranges that are kept."""
+    _RANGES.clear()
+
+
+def natural(name: str) -> list[str | int]:
+    """An order in which 10 comes behind 9."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", name)]
+
+
 _LISTED: dict[str, dict[str, Status]] = {}
-_RANGES: OrderedDict[tuple[str, int, int, int], bytes] = OrderedDict()
-_COUNTED = {"requests": 0, "nbytes": 0, "kept": 0}
+_TREES: dict[str, dict[str, Status]] = {}
+_ENDS: dict[tuple[str, str], tuple[int, int]] = {}
+_COUNTED = {"requests": 0, "nbytes": 0}
 _LOCK = threading.Lock()
+_RANGES = Ranges(_KEPT_NBYTES)
+_AHEAD = ReadAhead(lambda place: Object(*place).warm())  # type: ignore[misc]
+forked(_RANGES, _AHEAD)
 
 
 def _store(url: str) -> tuple[AbstractFileSystem, str]:

@@ -27,13 +27,14 @@ WIDE = 0xFFFFFFFF
 # pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2): how torch.save began before 1.6.
 LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
-_TAIL_NBYTES = 4 << 10
+_TAIL_NBYTES = 2 << 10
 # A descriptor follows the bytes (bit 3), names are UTF-8 (bit 11): all that torch's writer sets.
 _DESCRIBED, _KNOWN_FLAGS = 0x0008, 0x0808
 _WIDE_KIND, _PADDING_KIND = 1, 0x4246  # of extra fields; "FB" pads a header so that the bytes behind it are aligned
 _WINDOW_NBYTES = 64 << 10
 # Torch writes the 64-bit sizes (28 bytes) and then padding, of which the first 4 bytes are read.
 _EXTRA_NBYTES = 64
+_ALIGNMENT, _DESCRIPTORS = 64, (0, 16, 24)
 # What torch's writer (0x031e, 45), this package's (20, 45) and Python's zipfile (45) put into end records.
 _VERSIONS = (20, 45, 0x031E)
 
@@ -117,7 +118,7 @@ def read_members(file: PositionedFile, max_directory_nbytes: int) -> tuple[str, 
 def find_directory(file: PositionedFile) -> DirectoryPlace:
     """Where the directory lies, checked to end where its end records begin.
 
-    Reads the last 4 KiB. Raises CheckpointDamaged, naming what the file is when it is no zip file.
+    Reads the last 2 KiB. Raises CheckpointDamaged, naming what the file is when it is no zip file.
     """
     if file.nbytes == 0:
         raise CheckpointDamaged(f"{file.path}: the file is empty: the writer was interrupted, or the disk was full")
@@ -257,7 +258,10 @@ def _wide_fields(path: str, name: str, extra: bytes, fields: list[int]) -> list[
 
 
 def _data_offsets(file: PositionedFile, members: Sequence[_Entry], directory_offset: int) -> Iterator[int]:
-    """The offset of each member's bytes, from their local headers; near headers are read together."""
+    """The offset of each member's bytes, from their local headers; near headers are read together.
+
+    Of a file that is far away those are left out which lie among tensors: see `_before_what_follows`.
+    """
     free_from, window, window_offset = 0, b"", 0
     for i, member in enumerate(members):
         start, stop = member.header_offset, member.header_offset + LOCAL.size + len(member.raw)
@@ -269,6 +273,10 @@ def _data_offsets(file: PositionedFile, members: Sequence[_Entry], directory_off
                 f"{directory_offset}: the file was cut short or is damaged"
             )
         header_stop = min(stop + _EXTRA_NBYTES, directory_offset)
+        if file.far and (placed := _before_what_follows(members, i, directory_offset)) is not None:
+            free_from = placed + member.nbytes
+            yield placed
+            continue
         if not (window_offset <= start and header_stop <= window_offset + len(window)):
             window_offset = start
             window = file.read(start, _window_stop(members, i, directory_offset) - start)
@@ -278,6 +286,24 @@ def _data_offsets(file: PositionedFile, members: Sequence[_Entry], directory_off
         if free_from > directory_offset:
             raise CheckpointDamaged(f"{file.path}: {member.name!r} runs into the zip directory")
         yield byte_offset
+
+
+def _before_what_follows(members: Sequence[_Entry], at: int, directory_offset: int) -> int | None:
+    """The offset of a tensor's bytes, by where the next member begins; None where the header has to tell it.
+
+    torch's writer aligns these bytes to 64, lets a descriptor of 16 bytes follow, or of 24 where sizes are of 64 bits,
+    or none, and then the next header. The bytes' own checksum tells whether they are these.
+    """
+    member = members[at]
+    if "/data/" not in member.name or not member.crc32 or not member.nbytes:
+        return None
+    following = members[at + 1].header_offset if at + 1 < len(members) else directory_offset
+    before = member.header_offset + LOCAL.size + len(member.raw)
+    for behind in _DESCRIPTORS:
+        byte_offset = following - behind - member.nbytes
+        if byte_offset % _ALIGNMENT == 0 and before <= byte_offset < before + _EXTRA_NBYTES + 2 * _ALIGNMENT:
+            return byte_offset
+    return None
 
 
 def _window_stop(members: Sequence[_Entry], first: int, directory_offset: int) -> int:

@@ -172,11 +172,14 @@ class StagingExecutor:
     """Fills files window by window: as much of them as half of `memory_nbytes` holds, read by a ThreadExecutor.
 
     Where the pieces are large on an average they are written as they are read, from memory that is still in cache.
+    That files stay what they were is looked at by the caller.
     """
 
     def __init__(self, *, threads: int, memory_nbytes: int, saw: Saw) -> None:
         self._window_nbytes = window_nbytes(memory_nbytes)
-        self._inner = ThreadExecutor(threads=threads, memory_nbytes=memory_nbytes // 2, checksum=True, saw=saw)
+        self._inner = ThreadExecutor(
+            threads=threads, memory_nbytes=memory_nbytes // 2, checksum=True, saw=saw, looks=True
+        )
 
     def execute(self, plan: Plan, targets: Mapping[str, FileTarget]) -> Outcome:
         """Carry out the plan, or what comes before the first window with a fault."""

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy
+from numpy.typing import NDArray
 
 from ds_reshard.containers.crc import crc32
 from ds_reshard.containers.positioned import Opened, close, opened, read_into
-from ds_reshard.containers.remote import AT_ONCE, is_url
-from ds_reshard.errors import Fault
+from ds_reshard.containers.ranges import AT_ONCE
+from ds_reshard.containers.remote import changed, is_url
+from ds_reshard.errors import CheckpointDamaged, Fault
 from ds_reshard.execution.interfaces import Outcome, Saw, Slice, Target, ended_early, read_failed
 from ds_reshard.model.index import Record
 from ds_reshard.model.records import ElementType
@@ -58,6 +60,8 @@ _CHUNK_NBYTES = 2 << 20
 _VECTORS = 256
 _BETWEEN_NBYTES = 16 << 10
 """Bytes that nobody wants are read along with those around them, where a system call of its own would cost more."""
+_WASTED = 0.03
+"""Of a store larger gaps are read along too, as long as all of them are no more than such a part of what is wanted."""
 
 
 class _Batch(NamedTuple):
@@ -67,20 +71,25 @@ class _Batch(NamedTuple):
     byte_offset: int
     nbytes: int
     copies: Copies | None
+    between_nbytes: int = _BETWEEN_NBYTES
 
 
 class ThreadExecutor:
     """Reads with `threads` threads; scratch memory (casts, devices, checks) within `memory_nbytes`.
 
     `saw` is called with copies and the bytes of each as they were read, from the thread that read them. `nbytes_read`
-    grows as it reads.
+    grows as it reads. Files of a store that are not what they were when they were listed are faults, unless the caller
+    `looks` for these.
     """
 
-    def __init__(self, *, threads: int, memory_nbytes: int, checksum: bool, saw: Saw | None = None) -> None:
+    def __init__(
+        self, *, threads: int, memory_nbytes: int, checksum: bool, saw: Saw | None = None, looks: bool = False
+    ) -> None:
         self.threads = threads
         self.memory_nbytes = memory_nbytes
         self.checksum = checksum
         self.saw = saw
+        self._looks = looks
         self.nbytes_read = 0
         self.chunk_nbytes = max(4096, min(_CHUNK_NBYTES, memory_nbytes // threads))
 
@@ -88,20 +97,22 @@ class ThreadExecutor:
         outcome = Outcome()
         for fill in plan.fills:
             targets[fill.buffer].zero(fill.element_offset, fill.numel)
-        remote = any(is_url(record.path) for record in Copies.of(plan.copies).records)
+        paths = {record.path for record in Copies.of(plan.copies).records} | {one.record.path for one in plan.checks}
+        remote = {path for path in paths if is_url(path)}
         room = self.memory_nbytes // (2 * self.chunk_nbytes)  # what was asked for is in memory twice
         threads = max(self.threads, min(AT_ONCE // 2, room)) if remote else self.threads
         with ThreadPoolExecutor(threads, thread_name_prefix="ds-reshard") as pool:
-            for batches in self._batches(plan):
+            for batches in self._batches(plan, remote=bool(remote)):
                 files = OpenFiles((batch.record.path for batch in batches), outcome)
                 work = _Work(targets=targets, outcome=outcome, files=files, executor=self)
                 left = iter(batches)  # next() of a list's iterator is atomic: each thread takes the next batch
                 with files:
                     for done in [pool.submit(work.run_all, left) for _ in range(min(threads, len(batches)))]:
                         done.result()
+        outcome.faults += changed_faults(remote) if remote and not self._looks else []
         return outcome
 
-    def _batches(self, plan: Plan) -> Iterator[list[_Batch]]:
+    def _batches(self, plan: Plan, *, remote: bool) -> Iterator[list[_Batch]]:
         """The batches of a plan, a list for each portion of its runs: what many rows are is not kept all at once."""
         for runs in Copies.of(plan.copies).runs():
             found: list[_Batch] = []
@@ -109,8 +120,12 @@ class ThreadExecutor:
             record, byte_offset, nbytes = copies.table[RECORD], copies.table[BYTE_OFFSET], copies.nbytes_each()
             ends = byte_offset + nbytes
             between = numpy.append(0, byte_offset[1:] - ends[:-1])
-            taken = numpy.cumsum(nbytes + numpy.where(between <= _BETWEEN_NBYTES, numpy.maximum(between, 0), 0))
-            changes = [*(numpy.flatnonzero(record[1:] != record[:-1]) + 1).tolist(), len(copies)]
+            apart, near = record[1:] != record[:-1], _BETWEEN_NBYTES
+            if remote:  # each request by a thread of its own
+                near = self._near(between[1:][~apart], int(nbytes.sum()))
+                apart = apart | (between[1:] > near)
+            taken = numpy.cumsum(nbytes + numpy.where(between <= near, numpy.maximum(between, 0), 0))
+            changes = [*(numpy.flatnonzero(apart) + 1).tolist(), len(copies)]
             first = 0
             for change in changes:
                 while first < change:
@@ -118,11 +133,28 @@ class ThreadExecutor:
                     stop = int(numpy.searchsorted(taken[first : min(change, first + _VECTORS)], room, side="right"))
                     last = first + max(1, stop)
                     of = copies.records[int(record[first])]
-                    found.append(_Batch(of, int(byte_offset[first]), int(nbytes[first:last].sum()), copies[first:last]))
+                    wanted = int(nbytes[first:last].sum())
+                    found.append(_Batch(of, int(byte_offset[first]), wanted, copies[first:last], near))
                     first = last
             yield found
         if self.checksum and plan.checks:
             yield [_Batch(*check, copies=None) for check in cut_checks(plan.checks, self.chunk_nbytes)]
+
+    def _near(self, between: NDArray[numpy.int64], nbytes: int) -> int:
+        """Gaps of up to so many bytes are read along: a request costs a store's latency."""
+        gaps = numpy.sort(between[(between > 0) & (between <= self.chunk_nbytes // 2)])
+        fitting = int(numpy.searchsorted(numpy.cumsum(gaps), _WASTED * nbytes, side="right"))
+        return max(_BETWEEN_NBYTES, int(gaps[fitting - 1]) if fitting else 0)
+
+
+def changed_faults(urls: Iterable[str]) -> list[Fault]:
+    """A fault for each file of a store that another has taken the place of since it was listed."""
+    try:
+        found = changed(urls)
+    except OSError as error:
+        return [read_failed(next(iter(urls)), error)]
+    mend = "let the save end, then try again"
+    return [CheckpointDamaged.fault(url, "has changed while it was read", mend=mend) for url in found]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -203,7 +235,7 @@ class _Work:
         scratch, end = self._scratch_memory(), offsets[0]
         for number, (at, view) in enumerate(zip(offsets, views, strict=True)):
             between, end = at - end, at + len(view)
-            if 0 < between <= _BETWEEN_NBYTES:
+            if 0 < between <= batch.between_nbytes:
                 together.append(scratch[-between:])
             elif between:
                 done = self._read_together(fd, offsets[first], together, batch)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import UNSAFE, in_force, rules_in_force
 from ds_reshard.containers.positioned import PositionedFile
-from ds_reshard.containers.remote import AT_ONCE, UNFINISHED, is_url
-from ds_reshard.containers.torch_zip import open_archive
+from ds_reshard.containers.remote import UNFINISHED, expect, is_url, natural
 from ds_reshard.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -63,16 +60,10 @@ def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True) ->
 
 
 def open_ahead(found: Found) -> None:
-    """Of a folder by URL ask side by side for what opening its files reads; what is wrong is told then."""
-    if not is_url(found.folder):
-        return
-
-    def ahead(name: str) -> None:
-        with contextlib.suppress(ReshardError), open_archive(f"{found.folder}/{name}"):
-            pass
-
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(ahead, folders.files_below(found.folder)))
+    """Of a folder by URL, all of whose files will be opened, ask side by side for what that reads."""
+    if is_url(found.folder):
+        names = sorted(folders.files_below(found.folder), key=natural)
+        expect(((f"{found.folder}/{name}", None) for name in names if not name.endswith(".distcp")), eager=True)
 
 
 _LATEST_NBYTES = 4096

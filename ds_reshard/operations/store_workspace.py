@@ -21,7 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ds_reshard.containers import folders, remote
-from ds_reshard.containers.remote import AT_ONCE, UNFINISHED
+from ds_reshard.containers.ranges import AT_ONCE
+from ds_reshard.containers.remote import UNFINISHED
 from ds_reshard.errors import ConfigError, ReshardError, WriteFailed, raise_faults
 from ds_reshard.execution import disk
 from ds_reshard.operations.workspace import (

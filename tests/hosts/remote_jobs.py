@@ -11,3 +11,8 @@ import jobs
 def load(environment: dict[str, str], **given: Any) -> dict[str, Any]:
     os.environ.update(environment)
     return jobs.load(**given)
+
+
+def load_refused(environment: dict[str, str], **given: Any) -> dict[str, Any]:
+    os.environ.update(environment)
+    return jobs.load_refused(**given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -11,14 +12,16 @@ _SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce 
 
 
 class Proxy:
-    """Forwards to `host`:`port`; each answer comes `latency_s` later.
+    """Forwards to `host`:`port`; each answer comes `latency_s` later, all of them together by `nbytes_per_s`.
 
-    Of the ranges that are asked for while `throttle` or `cut` is set, so many are answered with 503, or half.
+    `before` is called with the path of each range that is asked for, before it is. Of the ranges that are asked for
+    while `throttle` or `cut` is set, so many are answered with 503, or half.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        self.latency_s = 0.0
+        self.latency_s, self.nbytes_per_s, self._free_at = 0.0, 0.0, 0.0
         self.commands: list[str] = []
+        self.before: Callable[[str], None] | None = None
         self.throttle = self.cut = self.requests = 0
         self._lock = threading.Lock()
         proxy = self
@@ -30,6 +33,8 @@ class Proxy:
                 time.sleep(proxy.latency_s)
                 proxy.commands.append(f"{self.command} {self.path}")
                 ranged = self.command == "GET" and "Range" in self.headers
+                if ranged and proxy.before is not None:
+                    proxy.before(self.path)
                 throttled, cut = proxy._misbehave() if ranged else (False, False)
                 if throttled:
                     self._answer(503, [("Content-Type", "application/xml")], _SLOW_DOWN)
@@ -54,6 +59,7 @@ class Proxy:
                     self.send_header(name, value)
                 self.end_headers()
                 if self.command != "HEAD":
+                    proxy._take_turn(len(data))
                     self.wfile.write(data[: len(data) // 2] if cut else data)
                 if cut:
                     self.close_connection = True
@@ -71,6 +77,14 @@ class Proxy:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+    def _take_turn(self, nbytes: int) -> None:
+        """Wait as long as all answers so far take, and this one."""
+        if self.nbytes_per_s:
+            with self._lock:
+                self._free_at = max(self._free_at, time.monotonic()) + nbytes / self.nbytes_per_s
+                wait = self._free_at - time.monotonic()
+            time.sleep(max(0.0, wait))
 
     def _misbehave(self) -> tuple[bool, bool]:
         with self._lock:

@@ -1,0 +1,171 @@
+"""What is asked of a store that answers late: few requests, many of them at a time, little that nobody wants."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import far_store
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from far_store import Far
+from nanotron_builder import Run
+from nanotron_builder import write as write_nanotron
+from zero_builder import Built, write
+
+from ds_reshard.containers import remote
+from ds_reshard.containers.ranges import ReadAhead, _Sequence
+from ds_reshard.dcp import Reader
+from ds_reshard.errors import CheckpointDamaged
+from ds_reshard.operations import convert, diff, fingerprint, inspect, verify
+
+SHARDS = 192
+
+
+@pytest.fixture(autouse=True)
+def _begin() -> Iterator[None]:
+    far_store.begin()
+    yield
+    far_store.begin()
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small ones, and a model file with many tensors, as large as its beginning and its end are not all of it."""
+    shapes = tuple((f"layers.{i}.weight", (SHARDS, 2 + i)) for i in range(60))
+    built = Built(groups=(shapes,), frozen=(), tied=(), states=("exp_avg",), dp=SHARDS, seed=5)
+    return write(built, tmp_path_factory.mktemp("far") / "saved")
+
+
+def test_many_shards_are_not_opened_one_after_another(shards: Path) -> None:
+    """Each by one request, being small; the model file by two, however many tensors it holds; two listings."""
+    found = inspect(f"far://{shards}")
+    assert found.faults == () and found.dp == SHARDS
+    assert far_store.of_files("list") == {"saved": 1, "global_step3": 1}
+    asked = far_store.of_files()
+    assert asked.pop("mp_rank_00_model_states.pt") == 2
+    assert len(asked) == SHARDS + 1 and set(asked.values()) == {1}
+    assert far_store.waves() < SHARDS / 3  # and less where the machine is idle
+
+
+def test_a_load_asks_ahead_for_what_it_opens_and_for_little_else(shards: Path) -> None:
+    """A rank that opens every second of the files, one behind the other: the first few tell it."""
+    wanted = [f"far://{shards}/global_step3/bf16_zero_pp_rank_{n}_mp_rank_00_optim_states.pt" for n in range(0, 80, 2)]
+    remote.forget(f"far://{shards}")
+    for url in wanted:
+        remote.Object(url).read(0, 100)
+    while not remote._AHEAD._waiting.empty():
+        time.sleep(0.01)
+    time.sleep(0.3)
+    asked = far_store.of_files()
+    assert max(asked.values()) == 1 and len(wanted) <= len(asked) <= len(wanted) + 18
+    assert far_store.waves() < len(wanted) / 2
+
+
+def test_what_is_asked_ahead() -> None:
+    """Nothing for a single one or for two; then twice as many each time, at equal distances."""
+    places = [str(number) for number in range(200)]
+    sequence = _Sequence(places, eager=False)
+    asked = [[int(str(one)) for one in sequence.behind(at)] for at in (10, 11, 12, 13, 30, 33, 36, 5)]
+    assert asked == [[10], [11], [12, 13, 14], [15, 16, 17], [30], [33], [36, 39, 42], [5]]
+    assert len(_Sequence(places, eager=True).behind(0)) == 65
+
+
+def test_what_fails_ahead_is_told_whoever_opens_it() -> None:
+    seen: list[object] = []
+
+    def warm(place: object) -> None:
+        seen.append(place)
+        raise OSError(5, "the store has gone")
+
+    ahead = ReadAhead(warm)
+    ahead.expect(["a", "b"], eager=True)
+    ahead.opened("a")
+    while len(seen) < 2:
+        pass
+    assert sorted(map(str, seen)) == ["a", "b"]
+
+
+def test_a_range_is_fetched_once_whoever_asks(shards: Path) -> None:
+    """Several threads at a time, and one that fails does not fail the others."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    url = f"far://{shards}/global_step3/mp_rank_00_model_states.pt"
+    tries: list[int] = []
+
+    def fails(number: int) -> None:
+        tries.append(number)
+        if len(tries) == 1:
+            raise OSError(5, "at first")
+
+    Far.before = fails
+    with ThreadPoolExecutor(8) as pool:
+        done = [pool.submit(remote.Object(url).read, 0, 100) for _ in range(8)]
+        said = [one.exception() for one in done]
+    assert len([one for one in said if one is not None]) == 1
+    assert far_store.of_files()["mp_rank_00_model_states.pt"] <= 3
+
+
+def test_a_chunk_of_a_folder_of_torchs_costs_two_requests_and_its_bytes(tmp_path: Path) -> None:
+    """Of torch's own: its archive is not parsed by six reads; what is fetched beside the tensors are their frames."""
+    tensors = {f"layer{i}.weight": torch.full((64 + i, 1024), float(i)) for i in range(24)}
+    dcp.save({"model": tensors}, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    far_store.begin()
+    loaded = {name: torch.zeros_like(one) for name, one in tensors.items()}
+    dcp.load({"model": loaded}, storage_reader=Reader(f"far://{tmp_path}/saved"), no_dist=True)
+    assert all(torch.equal(loaded[name], one) for name, one in tensors.items())
+    small = [one for one in Far.requests if one.kind == "range" and one.name.endswith(".distcp") and one.nbytes < 4096]
+    assert len(small) <= 2 * len(tensors) + 2
+    nbytes = sum(one.nbytes for one in Far.requests)
+    assert nbytes <= 1.05 * sum(one.numel() * 4 for one in tensors.values())
+    assert far_store.waves() < len(tensors)
+
+
+def test_a_small_chunk_is_read_at_once(tmp_path: Path) -> None:
+    """Its bytes are among those that opening it has fetched, and are not fetched again."""
+    tensors = {f"layer{i}.bias": torch.full((2000,), float(i)) for i in range(12)}
+    dcp.save({"model": tensors}, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    loaded = {name: torch.zeros_like(one) for name, one in tensors.items()}
+    far_store.begin()
+    dcp.load({"model": loaded}, storage_reader=Reader(f"far://{tmp_path}/saved"), no_dist=True)
+    assert all(torch.equal(loaded[name], one) for name, one in tensors.items())
+    assert far_store.of_files()["__0_0.distcp"] <= len(tensors) + 2
+
+
+def test_many_small_files_are_opened_side_by_side(tmp_path: Path) -> None:
+    """Of nanotron a file for each parameter, of a universal checkpoint one for each state."""
+    folder = write_nanotron(Run(dp=2), tmp_path / "nanotron")
+    convert(str(folder), str(tmp_path / "universal"), to="universal")
+    for name in ("nanotron", "universal"):
+        far_store.begin()
+        assert diff(f"far://{tmp_path}/{name}", str(tmp_path / name)).equal
+        asked = far_store.of_files()
+        assert sum(far_store.of_files("list").values()) <= 5
+        assert far_store.waves() < 10 + sum(asked.values()) / 4, (name, far_store.waves(), asked)
+
+
+@pytest.mark.parametrize("tool", [verify, fingerprint], ids=lambda tool: tool.__name__)
+def test_what_changes_while_it_is_read_is_named(shards: Path, tmp_path: Path, tool: object) -> None:
+    """Though all its checksums are right: another file of the same run takes the name, half-way."""
+    for name, seed in (("one", 5), ("other", 6)):
+        shapes = (("weight", (64, 3000)),)
+        write(Built(groups=(shapes,), frozen=(), tied=(), states=("exp_avg",), dp=2, seed=seed), tmp_path / name)
+    path = tmp_path / "one" / "global_step3" / "mp_rank_00_model_states.pt"
+    ranges: list[int] = []
+
+    def replaces(number: int) -> None:
+        ranges.append(number)
+        if len(ranges) == 9:
+            other = tmp_path / "other" / "global_step3" / path.name
+            other.rename(path)
+
+    far_store.begin()
+    Far.before = replaces
+    try:
+        found = tool(f"far://{tmp_path}/one")  # type: ignore[operator]
+        said = [fault.what for fault in found.faults]
+    except CheckpointDamaged as error:
+        said = [fault.what for fault in error.faults]
+    assert "has changed while it was read" in said, said
