@@ -32,6 +32,10 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+_ABSENT = ("is missing", "are missing", "no such file")
+TRY_AGAIN = "or try again: a store may list a new file late"
+"""What mends the absence of a file in a folder by URL, too."""
+
 
 class ReshardError(Exception):
     """Base of every error raised on purpose; `faults` holds each finding as a record.
@@ -51,6 +55,8 @@ class ReshardError(Exception):
     @classmethod
     def fault(cls, where: str, what: str, expected: str = "", found: str = "", *, mend: str = "") -> Fault:
         """A finding that calls for this error."""
+        if "://" in where and any(words in f"{what} {found}" for words in _ABSENT):
+            mend = f"{mend}{'; ' * bool(mend)}{TRY_AGAIN}"
         return Fault(error=cls.__name__, where=where, what=what, expected=expected, found=found, mend=mend)
 
 

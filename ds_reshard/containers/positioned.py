@@ -7,7 +7,7 @@ import stat
 from collections.abc import Sequence
 
 from ds_reshard.containers.remote import Object, is_url
-from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReadFailed
+from ds_reshard.errors import TRY_AGAIN, CheckpointDamaged, CheckpointNotFound, ReadFailed
 
 Opened = int | Object
 """A descriptor, or a file of a store."""
@@ -55,7 +55,8 @@ class PositionedFile:
         try:
             nbytes = self._open(path, part)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise CheckpointNotFound(f"{path}: there is no such file") from error
+            late = f"; {TRY_AGAIN}" if is_url(path) else ""
+            raise CheckpointNotFound(f"{path}: there is no such file{late}") from error
         except (OSError, ValueError) as error:
             self.close()
             raise ReadFailed(f"{path}: cannot be opened: {error}") from error

@@ -30,6 +30,7 @@ EXTRA_STATE = "_extra_state"
 
 def scan_pickles(path: str) -> PickleScan:
     """All pickles of a file, or of every file below a folder, none of them run; CheckpointNotFound for neither."""
+    folders.renew(path)
     if not folders.exists(path):
         raise CheckpointNotFound(f"{path}: does not exist; check the path")
     faults: list[Fault] = []

@@ -93,6 +93,7 @@ def find_listing(path: str, tag: str | None) -> Found:
         if found is not None:
             return found
         file, tag = _latest(path)
+    refuse_elsewhere(path, tag)
     places = [os.path.join(path, name) for name in (tag, *(named(tag) for named in _LATEST.values()))]
     folder = next(filter(folders.is_folder, places), places[0])
     found = _found(folder) if folders.is_folder(folder) else None
@@ -108,6 +109,12 @@ def _found(folder: str) -> Found | None:
     refuse_unfinished(folder)
     found = format_of(folder)
     return Found(format=found[0], listing=found[1]) if found is not None else None
+
+
+def refuse_elsewhere(path: str, tag: str) -> None:
+    """Raise for a tag that leads from a URL to this machine's disk, or from that to a URL."""
+    if is_url(os.path.join(path, tag)) != is_url(path) or is_url(tag):
+        raise _no_checkpoint(path, f"has a tag {tag!r} that would be half there and half elsewhere")
 
 
 def refuse_unfinished(folder: str) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, cast
 
+from ds_reshard.containers.remote import release
 from ds_reshard.errors import Fault, wrong_value
 from ds_reshard.resume.report import last_report
 
@@ -137,6 +138,7 @@ def watched(host: str, checkpoint: str | None, wanted: Asked | None = None) -> I
         raise
     finally:
         _CURRENT.reset(token)
+        release()
         if rank() == 0 and load.checkpoint is not None:
             report = last_report()
             _tell(load, error, report.to_json() if report is not None and report is not before else None)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -194,7 +195,8 @@ def test_what_one_rank_finds_ends_the_work_of_all_at_once(
     assert capfd.readouterr().err.count("No space left on device") == 1
 
 
-def test_progress_is_of_all_ranks(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tool", ["convert", "verify"])
+def test_progress_is_of_all_ranks(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str) -> None:
     """Rank 0 is told what all of them have written; in a log it is a line, with rate and time."""
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
     monkeypatch.setattr("ds_reshard.operations.progress.LOG_S", 0.0)
@@ -203,18 +205,19 @@ def test_progress_is_of_all_ranks(checkpoint: Path, tmp_path: Path, monkeypatch:
     def rank(number: int) -> int:
         launched(port, number, 2)
         sys.stderr = log.open("a")
-        slow = conversion._Work._keep
+        note = heartbeat.Heartbeat.note
 
-        def keep(work: conversion._Work, *given: Any) -> None:
-            slow(work, *given)
-            work._stopping.wait(0.1)
+        def slowly(beat: heartbeat.Heartbeat, done: int, total: int) -> None:
+            note(beat, done, total)
+            time.sleep(0.2)
 
-        conversion._Work._keep = keep  # type: ignore[method-assign]
-        return main(["convert", str(checkpoint), str(tmp_path / "out"), "--to", "zero3", "--dp", str(DP)])
+        heartbeat.Heartbeat.note = slowly  # type: ignore[method-assign]
+        more = [str(tmp_path / "out"), "--to", "zero3", "--dp", str(DP)] if tool == "convert" else []
+        return main([tool, str(checkpoint), *more])
 
     assert in_ranks(2, rank) == [0, 0]
-    lines = log.read_text().splitlines()
-    assert lines and all("written, " in line and line.endswith(("s left", "nothing yet")) for line in lines), lines
+    lines, done = log.read_text().splitlines(), "written, " if tool == "convert" else "read, "
+    assert lines and all(done in line and line.endswith(("s left", "nothing yet")) for line in lines), lines
 
 
 @pytest.mark.parametrize("part", [(0, 1), (1, 3), (0, 2)])

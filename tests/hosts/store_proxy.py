@@ -10,18 +10,23 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 _SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"
 
+_REFUSED = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>The store refuses it: %s.</Message></Error>"
+
 
 class Proxy:
     """Forwards to `host`:`port`; each answer comes `latency_s` later, all of them together by `nbytes_per_s`.
 
-    `before` is called with the path of each range that is asked for, before it is. Of the ranges that are asked for
-    while `throttle` or `cut` is set, so many are answered with 503, or half.
+    What `refuses` gives for a command and a path is the code of an error that it answers with; `tells` may change what
+    is answered. `before` is called with the path of each range that is asked for, before it is. Of the ranges that are
+    asked for while `throttle` or `cut` is set, so many are answered with 503, or half.
     """
 
     def __init__(self, host: str, port: int) -> None:
         self.latency_s, self.nbytes_per_s, self._free_at = 0.0, 0.0, 0.0
         self.commands: list[str] = []
         self.before: Callable[[str], None] | None = None
+        self.refuses: Callable[[str, str], str | None] = lambda command, path: None
+        self.tells: Callable[[str, bytes], bytes] = lambda path, data: data
         self.throttle = self.cut = self.requests = 0
         self._lock = threading.Lock()
         proxy = self
@@ -35,6 +40,10 @@ class Proxy:
                 ranged = self.command == "GET" and "Range" in self.headers
                 if ranged and proxy.before is not None:
                     proxy.before(self.path)
+                if code := proxy.refuses(self.command, self.path):
+                    self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                    self._answer(403, [("Content-Type", "application/xml")], _REFUSED % (code.encode(), code.encode()))
+                    return
                 throttled, cut = proxy._misbehave() if ranged else (False, False)
                 if throttled:
                     self._answer(503, [("Content-Type", "application/xml")], _SLOW_DOWN)
@@ -44,6 +53,7 @@ class Proxy:
                 there.request(self.command, self.path, given or None, dict(self.headers))
                 answer = there.getresponse()
                 data = answer.read()
+                data = proxy.tells(self.path, data) if self.command == "GET" else data
                 self._answer(answer.status, answer.getheaders(), data, cut=cut)
                 there.close()
 

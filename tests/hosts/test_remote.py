@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
+import traceback
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,8 @@ from store_proxy import Proxy
 
 from ds_reshard.cli.main import main
 from ds_reshard.containers import remote
-from ds_reshard.operations import inspect
+from ds_reshard.errors import ReshardError
+from ds_reshard.operations import convert, inspect
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
 from zero_builder import Built, write
@@ -333,14 +338,126 @@ def test_what_is_converted_into_a_store_is_what_is_converted_here(
     assert not store.files.find(f"bucket/{out}.ds-reshard")
 
 
-def test_no_permission_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    class Refusing:
-        def ls(self, *_: object, **__: object) -> list[object]:
-            raise PermissionError(13, "Forbidden")
+@pytest.mark.parametrize("code", ["AccessDenied", "RequestTimeTooSkewed", "InvalidAccessKeyId"])
+@pytest.mark.parametrize("what", ["GET", "LIST", "PUT"])
+def test_what_the_store_refuses_is_named(
+    store: Store, shards: tuple[Path, str], capsys: pytest.CaptureFixture[str], code: str, what: str
+) -> None:
+    """No permission, clocks that differ, another's key: to list, to read, to write; without a secret."""
+    url, out = shards[1], f"s3://bucket/refused-{code}"
+    refused: list[str] = []
 
-    monkeypatch.setattr(remote, "_store", lambda _: (Refusing(), "bucket/private"))
-    assert main(["inspect", "s3://bucket/private"]) == 2
-    assert "s3://bucket/private: cannot be looked at: Forbidden" in capsys.readouterr().err
+    def refuses(command: str, path: str) -> str | None:
+        kind = "LIST" if "list-type" in path else command
+        asked = kind == what and (kind != "GET" or path.startswith("/bucket/shards/global"))
+        refused.extend([path] * asked)
+        return code if asked else None
+
+    remote.release()
+    store.proxy.refuses = refuses
+    try:
+        words = (
+            ["convert", url, out, "--to", "zero3", "--dp", "2", "--processes", "1"] if what == "PUT" else ["inspect"]
+        )
+        assert main([*words, url] if what != "PUT" else words) != 0
+    finally:
+        store.proxy.refuses = lambda command, path: None
+    said = capsys.readouterr()
+    assert "The store refuses it" in said.err + said.out and "s3://bucket/" in said.err + said.out
+    assert SECRET not in said.err + said.out
+    assert refused and max(Counter(refused).values()) <= 4  # each tool opens some files more than once
+
+
+def test_a_shard_that_a_listing_misses_is_named_with_the_advice_to_try_again(
+    store: Store, shards: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of DeepSpeed's, and of a file that a directory of torch.distributed.checkpoint names."""
+    convert(shards[1], "s3://bucket/late", to="dcp", dp=2)
+    for url, name in ((shards[1], "zero_pp_rank_7_"), ("s3://bucket/late", "__1_0.distcp")):
+        store.proxy.tells = partial(_without, name)
+        try:
+            assert main(["fingerprint", url]) != 0
+        finally:
+            store.proxy.tells = lambda path, data: data
+        said = capsys.readouterr().err
+        assert "try again: a store may list a new file late" in said, said
+        assert "data-parallel ranks 7 are missing" in said or "__1_0.distcp" in said
+        assert main(["fingerprint", url]) == 0
+        capsys.readouterr()
+
+
+def _without(name: str, path: str, data: bytes) -> bytes:
+    """A listing without the entries of that name."""
+    if "list-type" not in path:
+        return data
+    return re.sub(rb"<Contents>(?:(?!</Contents>).)*%s.*?</Contents>" % name.encode(), b"", data, flags=re.DOTALL)
+
+
+def test_a_folder_that_is_half_here_is_refused(
+    store: Store, shards: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tag, given or of `latest`, that leads from the store to this machine's disk, or from that to the store."""
+    folder, url = shards
+    here, there = f"{folder}/global_step3", f"{url}/global_step3"
+    store.files.pipe_file("bucket/half/latest", here.encode())
+    (tmp_path / "latest").write_text(there)
+    for words in ([url, "--tag", here], [str(folder), "--tag", there], ["s3://bucket/half"], [str(tmp_path)]):
+        assert main(["inspect", *words]) == 2
+        assert "half there and half elsewhere" in capsys.readouterr().err
+
+
+TOOLS = [
+    ["inspect", "IN"],
+    ["verify", "IN", "--deep"],
+    ["verify", "--pickles", "IN"],
+    ["fingerprint", "IN"],
+    ["diff", "IN", "IN"],
+    ["plan", "IN", "--to", "zero3", "--dp", "3"],
+    ["preflight", "IN", "--world", "4", "--config", "CONFIG"],
+    ["lr", "IN", "--config", "CONFIG"],
+    ["convert", "IN", "OUT", "--to", "zero3", "--dp", "3", "--processes", "1"],
+]
+
+
+@pytest.mark.parametrize("words", TOOLS, ids=lambda words: " ".join(words[:2]))
+def test_no_tool_tells_a_secret(
+    store: Store,
+    shards: tuple[Path, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    words: list[str],
+) -> None:
+    """Neither where all goes well, nor where a URL has credentials, nor of an endpoint with some that is not there.
+
+    In what is printed, as text and as JSON, in logs, and in what is written.
+    """
+    import s3fs
+
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}))
+    caplog.set_level(logging.DEBUG, logger="ds_reshard")
+    remote.release()
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    given = {"CONFIG": str(config), "OUT": f"s3://bucket/told-{words[0]}"}
+    for source in (shards[1], f"s3://key:{SECRET}@bucket/shards", f"s3://bucket/shards?X-Amz-Signature={SECRET}"):
+        for more in ([], ["--json"]):
+            main([{**given, "IN": source}.get(word, word) for word in [*words, *more]])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://user:{SECRET}@127.0.0.1:9")
+    s3fs.S3FileSystem.clear_instance_cache()
+    try:
+        assert main([{**given, "IN": shards[1]}.get(word, word) for word in words]) != 0
+        with pytest.raises(ReshardError) as raised:
+            convert(shards[1], "s3://bucket/none", to="zero3")
+    finally:
+        s3fs.S3FileSystem.clear_instance_cache()
+    told = capfd.readouterr()
+    written = [store.files.cat(name) for name in store.files.find("bucket") if "/told-" in name]
+    assert SECRET not in told.out + told.err + caplog.text + "".join(traceback.format_exception(raised.value))
+    assert not any(SECRET.encode() in content for content in written)
+    assert "s3://bucket/shards" in told.err + told.out
 
 
 def test_a_conversion_fetches_each_byte_once_and_sends_it_in_parts(store: Store, tmp_path: Path) -> None:

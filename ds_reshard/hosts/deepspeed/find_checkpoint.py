@@ -23,7 +23,7 @@ from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.proof import unproved
 from ds_reshard.operations.ranks import rank
 from ds_reshard.operations.source import Found as Located
-from ds_reshard.operations.source import find_listing, refuse_unfinished
+from ds_reshard.operations.source import find_listing, refuse_elsewhere, refuse_unfinished
 from ds_reshard.operations.source import open_checkpoint as open_any
 
 logger = logging.getLogger("ds_reshard")
@@ -130,6 +130,7 @@ def look(
         tag = tag if tag is not None else latest_tag(load_dir, *tag_files(universal=universal))
         if tag is None:
             return Found()
+        refuse_elsewhere(load_dir, str(tag))
         folder = os.path.join(load_dir, str(tag))
         if not folders.is_folder(folder):
             return Found(faults=(_no_tag(load_dir, str(tag)),))
