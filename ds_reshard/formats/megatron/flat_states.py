@@ -53,7 +53,7 @@ _LAYER = {
 }
 """The order in which a layer's modules are built (core/models/gpt/gpt_layer_specs.py, core/transformer/attention.py,
 0.19.2), by the names that their tensors have in a checkpoint; the order inside Transformer Engine's is inferred."""
-UNEVEN = ("pipeline_model_parallel_layout", "mtp_num_layers")
+_UNEVEN = ("pipeline_model_parallel_layout", "mtp_num_layers")
 RESAVE = "load it with the Megatron-LM that saved it, and save it with --dist-ckpt-optim-fully-reshardable"
 
 
@@ -152,7 +152,7 @@ def unsupported(path: str, arguments: Mapping[str, object]) -> Iterator[Fault]:
 
 def uneven(arguments: Mapping[str, object]) -> list[str]:
     """What is not known of how layers are dealt out to stages."""
-    told = [name for name in UNEVEN if arguments.get(name)]
+    told = [name for name in _UNEVEN if arguments.get(name)]
     if not told and layers_of(arguments) is None:
         sizes = (size_of(arguments, f"{name}pipeline_model_parallel_size") for name in ("", "virtual_"))
         told.append(f"num_layers {arguments.get('num_layers')} over {prod(sizes)} stages")
