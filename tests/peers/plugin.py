@@ -16,6 +16,7 @@ import pytest
 import torch
 from deepspeed.ops.op_builder.cpu import FusedAdamBuilder
 
+REFUSALS = "test_elastic_checkpoint_change_dp[True-"
 NOT_COMPILED = ("deepspeed_shm_comm", "cpu_adam", "cpu_adagrad", "cpu_lion", "fused_lamb", "async_io")
 
 
@@ -52,6 +53,17 @@ def pytest_configure() -> None:
     """A run without the hooks is none with them: the code of the load says which this is."""
     code = deepspeed.DeepSpeedEngine.load_checkpoint.__code__.co_filename
     assert ("ds_reshard/hooks" in code) == ("DS_RESHARD_PEERS" in os.environ), code
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what asserts that DeepSpeed refuses a checkpoint of another data-parallel size: the hooks load it.
+
+    A worker that fails so ends without an answer, and the test waits for it until its time is over.
+    """
+    refusals = [item for item in items if item.name.startswith(REFUSALS)]
+    if refusals:
+        config.hook.pytest_deselected(items=refusals)
+        items[:] = [item for item in items if item not in refusals]
 
 
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> None:

@@ -141,7 +141,8 @@ def prepare(
             found += [*_unfollowed(checkpoint), *state_faults(engine, live, checkpoint)]
         faults += found
         raise_faults(faults, subject=subject)
-    masters = loads_optimizer and (live is None or live.stage == 0 or live.kind == "zero3" or _from_fp32(engine))
+    own = live is None or live.stage == 0 or live.kind == "zero3"
+    masters = loads_optimizer and (own or bool(engine.zero_load_from_fp32_weights()))
     states = loads_optimizer and request.moments
     wants = Wants(checkpoint=checkpoint, divided=divided)
     _fill(wants, engine, live, grid, loads_optimizer=loads_optimizer, states=states, masters=masters)
@@ -206,10 +207,6 @@ def _own_model(engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint, grid: LiveGr
         return checkpoint.model
     name = listing.model[number]
     return read_model_states(listing.path(name), name.removesuffix(".pt"))
-
-
-def _from_fp32(engine: DeepSpeedEngine) -> bool:
-    return bool(engine.zero_load_from_fp32_weights())
 
 
 def _custom_faults(request: Request, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
