@@ -223,7 +223,7 @@ REFUSED: dict[str, tuple[Run, dict[str, Any], type[ReshardError], str]] = {
     "chunks that cannot be cut": (Run(), {"tp": 3}, UnsupportedLayout, r"qkv.weight.*no multiple of 3"),
     "another format": (Run(), {"to": "fsdp"}, UnsupportedLayout, r"is not converted to this.*--to dcp"),
     "a stage that nanotron has not": (Run(), {"zero_stage": 2}, ConfigError, r"stages 0 and 1"),
-    "a number of experts' ranks": (Run(), {"to": "zero1", "ep": 2}, ConfigError, r"--ep: zero1 has no"),
+    "a number of experts' ranks": (Run(), {"to": "zero1", "ep": 2}, ConfigError, r"--ep 2: no parameter is an expert"),
 }
 
 
