@@ -23,6 +23,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "rows": RESULTS,
     "megatron": RESULTS,
     "nodes": RESULTS,
+    "remote": RESULTS,
     "scale": RESULTS,
     "long": ("--long", *RESULTS),
     "whole": ("--whole", "48", *RESULTS),

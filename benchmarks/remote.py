@@ -161,12 +161,12 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     owned = [rank["fetched_nbytes"] / rank["owned_nbytes"] for run in runs for rank in run["ranks"]]
     return {
         "inspect": report.spread([run["inspect"]["seconds"] for run in runs]),
-        "inspect's requests": median([run["inspect"]["requests"] for run in runs]),
+        "requests of inspect": median([run["inspect"]["requests"] for run in runs]),
         "load": report.spread([max(rank["seconds"] for rank in run["ranks"]) for run in runs]),
         "load over bandwidth": report.spread(over),
         "load over a bare loop": report.spread(bare),
         "load from the disk": report.spread([max(rank["seconds"] for rank in run["here"]) for run in runs]),
-        "fetched over owned, worst rank": max(owned),
+        "fetched over owned": max(owned),
     }
 
 

@@ -69,3 +69,55 @@ def resume(stage: int, lr: float, slope: float, folder: str, policy: dict[str, A
     report = ds_reshard.last_report()
     warnings = list(report.warnings) if report is not None else []
     return {"rates": _train(*made, 50, 3), "state": sorted(state), "moments": float(kept), "warnings": warnings}
+
+
+ELASTIC_BATCH = 8
+
+
+def elastic(folder: str, until: int) -> dict[str, Any]:
+    """A start of an elastic run: from its newest checkpoint, with the global batch that it has at any size."""
+    from pathlib import Path
+
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+
+    import ds_reshard
+
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+    jobs.forget()
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    micro = ELASTIC_BATCH // ranks
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": micro,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 2},
+    }
+    gloo = InitProcessGroupKwargs(backend="gloo")
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=[gloo])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    newest = max(Path(folder).glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")), default=None)
+    with ds_reshard.install("deepspeed"):
+        if newest is not None:
+            accelerator.load_state(str(newest))
+        losses, began = [], model.global_steps
+        while model.global_steps < until:
+            batch = torch.randn(ELASTIC_BATCH, 16, generator=torch.Generator().manual_seed(model.global_steps))
+            loss = torch.zeros(())
+            for sample in range(rank, ELASTIC_BATCH, ranks):
+                with accelerator.accumulate(model):
+                    mine = batch[sample : sample + 1]
+                    one = torch.nn.functional.mse_loss(model(mine), mine.sum(1, keepdim=True))
+                    loss += one.detach() / ELASTIC_BATCH
+                    accelerator.backward(one)
+                    optimizer.step()
+            torch.distributed.all_reduce(loss)
+            losses.append(float(loss))
+        accelerator.save_state(f"{folder}/step-{until}")
+    return {"began": began, "micro": micro, "losses": losses}

@@ -12,10 +12,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
+from nanotron_builder import STEP
+from nanotron_builder import Run as Nanotron
+from nanotron_builder import write as write_nanotron
 
 pytestmark = pytest.mark.distributed
 
@@ -117,3 +123,43 @@ def test_a_node_is_lost_and_comes_back(nodes: Nodes) -> None:
             assert (
                 abs(float(torch.nn.functional.mse_loss(model_there, batch.sum(1, keepdim=True)).detach()) - loss) < 1e-4
             )
+
+
+def test_a_run_of_accelerate_goes_on_with_the_ranks_that_are_there(worlds: Any, tmp_path: Path) -> None:
+    """2, 1, and 2 again, as torchrun starts them: the losses are those of one process that was never interrupted."""
+    told = [
+        worlds[ranks].run("accelerate_jobs.elastic", folder=str(tmp_path), until=until)
+        for ranks, until in ((2, 4), (1, 8), (2, 12))
+    ]
+    assert [(one[0]["began"], one[0]["micro"]) for one in told] == [(0, 4), (4, 8), (8, 4)]
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    expected = []
+    for step in range(12):
+        batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(batch), batch.sum(1, keepdim=True))
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    for ranks in zip(*told, strict=False):
+        assert [loss for one in ranks for loss in one["losses"]] == pytest.approx(expected, rel=1e-4)
+
+
+def test_nanotrons_trainer_goes_on_with_the_ranks_that_are_there(worlds: Any, tmp_path: Path) -> None:
+    """By its stand-in: of 2 ranks into 1, and of 1 into 2 once the node is back, with 8 samples an update at each size.
+
+    Accumulation follows in its configuration; where it does not, the error says which it has to be.
+    """
+    straight = worlds[1].run("nanotron_jobs.uninterrupted", run=Nanotron())[0]
+    for before, now in ((2, 1), (1, 2)):
+        folder = str(write_nanotron(Nanotron(dp=before), tmp_path / f"dp{before}"))
+        for one in worlds[now].run("nanotron_jobs.resume", run=Nanotron(dp=now), folder=folder):
+            assert one["differences"] == [] and one["moments"]
+            assert one["rates"] == pytest.approx(straight[STEP:], rel=1e-12)
+        (kind, said, changed), *_ = worlds[now].run(
+            "nanotron_jobs.start_refused", run=Nanotron(dp=now), folder=folder, accumulation=8 // before
+        )
+        assert (kind, changed) == ("ScheduleMismatch", False)
+        assert f"tokens: micro_batch_size 1, batch_accumulation_per_replica {8 // now}, or" in said
