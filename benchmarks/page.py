@@ -154,22 +154,6 @@ def readers() -> str:
     return rows_of_table(("state dict", "ranks", "reader", "seconds", "times as fast", "over `preadv`"), rows)
 
 
-def store() -> str:
-    """A checkpoint in an object store that is 30 ms away."""
-    rows: list[Row] = []
-    for _, made in results("remote"):
-        told = made["summary"]
-        for name in ("inspect", "load", "load from the disk"):
-            rows.append((f"{name}, s", of(told[name], ".2g")))
-        for name in ("load over bandwidth", "load over a bare loop"):
-            rows.append((name, of(told[name], ".3g")))
-        rows.append(
-            ("bytes fetched over bytes owned, of the rank that fetches most", f"{told['fetched over owned']:.3f}")
-        )
-        rows.append(("requests of `inspect`", f"{told['requests of inspect']:.0f}"))
-    return rows_of_table(("", ""), rows)
-
-
 def columns() -> str:
     """Tensors that are cut by columns, under another tensor-parallel size."""
     rows: list[Row] = []
@@ -307,21 +291,7 @@ def _size(nbytes: float) -> str:
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15, "EB": 1e18}
 TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
-    for made in (
-        first,
-        ratios,
-        growth,
-        spent,
-        readers,
-        store,
-        columns,
-        machines,
-        ranks,
-        resume,
-        parts,
-        grids,
-        bytes_read,
-    )
+    for made in (first, ratios, growth, spent, readers, columns, machines, ranks, resume, parts, grids, bytes_read)
 }
 
 

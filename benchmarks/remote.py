@@ -120,16 +120,17 @@ def load(
     made = engines.engine(shape, stage=STAGE, world=world, filled=False)
     ds_reshard.install("deepspeed")
     torch.distributed.barrier()
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.process_time()
     made.load_checkpoint(url)
-    seconds = time.perf_counter() - started
+    seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
     weights = sum(one.numel() * one.element_size() for one in made.module.parameters())
     states = [one for held in made.optimizer.optimizer.state.values() for one in held.values() if torch.is_tensor(one)]
     masters = made.optimizer.single_partition_of_fp32_groups
     owned = weights + sum(one.numel() * one.element_size() for one in (*states, *masters))
     torch.distributed.barrier()
     requests, nbytes = fetched()
-    return {"seconds": seconds, "requests": requests, "fetched_nbytes": nbytes, "owned_nbytes": owned}
+    told = {"requests": requests, "fetched_nbytes": nbytes, "owned_nbytes": owned}
+    return {"seconds": seconds, "cpu_s": cpu_s, **told}
 
 
 def fetch(rank: int, world: int, *, rendezvous: str, environment: dict[str, str], place: str) -> dict[str, Any]:
@@ -146,10 +147,11 @@ def fetch(rank: int, world: int, *, rendezvous: str, environment: dict[str, str]
     ranges = [(name, at, min(sizes[name], at + CHUNK)) for name in wanted for at in range(0, sizes[name], CHUNK)]
     engines.join(rendezvous, rank, world)
     torch.distributed.barrier()
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.process_time()
     with ThreadPoolExecutor(16) as pool:
         nbytes = sum(pool.map(lambda one: len(files.cat_file(one[0], start=one[1], end=one[2])), ranges))
-    return {"seconds": time.perf_counter() - started, "requests": len(ranges), "fetched_nbytes": nbytes}
+    seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
+    return {"seconds": seconds, "cpu_s": cpu_s, "requests": len(ranges), "fetched_nbytes": nbytes}
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
