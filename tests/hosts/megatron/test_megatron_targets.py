@@ -151,11 +151,12 @@ TORCH = [
     ("many buckets dp2", "buckets", (1, 2, 1), BUCKETS, "0.18.2"),
     ("many buckets dp2", "torch", (2, 1, 2), BUCKETS, "0.19.2"),
     (PLAIN, "plain", (2, 2, 1), "", "0.18.2"),
-    ("experts ep2", "buckets", (1, 1, 2, 2), "", "0.19.2"),
     ("experts tp2 pp2", "torch", (2, 1, 2, 2), "", "0.18.2"),
     ("experts ep2 pp2", "torch", (1, 2, 1, 1), "", "0.19.2"),
 ]
 """What is saved, and tp, pp, dp and ep of the folder that is made of it."""
+if TRAINED == WITH_TRAINING:
+    TORCH += [("experts ep2", "buckets", (1, 1, 2, 2), "", release) for release in WITH_TRAINING]
 OF_TP = {1: "gated pp2 vp2", 2: "gated tp2 pp2"}
 """A world of that tensor-parallel size, whose vocabulary is padded as it pads."""
 
