@@ -49,7 +49,7 @@ exec(sys.argv[1])
 def memory_taken_together(code: str, *arguments: str, timeout_s: int = 250) -> tuple[int, int]:
     """As `memory_taken`, of the process and of all that it starts, together; and how many they were at most.
 
-    Anonymous memory and what is shared between them, which counts once (proc(5), Pss). It is looked at some hundred
+    Anonymous memory and what is shared between them, which counts once (proc(5), Pss). It is looked at fifty
     times a second, so what is held for less than that may be missed.
     """
     command = [sys.executable, "-c", _ALONE, code, *arguments]
@@ -63,7 +63,7 @@ def memory_taken_together(code: str, *arguments: str, timeout_s: int = 250) -> t
                 process.kill()
             held = [_proportional(told) for told in _told(process.pid)]
             most, number = max(most, sum(held)), max(number, len(held))
-            time.sleep(0.002)
+            time.sleep(0.01)
         _, errors = process.communicate()
     assert process.returncode == 0, errors
     return most - before, number

@@ -96,19 +96,21 @@ def _ranks(python: str, words: list[str], sizes: list[int], **environment: str) 
     """Status, stdout and stderr of torchrun on so many nodes, all of them this machine; each starts so many ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    launch = [python, "-m", "torch.distributed.run", "--nnodes", str(len(sizes)), "--nproc-per-node"]
+        several = ["--nnodes", str(len(sizes)), "--master-port", str(probe.getsockname()[1]), "--node-rank"]
+    # a port that is chosen here may be another's when torchrun listens to it
+    places = [["--standalone"]] if len(sizes) == 1 else [[*several, str(node)] for node in range(len(sizes))]
+    launch = [python, "-m", "torch.distributed.run"]
     # and what the shell may have of a run before, or Kubernetes of the node
     known = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0"}
     agents = [
         subprocess.Popen(
-            [*launch, str(size), "--node-rank", str(node), "--master-port", port, *words],
+            [*launch, *place, "--nproc-per-node", str(size), *words],
             env={**os.environ, **known, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for node, size in enumerate(sizes)
+        for place, size in zip(places, sizes, strict=True)
     ]
     said = [agent.communicate(timeout=200) for agent in agents]
     return [(agent.returncode, *texts) for agent, texts in zip(agents, said, strict=True)]

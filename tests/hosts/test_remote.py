@@ -81,9 +81,9 @@ SHAPES = tuple((f"p{i}", (7, i + 1)) for i in range(9))
 
 @pytest.fixture(scope="module")
 def shards(store: Store, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A synthetic checkpoint of 64 shards, here and there."""
+    """A synthetic checkpoint of 16 shards, here and there."""
     folder = tmp_path_factory.mktemp("shards") / "saved"
-    built = Built(groups=(SHAPES,), frozen=(), tied=(), states=("exp_avg", "exp_avg_sq"), dp=64, seed=5)
+    built = Built(groups=(SHAPES,), frozen=(), tied=(), states=("exp_avg", "exp_avg_sq"), dp=16, seed=5)
     write(built, folder)
     return folder, store.put(folder, "shards")
 
@@ -159,7 +159,7 @@ def test_a_checkpoint_of_many_shards_is_opened_with_few_requests(store: Store, s
     remote.release()
     before = len(store.proxy.commands)
     found = inspect(url)
-    assert found.faults == () and found.dp == 64
+    assert found.faults == () and found.dp == 16
     commands = store.proxy.commands[before:]
     listings = [command for command in commands if "list-type" in command or command.startswith("HEAD")]
     assert len(listings) == 2, listings
