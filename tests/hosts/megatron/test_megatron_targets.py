@@ -36,8 +36,12 @@ MODELS = {
 }
 """Of each world its model, and nothing of its topology."""
 ANY = [(1, ""), (2, ""), (2, TP), (2, PP), (2, PP + VP), (4, TP + PP), (4, TP), (4, PP)]
-LOADS = [("gated tp2 pp2", "buckets", None, "0.19.2", *under) for under in ANY]
-LOADS += [("gated tp2 pp2", "torch", None, "0.18.2", *under) for under in ANY]
+BY = (("buckets", "0.19.2"), ("torch", "0.18.2"))
+LOADS = [
+    ("gated tp2 pp2", form, None, release, *under)
+    for turn, under in enumerate(ANY)
+    for form, release in (BY if TRAINED == WITH_TRAINING else BY[turn % 2 :][:1])  # both by `make test-versions`
+]
 LOADS += [
     ("biases tp2 dp2", "model_space", None, "0.18.2", 1, ""),
     ("biases tp2 dp2", "buckets", None, "0.18.2", 2, PP),
