@@ -207,13 +207,12 @@ class _Work:
             found = f"other sizes or times on rank {', '.join(others)}"
             fault = CheckpointDamaged.fault(self._source.folder, what, "the files of rank 0", found, mend=mend)
             raise_faults([fault], subject=self._subject)
-        left, units = set(begun[0].left), [unit for unit in self._target.units if not self._is_last(unit)]
-        if self._ranks:
-            units = [unit for unit in units if unit.name in left]
-        share = (rank(), world_size()) if self._ranks else self._options.shard
-        own = [units[item] for item in dealt([self._sizes[unit.name] for unit in units], share)]
-        self._total = sum(self._sizes[unit.name] for unit in (units if self._ranks else own) if unit.name in left)
-        return [unit for unit in own if unit.name in left]
+        left, (number, shards) = set(begun[0].left), self._options.shard
+        units = [unit for unit in self._target.units[number::shards] if unit.name in left and not self._is_last(unit)]
+        self._total = sum(self._sizes[unit.name] for unit in units)
+        if not self._ranks:
+            return units
+        return [units[item] for item in dealt([self._sizes[unit.name] for unit in units], (rank(), world_size()))]
 
     def _is_last(self, unit: Unit) -> bool:
         """Whether it is written when all others are there: small files, without which other readers see nothing."""
