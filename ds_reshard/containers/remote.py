@@ -377,9 +377,16 @@ def below(url: str) -> dict[str, Status]:
 def put(url: str, data: bytes, *, new: bool = False) -> None:
     """Write a small file at once. Raises OSError: with `new` FileExistsError over another, where the store can tell."""
     store, path = _store(url)
-    mode = {"mode": "create"} if new and _takes(store, "pipe_file", "mode") else {}
+    if new and _takes(store, "pipe_file", "mode"):
+        try:
+            store.pipe_file(path, data, mode="create")
+            return
+        except FileExistsError as error:
+            raise _as_os_error(error) from None
+        except Exception:  # a store, or a client, that knows no conditions: whoever cannot write at all is told below
+            pass
     try:
-        store.pipe_file(path, data, **mode)
+        store.pipe_file(path, data)
     except Exception as error:
         raise _as_os_error(error) from None
 

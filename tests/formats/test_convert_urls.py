@@ -14,6 +14,8 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from nanotron_builder import Run as Nanotron
+from nanotron_builder import write as write_nanotron
 from zero_builder import Built, write
 
 from ds_reshard.cli.main import main
@@ -66,6 +68,15 @@ def test_the_bytes_are_those_of_a_local_output(
     if to == "zero3":
         convert(OUT, "memory://bucket/again", to="zero2", dp=4)
         assert diff("memory://bucket/again", str(checkpoint)).equal
+
+
+def test_a_folder_of_many_small_files(tmp_path: Path, bucket: MemoryFileSystem) -> None:
+    """nanotron's: a file for each parameter, and texts without which it finds none."""
+    source = str(write_nanotron(Nanotron(dp=2), tmp_path / "saved"))
+    for out in (OUT, str(tmp_path / "out")):
+        convert(source, out, to="nanotron", tp=2, dp=1)
+    here = {str(one.relative_to(tmp_path / "out")): one for one in (tmp_path / "out").rglob("*") if one.is_file()}
+    assert stored(bucket) == {name: one.read_bytes() for name, one in here.items()}
 
 
 class Puts:
@@ -170,6 +181,23 @@ def test_a_second_job_is_refused_while_the_first_lives(checkpoint: Path, bucket:
             with pytest.raises(ConfigError, match="another process works there"):
                 convert(str(checkpoint), OUT, to="zero3", dp=3, options=Options(shard=part))
     bucket.pipe("/bucket/out.ds-reshard/locks/0-of-1", b"an hour ahead 3")
+    assert convert(str(checkpoint), OUT, to="zero3", dp=3).complete
+
+
+def test_a_store_that_knows_no_conditions_is_written_to(
+    checkpoint: Path, bucket: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As S3's of some makers: a lock is then told by whether it changes, alone."""
+    pipe = MemoryFileSystem.pipe_file
+
+    def unconditional(store: MemoryFileSystem, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> None:
+        if mode == "create":
+            raise NotImplementedError("If-None-Match")
+        pipe(store, path, value, mode=mode, **more)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", unconditional)
+    with workspace().open(resume=False, part=(0, 1)), pytest.raises(ConfigError, match="another process works there"):
+        convert(str(checkpoint), OUT, to="zero3", dp=3)
     assert convert(str(checkpoint), OUT, to="zero3", dp=3).complete
 
 
