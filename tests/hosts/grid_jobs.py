@@ -40,6 +40,8 @@ def config_of(grid: Grid) -> dict[str, Any]:
         config["tensor_parallel"] = {"autotp_size": grid.tp, "partition_config": SPECS}
     if grid.kind == "llama" and grid.tp > 1:
         config["tensor_parallel"] = {"autotp_size": grid.tp}
+    if grid.kind == "muon":
+        config["zero_optimization"]["reduce_scatter"] = False
     if grid.kind == "autoep":
         config["expert_parallel"] = {"enabled": True, "autoep_size": grid.ep, "preset_model": "mixtral"}
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0, "torch_adam": True}}
@@ -69,7 +71,21 @@ def build(grid: Grid) -> Any:
 
         every = {"params": list(model.parameters()), "name": "all", "lr": 0.0, "weight_decay": 0.0}
         groups = split_params_into_different_moe_groups_for_optimizer(every)
-    optimizer = torch.optim.AdamW(groups) if grid.kind != "autoep" else None  # which splits groups itself
+    optimizer = (
+        torch.optim.AdamW(groups) if grid.kind not in ("autoep", "muon") else None
+    )  # AutoEP splits groups itself
+    if grid.kind == "muon":
+        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+        torch._dynamo.config.disable = True  # each rank would compile its update
+        kinds = [(True, {"momentum": 0.95, "ns_method": "standard"}), (False, {"betas": (0.9, 0.999), "eps": 1e-8})]
+        named = [(muon, [p for p in model.parameters() if p.requires_grad and p.use_muon is muon]) for muon, _ in kinds]
+        optimizer = MuonWithAuxAdam(
+            [
+                {"params": params, "use_muon": muon, "lr": 0.0, "weight_decay": 0.0, **values}
+                for (muon, params), (_, values) in zip(named, kinds, strict=True)
+            ]
+        )
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
@@ -102,6 +118,7 @@ def _forget() -> None:
         "_TENSOR_MODEL_PARALLEL_GROUP": None,
         "_MODEL_PARALLEL_GROUP": None,
         "_DATA_PARALLEL_GROUP": None,
+        "_ZERO_PARAM_INTRA_PARALLEL_GROUP": None,
     }.items():
         setattr(groups, name, value)
     for name in (

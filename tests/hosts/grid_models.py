@@ -201,6 +201,14 @@ def _plain(grid: Grid) -> tuple[torch.nn.Module, Any]:
     return Plain(), None
 
 
+def _muon(grid: Grid) -> tuple[torch.nn.Module, Any]:
+    """Matrices that Muon trains, and vectors beside them."""
+    model = Plain()
+    for parameter in model.parameters():
+        parameter.use_muon = parameter.dim() > 1  # type: ignore[attr-defined]
+    return model, None
+
+
 def _tp_rank(model: Any) -> int:
     return int(model.mpu().get_slice_parallel_rank())
 
@@ -469,6 +477,7 @@ def _autoep(grid: Grid) -> tuple[torch.nn.Module, Any]:
 
 BUILD = {
     "plain": _plain,
+    "muon": _muon,
     "moe": _moe,
     "pipeline": _pipeline,
     "autotp": _autotp,

@@ -19,8 +19,6 @@ def load_with_feature(run: Run, model: Model, folder: str, switch: str) -> tuple
         optimizer.swap_optimizer = True
     elif switch == "zenflow":
         optimizer.zenflow = True
-    elif switch == "muon":
-        optimizer.optimizer.__class__ = type("MuonWithAuxAdam", (type(optimizer.optimizer),), {})
     else:
         optimizer.__class__ = type(switch, (type(optimizer),), {})
     arguments = {

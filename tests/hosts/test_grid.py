@@ -5,10 +5,13 @@ Truth is a rule that gives every element of every tensor its own value (`grid_jo
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from grid_cases import Folders, Grid
 from grid_models import PIPE_RULES
 
@@ -173,6 +176,53 @@ def test_a_column_of_the_grid_loads_bit_equal(worlds: Any, folders: Folders, sou
         assert rank["compared"] > 5
         assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
         assert rank["scheduler"]["last_epoch"] == 1
+
+
+def plain(dp: int, stage: int = 1, layers: str = "usual", **said: Any) -> Grid:
+    return Grid("plain", dp=dp, stage=stage, layers=layers, **said)
+
+
+HPZ = plain(4, 3, "hpz", options={"zero_hpz_partition_size": 2})
+AUTOCAST = plain(2, 1, "autocast", config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
+COMPILED = plain(2, 3, "compiled", config={"compile": {"deepcompile": True}})
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [(HPZ, plain(2)), (plain(2, 2), HPZ), (AUTOCAST, plain(1, 2)), (COMPILED, plain(1))], ids=str
+)
+def test_what_leaves_the_files_as_they_are_loads_as_any_other(
+    worlds: Any, folders: Folders, source: Grid, target: Grid
+) -> None:
+    for rank in worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(folders(source))):
+        assert (rank["wrong"], rank["steps"], rank["note"]) == ({}, [1.0], 7)
+
+
+def test_steps_that_are_numbers_are_those_of_tensors(worlds: Any, folders: Folders, tmp_path: Path) -> None:
+    """As ZenFlow, which needs a compiler to run, writes them (`ZenFlowCPUAdam`, 0.19.8)."""
+    folder = shutil.copytree(folders(plain(2, 2)), tmp_path / "numbers")
+    for path in folder.glob("t/*_optim_states.pt"):
+        content = torch.load(path, weights_only=False)
+        for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            state["step"] = int(state["step"])
+        torch.save(content, path)
+    (loaded,) = worlds[1].run("grid_jobs.load", grid=plain(1), folder=str(folder))
+    assert (loaded["wrong"], loaded["steps"]) == ({}, [1.0])
+
+
+@pytest.mark.parametrize(("saved", "stage", "dp"), [(2, 1, 1), (1, 1, 2), (2, 3, 1)])
+def test_muon_is_left_to_deepspeed_where_nothing_changes_and_refused_by_name_else(
+    worlds: Any, folders: Folders, saved: int, stage: int, dp: int
+) -> None:
+    """Below stage 3 its momentum is of whole parameters: as long as a flat partition by chance, and then of others."""
+    source = Grid("muon", dp=saved, stage=stage)
+    folder = str(folders(source))
+    told = worlds[dp].run("grid_jobs.refused", grid=replace(source, dp=dp), folder=folder)
+    assert {(name, same) for name, _, same in told} == {("UnsupportedLayout", True)}
+    assert "not supported with Muon" in told[0][1] and len({said for _, said, _ in told}) == 1
+    for rank in worlds[saved].run("grid_jobs.load", grid=source, folder=folder):
+        assert rank["global_steps"] == 1
+        if stage < 3:  # padding comes back as it was found
+            assert not any("fp32" in name or name[0].isalpha() for name in rank["wrong"]), rank["wrong"]
 
 
 PROVED = [(pipe(2, 2), pipe(2, 1)), (pipe(2, 2), pipe(3, 1)), (autotp(2), autotp(1)), (autotp(2), autotp(2))]

@@ -21,7 +21,6 @@ FEATURES = {
     "ZenFlow": "zenflow",
     "SuperOffload": "SuperOffloadOptimizer_Stage3",
     "MiCS": "MiCS_Optimizer",
-    "Muon at stage 3": "muon",
 }
 
 

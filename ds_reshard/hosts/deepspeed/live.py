@@ -114,7 +114,8 @@ def unsupported(engine: DeepSpeedEngine) -> list[str]:
         "ZenFlow": bool(getattr(optimizer, "zenflow", False)) or bool(getattr(engine, "zenflow", False)),
         "SuperOffload": wrapper.startswith("SuperOffload"),
         "MiCS": wrapper.startswith("MiCS"),
-        "Muon at stage 3": stage == 3 and "Muon" in base,
+        # below stage 3 a rank has the momentum of each parameter that it has a part of, whole (`_muon_momentum_buffer`)
+        "Muon": stage > 0 and "Muon" in base,
     }
     return [name for name, present in found.items() if present]
 
