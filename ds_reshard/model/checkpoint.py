@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content, Held, Path, schedule_of
-from ds_reshard.model.facts import OptimizerFacts
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts
 from ds_reshard.model.index import Extent, Index
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord, new_tensor
@@ -182,6 +182,10 @@ class Checkpoint(ABC):
     def values(self) -> Mapping[str, Mapping[str, object]]:
         """The values beside the tensors as `diff` compares them within a framework, by the name of what holds them."""
         return {"": {".".join(map(str, path)): value for path, value in self.objects.items()}}
+
+    def groups(self) -> tuple[GroupFacts, ...]:
+        """The param groups as `diff` compares them: without values that follow from the layout."""
+        return self.facts.groups if self.facts is not None else ()
 
     def uncompared(self, name: str) -> Iterator[str]:
         """What `diff` does not compare, of a checkpoint that it calls `name`."""

@@ -17,7 +17,7 @@ MASTER, WEIGHT = "fp32", "weight"
 SCHEDULER, STEPS, SAMPLES = "lr_scheduler", "global_steps", "global_samples"
 """The entries that every format has a place for; of DeepSpeed's model files, whose names they have everywhere."""
 USUAL = frozenset({SCHEDULER, STEPS, SAMPLES, "skipped_steps", "checkpoint_parallel_dims"})
-USUAL |= {"sparse_tensor_module_names", "csr_tensor_module_names"}
+USUAL |= {"sparse_tensor_module_names", "csr_tensor_module_names", "num_experts"}
 """Entries that are nobody's own: a format that has no place for them loses nothing that it does not say."""
 PER_GROUP = (BASE, LAST, LAMBDAS)
 """The entries of `LambdaLR.state_dict()` that have one value for each param group (torch/optim/lr_scheduler.py)."""

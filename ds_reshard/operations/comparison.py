@@ -189,7 +189,7 @@ def _values(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDifference]:
             yield from differences("optimizer", a.nameless, b.nameless)
     if a.facts is not None and b.facts is not None:
         if a.framework == b.framework:
-            yield from compare_groups(a.facts.groups, b.facts.groups)
+            yield from compare_groups(a.groups(), b.groups())
         yield from compare_scalars(a.facts.scalars, b.facts.scalars)
 
 

@@ -137,7 +137,9 @@ def test_what_is_written_for_several_expert_parallel_ranks_is_loaded_by_deepspee
     done = convert(str(folders(source)), str(out), to=to, ep=size, dp=target.dp, like=like)
     assert any("PYTHONHASHSEED" in note for note in done.notes) == (target is TWO)
     assert not verify(str(out), deep=True).faults
-    assert all(one.state == "equal" for one in diff(str(folders(source)), str(out)).tensors)
+    found = diff(str(folders(source)), str(out))
+    assert all(one.state == "equal" for one in found.tensors)
+    assert found.equal or source is TWO or target is TWO  # with other param groups
     arguments = {"grid": target, "folder": str(out), "saved_ep": expert_sizes(source)}
     for rank in worlds[target.ranks].run("grid_jobs.load", hooks=False, **arguments):
         assert rank["wrong"] == {}

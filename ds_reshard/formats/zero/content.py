@@ -96,7 +96,7 @@ def as_zero(content: Content) -> ZeroCheckpoint:
         objects={},
         buffer_names=content.buffers,
         shared=dict(content.tied),
-        entries={**_entries(content, module), **_kept(home)},
+        entries={**_entries(content, module, home), **_kept(home)},
         param_shapes=tuple({name: weights[name].shape for name in group.members if name in weights} for group in groups)
         if facts is not None
         else None,
@@ -161,7 +161,7 @@ def _plain_group(group: GroupFacts) -> GroupFacts:
     return GroupFacts(members=group.members, hyperparameters=values)
 
 
-def _entries(content: Content, module: Mapping[str, object]) -> dict[str, object]:
+def _entries(content: Content, module: Mapping[str, object], home: ZeroCheckpoint | None) -> dict[str, object]:
     """The entries of a model file; the steps that are not told are those of the optimizer.
 
     Without `global_samples` DeepSpeed counts them from the steps itself (`_load_checkpoint`, engine.py).
@@ -175,7 +175,7 @@ def _entries(content: Content, module: Mapping[str, object]) -> dict[str, object
     steps = [exact_number(step) if isinstance(step, ScalarTensor) else step for step in found]
     usual: dict[str, object] = {
         **dict.fromkeys((*_UNSET, "lr_scheduler", "data_sampler", "random_ltd")),
-        "sparse_tensor_module_names": set(),
+        **({"sparse_tensor_module_names": set()} if home is None else {}),  # which loaders before 0.15 want
         "skipped_steps": 0,
         "global_steps": int(
             max((step for step in steps if isinstance(step, int | float) and isfinite(step)), default=0)

@@ -26,7 +26,7 @@ from ds_reshard.formats.zero.weights_target import WEIGHTS, safetensors_target, 
 from ds_reshard.model.checkpoint import Checkpoint, Format, Shards, Surveyed
 from ds_reshard.model.checkpoint import Listing as AnyListing
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content
-from ds_reshard.model.facts import canonical, describe
+from ds_reshard.model.facts import GroupFacts, canonical, describe
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import TensorRecord
@@ -35,6 +35,8 @@ from ds_reshard.model.reports import Inspection
 from ds_reshard.model.target import Asked, Target
 
 UNIVERSAL = "universal"
+_NOTHING = ("lr_scheduler", "data_sampler", "random_ltd", "ds_autoep_layers")
+"""Entries of DeepSpeed's own that it sets to None, or leaves out, where there is nothing to say."""
 _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 
 
@@ -167,7 +169,17 @@ class OpenedZero(Checkpoint):
     def values(self) -> Mapping[str, Mapping[str, object]]:
         entries = self.zero.model.entries
         kept = {key: value for key, value in entries.items() if key not in LAYOUT_ENTRIES}
+        kept = {key: value for key, value in kept.items() if value is not None or key not in _NOTHING}
         return {"": kept, "module": self.zero.model.objects}
+
+    def groups(self) -> tuple[GroupFacts, ...]:
+        """A group of experts has the number of expert-parallel ranks in its name."""
+        found = []
+        for group in super().groups():
+            values = dict(group.hyperparameters or {})
+            name = values.pop("name", None) if values.get("moe") is True else None
+            found.append(replace(group, hyperparameters=values) if name is not None else group)
+        return tuple(found)
 
     def uncompared(self, name: str) -> Iterator[str]:
         zero = self.zero
@@ -318,7 +330,7 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     """Any content as DeepSpeed's files, or as its weights alone."""
     subject = f"converting {content.folder} to {asked.to}"
     weights = asked.to in WEIGHTS
-    if not weights and asked.dp is None and asked.to in FORMATS and content.ranks is None:
+    if not weights and asked.dp is None and like is None and asked.to in FORMATS and content.ranks is None:
         raise ConfigError(
             f"--dp: no file of {content.folder} tells how many ranks saved it; name the coming run's: --dp N"
         )

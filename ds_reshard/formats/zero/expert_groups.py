@@ -63,16 +63,17 @@ def dealt_out(content: Content, ep: int | None, like: ZeroCheckpoint | None) -> 
         return content, []
     saved = content.facts.groups
     groups = _as_shown(content, like) if like is not None else list(_as_split(content, ep or 1))
-    faults: list[Fault] = []
+    faults = [fault for group in groups for fault in _undivided(content, group)]
     made: list[GroupFacts] = []
-    for group in groups:
-        faults += _undivided(content, group)
+    for group in groups if not faults else ():
         names = of_all(group, content)
         values = dict(saved[group.origin].hyperparameters or {})
         if expert_of(names[0]) is not None:
             values |= {_NAME: f"{_OF_SIZE}{group.ep}", _MARK: True}
         made.append(GroupFacts(members=tuple(names), hyperparameters=values))
     where = like.listing.folder if like is not None else content.folder
+    if faults:
+        return content, faults
     faults += [*_lacking(content, made, where), *_joined_apart(content, made, where)]
     order = [group.origin for group in groups]
     return (content if faults else with_groups(content, made, order, where)), faults

@@ -23,7 +23,7 @@ from ds_reshard.formats.zero.experts import expert_of
 from ds_reshard.formats.zero.layout import by_key
 from ds_reshard.formats.zero.model_states import Kept, ModelStates, section
 from ds_reshard.formats.zero.pipeline import layer_files, tied_key, ties_first
-from ds_reshard.formats.zero.rows import evidence_of, unknown_fault
+from ds_reshard.formats.zero.rows import evidence_of, unknown_faults
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.target import (
     UNIVERSAL_INFO,
@@ -162,7 +162,7 @@ def redivisions(
             made[name] = redivided(division, shapes[name], tp)
         except Misfit as misfit:
             unknown[name] = misfit
-    faults += [unknown_fault(name, misfit, folder) for name, misfit in unknown.items()]
+    faults += unknown_faults(unknown, folder)
     sizes = sorted({division.shape[0] for division in made.values() if division.vocabulary})
     if len(sizes) > 1:
         what, mend = "has two vocabularies, and DeepSpeed's files have a place for one size", "convert it at --tp 1"

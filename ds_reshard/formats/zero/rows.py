@@ -48,6 +48,7 @@ from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Box
 
 _RULE = '"ds_reshard": {"reshard": {"tensor_parallel": [%s]}}'
+_RULES = 12
 _TO_A_TOOL = "; to a tool, --rules FILE with that list"
 
 
@@ -64,7 +65,7 @@ def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Zer
     shapes, faults = _shapes(models)
     raise_faults(faults, subject=subject)
     found, unknown = _found(models, shapes, row)
-    faults = [unknown_fault(name, misfit, models[0].path) for name, misfit in unknown.items()]
+    faults = unknown_faults(unknown, models[0].path)
     faults += [fault for name, division in found.items() for fault in uncovered(name, division, shapes[name])]
     raise_faults(faults, subject=subject)
     optims = [part.optim for part in parts if part.optim is not None]
@@ -248,10 +249,15 @@ def _buffer(name: str, held: Sequence[Shape], row: Row) -> Division:
     return replicated(held, "buffer", owner=said[0] if said else None)
 
 
-def unknown_fault(name: str, misfit: Misfit, path: str) -> Fault:
-    """Why a parameter cannot be made whole, and the rule that would say how."""
-    mend = misfit.mend or f"say how it is cut: {_RULE % _rule(name, dim=0)}{_TO_A_TOOL}"
-    return UnsupportedLayout.fault(f"{path}: {name}", misfit.what, misfit.expected, misfit.found, mend=mend)
+def unknown_faults(unknown: Mapping[str, Misfit], path: str) -> list[Fault]:
+    """Why parameters cannot be made whole, and the rules that would say how, with what is usual for the truth."""
+    rules = [_rule(name, dim=0) for name, misfit in unknown.items() if not misfit.mend]
+    shown = ", ".join(rules[:_RULES]) + (", ..." if len(rules) > _RULES else "")
+    mend = f"say how {'each' if len(rules) > 1 else 'it'} is cut: {_RULE % shown}{_TO_A_TOOL}"
+    return [
+        UnsupportedLayout.fault(f"{path}: {name}", misfit.what, misfit.expected, misfit.found, mend=misfit.mend or mend)
+        for name, misfit in unknown.items()
+    ]
 
 
 def replica_fault(key: TensorKey, found: str) -> Fault:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.zero.checkpoint import Row, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import section
-from ds_reshard.formats.zero.rows import uncovered, unknown_fault
+from ds_reshard.formats.zero.rows import uncovered, unknown_faults
 from ds_reshard.formats.zero.tensor_parallel import Evidence, Part, Rule, divisions
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import Shape, param_shape
@@ -46,7 +46,7 @@ def run_shares(
     shards = {name: _shards(name, shape, info, grid) for name, shape in local.items()}
     row, rules = grid.row, [rule._replace(owner=None) for rule in grid.row.rules]
     found, unknown = divisions(shards, Evidence(info, divides_itself(engine), row.whole, row.live), rules)
-    faults = [unknown_fault(name, misfit, "this run") for name, misfit in unknown.items()]
+    faults = unknown_faults(unknown, "this run")
     for name, division in found.items():
         faults += uncovered(name, division, shards[name])
         held = sum(part.box.numel for part in division.ranks[grid.row.rank])
