@@ -90,6 +90,9 @@ TESTS = {
     "FORESEEN": "tests/hosts/test_preflight_grid.py",
     "LISTED": "tests/formats/test_nanotron_convert.py::test_the_output_verifies_and_its_manifest_lists_every_file",
     "WORKSPACE": "tests/unit/test_workspace.py",
+    "BY_RANKS": "tests/formats/test_convert_ranks.py",
+    "BY_URL": "tests/formats/test_convert_urls.py",
+    "FAR": "tests/formats/test_far_store.py",
 }
 
 # By file of ds_reshard: what a fault does, the tests that are to fail, the lines that go, and those that come.

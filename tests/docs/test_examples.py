@@ -182,6 +182,7 @@ def test_the_documented_settings_are_the_defaults() -> None:
         "names",
         "progress",
         "events",
+        "timeout_s",
         "accelerate.clock",
         *(f"reshard.{key}" for key in section["reshard"]),
     }

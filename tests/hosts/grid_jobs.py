@@ -213,11 +213,11 @@ def load(
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     for number, (group, before) in enumerate(zip(inner.param_groups, said, strict=True)):
         wrong[f"{number} group"] = sum(_said(group)[key] != value for key, value in before.items())
+    experts = [bool(group.get("moe")) for group in inner.param_groups for _ in group["params"] or [None]]
     for number, ((flat, state), master) in enumerate(zip(_parts(engine), truth, strict=True)):
         wrong[f"{number} fp32"] = _differing(flat.detach(), master)
-        of_experts = grid.kind in ("moe", "autoep") and inner.param_groups[number].get("moe")
         # DeepSpeed divides the gradients of experts by all data-parallel ranks, of which only some have them
-        share = _shares(master, saved_ep) if of_experts else 1
+        share = _shares(master, saved_ep) if experts[number] else 1
         expected = moments(torch.where(untied(master), 0.0, master.float()) / share)
         for kind, value in expected.items():
             wrong[f"{number} {kind}"] = _differing(state[kind], value) if kind in state else -1

@@ -21,7 +21,7 @@ PIPE = Grid("pipeline", pp=2)
 PLAIN = Grid("pipeline", pp=2, stage=0)
 SHARDED = Grid("pipeline", pp=2, tp=2, layers="divided")
 TP = Grid("autotp", tp=2)
-MOE = Grid("moe", ep=2, dp=2)
+MOE, PLAIN_MOE = Grid("moe", ep=2, dp=2), Grid("moe", ep=2, dp=2, stage=0)
 AUTOEP, AUTOEP3 = Grid("autoep", ep=2, dp=2), Grid("autoep", ep=2, dp=2, stage=3)
 HEAD = "mp_rank_00_model_states.pt"
 OPTIM = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
@@ -116,6 +116,10 @@ def of_ranks(ranks: list[int]) -> Callable[[dict[str, Any]], None]:
         content["optimizer_state_dict"]["ds_zero_partition_groups"][1]["partition_ranks"] = ranks
 
     return change
+
+
+def decayed(content: dict[str, Any]) -> None:
+    content["optimizer"]["param_groups"][1]["weight_decay"] = 0.75
 
 
 REFUSED = {
@@ -245,6 +249,24 @@ REFUSED = {
         "CheckpointDamaged",
         "files of experts are missing: layer 1 expert 2",
     ),
+    "an optimizer of another expert-parallel rank at stage 0": (
+        PLAIN_MOE,
+        changed("expp_rank_1_mp_rank_00_optim_states.pt", decayed),
+        "CheckpointDamaged",
+        "keeps other steps or param groups than the first expert-parallel rank",
+    ),
+    "the optimizer of the first expert-parallel rank at stage 0 is missing": (
+        PLAIN_MOE,
+        remove("expp_rank_0_mp_rank_00_optim_states.pt"),
+        "CheckpointDamaged",
+        "optimizers of expert-parallel ranks are missing",
+    ),
+    "the optimizer of the last expert-parallel rank at stage 0 is missing": (
+        PLAIN_MOE,
+        remove("expp_rank_1_mp_rank_00_optim_states.pt"),
+        "ParamGroupMismatch",
+        "its param groups are not those of this run",
+    ),
     "one expert over another": (
         MOE,
         lambda folder: torch.save(
@@ -372,12 +394,10 @@ def test_tools_say_what_is_wrong_with_the_files_of_a_grid(folders: Folders, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_experts_at_stage_0_are_left_to_deepspeed_at_the_same_size_alone(worlds: Any, folders: Folders) -> None:
-    """With as many ranks and another expert-parallel size DeepSpeed ends otherwise on each rank."""
-    saved = Grid("moe", ep=2, dp=2, stage=0)
-    told = worlds[2].run("grid_jobs.refused", grid=Grid("moe", dp=2, stage=0), folder=str(folders(saved)))
-    assert {name for name, _, _ in told} == {"UnsupportedLayout"}, told
-    assert len({said for _, said, _ in told}) == 1 and "expert files" in told[0][1]
-    assert all(same for _, _, same in told)
-    told = worlds[2].run("grid_jobs.refused", grid=saved, folder=str(folders(saved)))
-    assert {said for _, said, _ in told} == {"nothing was raised"}
+def test_tools_do_not_know_what_optimizers_of_experts_at_stage_0_are_of(folders: Folders, tmp_path: Path) -> None:
+    """Only a run's own order of parameters tells."""
+    folder, said = str(folders(PLAIN_MOE)), "one for each expert-parallel rank"
+    assert [said in fault.line() for fault in verify(folder).faults] == [True]
+    assert not inspect(folder).faults
+    with pytest.raises(ReshardError, match=said):
+        convert(folder, str(tmp_path / "out"), to="zero1", dp=1)

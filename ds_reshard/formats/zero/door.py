@@ -10,7 +10,7 @@ from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, Unsupported
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.content import LAYOUT_ENTRIES, as_zero, content_of, optimizer_faults
 from ds_reshard.formats.zero.expert_groups import dealt_out, ep_of
-from ds_reshard.formats.zero.experts import as_one_place, expert_of
+from ds_reshard.formats.zero.experts import as_one_place, expert_of, stage0_of_places
 from ds_reshard.formats.zero.grid_target import FORMATS, zero_target
 from ds_reshard.formats.zero.inspection import Survey, describe_survey, survey
 from ds_reshard.formats.zero.names import Listing, read_listing
@@ -49,6 +49,8 @@ class OpenedZero(Checkpoint):
         self.zero = zero = with_stand_ins(as_one_place(as_one_stage(open_checkpoint(listing, optimizer=True))))
         if zero.rows and zero.stage == 0:
             raise_faults([stage0_of_rows(listing, zero.grid)], subject=f"checkpoint {listing.folder}")
+        if listing.places:
+            raise_faults([stage0_of_places(zero)], subject=f"checkpoint {listing.folder}")
         self._states = states
         # Files of layers and experts tell no step, and none which experts a rank's states are of.
         self.masters_are_cast = bool(listing.layers or listing.experts or (zero.universal is not None and zero.rows))

@@ -18,7 +18,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, damaged, fail, raise_faults
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    Fault,
+    ReshardError,
+    UnsupportedLayout,
+    damaged,
+    fail,
+    faults_of,
+    raise_faults,
+)
 from ds_reshard.formats.zero.checkpoint import (
     AUTOEP,
     MODEL,
@@ -36,10 +45,12 @@ from ds_reshard.formats.zero.checkpoint import (
 from ds_reshard.formats.zero.model_states import ModelStates, positive, read_entries
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import PARTITION_GROUPS, OptimStates, Partition, read_optim_states
+from ds_reshard.formats.zero.stage0 import with_order
 from ds_reshard.formats.zero.tensor_parallel import Division, Evidence, divided, divisions
 from ds_reshard.model.content import WEIGHT
-from ds_reshard.model.facts import OptimizerFacts, describe
-from ds_reshard.model.layout import Cut, Placement, TensorKey, tiled
+from ds_reshard.model.facts import OptimizerFacts, canonical, describe
+from ds_reshard.model.index import Extent
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, tiled
 from ds_reshard.model.records import ElementType, TensorRecord, new_tensor
 from ds_reshard.model.region import Box
 
@@ -87,6 +98,9 @@ def open_experts(listing: Listing, grid: Grid, model: ModelStates, *, optimizer:
         return _open_autoep(listing, grid, model, optimizer=optimizer)
     raise_faults(_missing(listing, model), subject=subject)
     module = {**model.module, **_experts(listing)}
+    if listing.places:
+        raise_faults(_missing_places(listing, grid, model), subject=subject)
+        grid = grid._replace(ep=len(listing.places))
     optim: OptimStates | None = None
     facts: OptimizerFacts | None = None
     columns: tuple[GridColumn, ...] = ()
@@ -138,6 +152,112 @@ def _missing(listing: Listing, model: ModelStates) -> Iterator[Fault]:
         what, found = "holds files of experts that the saving run had not", f"layer {layer} expert {expert}"
         mend = "move the files of the other save out of the folder"
         yield CheckpointDamaged.fault(listing.folder, what, f"{len(wanted)} files", found, mend=mend)
+
+
+def _missing_places(listing: Listing, grid: Grid, model: ModelStates) -> Iterator[Fault]:
+    """Optimizers of stage 0 that expert-parallel ranks have not saved, or of more ranks than can be."""
+    count = 1 + max(listing.places)
+    absent = sorted(set(range(count)) - set(listing.places))
+    said = model.entries.get("num_experts")
+    totals = [total for total in (said if isinstance(said, list | tuple) else [said]) if isinstance(total, int)]
+    if absent or grid.dp % count or any(total % count for total in totals):
+        what, mend = "optimizers of expert-parallel ranks are missing", "restore the files, or load another tag"
+        found = f"expp_rank_{', '.join(map(str, sorted(listing.places)))} of {grid.dp} ranks and {totals} experts"
+        expected = "one for each rank of a size that divides both"
+        yield CheckpointDamaged.fault(listing.folder, what, expected, found, mend=mend)
+
+
+def stage0_of_places(zero: ZeroCheckpoint) -> Fault:
+    """That no file names what the optimizers of ZeRO stage 0 are of: only a run's own order does."""
+    what = "holds optimizers that name no parameter (ZeRO stage 0), one for each expert-parallel rank"
+    mend = f"load it in a run with import ds_reshard.auto, or with expert-parallel size {zero.grid.ep}"
+    return UnsupportedLayout.fault(zero.listing.folder, what, "ZeRO stage 1 or 2", "stage 0", mend=mend)
+
+
+def places_with_order(
+    checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]]
+) -> tuple[ZeroCheckpoint, dict[int, Mapping[str, Extent]]]:
+    """A checkpoint of stage 0 with the optimizers of expert-parallel ranks named, as `with_order` names that of one.
+
+    `order` is that of a rank of this run; other ranks, of either run, have the same parameters of other experts. What
+    every rank has is the first's. What is wrong with any optimizer is raised, and where two say different things.
+    """
+    ep, listing = checkpoint.grid.ep, checkpoint.listing
+    parts: list[ZeroCheckpoint] = []
+    extents: dict[str, Extent] = {}
+    placements: dict[TensorKey, Placement] = {}
+    faults: list[Fault] = []
+    for place in range(ep):
+        name = listing.places[place]
+        top = listing.read(name, read_entries)
+        own = replace(checkpoint.model, path=listing.path(name), entries={**checkpoint.model.entries, **top})
+        alone = replace(checkpoint, model=own, layout=Layout({}, {MODEL: 1}))
+        try:
+            part, of_one = with_order(alone, [_at_place(shapes, place, checkpoint) for shapes in order])
+        except ReshardError as error:
+            faults += faults_of(error)
+            continue
+        parts.append(part)
+        extents |= {f"{place}: {buffer}": extent for buffer, extent in of_one[0].items()}
+        for key, placement in part.layout.placements.items():
+            placements.setdefault(key, placement._replace(buffer=f"{place}: {placement.buffer}"))
+        if _groups_said(part) != _groups_said(parts[0]):
+            what = "keeps other steps or param groups than the first expert-parallel rank"
+            faults.append(damaged(own.path, what, "the same", "others"))
+    raise_faults(faults, subject=f"checkpoint {listing.folder}")
+    facts = [part.facts for part in parts if part.facts is not None]
+    groups = [
+        replace(of_all[0], members=tuple(dict.fromkeys(name for one in of_all for name in one.members)))
+        for of_all in zip(*(one.groups for one in facts), strict=True)
+    ]
+    scalars = {name: said for one in facts for name, said in one.scalars.items()}
+    layout = Layout({**checkpoint.layout.placements, **placements}, checkpoint.layout.shards)
+    named = replace(
+        checkpoint,
+        layout=layout,
+        facts=OptimizerFacts(groups=tuple(groups), scalars=scalars),
+        masters_in_module=parts[0].masters_in_module,
+    )
+    return named, {0: extents}
+
+
+def _at_place(shapes: Mapping[str, Shape], place: int, checkpoint: ZeroCheckpoint) -> dict[str, Shape]:
+    """A param group as a rank of the saving run had it: layer by layer, its experts one after another."""
+    totals: dict[str, int] = {}
+    for of in (expert_of(name) for name in checkpoint.model.module):
+        if of is not None:
+            totals[of[0]] = max(totals.get(of[0], 0), of[1] + 1)
+    made: dict[str, Shape] = {}
+    firsts: dict[str, dict[str, Shape]] = {}
+    numbers: dict[str, int] = {}
+    for name, shape in shapes.items():
+        of = expert_of(name)
+        if of is None:
+            made[name] = shape
+        elif numbers.setdefault(of[0], of[1]) == of[1]:
+            firsts.setdefault(of[0], {})[of[2]] = shape
+    if list(shapes) != by_number(shapes):
+        what, mend = (
+            "are in another order than by layer and number",
+            "build the param groups as named_parameters has them",
+        )
+        raise_faults([UnsupportedLayout.fault("this run's experts", what, mend=mend)], subject="matching experts")
+    for prefix, tails in firsts.items():
+        held = totals.get(prefix, 0) // checkpoint.grid.ep
+        for number in range(place * held, (place + 1) * held):
+            made |= {f"{prefix}{number}{tail}": shape for tail, shape in tails.items()}
+    return made
+
+
+def _groups_said(part: ZeroCheckpoint) -> str:
+    """What an optimizer says beside the tensors: hyper-parameters of each group, and what is alike of its members."""
+    facts = part.facts
+    assert facts is not None
+    said = []
+    for group in facts.groups:
+        scalars = {canonical(dict(facts.scalars.get(name, {}))) for name in group.members}
+        said.append((canonical(dict(group.hyperparameters or {})), sorted(scalars)))
+    return repr(said)
 
 
 def _experts(listing: Listing) -> dict[str, TensorRecord]:

@@ -27,6 +27,8 @@ _MODEL_AS_FOUND = re.compile(r"(zero_pp_rank_.*_)?mp_rank_.*_model_states\.pt", 
 """What `glob` finds for DeepSpeed, which looks for model files by pattern (`_get_all_ckpt_names`)."""
 _OTHER_SAVE = "move the one that does not belong to this save out of the folder"
 _EXPERT = re.compile(r"layer_([0-9]+)_expert_([0-9]+)_mp_rank_00_model_states\.pt")
+_PLACE = re.compile(r"expp_rank_([0-9]+)_mp_rank_00_optim_states\.pt")
+"""The optimizer of one expert-parallel rank at ZeRO stage 0 (`_get_optimizer_ckpt_name`, runtime/engine.py, 0.19.8)."""
 _FOREIGN: tuple[tuple[re.Pattern[str], str, str], ...] = (
     (
         re.compile(r"layer_\d+-.*model_states\.pt"),
@@ -35,7 +37,7 @@ _FOREIGN: tuple[tuple[re.Pattern[str], str, str], ...] = (
     ),
     (
         re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_.*optim_states\.pt"),
-        "a mixture-of-experts checkpoint of an old release, at ZeRO stage 0 or with tensor parallelism (expert files)",
+        "a mixture-of-experts checkpoint of an old release, or with tensor parallelism (expert files)",
         "load it at the expert- and data-parallel sizes it was saved with",
     ),
 )
@@ -54,8 +56,8 @@ class Listing:
 
     `model` is keyed by data-parallel rank (0 alone below stage 3), `optim` likewise: those of one column of the grid of
     tensor- and pipeline-parallel ranks, the first until another is taken. `columns` has them of all, by the number
-    after `mp_rank_`, `layers` the files of a PipelineModule, by layer and tensor-parallel rank, and `experts` those of
-    experts, by layer and number.
+    after `mp_rank_`, `layers` the files of a PipelineModule, by layer and tensor-parallel rank, `experts` those of
+    experts, by layer and number, and `places` the optimizers of expert-parallel ranks at stage 0.
     """
 
     folder: str
@@ -70,6 +72,7 @@ class Listing:
     columns: dict[int, Files] = field(default_factory=dict)
     layers: dict[tuple[int, int], str] = field(default_factory=dict)
     experts: dict[tuple[int, int], str] = field(default_factory=dict)
+    places: dict[int, str] = field(default_factory=dict)
 
     def column(self, number: int) -> Listing:
         """The same folder, seen from another column of the grid."""
@@ -97,6 +100,7 @@ def read_listing(folder: str, files: Mapping[str, int], subfolders: frozenset[st
     optim: dict[str, dict[int, dict[int, str]]] = {}
     layers: dict[tuple[int, int], str] = {}
     experts: dict[tuple[int, int], str] = {}
+    places: dict[int, str] = {}
     for name in sorted(files):
         if match := _MODEL_ZERO3.fullmatch(name):
             faults.extend(_taken(folder, partitioned.setdefault(int(match[2]), {}), int(match[1]), name))
@@ -109,6 +113,8 @@ def read_listing(folder: str, files: Mapping[str, int], subfolders: frozenset[st
             faults.extend(_taken(folder, layers, (int(match[1]), int(match[2] or 0)), name))
         elif match := _EXPERT.fullmatch(name):
             faults.extend(_taken(folder, experts, (int(match[1]), int(match[2])), name))
+        elif match := _PLACE.fullmatch(name):
+            faults.extend(_taken(folder, places, int(match[1]), name))
         else:
             faults.extend(_foreign(folder, name))
     prefix, shards = next(iter(optim.items())) if optim else ("", {})
@@ -129,6 +135,7 @@ def read_listing(folder: str, files: Mapping[str, int], subfolders: frozenset[st
         columns=columns,
         layers=layers,
         experts=experts,
+        places=places,
     ).column(0)
 
 

@@ -64,6 +64,7 @@ def _of_files(checkpoint: ZeroCheckpoint, sizes: Grid) -> dict[str, bool]:
         f"--ep {sizes.ep} of {sorted(experts.values())} experts": any(total % sizes.ep for total in experts.values()),
         f"--ep {sizes.ep} of layers with several expert-parallel sizes": len({*counts} - {checkpoint.dp}) > 1,
         "a checkpoint of AutoEP": checkpoint.of_autoep,
+        "experts at ZeRO stage 0": bool(checkpoint.listing.places),
     }
 
 

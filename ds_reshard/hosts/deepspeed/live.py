@@ -121,10 +121,10 @@ def unsupported(engine: DeepSpeedEngine) -> list[str]:
 
 
 def _plain_experts(engine: DeepSpeedEngine, grid: LiveGrid) -> bool:
-    """Whether experts are those of deepspeed.moe or of AutoEP alone, divided by ZeRO, and nothing else is cut."""
+    """Whether experts are those of deepspeed.moe, or of AutoEP from stage 1 on, and nothing else is cut."""
     autoep = bool(autoep_live(engine))
     alone = grid.row.size == grid.pp == 1 and autoep != bool(grid.experts)
-    return alone and live_kind(engine) in ("zero", "bf16", *(["zero3"] if autoep else []))
+    return alone and live_kind(engine) in ("zero", "bf16", *(("zero3",) if autoep else ("torch", "unfused", "fused")))
 
 
 def _nvme(engine: DeepSpeedEngine) -> bool:
@@ -234,9 +234,12 @@ def _share(optimizer: ZeROOptimizer, number: int) -> tuple[int, int] | None:
 
 
 def _among(optimizer: ZeROOptimizer, group: dist.ProcessGroup) -> tuple[int, int] | None:
-    """The ranks that divide a group of experts are fewer than those that divide the others."""
+    """The ranks that divide a group of experts are fewer than those that divide the others.
+
+    More are those of a device mesh that an engine has left in this process: then the layout rule does not hold.
+    """
     size = world_size(group)
-    return None if size == world_size(optimizer.dp_process_group) else (rank(group), size)
+    return (rank(group), size) if size < world_size(optimizer.dp_process_group) else None
 
 
 def _zero3(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[FlatBuffer]:

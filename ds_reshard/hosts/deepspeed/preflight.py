@@ -214,8 +214,8 @@ class _Forecasting:
             optimizer = "" if section(self.config, "optimizer") else ", and so is the optimizer, which the JSON has not"
             self.notes.append(f"the model is taken to be the one that was saved{optimizer}: --model compares another")
 
-        saved_schedule = self.checkpoint is not None and self.checkpoint.model.entries.get("lr_scheduler") is not None
-        if not saved_schedule and not section(self.config, "scheduler"):
+        without = self.checkpoint is not None and self.checkpoint.model.entries.get("lr_scheduler") is None
+        if without and not section(self.config, "scheduler"):
             self.notes.append(
                 "no scheduler was saved: one that the script builds is refused without --no-load-lr-state"
             )

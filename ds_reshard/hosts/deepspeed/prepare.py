@@ -20,6 +20,7 @@ from ds_reshard.errors import (
 )
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, is_placeholder
 from ds_reshard.formats.zero.content import SAME_BYTES
+from ds_reshard.formats.zero.experts import places_with_order
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.rows import rows_with_order
 from ds_reshard.formats.zero.shards import ZeroShards
@@ -141,9 +142,8 @@ def prepare(
             found += [*_unfollowed(checkpoint), *state_faults(engine, live, checkpoint)]
         faults += found
         raise_faults(faults, subject=subject)
-    own = live is None or live.stage == 0 or live.kind == "zero3"
-    masters = loads_optimizer and (own or bool(engine.zero_load_from_fp32_weights()))
-    states = loads_optimizer and request.moments
+    own = live is None or live.stage == 0 or live.kind == "zero3" or bool(engine.zero_load_from_fp32_weights())
+    masters, states = loads_optimizer and own, loads_optimizer and request.moments
     wants = Wants(checkpoint=checkpoint, divided=divided)
     _fill(wants, engine, live, grid, loads_optimizer=loads_optimizer, states=states, masters=masters)
     model = _own_model(engine, checkpoint, grid)
@@ -162,8 +162,8 @@ def prepare(
     faults += names_apart(wants.state, checkpoint, index, memory_nbytes=settings.memory_nbytes)
     faults += copies_apart(checkpoint, grid, index, position, size, memory_nbytes=settings.memory_nbytes)
     faults += shares_unproved(wants, prove=settings.prove)
-    faults += [*index.faults, *wants.faults, *(shards.compare() if isinstance(shards, ForeignShards) else ())]
-    faults += _files_as_listed(checkpoint, plan)
+    compared = shards.compare() if isinstance(shards, ForeignShards) else ()
+    faults += [*index.faults, *wants.faults, *compared, *_files_as_listed(checkpoint, plan)]
     raise_faults(faults, subject=subject)
     return Prepared(
         checkpoint=checkpoint,
@@ -343,6 +343,8 @@ def same_layout(
         return False
     if checkpoint.rows or len(checkpoint.columns) > 1:
         return False
+    if checkpoint.listing.places and {one.total // one.held for one in grid.experts.values()} != {checkpoint.grid.ep}:
+        return False
     if checkpoint.stages and (checkpoint.stage != 0 or len(checkpoint.stages) != grid.pp):
         return False
     if live is None or live.stage == 0:
@@ -498,9 +500,8 @@ class SavedGroups:
         checkpoint = self._checkpoint
         if self._live is None or checkpoint.stage != 0:
             return checkpoint, {}
-        if checkpoint.rows:
-            return rows_with_order(checkpoint, self._live.order)
-        return with_order(of_stage(checkpoint, self._grid), self._live.order)
+        named = rows_with_order if checkpoint.rows else places_with_order if checkpoint.listing.places else with_order
+        return named(of_stage(checkpoint, self._grid), self._live.order)
 
     @functools.cached_property
     def matched(self) -> dict[int, tuple[Mapping[str, object], list[tuple[str, Fault]]]]:

@@ -326,18 +326,25 @@ def _planned(
     )
 
 
+def random_kept(saved: Saved, run: Mapping[str, object]) -> bool:
+    """Whether a rank of this run is a rank of the saved grid, whose random states were saved.
+
+    In format `torch` each rank of experts has saved its own, and only the first one's is read.
+    """
+    was, now = (tuple(size_of(held, name) for name in (_TP, _PP, _EP)) for held in (saved.arguments, run))
+    return was == now and (was[2] == 1 or saved.whole)
+
+
 def _random(source: Checkpoint, saved: Saved, run: Mapping[str, object]) -> object:
     """What Megatron sets this rank's generators to, where it is the same model-parallel rank as before; else None.
 
-    Each rank of such a grid has seeds of its own: under another one no saved state is any rank's. In format `torch`
-    each rank of experts has saved its own, and only the first one's is read.
+    Each rank of such a grid has seeds of its own: under another one no saved state is any rank's.
     """
     from megatron.core import parallel_state
 
-    sizes = [tuple(size_of(held, name) for name in (_TP, _PP, _EP)) for held in (saved.arguments, run)]
-    tp, pp, ep = sizes[0]
-    if sizes[0] != sizes[1] or (ep > 1 and not saved.whole):
+    if not random_kept(saved, run):
         return None
+    tp, pp = (size_of(run, name) for name in (_TP, _PP))
     t = parallel_state.get_tensor_model_parallel_rank()
     p = parallel_state.get_pipeline_model_parallel_rank()
     key = f"rng_state/shard_{p}.{t}_{pp}.{tp}"

@@ -29,7 +29,7 @@ from ds_reshard.errors import (
 )
 from ds_reshard.formats.megatron.checkpoint import Group, chain_of
 from ds_reshard.formats.megatron.flat_states import experts_apart, size_of
-from ds_reshard.hosts.megatron.direct import Reads, Taken, decided_by, kinds_read, same_vocabulary
+from ds_reshard.hosts.megatron.direct import Reads, Taken, decided_by, kinds_read, random_kept, same_vocabulary
 from ds_reshard.hosts.megatron.group_values import hyperparameter_faults, masters_faults
 from ds_reshard.hosts.megatron.groups import experts_differ
 from ds_reshard.hosts.megatron.live import Load, Scheduler, in_force
@@ -92,6 +92,26 @@ def forecast(path: str, words: Sequence[str], *, world: int, nodes: int = 1) -> 
     except ReshardError as error:
         made.faults += faults_of(error)
     return made.answer(nodes)
+
+
+@contextlib.contextmanager
+def _gpu(notes: list[str]) -> Iterator[None]:
+    """What Megatron's checks ask of a GPU (`get_device_arch_version`, training/utils), where there is none."""
+    import torch
+
+    if torch.cuda.is_available():
+        yield
+        return
+    notes.append("there is no GPU here: checks that ask for its kind are those of a Hopper")
+    answers = {"get_device_properties": SimpleNamespace(major=9, minor=0), "get_device_capability": (9, 0)}
+    kept = {name: getattr(torch.cuda, name) for name in answers}
+    try:
+        for name, answer in answers.items():
+            setattr(torch.cuda, name, functools.partial(lambda said, *_: said, answer))
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(torch.cuda, name, function)
 
 
 class _ComingOptimizer:
@@ -181,8 +201,9 @@ class _Forecasting:
         arguments.rank, arguments.world_size = 0, self.world
         arguments._is_global_batch_size_explicitly_specified = arguments.global_batch_size is not None
         try:
-            validate_args(arguments)
-            core_transformer_config_from_args(arguments)
+            with _gpu(self.notes):
+                validate_args(arguments)
+                core_transformer_config_from_args(arguments)
         except Exception as error:  # Megatron asserts, and calls what asks for a GPU
             said = " ".join(str(error).split())[:400] or "no message"
             what = f"Megatron-LM refuses them on {self.world} ranks: {type(error).__name__}: {said}"
@@ -247,8 +268,7 @@ class _Forecasting:
         }
         load.read_in_place = saved.whole or bool(self.why)
         if self.why and self.source is not None:
-            same = _sizes(saved.arguments, grid=True) == _sizes(self.run, grid=True)
-            load.taken = _taken(saved, self.source, self.why, () if same else None)
+            load.taken = _taken(saved, self.source, self.why, () if random_kept(saved, self.run) else None)
             if self.wanted and not experts_apart(self.run):
                 self.faults += experts_differ(load.taken.groups(), saved.folder)
         kind = SimpleNamespace(name=_KIND[saved.whole and not self.why])
@@ -304,10 +324,10 @@ def _form(saved: Saved | None) -> str:
     return f"torch_dist ({saved.sharding or 'plain'})" if saved.whole else "torch"
 
 
-def _sizes(arguments: Mapping[str, object], *, grid: bool = False) -> str:
-    names = {"tensor": "tp", "pipeline": "pp"} | ({} if grid else {"expert": "ep", "context": "cp"})
+def _sizes(arguments: Mapping[str, object]) -> str:
+    names = {"tensor": "tp", "pipeline": "pp", "expert": "ep", "context": "cp"}
     told = [f"{short}={size_of(arguments, f'{name}_model_parallel_size')}" for name, short in names.items()]
-    return ", ".join(told if grid else [*told, f"dp={size_of(arguments, 'data_parallel_size')}"])
+    return ", ".join([*told, f"dp={size_of(arguments, 'data_parallel_size')}"])
 
 
 def _taken(saved: Saved, source: Checkpoint, why: list[str], random: object) -> Taken:

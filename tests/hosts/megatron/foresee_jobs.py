@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
+import torch
+from cuda_stand_in import _ANSWERS
 from format_jobs import RUN, _setup
 
 
@@ -13,7 +18,20 @@ def foresee(arguments: str, folder: str, world: int) -> dict[str, Any]:
     from ds_reshard.hosts.megatron.preflight import forecast
 
     words = [*small_gpt.MODEL.split(), *RUN.split(), *arguments.split()]
-    return forecast(folder, words, world=world).to_json()
+    with _no_gpu():
+        return forecast(folder, words, world=world).to_json()
+
+
+@contextlib.contextmanager
+def _no_gpu() -> Iterator[None]:
+    """As on a login node: nothing of a GPU answers."""
+    with contextlib.ExitStack() as patched:
+        for name in _ANSWERS:
+            answer = (
+                mock.Mock(return_value=False) if name == "is_available" else mock.Mock(side_effect=RuntimeError(name))
+            )
+            patched.enter_context(mock.patch.object(torch.cuda, name, answer))
+        yield
 
 
 def command(words: list[str]) -> dict[str, Any]:
