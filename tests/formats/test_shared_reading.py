@@ -104,7 +104,7 @@ def _ranks(python: str, words: list[str], sizes: list[int], **environment: str) 
     known = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0"}
     agents = [
         subprocess.Popen(
-            [*launch, *place, "--nproc-per-node", str(size), *words],
+            [*launch, *place, "--monitor-interval", "2", "--nproc-per-node", str(size), *words],
             env={**os.environ, **known, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -13,8 +13,9 @@ from saves import Saves
 
 from ds_reshard.cli.main import main
 from ds_reshard.errors import ChecksumMismatch, ReshardError
+from ds_reshard.execution import disk
 from ds_reshard.operations import Options, convert
-from ds_reshard.operations.workspace import MANIFEST, read_manifest
+from ds_reshard.operations.workspace import LOCKS, MANIFEST, lock_name, read_manifest
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -117,11 +118,9 @@ def test_another_conversions_workspace(source: Path, tmp_path: Path) -> None:
     left = tmp_path / "out.ds-reshard"
     assert left.is_dir()
     _refused(source, tmp_path / "out", "another conversion", to="zero2", options=Options(resume=True))
-    fd = os.open(left, os.O_RDONLY)
+    fd = disk.lock(str(left / LOCKS / lock_name((0, 1))))
+    assert fd is not None
     try:
-        import fcntl
-
-        fcntl.flock(fd, fcntl.LOCK_EX)
         _refused(source, tmp_path / "out", "another process works there")
     finally:
         os.close(fd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,9 @@ from grid_cases import Folders, Grid
 
 from ds_reshard.errors import ReshardError
 from ds_reshard.operations import convert, inspect, verify
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "hostile"))
+import payloads
 
 pytestmark = pytest.mark.distributed
 
@@ -392,6 +396,30 @@ def test_tools_say_what_is_wrong_with_the_files_of_a_grid(folders: Folders, tmp_
         convert(str(folder), str(tmp_path / "out"), to="zero1", dp=1)
     assert type(raised.value).__name__ == error and text in str(raised.value)
     assert not (tmp_path / "out").exists()
+
+
+ACTING = {
+    "an expert": (MOE, "layer_1_expert_2_mp_rank_00_model_states.pt"),
+    "an expert at stage 0": (PLAIN_MOE, "layer_1_expert_2_mp_rank_00_model_states.pt"),
+    "an optimizer of experts at stage 0": (PLAIN_MOE, "expp_rank_1_mp_rank_00_optim_states.pt"),
+    "a layer": (PIPE, "layer_02-model_00-model_states.pt"),
+    "a column": (TP, "mp_rank_01_model_states.pt"),
+    "a column's optimizer": (TP, OPTIM),
+}
+
+
+@pytest.mark.acts
+@pytest.mark.parametrize("case", ACTING)
+def test_what_acts_in_a_grid_that_is_deepspeeds_is_refused(
+    worlds: Any, folders: Folders, tmp_path: Path, case: str
+) -> None:
+    """On the layout that was saved, where DeepSpeed reads the file itself."""
+    grid, file = ACTING[case]
+    folder, ran = shutil.copytree(folders(grid), tmp_path / "acts"), tmp_path / "ran"
+    payloads.put_before(folder / "t" / file, payloads.ACTING["thrown away"][0](f"touch {ran}"))
+    told = worlds[grid.ranks].run("grid_jobs.refused", grid=grid, folder=str(folder))
+    assert {name for name, _, _ in told} == {"UnsafePickle"}, told
+    assert len({said for _, said, _ in told}) == 1 and file in told[0][1] and not ran.exists()
 
 
 def test_tools_do_not_know_what_optimizers_of_experts_at_stage_0_are_of(folders: Folders, tmp_path: Path) -> None:

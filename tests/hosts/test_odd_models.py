@@ -127,12 +127,12 @@ def test_stage_0_fp32_and_bf16_change_into_each_other(worlds: Any, saves: Saves)
 def test_files_of_another_kind_are_deepspeeds_at_the_sizes_that_were_saved(
     worlds: Any, saves: Saves, tmp_path: Path
 ) -> None:
-    """Expert files of stage 0 at the saved sizes, in an engine with experts (synthetic): DeepSpeed loads them."""
+    """An expert file of an old release at the saved sizes, in an engine with experts (synthetic): DeepSpeed loads it."""
     import shutil
 
     folder, _ = saves(Run(2, 2), Model())
     shutil.copytree(folder, tmp_path / "copy")
-    torch.save({}, tmp_path / "copy" / "global_step3" / "expp_rank_0_mp_rank_00_optim_states.pt")
+    torch.save({}, tmp_path / "copy" / "global_step3" / "expert_0_mp_rank_00_model_states.pt")
     for target, expected in ((Run(2, 2), "original"), (Run(2, 3), "UnsupportedLayout")):
         told = worlds[target.dp].run(
             "refused_jobs.load_with_feature",

@@ -135,12 +135,12 @@ def test_a_universal_checkpoint_that_acts(
         _assert_refused(found, tmp_path / "ran", place)
 
 
-EXPERTS = "expp_rank_0_mp_rank_00_optim_states.pt"
+EXPERTS = "expert_0_mp_rank_00_model_states.pt"
 
 
 @pytest.mark.parametrize("file", [EXPERTS, "mp_rank_00_model_states.pt"])
 def test_a_checkpoint_that_is_left_to_deepspeed_whole(worlds: Any, saves: Saves, tmp_path: Path, file: str) -> None:
-    """Files of experts at stage 0, for an engine that has some (switched on by hand): nothing of them is read here."""
+    """Files of experts of an old release, for an engine that has some (switched on by hand): none is read here."""
     folder = tmp_path / "saved"
     shutil.copytree(saves(Run(2, 2), MODEL)[0], folder)
     torch.save({"a": 1}, folder / TAG / EXPERTS)

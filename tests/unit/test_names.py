@@ -87,7 +87,6 @@ REFUSED = {
         "mixture-of-experts",
     ),
     "experts of old releases": (["expert_7_mp_rank_00_model_states.pt"], "UnsupportedLayout", "mixture-of-experts"),
-    "expert optimizer": (["expp_rank_0_mp_rank_00_optim_states.pt"], "UnsupportedLayout", "mixture-of-experts"),
     "models of two saves": ([model(), model(0)], "CheckpointDamaged", "model files of two checkpoints"),
     "optimizers of two saves": (
         [model(), optim(0), optim(0, "bf16_")],

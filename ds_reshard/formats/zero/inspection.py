@@ -212,9 +212,10 @@ class _Look:
             for _, name in sorted(column.optim.items()):
                 if (optim := self.read(name, read_optim_states)) is not None:
                     said[name] = abridged(optim.signature())
-        for name in (*self.listing.layers.values(), *self.listing.experts.values()):
+        listing = self.listing
+        for name in (*listing.layers.values(), *listing.experts.values(), *listing.places.values()):
             self.read(name, read_entries)
-        self.faults += compare_signatures(said, self.listing.folder)
+        self.faults += compare_signatures(said, listing.folder)
 
     def matching(self, model: ModelStates, optim: OptimStates | None) -> bool:
         """Whether the optimizer's flat buffers are those of the model file, so that sizes can be checked."""
@@ -519,7 +520,7 @@ def _files(listing: Listing, dp: int | None) -> Iterator[FileEntry]:
             for rank, name in files.items():
                 roles[name] = "unused" if dp is not None and rank >= dp else role
     roles |= dict.fromkeys((*listing.layers.values(), *listing.experts.values()), "model")
-    roles |= {name: "optimizer" for name in listing.nbytes if "/" in name}
+    roles |= dict.fromkeys((*listing.places.values(), *(n for n in listing.nbytes if "/" in n)), "optimizer")
     for name in sorted(listing.nbytes):
         yield FileEntry(name=name, nbytes=listing.nbytes[name], role=roles.get(name, "other"))
 

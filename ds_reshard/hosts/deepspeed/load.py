@@ -474,7 +474,7 @@ def leave_to_deepspeed(
         what, mend = "is of a kind that DeepSpeed itself loads, which reads no URL", "copy it to a local folder"
         faults.append(UnsupportedLayout.fault(request.load_dir, what, mend=mend))
     if leave and not faults:
-        faults += pattern_in_path(request.load_dir, request.tag) + _check_own(mine.live, checkpoint, shards)
+        faults += pattern_in_path(request.load_dir, request.tag) + _check_own(mine, checkpoint, shards)
         faults += scheduler_faults(engine, checkpoint.model, request)
     raise_faults(faults, subject=f"loading {checkpoint.listing.folder}")
     if leave and checkpoint.stages:
@@ -491,22 +491,23 @@ def _keeps_own_masters(mine: Considered) -> bool:
     return mine.live is not None and mine.live.kind in ("fused", "unfused")
 
 
-def _check_own(live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, shards: ZeroShards) -> list[Fault]:
+def _check_own(mine: Considered, checkpoint: ZeroCheckpoint, shards: ZeroShards) -> list[Fault]:
     """Open the shards that DeepSpeed will load on this rank, and say what is wrong with them.
 
-    The model file was read by rank 0, maybe on another node: its pickle is searched as it lies here, and
-    so are the names of the files among which DeepSpeed looks for it.
+    The model file was read by rank 0, maybe on another node: its pickle is searched as it lies here, and so is an
+    optimizer of experts at stage 0, and the names of the files among which DeepSpeed looks for them.
     """
-    index = Index(checkpoint.layout, shards)
+    index, live = Index(checkpoint.layout, shards), mine.live
     listing = checkpoint.listing
     name = listing.model.get(live.rank if live is not None and listing.partitioned_model else 0)
-    model = [listing.path(name)] if name is not None else []
+    places = {listing.places.get(held.first // held.held) for held in mine.grid.experts.values()}
+    unpickled = [listing.path(one) for one in (name, *places) if one is not None]
     if live is not None and live.stage != 0:
         if checkpoint.optim is not None:
             index.open(OPTIM, live.rank)
         index.open(MODEL, live.rank if checkpoint.listing.partitioned_model else 0)
     strays = stray_files(listing.folder, folders.entries(listing.folder), listing.nbytes)
-    return [*strays, *index.faults, *scan_files(model).faults]
+    return [*strays, *index.faults, *scan_files(unpickled).faults]
 
 
 def _unsupported_fault(engine: DeepSpeedEngine, features: tuple[str, ...], checkpoint: ZeroCheckpoint) -> Fault:
