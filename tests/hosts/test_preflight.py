@@ -459,7 +459,12 @@ def test_a_folder_that_is_none_or_cannot_be_read(tmp_path: Path, capsys: Any, fo
         assert capsys.readouterr().out.startswith(f"no: ZeRO 0, dp=4: {folder}: ")
         Path("auto.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": "auto"}))
         assert main(["preflight", folder, "--world", "4", "--config", "auto.json"]) == 1
-        assert capsys.readouterr().out.startswith(f"no: dp=4: {folder}: ")
+        shown = capsys.readouterr().out
+        assert shown.startswith(f"no: dp=4: {folder}: ") and "DeepSpeed refuses it" not in shown
+        assert 'what is "auto" is not known' in shown and "as the saving run had it" not in shown
+        Path("auto.json").write_text(json.dumps({"train_batch_size": "auto", "zero_optimization": {"stage": "x"}}))
+        assert main(["preflight", folder, "--world", "4", "--config", "auto.json"]) == 1
+        assert "DeepSpeed refuses it" in capsys.readouterr().out  # for more than what is "auto"
     Path("out/checkpoint-4").mkdir(parents=True)  # as Hugging Face's Trainer has them
     Path("out/checkpoint-4/latest").write_text("global_step4")
     assert main(["preflight", "out", *command]) == 1

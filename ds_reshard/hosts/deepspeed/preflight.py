@@ -150,9 +150,11 @@ class _Forecasting:
             by_autotp = self.coming.tp > 1 and bool(section(self.config, "tensor_parallel").get("autotp_size"))
             try:
                 self.ds = parsed(self.config, self.coming.world if by_autotp else self.sizes.dp)  # as it counts batches
-            except ConfigError:  # perhaps of what is "auto", which a checkpoint that cannot be read has not filled
+            except ConfigError:
                 missing = not found.tag and not found.faults
                 self.faults += faults_of(_nothing(self.request.load_dir)) if missing else found.faults
+                if self.faults and self._lacks_a_batch():
+                    return
                 raise
             if not found.tag and not found.faults:
                 raise _nothing(self.request.load_dir)
@@ -200,8 +202,9 @@ class _Forecasting:
         saved = self.checkpoint.model.config if self.checkpoint is not None else {}
         self.config, auto = filled(self.coming.config, saved)
         if auto:
-            taken = 'what is "auto" is taken as the saving run had it, or else as DeepSpeed does'
-            self.notes.append(f"{taken}: {', '.join(auto)}")
+            taken = "taken as the saving run had it, or else as DeepSpeed does"
+            taken = taken if self.checkpoint is not None else "not known, as the checkpoint cannot be read"
+            self.notes.append(f'what is "auto" is {taken}: {", ".join(auto)}')
         version = metadata.version("deepspeed")
         if version != SOURCE:
             self.notes.append(f"the rules of flat buffers are those of DeepSpeed {SOURCE}; {version} is installed here")
@@ -219,6 +222,17 @@ class _Forecasting:
             self.notes.append(
                 "no scheduler was saved: one that the script builds is refused without --no-load-lr-state"
             )
+
+    def _lacks_a_batch(self) -> bool:
+        """Whether DeepSpeed refuses the JSON only for a batch that is "auto", which no checkpoint has filled."""
+        micro, *_ = names = ("train_micro_batch_size_per_gpu", "train_batch_size")
+        if self.checkpoint is not None or not any(self.coming.config.get(name) == "auto" for name in names):
+            return False
+        try:
+            parsed({**self.config, micro: 1}, self.sizes.dp)
+        except ConfigError:
+            return False
+        return True
 
     def _engine(self, rank: int) -> ComingEngine:
         assert self.ds is not None
