@@ -127,7 +127,7 @@ def test_stage_0_fp32_and_bf16_change_into_each_other(worlds: Any, saves: Saves)
 def test_files_of_another_kind_are_deepspeeds_at_the_sizes_that_were_saved(
     worlds: Any, saves: Saves, tmp_path: Path
 ) -> None:
-    """An expert file of an old release at the saved sizes, in an engine with experts (synthetic): DeepSpeed loads it."""
+    """An expert file of an old release at the saved sizes, in an engine with experts (synthetic): left to DeepSpeed."""
     import shutil
 
     folder, _ = saves(Run(2, 2), Model())

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -35,7 +36,9 @@ def _results(report: Path) -> dict[str, tuple[str, str]]:
     return results
 
 
-def _run(tests: Path, hooks: bool, select: str) -> dict[str, tuple[str, str]]:
+def _run(checkout: Path, folder: Path, hooks: bool, select: str) -> dict[str, tuple[str, str]]:
+    tests = folder / "tests"  # beside no package: DeepSpeed's conftest.py puts its parent on the path
+    shutil.copytree(checkout / "tests", tests)
     paths = [HERE / "hooked"] * hooks + [HERE, ROOT, tests]
     environment = {
         **os.environ,
@@ -44,15 +47,14 @@ def _run(tests: Path, hooks: bool, select: str) -> dict[str, tuple[str, str]]:
         "LOCAL_SIZE": "8",  # devices, for cpu_accelerator.py: tests of more ranks are skipped
         "OMP_NUM_THREADS": "1",
         "DS_UNITTEST_TIMEOUT": str(A_TEST_TAKES_S),
+        "PYTEST_XDIST_WORKER": f"gw{int(hooks)}",  # for get_master_port: ports of its own
     }
     if hooks:
         environment["DS_RESHARD_PEERS"] = "1"
     report = tests / "report.xml"
-    report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "plugin", f"--junitxml={report}"]
     command += [f"--timeout={2 * A_TEST_TAKES_S}", *(["-k", select] if select else [])]
     command += [f"unit/checkpoint/test_{name}.py" for name in FILES]
-    print(f"{'with' if hooks else 'without'} the hooks", flush=True)
     subprocess.run(command, cwd=tests, env=environment, check=False)
     if not report.is_file():
         raise SystemExit("pytest has written no report: see above")
@@ -60,10 +62,9 @@ def _run(tests: Path, hooks: bool, select: str) -> dict[str, tuple[str, str]]:
 
 
 def main(checkout: Path, select: str = "") -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        tests = Path(folder, "tests")  # beside no package: DeepSpeed's conftest.py puts its parent on the path
-        shutil.copytree(checkout / "tests", tests)
-        alone, hooked = (_run(tests, hooks, select) for hooks in (False, True))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+        runs = [pool.submit(_run, checkout, Path(folder, str(hooks)), hooks, select) for hooks in (False, True)]
+        alone, hooked = (run.result() for run in runs)
     for name, results in (("without", alone), ("with", hooked)):
         counts = Counter(outcome for outcome, _ in results.values())
         print(f"{name} the hooks:", ", ".join(f"{counts[each]} {each}" for each in ("passed", "failed", "skipped")))
