@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 
 from ds_reshard.containers.remote import release
 from ds_reshard.errors import Fault, wrong_value
-from ds_reshard.resume.report import last_report
+from ds_reshard.resume.report import last_report, say
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -87,8 +87,22 @@ class Watched:
     start_ns: int
     phases: list[_Phase] = field(default_factory=list)
 
+    @property
+    def read(self) -> list[int]:
+        """The bytes of each part of a load that is not the framework's own."""
+        return [phase.nbytes or 0 for phase in self.phases if phase.name == "read"]
+
+    def say(self) -> None:
+        """A line of rank 0, that this load was not the framework's own: all else is seen only where INFO is logged."""
+        from ds_reshard.operations.ranks import rank
+
+        if self.read and not rank():
+            nbytes, seconds = sum(self.read), _seconds(self.start_ns, time.time_ns())
+            what = f"loaded {self.checkpoint} into this run's topology"
+            say(f"{what}; rank 0 read {nbytes / 2**20:.1f} MiB in {seconds:.2f} s")
+
     def told(self, error: BaseException | None, report: object) -> dict[str, object]:
-        read = [phase.nbytes or 0 for phase in self.phases if phase.name == "read"]
+        read = self.read
         return {
             "event": "load",
             "time": datetime.fromtimestamp(self.start_ns / 1e9, timezone.utc).isoformat(timespec="milliseconds"),

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -347,6 +348,16 @@ def test_the_command_answers_in_its_first_line(
     told = json.loads(capsys.readouterr().out)
     assert told["loads"] and [cost["rank"] for cost in told["cost"]["ranks"]] == [0, 1, 2, 3, 7]
     assert told["batch"]["train_batch_size"] == {"checkpoint": 12, "run": 24}
+    harmed = Path(shutil.copytree(folder, tmp_path / "harmed"))
+    path = next(harmed.glob(f"*/{OPTIM_1}"))
+    with zipfile.ZipFile(path) as stored:  # a bit of a tensor: the file opens
+        where = max((one for one in stored.infolist() if "/data/" in one.filename), key=lambda one: one.file_size)
+    content = bytearray(path.read_bytes())
+    content[where.header_offset + 200] ^= 1
+    path.write_bytes(content)
+    command[1] = str(harmed)
+    assert main([*command, "8"]) == 0 and main([*command, "8", "--deep"]) == 1
+    assert f"{path}: " in capsys.readouterr().out.split("\nno: ")[1]
     held, buffers = told["cost"]["ranks"][0], told["cost"]["buffer_nbytes"]
     assert held["host_nbytes"] == buffers > 0 and told["cost"]["node_files"] == 3
     assert held["device_nbytes"] == held["optimizer_nbytes"] + held["weights_nbytes"] + buffers

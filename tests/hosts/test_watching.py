@@ -86,7 +86,8 @@ def test_a_slow_load_shows_how_far_all_ranks_are(saves: Saves, worlds: Any, term
     first, second = worlds[2].run("watching_jobs.load_slowly", terminal=terminal, **given)
     lines = re.findall(r"loading \S+: \d+ of \d+ MiB read, \d+ MiB/s, (?:\d+ s left|nothing yet)", first["shown"])
     assert lines and ("\r" in first["shown"]) is terminal, first["shown"]
-    assert "MiB" not in second["shown"]
+    assert first["shown"].count(f"ds_reshard: loaded {folder}/global_step3 (ZeRO ") == 1
+    assert "MiB" not in second["shown"] and "loaded" not in second["shown"]
     assert "ds-reshard-progress" not in first["threads"] + second["threads"]
     assert_same([first["held"], second["held"]], worlds[2].run("load", run=RUN, model=MODEL, folder=folder))
 
@@ -148,10 +149,11 @@ def test_events_of_a_folder_of_torch(tmp_path: Path) -> None:
 
 
 def test_events_of_nanotron(worlds: Any, tmp_path: Path) -> None:
-    """A trainer that resumes leaves one line, one that begins leaves none (a synthetic stand-in of nanotron)."""
+    """A trainer that resumes leaves and says one line, one that begins none (a synthetic stand-in of nanotron)."""
     folder, file = write(Topology(dp=2), tmp_path / "saved"), tmp_path / "events.jsonl"
     for found in (str(folder), None):
-        worlds[1].run("watching_jobs.resume_nanotron", file=str(file), run=Topology(), folder=found)
+        (shown,) = worlds[1].run("watching_jobs.resume_nanotron", file=str(file), run=Topology(), folder=found)
+        assert (f"ds_reshard: loaded {folder}/7 into this run's topology" in shown) is (found is not None)
     (told,) = _events(file)
     assert (told["host"], told["result"], told["loaded_by"]) == ("nanotron", "loaded", "ds_reshard")
     assert told["checkpoint"] == f"{folder}/7" and told["bytes"] > 0 and told["report"]["host"] == "nanotron"

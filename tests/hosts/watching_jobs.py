@@ -99,14 +99,16 @@ def load_slowly(terminal: bool, lost: bool = False, **given: Any) -> dict[str, A
     return {"shown": shown.getvalue(), "held": held, "threads": threads}
 
 
-def resume_nanotron(file: str, **given: Any) -> None:
-    """The stand-in's trainer resumes while events are asked for."""
+def resume_nanotron(file: str, **given: Any) -> str:
+    """What is shown while the stand-in's trainer resumes and events are asked for."""
     import nanotron_jobs
 
     from ds_reshard.operations import watching
 
     watching.ask(None, file)
     try:
-        nanotron_jobs.resume(**given)
+        with contextlib.redirect_stderr(io.StringIO()) as shown:
+            nanotron_jobs.resume(**given)
     finally:
         watching._FOR_ALL.clear()
+    return shown.getvalue()

@@ -43,6 +43,7 @@ def initialise(trainer: object, original: Callable[[], object]) -> None:
     """Start the trainer as the policy in force says; collective where it resumes."""
     with watched("nanotron", None) as seen:
         _initialise(trainer, original, seen)
+        seen.say()
 
 
 def _initialise(trainer: object, original: Callable[[], object], seen: Watched) -> None:
