@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -115,6 +116,8 @@ def _deepspeed(arguments: argparse.Namespace) -> Forecast:
         mend = "run this in the job's own environment"
         raise ConfigError(f"DeepSpeed: what it makes of the config is its own to say: {error}; {mend}") from error
     model = factory_of(arguments.model) if arguments.model is not None else None
+    if model is not None and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a script finds its neighbours; after all that is installed
     sizes = {name: getattr(arguments, name) for name in ("world", "nodes", "tp", "pp", "ep")}
     _ask(flags)
     config = by_flags(config, _values(flags))

@@ -430,6 +430,7 @@ BAD = [
     (["--config", "ds.json", "--model", "no_such_module:build"], 1, "No module named 'no_such_module'"),
     (["--config", "ds.json", "--model", "test_preflight:_of_gpu"], 1, "--model: fails with"),
     (["--config", "ds.json", "--model", "test_preflight:_no_module"], 1, "gives dict, and no torch.nn.Module"),
+    (["--config", "ds.json", "--model", "beside:build"], 1, "gives str, and no torch.nn.Module"),
     (["--config", "ds.json", "--model", "test_preflight:_of_others"], 1, "of none of the module's parameters"),
     (["--config", "ds.json", "--model", "test_preflight:_ends"], 1, "--model: fails with SystemExit"),
 ]
@@ -452,6 +453,8 @@ def test_what_cannot_be_asked_is_named(
     Path("ds.json").write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 2}}))
     Path("bert.json").write_text(json.dumps({"architectures": ["BertModel"], "hidden_size": 768}))
     Path("megatron.yaml").write_text("language_model:\n  num_layers: 24\n")
+    Path("beside.py").write_text("build = str\n")
+    monkeypatch.setattr(sys, "path", sys.path[:])
     assert main(["preflight", str(folder), "--world", "4", *asked]) == status
     shown = capsys.readouterr()
     first = " ".join((shown.err if status == 2 else shown.out).splitlines()[:2])

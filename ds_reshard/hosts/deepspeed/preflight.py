@@ -262,6 +262,8 @@ class _Forecasting:
             except (Exception, SystemExit) as error:  # of the factory, which is anybody's
                 said = " ".join(str(error).split())[:300] or "no message"
                 mend = "correct the factory: it is called on torch.device('meta'), and must not ask for a GPU"
+                if isinstance(error, ImportError):
+                    mend = "run preflight in the folder of the module, and in the job's own environment"
                 self.faults.append(
                     ConfigError.fault("--model", f"fails with {type(error).__name__}: {said}", mend=mend)
                 )
