@@ -69,8 +69,14 @@ def build(grid: Grid) -> Any:
     if grid.kind == "moe":
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
-        every = {"params": list(model.parameters()), "name": "all", "lr": 0.0, "weight_decay": 0.0}
-        groups = split_params_into_different_moe_groups_for_optimizer(every)
+        params = [
+            p
+            for _, p in sorted(model.named_parameters(), key=lambda one: (one[0].split(".")[1], one[0].split(".")[-2]))
+        ]
+        params = params if grid.layers == "by part" else list(model.parameters())
+        every = {"params": params, "name": "all", "lr": 0.0, "weight_decay": 0.0}
+        named = [{**group, "name": f"user {n}"} for n, group in enumerate(groups)] if grid.layers == "groups" else every
+        groups = [every] if grid.layers == "one group" else split_params_into_different_moe_groups_for_optimizer(named)
     optimizer = (
         torch.optim.AdamW(groups) if grid.kind not in ("autoep", "muon") else None
     )  # AutoEP splits groups itself
@@ -213,11 +219,10 @@ def load(
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     for number, (group, before) in enumerate(zip(inner.param_groups, said, strict=True)):
         wrong[f"{number} group"] = sum(_said(group)[key] != value for key, value in before.items())
-    experts = [bool(group.get("moe")) for group in inner.param_groups for _ in group["params"] or [None]]
     for number, ((flat, state), master) in enumerate(zip(_parts(engine), truth, strict=True)):
         wrong[f"{number} fp32"] = _differing(flat.detach(), master)
         # DeepSpeed divides the gradients of experts by all data-parallel ranks, of which only some have them
-        share = _shares(master, saved_ep) if experts[number] else 1
+        share = _shares(master, saved_ep) if grid.kind in ("moe", "autoep") else 1
         expected = moments(torch.where(untied(master), 0.0, master.float()) / share)
         for kind, value in expected.items():
             wrong[f"{number} {kind}"] = _differing(state[kind], value) if kind in state else -1
@@ -235,11 +240,10 @@ def load(
 
 
 def _shares(master: torch.Tensor, saved_ep: Any) -> Any:
-    """The ranks over which each expert's gradient was averaged: of two sizes, by the layer, which its numbers tell."""
-    if isinstance(saved_ep, int):
-        return saved_ep
+    """The ranks over which each expert's gradient was averaged, by its layer, which its numbers tell; 1 of others."""
+    first, second = (saved_ep, saved_ep) if isinstance(saved_ep, int) else saved_ep
     layer = (master.bfloat16().view(torch.int16).int() - 0x3700) // 1000
-    return torch.where(layer == 1, float(saved_ep[0]), float(saved_ep[1]))
+    return torch.where(layer < 1, 1.0, torch.where(layer == 1, float(first), float(second)))
 
 
 def _said(group: dict[str, Any]) -> dict[str, Any]:

@@ -155,6 +155,26 @@ def test_each_expert_loads_bit_equal_wherever_it_is(worlds: Any, folders: Folder
         assert names == ["dense-params" if target.kind == "autoep" else "all", f"ep_size_{target.ep}"]
 
 
+GROUPED = [
+    (moe(2, 2, 0), moe(1, 2, 0), "one group"),
+    (moe(1, 2, 0, "bf16"), moe(2, 4, 0, "bf16"), "one group"),
+    (moe(2, 2, 0), moe(1, 2, 1), "groups"),
+    (moe(1, 2, 1), moe(2, 2, 0), "groups"),
+]
+
+
+@pytest.mark.parametrize(("source", "target", "groups"), GROUPED, ids=str)
+def test_param_groups_of_experts_are_those_of_the_run(
+    worlds: Any, folders: Folders, source: Grid, target: Grid, groups: str
+) -> None:
+    """Experts between dense parameters, as `model.parameters()` has them, and with decay or without it."""
+    source, target = replace(source, layers=groups), replace(target, layers=groups)
+    arguments = {"grid": target, "folder": str(folders(source)), "saved_ep": source.ep}
+    for rank in worlds[target.ranks].run("grid_jobs.load", **arguments):
+        assert (rank["wrong"], rank["global_steps"]) == ({}, 1)
+        assert len(rank["groups"]) == (1 if groups == "one group" else 4)
+
+
 @pytest.mark.parametrize(
     ("source", "target"),
     [

@@ -122,6 +122,17 @@ def of_ranks(ranks: list[int]) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def exchanged(one: str, other: str) -> Damage:
+    """Two files change places, as they are."""
+
+    def run(folder: Path) -> None:
+        (folder / one).rename(folder / "kept")
+        (folder / other).rename(folder / one)
+        (folder / "kept").rename(folder / other)
+
+    return run
+
+
 def decayed(content: dict[str, Any]) -> None:
     content["optimizer"]["param_groups"][1]["weight_decay"] = 0.75
 
@@ -270,6 +281,24 @@ REFUSED = {
         remove("expp_rank_1_mp_rank_00_optim_states.pt"),
         "ParamGroupMismatch",
         "its param groups are not those of this run",
+    ),
+    "the optimizers of two expert-parallel ranks at stage 0 changed places": (
+        PLAIN_MOE,
+        exchanged("expp_rank_0_mp_rank_00_optim_states.pt", "expp_rank_1_mp_rank_00_optim_states.pt"),
+        "CheckpointDamaged",
+        "was written under another name: a shard was copied or swapped",
+    ),
+    "two expert-parallel sizes at stage 0": (
+        replace(PLAIN_MOE, ep=1, layers="two sizes"),
+        lambda folder: None,
+        "UnsupportedLayout",
+        "holds layers of several expert-parallel sizes at ZeRO stage 0",
+    ),
+    "each part of all experts one after another at stage 0": (
+        replace(PLAIN_MOE, layers="by part"),
+        lambda folder: None,
+        "UnsupportedLayout",
+        "this run's experts: are in another order than one after another",
     ),
     "one expert over another": (
         MOE,
@@ -420,6 +449,17 @@ def test_what_acts_in_a_grid_that_is_deepspeeds_is_refused(
     told = worlds[grid.ranks].run("grid_jobs.refused", grid=grid, folder=str(folder))
     assert {name for name, _, _ in told} == {"UnsafePickle"}, told
     assert len({said for _, said, _ in told}) == 1 and file in told[0][1] and not ran.exists()
+
+
+def test_experts_at_stage_0_that_deepspeed_loads_are_seen_first(worlds: Any, folders: Folders, tmp_path: Path) -> None:
+    """At the same sizes it would take another rank's states; of two sizes it loads what it has saved."""
+    folder = shutil.copytree(folders(PLAIN_MOE), tmp_path / "broken")
+    exchanged("expp_rank_0_mp_rank_00_optim_states.pt", "expp_rank_1_mp_rank_00_optim_states.pt")(folder / "t")
+    told = worlds[2].run("grid_jobs.refused", grid=PLAIN_MOE, folder=str(folder))
+    assert {(name, same) for name, _, same in told} == {("CheckpointDamaged", True)}, told
+    two = replace(PLAIN_MOE, ep=1, layers="two sizes")
+    for rank in worlds[2].run("grid_jobs.load", grid=two, folder=str(folders(two)), saved_ep=(1, 2)):
+        assert (rank["wrong"], rank["steps"]) == ({}, [1.0])
 
 
 def test_tools_do_not_know_what_optimizers_of_experts_at_stage_0_are_of(folders: Folders, tmp_path: Path) -> None:

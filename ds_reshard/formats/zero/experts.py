@@ -13,6 +13,7 @@ no files of experts, and optimizer files hold masters.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -45,7 +46,7 @@ from ds_reshard.formats.zero.checkpoint import (
 from ds_reshard.formats.zero.model_states import ModelStates, positive, read_entries
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import PARTITION_GROUPS, OptimStates, Partition, read_optim_states
-from ds_reshard.formats.zero.stage0 import with_order
+from ds_reshard.formats.zero.stage0 import param_groups, torch_optimizer, with_order
 from ds_reshard.formats.zero.tensor_parallel import Division, Evidence, divided, divisions
 from ds_reshard.model.content import WEIGHT
 from ds_reshard.model.facts import OptimizerFacts, canonical, describe
@@ -100,6 +101,7 @@ def open_experts(listing: Listing, grid: Grid, model: ModelStates, *, optimizer:
     module = {**model.module, **_experts(listing)}
     if listing.places:
         raise_faults(_missing_places(listing, grid, model), subject=subject)
+        raise_faults(_unlike_places(listing) if optimizer else (), subject=subject)
         grid = grid._replace(ep=len(listing.places))
     optim: OptimStates | None = None
     facts: OptimizerFacts | None = None
@@ -167,6 +169,15 @@ def _missing_places(listing: Listing, grid: Grid, model: ModelStates) -> Iterato
         yield CheckpointDamaged.fault(listing.folder, what, expected, found, mend=mend)
 
 
+def _unlike_places(listing: Listing) -> Iterator[Fault]:
+    """Files of these optimizers that are damaged, or another rank's by the name within."""
+    for name in listing.places.values():
+        try:
+            listing.read(name, read_entries)
+        except ReshardError as error:
+            yield from faults_of(error)
+
+
 def stage0_of_places(zero: ZeroCheckpoint) -> Fault:
     """That no file names what the optimizers of ZeRO stage 0 are of: only a run's own order does."""
     what = "holds optimizers that name no parameter (ZeRO stage 0), one for each expert-parallel rank"
@@ -183,6 +194,7 @@ def places_with_order(
     every rank has is the first's. What is wrong with any optimizer is raised, and where two say different things.
     """
     ep, listing = checkpoint.grid.ep, checkpoint.listing
+    raise_faults(_several_sizes(checkpoint), subject=f"checkpoint {listing.folder}")
     parts: list[ZeroCheckpoint] = []
     extents: dict[str, Extent] = {}
     placements: dict[TensorKey, Placement] = {}
@@ -222,31 +234,61 @@ def places_with_order(
 
 
 def _at_place(shapes: Mapping[str, Shape], place: int, checkpoint: ZeroCheckpoint) -> dict[str, Shape]:
-    """A param group as a rank of the saving run had it: layer by layer, its experts one after another."""
+    """A param group as a rank of the saving run had it: its experts of a layer where this run's stand, by number."""
     totals: dict[str, int] = {}
     for of in (expert_of(name) for name in checkpoint.model.module):
         if of is not None:
             totals[of[0]] = max(totals.get(of[0], 0), of[1] + 1)
     made: dict[str, Shape] = {}
-    firsts: dict[str, dict[str, Shape]] = {}
-    numbers: dict[str, int] = {}
-    for name, shape in shapes.items():
-        of = expert_of(name)
-        if of is None:
-            made[name] = shape
-        elif numbers.setdefault(of[0], of[1]) == of[1]:
-            firsts.setdefault(of[0], {})[of[2]] = shape
-    if list(shapes) != by_number(shapes):
-        what, mend = (
-            "are in another order than by layer and number",
-            "build the param groups as named_parameters has them",
-        )
-        raise_faults([UnsupportedLayout.fault("this run's experts", what, mend=mend)], subject="matching experts")
-    for prefix, tails in firsts.items():
+    again: list[str] = []
+    for prefix, block in itertools.groupby(shapes, lambda name: (expert_of(name) or ("",))[0]):
+        names = list(block)
+        if not prefix:
+            made |= {name: shapes[name] for name in names}
+            again += names
+            continue
+        tails = {of[2]: shapes[name] for name in names if (of := expert_of(name)) is not None}
+        numbers = sorted({of[1] for name in names if (of := expert_of(name)) is not None})
+        again += [f"{prefix}{number}{tail}" for number in numbers for tail in tails]
         held = totals.get(prefix, 0) // checkpoint.grid.ep
         for number in range(place * held, (place + 1) * held):
             made |= {f"{prefix}{number}{tail}": shape for tail, shape in tails.items()}
+    if again != list(shapes):
+        what = "are in another order than one after another, or not all trained alike: no file names their states"
+        mend = f"build the param groups so, or load with expert-parallel size {checkpoint.grid.ep}"
+        raise_faults([UnsupportedLayout.fault("this run's experts", what, mend=mend)], subject="matching experts")
     return made
+
+
+def same_places(checkpoint: ZeroCheckpoint, sizes: set[int], groups: Sequence[Mapping[str, object]] | None) -> bool:
+    """Whether a run of these expert-parallel sizes and param groups has the optimizers of stage 0 as they were saved.
+
+    DeepSpeed orders groups of several sizes by hashes, which Python draws anew for each process.
+    """
+    if max(sizes, default=1) != checkpoint.grid.ep:
+        return False
+    return groups is None or _outline(groups) == _outline(_saved_groups(checkpoint, 0))
+
+
+def _outline(groups: Iterable[Mapping[str, object]]) -> list[tuple[object, int]]:
+    """The name that DeepSpeed has given each param group, and how many parameters it has."""
+    sized = ((group.get("name"), group.get("params")) for group in groups)
+    return [(name, len(params) if isinstance(params, list) else 0) for name, params in sized]
+
+
+def _saved_groups(checkpoint: ZeroCheckpoint, place: int) -> list[Mapping[str, object]]:
+    top = checkpoint.listing.read(checkpoint.listing.places[place], read_entries)
+    return param_groups(torch_optimizer(replace(checkpoint.model, entries=top)))
+
+
+def _several_sizes(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+    """Layers of several expert-parallel sizes, which the names that DeepSpeed gives param groups tell."""
+    names = {str(group.get("name")) for group in _saved_groups(checkpoint, 0) if group.get("moe")}
+    if len(names) > 1:
+        what = "holds layers of several expert-parallel sizes at ZeRO stage 0, or their param groups in another order"
+        mend = "load it with these sizes and groups, each run started with one PYTHONHASHSEED"
+        found = ", ".join(sorted(names))
+        yield UnsupportedLayout.fault(checkpoint.listing.folder, what, "experts of one size", found, mend=mend)
 
 
 def _groups_said(part: ZeroCheckpoint) -> str:

@@ -20,7 +20,7 @@ from ds_reshard.errors import (
 )
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, is_placeholder
 from ds_reshard.formats.zero.content import SAME_BYTES
-from ds_reshard.formats.zero.experts import places_with_order
+from ds_reshard.formats.zero.experts import places_with_order, same_places
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.rows import rows_with_order
 from ds_reshard.formats.zero.shards import ZeroShards
@@ -343,7 +343,8 @@ def same_layout(
         return False
     if checkpoint.rows or len(checkpoint.columns) > 1:
         return False
-    if checkpoint.listing.places and {one.total // one.held for one in grid.experts.values()} != {checkpoint.grid.ep}:
+    sizes = {one.total // one.held for one in grid.experts.values()}
+    if checkpoint.listing.places and not same_places(checkpoint, sizes, None if live is None else live.groups):
         return False
     if checkpoint.stages and (checkpoint.stage != 0 or len(checkpoint.stages) != grid.pp):
         return False
