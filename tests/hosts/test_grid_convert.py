@@ -259,3 +259,31 @@ def test_parameters_that_were_dealt_out_in_turn_are_refused(folders: Folders, tm
         torch.save(content, file)
     with pytest.raises(UnsupportedLayout, match="round_robin_gradients on a grid"):
         convert(str(folder), str(tmp_path / "out"), to="zero1")
+
+
+@pytest.mark.parametrize(("dp", "stage"), [(1, 1), (2, 3)])
+def test_momentum_of_muon_is_written_where_it_is_cut_as_its_parameters(
+    folders: Folders, tmp_path: Path, dp: int, stage: int
+) -> None:
+    """It is a fixed part of the gradient, and that of the master. Several ranks of stage 1 would want it otherwise."""
+    folder = str(folders(Grid("muon", dp=dp, stage=stage)))
+    convert(folder, str(tmp_path / "out"), to="zero1", dp=1)
+    (path,) = (tmp_path / "out").glob("*/*_optim_states.pt")
+    saved = torch.load(path, weights_only=False)["optimizer_state_dict"]
+    momentum = saved["base_optimizer_state"]["state"][0]["momentum_buffer"]
+    master = saved["single_partition_of_fp32_groups"][0].detach()
+    assert torch.allclose(momentum[: len(master)], master / 4 * 0.05, rtol=1e-6, atol=0)
+    with pytest.raises(UnsupportedLayout, match="was trained with Muon, whose momentum"):
+        convert(folder, str(tmp_path / "other"), to="zero2", dp=2)
+
+
+def test_momentum_of_muon_that_is_as_long_as_a_partition_is_not_one(folders: Folders, tmp_path: Path) -> None:
+    folder = shutil.copytree(folders(Grid("muon", dp=2)), tmp_path / "saved")
+    for path in folder.glob("t/*_optim_states.pt"):
+        content = torch.load(path, weights_only=False)
+        said = content["optimizer_state_dict"]
+        state = said["base_optimizer_state"]["state"][0]
+        state["momentum_buffer"] = state["momentum_buffer"][: len(said["single_partition_of_fp32_groups"][0])].clone()
+        torch.save(content, path)
+    with pytest.raises(UnsupportedLayout, match="Muon's, of whole parameters"):
+        convert(str(folder), str(tmp_path / "out"), to="zero1", dp=1)

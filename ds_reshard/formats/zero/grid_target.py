@@ -89,8 +89,7 @@ def zero_target(
     """
     subject = f"converting {checkpoint.listing.folder} to {kind}"
     refuse_source(checkpoint, kind)
-    if kind == "bf16":
-        raise_faults(list(_not_bf16(checkpoint)), subject=subject)
+    raise_faults(list(_not_bf16(checkpoint) if kind == "bf16" else _of_muon(checkpoint, kind, dp)), subject=subject)
     most = (sub_group_size or _saved_sub_group_size(checkpoint)) if FORMATS[kind][1] == 3 else None
     stages, faults = ([checkpoint], []) if like is None else _of_stages(checkpoint, like, kind)
     divided, unknown = redivisions(checkpoint, tp, like) if tp > 1 else ({}, [])
@@ -348,6 +347,17 @@ def _units(shards: ZeroShards, column: Column) -> Iterator[Unit]:
         name = f"{_prefix(model.checkpoint, optim)}zero_pp_rank_{rank}_{mp}_optim_states.pt"
         file = TargetFile(name=name, tree=partial(optim.tree, rank), data=optim.data())
         yield Unit(family=OPTIM, shard=column.number * optim.dp + rank, files=(file,))
+
+
+def _of_muon(checkpoint: ZeroCheckpoint, kind: str, dp: int) -> Iterator[Fault]:
+    """Below stage 3 each of several ranks wants Muon's momentum of whole parameters."""
+    groups = checkpoint.facts.groups if checkpoint.facts is not None and kind in ("zero1", "zero2") and dp > 1 else ()
+    if any((group.hyperparameters or {}).get("use_muon") for group in groups):
+        what, mend = (
+            "was trained with Muon, whose momentum ranks of ZeRO 1 and 2 do not divide",
+            "use --to zero3, or --dp 1",
+        )
+        yield UnsupportedLayout.fault(checkpoint.listing.folder, what, "ZeRO 3", f"{kind}, dp={dp}", mend=mend)
 
 
 def _not_bf16(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:

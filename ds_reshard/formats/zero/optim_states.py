@@ -7,8 +7,8 @@ A bf16 stage-1 run may be of either of the first two classes with the same file 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ds_reshard.containers.torch_zip import TorchArchive, check_root, open_archive
 from ds_reshard.errors import fail
@@ -138,7 +138,7 @@ def _flat_groups(
         elastic=elastic,
         partition_count=max(counts),
         counts=tuple(counts),
-        partitions=tuple(partitions),
+        partitions=_muons(partitions, groups, members, counts) if kind == "zero" else tuple(partitions),
         groups=groups,
         members=members,
         entries=entries,
@@ -250,6 +250,24 @@ def _partition(
     return Partition(
         fp32=fp32, states=flat, scalars=scalars, unfollowed=unfollowed, padding=padded - fp32.numel, alignment=alignment
     )
+
+
+def _muons(
+    partitions: Sequence[Partition], groups: Groups | None, members: Members, counts: Sequence[int]
+) -> tuple[Partition, ...]:
+    """The partitions, without what Muon has of whole parameters and is as long as one by chance.
+
+    Of each parameter that a rank has a part of it keeps all (`_muon_momentum_buffer`, stage_1_and_2.py, 0.19.8).
+    """
+    made = list(partitions)
+    for group, own in zip(groups or (), members, strict=False):
+        for number in own if group.get("use_muon") else ():
+            if counts[number] > 1:
+                states = dict(made[number].states)
+                found = {name: "Muon's, of whole parameters" for name in states if name == "momentum_buffer"}
+                kept = {name: tensor for name, tensor in states.items() if name not in found}
+                made[number] = replace(made[number], states=kept, unfollowed={**made[number].unfollowed, **found})
+    return tuple(made)
 
 
 def _compared(config: object) -> object:
