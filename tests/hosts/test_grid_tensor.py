@@ -97,6 +97,10 @@ LOADS = [
     (few(1, 0, tp=3), few(2, 0)),
     (mpu(1, 0, "bf16", tp=2), mpu(2, 3, "bf16")),
     (mpu(2, 0, "bf16"), mpu(1, 0, "bf16", tp=2)),
+    (autotp(1, 3, "bf16", tp=4), autotp(4, 1, "bf16")),
+    (autotp(1, "bf16opt", "bf16", tp=4), autotp(1, 2, "bf16", tp=2)),
+    (autotp(1, tp=3), autotp(4, 3)),
+    (autotp(1, tp=3), autotp(1, 2, tp=3)),
 ]
 
 
