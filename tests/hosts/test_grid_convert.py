@@ -287,3 +287,15 @@ def test_momentum_of_muon_that_is_as_long_as_a_partition_is_not_one(folders: Fol
         torch.save(content, path)
     with pytest.raises(UnsupportedLayout, match="Muon's, of whole parameters"):
         convert(str(folder), str(tmp_path / "out"), to="zero1", dp=1)
+
+
+def test_a_second_name_of_which_stage_3_has_no_value_is_left_out(folders: Folders, tmp_path: Path) -> None:
+    """AutoEP gives each router two; all else is what files of stage 1 make of the same run."""
+    saved = {stage: str(folders(Grid("autoep", ep=2, dp=2, stage=stage))) for stage in (1, 3)}
+    done = {stage: convert(folder, str(tmp_path / str(stage)), to="dcp") for stage, folder in saved.items()}
+    second = {f"model.layers.{layer}.mlp.gate.gate.weight" for layer in range(2)}
+    assert {name for name in second for note in done[3].notes if f"left out: {name}, of which" in note} == second
+    found = {
+        one.name: one.state for one in diff(str(tmp_path / "1"), str(tmp_path / "3")).tensors if one.state != "equal"
+    }
+    assert found.keys() == second and "other shape" not in found.values()

@@ -40,8 +40,11 @@ def content_of(checkpoint: ZeroCheckpoint) -> Content:
     model, facts, layout = checkpoint.model, checkpoint.facts, checkpoint.layout
     assert facts is not None
     tensors: dict[TensorKey, Held] = {}
-    firsts = first_names(model)
+    unsaved = _unsaved(checkpoint)
+    firsts = {name: first for name, first in first_names(model).items() if name not in unsaved}
     for name, tensor in whole_tensors(model).items():
+        if name in unsaved:
+            continue
         key, master = TensorKey(name=name, kind=WEIGHT), TensorKey(name=name, kind=MASTER)
         tensors[key] = Held(shape=tensor.shape, dtype=tensor.dtype, origin=key if key in layout else master)
     mend = "load it in a run, and save contiguous tensors there"
@@ -68,9 +71,26 @@ def content_of(checkpoint: ZeroCheckpoint) -> Content:
         objects=dict(flattened(kept)),
         schedule=schedule_of(entries.get("lr_scheduler"), len(facts.groups)),
         batch_size=batch if type(batch) is int else None,
-        notes=tuple(f"left out: the module's entry {name}, which is no tensor" for name in sorted(model.objects)),
+        notes=(
+            *(f"left out: the module's entry {name}, which is no tensor" for name in sorted(model.objects)),
+            *(
+                f"left out: {name}, of which the files of stage 3 have no value: another name, or empty"
+                for name in unsaved
+            ),
+        ),
         home=checkpoint,
     )
+
+
+def _unsaved(checkpoint: ZeroCheckpoint) -> list[str]:
+    """Entries that stand at stage 3 for something that no file holds, nor says whether it is another's second name.
+
+    AutoEP gives each router a second one (`mlp.gate.gate.weight`), which `shared_params` does not have (0.19.8).
+    """
+    model = checkpoint.model
+    known = {*model.trainable, *model.frozen_shapes, *model.buffer_names, *model.shared}
+    module = model.module.items() if checkpoint.listing.partitioned_model else ()
+    return sorted(name for name, tensor in module if not tensor.numel and name not in known)
 
 
 def as_zero(content: Content) -> ZeroCheckpoint:
