@@ -31,7 +31,7 @@ UNSAVED = Grid("pipeline", pp=2, dp=2, stage=0, dtype="bf16")
 AUTOTP, UNEVEN = Grid("autotp", tp=2, dp=2), Grid("autotp", tp=3, stage=3, dtype="bf16")
 FEW = Grid("autotp", tp=3, stage=2, layers="few")
 CUT, UNSAID = Grid("cut", tp=2, layers="said"), Grid("cut", tp=2, dp=2, layers="unsaid")
-MOE = Grid("moe", ep=2, dp=4)
+MOE, FOUR_PLACES = Grid("moe", ep=2, dp=4), Grid("moe", ep=4, dp=4)
 ROWS = Grid("pipeline", pp=2, tp=2, layers="divided")
 
 
@@ -172,6 +172,7 @@ UNIVERSAL = [
         *((source, target, False) for source, target in UNIVERSAL),
         *((source, target, True) for source, target in UNIVERSAL if target.tp == 1 or source in (UNSAID, ROWS)),
         (MOE, Grid("moe", ep=2, dp=2), True),
+        (FOUR_PLACES, Grid("moe", ep=2, dp=2, stage=2), True),
         (MOE, Grid("moe", ep=4, dp=4, stage="bf16opt", dtype="bf16"), True),
     ],
     ids=str,

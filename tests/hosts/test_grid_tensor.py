@@ -101,6 +101,7 @@ LOADS = [
     (autotp(1, "bf16opt", "bf16", tp=4), autotp(1, 2, "bf16", tp=2)),
     (autotp(1, tp=3), autotp(4, 3)),
     (autotp(1, tp=3), autotp(1, 2, tp=3)),
+    (autotp(1, 0, tp=4), autotp(2, 1, tp=2)),
 ]
 
 
