@@ -153,10 +153,9 @@ class Fault:
     mend: str = ""
 
     def line(self) -> str:
-        text = f"{self.where}: {self.what}"
-        if self.expected or self.found:
-            text += f" (expected {self.expected}, found {self.found})"
-        return text
+        both = (("expected", self.expected), ("found", self.found))
+        told = ", ".join(f"{word} {value}" for word, value in both if value)
+        return f"{self.where}: {self.what}" + (f" ({told})" if told else "")
 
 
 _MEND = {

@@ -83,3 +83,25 @@ def named(pattern: str) -> Iterator[tuple[str, str, re.Match[str]]]:
     for module, text in messages():
         for match in re.finditer(pattern, text):
             yield module, text, match
+
+
+def amended(words: list[str], line: str, filled: dict[str, str]) -> list[str]:
+    """A command changed as a mending line says; `filled` are the values of what it leaves to the reader, as DIR.
+
+    The line is a whole command, or options with their values, or options after `leave out` or `without`.
+    """
+    told = " ".join(filled.get(word, word) for word in re.sub(r",(?!\S)", "", line).split()).split()
+    if told[0] == "ds-reshard":
+        return told[1:]
+    made, without = list(words), False
+    for at, word in enumerate(told):
+        without |= word in ("leave", "without")
+        if not word.startswith("--"):
+            continue
+        value = [one for one in told[at + 1 : at + 2] if not one.startswith("--") and one != "without"]
+        begin = end = made.index(word) if word in made else len(made)
+        if end < len(made):
+            end += 1 + (end + 1 < len(made) and not made[end + 1].startswith("--"))
+        made[begin:end] = [] if without else [word, *value]
+    assert made != words, line
+    return made

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,16 @@ import pytest
 import torch
 from cases import Model, Run, ds_config
 from foretold import change
+from messages import amended
 from saves import Saves
 from strangers import Stranger
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
+import nanotron_builder as nanotron
+
 from ds_reshard.cli.main import main
+from ds_reshard.operations import convert
+from ds_reshard.resume.policy_sources import FLAGS
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 ZERO2, NADAM, FP32 = (Run(2, 2), Model(groups=2)), (Run(1, 2), Model(optimizer="nadam")), (Run(1, 2, "fp32"), Model())
@@ -142,3 +151,206 @@ def test_what_mends_a_load_mends_it(
         told = capsys.readouterr()
         assert ended == status or (status == 1 and ended == 2), told.out + told.err
         assert status == 0 or line in " ".join((told.out + told.err).split()), told.out + told.err
+
+
+Places = dict[str, str]
+"""The folder that is converted, and what stands in a mending line for a folder, file or number of the reader's own."""
+Written = Callable[[Path], Places]
+ONE, PP2, FP32_RUN = nanotron.Run(), nanotron.Run(pp=2), nanotron.Run(masters=False)
+STEP = str(nanotron.STEP)
+
+
+def _of_nanotron(run: nanotron.Run = ONE, **others: nanotron.Run) -> Written:
+    """A checkpoint of nanotron, and others of other runs."""
+    return lambda at: {name: str(nanotron.write(one, at / name)) for name, one in {"source": run, **others}.items()}
+
+
+def _converted(
+    to: str, run: nanotron.Run = ONE, names: dict[str, str] | None = None, **others: nanotron.Run
+) -> Written:
+    """The same, converted; under other names, beside the map that gives its own back."""
+
+    def made(at: Path) -> Places:
+        places = _of_nanotron(run, **others)(at)
+        maps = [names, {new: old for old, new in names.items()}] if names else []
+        for number, one in enumerate(maps):
+            (at / f"map{number}.json").write_text(json.dumps(one))
+        convert(places["source"], str(at / "other"), to=to, names=str(at / "map0.json") if names else None)
+        return {**places, "first": places["source"], "source": str(at / "other"), "map.json": str(at / "map1.json")}
+
+    return made
+
+
+def _and(written: Written, change: Callable[[Path, Path], object]) -> Written:
+    """The same, changed: given are the folders of the source's step and of the first other's."""
+
+    def made(at: Path) -> Places:
+        places = written(at)
+        source, *others = (next(Path(place).glob("*7")) for place in places.values() if Path(place).is_dir())
+        change(source, *others[:1])
+        return places
+
+    return made
+
+
+def _metadata(step: Path, change: Callable[[Any], object]) -> None:
+    path = step / "checkpoint_metadata.json"
+    held = json.loads(path.read_text())
+    change(held["metas"])
+    path.write_text(json.dumps(held))
+
+
+def _file(path: Path, change: Callable[[Any], object]) -> None:
+    """Change what torch.save wrote."""
+    held = torch.load(path, weights_only=False)
+    change(held)
+    torch.save(held, path)
+
+
+def _several_stages(source: Path, like: Path) -> None:
+    """A folder that says nothing of nanotron's data, and a run that has two stages of them."""
+    for path in source.glob("mp_rank_*_model_states.pt"):
+        _file(path, lambda held: held.pop("nanotron"))
+    _metadata(like, lambda metas: metas["data_stages"].append(metas["data_stages"][0]))
+
+
+def _maximized(source: Path, like: Path) -> None:
+    for path in like.glob("optimizer/*.pt"):
+        _file(path, lambda held: [group.update(maximize=True) for group in held["param_groups"]])
+
+
+def _factored(at: Path) -> Places:
+    """What Adafactor of transformers keeps of a matrix."""
+    at = at / "source"
+    at.mkdir()
+    torch.save({"w": torch.zeros(4, 6)}, at / "pytorch_model.bin")
+    states = {0: {"step": 3, "exp_avg_sq_row": torch.ones(4), "exp_avg_sq_col": torch.ones(6)}}
+    torch.save({"state": states, "param_groups": [{"lr": 0.1, "params": [0]}]}, at / "optimizer.pt")
+    return {"source": str(at)}
+
+
+OF_MODEL = {param.name: f"model.{param.name}" for param in nanotron.MODEL}
+OF_GROUP = {**{name: name for name in OF_MODEL}, nanotron.MODEL[-1].name: "0"}
+TO = "convert {source} {out} --to "
+LIKE, WEIGHTS = TO + "nanotron --like {DIR}", r"(--to \w+) or torch((?: without --like)?), for the weights"
+OF_FORMATS: dict[str, tuple[Written, str, str]] = {
+    # what lies there, the command that is refused, and where in what it says the line is that mends it
+    "stages that no file tells": (_of_nanotron(DIR=PP2), TO + "nanotron --pp 2", "(--like DIR)"),
+    "--like of another topology": (_of_nanotron(DIR=PP2), LIKE + " --tp 2 --pp 1", "(leave out --pp and --tp)"),
+    "ranks that would hold nothing": (_of_nanotron(), TO + "nanotron --dp 99", "or (--zero-stage 0)"),
+    "chunks that cannot be cut": (_of_nanotron(), TO + "nanotron --tp 3", "another (--tp)"),
+    "--like of another framework": (
+        _converted("zero2"),
+        "convert {first} {out} --to nanotron --like {source}",
+        "(--like) .*: is no checkpoint of nanotron; .* leave it out",
+    ),
+    "no arrangement": (_converted("zero2", DIR=ONE), TO + "nanotron", "(--like DIR)"),
+    "other names": (_converted("dcp", names=OF_MODEL, DIR=ONE), LIKE, "(--names map.json)"),
+    "the name of a param group": (_converted("universal", names=OF_GROUP), TO + "dcp", "(--names)"),
+    "several data stages": (
+        _and(_converted("zero2", odd=ONE, DIR=ONE), _several_stages),
+        TO + "nanotron --like {odd}",
+        "(--like DIR)",
+    ),
+    "another optimizer": (
+        _and(_converted("zero2", odd=ONE, DIR=ONE), _maximized),
+        TO + "nanotron --like {odd}",
+        "(--like DIR)",
+    ),
+    "no optimizer": (_converted("safetensors", DIR=ONE), LIKE, WEIGHTS),
+    "no counters": (_converted("pytorch", DIR=ONE), LIKE, WEIGHTS),
+    "no step": (
+        _and(_of_nanotron(), lambda step: _metadata(step, lambda metas: metas.pop("last_train_step"))),
+        TO + "zero2",
+        WEIGHTS,
+    ),
+    "lost states": (
+        _and(_of_nanotron(), lambda step: shutil.rmtree(step / "optimizer")),
+        TO + "safetensors",
+        "or (remove lr_scheduler)",
+    ),
+    "factored states": (_factored, TO + "safetensors", "(move optimizer.pt) out of the folder, for the weights"),
+    "fp32": (_of_nanotron(FP32_RUN), TO + "bf16", "To mend: (--to zero1)"),
+    "files of FSDP ranks": (_of_nanotron(), TO + "fsdp", "(--to dcp), which"),
+    "no experts": (_of_nanotron(), TO + "zero1 --ep 2", "(--ep) 2: .*; leave it out"),
+    "tensor-parallel ranks of a whole": (
+        _of_nanotron(),
+        TO + "dcp --tp 2",
+        "(--tp): dcp has no such option; leave it out",
+    ),
+    "another step": (_of_nanotron(), "inspect {source} --tag 3", "(--tag 7)"),
+}
+
+
+@pytest.mark.parametrize("case", OF_FORMATS)
+def test_the_line_that_a_format_gives_mends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    """It is taken out of the error: the command that was refused, changed as the line says, ends well."""
+    made, faulty, pattern = OF_FORMATS[case]
+    places = {**made(tmp_path), "out": str(tmp_path / "out")}
+    words = [word.format(**places) for word in faulty.split()]
+    assert main(words) != 0
+    told = " ".join(capsys.readouterr().err.split())
+    found = re.search(pattern, told)
+    assert found is not None, told
+    line = f"leave out {found[1]}" if "leave it out" in found[0] else "".join(found.groups())
+    if "--" not in line:
+        (named,) = Path(places["source"]).rglob(line.split()[1])
+        named.rename(tmp_path / "moved")
+        line = "ds-reshard " + " ".join(words)
+    filled = {**places, "--names": f"--names {places.get('map.json')}"} if found[1] == "--names" else places
+    filled = {**filled, "--tp": "--tp 2"} if "another" in found[0] else filled
+    assert main(amended(words, line, filled)) == 0, capsys.readouterr().err
+
+
+def _unscheduled(to: str) -> Written:
+    def made(at: Path) -> Places:
+        source = nanotron.write(ONE, at / "first")
+        shutil.rmtree(source / STEP / "lr_scheduler")
+        convert(str(source), str(at / "other"), to=to)
+        return {"source": str(at / "other")}
+
+    return made
+
+
+STATELESS_RUN = {"iteration": "reset", "dataloader": "reset"}
+LOADS: dict[str, tuple[Written, dict[str, Any], dict[str, Any], str]] = {
+    # what lies there, the policy of the coming run, the run itself, and where the flag is that mends it
+    "no scheduler": (_unscheduled("dcp"), {}, {}, "(--override-opt-param-scheduler), for this run's"),
+    "no scheduler, anew": (_unscheduled("dcp"), {}, {}, "or (--no-load-lr-state)"),
+    "no steps": (_converted("pytorch"), {}, {}, "(--reset-iteration), to begin at 0"),
+    "no states": (_converted("safetensors"), {"scheduler": "override", **STATELESS_RUN}, {}, "(--no-load-optim)"),
+    "masters on one side": (_converted("zero2"), {}, {"run": FP32_RUN}, "or (--no-load-optim) to begin"),
+    "another batch": (_of_nanotron(), {}, {"accumulation": 4}, "(--override-optim-hparams global_batch_size)"),
+    "another batch, this run's schedule": (
+        _of_nanotron(),
+        {},
+        {"accumulation": 4},
+        "or (--override-opt-param-scheduler) with",
+    ),
+    "other names": (_converted("dcp", names=OF_MODEL), {}, {}, "DS_RESHARD_SETTINGS='({.*?})'"),
+}
+
+
+@pytest.mark.parametrize("case", LOADS)
+def test_what_mends_a_load_of_nanotron_mends_it(worlds: Any, tmp_path: Path, case: str) -> None:
+    """The flag, or the setting, that the error names, given to the same run."""
+    made, policy, how, pattern = LOADS[case]
+    places, how = made(tmp_path), {"run": ONE, **how}
+    how["folder"] = places["source"]
+
+    def refused(**asked: Any) -> str:
+        if "accumulation" in how:  # a folder of its own
+            return str(worlds[1].run("nanotron_jobs.start_refused", **how, **asked)[0][1])
+        return str(worlds[1].run("nanotron_jobs.other", **how, **asked)[0].get("text", ""))
+
+    told = refused(policy=policy)
+    found = re.search(pattern, told)
+    assert found is not None, told
+    name, *value = found[1].split()
+    if name.startswith("{"):
+        how["names"] = places[json.loads(found[1])["names"]]
+    else:
+        (flag,) = (one for one in FLAGS if name in one.names)
+        policy = {**policy, flag.key: value if value else flag.value}
+        policy = policy if flag.value != "skip" else {key: policy[key] for key in policy if key != "scheduler"}
+    assert refused(policy=policy) == ""

@@ -329,6 +329,6 @@ _OF_STAGES = (
     "pipeline_model_parallel_layout",
 )
 """What a run says of its stages that are not all alike: those of the folder are."""
-_ANY = "--to megatron, which Megatron-LM loads under any tp and pp"
+_ANY = "--to megatron without --tp and --pp, which Megatron-LM loads under any"
 _STATEFUL = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2")
 """Modules of local layers that have a state, which is None."""

@@ -64,6 +64,8 @@ def digest_of(checkpoint: NanotronCheckpoint) -> str:
     return hashlib.sha256(canonical(said).encode("utf-8", "surrogatepass")).hexdigest()
 
 
+_WEIGHTS = "--to safetensors or torch, for the weights"
+_ALONE = "--to safetensors or torch without --like, for the weights"
 METADATA = "nanotron"
 """The entry under which another framework's checkpoint keeps `metas` of checkpoint_metadata.json."""
 
@@ -101,9 +103,8 @@ def content_of(checkpoint: NanotronCheckpoint) -> Content:
 
 def _faults(checkpoint: NanotronCheckpoint) -> Iterator[Fault]:
     if checkpoint.metadata.step is None:
-        mend = "--to safetensors or torch, for the weights"
         expected = "metas in checkpoint_metadata.json"
-        yield UnsupportedLayout.fault(checkpoint.folder, "does not say its step", expected, "none", mend=mend)
+        yield UnsupportedLayout.fault(checkpoint.folder, "does not say its step", expected, "none", mend=_WEIGHTS)
 
 
 def _notes(checkpoint: NanotronCheckpoint, groups: int) -> Iterator[str]:
@@ -152,7 +153,8 @@ def position_of(content: Content, like: Metadata) -> tuple[Mapping[str, object],
     if _is_text(own) and isinstance(own, dict) and own.get("last_train_step") == content.steps:
         return own, []
     if content.steps is None or content.samples is None:
-        return {}, [_unknown(content, "says no number of steps and samples", "global_steps and global_samples")]
+        what, expected = "says no number of steps and samples", "global_steps and global_samples"
+        return {}, [UnsupportedLayout.fault(content.folder, what, expected, "others", mend=_ALONE)]
     metas = like.entries.get("metas")
     shown: Mapping[str, object] = metas if isinstance(metas, dict) else {}
     counts: dict[str, object] = {"consumed_train_samples": content.samples, "last_train_step": content.steps}
@@ -163,7 +165,11 @@ def position_of(content: Content, like: Metadata) -> tuple[Mapping[str, object],
     folders = stage.get("consumed_tokens_per_dataset_folder") or {} if isinstance(stage, dict) else None
     if not isinstance(stage, dict) or not isinstance(folders, dict) or len(folders) > 1:
         what = "does not say what it has consumed of which data, of which --like has several stages or folders"
-        return {}, [_unknown(content, what, "a --like of one data stage and folder")]
+        expected, mend = (
+            "a --like of one data stage and folder",
+            "name a checkpoint of a run with one data stage: --like DIR",
+        )
+        return {}, [UnsupportedLayout.fault(content.folder, what, expected, "others", mend=mend)]
     tokens = content.samples * int(stage.get("sequence_length") or _SEQUENCE_LENGTH)
     consumed = dict.fromkeys(folders, tokens)
     stage = {**stage, "consumed_train_samples": content.samples, "consumed_tokens_per_dataset_folder": consumed}
@@ -177,12 +183,6 @@ def _is_text(value: object) -> bool:
     except (TypeError, ValueError, RecursionError):
         return False
     return True
-
-
-def _unknown(content: Content, what: str, expected: str) -> Fault:
-    return UnsupportedLayout.fault(
-        content.folder, what, expected, "others", mend="name a checkpoint of a run with one data stage: --like DIR"
-    )
 
 
 _INITIAL = "initial_lr"
@@ -290,9 +290,8 @@ def adopt(content: Content, like: NanotronCheckpoint) -> Adoption:
     """
     faults = list(_parameters(content, like))
     if content.facts is None:
-        mend = "--to safetensors or torch, for the weights"
         what = "holds no optimizer"
-        faults.append(UnsupportedLayout.fault(content.folder, what, "param groups and states", mend=mend))
+        faults.append(UnsupportedLayout.fault(content.folder, what, "param groups and states", mend=_ALONE))
         return Adoption(checkpoint=None, origins={}, faults=tuple(faults), notes=())
     faults += _optimizer(content, like)
     scalars, wrong = _scalars(content, like)

@@ -91,7 +91,8 @@ def arrange(source: NanotronCheckpoint, wanted: Wanted, like: NanotronCheckpoint
         try:
             parameters[name] = _cut(parameter, like.parameters[name] if like is not None else None, topology.tp)
         except ValueError as error:
-            faults.append(_unsupported(name, str(error), f"tp {topology.tp}", _LIKE))
+            mend = _LIKE if split_of(parameter.pairs, parameter.shape) is None else "another --tp"
+            faults.append(_unsupported(name, str(error), f"tp {topology.tp}", mend))
     if stages is None:
         found = f"pp {source.topology.pp}, and pp {topology.pp} is asked for"
         what = "which stage of another pipeline trains what, no file says"

@@ -348,7 +348,9 @@ def metas_of(load: Load, foreign: Foreign) -> dict[str, object]:
     if not reset and (content.samples is None or len(listed) != 1):
         what = "does not say what was consumed of which data: that is not there"
         found = f"{content.samples} samples, {len(listed)} data stages in this run"
-        mend = f"--reset-dataloader, or {_OWN.format(folder=foreign.folder)}"
+        mend = "--reset-dataloader"
+        if content.samples is not None and not listed:  # as a step of several stages cannot show what was consumed
+            mend = f"{mend}, or {_OWN.format(folder=foreign.folder)}"
         faults.append(UnsupportedLayout.fault(foreign.folder, what, "samples, and one data stage", found, mend=mend))
     raise_faults(faults, subject=f"loading {foreign.folder}")
     samples = 0 if reset else content.samples
