@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -107,8 +108,22 @@ def resume_nanotron(file: str, **given: Any) -> str:
 
     watching.ask(None, file)
     try:
-        with contextlib.redirect_stderr(io.StringIO()) as shown:
+        with contextlib.redirect_stderr(io.StringIO()) as shown, _no_logging_set_up():
             nanotron_jobs.resume(**given)
     finally:
         watching._FOR_ALL.clear()
     return shown.getvalue()
+
+
+@contextlib.contextmanager
+def _no_logging_set_up() -> Iterator[None]:
+    """As in a fresh process: what ran in this one before has set levels and handlers."""
+    root, own = logging.getLogger(), logging.getLogger("ds_reshard")
+    kept = root.handlers[:], own.handlers[:], own.level
+    root.handlers[:], own.handlers[:] = [], []
+    own.setLevel(logging.NOTSET)
+    try:
+        yield
+    finally:
+        root.handlers[:], own.handlers[:] = kept[:2]
+        own.setLevel(kept[2])
