@@ -66,6 +66,12 @@ def load_differing(run: Run, model: Model, folder: str, differs: str) -> tuple[l
         return _counting(engine, folder), contents(engine)
 
 
+def load_grid(grid: Any, folder: str) -> list[tuple[str, int]]:
+    import grid_jobs
+
+    return grid_jobs.alone(lambda: _counting(grid_jobs.build(grid), folder))()  # type: ignore[no-any-return]
+
+
 def _counting(engine: Any, folder: str) -> list[tuple[str, int]]:
     import ds_reshard
 

@@ -66,6 +66,8 @@ def build(grid: Grid) -> Any:
     _forget()
     model, mpu = BUILD[grid.kind](grid)
     groups = _groups(model)
+    if grid.layers == "no ties, last first":
+        groups = [{**group, "params": group["params"][::-1]} for group in groups]
     if grid.kind == "moe":
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 

@@ -58,6 +58,15 @@ class Embedding(torch.nn.Module):
         return x + square(self)
 
 
+class Tie(torch.nn.Module):
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(numbers(start, 11, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + square(self)
+
+
 def head(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x + (module.weight * 0).sum()
 
@@ -132,8 +141,15 @@ def _layers(kind: str, tp: int = 1, rank: int = 0) -> list[Any]:
             LayerSpec(Norm, 400),
         ]
     first = head_first if kind == "no file" else None
-    if kind == "no ties":
+    if kind.startswith("no ties"):
         return [LayerSpec(Block, 100 * number) for number in range(1, 6)]
+    if kind == "two ties":
+        (one, one_again), (two, two_again) = (
+            [TiedLayerSpec(key, Tie, start, forward_fn=of) for of in (None, head)]
+            for key, start in (("one", 0), ("two", 40))
+        )
+        blocks = [LayerSpec(Block, 100 * number) for number in (1, 2, 3)]
+        return [one, blocks[0], one_again, blocks[1], two, blocks[2], two_again]
     return [
         TiedLayerSpec("embed", Embedding, forward_fn=first),
         LayerSpec(Block, 100, True),

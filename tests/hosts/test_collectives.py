@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import Model, Run
 from gathered import assert_same
+from grid_cases import Grid
 from saves import Saves
 
 pytestmark = pytest.mark.distributed
@@ -66,6 +68,14 @@ def test_an_unchanged_layout_costs_two(worlds: Any, saves: Saves, run: Run) -> N
     folder, _ = saves(run, model)
     told = worlds[2].run("collective_jobs.load_counted", run=run, model=model, folder=str(folder))
     assert [[name for name, _ in collectives] for collectives, _ in told] == [[FOUND, READY]] * 2
+
+
+def test_other_stages_of_a_pipeline_at_stage_0_cost_one_more(worlds: Any, folders: Any) -> None:
+    """Every rank says the order of its param groups."""
+    source, target = (Grid("pipeline", pp=pp, dp=2 // pp, stage=0) for pp in (1, 2))
+    target = replace(target, layers="one position")
+    told = worlds[2].run("collective_jobs.load_grid", grid=target, folder=str(folders(source)))
+    assert [[name for name, _ in one] for one in told] == [[FOUND, READY, READY, READ, DONE]] * 2
 
 
 @pytest.mark.parametrize("stage", (1, 2, 3))

@@ -83,6 +83,13 @@ STAGES = [
     (pipe(4, 1), pipe(1, 2)),
     (pipe(4, 1, "bf16opt", "bf16"), pipe(2, 2, "bf16opt", "bf16")),
     (SHARDED, pipe(3, 1, layers="divided")),
+    (pipe(2, 2, 0), pipe(1, 4)),
+    (pipe(4, 1, 0), pipe(1, 2, 0)),
+    (pipe(2, 2, 0, layers="no ties"), pipe(4, 1, layers="no ties")),
+    (pipe(2, 2, 0, layers="no ties"), pipe(3, 1, 0, layers="no ties")),
+    (pipe(4, 1, 0, layers="no ties"), pipe(2, 1, "bf16opt", "bf16", layers="no ties")),
+    (pipe(1, 2, 0), pipe(2, 2, layers="one position")),
+    (pipe(2, 1, 0, tp=2), pipe(1, 2, tp=2)),
     (pipe(2, 1, 1, "bf16", tp=2, layers="divided"), pipe(2, 1, "bf16opt", "bf16", layers="divided")),
 ]
 
@@ -97,6 +104,16 @@ def test_a_pipeline_loads_bit_equal_with_other_stages(
         assert rank["wrong"] == {}, loaded
         assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
         assert rank["scheduler"]["last_epoch"] == 1
+
+
+@pytest.mark.parametrize(("source", "target"), [(pipe(2, 2, 0), pipe(4, 1)), (pipe(4, 1, 0), pipe(3, 1, 0))], ids=str)
+def test_what_no_file_of_stage_0_holds_is_the_first_stages(
+    worlds: Any, folders: Folders, source: Grid, target: Grid
+) -> None:
+    """Of a later stage what is not tied, as DeepSpeed saves it; all else is the truth."""
+    loaded = worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(folders(source)))
+    lost = [name.partition(" ")[2] or name for rank in loaded for name in rank["wrong"]]
+    assert lost == ["tied_modules.embed.position", "fp32"] and all(rank["steps"] == [1.0] for rank in loaded)
 
 
 def moe(ep: int, dp: int, stage: int | str = 1, dtype: str = "fp32", swapped: bool = False) -> Grid:
@@ -195,6 +212,8 @@ def test_param_groups_of_experts_are_those_of_the_run(
     [
         (pipe(2, 2, 1, "bf16"), pipe(3, 1, 1, "bf16")),
         STAGES[15],
+        (pipe(2, 2, 0), pipe(3, 1)),
+        (pipe(2, 2, 0, "bf16"), pipe(3, 1, "bf16opt", "bf16")),
         (moe(2, 4), moe(1, 2)),
         AUTOEP[1],
         AUTOEP[5],
@@ -267,7 +286,13 @@ def test_muon_is_left_to_deepspeed_where_nothing_changes_and_refused_by_name_els
             assert not any("fp32" in name or name[0].isalpha() for name in rank["wrong"]), rank["wrong"]
 
 
-PROVED = [(pipe(2, 2), pipe(2, 1)), (pipe(2, 2), pipe(3, 1)), (autotp(2), autotp(1)), (autotp(2), autotp(2))]
+PROVED = [
+    (pipe(2, 2), pipe(2, 1)),
+    (pipe(2, 2), pipe(3, 1)),
+    (pipe(2, 2, 0), pipe(1, 2)),
+    (autotp(2), autotp(1)),
+    (autotp(2), autotp(2)),
+]
 
 
 @pytest.mark.parametrize(("source", "target"), PROVED, ids=str)
@@ -276,6 +301,19 @@ def test_fingerprints_are_added_up_over_a_column(worlds: Any, folders: Folders, 
     loaded = worlds[target.ranks].run("grid_jobs.load", grid=proving, folder=str(folders(source)))
     assert not any(rank["wrong"] for rank in loaded)
     assert "tensors proved" in loaded[0]["report"]
+
+
+def test_frozen_parameters_that_a_stage_0_optimizer_lists_have_no_states(
+    worlds: Any, folders: Folders, tmp_path: Path
+) -> None:
+    """As `torch.optim.AdamW(module.parameters())` numbers them."""
+    folder = shutil.copytree(folders(pipe(2, 2, 0)), tmp_path / "listed")
+    for path in folder.glob("t/mp_rank_*_model_states.pt"):
+        content = torch.load(path, weights_only=False)
+        content["optimizer"]["param_groups"][1]["params"].insert(1, 99)
+        torch.save(content, path)
+    for rank in worlds[2].run("grid_jobs.load", grid=pipe(1, 2, 0), folder=str(folder)):
+        assert (rank["wrong"], rank["steps"]) == ({}, [1.0])
 
 
 BY_DEEPSPEED = {

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.distributed
 
 PIPE = Grid("pipeline", pp=2)
 PLAIN = Grid("pipeline", pp=2, stage=0)
+ALIKE = Grid("pipeline", pp=2, stage=0, layers="no ties")
 SHARDED = Grid("pipeline", pp=2, tp=2, layers="divided")
 TP = Grid("autotp", tp=2)
 MOE, PLAIN_MOE = Grid("moe", ep=2, dp=2), Grid("moe", ep=2, dp=2, stage=0)
@@ -135,6 +136,11 @@ def exchanged(one: str, other: str) -> Damage:
 
 def decayed(content: dict[str, Any]) -> None:
     content["optimizer"]["param_groups"][1]["weight_decay"] = 0.75
+
+
+def stepped(content: dict[str, Any]) -> None:
+    for state in content["optimizer"]["state"].values():
+        state["step"] += 1
 
 
 REFUSED = {
@@ -257,7 +263,66 @@ REFUSED = {
         "UnsupportedLayout",
         "numbered otherwise",
     ),
-    "stage 0 names no parameter": (PLAIN, lambda folder: None, "UnsupportedLayout", "one for each stage"),
+    "a tied copy of stage 0 with other moments": (
+        PLAIN,
+        changed(MODEL, lambda content: content["optimizer"]["state"][0]["exp_avg"].add_(1.0)),
+        "CheckpointDamaged",
+        f"tied parameter {TIED}[exp_avg]: copy 2, of another stage, has other values",
+    ),
+    "what is not tied was trained twice at stage 0": (
+        PLAIN,
+        changed(MODEL, lambda content: content["optimizer"]["state"][3]["exp_avg"].add_(1.0)),
+        "UnsupportedLayout",
+        f"parameter {POSITION}[exp_avg]: is not tied, was trained in several stages",
+    ),
+    "a stage of stage 0 of another step": (
+        ALIKE,
+        changed(MODEL, stepped),
+        "CheckpointDamaged",
+        "mp_rank_01_model_states.pt: keeps other steps or param groups than the first stage",
+    ),
+    "a stage of stage 0 with another weight decay": (
+        ALIKE,
+        changed(MODEL, decayed),
+        "CheckpointDamaged",
+        "mp_rank_01_model_states.pt: keeps other steps or param groups than the first stage",
+    ),
+    "a state of stage 0 is missing": (
+        ALIKE,
+        changed(MODEL, lambda content: content["optimizer"]["state"].pop(0) and None),
+        "UnsupportedLayout",
+        "no division of the layers fits them",
+    ),
+    "stages of stage 0 in one another's place": (
+        ALIKE,
+        swapped("mp_rank_00", "mp_rank_01"),
+        "UnsupportedLayout",
+        "no division of the layers fits them",
+    ),
+    "files of stages of stage 0 in one another's place": (
+        ALIKE,
+        exchanged(HEAD, MODEL),
+        "CheckpointDamaged",
+        "was written under another name: a shard was copied or swapped",
+    ),
+    "layers of stage 0 in one another's place": (
+        ALIKE,
+        exchanged("layer_01-model_00-model_states.pt", "layer_02-model_00-model_states.pt"),
+        "CheckpointDamaged",
+        "was written under another name: a shard was copied or swapped",
+    ),
+    "several ways to divide the layers of stage 0": (
+        Grid("pipeline", pp=3, stage=0, layers="two ties"),
+        lambda folder: None,
+        "UnsupportedLayout",
+        "several divisions of the layers fit their states",
+    ),
+    "another stage's masters in fp16 at stage 0": (
+        ALIKE,
+        changed(MODEL, lambda content: content["optimizer"].update(fp32_groups=[])),
+        "UnsupportedLayout",
+        "one for each stage of the pipeline, with masters of their own (fp16)",
+    ),
     "an expert is missing": (
         MOE,
         remove("layer_1_expert_2_mp_rank_00_model_states.pt"),
@@ -331,6 +396,15 @@ def test_what_is_wrong_with_a_grid_is_said_on_every_rank(
     assert len({said for _, said, _ in told}) == 1
     assert text in told[0][1] and "To mend: " in told[0][1]
     assert all(same for _, _, same in told)
+
+
+def test_param_groups_in_an_order_of_their_own_tell_no_other_stages(worlds: Any, folders: Folders) -> None:
+    """Of the states of other layers no file and no rank says where they stand."""
+    target = Grid("pipeline", dp=2, layers="no ties, last first")
+    told = worlds[2].run("grid_jobs.refused", grid=target, folder=str(folders(ALIKE)))
+    assert {(name, same) for name, _, same in told} == {("UnsupportedLayout", True)}, told
+    assert "this run's param groups do not tell their order" in told[0][1]
+    assert len({said for _, said, _ in told}) == 1
 
 
 def truncated(name: str) -> Damage:

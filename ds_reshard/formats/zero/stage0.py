@@ -102,7 +102,7 @@ def with_order(
         raise fail(model.path, "has an optimizer of an unknown layout", "a torch optimizer state", str(sorted(saved)))
     groups = inner["param_groups"]
     if len(groups) != len(order):
-        raise_faults([_groups_fault(model.path, len(order), len(groups))], subject="matching a stage-0 optimizer")
+        raise_faults([groups_fault(model.path, len(order), len(groups))], subject="matching a stage-0 optimizer")
     with open_archive(model.path) as archive:
         found = _Found(path=model.path, archive=archive)
         raw = "fp32_groups" not in saved and "fp32_groups_flat" not in saved
@@ -141,7 +141,7 @@ def _per_parameter(
     if not trained and masters is None:
         return
     if len(trained) != len(shapes):
-        found.faults.append(_groups_fault(found.path, len(shapes), len(trained)))
+        found.faults.append(groups_fault(found.path, len(shapes), len(trained)))
         return
     for j, (index, (name, shape)) in enumerate(zip(trained, shapes.items(), strict=True)):
         if masters is not None:
@@ -187,7 +187,7 @@ def _order_fault(name: str, kind: str, expected: Shape, found: Shape) -> Fault:
     )
 
 
-def _groups_fault(path: str, expected: int, found: int) -> Fault:
+def groups_fault(path: str, expected: int, found: int) -> Fault:
     return ParamGroupMismatch.fault(
         path,
         "a stage-0 optimizer names no parameter, and its param groups are not those of this run",

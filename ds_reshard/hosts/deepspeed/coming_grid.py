@@ -56,7 +56,7 @@ def refuse_unforeseen(found: Found, sizes: Grid, config: Mapping[str, object]) -
 
 
 def _of_files(checkpoint: ZeroCheckpoint, sizes: Grid) -> dict[str, bool]:
-    experts, layers = _totals(checkpoint), bool(checkpoint.listing.layers)
+    experts, layers, pp = _totals(checkpoint), bool(checkpoint.listing.layers), len(checkpoint.stages)
     counts = checkpoint.optim.counts if experts and checkpoint.optim is not None else ()
     return {
         f"--pp {sizes.pp} of a checkpoint without the files of layers": sizes.pp > 1 and not layers,
@@ -65,6 +65,7 @@ def _of_files(checkpoint: ZeroCheckpoint, sizes: Grid) -> dict[str, bool]:
         f"--ep {sizes.ep} of layers with several expert-parallel sizes": len({*counts} - {checkpoint.dp}) > 1,
         "a checkpoint of AutoEP": checkpoint.of_autoep,
         "experts at ZeRO stage 0": bool(checkpoint.listing.places),
+        f"--pp {sizes.pp} of {pp} stages at ZeRO stage 0": checkpoint.stage == 0 and pp not in (0, sizes.pp),
     }
 
 

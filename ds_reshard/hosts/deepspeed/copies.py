@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING
@@ -12,16 +12,21 @@ from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise
 from ds_reshard.execution.checksums import Ledger
 from ds_reshard.execution.deviation import Deviation, same_bits
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.formats.zero.experts import places_with_order
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.pipeline import tied_key
-from ds_reshard.formats.zero.rows import replica_fault
+from ds_reshard.formats.zero.rows import replica_fault, rows_with_order
+from ds_reshard.formats.zero.stage0 import with_order
+from ds_reshard.formats.zero.stage0_pipeline import StageOrder, stages_with_order
 from ds_reshard.hosts.deepspeed.grid import LiveGrid, copies_of, param_names
+from ds_reshard.hosts.deepspeed.live import LiveOptimizer
 from ds_reshard.hosts.deepspeed.load_targets import Wants
 from ds_reshard.model.checkpoint import checksums
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT
-from ds_reshard.model.index import Index
+from ds_reshard.model.index import Extent, Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.operations.proof import is_zero
+from ds_reshard.operations.ranks import gather
 from ds_reshard.operations.values import SpanReader, logical
 from ds_reshard.planning.plan import Plan, plan_rank
 
@@ -29,6 +34,11 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 logger = logging.getLogger("ds_reshard")
+
+Ordered = tuple[ZeroCheckpoint, Mapping[int, Mapping[str, Extent]]]
+"""A checkpoint with its optimizer named, and where the tensors lie of one that names none."""
+Orders = Sequence[StageOrder | None]
+"""What all ranks of a run say of the param groups of their stages."""
 
 
 def take_own_weights(wants: Wants, grid: LiveGrid) -> None:
@@ -108,23 +118,73 @@ def shares_unproved(wants: Wants, *, prove: bool) -> Iterator[Fault]:
         yield UnsupportedLayout.fault("ds_reshard.reshard.verify", what, "crc32", "fingerprint", mend=mend)
 
 
+def ordered(checkpoint: ZeroCheckpoint, live: LiveOptimizer | None, grid: LiveGrid, orders: Orders) -> Ordered:
+    """The checkpoint with its optimizer named, at stage 0 by this run's order, and then where its tensors lie."""
+    if live is None or checkpoint.stage != 0:
+        return checkpoint, {}
+    if by_other_stages(checkpoint, grid):
+        told = orders or (stage_order(live, grid),)
+        return of_stages(checkpoint, grid, [one for one in told if one is not None])
+    named = rows_with_order if checkpoint.rows else places_with_order if checkpoint.listing.places else with_order
+    return named(of_stage(checkpoint, grid), live.order)
+
+
+def tell_orders(live: LiveOptimizer | None, grid: LiveGrid, *, wanted: bool) -> Orders:
+    """What each rank says of its stage's param groups, where others' are wanted. Collective there."""
+    return gather(stage_order(live, grid)) if wanted else ()
+
+
+def stage_order(live: LiveOptimizer | None, grid: LiveGrid) -> StageOrder | None:
+    """What this rank says of its stage, where others need to know it; None of an engine without an optimizer."""
+    if live is None or not grid.parts:
+        return None
+    first, stop = grid.parts[grid.stage : grid.stage + 2]
+    return StageOrder(first, stop, tuple(map(tuple, live.order)))
+
+
+def by_other_stages(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> bool:
+    """Whether the saved stages, whose optimizers name no parameter, are others than this run's."""
+    return checkpoint.stage == 0 and bool(checkpoint.stages) and len(checkpoint.stages) != grid.pp
+
+
+def of_stages(checkpoint: ZeroCheckpoint, grid: LiveGrid, told: Sequence[StageOrder]) -> Ordered:
+    """A checkpoint of stage 0 with the optimizers of all its stages named, for a run with other stages.
+
+    `told` is what the ranks of this run say of theirs.
+    """
+    raw = "fp32_groups" not in _kinds_of(checkpoint)
+    if not raw or not grid.parts:
+        fault = UnsupportedLayout.fault(
+            checkpoint.listing.folder,
+            "holds optimizers that name no parameter (ZeRO stage 0), one for each stage of the pipeline"
+            + ("" if raw else ", with masters of their own (fp16)"),
+            f"pp={len(checkpoint.stages)}, as saved",
+            f"pp={grid.pp}" if grid.parts else "no PipelineModule",
+            mend="resume with the stages that were saved, and save at ZeRO stage 1; or pass "
+            "load_optimizer_states=False, load_lr_scheduler_states=False",
+        )
+        raise_faults([fault], subject=f"loading {checkpoint.listing.folder}")
+    _say_first(checkpoint, grid)
+    return stages_with_order(checkpoint, grid.row.ties or {}, told)
+
+
+def _kinds_of(checkpoint: ZeroCheckpoint) -> set[str]:
+    """The entries of DeepSpeed's optimizers around torch's, of either of which fp32_groups says that it has masters."""
+    saved = [stage.entries.get("optimizer") for stage in checkpoint.stages]
+    return {str(key).removesuffix("_flat") for one in saved if isinstance(one, dict) for key in one}
+
+
 def of_stage(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ZeroCheckpoint:
     """A checkpoint of stage 0 with the optimizer of this rank's stage, which names no parameter."""
     if len(checkpoint.stages) < 2:
         return checkpoint
-    if len(checkpoint.stages) != grid.pp:
-        fault = UnsupportedLayout.fault(
-            checkpoint.listing.folder,
-            "holds optimizers that name no parameter (ZeRO stage 0), one for each stage of the pipeline",
-            f"pp={len(checkpoint.stages)}, as saved",
-            f"pp={grid.pp}",
-            mend="resume with the stages that were saved, and save at ZeRO stage 1; or pass "
-            "load_optimizer_states=False",
-        )
-        raise_faults([fault], subject=f"loading {checkpoint.listing.folder}")
+    _say_first(checkpoint, grid)
+    return replace(checkpoint, model=model_of_stage(checkpoint, grid))
+
+
+def _say_first(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> None:
     for name in sorted(name for name in checkpoint.model.module if _copied(name, grid)):
         _of_first(name, grid, "are in no file of ZeRO stage 0")
-    return replace(checkpoint, model=model_of_stage(checkpoint, grid))
 
 
 def model_of_stage(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ModelStates:

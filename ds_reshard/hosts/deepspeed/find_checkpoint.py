@@ -49,7 +49,8 @@ class Found:
 
     With a `listing` the checkpoint is not told: every rank reads the same two files, and `prints` says what rank 0
     read. `same` is False on a rank that has read anything else, and is then told all of it. `row` is the
-    tensor-parallel rank whose shards `checkpoint` is of: ranks of other rows read those of their own.
+    tensor-parallel rank whose shards `checkpoint` is of: ranks of other rows read those of their own. `stages_apart`
+    says that ranks need to know each other's param groups, by which the states of other stages are named.
     """
 
     tag: str = ""
@@ -63,6 +64,7 @@ class Found:
     prints: tuple[bytes, ...] = ()
     same: bool = True
     row: int = 0
+    stages_apart: bool = False
 
     def told(self) -> Found:
         """What is told where all goes well: nothing in it grows with the model."""

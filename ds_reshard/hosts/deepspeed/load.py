@@ -8,7 +8,8 @@ can be reached; it has had one signature from 0.14 to 0.19.8.
 A load has four collectives of ours where nothing is wrong: what rank 0 found is broadcast; every rank says that it is
 ready; every rank says what it read, as checksums; every rank says that it is done. None of them grows with the model:
 every rank reads the two small files that rank 0 has read, and compares a digest. Details are told only after a
-difference; but of a universal checkpoint, and of one of another format, rank 0 tells all that it has read. A
+difference; but of a universal checkpoint, and of one of another format, rank 0 tells all that it has read. Other
+stages of a pipeline than were saved at ZeRO stage 0 add one, in which ranks tell the order of their param groups. A
 fingerprint or a report file, where one was asked for, adds one; over gloo stage 3 waits for DeepSpeed's gathers with a
 barrier, which carries nothing.
 """
@@ -32,7 +33,7 @@ from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.names import column_of, pattern_in_path, stray_files
 from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures, said_alike
 from ds_reshard.formats.zero.tensor_parallel import unnamed
-from ds_reshard.hosts.deepspeed.copies import left_as_built
+from ds_reshard.hosts.deepspeed.copies import Orders, by_other_stages, left_as_built, tell_orders
 from ds_reshard.hosts.deepspeed.divided import told_by_parameters
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries, scheduler_faults
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, latest_tag, look, look_aside, look_too, tag_files
@@ -220,7 +221,8 @@ def _agreed(
 ) -> tuple[Found, Decision]:
     """What was found, and what every rank does with it; raises on every rank where one is not ready. Collective."""
     found = _found(engine, mine, request, tag)
-    decision = _decide(engine, mine, found, request, steps)
+    orders = tell_orders(*((mine.live, mine.grid) if mine is not None else (None, NO_GRID)), wanted=found.stages_apart)
+    decision = _decide(engine, mine, found, request, steps, orders)
     if whole and found.checkpoint is not None and decision.loader:
         checkpoint, subject = found.checkpoint, f"loading {found.checkpoint.listing.folder}"
         steps.take(lambda: raise_faults(_open_all(checkpoint, decision), subject=subject), subject=subject)
@@ -229,7 +231,7 @@ def _agreed(
         first, steps = broadcast(found), Steps()
         found = first if found.row == first.row else found
         steps.take(lambda: mine, subject=f"loading {request.load_dir}")
-        decision = _decide(engine, mine, found, request, steps)
+        decision = _decide(engine, mine, found, request, steps, orders)
         told = steps.tell(_ready(engine, mine, found, decision, request))
     _agree_ready(told, steps, found, decision, request)
     unread = mine is not None and mine.settings.enabled and decision.loader == "DeepSpeed, unread"
@@ -291,7 +293,8 @@ def _find(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: obje
         wanted = narrowed(request, policy).load_optimizer
         names, row = mine.settings.names, mine.grid.row
         looked = look(load_dir, tag, optimizer=wanted, universal=universal, names=names, row=row)
-        found = replace(looked, own_save=own_save)
+        apart = looked.checkpoint is not None and by_other_stages(looked.checkpoint, mine.grid)
+        found = replace(looked, own_save=own_save, stages_apart=apart)
         tag = found.tag
     unread = not mine.direct or (found.tag and _is_unread(engine, mine, found))
     if unread and not policy.is_default:
@@ -304,7 +307,9 @@ def _is_unread(engine: DeepSpeedEngine, mine: Considered, found: Found) -> bool:
     return found.checkpoint is None and (not found.faults or as_saved(engine, found, mine.features))
 
 
-def _decide(engine: DeepSpeedEngine, mine: Considered | None, found: Found, request: Request, steps: Steps) -> Decision:
+def _decide(
+    engine: DeepSpeedEngine, mine: Considered | None, found: Found, request: Request, steps: Steps, orders: Orders
+) -> Decision:
     """What this rank does with what rank 0 found; every fault that can be known before the engine changes."""
     made, subject = Decision(), f"loading {request.load_dir}"
     if mine is None or not found.same:
@@ -326,7 +331,7 @@ def _decide(engine: DeepSpeedEngine, mine: Considered | None, found: Found, requ
     checkpoint = found.checkpoint
     if checkpoint is None:
         return made
-    groups = SavedGroups(mine.live, checkpoint, mine.grid)
+    groups = SavedGroups(mine.live, checkpoint, mine.grid, orders)
     steps.take(lambda: resume.read(checkpoint, groups, mine.settings), subject=subject)
     made.shards, asked = ZeroShards(checkpoint=checkpoint), replace(resume.request, tag=found.tag)
     resume.request, folder = asked, f"loading {checkpoint.listing.folder}"

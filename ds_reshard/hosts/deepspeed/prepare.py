@@ -20,15 +20,16 @@ from ds_reshard.errors import (
 )
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, is_placeholder
 from ds_reshard.formats.zero.content import SAME_BYTES
-from ds_reshard.formats.zero.experts import places_with_order, same_places
+from ds_reshard.formats.zero.experts import same_places
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
-from ds_reshard.formats.zero.rows import rows_with_order
 from ds_reshard.formats.zero.shards import ZeroShards
-from ds_reshard.formats.zero.stage0 import with_order
+from ds_reshard.formats.zero.stage0 import param_groups, torch_optimizer
 from ds_reshard.hosts.deepspeed.copies import (
+    Ordered,
+    Orders,
     copies_apart,
     model_of_stage,
-    of_stage,
+    ordered,
     plan_of,
     same_values,
     shares_unproved,
@@ -492,17 +493,15 @@ class SavedGroups:
     What is wrong with them is raised whenever it is asked for.
     """
 
-    def __init__(self, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, grid: LiveGrid) -> None:
-        self._live, self._checkpoint, self._grid = live, checkpoint, grid
+    def __init__(
+        self, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, grid: LiveGrid, orders: Orders = ()
+    ) -> None:
+        self._live, self._checkpoint, self._grid, self._orders = live, checkpoint, grid, orders
 
     @functools.cached_property
-    def ordered(self) -> tuple[ZeroCheckpoint, Mapping[int, Mapping[str, Extent]]]:
+    def ordered(self) -> Ordered:
         """The checkpoint with its optimizer named, at stage 0 by this run's order, and then where its tensors lie."""
-        checkpoint = self._checkpoint
-        if self._live is None or checkpoint.stage != 0:
-            return checkpoint, {}
-        named = rows_with_order if checkpoint.rows else places_with_order if checkpoint.listing.places else with_order
-        return named(of_stage(checkpoint, self._grid), self._live.order)
+        return ordered(self._checkpoint, self._live, self._grid, self._orders)
 
     @functools.cached_property
     def matched(self) -> dict[int, tuple[Mapping[str, object], list[tuple[str, Fault]]]]:
@@ -532,7 +531,9 @@ class SavedGroups:
         Where this run's rates replace the saved ones, it does not matter which of several a group takes over. Where the
         optimizer is not read, the flat groups tell its members; without them the order is taken as it is.
         """
-        facts, shapes = self.ordered[0].facts, self._checkpoint.model.param_shapes or ()
+        facts, shapes = None, self._checkpoint.model.param_shapes or ()
+        if self._checkpoint.stage != 0 or param_groups(torch_optimizer(self._checkpoint.model)):
+            facts = self.ordered[0].facts
         members = [group.members for group in facts.groups] if facts is not None else [tuple(one) for one in shapes]
         if not isinstance(state, dict) or not members or self._live is None:
             return state, []
