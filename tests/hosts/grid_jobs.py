@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from grid_cases import Grid
-from grid_models import BUILD, SPECS, moments, numbers
+from grid_models import BUILD, SPECS, moments, muon_moments, numbers
 
 _STATE: dict[str, Any] = {}
 
@@ -203,6 +203,7 @@ def load(
     if grid.stage == 3:
         _clear_padding(engine)
     truth = [flat.detach().clone() for flat, _ in _parts(engine)]
+    wholes = _wholes(engine) if grid.kind == "muon" else {}
     weights = {name: tensor.clone() for name, tensor in _weights(engine).items()}
     for tensor in (*(flat for flat, _ in _parts(engine)), *_weights(engine).values()):
         tensor.data.fill_(wiped)
@@ -226,6 +227,8 @@ def load(
         # DeepSpeed divides the gradients of experts by all data-parallel ranks, of which only some have them
         share = _shares(master, saved_ep) if grid.kind in ("moe", "autoep") else 1
         expected = moments(torch.where(untied(master), 0.0, master.float()) / share)
+        if grid.kind == "muon":
+            expected = muon_moments(master.float(), wholes.get(number))
         for kind, value in expected.items():
             wrong[f"{number} {kind}"] = _differing(state[kind], value) if kind in state else -1
         steps.add(float(state.get("step", -1)))
@@ -239,6 +242,19 @@ def load(
         "note": (client or {}).get("note"),
         "report": str(ds_reshard.last_report()) if hooks else "",
     }
+
+
+def _wholes(engine: Any) -> dict[int, torch.Tensor]:
+    """What Muon keeps a momentum of, by the flat buffers of its groups: below stage 3 whole parameters."""
+    optimizer = engine.optimizer
+    held = getattr(optimizer, "params_in_partition", None)
+    found = {}
+    for number, (flat, _) in enumerate(_parts(engine)):
+        own = flat if hasattr(flat, "use_muon") else None  # at stage 0 the parameter itself
+        if own.use_muon if own is not None else optimizer.param_groups[number]["use_muon"]:
+            parts = [flat] if held is None else held[number] or [flat[:0]]
+            found[number] = torch.cat([p.detach().flatten() for p in parts]).to(next(engine.module.parameters()).dtype)
+    return found
 
 
 def _shares(master: torch.Tensor, saved_ep: Any) -> Any:

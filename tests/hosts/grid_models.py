@@ -33,6 +33,14 @@ def moments(master: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"exp_avg": first, "exp_avg_sq": second}
 
 
+def muon_moments(master: torch.Tensor, whole: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """What Muon makes of it: its momentum in the gradient's type, or, beside it, the moments of its own Adam."""
+    if whole is not None:
+        return {"momentum_buffer": torch.zeros_like(whole).lerp(whole / 4, 1 - 0.95)} if whole.numel() else {}
+    square = (master / 4).square()
+    return {**moments(master), "exp_avg_sq": torch.zeros_like(square).lerp_(square, 1 - 0.999)}
+
+
 class Block(torch.nn.Module):
     def __init__(self, start: int, frozen: bool = False) -> None:
         super().__init__()

@@ -15,6 +15,9 @@ import torch
 from grid_cases import Folders, Grid
 from grid_models import PIPE_RULES
 
+from ds_reshard.errors import CheckpointDamaged
+from ds_reshard.operations import convert, verify
+
 pytestmark = pytest.mark.distributed
 
 
@@ -270,20 +273,71 @@ def test_steps_that_are_numbers_are_those_of_tensors(worlds: Any, folders: Folde
     assert (loaded["wrong"], loaded["steps"]) == ({}, [1.0])
 
 
-@pytest.mark.parametrize(("saved", "stage", "dp"), [(2, 1, 1), (1, 1, 2), (2, 3, 1)])
-def test_muon_is_left_to_deepspeed_where_nothing_changes_and_refused_by_name_else(
-    worlds: Any, folders: Folders, saved: int, stage: int, dp: int
+def muon(dp: int, stage: int = 1, dtype: str = "fp32", layers: str = "usual", **said: Any) -> Grid:
+    return Grid("muon", dp=dp, stage=stage, dtype=dtype, layers=layers, **said)
+
+
+ALIGNED = muon(2, layers="aligned", options={"parameter_alignment": True})
+OFFLOADED = {"options": {"offload_optimizer": {"device": "cpu"}}, "config": {"zero_force_ds_cpu_optimizer": False}}
+MUON = [
+    (muon(2), muon(2)),
+    (muon(2), muon(3, 2)),
+    (muon(2), muon(1, 3)),
+    (muon(2, 3), muon(3)),
+    (muon(2, 1, "bf16"), muon(3, 2, "bf16")),
+    (muon(2), muon(1, 0)),
+    (muon(1, 0), muon(2)),
+    (ALIGNED, muon(1)),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), MUON, ids=str)
+def test_momentum_of_muon_loads_bit_equal(worlds: Any, folders: Folders, source: Grid, target: Grid) -> None:
+    """Below stage 3 each rank has that of whole parameters, a copy of those that are cut. DeepSpeed loads the first."""
+    arguments = {"grid": target, "folder": str(folders(source)), "hooks": source != target}
+    for rank in worlds[target.ranks].run("grid_jobs.load", **arguments):
+        assert (rank["wrong"], rank["global_steps"], rank["note"]) == ({}, 1, 7)
+        assert [group["use_muon"] for group in rank["groups"]] == [True, False]
+
+
+PROVING = {"config": {"ds_reshard": {"reshard": {"verify": "fingerprint"}}}}
+NO_MUON = [
+    (muon(2), muon(3, **OFFLOADED), "not supported with Muon in CPU memory"),
+    (muon(2, layers="offloaded", **OFFLOADED), muon(1), "Muon's, of whole parameters"),
+    (
+        muon(2, layers="elastic", options={"elastic_checkpoint": True}),
+        muon(1),
+        "plain files of ZeRO stages, found elastic",
+    ),
+    (muon(2), muon(3, **PROVING), "does not prove the momentum of Muon"),
+    (muon(2), plain(1), "was trained by another optimizer"),
+    (plain(2), muon(1), "was trained by another optimizer"),
+]
+
+
+@pytest.mark.parametrize(("source", "target", "said"), NO_MUON, ids=str)
+def test_momentum_of_muon_that_would_be_lost_is_refused(
+    worlds: Any, folders: Folders, source: Grid, target: Grid, said: str
 ) -> None:
-    """Below stage 3 its momentum is of whole parameters: as long as a flat partition by chance, and then of others."""
-    source = Grid("muon", dp=saved, stage=stage)
-    folder = str(folders(source))
-    told = worlds[dp].run("grid_jobs.refused", grid=replace(source, dp=dp), folder=folder)
-    assert {(name, same) for name, _, same in told} == {("UnsupportedLayout", True)}
-    assert "not supported with Muon" in told[0][1] and len({said for _, said, _ in told}) == 1
-    for rank in worlds[saved].run("grid_jobs.load", grid=source, folder=folder):
-        assert rank["global_steps"] == 1
-        if stage < 3:  # padding comes back as it was found
-            assert not any("fp32" in name or name[0].isalpha() for name in rank["wrong"]), rank["wrong"]
+    told = worlds[target.ranks].run("grid_jobs.refused", grid=target, folder=str(folders(source)))
+    assert {(name[-8:], same) for name, _, same in told} <= {("edLayout", True), ("Mismatch", True)}
+    assert said in told[0][1] and len({text for _, text, _ in told}) == 1
+
+
+def test_copies_of_momentum_that_differ_are_refused(worlds: Any, folders: Folders, tmp_path: Path) -> None:
+    """In a run and offline: of a parameter that two ranks have parts of, which copy is right no file says."""
+    folder = shutil.copytree(folders(muon(2)), tmp_path / "saved")
+    path = folder / "t/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = torch.load(path, weights_only=False)
+    content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["momentum_buffer"][0] += 1
+    torch.save(content, path)
+    told = worlds[3].run("grid_jobs.refused", grid=muon(3), folder=str(folder))
+    assert {(name, same) for name, _, same in told} == {("CheckpointDamaged", True)}
+    said = "tensor blocks.1.w[momentum_buffer]: is kept whole by each rank that has a part of the parameter, and copy 2"
+    assert said in told[0][1] and "1 of 35 elements differ" in told[0][1]
+    assert any(said in fault.line() for fault in verify(str(folder), deep=True).faults)
+    with pytest.raises(CheckpointDamaged, match="is kept whole by each rank"):
+        convert(str(folder), str(tmp_path / "out"), to="zero3", dp=1)
 
 
 PROVED = [

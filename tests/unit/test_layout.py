@@ -20,6 +20,9 @@ from ds_reshard.formats.zero.layout import (
     sub_group,
     sub_group_numel,
     whole,
+    whole_group,
+    whole_members,
+    whole_numel,
 )
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, Tiles, chunked
 from ds_reshard.model.records import ElementType
@@ -121,6 +124,29 @@ def test_a_flat_group_is_its_tensors_one_after_another(shapes, dp, data):
         at += prod(shape) + (gaps[i] if gaps else 0)
     assert places(placements, dp) == [(f"{kind}/7", x // chunk, x % chunk) for kind in KINDS for x in expected]
     assert flat_offsets(shapes, gaps)[1] == total
+
+
+@QUICK
+@given(models, dps, st.data())
+def test_what_is_kept_whole_is_on_each_rank_that_has_a_part(shapes, dp, data):
+    """Beside DeepSpeed's own walk along a group (`get_partition_info`, runtime/zero/stage_1_and_2.py, 0.19.8)."""
+    gaps = data.draw(st.none() | st.lists(st.integers(0, 3), min_size=len(shapes), max_size=len(shapes)))
+    size = partition_numel(sum(map(prod, shapes.values())) + sum(gaps or ()), dp)
+    found = {name: dict(places) for name, places in whole_members(shapes, gaps, dp)}
+    placements = by_key(whole_group(shapes, gaps, dp, {"m": BF16}, number=7, family="f"))
+    Layout(placements, {"f": dp})
+    for rank in range(dp):
+        begin, end, at, own = size * rank, size * (rank + 1), 0, 0
+        for number, (name, shape) in enumerate(shapes.items()):
+            numel = prod(shape)
+            if begin <= at < end or at < begin < at + numel:
+                assert found[name].pop(rank) == own
+                pieces = [one.piece(rank) for key, one in placements.items() if key.name == name]
+                assert [one.element_offset for one in pieces if one is not None] == ([own] if numel else [])
+                own += numel
+            at += numel + (gaps[number] if gaps else 0)
+        assert whole_numel(shapes, gaps, dp, rank) == own
+    assert not size or not any(found.values())
 
 
 @QUICK

@@ -19,10 +19,10 @@ from ds_reshard.errors import (
     fail,
     raise_faults,
 )
-from ds_reshard.formats.zero.layout import by_key, flat_group, sliced, sub_group, whole
+from ds_reshard.formats.zero.layout import by_key, flat_group, sliced, sub_group, whole, whole_group
 from ds_reshard.formats.zero.model_states import ModelStates, positive, read_model_states
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
+from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states, with_wholes
 from ds_reshard.formats.zero.tensor_parallel import Division, Rule, rules_given
 from ds_reshard.formats.zero.universal import UniversalStates, read_universal
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar
@@ -111,6 +111,10 @@ class GridColumn:
                 found = sub_group(shapes, self.dp, kinds, number=number, family=self.family)
             else:
                 found = flat_group(shapes, partition.alignment, self.dp, kinds, number=number, family=self.family)
+            wholes = {kind: partition.wholes[kind].dtype for kind in sorted(partition.whole_kinds)}
+            if wholes:
+                alignment = partition.alignment
+                yield from whole_group(shapes, alignment, self.dp, wholes, number=number, family=self.family)
             for placement in found:
                 copy = self.copies.get(placement.key.name, 0)
                 yield placement._replace(key=placement.key._replace(copy=copy)) if copy else placement
@@ -279,7 +283,8 @@ def open_row(listing: Listing, grid: Grid, row: Row, model: ModelStates, *, opti
     placements = [*weights(model, listing)]
     shards = {MODEL: model.dp if listing.partitioned_model else 1}
     if optimizer:
-        columns = (read_column(listing, model),)
+        column = read_column(listing, model)
+        columns = (replace(column, first=with_wholes(column.first)) if grid.tp == 1 else column,)
         optim = columns[0].first
         facts = facts_of(model.param_shapes or (), optim)
     for column in columns:

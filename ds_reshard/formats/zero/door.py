@@ -15,7 +15,7 @@ from ds_reshard.formats.zero.grid_target import FORMATS, zero_target
 from ds_reshard.formats.zero.inspection import Survey, describe_survey, survey
 from ds_reshard.formats.zero.names import Listing, read_listing
 from ds_reshard.formats.zero.pipeline import as_one_stage, ties_first, with_stand_ins
-from ds_reshard.formats.zero.rows import replica_fault, stage0_of_rows
+from ds_reshard.formats.zero.rows import replica_fault, stage0_of_rows, whole_fault
 from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures
 from ds_reshard.formats.zero.stage0 import masters as saved_masters
 from ds_reshard.formats.zero.stage0 import states, torch_optimizer
@@ -96,7 +96,7 @@ class OpenedZero(Checkpoint):
         """Of stages, what is not tied may differ: as in a run, a copy that was never trained is left out."""
         row, copy = self.zero.copy_of(key)
         if not copy:
-            return replica_fault(key._replace(copy=row), found)
+            return replica_fault(key._replace(copy=row), found) if self.zero.rows else whole_fault(key, found)
         own = [key._replace(kind=kind) for kind in self.zero.layout.kinds(key.name) if kind not in (MASTER, WEIGHT)]
         if key._replace(kind=MASTER) not in self.zero.layout or (own and all(map(untrained, own))):
             return None

@@ -364,7 +364,8 @@ def _states_of(found: Survey, stage0: Mapping[str, object]) -> Iterator[StateEnt
         tensors = [(placement.key.kind, placement) for placement in found.universal.placements]
         single = [states.items() for states in found.universal.facts.scalars.values()]
     elif found.optim is not None:
-        tensors = [pair for p in found.optim.partitions for pair in (("fp32", p.fp32), *p.states.items())]
+        held = ((("fp32", p.fp32), *p.states.items(), *p.wholes.items()) for p in found.optim.partitions)
+        tensors = [pair for of_partition in held for pair in of_partition]
         single = [p.scalars.items() for p in found.optim.partitions]
     else:
         yield from _stage0_states(found.model, stage0)

@@ -58,6 +58,48 @@ def flat_group(
     yield from _of_kinds(shapes, cuts, kinds, number=number, family=family)
 
 
+def whole_members(
+    shapes: Mapping[str, Shape], gaps: Sequence[int] | None, dp: int
+) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """Each parameter of a flat group with the ranks whose partitions have a part of it, and where each keeps it whole.
+
+    A rank keeps its own one after another, without gaps (`get_partition_info`, `_muon_momentum_buffer`,
+    runtime/zero/stage_1_and_2.py, 0.19.8). One without elements is where its neighbours meet, behind the last in none.
+    """
+    offsets, total = flat_offsets(shapes, gaps)
+    chunk, ends = max(1, partition_numel(total, dp)), [0] * dp
+    for name, offset in offsets.items():
+        numel = prod(shapes[name])
+        ranks = range(offset // chunk, min(dp, 1 + max(offset, offset + numel - 1) // chunk))
+        yield name, [(rank, ends[rank]) for rank in ranks]
+        for rank in ranks:
+            ends[rank] += numel
+
+
+def whole_numel(shapes: Mapping[str, Shape], gaps: Sequence[int] | None, dp: int, rank: int) -> int:
+    """Elements of the parameters of which a rank's partition has a part."""
+    held = whole_members(shapes, gaps, dp)
+    return sum(prod(shapes[name]) for name, places in held if any(other == rank for other, _ in places))
+
+
+def whole_group(
+    shapes: Mapping[str, Shape],
+    gaps: Sequence[int] | None,
+    dp: int,
+    kinds: Mapping[str, ElementType],
+    *,
+    number: int,
+    family: str,
+) -> Iterator[Placement]:
+    """Placements of a flat group's states that lie as `whole_members` says: a copy on each rank that has a part."""
+    for name, places in whole_members(shapes, gaps, dp):
+        shape, box = shapes[name], Box.whole(shapes[name])
+        for copy, (rank, at) in enumerate(places):
+            cut = Cut(chunk=max(1, box.numel), origin=at, first=rank)
+            for kind, dtype in kinds.items():
+                yield Placement(TensorKey(name, kind, copy), shape, dtype, family, f"{kind}/{number}", cut, box)
+
+
 def chunk_numel(shape: Shape, dp: int) -> int:
     """Elements per rank of a stage-3 parameter, padding included."""
     return -(-prod(shape) // dp)

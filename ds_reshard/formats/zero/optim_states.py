@@ -8,11 +8,11 @@ A bf16 stage-1 run may be of either of the first two classes with the same file 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ds_reshard.containers.torch_zip import TorchArchive, check_root, open_archive
 from ds_reshard.errors import fail
-from ds_reshard.formats.zero.model_states import positive
+from ds_reshard.formats.zero.model_states import positive, section
 from ds_reshard.model.facts import Scalar, ScalarTensor, canonical, describe, text_of
 from ds_reshard.model.records import ObjectRecord, TensorRecord
 
@@ -20,6 +20,7 @@ STATE = "state "
 """Marks what a signature says of scalar states other than the step, which an optimizer may keep per rank."""
 PARTITION_GROUPS = "ds_zero_partition_groups"
 """Of stage 3 with AutoEP: the ranks that share each sub-group (`_zero3_partition_group_metadata`, 0.19.8)."""
+_MOMENTUM = "momentum_buffer"
 _RESERVED = frozenset({"weight", "fp32", "module", "frozen"})
 _CONFIG = ("optimizer", "scheduler", "zero_optimization", "bf16", "fp16", "data_types")
 
@@ -30,7 +31,8 @@ class Partition:
 
     At stages 1 and 2 there is one per param group, at stage 3 one per sub-group. `padding` elements at
     the end of the padded partition belong to no parameter. `unfollowed` describes states that are neither
-    flat nor one value: kept as they are by the layout that was saved, unknown to any other.
+    flat nor one value: kept as they are by the layout that was saved, unknown to any other. Of these, `wholes` have
+    each parameter that the partition has a part of, whole, as Muon's momentum does.
     """
 
     fp32: TensorRecord
@@ -39,6 +41,12 @@ class Partition:
     unfollowed: Mapping[str, str]
     padding: int
     alignment: tuple[int, ...] | None
+    wholes: Mapping[str, TensorRecord] = field(default_factory=dict)
+
+    @property
+    def whole_kinds(self) -> frozenset[str]:
+        """The states of whole parameters that are read, as `with_wholes` says."""
+        return frozenset(self.wholes.keys() - self.unfollowed.keys())
 
     @property
     def padded_numel(self) -> int:
@@ -138,7 +146,9 @@ def _flat_groups(
         elastic=elastic,
         partition_count=max(counts),
         counts=tuple(counts),
-        partitions=_muons(partitions, groups, members, counts) if kind == "zero" else tuple(partitions),
+        partitions=_muons(partitions, states, groups, members, counts, top.get("ds_config"))
+        if kind == "zero"
+        else tuple(partitions),
         groups=groups,
         members=members,
         entries=entries,
@@ -253,21 +263,48 @@ def _partition(
 
 
 def _muons(
-    partitions: Sequence[Partition], groups: Groups | None, members: Members, counts: Sequence[int]
+    partitions: Sequence[Partition],
+    states: States,
+    groups: Groups | None,
+    members: Members,
+    counts: Sequence[int],
+    config: object,
 ) -> tuple[Partition, ...]:
-    """The partitions, without what Muon has of whole parameters and is as long as one by chance.
+    """The partitions, with what Muon has of whole parameters apart: it may be as long as a partition by chance.
 
-    Of each parameter that a rank has a part of it keeps all (`_muon_momentum_buffer`, stage_1_and_2.py, 0.19.8).
+    Of each parameter that a rank has a part of it keeps all (`_muon_momentum_buffer`, stage_1_and_2.py, 0.19.8); in CPU
+    memory only the part (`_apply_muon_updates_cpu_offload`), which is not read. An elastic file tells no groups.
     """
+    said = config if isinstance(config, dict) else {}
+    kept = bool(said) and section(said, "zero_optimization").get("offload_optimizer") is None
+    elastic = groups is None and str(section(said, "optimizer").get("type")).lower() == "muon"
     made = list(partitions)
-    for group, own in zip(groups or (), members, strict=False):
+    for group, own in zip(groups or [{"use_muon": elastic}] * len(members), members, strict=True):
         for number in own if group.get("use_muon") else ():
-            if counts[number] > 1:
-                states = dict(made[number].states)
-                found = {name: "Muon's, of whole parameters" for name in states if name == "momentum_buffer"}
-                kept = {name: tensor for name, tensor in states.items() if name not in found}
-                made[number] = replace(made[number], states=kept, unfollowed={**made[number].unfollowed, **found})
+            value = states.get(number, {}).get(_MOMENTUM)
+            partition = made[number]
+            if value is None or (counts[number] == 1 and not any(partition.alignment or ())):
+                continue
+            flat = isinstance(value, TensorRecord) and len(value.shape) == 1 and value.contiguous
+            made[number] = replace(
+                partition,
+                states={name: state for name, state in partition.states.items() if name != _MOMENTUM},
+                scalars={name: state for name, state in partition.scalars.items() if name != _MOMENTUM},
+                unfollowed={**partition.unfollowed, _MOMENTUM: "Muon's, of whole parameters"},
+                wholes={_MOMENTUM: value} if isinstance(value, TensorRecord) and flat and kept and not elastic else {},
+            )
     return tuple(made)
+
+
+def with_wholes(optim: OptimStates) -> OptimStates:
+    """The same file, of which a reader takes the states of whole parameters, too."""
+    return replace(
+        optim,
+        partitions=tuple(
+            replace(one, unfollowed={name: what for name, what in one.unfollowed.items() if name not in one.wholes})
+            for one in optim.partitions
+        ),
+    )
 
 
 def _compared(config: object) -> object:

@@ -271,6 +271,14 @@ def replica_fault(key: TensorKey, found: str) -> Fault:
     return CheckpointDamaged.fault(f"tensor {key}", what, "the same bytes", found, mend=mend)
 
 
+def whole_fault(key: TensorKey, found: str) -> Fault:
+    """That ranks which have parts of one parameter keep different states of the whole of it."""
+    what = f"is kept whole by each rank that has a part of the parameter, and copy {key.copy + 1} is not the first"
+    mend = "restore all files of one save; or resume with the layout that was saved"
+    where = f"tensor {key._replace(copy=0)}"
+    return CheckpointDamaged.fault(where, what, "the same bytes", found, mend=mend)
+
+
 def uncovered(name: str, division: Division, shapes: Sequence[Shape]) -> Iterator[Fault]:
     """Where parts do not lie in their shards, or do not make the whole."""
     mend = f"say how it is cut: {_RULE % _rule(name, dim=0)}{_TO_A_TOOL}"

@@ -13,7 +13,7 @@ from ds_reshard.containers.crc import repeated
 from ds_reshard.errors import CheckpointDamaged, Fault, damaged, fail, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, GridColumn, Shape, ZeroCheckpoint, kinds_of
 from ds_reshard.formats.zero.experts import EXPERT_FILES, expert_file
-from ds_reshard.formats.zero.layout import flat_numel, partition_numel, sub_group_numel
+from ds_reshard.formats.zero.layout import flat_numel, partition_numel, sub_group_numel, whole_numel
 from ds_reshard.formats.zero.model_states import Kept, ModelFiles, ModelStates
 from ds_reshard.formats.zero.names import column_of
 from ds_reshard.formats.zero.optim_states import STATE, OptimStates, read_optim_states
@@ -209,6 +209,8 @@ class ZeroShards:
             faults += _sizes(column, optim, shapes, shard, number)
             extents[f"fp32/{number}"] = extent_of(partition.fp32)
             extents |= {f"{kind}/{number}": extent_of(state) for kind, state in partition.states.items()}
+            wholes = first.partitions[number].whole_kinds & partition.wholes.keys()
+            extents |= {f"{kind}/{number}": extent_of(partition.wholes[kind]) for kind in wholes}
         for one, other in extents_overlap(extents):
             faults.append(wrong(f"buffers {one} and {other} share bytes", "disjoint buffers", "overlap"))
         raise_faults(faults, subject=f"checkpoint {checkpoint.listing.folder}")
@@ -247,6 +249,18 @@ def _sizes(
     for kind, state in partition.states.items():
         if state.numel not in (padded, used):
             yield wrong(f"{kind} partition {number} has the wrong size", f"{padded} elements", f"{state.numel}")
+    for kind in sorted(first.whole_kinds):
+        expected = whole_numel(shapes, partition.alignment, column.dp, shard)
+        held, dtype = partition.wholes.get(kind), first.wholes[kind].dtype
+        found = (held.numel, held.dtype) if held is not None else (0, dtype)
+        if found != (expected, dtype):
+            what = f"{kind} of partition {number} is not of the whole of each parameter that it has a part of"
+            yield wrong(what, f"{expected} elements of {dtype.label}", f"{found[0]} of {found[1].label}")
+    others = partition.unfollowed.keys() - first.unfollowed.keys() - first.wholes.keys()
+    if others:
+        yield wrong(
+            f"partition {number} holds other states than the first shard", "the same", ", ".join(sorted(others))
+        )
 
 
 def model_signature(model: ModelStates) -> dict[str, str]:

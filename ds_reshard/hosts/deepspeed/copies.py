@@ -15,7 +15,7 @@ from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.experts import places_with_order
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.pipeline import tied_key
-from ds_reshard.formats.zero.rows import replica_fault, rows_with_order
+from ds_reshard.formats.zero.rows import replica_fault, rows_with_order, whole_fault
 from ds_reshard.formats.zero.stage0 import with_order
 from ds_reshard.formats.zero.stage0_pipeline import StageOrder, stages_with_order
 from ds_reshard.hosts.deepspeed.grid import LiveGrid, copies_of, param_names
@@ -72,6 +72,9 @@ def take_own_copies(wants: Wants, grid: LiveGrid) -> None:
 
 def wanted_elsewhere(wants: Wants, grid: LiveGrid) -> frozenset[TensorKey]:
     """Tensors of flat buffers that ranks with other layers or experts read, and see to the checksums of."""
+    if wants.wholes:
+        others = (key for key in wants.checkpoint.layout.placements if key.kind in wants.wholes and not key.copy)
+        return frozenset(others).difference(wants.sources.values())
     if not wants.checkpoint.stages and not grid.experts:
         return frozenset()
     kinds = {source.kind for source in wants.sources.values()} - {WEIGHT}
@@ -112,6 +115,9 @@ def shares_unproved(wants: Wants, *, prove: bool) -> Iterator[Fault]:
     """Fingerprints are added up over the ranks of a run, which do not all have a share of an expert."""
     if prove and wants.divided:
         what, mend = "does not prove tensors that this run divides otherwise", '"reshard": {"verify": "crc32"}'
+        yield UnsupportedLayout.fault("ds_reshard.reshard.verify", what, "crc32", "fingerprint", mend=mend)
+    if prove and wants.wholes:
+        what, mend = "does not prove the momentum of Muon", '"reshard": {"verify": "crc32"}'
         yield UnsupportedLayout.fault("ds_reshard.reshard.verify", what, "crc32", "fingerprint", mend=mend)
     if prove and wants.shares:
         what, mend = "does not prove the experts of a mixture", '"reshard": {"verify": "crc32"}'
@@ -210,7 +216,7 @@ def copies_apart(
         if row:
             if not same_values(index, first, key, memory_nbytes=memory_nbytes):
                 found = _difference(index, first, key, memory_nbytes=memory_nbytes)
-                yield replica_fault(key._replace(copy=row), found)
+                yield replica_fault(key._replace(copy=row), found) if checkpoint.rows else whole_fault(key, found)
             continue
         if key.name in grid.tied:
             if not same_values(index, first, key, memory_nbytes=memory_nbytes):

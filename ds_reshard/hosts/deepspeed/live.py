@@ -45,6 +45,10 @@ class FlatBuffer:
     share: tuple[int, int] | None = None
 
 
+MOMENTUM = "momentum_buffer"
+"""The state that Muon keeps of each parameter of its groups."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveOptimizer:
     """An optimizer of any stage, seen alike.
@@ -94,6 +98,10 @@ class LiveOptimizer:
         """This rank's place among the ranks that divide a buffer, and their number."""
         return buffer.share or (self.rank, self.dp)
 
+    def whole_kinds(self, buffer: FlatBuffer) -> frozenset[str]:
+        """The states of which this rank keeps, of each parameter that it has a part of, the whole (`whole_members`)."""
+        return frozenset({MOMENTUM} if self.kind == "zero" and self.groups[buffer.group].get("use_muon") else ())
+
     def members(self, group: int) -> list[str]:
         return [name for buffer in self.buffers if buffer.group == group for name in buffer.shapes]
 
@@ -114,9 +122,19 @@ def unsupported(engine: DeepSpeedEngine) -> list[str]:
         "ZenFlow": bool(getattr(optimizer, "zenflow", False)) or bool(getattr(engine, "zenflow", False)),
         "SuperOffload": wrapper.startswith("SuperOffload"),
         "MiCS": wrapper.startswith("MiCS"),
-        # below stage 3 a rank has the momentum of each parameter that it has a part of, whole (`_muon_momentum_buffer`)
-        "Muon": stage > 0 and "Muon" in base,
     }
+    if stage > 0 and "Muon" in base:
+        found |= {
+            "Muon beside tensor, pipeline or expert parallelism": columns > 1
+            or grid.row.size * grid.pp > 1
+            or bool(getattr(engine, "has_moe_layers", False) or grid.experts),
+            "Muon in CPU memory": bool(getattr(optimizer, "cpu_offload", False))
+            or bool(getattr(optimizer, "offload_optimizer", False)),
+            "Muon with save_muon_momentum_buffer_in_memory": bool(
+                getattr(optimizer, "save_muon_momentum_buffer_in_memory", False)
+            ),
+            "Muon in BF16_Optimizer": live_kind(engine) == "bf16",
+        }
     return [name for name, present in found.items() if present]
 
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout
+from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout
 from ds_reshard.execution.buffers import TensorTarget, element_type, torch_dtype
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
-from ds_reshard.formats.zero.layout import flat_group, sliced, sub_group, whole
+from ds_reshard.formats.zero.layout import flat_group, sliced, sub_group, whole, whole_members, whole_numel
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.hosts.deepspeed.divided import Share
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
-from ds_reshard.hosts.deepspeed.live import FlatBuffer, LiveOptimizer
-from ds_reshard.model.layout import Layout, Placement, TensorKey
+from ds_reshard.hosts.deepspeed.live import MOMENTUM, FlatBuffer, LiveOptimizer
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Box
 from ds_reshard.planning.copies import Copy
@@ -43,7 +43,7 @@ class Wants:
     `state` is the module's state dict, taken once: where its entries are not the module's own tensors,
     they are what is read into. `faults` are entries that cannot be read. `shares` are what is wanted of buffers that
     other ranks divide than all of the run, by this rank's place among them and their number. `divided` says what this
-    rank has of the tensors that it has parts of.
+    rank has of the tensors that it has parts of, `wholes` are kinds that a rank has whole which others may have, too.
     """
 
     checkpoint: ZeroCheckpoint
@@ -60,6 +60,7 @@ class Wants:
     absent: list[str] = field(default_factory=list)
     shares: dict[tuple[int, int], Wants] = field(default_factory=dict)
     divided: Mapping[str, Share] = field(default_factory=dict)
+    wholes: set[str] = field(default_factory=set)
     _layouts: dict[int, Layout] = field(default_factory=dict)
 
     def share(self, place: int, size: int) -> Wants:
@@ -299,6 +300,9 @@ def want_optimizer(wants: Wants, live: LiveOptimizer, *, masters: bool, states: 
             kinds["fp32"] = element_type(buffer.fp32.dtype)
         if states:
             kinds |= state_kinds(wants.checkpoint, buffer)
+        wholes = {kind: kinds.pop(kind) for kind in live.whole_kinds(buffer) & kinds.keys()}
+        if wholes:
+            _want_wholes(wants, live, buffer, wholes, number)
         for placement in _flat_placements(buffer, live, kinds, number):
             key = placement.key
             if not placement.numel:
@@ -315,6 +319,26 @@ def want_optimizer(wants: Wants, live: LiveOptimizer, *, masters: bool, states: 
         what = "is not in the checkpoint, and stands in a flat buffer with a vocabulary that this run pads"
         fault = UnsupportedLayout.fault(wants.absent[0], what, mend="load with load_module_strict=True")
         wants.faults.append(fault)
+
+
+def _want_wholes(
+    wants: Wants, live: LiveOptimizer, buffer: FlatBuffer, kinds: Mapping[str, ElementType], number: int
+) -> None:
+    """Want states of which this rank keeps those of whole parameters, whatever part of them it has."""
+    numel = whole_numel(buffer.shapes, buffer.gaps, live.dp, live.rank)
+    wants.wholes |= kinds.keys()
+    for name, places in whole_members(buffer.shapes, buffer.gaps, live.dp):
+        shape, at = buffer.shapes[name], dict(places).get(live.rank)
+        if at is None or not prod(shape):
+            continue
+        for kind, dtype in kinds.items():
+            key = TensorKey(name, kind)
+            if key not in wants.checkpoint.layout:
+                wants.absent.append(name)
+                continue
+            cut = Cut(chunk=prod(shape), origin=at, first=live.rank)
+            placement = Placement(key, shape, dtype, RUN, f"{kind}/{number}", cut, Box.whole(shape))
+            wants.fresh(placement, key, numel, buffer.fp32.device)
 
 
 def state_kinds(checkpoint: ZeroCheckpoint, buffer: FlatBuffer) -> dict[str, ElementType]:
@@ -377,6 +401,8 @@ def state_faults(engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroC
         if own is not None and known is not None and checkpoint.facts is not None:
             own |= {name for name, follows in known.items() if not follows}
             saved |= {*checkpoint.facts.scalars.get(next(iter(buffer.shapes), ""), ())} - {"step"}
+        if MOMENTUM in (own or ()) and not saved and live.groups[buffer.group].get("use_muon"):
+            continue  # saved before its first step
         if own is not None and any(map(prod, buffer.shapes.values())) and own != saved:
             yield ModelMismatch.fault(
                 f"flat buffer {number} ({next(iter(buffer.shapes))}, ...)",
@@ -386,12 +412,35 @@ def state_faults(engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroC
                 mend="build the optimizer that was saved, or pass load_optimizer_states=False",
             )
     yield from _universal_faults(inner, live, checkpoint)
+    yield from _muon_faults(live, checkpoint)
+
+
+def _muon_faults(live: LiveOptimizer, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+    """What Muon would take over of parameters that it did not train, or whose momentum no file says the cut of."""
+    groups = checkpoint.facts.groups if checkpoint.facts is not None else ()
+    known = [(one.members, one.hyperparameters) for one in groups if one.hyperparameters is not None]
+    trained = {name: bool(values.get("use_muon")) for members, values in known for name in members}
+    muon = [bool(group.get("use_muon")) for group in live.groups]
+    for number, buffer in enumerate(live.buffers):
+        own = muon[buffer.group]
+        other = next((name for name in buffer.shapes if trained.get(name, own) != own), None)
+        if other is not None:
+            said = ["Muon" if of else "another optimizer" for of in (own, not own)]
+            what, mend = "was trained by another optimizer", "give its parameter the use_muon that was saved"
+            yield ParamGroupMismatch.fault(f"flat buffer {number}: {other}", what, *said, mend=mend)
+    elastic = checkpoint.optim is not None and checkpoint.optim.elastic
+    if any(muon) and (checkpoint.universal is not None or elastic or checkpoint.of_grid):
+        found = "universal" if checkpoint.universal is not None else "elastic" if elastic else str(checkpoint.grid)
+        what, mend = "is none that Muon takes its momentum from", "pass load_optimizer_states=False"
+        yield UnsupportedLayout.fault(checkpoint.listing.folder, what, "plain files of ZeRO stages", found, mend=mend)
 
 
 def _own_states(optimizer: object, buffer: FlatBuffer, group: Mapping[str, object]) -> frozenset[str] | None:
     """The states that an optimizer keeps of a buffer's parameters, of its shape; None where that is unknown."""
     if buffer.fp32.numel() < 2:
         return None  # a state of one value may be any
+    if "use_muon" in group:
+        return frozenset({MOMENTUM} if group["use_muon"] else {"exp_avg", "exp_avg_sq"})
     states: Mapping[object, Mapping[str, object]] = getattr(optimizer, "state", {})
     if held := states.get(buffer.fp32):
         sizes = {name: value.numel() for name, value in held.items() if hasattr(value, "numel")}

@@ -96,6 +96,8 @@ def _shares_bytes(prepared: Prepared) -> bool:
     module, layout = prepared.checkpoint.model.module, prepared.checkpoint.layout
     if prepared.checkpoint.stages and prepared.grid.row.ties and prepared.grid.pp > 1:
         return True  # stages that have one tied module may read one copy of it
+    if prepared.wants.wholes:
+        return True  # of a parameter that several ranks have parts of, each reads all
     if prepared.checkpoint.rows or prepared.wants.divided:
         return True  # names of tied shards are of one storage, and gaps between parts have no one reader
     found = [
