@@ -383,8 +383,9 @@ def put(url: str, data: bytes, *, new: bool = False) -> None:
             return
         except FileExistsError as error:
             raise _as_os_error(error) from None
-        except Exception:  # a store, or a client, that knows no conditions: whoever cannot write at all is told below
-            pass
+        except Exception as error:  # perhaps of a store, or a client, that knows no conditions
+            if read_anew(url) is not None:  # or of one that was asked by two at once
+                raise FileExistsError(errno.EEXIST, _as_os_error(error).strerror) from None
     try:
         store.pipe_file(path, data)
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -199,6 +200,21 @@ def test_a_store_that_knows_no_conditions_is_written_to(
     with workspace().open(resume=False, part=(0, 1)), pytest.raises(ConfigError, match="another process works there"):
         convert(str(checkpoint), OUT, to="zero3", dp=3)
     assert convert(str(checkpoint), OUT, to="zero3", dp=3).complete
+
+
+def test_a_lock_is_nobody_elses_where_a_store_only_says_that_it_is_busy(
+    bucket: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As S3 answers the second of two that write one object at once (409 ConditionalRequestConflict)."""
+
+    def busy(store: MemoryFileSystem, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> None:
+        assert mode == "create"
+        raise OSError(errno.EBUSY, "conflict")
+
+    assert disk.put("memory://bucket/lock", b"first", new=True)
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", busy)
+    assert not disk.put("memory://bucket/lock", b"second", new=True)
+    assert remote.read_anew("memory://bucket/lock") == b"first"
 
 
 def test_a_job_whose_lock_was_taken_over_writes_no_further(bucket: MemoryFileSystem, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ can be reached; it has had one signature from 0.14 to 0.19.8.
 A load has four collectives of ours where nothing is wrong: what rank 0 found is broadcast; every rank says that it is
 ready; every rank says what it read, as checksums; every rank says that it is done. None of them grows with the model:
 every rank reads the two small files that rank 0 has read, and compares a digest. Details are told only after a
-difference; but of a universal checkpoint, and of one of another format, rank 0 tells all that it has read. Other
+difference; but of a universal checkpoint, and of one of another format, rank 0 tells all that it has read. Where
+several ranks may read the same bytes, as of grids, two more tell the checksums of what they read in parts. Other
 stages of a pipeline than were saved at ZeRO stage 0 add one, in which ranks tell the order of their param groups. A
 fingerprint or a report file, where one was asked for, adds one; over gloo stage 3 waits for DeepSpeed's gathers with a
 barrier, which carries nothing.
