@@ -93,6 +93,8 @@ STAGES = [
     (pipe(4, 1, 0, layers="no ties"), pipe(2, 1, "bf16opt", "bf16", layers="no ties")),
     (pipe(1, 2, 0), pipe(2, 2, layers="one position")),
     (pipe(2, 1, 0, tp=2), pipe(1, 2, tp=2)),
+    (pipe(2, 1, 0, tp=2, layers="divided"), pipe(1, 4, "bf16opt", "bf16", layers="divided")),
+    (pipe(1, 2, 0, layers="divided"), pipe(2, 1, 0, tp=2, layers="divided one position")),
     (pipe(2, 1, 1, "bf16", tp=2, layers="divided"), pipe(2, 1, "bf16opt", "bf16", layers="divided")),
 ]
 
@@ -109,7 +111,15 @@ def test_a_pipeline_loads_bit_equal_with_other_stages(
         assert rank["scheduler"]["last_epoch"] == 1
 
 
-@pytest.mark.parametrize(("source", "target"), [(pipe(2, 2, 0), pipe(4, 1)), (pipe(4, 1, 0), pipe(3, 1, 0))], ids=str)
+OF_FIRST_STAGES = [
+    (pipe(2, 2, 0), pipe(4, 1)),
+    (pipe(4, 1, 0), pipe(3, 1, 0)),
+    (pipe(2, 1, 0, tp=2, layers="divided"), pipe(2, 1, layers="divided")),
+    (pipe(2, 1, 0, tp=2, layers="divided"), pipe(4, 1, 0, layers="divided")),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), OF_FIRST_STAGES, ids=str)
 def test_what_no_file_of_stage_0_holds_is_the_first_stages(
     worlds: Any, folders: Folders, source: Grid, target: Grid
 ) -> None:

@@ -25,6 +25,7 @@ PIPE = Grid("pipeline", pp=2)
 PLAIN = Grid("pipeline", pp=2, stage=0)
 ALIKE = Grid("pipeline", pp=2, stage=0, layers="no ties")
 SHARDED = Grid("pipeline", pp=2, tp=2, layers="divided")
+CUT = Grid("pipeline", pp=2, tp=2, stage=0, layers="divided")
 TP = Grid("autotp", tp=2)
 MOE, PLAIN_MOE = Grid("moe", ep=2, dp=2), Grid("moe", ep=2, dp=2, stage=0)
 AUTOEP, AUTOEP3 = Grid("autoep", ep=2, dp=2), Grid("autoep", ep=2, dp=2, stage=3)
@@ -136,6 +137,12 @@ def exchanged(one: str, other: str) -> Damage:
 
 def decayed(content: dict[str, Any]) -> None:
     content["optimizer"]["param_groups"][1]["weight_decay"] = 0.75
+
+
+def copied_otherwise(content: dict[str, Any]) -> None:
+    """The last parameter of one axis, of which each tensor-parallel rank has a copy."""
+    *_, last = (state["exp_avg"] for state in content["optimizer"]["state"].values() if state["exp_avg"].dim() == 1)
+    last.add_(1.0)
 
 
 def stepped(content: dict[str, Any]) -> None:
@@ -279,13 +286,25 @@ REFUSED = {
         ALIKE,
         changed(MODEL, stepped),
         "CheckpointDamaged",
-        "mp_rank_01_model_states.pt: keeps other steps or param groups than the first stage",
+        "mp_rank_01_model_states.pt: keeps other states, steps or param groups than the first stage",
     ),
     "a stage of stage 0 with another weight decay": (
         ALIKE,
         changed(MODEL, decayed),
         "CheckpointDamaged",
-        "mp_rank_01_model_states.pt: keeps other steps or param groups than the first stage",
+        "mp_rank_01_model_states.pt: keeps other states, steps or param groups than the first stage",
+    ),
+    "a stage of another tensor-parallel rank of stage 0 of another step": (
+        CUT,
+        changed("mp_rank_03_model_states.pt", stepped),
+        "CheckpointDamaged",
+        "mp_rank_03_model_states.pt: keeps other states, steps or param groups than the first stage",
+    ),
+    "copies of moments of tensor-parallel ranks of stage 0 differ": (
+        CUT,
+        changed("mp_rank_03_model_states.pt", copied_otherwise),
+        "CheckpointDamaged",
+        "tensor 6.g[exp_avg]: is not divided, and tensor-parallel rank 1 has other values than rank 0",
     ),
     "a state of stage 0 is missing": (
         ALIKE,
@@ -333,7 +352,7 @@ REFUSED = {
         PLAIN_MOE,
         changed("expp_rank_1_mp_rank_00_optim_states.pt", decayed),
         "CheckpointDamaged",
-        "keeps other steps or param groups than the first expert-parallel rank",
+        "keeps other states, steps or param groups than the first expert-parallel rank",
     ),
     "the optimizer of the first expert-parallel rank at stage 0 is missing": (
         PLAIN_MOE,

@@ -162,6 +162,7 @@ UNFORESEEN = [
     (Grid("pipeline", pp=2, dp=2), {"ep": 2}, "--ep 2 of a checkpoint without the files of experts"),
     (Grid("moe", ep=2, dp=4, stage=0), {"ep": 2}, "experts at ZeRO stage 0"),
     (Grid("pipeline", pp=2, dp=2, stage=0), {"pp": 1}, "--pp 1 of 2 stages at ZeRO stage 0"),
+    (Grid("pipeline", pp=2, tp=2, stage=0, layers="divided"), {"pp": 2}, "--tp 1 of stages at ZeRO stage 0"),
     (Grid("autotp", tp=2, dp=1), {"tp": 4}, "--tp 4: "),
     (Grid("pipeline", pp=2, dp=2), {"pp": 7}, "--pp 7, with a stage that trains nothing"),
     (Grid("moe", ep=2, dp=4), {"ep": 8}, "--ep 8 of [4, 4] experts"),

@@ -129,9 +129,10 @@ class ZeroCheckpoint:
     it would. `columns` are where the flat buffers of `optim` lie; under pipeline parallelism `model` and `optim` are
     what all `stages` say together, and `copies` the tensors of which a file before has a copy. `rows` are the model
     files of all tensor-parallel ranks where `model` is made of them, with whole tensors, and `divided` says how each
-    was cut. With `masters_in_module` (fp32 training at stage 0) the weights are the masters: both keys name the same
-    bytes, and a reader wants them once. `layers` are the files of a stage of a PipelineModule that is to be written,
-    with the tensors by their names there. `foreign` says that it was made of a checkpoint of another format.
+    was cut; `stages_of_rows` are the stages of each, of a pipeline at stage 0. With `masters_in_module` (fp32 training
+    at stage 0) the weights are the masters: both keys name the same bytes, and a reader wants them once. `layers` are
+    the files of a stage of a PipelineModule that is to be written, with the tensors by their names there. `foreign`
+    says that it was made of a checkpoint of another format.
     """
 
     listing: Listing
@@ -147,6 +148,7 @@ class ZeroCheckpoint:
     stages: tuple[ModelStates, ...] = ()
     copies: tuple[Mapping[str, TensorRecord], ...] = ()
     rows: tuple[ModelStates, ...] = ()
+    stages_of_rows: tuple[tuple[ModelStates, ...], ...] = ()
     divided: Mapping[str, Division] = field(default_factory=dict)
     layers: Mapping[str, Mapping[str, TensorKey]] | None = None
 

@@ -17,6 +17,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from ds_reshard.errors import (
@@ -46,7 +47,15 @@ from ds_reshard.formats.zero.checkpoint import (
 from ds_reshard.formats.zero.model_states import ModelStates, positive, read_entries
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import PARTITION_GROUPS, OptimStates, Partition, read_optim_states
-from ds_reshard.formats.zero.stage0 import param_groups, torch_optimizer, with_order
+from ds_reshard.formats.zero.stage0 import (
+    Named,
+    all_named,
+    alone,
+    facts_together,
+    param_groups,
+    torch_optimizer,
+    with_order,
+)
 from ds_reshard.formats.zero.tensor_parallel import Division, Evidence, divided, divisions
 from ds_reshard.model.content import WEIGHT
 from ds_reshard.model.facts import OptimizerFacts, canonical, describe
@@ -185,9 +194,7 @@ def stage0_of_places(zero: ZeroCheckpoint) -> Fault:
     return UnsupportedLayout.fault(zero.listing.folder, what, "ZeRO stage 1 or 2", "stage 0", mend=mend)
 
 
-def places_with_order(
-    checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]]
-) -> tuple[ZeroCheckpoint, dict[int, Mapping[str, Extent]]]:
+def places_with_order(checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]]) -> Named:
     """A checkpoint of stage 0 with the optimizers of expert-parallel ranks named, as `with_order` names that of one.
 
     `order` is that of a rank of this run; other ranks, of either run, have the same parameters of other experts. What
@@ -195,42 +202,30 @@ def places_with_order(
     """
     ep, listing = checkpoint.grid.ep, checkpoint.listing
     raise_faults(_several_sizes(checkpoint), subject=f"checkpoint {listing.folder}")
-    parts: list[ZeroCheckpoint] = []
+    orders = [[_at_place(shapes, place, checkpoint) for shapes in order] for place in range(ep)]
+    parts = all_named(
+        [partial(with_order, alone(checkpoint, _of_place(checkpoint, n)), own) for n, own in enumerate(orders)],
+        lambda part, first: _groups_said(part) == _groups_said(first),
+        first="expert-parallel rank",
+        folder=listing.folder,
+    )
     extents: dict[str, Extent] = {}
     placements: dict[TensorKey, Placement] = {}
-    faults: list[Fault] = []
-    for place in range(ep):
-        name = listing.places[place]
-        top = listing.read(name, read_entries)
-        own = replace(checkpoint.model, path=listing.path(name), entries={**checkpoint.model.entries, **top})
-        alone = replace(checkpoint, model=own, layout=Layout({}, {MODEL: 1}))
-        try:
-            part, of_one = with_order(alone, [_at_place(shapes, place, checkpoint) for shapes in order])
-        except ReshardError as error:
-            faults += faults_of(error)
-            continue
-        parts.append(part)
-        extents |= {f"{place}: {buffer}": extent for buffer, extent in of_one[0].items()}
+    for place, (part, of_one) in enumerate(parts):
+        extents |= {f"{place}: {buffer}": extent for buffer, extent in of_one.items()}
         for key, placement in part.layout.placements.items():
             placements.setdefault(key, placement._replace(buffer=f"{place}: {placement.buffer}"))
-        if _groups_said(part) != _groups_said(parts[0]):
-            what = "keeps other steps or param groups than the first expert-parallel rank"
-            faults.append(damaged(own.path, what, "the same", "others"))
-    raise_faults(faults, subject=f"checkpoint {listing.folder}")
-    facts = [part.facts for part in parts if part.facts is not None]
-    groups = [
-        replace(of_all[0], members=tuple(dict.fromkeys(name for one in of_all for name in one.members)))
-        for of_all in zip(*(one.groups for one in facts), strict=True)
-    ]
-    scalars = {name: said for one in facts for name, said in one.scalars.items()}
     layout = Layout({**checkpoint.layout.placements, **placements}, checkpoint.layout.shards)
-    named = replace(
-        checkpoint,
-        layout=layout,
-        facts=OptimizerFacts(groups=tuple(groups), scalars=scalars),
-        masters_in_module=parts[0].masters_in_module,
-    )
-    return named, {0: extents}
+    facts, first = facts_together([part for part, _ in parts]), parts[0][0]
+    return replace(checkpoint, layout=layout, facts=facts, masters_in_module=first.masters_in_module), {0: extents}
+
+
+def _of_place(checkpoint: ZeroCheckpoint, place: int) -> ModelStates:
+    """The model file with the optimizer of one expert-parallel rank, as if that were in it."""
+    listing, model = checkpoint.listing, checkpoint.model
+    name = listing.places[place]
+    entries = {**model.entries, **listing.read(name, read_entries)}
+    return replace(model, path=listing.path(name), entries=entries)
 
 
 def _at_place(shapes: Mapping[str, Shape], place: int, checkpoint: ZeroCheckpoint) -> dict[str, Shape]:
@@ -267,7 +262,7 @@ def same_places(checkpoint: ZeroCheckpoint, sizes: set[int], groups: Sequence[Ma
     """
     if max(sizes, default=1) != checkpoint.grid.ep:
         return False
-    return groups is None or _outline(groups) == _outline(_saved_groups(checkpoint, 0))
+    return groups is None or _outline(groups) == _outline(_saved_groups(checkpoint))
 
 
 def _outline(groups: Iterable[Mapping[str, object]]) -> list[tuple[object, int]]:
@@ -276,14 +271,13 @@ def _outline(groups: Iterable[Mapping[str, object]]) -> list[tuple[object, int]]
     return [(name, len(params) if isinstance(params, list) else 0) for name, params in sized]
 
 
-def _saved_groups(checkpoint: ZeroCheckpoint, place: int) -> list[Mapping[str, object]]:
-    top = checkpoint.listing.read(checkpoint.listing.places[place], read_entries)
-    return param_groups(torch_optimizer(replace(checkpoint.model, entries=top)))
+def _saved_groups(checkpoint: ZeroCheckpoint) -> list[Mapping[str, object]]:
+    return param_groups(torch_optimizer(_of_place(checkpoint, 0)))
 
 
 def _several_sizes(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     """Layers of several expert-parallel sizes, which the names that DeepSpeed gives param groups tell."""
-    names = {str(group.get("name")) for group in _saved_groups(checkpoint, 0) if group.get("moe")}
+    names = {str(group.get("name")) for group in _saved_groups(checkpoint) if group.get("moe")}
     if len(names) > 1:
         what = "holds layers of several expert-parallel sizes at ZeRO stage 0, or their param groups in another order"
         mend = "load it with these sizes and groups, each run started with one PYTHONHASHSEED"

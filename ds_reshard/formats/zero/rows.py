@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 from ds_reshard.errors import (
@@ -22,27 +23,16 @@ from ds_reshard.errors import (
     faults_of,
     raise_faults,
 )
-from ds_reshard.formats.zero.checkpoint import (
-    MODEL,
-    Grid,
-    Row,
-    Shape,
-    ZeroCheckpoint,
-    facts_of,
-    kinds_of,
-    layout_of,
-    open_row,
-)
+from ds_reshard.formats.zero.checkpoint import Grid, Row, Shape, ZeroCheckpoint, facts_of, kinds_of, layout_of, open_row
 from ds_reshard.formats.zero.layout import by_key
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates
 from ds_reshard.formats.zero.pipeline import owned
 from ds_reshard.formats.zero.shards import compare_heads
-from ds_reshard.formats.zero.stage0 import with_order
+from ds_reshard.formats.zero.stage0 import Named, all_named, alone, with_order
 from ds_reshard.formats.zero.tensor_parallel import Division, Evidence, Misfit, divisions, replicated
 from ds_reshard.model.facts import canonical
-from ds_reshard.model.index import Extent
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, check_cover
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Box
@@ -96,6 +86,7 @@ def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Zer
         stages=parts[0].stages,
         copies=tuple(beside for part in parts for beside in part.copies),
         rows=tuple(models),
+        stages_of_rows=tuple(part.stages for part in parts) if listing.layers and model.param_shapes is None else (),
         divided={name: division for name, division in found.items() if name in parameters},
     )
 
@@ -107,37 +98,36 @@ def stage0_of_rows(listing: Listing, grid: Grid) -> Fault:
     return UnsupportedLayout.fault(listing.folder, what, "ZeRO stage 1 to 3", "stage 0", mend=mend)
 
 
-def rows_with_order(
-    checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]]
-) -> tuple[ZeroCheckpoint, dict[int, Mapping[str, Extent]]]:
-    """A checkpoint of stage 0 with the optimizers of all rows named, as `with_order` names that of one.
+def rows_with_order(checkpoint: ZeroCheckpoint, name: Callable[[ZeroCheckpoint], Named]) -> Named:
+    """A checkpoint of stage 0 with the optimizers of all rows named, as `name` names that of one.
 
     The extents are those of each model file. What is wrong with any row is raised, and where rows say different things.
     """
-    parts: list[ZeroCheckpoint] = []
-    extents: dict[int, Mapping[str, Extent]] = {}
-    faults: list[Fault] = []
-    for rank, model in enumerate(checkpoint.rows):
-        lacking = [name for group in order for name in group if name not in model.module]
-        faults += [damaged(model.path, f"lacks {name}", "a parameter of this run", "nothing") for name in lacking]
-        local = [{name: model.module[name].shape for name in group if name in model.module} for group in order]
-        alone = replace(checkpoint, model=model, layout=Layout({}, {MODEL: 1}))
-        try:
-            part, of_one = with_order(alone, local)
-            parts.append(part)
-            extents[rank] = of_one[0]
-        except ReshardError as error:
-            faults += faults_of(error)
-    for part in parts[1:]:
-        if _facts_said(part) != _facts_said(parts[0]):
-            what = "keeps other states, steps or param groups than the first tensor-parallel rank"
-            mend = "restore all files of one save, or load another tag"
-            faults.append(CheckpointDamaged.fault(part.model.path, what, "the same", "others", mend=mend))
-    raise_faults(faults, subject=f"checkpoint {checkpoint.listing.folder}")
-    joined = by_key(_joined(parts, checkpoint.divided))
+    stages = checkpoint.stages_of_rows or ((),) * len(checkpoint.rows)
+    rows = [
+        replace(alone(checkpoint, model), stages=own, rows=(), stages_of_rows=())
+        for model, own in zip(checkpoint.rows, stages, strict=True)
+    ]
+    named = all_named(
+        [partial(name, row) for row in rows],
+        lambda part, first: _facts_said(part) == _facts_said(first),
+        first="tensor-parallel rank",
+        folder=checkpoint.listing.folder,
+    )
+    first = named[0][0]
+    joined = by_key(_joined([part for part, _ in named], checkpoint.divided))
     layout = Layout({**checkpoint.layout.placements, **joined}, checkpoint.layout.shards)
-    first = parts[0]
+    extents = {rank: of_one for rank, (_, of_one) in enumerate(named)}
     return replace(checkpoint, layout=layout, facts=first.facts, masters_in_module=first.masters_in_module), extents
+
+
+def row_with_order(checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]]) -> Named:
+    """What one tensor-parallel rank has saved, with the optimizer named; the shapes are those of its own shards."""
+    module, path = checkpoint.model.module, checkpoint.model.path
+    lacking = [name for group in order for name in group if name not in module]
+    faults = [damaged(path, f"lacks {name}", "a parameter of this run", "nothing") for name in lacking]
+    raise_faults(faults, subject=f"checkpoint {checkpoint.listing.folder}")
+    return with_order(checkpoint, [{name: module[name].shape for name in group} for group in order])
 
 
 def _facts_said(part: ZeroCheckpoint) -> str:
@@ -201,8 +191,6 @@ def parameters_of(model: ModelStates, shapes: Mapping[str, Sequence[Shape]]) -> 
 
 def _unread(listing: Listing, grid: Grid, models: Sequence[ModelStates]) -> Iterator[Fault]:
     mend = f"load it in a run with tensor-parallel size {grid.tp}"
-    if models[0].param_shapes is None and listing.layers:
-        yield stage0_of_rows(listing, grid)
     for model in models:
         for name, tensor in model.module.items():
             if not tensor.contiguous:

@@ -6,12 +6,21 @@ DeepSpeed 0.19.8 saves `optimizer.state_dict()` in the model file: of a torch op
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
-from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, fail, raise_faults
+from ds_reshard.errors import (
+    Fault,
+    ModelMismatch,
+    ParamGroupMismatch,
+    ReshardError,
+    damaged,
+    fail,
+    faults_of,
+    raise_faults,
+)
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
 from ds_reshard.formats.zero.layout import by_key, flat_offsets, whole
 from ds_reshard.formats.zero.model_states import ModelStates
@@ -85,9 +94,7 @@ class _Found:
         self.scalars.setdefault(name, {})[kind] = found
 
 
-def with_order(
-    checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]]
-) -> tuple[ZeroCheckpoint, dict[int, Mapping[str, Extent]]]:
+def with_order(checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]]) -> Named:
     """The same checkpoint with its optimizer named: `order` lists each param group's trainable parameters.
 
     Returns it with the extents of the optimizer's tensors by buffer, for the one model file. Shapes are checked one by
@@ -121,6 +128,53 @@ def with_order(
     layout = Layout({**checkpoint.layout.placements, **by_key(found.placements)}, checkpoint.layout.shards)
     named = replace(checkpoint, layout=layout, facts=facts, masters_in_module=raw)
     return named, {0: {buffer: extent_of(tensor) for buffer, tensor in found.tensors.items()}}
+
+
+Named = tuple[ZeroCheckpoint, dict[int, Mapping[str, Extent]]]
+"""A checkpoint of stage 0 with its optimizer named, and where the tensors of that lie, by model file."""
+
+
+def alone(checkpoint: ZeroCheckpoint, model: ModelStates) -> ZeroCheckpoint:
+    """What one model file has saved of a checkpoint, without a place for any tensor yet."""
+    return replace(checkpoint, model=model, layout=Layout({}, {MODEL: 1}))
+
+
+def all_named(
+    parts: Iterable[Callable[[], Named]],
+    alike: Callable[[ZeroCheckpoint, ZeroCheckpoint], bool],
+    *,
+    first: str,
+    folder: str,
+) -> list[tuple[ZeroCheckpoint, Mapping[str, Extent]]]:
+    """What each of `parts` gives, for ranks that have saved an optimizer each.
+
+    Raises what is wrong with any, and where one is not `alike` the first.
+    """
+    named: list[tuple[ZeroCheckpoint, Mapping[str, Extent]]] = []
+    faults: list[Fault] = []
+    for name in parts:
+        try:
+            part, extents = name()
+            named.append((part, extents[0]))
+        except ReshardError as error:
+            faults += faults_of(error)
+    for part, _ in named[1:]:
+        if not alike(part, named[0][0]):
+            what = f"keeps other states, steps or param groups than the first {first}"
+            faults.append(damaged(part.model.path, what, "the same", "others"))
+    raise_faults(faults, subject=f"checkpoint {folder}")
+    return named
+
+
+def facts_together(parts: Sequence[ZeroCheckpoint]) -> OptimizerFacts:
+    """The param groups of optimizers that have some parameters each; of what several have the first one's."""
+    facts = [part.facts for part in parts if part.facts is not None]
+    groups = [
+        replace(of_all[0], members=tuple(dict.fromkeys(name for one in of_all for name in one.members)))
+        for of_all in zip(*(one.groups for one in facts), strict=True)
+    ]
+    scalars = {name: said for one in reversed(facts) for name, said in one.scalars.items()}
+    return OptimizerFacts(groups=tuple(groups), scalars=scalars)
 
 
 def _group_facts(groups: list[dict[str, object]], order: Sequence[Mapping[str, Shape]]) -> Iterator[GroupFacts]:

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
-from ds_reshard.errors import Fault, ReshardError, UnsupportedLayout, damaged, faults_of, raise_faults
-from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
+from ds_reshard.errors import UnsupportedLayout, damaged, raise_faults
+from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.pipeline import layer_of, tied_key
-from ds_reshard.formats.zero.stage0 import groups_fault, param_groups, torch_optimizer, with_order
+from ds_reshard.formats.zero.stage0 import (
+    Named,
+    all_named,
+    alone,
+    facts_together,
+    groups_fault,
+    param_groups,
+    torch_optimizer,
+    with_order,
+)
 from ds_reshard.model.content import MASTER
-from ds_reshard.model.facts import OptimizerFacts, canonical
+from ds_reshard.model.facts import canonical
 from ds_reshard.model.index import Extent
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import TensorRecord
@@ -35,9 +45,7 @@ Modules = list[dict[str | int, tuple[str, ...]]]
 _Names = tuple[tuple[str, ...], ...]
 
 
-def stages_with_order(
-    checkpoint: ZeroCheckpoint, ties: Mapping[int, str], run: Sequence[StageOrder]
-) -> tuple[ZeroCheckpoint, dict[int, Mapping[str, Extent]]]:
+def stages_with_order(checkpoint: ZeroCheckpoint, ties: Mapping[int, str], run: Sequence[StageOrder]) -> Named:
     """A checkpoint of stage 0 with the optimizers of all its stages named, where `run` has other stages.
 
     No file says which layers a stage had: a division of all layers must fit the number, the order and the shapes of all
@@ -49,22 +57,20 @@ def stages_with_order(
     held, module = {name for group in modules for names in group.values() for name in names}, checkpoint.model.module
     lacking = [damaged(folder, f"lacks {name}", "a parameter of this run", "nothing") for name in held - set(module)]
     raise_faults(sorted(lacking, key=str), subject=f"checkpoint {folder}")
-    parts: list[ZeroCheckpoint] = []
+    division = _division(checkpoint, modules, ties, layers)
+    models = [replace(checkpoint.model, path=own.path, entries=own.entries) for own in checkpoint.stages]
+    shapes = [[{name: module[name].shape for name in group} for group in names] for names in division]
+    parts = all_named(
+        [partial(with_order, alone(checkpoint, one), order) for one, order in zip(models, shapes, strict=True)],
+        lambda part, first: _said_by_stage(part, first) == _said_by_stage(first, part),
+        first="stage",
+        folder=folder,
+    )
     extents: dict[str, Extent] = {}
     placements: dict[TensorKey, Placement] = {}
-    faults: list[Fault] = []
     seen: dict[str, int] = {}
-    for stage, names in enumerate(_division(checkpoint, modules, ties, layers)):
-        own = checkpoint.stages[stage]
-        model = replace(checkpoint.model, path=own.path, entries=own.entries)
-        alone = replace(checkpoint, model=model, layout=Layout({}, {MODEL: 1}))
-        try:
-            part, of_one = with_order(alone, [{name: module[name].shape for name in group} for group in names])
-        except ReshardError as error:
-            faults += faults_of(error)
-            continue
-        parts.append(part)
-        extents |= {f"stage {stage}: {buffer}": extent for buffer, extent in of_one[0].items()}
+    for stage, ((part, of_one), names) in enumerate(zip(parts, division, strict=True)):
+        extents |= {f"stage {stage}: {buffer}": extent for buffer, extent in of_one.items()}
         for key, placement in part.layout.placements.items():
             number = seen.get(key.name, 0)
             if not number or key.kind != MASTER:
@@ -72,19 +78,9 @@ def stages_with_order(
                 placements[key] = placement._replace(key=key, buffer=f"stage {stage}: {placement.buffer}")
         for name in (name for group in names for name in group):
             seen[name] = seen.get(name, 0) + 1
-        if _said_by_stage(part, parts[0]) != _said_by_stage(parts[0], part):
-            what = "keeps other steps or param groups than the first stage"
-            faults.append(damaged(own.path, what, "the same", "others"))
-    raise_faults(faults, subject=f"checkpoint {folder}")
-    facts = [part.facts for part in parts if part.facts is not None]
-    groups = [
-        replace(of_all[0], members=tuple(dict.fromkeys(name for one in of_all for name in one.members)))
-        for of_all in zip(*(one.groups for one in facts), strict=True)
-    ]
-    scalars = {name: said for one in reversed(facts) for name, said in one.scalars.items()}
     layout = Layout({**checkpoint.layout.placements, **placements}, checkpoint.layout.shards)
-    named = OptimizerFacts(groups=tuple(groups), scalars=scalars)
-    return replace(checkpoint, layout=layout, facts=named, masters_in_module=True), {0: extents}
+    facts = facts_together([part for part, _ in parts])
+    return replace(checkpoint, layout=layout, facts=facts, masters_in_module=True), {0: extents}
 
 
 def _in_order(first: int, stop: int, ties: Mapping[int, str]) -> list[str | int]:

@@ -66,6 +66,7 @@ def _of_files(checkpoint: ZeroCheckpoint, sizes: Grid) -> dict[str, bool]:
         "a checkpoint of AutoEP": checkpoint.of_autoep,
         "experts at ZeRO stage 0": bool(checkpoint.listing.places),
         f"--pp {sizes.pp} of {pp} stages at ZeRO stage 0": checkpoint.stage == 0 and pp not in (0, sizes.pp),
+        f"--tp {sizes.tp} of stages at ZeRO stage 0": bool(checkpoint.stages_of_rows),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING
@@ -15,15 +15,15 @@ from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.experts import places_with_order
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.pipeline import tied_key
-from ds_reshard.formats.zero.rows import replica_fault, rows_with_order, whole_fault
-from ds_reshard.formats.zero.stage0 import with_order
+from ds_reshard.formats.zero.rows import replica_fault, row_with_order, rows_with_order, whole_fault
+from ds_reshard.formats.zero.stage0 import Named, with_order
 from ds_reshard.formats.zero.stage0_pipeline import StageOrder, stages_with_order
 from ds_reshard.hosts.deepspeed.grid import LiveGrid, copies_of, param_names
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer
 from ds_reshard.hosts.deepspeed.load_targets import Wants
 from ds_reshard.model.checkpoint import checksums
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT
-from ds_reshard.model.index import Extent, Index
+from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.operations.proof import is_zero
 from ds_reshard.operations.ranks import gather
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ds_reshard")
 
-Ordered = tuple[ZeroCheckpoint, Mapping[int, Mapping[str, Extent]]]
-"""A checkpoint with its optimizer named, and where the tensors lie of one that names none."""
 Orders = Sequence[StageOrder | None]
 """What all ranks of a run say of the param groups of their stages."""
 
@@ -124,14 +122,16 @@ def shares_unproved(wants: Wants, *, prove: bool) -> Iterator[Fault]:
         yield UnsupportedLayout.fault("ds_reshard.reshard.verify", what, "crc32", "fingerprint", mend=mend)
 
 
-def ordered(checkpoint: ZeroCheckpoint, live: LiveOptimizer | None, grid: LiveGrid, orders: Orders) -> Ordered:
+def ordered(checkpoint: ZeroCheckpoint, live: LiveOptimizer | None, grid: LiveGrid, orders: Orders) -> Named:
     """The checkpoint with its optimizer named, at stage 0 by this run's order, and then where its tensors lie."""
     if live is None or checkpoint.stage != 0:
         return checkpoint, {}
     if by_other_stages(checkpoint, grid):
         told = orders or (stage_order(live, grid),)
         return of_stages(checkpoint, grid, [one for one in told if one is not None])
-    named = rows_with_order if checkpoint.rows else places_with_order if checkpoint.listing.places else with_order
+    if checkpoint.rows:
+        return rows_with_order(checkpoint, lambda row: row_with_order(row, live.order))
+    named = places_with_order if checkpoint.listing.places else with_order
     return named(of_stage(checkpoint, grid), live.order)
 
 
@@ -149,11 +149,12 @@ def stage_order(live: LiveOptimizer | None, grid: LiveGrid) -> StageOrder | None
 
 
 def by_other_stages(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> bool:
-    """Whether the saved stages, whose optimizers name no parameter, are others than this run's."""
-    return checkpoint.stage == 0 and bool(checkpoint.stages) and len(checkpoint.stages) != grid.pp
+    """Whether the saved stages, whose optimizers name no parameter, are others than this run's, or its shards are."""
+    saved = len(checkpoint.stages)
+    return checkpoint.stage == 0 and saved > 0 and (saved != grid.pp or bool(checkpoint.rows))
 
 
-def of_stages(checkpoint: ZeroCheckpoint, grid: LiveGrid, told: Sequence[StageOrder]) -> Ordered:
+def of_stages(checkpoint: ZeroCheckpoint, grid: LiveGrid, told: Sequence[StageOrder]) -> Named:
     """A checkpoint of stage 0 with the optimizers of all its stages named, for a run with other stages.
 
     `told` is what the ranks of this run say of theirs.
@@ -171,7 +172,10 @@ def of_stages(checkpoint: ZeroCheckpoint, grid: LiveGrid, told: Sequence[StageOr
         )
         raise_faults([fault], subject=f"loading {checkpoint.listing.folder}")
     _say_first(checkpoint, grid)
-    return stages_with_order(checkpoint, grid.row.ties or {}, told)
+    ties = grid.row.ties or {}
+    if checkpoint.rows:
+        return rows_with_order(checkpoint, lambda row: stages_with_order(row, ties, told))
+    return stages_with_order(checkpoint, ties, told)
 
 
 def _kinds_of(checkpoint: ZeroCheckpoint) -> set[str]:

@@ -23,9 +23,8 @@ from ds_reshard.formats.zero.content import SAME_BYTES
 from ds_reshard.formats.zero.experts import same_places
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.shards import ZeroShards
-from ds_reshard.formats.zero.stage0 import param_groups, torch_optimizer
+from ds_reshard.formats.zero.stage0 import Named, param_groups, torch_optimizer
 from ds_reshard.hosts.deepspeed.copies import (
-    Ordered,
     Orders,
     copies_apart,
     model_of_stage,
@@ -499,7 +498,7 @@ class SavedGroups:
         self._live, self._checkpoint, self._grid, self._orders = live, checkpoint, grid, orders
 
     @functools.cached_property
-    def ordered(self) -> Ordered:
+    def ordered(self) -> Named:
         """The checkpoint with its optimizer named, at stage 0 by this run's order, and then where its tensors lie."""
         return ordered(self._checkpoint, self._live, self._grid, self._orders)
 
