@@ -91,6 +91,15 @@ class Norm(torch.nn.Module):
         return x + square(self)
 
 
+class Gain(torch.nn.Module):
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.g = torch.nn.Parameter(numbers(start, 9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + square(self)
+
+
 class Divided(torch.nn.Module):
     """What the tensor-parallel ranks of a pipeline divide, and what each has a copy of."""
 
@@ -151,6 +160,8 @@ def _layers(kind: str, tp: int = 1, rank: int = 0) -> list[Any]:
     first = head_first if kind == "no file" else None
     if kind.startswith("no ties"):
         return [LayerSpec(Block, 100 * number) for number in range(1, 6)]
+    if kind == "gains last":
+        return [LayerSpec(Tie, 0), *(LayerSpec(Gain, 100 * number) for number in (1, 2, 3))]
     if kind == "two ties":
         (one, one_again), (two, two_again) = (
             [TiedLayerSpec(key, Tie, start, forward_fn=of) for of in (None, head)]

@@ -91,6 +91,14 @@ def test_the_last_stage_wins_what_is_tied(worlds: Any, folders: Folders, tmp_pat
     assert loaded(worlds, target, folders(source)) == [{}, {}]
 
 
+def test_param_groups_of_a_stage_that_has_fewer(worlds: Any, folders: Folders, tmp_path: Path) -> None:
+    """DeepSpeed takes those of a universal checkpoint by their numbers: weight decay of weights for gains."""
+    source, target = (Grid("pipeline", pp=pp, dp=2 // pp, layers="gains last") for pp in (1, 2))
+    assert of_deepspeed(worlds, folders, tmp_path, source, target) == [{}, {"0 group": 2}]
+    assert loaded(worlds, replace(target, config=UNIVERSAL), tmp_path / "copy") == [{}, {}]
+    assert loaded(worlds, target, folders(source)) == [{}, {}]
+
+
 def test_a_pipeline_in_bf16_at_stage_0_cannot_load_what_it_has_saved(worlds: Any, folders: Folders) -> None:
     same = Grid("pipeline", pp=2, dp=2, stage=0, dtype="bf16")
     with pytest.raises(Exception, match="KeyError"):

@@ -144,7 +144,7 @@ def extra_state(engine: DeepSpeedEngine, model: ModelStates, settings: Settings)
     """What modules saved through `get_extra_state`, by the name of the module."""
     import torch
 
-    saved = model.entries["module"]
+    saved = model.entries["module"] or {}  # None in a stage's file, and in a universal folder made of stages
     assert isinstance(saved, dict)
     found = {}
     for name, module in engine.module.named_modules():
