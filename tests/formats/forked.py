@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable
 
 LIMIT_S = 120
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def in_ranks(size: int, work: Callable[[int], int | None]) -> list[int]:

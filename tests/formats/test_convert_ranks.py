@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from forked import free_port, in_ranks, launched
+from forked import in_ranks, launched
+from ports import free_port
 from zero_builder import Built, write
 
 from ds_reshard.cli import launch
@@ -47,7 +48,7 @@ def test_ranks_write_what_one_process_writes_and_say_it_once(
     checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], launcher: str
 ) -> None:
     """What the launchers set, by hand: there is no Slurm here. Each rank has about as many bytes."""
-    port = free_port()
+    port = str(free_port())
 
     def rank(number: int) -> int:
         launched(port, number, 4)
@@ -124,7 +125,7 @@ def test_what_ranks_have_finished_is_not_done_again(checkpoint: Path, tmp_path: 
     done = tmp_path / "out.ds-reshard" / "done"
     before = {path.name: path.stat().st_mtime_ns for path in done.iterdir()}
     assert before
-    port, seen = free_port(), conversion._Work.begin
+    port, seen = str(free_port()), conversion._Work.begin
 
     def rank(number: int) -> int:
         launched(port, number, 2, TORCHELASTIC_RESTART_COUNT="1")
@@ -148,7 +149,7 @@ def test_a_rank_that_hangs_ends_the_others_within_the_timeout(
     monkeypatch.setattr(launch, "_SILENCE", timedelta(seconds=3))
     monkeypatch.setattr(launch, "_UNWINDING_S", 0.5)
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.2)
-    port, write_unit = free_port(), conversion._Work._write
+    port, write_unit = str(free_port()), conversion._Work._write
 
     def rank(number: int) -> int:
         launched(port, number, 3)
@@ -171,7 +172,7 @@ def test_what_one_rank_finds_ends_the_work_of_all_at_once(
 ) -> None:
     """A full disk on one rank: the others begin no further file, and all say the same, once."""
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
-    port, write_unit = free_port(), conversion._Work._write
+    port, write_unit = str(free_port()), conversion._Work._write
 
     def rank(number: int) -> int:
         launched(port, number, 2)
@@ -200,7 +201,7 @@ def test_progress_is_of_all_ranks(checkpoint: Path, tmp_path: Path, monkeypatch:
     """Rank 0 is told what all of them have written; in a log it is a line, with rate and time."""
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
     monkeypatch.setattr("ds_reshard.operations.progress.LOG_S", 0.0)
-    port, log = free_port(), tmp_path / "log"
+    port, log = str(free_port()), tmp_path / "log"
 
     def rank(number: int) -> int:
         launched(port, number, 2)
@@ -252,7 +253,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.slow
 def test_two_torchrun_agents_start_again_and_go_on(checkpoint: Path, tmp_path: Path, interpreter: str) -> None:
     """Two nodes of two ranks, one of which is killed after its first file: --max-restarts does the rest."""
-    script, port = tmp_path / "dies.py", free_port()
+    script, port = tmp_path / "dies.py", str(free_port())
     script.write_text(DIES_ONCE)
     words = ["convert", str(checkpoint), str(tmp_path / "out"), "--to", "zero3", "--dp", str(DP)]
     launcher = [interpreter, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]

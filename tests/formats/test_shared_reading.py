@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ports import free_port
 from zero_builder import Built, write
 
 from ds_reshard.cli.main import main
@@ -94,10 +94,7 @@ def test_a_copy_that_is_killed_is_a_named_error(folders: Path, monkeypatch: pyte
 
 def _ranks(python: str, words: list[str], sizes: list[int], **environment: str) -> list[tuple[int, str, str]]:
     """Status, stdout and stderr of torchrun on so many nodes, all of them this machine; each starts so many ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        several = ["--nnodes", str(len(sizes)), "--master-port", str(probe.getsockname()[1]), "--node-rank"]
-    # a port that is chosen here may be another's when torchrun listens to it
+    several = ["--nnodes", str(len(sizes)), "--master-port", str(free_port()), "--node-rank"]
     places = [["--standalone"]] if len(sizes) == 1 else [[*several, str(node)] for node in range(len(sizes))]
     launch = [python, "-m", "torch.distributed.run"]
     # and what the shell may have of a run before, or Kubernetes of the node

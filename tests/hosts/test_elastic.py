@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from ports import free_port
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
 from nanotron_builder import STEP
@@ -36,9 +36,7 @@ class Nodes:
     def __init__(self, folder: Path, python: str) -> None:
         self.folder, self.log, self.agents = folder, folder / "log", list[subprocess.Popen[bytes]]()
         self.hurry, self._python = folder / "hurry", python
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            self._port = free.getsockname()[1]
+        self._port = free_port()
 
     def start(self) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]

@@ -11,11 +11,12 @@ import atexit
 import importlib
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
+
+from ports import free_port
 
 START_TIMEOUT_S = 300.0
 JOB_TIMEOUT_S = 200.0
@@ -44,9 +45,7 @@ class World:
     def __init__(self, size: int, timeout_s: int = COLLECTIVE_TIMEOUT_S) -> None:
         self.size = size
         self.groups = 0
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         context = server()
         self._pipes: list[Connection] = []
         self._processes = []

@@ -20,13 +20,14 @@ import logging
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+from ports import free_port
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -51,7 +52,7 @@ class Release:
         self.release = release
         self._scratch = scratch
         self._runs = 0
-        path = os.pathsep.join(str(one) for one in (HERE, home, ROOT, *paths))
+        path = os.pathsep.join(str(one) for one in (HERE, home, ROOT, *paths, HERE.parent))
         inherited = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and "tests" not in one]
         environment = {
             **os.environ,
@@ -175,9 +176,7 @@ def _read_the_help() -> None:
 
 
 def _serve(job: dict[str, Any]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     children = []
     for rank in range(job["ranks"]):
         pid = os.fork()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from ports import free_port
 
 STEPS = 5
 
@@ -57,9 +57,7 @@ def main() -> None:
 
 
 def _join(device: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     os.environ.update(
         RANK="0",
         LOCAL_RANK="0",
