@@ -31,7 +31,7 @@ from benchmarks.memory import Counters, forget_peak, resident
 from benchmarks.report import ROOT, commit, keep, machine, spread
 
 HARNESS = ROOT / "tests" / "hosts" / "megatron"
-sys.path.insert(0, str(HARNESS))
+sys.path[:0] = [str(HARNESS), str(HARNESS.parent)]
 SCRATCH = ROOT / ".bench"
 SIZES = (
     "--num-layers {layers} --hidden-size 1024 --num-attention-heads 16 --ffn-hidden-size 4096 --seq-length 64"
@@ -131,7 +131,7 @@ def run(ranks: int, release: str, arguments: str, *, saves: bool = False, hooked
         given = {"release": release, "arguments": arguments, "saves": saves, "hooked": hooked, "answers": answers}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += ["-m", "benchmarks.megatron", "--work", json.dumps(given)]
-        paths = (HARNESS, home(release), ROOT, os.environ.get("PYTHONPATH", ""))
+        paths = (HARNESS, home(release), ROOT, HARNESS.parent, os.environ.get("PYTHONPATH", ""))
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path),
