@@ -11,6 +11,7 @@ from ds_reshard.errors import TRY_AGAIN, CheckpointDamaged, CheckpointNotFound, 
 
 Opened = int | Object
 """A descriptor, or a file of a store."""
+_SMALL_NBYTES = 16 << 10
 
 
 def opened(path: str) -> Opened:
@@ -52,6 +53,7 @@ class PositionedFile:
         self.bytes_read = 0
         self._descriptor = -1
         self._object: Object | None = None
+        self._held: bytes | None = None
         try:
             nbytes = self._open(path, part)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -81,16 +83,20 @@ class PositionedFile:
         return status.st_size
 
     def read(self, byte_offset: int, nbytes: int) -> bytes:
-        """Exactly the bytes [byte_offset, byte_offset + nbytes).
+        """Exactly the bytes [byte_offset, byte_offset + nbytes). Of a small file all are read at once, and kept.
 
         Raises ReadFailed when the system reports an error, CheckpointDamaged when the file ends first.
         """
+        if self.nbytes > _SMALL_NBYTES or byte_offset + nbytes > self.nbytes:
+            return self._exactly(byte_offset, nbytes)
+        if self._held is None:
+            self._held = self._exactly(0, self.nbytes)
+        return self._held[byte_offset : byte_offset + nbytes]
+
+    def _exactly(self, byte_offset: int, nbytes: int) -> bytes:
         parts: list[bytes] = []
         while nbytes:
-            try:
-                part = self._some(self._start + byte_offset, min(nbytes, 1 << 30))
-            except OSError as error:
-                raise ReadFailed(f"{self.path}: {nbytes} bytes at {byte_offset} cannot be read: {error}") from error
+            part = self._some(byte_offset, min(nbytes, 1 << 30))
             if not part:
                 raise CheckpointDamaged(
                     f"{self.path}: the file ends at byte {byte_offset}, {nbytes} bytes early: it shrank while open"
@@ -103,21 +109,25 @@ class PositionedFile:
 
     def read_all(self) -> bytes:
         """Every byte. ReadFailed where there are more than the file system has said, which may remember an old size."""
-        data = self.read(0, self.nbytes)
-        if self.whole and self._descriptor >= 0 and os.pread(self._descriptor, 1, self.nbytes):
+        data = self._exactly(0, self.nbytes)
+        if self.whole and self._descriptor >= 0 and self._some(self.nbytes, 1):
             raise ReadFailed(
                 f"{self.path}: holds more than the {self.nbytes} bytes that the file system said; try again"
             )
         return data
 
-    def _some(self, at: int, nbytes: int) -> bytes:
-        """At most so many bytes from there; none at the end."""
-        if self._object is not None:
-            return self._object.read(at, at + nbytes)
-        return os.pread(self._descriptor, nbytes, at)
+    def _some(self, byte_offset: int, nbytes: int) -> bytes:
+        """At most so many bytes from there; none at the end. Raises ReadFailed."""
+        at = self._start + byte_offset
+        try:
+            return (
+                os.pread(self._descriptor, nbytes, at) if self._object is None else self._object.read(at, at + nbytes)
+            )
+        except OSError as error:
+            raise ReadFailed(f"{self.path}: {nbytes} bytes at {byte_offset} cannot be read: {error}") from error
 
     def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor, self._descriptor, self._held = self._descriptor, -1, None
         if descriptor >= 0:
             os.close(descriptor)
 

@@ -48,6 +48,23 @@ def test_an_old_size_is_no_shorter_file(place: str, monkeypatch: pytest.MonkeyPa
     assert folders.read_small(f"{place}/b.pt", 2) == b"12"
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_each_read_of_a_small_file_may_fail(place: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second asks whether there is more than the file system said."""
+    own, seen = os.pread, []
+
+    def pread(*given: int) -> bytes:
+        seen.append(given)
+        if len(seen) == number:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return own(*given)
+
+    monkeypatch.setattr(os, "pread", pread)
+    with pytest.raises(ReadFailed, match=r"b\.pt: .*: .*Stale"):
+        folders.read_small(f"{place}/b.pt")
+    assert len(seen) == number
+
+
 @pytest.mark.parametrize("name", ["nothing", "b.pt/in/a/file", "nowhere", "a\0b", "n" * 300])
 def test_what_is_not_there_is_no_error(place: str, name: str) -> None:
     path = f"{place}/{name}"
