@@ -1,0 +1,88 @@
+"""What each rank does where a save is verified while calls on files fail, one rank at a time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from calls import Calls, Step
+from fsdp_manager_jobs import _file, _fsdp2, _schedule, train
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import ds_reshard
+
+_READS = ("open", "read", "stat", "list")
+Save = Callable[[], object]
+
+
+def _by_torch(folder: str) -> tuple[Save, Save]:
+    """`torch.distributed.checkpoint.save`, which verifies before it returns."""
+    model, optimizer = _fsdp2(0)
+    train(model, optimizer, _schedule(optimizer), range(1))
+    weights, states = get_state_dict(model, optimizer)
+    name = next(iter(states["state"]))
+    state = {"weight": weights[name], "states": states["state"][name], "number": torch.tensor(7), "epoch": 3}
+    return (lambda: None), (lambda: dcp.save(state, checkpoint_id=folder))
+
+
+def _by_manager(folder: str) -> tuple[Save, Save]:
+    """The files of EasyR1's manager, verified with what the ranks hold."""
+    model, optimizer = _fsdp2(0)
+    train(model, optimizer, _schedule(optimizer), range(1))
+
+    def save() -> None:
+        weights, states = get_state_dict(model, optimizer)
+        os.makedirs(folder, exist_ok=True)
+        torch.save(weights, _file(folder, "model"))
+        torch.save(states, _file(folder, "optim"))
+        torch.save({"lr_scheduler": None}, _file(folder, "extra_state"))
+
+    return save, (lambda: ds_reshard.verify_saved(folder, model=model, optimizer=optimizer))
+
+
+KINDS = {"torch.distributed.checkpoint": _by_torch, "checkpoint manager": _by_manager}
+
+
+def verified(kind: str, folder: str, cases: list[tuple[int, Step, str]] | None) -> list[Any]:
+    """For each case what a verified save ended in; without cases the calls by which this rank verifies."""
+    rank = dist.get_rank()
+    before, save = KINDS[kind](folder)
+
+    def once(calls: Calls) -> str:
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        dist.barrier()
+        before()
+        try:
+            with calls.watched():
+                save()
+        except ds_reshard.ReshardError as error:
+            return f"{type(error).__name__}: {error}"
+        except Exception as error:
+            return f"unnamed {type(error).__name__}: {error}"
+        return "done"
+
+    with ds_reshard.install("fsdp", verify_after_save=True):
+        calls = Calls(folder)
+        assert once(calls) == "done"
+        if cases is None:
+            last = max((at for at, step in enumerate(calls.steps) if step.kind not in _READS), default=-1)
+            return calls.steps[last + 1 :]
+        told = []
+        for on, step, fault in cases:
+            calls = Calls(folder, step if on == rank else None, fault)
+            said = once(calls)
+            if on == rank and not calls.befallen:
+                said = f"the step was not reached; {said}"
+            targets = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+            left = [target for target in targets if target.startswith(folder)]
+            told.append((said, f"left open: {left}" if left else ""))
+        assert once(Calls(folder)) == "done"
+    return told
