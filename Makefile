@@ -103,6 +103,7 @@ MUTANTS ?=
 torture: venv
 	$(BIN)/python tests/torture
 	$(BIN)/python tests/torture/loads.py
+	$(BIN)/python tests/torture/verified_saves.py
 	$(BIN)/python tests/torture/ranks.py
 
 mutants: venv

@@ -65,6 +65,7 @@ FILE_DAMAGES: dict[str, Damage] = {
     "none": lambda folder: None,
     "truncated": _cut,
     "missing": lambda folder: os.remove(f"{folder}/optim_world_size_2_rank_1.pt"),
+    "no schedule": lambda folder: os.truncate(f"{folder}/extra_state_world_size_2_rank_1.pt", 400),
     "foreign": lambda folder: shutil.copy(
         f"{folder}/optim_world_size_2_rank_1.pt", f"{folder}/optim_world_size_3_rank_1.pt"
     ),
@@ -180,8 +181,8 @@ def _verls(folder: str, model: Any, optimizer: Any, scheduler: Any) -> None:
 
 KINDS: dict[str, tuple[str, Callable[..., None], tuple[str, ...]]] = {
     "EasyR1": ("EasyR1", _easyr1s, tuple(FILE_DAMAGES)),
-    "verl": ("verl", _verls, ("none", "truncated", "missing", "foreign")),
-    "verl with FSDP1": ("verl", _flat_save, ("none", "missing")),
+    "verl": ("verl", _verls, ("none", "truncated", "missing", "no schedule", "foreign")),
+    "verl with FSDP1": ("verl", _flat_save, ("none", "missing", "no schedule")),
 }
 
 

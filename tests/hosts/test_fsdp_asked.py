@@ -31,6 +31,7 @@ DCP = {
 FILES = {
     "truncated": ("CheckpointDamaged", "optim_world_size_2_rank_0.pt"),
     "missing": ("CheckpointDamaged", "optim_world_size_2_rank_*.pt are not those of 2 ranks"),
+    "no schedule": ("CheckpointDamaged", "extra_state_world_size_2_rank_1.pt"),
     "foreign": ("CheckpointDamaged", "several world sizes (expected one, found 2, 3)"),
     "swapped": ("FingerprintMismatch", "lm_head.weight[exp_avg] is not what the ranks hold"),
 }

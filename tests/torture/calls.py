@@ -70,11 +70,18 @@ class Step(NamedTuple):
 
 
 class Calls:
-    """The calls on files below `folder`; `fault` befalls the one that is `at`."""
+    """The calls on files below `folder`; `fault` befalls the one that is `at`, and later ones like it if it `lasts`."""
 
     def __init__(
-        self, folder: str, at: Step | None = None, fault: str = "", signal_number: int = signal.SIGKILL
+        self,
+        folder: str,
+        at: Step | None = None,
+        fault: str = "",
+        signal_number: int = signal.SIGKILL,
+        *,
+        lasts: bool = False,
     ) -> None:
+        self.lasts = lasts
         self.folder, self.at, self.fault, self.signal = os.path.realpath(folder), at, fault, signal_number
         self.steps: list[Step] = []
         self.befallen = False
@@ -115,7 +122,8 @@ class Calls:
             step = Step(kind, path, self._count[kind, path])
             self.steps.append(step)
             self.befallen |= step == self.at
-        return step == self.at
+            like = self.at is not None and self.befallen and step[:2] == self.at[:2]
+        return step == self.at or (self.lasts and like)
 
     def _wrapped(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*given: Any, **named: Any) -> Any:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 def test_a_conversion_that_fails_leaves_all_or_nothing() -> None:
     """In a process of its own, of which each case is a fork."""
-    command = [sys.executable, str(Path(__file__).with_name("__main__.py")), "--every", "661"]
+    command = [sys.executable, str(Path(__file__).with_name("__main__.py")), "--every", "499"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])
@@ -23,8 +23,10 @@ def test_a_conversion_that_fails_leaves_all_or_nothing() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("script", "every", "least"), [("loads", 997, 20), ("ranks", 11, 3)])
-def test_a_load_that_fails_leaves_all_or_nothing(
+@pytest.mark.parametrize(
+    ("script", "every", "least"), [("loads", 397, 20), ("verified_saves", 131, 20), ("ranks", 11, 3)]
+)
+def test_a_load_or_a_verified_save_that_fails_leaves_all_or_nothing(
     script: str, every: int, least: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its ranks are forks of the server of this session."""

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
+from ds_reshard.containers import folders
+from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import (
     Fault,
     FingerprintMismatch,
@@ -23,7 +25,7 @@ from ds_reshard.errors import (
     faults_of,
     raise_faults,
 )
-from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint, missing_extra, open_fsdp
+from ds_reshard.formats.fsdp.checkpoint import EXTRA, FsdpCheckpoint, file_name, missing_extra, open_fsdp
 from ds_reshard.formats.fsdp.flat_parameters import ORDER, FlatOrder, Member, line_to_add
 from ds_reshard.hosts.fsdp.optimizer_state import local
 from ds_reshard.model.facts import ScalarTensor
@@ -117,6 +119,11 @@ def _check(checkpoint: FsdpCheckpoint, rank: int, size: int | None) -> None:
                 checkpoint.buffers(family, shard)
             except ReshardError as error:
                 faults += faults_of(error)
+        extra = os.path.join(folder, file_name(EXTRA, saved, shard))
+        if folders.exists(extra):
+            with open_archive(extra) as archive:
+                for name in archive.members:
+                    archive.read(name)
     raise_faults(faults, subject=f"verifying {folder}")
 
 
