@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / name) for name in ("formats", "hosts"))]
 
 import torch  # noqa: E402
-from calls import DEATH, FAULTS, Calls, Step  # noqa: E402
+from calls import DEATH, FAULTS, Calls, Step, left_open  # noqa: E402
 from nanotron_builder import MODEL, Run, again, write  # noqa: E402
 
 from ds_reshard.errors import ReshardError  # noqa: E402
@@ -175,8 +175,7 @@ class Work:
         wrong = [] if calls.befallen else ["the step was not reached: steps are not the same in each run"]
         if threading.active_count() > 1:
             wrong.append(f"threads are left: {[thread.name for thread in threading.enumerate()]}")
-        targets = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
-        if left := [target for target in targets if target.startswith(str(case))]:
+        if left := left_open(str(case)):
             wrong.append(f"files are left open: {left}")
         answer.write_text(json.dumps([said, wrong]))
         os._exit(0)

@@ -148,6 +148,12 @@ class Calls:
         return _through_os(file, mode, buffering, encoding)
 
 
+def left_open(folder: str) -> list[str]:
+    """The files below a folder that this process has open."""
+    targets = (os.path.realpath(link) for link in _OS["scandir"]("/proc/self/fd"))
+    return [target for target in targets if target.startswith(folder)]
+
+
 def _through_os(file: Any, mode: str, buffering: int, encoding: str | None) -> Any:
     raw = _Raw(file, mode)
     if "b" in mode and not buffering:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from calls import DEATH, Calls, Step
+from calls import DEATH, Calls, Step, left_open
 from cases import Model, Run
 from jobs import build, contents, outcome, same, weights
 
@@ -22,6 +24,10 @@ def _held(engine: Any) -> dict[str, Any]:
 def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     weights_equal = all(torch.equal(value, other["weights"][name]) for name, value in one["weights"].items())
     return same(one, other) and weights_equal and one["scheduler"] == other["scheduler"]
+
+
+def files(folder: str) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
 def steps(run: Run, model: Model, folder: str) -> list[Step]:
@@ -36,10 +42,11 @@ def steps(run: Run, model: Model, folder: str) -> list[Step]:
 
 def befallen(
     run: Run, model: Model, good: str, other: str, cases: list[tuple[int, Step, str]]
-) -> list[tuple[str, str, str]]:
-    """For each case what it ended in, what the engine holds then, and whether it makes a step.
+) -> list[tuple[str, str, str, str]]:
+    """For each case what it ended in, what the engine holds then, whether it makes a step, and what is wrong after it.
 
-    The engine holds another checkpoint before. `good` is put right again where a file was replaced.
+    The engine holds another checkpoint before. `good` is put right again where a file was replaced; then the next load
+    of it is right, all of its bytes are as before, and no file or thread is left.
     """
     import ds_reshard
 
@@ -48,7 +55,7 @@ def befallen(
     engine = build(run, model, seed=99)
     with ds_reshard.install("deepspeed"):
         engine.load_checkpoint(good)
-        right = _held(engine)
+        right, threads = _held(engine), threading.active_count()
         for on, step, fault in cases:
             engine.load_checkpoint(other)
             before, said = _held(engine), "done"
@@ -64,11 +71,20 @@ def befallen(
                 said = f"the step was not reached; {said}"
             now = _held(engine)
             held = "right" if _equal(now, right) else "unchanged" if _equal(now, before) else "neither"
-            found.append((said, held, "" if held != "neither" else outcome(engine.step)))
+            steps = "" if held != "neither" else outcome(engine.step)
+            after = f"files are left open: {left}" if (left := left_open(good)) else ""
+            if threading.active_count() > threads:
+                after = f"threads are left: {[thread.name for thread in threading.enumerate()]}"
             torch.distributed.barrier()
             if fault == "replaced" and rank == on:
                 shutil.copytree(f"{good}.whole", good, dirs_exist_ok=True)
             torch.distributed.barrier()
+            again = outcome(lambda: engine.load_checkpoint(good))
+            if again != "done" or not _equal(_held(engine), right):
+                after = f"the next load ends otherwise: {again}"
+            if rank == 0 and files(good) != files(f"{good}.whole"):
+                after = "the checkpoint has changed"
+            found.append((said, held, steps, after))
     logging.getLogger("ds_reshard").setLevel(logging.NOTSET)  # as other tests find it
     return found
 

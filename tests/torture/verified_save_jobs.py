@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from calls import Calls, Step
+from calls import Calls, Step, left_open
 from fsdp_manager_jobs import _file, _fsdp2, _schedule, train
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -89,8 +88,6 @@ def verified(kind: str, folder: str, cases: list[tuple[int, Step, str]] | None) 
                 said = once(calls)
             if on == rank and not calls.befallen:
                 said = f"the step was not reached; {said}"
-            targets = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
-            left = [target for target in targets if target.startswith(folder)]
-            told.append((said, f"left open: {left}" if left else ""))
+            told.append((said, f"left open: {left}" if (left := left_open(folder)) else ""))
         assert once(Calls(folder)) == "done"
     return told
