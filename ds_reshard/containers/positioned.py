@@ -11,7 +11,8 @@ from ds_reshard.errors import TRY_AGAIN, CheckpointDamaged, CheckpointNotFound, 
 
 Opened = int | Object
 """A descriptor, or a file of a store."""
-_SMALL_NBYTES = 16 << 10
+_KEPT_NBYTES = 8 << 10
+"""Of a beginning and of an end: an archive is opened by them."""
 
 
 def opened(path: str) -> Opened:
@@ -53,7 +54,7 @@ class PositionedFile:
         self.bytes_read = 0
         self._descriptor = -1
         self._object: Object | None = None
-        self._held: bytes | None = None
+        self._kept: dict[int, bytes] = {}
         try:
             nbytes = self._open(path, part)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -83,15 +84,22 @@ class PositionedFile:
         return status.st_size
 
     def read(self, byte_offset: int, nbytes: int) -> bytes:
-        """Exactly the bytes [byte_offset, byte_offset + nbytes). Of a small file all are read at once, and kept.
+        """Exactly the bytes [byte_offset, byte_offset + nbytes); the first and the last KiB are read once, and kept.
 
         Raises ReadFailed when the system reports an error, CheckpointDamaged when the file ends first.
         """
-        if self.nbytes > _SMALL_NBYTES or byte_offset + nbytes > self.nbytes:
-            return self._exactly(byte_offset, nbytes)
-        if self._held is None:
-            self._held = self._exactly(0, self.nbytes)
-        return self._held[byte_offset : byte_offset + nbytes]
+        stop, last = byte_offset + nbytes, max(0, self.nbytes - _KEPT_NBYTES)
+        if not self.far and stop <= self.nbytes:
+            if stop <= _KEPT_NBYTES:
+                return self._window(0)[byte_offset:stop]
+            if byte_offset >= last:
+                return self._window(last)[byte_offset - last : stop - last]
+        return self._exactly(byte_offset, nbytes)
+
+    def _window(self, byte_offset: int) -> bytes:
+        if byte_offset not in self._kept:
+            self._kept[byte_offset] = self._exactly(byte_offset, min(_KEPT_NBYTES, self.nbytes - byte_offset))
+        return self._kept[byte_offset]
 
     def _exactly(self, byte_offset: int, nbytes: int) -> bytes:
         parts: list[bytes] = []
@@ -127,7 +135,8 @@ class PositionedFile:
             raise ReadFailed(f"{self.path}: {nbytes} bytes at {byte_offset} cannot be read: {error}") from error
 
     def close(self) -> None:
-        descriptor, self._descriptor, self._held = self._descriptor, -1, None
+        self._kept = {}
+        descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -167,9 +176,11 @@ class PositionedView(PositionedFile):
         self.bytes_read = 0
         self.nbytes = nbytes
         self._descriptor = -1
+        self._kept = {}
+        self.far = file.far
         self._file = file
         self._at = byte_offset
 
-    def read(self, byte_offset: int, nbytes: int) -> bytes:
+    def _exactly(self, byte_offset: int, nbytes: int) -> bytes:
         self.bytes_read += nbytes
         return self._file.read(self._at + byte_offset, nbytes)

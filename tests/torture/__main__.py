@@ -29,17 +29,22 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / name) for name in ("formats", "hosts"))]
+_TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(_TESTS / name) for name in ("torture", "formats", "hosts", "hosts/megatron")]
 
+import saved_worlds  # noqa: E402
 import torch  # noqa: E402
 from calls import DEATH, FAULTS, Calls, Step, left_open  # noqa: E402
+from forks import Release  # noqa: E402
 from nanotron_builder import MODEL, Run, again, write  # noqa: E402
+from releases import home  # noqa: E402
+from worlds import World  # noqa: E402
 
 from ds_reshard.errors import ReshardError  # noqa: E402
 from ds_reshard.operations import Options, convert  # noqa: E402
 
 RUN = Run(dp=2, tp=2, model=MODEL[:6:2])
-SIZES = {"zero1": 3, "zero2": 2, "zero3": 2, "bf16": 2, "dcp": 3, "accelerate": 2}
+SIZES = {"zero1": 3, "zero2": 2, "zero3": 2, "bf16": 2, "dcp": 3, "accelerate": 2, "fsdp": 3}
 OLD = {"mine": b"before"}
 
 
@@ -82,6 +87,9 @@ WORKS = {
     "nanotron": Conversion("zero3", "nanotron"),
     "safetensors": Conversion("zero1", "safetensors"),
     "torch": Conversion("zero2", "torch"),
+    "fsdp": Conversion("verl", "fsdp"),
+    "megatron": Conversion("megatron-lm", "megatron"),
+    "megatron-torch": Conversion("megatron", "megatron-torch"),
     "forced": Conversion("zero3", "zero2", force=True),
     "resumed": Conversion("zero2", "zero3", resume=True),
 }
@@ -181,9 +189,23 @@ class Work:
         os._exit(0)
 
 
+def saved(place: Path) -> dict[str, Path]:
+    """What is converted first: a synthetic run of nanotron, and folders that FSDP2 ranks and Megatron-LM have saved."""
+    world, release = World(2), saved_worlds.WORLDS["gated fp32"].release
+    folders = {name: place / name for name in ("verl", "megatron-lm", "release")}
+    for folder in folders.values():
+        folder.mkdir()
+    world.run("fsdp_manager_jobs.verl_save", folder=str(folders["verl"]), dtype="float32")
+    world.close()
+    megatron = Release(release, home(release), folders["release"])
+    folders["megatron-lm"] = saved_worlds.saved_by({release: megatron}, folders["megatron-lm"])("gated fp32", "plain")
+    megatron.close()
+    return {"nanotron": write(RUN, place / "nanotron"), **folders}
+
+
 def sources(place: Path) -> dict[str, Path]:
-    """The run in each format."""
-    made = {"nanotron": write(RUN, place / "nanotron")}
+    """A source in each format."""
+    made = saved(place)
     for conversion in WORKS.values():
         if conversion.to not in made:
             folder = place / f"to-{conversion.to}"
