@@ -1,5 +1,7 @@
 """`make bench`: a checkpoint of 64 shards in an object store that is 30 ms away: `inspect`, and a load into two ranks.
 
+And `inspect` of one of 4,096 shards.
+
 The store is moto's S3 server on this machine, s3fs its client; a proxy between them adds 30 ms to each request, and
 sends all answers together by so many bytes a second. So what bandwidth alone needs is known: the bytes that the ranks
 fetched, by that rate. What the machine makes of it is told by a bare loop, by turns: as many processes that fetch as
@@ -26,7 +28,7 @@ from benchmarks import engines, processes, report
 from benchmarks.gpt import Shape
 from benchmarks.load import ROOT, SCRATCH
 
-SHARDS, RANKS, STAGE = 64, 2, 2
+SHARDS, MANY, RANKS, STAGE = 64, 4096, 2, 2
 LATENCY_S, NBYTES_PER_S, CHUNK = 0.03, 40e6, 2 << 20
 SHAPE = Shape(width=512, layers=6)
 ACCOUNT = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -57,11 +59,15 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     try:
         processes.run(engines.save, world=4, shape=SHAPE, stage=STAGE, folder=str(folder / "saved"))
-        command = [sys.executable, "-m", "ds_reshard", "convert", str(folder / "saved"), str(folder / "shards")]
-        subprocess.run([*command, "--to", f"zero{STAGE}", "--dp", str(SHARDS)], check=True, stdout=subprocess.DEVNULL)
-        with store(folder / "shards") as far:
+        for name, shards in (("shards", SHARDS), ("many", MANY)):
+            command = [sys.executable, "-m", "ds_reshard", "convert", str(folder / "saved"), str(folder / name)]
+            command += ["--to", f"zero{STAGE}", "--dp", str(shards)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        with store(folder, "shards", "many") as far:
             for number in range(given.repeats):
-                (looked,) = processes.run(look, world=1, environment=far, url="s3://bucket/shards")
+                (looked,) = processes.run(look, world=1, environment=far, url="s3://bucket/shards", dp=SHARDS)
+                if not runs:
+                    (of_many,) = processes.run(look, world=1, environment=far, url="s3://bucket/many", dp=MANY)
                 ranks = processes.run(load, world=RANKS, environment=far, shape=SHAPE, url="s3://bucket/shards")
                 bare = processes.run(fetch, world=RANKS, environment=far, place="bucket/shards")
                 here = processes.run(load, world=RANKS, environment={}, shape=SHAPE, url=str(folder / "shards"))
@@ -72,27 +78,27 @@ def main() -> None:
                 print(json.dumps({**run, "seconds": max(rank["seconds"] for rank in ranks)}), flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    made = {"commit": report.commit(), "machine": report.machine(), "summary": summary(runs), "runs": runs}
+    made = {"commit": report.commit(), "machine": report.machine(), "summary": summary(runs, of_many), "runs": runs}
     print(json.dumps(made["summary"], indent=1))
     report.keep(made, "remote", given.output)
 
 
 @contextmanager
-def store(folder: Path) -> Iterator[dict[str, str]]:
-    """The store with a copy of the folder as bucket/shards: what a client needs to find it far away."""
+def store(folder: Path, *names: str) -> Iterator[dict[str, str]]:
+    """The store with copies of folders in its bucket: what a client needs to find it far away."""
     command = [sys.executable, "-c", SERVE, str(LATENCY_S), str(NBYTES_PER_S)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         near, far = server.stdout.readline().split()
         put = "import s3fs, sys; files = s3fs.S3FileSystem(); files.mkdir('bucket'); "
-        put += "files.put(sys.argv[1] + '/', 'bucket/shards/', recursive=True)"
+        put += "[files.put(f'{sys.argv[1]}/{one}/', f'bucket/{one}/', recursive=True) for one in sys.argv[2:]]"
         environment = {**os.environ, **ACCOUNT, "AWS_ENDPOINT_URL": near}
-        subprocess.run([sys.executable, "-c", put, str(folder)], env=environment, check=True)
+        subprocess.run([sys.executable, "-c", put, str(folder), *names], env=environment, check=True)
         yield {**ACCOUNT, "AWS_ENDPOINT_URL": far}
         server.communicate()
 
 
-def look(rank: int, world: int, *, rendezvous: str, environment: dict[str, str], url: str) -> dict[str, Any]:
+def look(rank: int, world: int, *, rendezvous: str, environment: dict[str, str], url: str, dp: int) -> dict[str, Any]:
     """`inspect`, imports not counted."""
     from ds_reshard.containers.remote import fetched
     from ds_reshard.operations import inspect
@@ -101,7 +107,7 @@ def look(rank: int, world: int, *, rendezvous: str, environment: dict[str, str],
     started = time.perf_counter()
     found = inspect(url)
     seconds = time.perf_counter() - started
-    assert found.dp == SHARDS and not found.faults
+    assert found.dp == dp and not found.faults
     requests, nbytes = fetched()
     return {"seconds": seconds, "requests": requests, "fetched_nbytes": nbytes}
 
@@ -154,7 +160,7 @@ def fetch(rank: int, world: int, *, rendezvous: str, environment: dict[str, str]
     return {"seconds": seconds, "cpu_s": cpu_s, "requests": len(ranges), "fetched_nbytes": nbytes}
 
 
-def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(runs: list[dict[str, Any]], of_many: dict[str, Any]) -> dict[str, Any]:
     """What the runs come to; `over bandwidth` is the slower rank's time by that which the bytes of both need."""
     over = [max(rank["seconds"] for rank in run["ranks"]) / run["bandwidth_s"] for run in runs]
     bare = [
@@ -164,6 +170,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "inspect": report.spread([run["inspect"]["seconds"] for run in runs]),
         "requests of inspect": median([run["inspect"]["requests"] for run in runs]),
+        f"inspect of {MANY:,} shards": of_many,
         "load": report.spread([max(rank["seconds"] for rank in run["ranks"]) for run in runs]),
         "load over bandwidth": report.spread(over),
         "load over a bare loop": report.spread(bare),
