@@ -146,6 +146,13 @@ def test_many_small_files_are_opened_side_by_side(tmp_path: Path) -> None:
         assert far_store.waves() < 10 + sum(asked.values()) / 4, (name, far_store.waves(), asked)
 
 
+@pytest.mark.parametrize("told", ["ETag", "generation", "blob_id", "LastModified", "mtime"])
+def test_a_store_tells_a_file_from_a_later_one(told: str) -> None:
+    """By what S3, Google's store, a hub and a local disk say of a file."""
+    first, again, later = (remote._status({"size": 1, told: value}) for value in ("1", "1", "2"))
+    assert first == again != later
+
+
 @pytest.mark.parametrize("tool", [verify, fingerprint], ids=lambda tool: tool.__name__)
 def test_what_changes_while_it_is_read_is_named(shards: Path, tmp_path: Path, tool: object) -> None:
     """Though all its checksums are right: another file of the same run takes the name, half-way."""
