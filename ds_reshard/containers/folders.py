@@ -17,7 +17,7 @@ from typing import TypeGuard
 
 from ds_reshard.containers import remote
 from ds_reshard.containers.positioned import PositionedFile
-from ds_reshard.errors import ReadFailed, ReshardError
+from ds_reshard.errors import ReadFailed, ReshardError, fail
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 
@@ -165,6 +165,14 @@ def read_small(path: str, most: int | None = None) -> bytes:
     """A file's bytes, at most that many. Raises what PositionedFile raises: CheckpointNotFound where there is none."""
     with PositionedFile(path) as file:
         return file.read_all() if most is None or most >= file.nbytes else file.read(0, most)
+
+
+def read_text(path: str) -> str:
+    """Raises as `read_small`, and CheckpointDamaged where the file is no UTF-8."""
+    try:
+        return read_small(path).decode("utf-8")
+    except ValueError as error:
+        raise fail(path, "is no text", "UTF-8", str(error)[:80]) from error
 
 
 def read_json(path: str, most: int | None = None) -> object:

@@ -16,7 +16,8 @@ import torch
 from ds_reshard.containers.crc import crc32
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.errors import raise_faults
-from ds_reshard.execution.checksums import mismatch, read_again
+from ds_reshard.execution.checksums import verify
+from ds_reshard.execution.interfaces import Outcome, Slice
 from ds_reshard.model.index import Record
 from ds_reshard.model.records import ElementType, TensorRecord
 
@@ -214,8 +215,6 @@ def _checked_bytes(tensor: TensorRecord) -> bytes:
     record = Record(path=storage.path, byte_offset=storage.byte_offset, nbytes=storage.nbytes, crc32=storage.crc32)
     with PositionedFile(storage.path) as file:
         data = file.read(tensor.byte_offset, tensor.nbytes)
-    if record.crc32 is not None and tensor.nbytes != record.nbytes:
-        raise_faults(read_again([record]), subject=f"reading {storage.path}")
-    elif record.crc32 is not None and (found := crc32(data)) != record.crc32:
-        raise_faults([mismatch(record, found)], subject=f"reading {storage.path}")
+    part = Slice(byte_offset=tensor.byte_offset - record.byte_offset, nbytes=tensor.nbytes, crc32=crc32(data))
+    raise_faults(verify(Outcome(slices={record: [part]})), subject=f"reading {storage.path}")
     return data

@@ -7,8 +7,11 @@ that it read of a record to one number, and ranks exclusive-or theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
+from operator import xor
 from typing import TYPE_CHECKING
 
 from ds_reshard.containers.crc import crc32, shift
@@ -76,21 +79,21 @@ def settle(sums: Iterable[PartialSum]) -> tuple[list[PartialSum], list[Fault]]:
     return open_sums, faults
 
 
-def combine(by_rank: Iterable[Iterable[PartialSum]]) -> tuple[list[Fault], dict[Record, int]]:
-    """Combine all ranks' open sums.
+def combine(by_rank: Iterable[Iterable[PartialSum]]) -> tuple[list[Fault], set[Record]]:
+    """Combine all ranks' open sums; what several have read alike counts once.
 
-    Returns the faults, and the records that slices did not tile exactly (two ranks read the same bytes,
-    or a rank failed), with the rank that should read the record again whole to be sure.
+    Returns the faults, and the records that slices did not tile exactly (two ranks read some of the same bytes, or a
+    rank failed): every rank that has read some of these reads them again, to be sure: see `read_again`.
     """
-    totals: dict[Record, tuple[int, list[tuple[int, int]], int]] = {}
-    for rank, sums in enumerate(by_rank):
+    totals: dict[Record, set[PartialSum]] = {}
+    for sums in by_rank:
         for item in sums:
-            crc, spans, first = totals.get(item.record, (0, [], rank))
-            totals[item.record] = (crc ^ item.crc32, [*spans, *item.spans], first)
-    faults, again = [], {}
-    for record, (crc, spans, rank) in totals.items():
-        if not _whole(record, spans):
-            again[record] = rank
+            totals.setdefault(item.record, set()).add(item)
+    faults, again = [], set()
+    for record, parts in totals.items():
+        crc = reduce(xor, (part.crc32 for part in parts))
+        if not _whole(record, (span for part in parts for span in part.spans)):
+            again.add(record)
         elif crc != record.crc32:
             faults.append(mismatch(record, crc))
     return faults, again
@@ -103,36 +106,82 @@ def verify(outcome: Outcome) -> list[Fault]:
     """
     pending, faults = settle(partial_sums(outcome))
     combined, again = combine([pending])
-    return [*faults, *combined, *read_again(again)]
+    return [*faults, *combined, *read_again(pending, again)]
 
 
-def read_again(records: Iterable[Record]) -> list[Fault]:
-    """Check whole records from their files; used where slices could not be combined."""
-    faults = []
-    for record in records:
-        try:
-            crc, left = crc32_on_disk(record)
-        except OSError as error:
-            faults.append(read_failed(record.path, error))
-            continue
-        if crc != record.crc32 or left:
-            faults.append(mismatch(record, crc))
-    return faults
+def read_again(sums: Iterable[PartialSum], records: Container[Record]) -> list[Fault]:
+    """Compare those of the `records` of which there are sums with their files; and the sums with what is there.
+
+    So a record whose sums do not combine is judged, and each part of it that was read: where several were, one may
+    be right and another not.
+    """
+    by_record: dict[Record, list[PartialSum]] = {}
+    for item in sums:
+        if item.record in records:
+            by_record.setdefault(item.record, []).append(item)
+    return [fault for record, parts in by_record.items() for fault in _compared(record, parts)]
+
+
+def compare_records(records: Iterable[Record]) -> list[Fault]:
+    """Compare whole records with their files."""
+    return [fault for record in records for fault in _compared(record, ())]
+
+
+def _compared(record: Record, sums: Iterable[PartialSum]) -> Iterator[Fault]:
+    edges = sorted({0, record.nbytes, *(edge for item in sums for span in item.spans for edge in span)})
+    before, total = {0: 0}, 0
+    try:
+        with _Opened(record) as file:
+            for start, stop in pairwise(edges):
+                total ^= shift(file.crc32(start, stop), record.nbytes - stop)
+                before[stop] = total
+    except OSError as error:
+        yield read_failed(record.path, error)
+        return
+    if total != record.crc32 or file.left:
+        yield mismatch(record, total)
+        return
+    for item in sums:
+        there = reduce(xor, (before[start] ^ before[stop] for start, stop in item.spans), 0)
+        if there != item.crc32:
+            stop = record.byte_offset + record.nbytes
+            what = f"bytes [{record.byte_offset}, {stop}) were read otherwise than they are"
+            mend = "try again; where it comes again, test the memory of this machine and its way to the disk"
+            yield ChecksumMismatch.fault(record.path, what, f"crc32 {there:08x}", f"{item.crc32:08x}", mend=mend)
+
+
+class _Opened:
+    """A record's bytes in its file; `left` are those that the file does not have."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._file = opened(record.path)
+        self._memory = memoryview(bytearray(min(record.nbytes, _CHUNK_NBYTES)))
+        self.left = 0
+
+    def __enter__(self) -> _Opened:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        close(self._file)
+
+    def crc32(self, start: int, stop: int) -> int:
+        """The crc32 of bytes [start, stop) of the record. Raises OSError."""
+        crc = 0
+        while start < stop:
+            room = self._memory[: min(stop - start, _CHUNK_NBYTES)]
+            got = read_into(self._file, [room], self._record.byte_offset + start)
+            if not got:
+                self.left += stop - start
+                break
+            crc, start = crc32(self._memory[:got], crc), start + got
+        return crc
 
 
 def crc32_on_disk(record: Record) -> tuple[int, int]:
     """The crc32 of a record's bytes, and how many of them the file does not have. Raises OSError."""
-    file, memory = opened(record.path), memoryview(bytearray(min(record.nbytes, _CHUNK_NBYTES)))
-    try:
-        crc, left = 0, record.nbytes
-        while left:
-            got = read_into(file, [memory[: min(left, _CHUNK_NBYTES)]], record.byte_offset + record.nbytes - left)
-            if not got:
-                break
-            crc, left = crc32(memory[:got], crc), left - got
-    finally:
-        close(file)
-    return crc, left
+    with _Opened(record) as file:
+        return file.crc32(0, record.nbytes), file.left
 
 
 def altered(record: Record) -> str:

@@ -357,8 +357,9 @@ class _Work:
         if len(notes) < len(names):
             return self._incomplete()
         for family in self._target.layout.shards:
-            faults, again = combine([_sums(note) for note in notes if note["family"] == family])
-            raise_faults(faults or read_again(again), subject=self._subject)
+            sums = [item for note in notes if note["family"] == family for item in _sums(note)]
+            faults, again = combine([sums])
+            raise_faults(faults or read_again(sums, again), subject=self._subject)
         files = {name: known for note in notes for name, known in note["files"].items()}  # type: ignore[attr-defined]
         manifest = {"format": 1, "files": files, "tensors": self._tensors(notes)}
         self._workspace.commit(manifest, self._target.pointers)

@@ -215,9 +215,9 @@ def read_together(
     """What `read` gives, once every record that any rank has read has its checksum. Collective.
 
     Ranks that read one and the same copy have the same `replica`: the parts of a record that they read are combined,
-    by one number a rank where all is well. A record whose parts do not tile it is read again by one rank. `shared` says
-    whether several ranks may have read the same bytes: one number then tells nothing. Every rank raises what any has
-    found.
+    by one number a rank where all is well. A record whose parts do not tile it is read again by all that read of it.
+    `shared` says whether several ranks may have read the same bytes: one number then tells nothing. Every rank raises
+    what any has found.
     """
     with phase("read") as nbytes:
         value, faults, cause = attempt(read)
@@ -231,7 +231,7 @@ def read_together(
     if not whole([of_rank for _, of_rank in told]):
         everyone = gather((pending, replica), group)
         combined, again = combine([parts if other == replica else [] for parts, other in everyone])
-        combined += read_again([record for record, at in again.items() if at == rank(group)])
+        combined += read_again(pending, again)
         agree(combined, group, subject=subject)
     assert value is not None
     return value

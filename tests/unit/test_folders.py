@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_reshard.containers import folders
-from ds_reshard.errors import CheckpointNotFound, ReadFailed
+from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReadFailed
 
 
 @pytest.fixture
@@ -46,6 +46,12 @@ def test_an_old_size_is_no_shorter_file(place: str, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ReadFailed, match=r"b.pt: holds more than the 4 bytes that the file system said"):
         folders.read_small(f"{place}/b.pt")
     assert folders.read_small(f"{place}/b.pt", 2) == b"12"
+
+
+def test_a_text_that_is_none_is_damaged(place: str) -> None:
+    Path(f"{place}/b.pt").write_bytes("Größe".encode("latin-1"))
+    with pytest.raises(CheckpointDamaged, match=r"b\.pt: is no text \(expected UTF-8"):
+        folders.read_text(f"{place}/b.pt")
 
 
 @pytest.mark.parametrize("number", [1, 2])

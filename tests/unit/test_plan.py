@@ -362,7 +362,7 @@ def test_a_part_of_a_tensor_is_moved_as_its_own_box(case, data):
                     assert raw(tensors[placement.buffer][: part.numel()]) == raw(part)
         settled = [settle(partial_sums(outcome)) for outcome in outcomes]
         faults, again = combine([left for left, _ in settled])
-        assert [*faults, *(fault for _, found in settled for fault in found), *read_again(again)] == []
+        assert [*faults, *(one for left, found in settled for one in (*found, *read_again(left, again)))] == []
 
 
 class OfNoFormat(FormatSuite):

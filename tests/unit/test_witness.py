@@ -56,7 +56,7 @@ def watched(case, checkpoint, rank, harm=lambda copies: copies, made=by_host):
     settled = [settle(partial_sums(execute(case, case.plan(other, checkpoint))[1])) for other in others]
     settled.append(settle(partial_sums(outcome)))
     combined, again = combine([left for left, _ in settled])
-    faults = [*combined, *(fault for _, found in settled for fault in found), *read_again(again)]
+    faults = [*combined, *(one for left, found in settled for one in (*found, *read_again(left, again)))]
     return witness, held(target, rank, tensors), tensors, faults
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ds_reshard.containers import folders
-from ds_reshard.errors import CheckpointNotFound, Fault, UnsupportedLayout, damaged, fail
+from ds_reshard.errors import CheckpointNotFound, Fault, UnsupportedLayout, damaged
 from ds_reshard.formats.nanotron.names import CONFIG, META, OPTIMIZER_CONFIG, NanotronListing, Topology, experts
 
 MICRO, ACCUMULATION = "tokens.micro_batch_size", "tokens.batch_accumulation_per_replica"
@@ -253,9 +253,5 @@ def _config(listing: NanotronListing) -> dict[str, str]:
     """The scalars of config.yaml, as nanotron's `save_as_yaml` writes them: block style, one a line."""
     if CONFIG not in listing.nbytes:
         return {}
-    path = listing.path(CONFIG)
-    try:
-        lines = folders.read_small(path).decode("utf-8").splitlines()
-    except ValueError as error:
-        raise fail(path, "is not text", "YAML", str(error)[:80]) from error
+    lines = folders.read_text(listing.path(CONFIG)).splitlines()
     return {name: value for _, name, value in scalars(lines)}

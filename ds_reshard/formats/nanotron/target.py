@@ -411,7 +411,7 @@ class _Writing:
         yield _text(META, json.dumps(meta, indent=2, sort_keys=True))
         yield _text(OPTIMIZER_CONFIG, json.dumps(self._optimizer_config()))
         if CONFIG in listing.nbytes:
-            yield _text(CONFIG, rewritten(folders.read_small(listing.path(CONFIG)).decode("utf-8"), self._config()))
+            yield _text(CONFIG, rewritten(folders.read_text(listing.path(CONFIG)), self._config()))
         kept = [MODEL_CONFIG, *(self._random if self._keeps_random else ())]
         for name in kept:
             if name in listing.nbytes:

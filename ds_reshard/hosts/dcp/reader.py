@@ -303,9 +303,8 @@ class Reader(StorageReader):
             return
         everyone = gather((faults, pending), self._group)
         combined, again = combine([sums for _, sums in everyone])
-        rank = torch.distributed.get_rank(self._group)
         found = [fault for of_rank, _ in everyone for fault in of_rank] + combined
-        self._agree([*found, *read_again(record for record, reader in again.items() if reader == rank)])
+        self._agree([*found, *read_again(pending, again)])
 
     def _agree(self, faults: Sequence[Fault]) -> None:
         """Raise where a rank has faults: on every rank of the group, else on this one, for torch to tell the others."""

@@ -106,7 +106,7 @@ def _no_facts(where: str, what: str) -> Fault:
 def latest_tag(load_dir: str, *names: str) -> str | None:
     """The tag in the first of these files that there is."""
     files = [file for file in (f"{load_dir}/{name}" for name in names) if folders.is_file(file)]
-    return folders.read_small(files[0]).decode("utf-8").strip() if files else None
+    return folders.read_text(files[0]).strip() if files else None
 
 
 def tag_files(*, universal: bool) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from ds_reshard.errors import (
     raise_faults,
 )
 from ds_reshard.execution.buffers import element_type, read_tensor, tensor_from_bytes, torch_dtype
-from ds_reshard.execution.checksums import read_again
+from ds_reshard.execution.checksums import compare_records
 from ds_reshard.formats.nanotron.checkpoint import OPTIM, NanotronCheckpoint, NanotronShards, open_checkpoint
 from ds_reshard.formats.nanotron.content import Hyperparameters
 from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
@@ -199,7 +199,7 @@ def _own(live: Live, listing: NanotronListing) -> OptimizerFile:
     extents = shards.buffers(OPTIM, shard)
     raise_faults([*shards.compare(), *other_cuts(live, checkpoint)], subject=f"checkpoint {listing.folder}")
     records = dict.fromkeys(extent.record for extent in extents.values() if extent.record.crc32 is not None)
-    raise_faults(read_again(records), subject=f"checkpoint {listing.folder}")
+    raise_faults(compare_records(records), subject=f"checkpoint {listing.folder}")
     return shards.opened[shard]
 
 
