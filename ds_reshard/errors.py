@@ -28,6 +28,7 @@ that mends it. All of them pickle, and keep their faults as fields.
 from __future__ import annotations
 
 import os
+import re
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -35,18 +36,25 @@ from dataclasses import dataclass
 _ABSENT = ("is missing", "are missing", "no such file")
 TRY_AGAIN = "or try again: a store may list a new file late"
 """What mends the absence of a file in a folder by URL, too."""
+_USER = re.compile(r"(:/+)(?:[^\s/:@'\"]*:(?![0-9]+/)\S*|[^\s/]*)@")
+_QUERY = re.compile(r"(:/[^\s?'\"]*)\?[^\s'\"]*?(?=[:;,]?(?:[\s'\"]|$))")
+
+
+def without_secrets(text: str) -> str:
+    """The text, each URL in it without credentials, which may hold a slash, and without its query."""
+    return _QUERY.sub(r"\1", _USER.sub(r"\1", text)) if ":/" in text else text
 
 
 class ReshardError(Exception):
     """Base of every error raised on purpose; `faults` holds each finding as a record.
 
-    `agreed` says that every rank which shares the work raises it.
+    `agreed` says that every rank which shares the work raises it. Neither message nor faults tell the secrets of a URL.
     """
 
     agreed = False
 
     def __init__(self, message: str, faults: Sequence[Fault] = ()) -> None:
-        super().__init__(message)
+        super().__init__(without_secrets(message))
         self.faults: tuple[Fault, ...] = tuple(faults)
 
     def __reduce__(self) -> tuple[type[ReshardError], tuple[str, tuple[Fault, ...]]]:
@@ -151,6 +159,10 @@ class Fault:
     expected: str = ""
     found: str = ""
     mend: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("where", "what", "expected", "found", "mend"):
+            object.__setattr__(self, name, without_secrets(getattr(self, name)))
 
     def line(self) -> str:
         both = (("expected", self.expected), ("found", self.found))

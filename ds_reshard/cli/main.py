@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib import metadata
+from typing import NoReturn
 
 from ds_reshard import __version__
 from ds_reshard.cli import doctor, lr_command, render
@@ -36,7 +37,7 @@ from ds_reshard.cli.preflight_command import add_preflight
 from ds_reshard.cli.render import bar
 from ds_reshard.cli.verification import add_verify
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, trust_faults
-from ds_reshard.errors import ReshardError, raise_faults
+from ds_reshard.errors import ReshardError, raise_faults, without_secrets
 from ds_reshard.formats.zero.tensor_parallel import given
 from ds_reshard.hosts import installed
 from ds_reshard.hosts.accelerate.diagnostic import diagnose
@@ -46,8 +47,15 @@ OK, FINDING, UNUSABLE = 0, 1, 2
 INTERRUPTED = 130  # as a shell says of a command that SIGINT ended
 
 
+class _Parser(argparse.ArgumentParser):
+    """One that repeats no secret of what it does not know; so do its subcommands."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(without_secrets(message))
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="ds-reshard",
         description="Resume a checkpoint under another topology, bit for bit.",
         epilog="exit status: 0 nothing found, 1 something found, 2 wrong usage or unreadable",

@@ -20,12 +20,13 @@ from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard.containers.ranges import AT_ONCE, Ranges, ReadAhead, forked
-from ds_reshard.errors import ConfigError, raise_faults
+from ds_reshard.errors import ConfigError, raise_faults, without_secrets
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-_URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
+_URL = re.compile(r"((?:[a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]*)://(.*)", re.DOTALL | re.IGNORECASE)
+_HOST = re.compile(r"[^:]*(?::[0-9]*)?")
 _END_NBYTES, _PART_NBYTES = 32 << 10, 2 << 10
 """Of a beginning and an end, of a file or of an archive inside one, so much is read at once: its directory is there."""
 _HEAD_NBYTES, _FIRST_NBYTES, _STEP_NBYTES = 256 << 10, 1 << 10, 16 << 10
@@ -40,6 +41,7 @@ Part = tuple[int, int]
 
 
 def is_url(path: str) -> bool:
+    """Whether it is meant as one, also as none that is read here."""
     return "://" in path and _URL.match(path) is not None
 
 
@@ -274,32 +276,48 @@ forked(_RANGES, _AHEAD)
 def _store(url: str) -> tuple[AbstractFileSystem, str]:
     """The file system of a URL, and the path there. Raises ConfigError for a URL that is not to be used."""
     match = _URL.match(url)
-    assert match is not None
-    scheme, rest = match[1], match[2]
-    shown = f"{scheme}://{re.sub('.*@', '', rest.split('/')[0].split('?')[0])}/..."
-    if "@" in rest.split("/")[0] or "?" in rest:
+    scheme, rest = (match[1], match[2]) if match is not None else (url.partition(":")[0], "")
+    host, what, mend = rest.split("/")[0], "", ""
+    if not rest.strip("/") or (not host and scheme in _PACKAGES):  # s3fs writes to s3:///a/b as to s3://a/b
+        what, mend = "names no bucket", f"give the URL of a folder: {scheme}://BUCKET/FOLDER"
+    elif "::" in url:
+        what, mend = "is a chain of file systems", "give the URL of the one that holds the files, alone"
+    elif "@" in host or ("@" in rest and not _HOST.fullmatch(host)) or "?" in rest:
         what, mend = "holds credentials or a query", "give them as the file system's own settings or environment say"
-        raise_faults([ConfigError.fault(shown, what, mend=mend)], subject="reading a URL")
+    elif scheme != scheme.lower():
+        what, mend = "has capitals before ://", f"write {scheme.lower()}://"
+    if what:  # nothing of a URL that may hold a secret in a form that nobody foresaw
+        raise_faults([ConfigError.fault(f"{scheme}://...", what, mend=mend)], subject="reading a URL")
     try:
+        from fsspec import get_filesystem_class
         from fsspec.core import url_to_fs
 
+        try:
+            get_filesystem_class(scheme)
+        except ValueError as error:
+            what = f"is of a kind that fsspec does not know: {error}"
+            mend = _PACKAGES.get(scheme, "correct the part before ://")
+            raise_faults([ConfigError.fault(url, what, mend=mend)], subject="reading a URL")
         store, path = url_to_fs(url, **({} if scheme == "memory" else {"use_listings_cache": False}))
     except ImportError as error:
-        what, mend = f"needs a package that is not installed: {error}", _PACKAGES.get(scheme, "pip install fsspec")
-        raise_faults([ConfigError.fault(shown, what, mend=mend)], subject="reading a URL")
-    except ValueError as error:
-        what, mend = f"is of a kind that fsspec does not know: {error}", "correct the part before ://"
-        raise_faults([ConfigError.fault(shown, what, mend=mend)], subject="reading a URL")
+        alone = str(error.name).partition(".")[0] == "fsspec"
+        mend = _PACKAGES[""] if alone else _PACKAGES.get(scheme, "install the package that it names")
+        what = f"needs a package that is not installed: {error}"
+        raise_faults([ConfigError.fault(url, what, mend=mend)], subject="reading a URL")
+    except (OSError, ValueError, TypeError) as error:
+        raise _as_os_error(error) from None
     return store, str(path)
 
 
 _PACKAGES = {
+    "": "pip install 'ds_reshard[remote]', and the package of the store",
     "s3": "pip install s3fs",
     "s3a": "pip install s3fs",
     "gs": "pip install gcsfs",
     "gcs": "pip install gcsfs",
     "az": "pip install adlfs",
     "abfs": "pip install adlfs",
+    "abfss": "pip install adlfs",
     "hf": "pip install huggingface_hub",
 }
 
@@ -322,12 +340,9 @@ _VERSIONS = ("ETag", "etag", "generation", "blob_id", "LastModified", "mtime", "
 """What a file system may tell of a file that another of its name has otherwise; the surest first."""
 
 
-_SECRET = re.compile(r"(?<=://)[^\s/@'\"]*@|\?[^\s'\"]*")
-
-
 def _as_os_error(error: Exception) -> OSError:
     """Whatever a file system raises, as an error of the system; URLs in its text lose credentials and queries."""
-    text = _SECRET.sub("", getattr(error, "strerror", None) or str(error))
+    text = without_secrets(getattr(error, "strerror", None) or str(error))
     if not isinstance(error, OSError):
         return OSError(errno.EIO, f"{type(error).__name__}: {text}")
     kind = next(kind for kind in _CODES if isinstance(error, kind))
@@ -371,7 +386,27 @@ def below(url: str) -> dict[str, Status]:
     except Exception as error:
         raise _as_os_error(error) from None
     folder = f"{store._strip_protocol(path).rstrip('/')}/"
-    return {name.removeprefix(folder): _status(one) for name, one in found.items() if name.startswith(folder)}
+    if strange := [name for name in found if not f"{name}/".startswith(folder)]:
+        raise OSError(errno.EIO, f"its store lists what does not lie there: {strange[0]}")
+    files = {name: one for name, one in found.items() if name.startswith(folder) and not name.endswith("/")}
+    return {name.removeprefix(folder): _status(one) for name, one in files.items()}
+
+
+def file_on_the_way(url: str) -> str | None:
+    """The URL itself, or one that it lies below, that is a file: stores take more below it. Raises OSError."""
+    at = url.rstrip("/")
+    while True:
+        store, path = _store(at)
+        try:
+            if _status(store.info(path)).nbytes is not None:
+                return at
+        except (FileNotFoundError, PermissionError):  # who may write a folder need not see those above
+            pass
+        except Exception as error:
+            raise _as_os_error(error) from None
+        at = posixpath.dirname(at)
+        if not is_url(at):
+            return None
 
 
 def put(url: str, data: bytes, *, new: bool = False) -> None:

@@ -27,6 +27,8 @@ def _named(path: str, what: str) -> Iterator[None]:
     except OSError as error:
         first = "free space there" if error.errno in _FULL else "check the file system and its permissions"
         mend = f"{first}, then run again with --resume"
+        if isinstance(error, FileNotFoundError) and remote.is_url(path):  # it makes folders by itself, and no bucket
+            mend = "create the bucket, or correct its name"
         fault = WriteFailed.fault(path, f"{what}: {error.strerror or error}", mend=mend)
         raise WriteFailed(f"{fault.line()}; {mend}", [fault]) from error
 

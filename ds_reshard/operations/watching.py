@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, cast
 
 from ds_reshard.containers.remote import release
-from ds_reshard.errors import Fault, wrong_value
+from ds_reshard.errors import Fault, without_secrets, wrong_value
 from ds_reshard.resume.report import last_report, say
 
 if TYPE_CHECKING:
@@ -107,10 +107,10 @@ class Watched:
             "event": "load",
             "time": datetime.fromtimestamp(self.start_ns / 1e9, timezone.utc).isoformat(timespec="milliseconds"),
             "host": self.host,
-            "checkpoint": self.checkpoint,
+            "checkpoint": without_secrets(str(self.checkpoint)),
             "ranks": self.ranks,
             "result": "loaded" if error is None else type(error).__name__,
-            "error": None if error is None else str(error),
+            "error": None if error is None else without_secrets(str(error)),
             "loaded_by": "ds_reshard" if read else self.host,
             "seconds": _seconds(self.start_ns, time.time_ns()),
             "bytes": sum(read),
@@ -195,7 +195,8 @@ def _spans(load: Watched, error: BaseException | None, tracer: Tracer) -> None:
     """A span of the load, and one in it for each phase; a tracer that nobody has set up makes none."""
     from opentelemetry.trace import StatusCode, set_span_in_context
 
-    named: dict[str, str | int] = {"ds_reshard.host": load.host, "ds_reshard.checkpoint": str(load.checkpoint)}
+    checkpoint = without_secrets(str(load.checkpoint))
+    named: dict[str, str | int] = {"ds_reshard.host": load.host, "ds_reshard.checkpoint": checkpoint}
     named["ds_reshard.ranks"] = load.ranks
     whole = tracer.start_span("ds_reshard.load", start_time=load.start_ns, attributes=named)
     for part in load.phases:
@@ -204,7 +205,7 @@ def _spans(load: Watched, error: BaseException | None, tracer: Tracer) -> None:
         span = tracer.start_span(name, inside, start_time=part.start_ns, attributes=attributes)
         span.end(part.end_ns)
     if error is not None:
-        whole.set_status(StatusCode.ERROR, f"{type(error).__name__}: {error}")
+        whole.set_status(StatusCode.ERROR, without_secrets(f"{type(error).__name__}: {error}"))
     whole.end()
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ds_reshard.containers import folders
 from ds_reshard.containers.crc import crc32
 from ds_reshard.containers.positioned import PositionedFile
-from ds_reshard.containers.remote import is_url
+from ds_reshard.containers.remote import file_on_the_way, is_url
 from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReshardError, WriteFailed, raise_faults
 from ds_reshard.execution import disk
 
@@ -272,7 +272,10 @@ def refuse_places(source: str, out: str, needed_nbytes: int) -> None:
     if target == source or target.startswith(source + os.sep) or source.startswith(target + os.sep):
         faults.append(_place(out, f"lies in the source {source}, or holds it", "name a folder apart from it"))
     if is_url(out):
-        pass
+        with folders.named(out, "cannot be looked at"):
+            file = file_on_the_way(out)
+        if file is not None:
+            faults.append(_place(file, "is a file: the output is a folder", "name a URL where no file is"))
     elif not folders.is_folder(parent):
         faults.append(_place(parent, "does not exist", f"mkdir -p {parent}"))
     elif folders.is_folder(target) and folders.device(target) != folders.device(parent):

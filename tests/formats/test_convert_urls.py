@@ -165,6 +165,15 @@ def test_an_output_in_the_source_or_around_it_is_refused(checkpoint: Path, bucke
         convert("memory://bucket/saved", out, to="zero3", dp=3)
 
 
+@pytest.mark.parametrize("out", ["memory://bucket/there", "memory://bucket/there/deep/out"])
+def test_an_output_that_is_a_file_or_below_one_is_refused(checkpoint: Path, bucket: MemoryFileSystem, out: str) -> None:
+    """A store would take files below it; nothing is written."""
+    bucket.pipe("/bucket/there", b"mine")
+    with pytest.raises(ConfigError, match="memory://bucket/there: is a file"):
+        convert(str(checkpoint), out, to="zero3", dp=3)
+    assert bucket.find("/") == ["/bucket/there"]
+
+
 def test_parts_go_on_in_any_order(checkpoint: Path, tmp_path: Path, bucket: MemoryFileSystem) -> None:
     for number in (2, 0, 1):
         done = convert(str(checkpoint), OUT, to="dcp", dp=2, options=Options(shard=(number, 3)))

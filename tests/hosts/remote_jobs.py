@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import jobs
+import refused_jobs
 
 
 def load(environment: dict[str, str], **given: Any) -> dict[str, Any]:
@@ -16,3 +17,8 @@ def load(environment: dict[str, str], **given: Any) -> dict[str, Any]:
 def load_refused(environment: dict[str, str], **given: Any) -> dict[str, Any]:
     os.environ.update(environment)
     return jobs.load_refused(**given)
+
+
+def load_with_feature(environment: dict[str, str], **given: Any) -> tuple[str, str]:
+    os.environ.update(environment)
+    return refused_jobs.load_with_feature(**given)

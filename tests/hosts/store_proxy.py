@@ -1,12 +1,19 @@
-"""What a store far away does: a proxy in front of one on this machine that is late, throttles and cuts connections."""
+"""What a store far away does: a proxy in front of one on this machine that is late, throttles and cuts connections.
+
+And an S3 server (moto) behind it, with a bucket.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 _SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"
 
@@ -103,3 +110,47 @@ class Proxy:
             self.throttle -= throttled
             self.cut -= cut
         return throttled, cut
+
+
+SECRET = "not-to-be-shown"
+
+
+class Store:
+    """A bucket, filled from local folders; `environment` is what a client needs to find it."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        import s3fs
+
+        self.proxy = proxy
+        self.environment = {
+            "AWS_ENDPOINT_URL": proxy.address,
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        os.environ.update(self.environment)
+        self.files = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
+        self.files.mkdir("bucket")
+
+    def put(self, folder: Path, name: str) -> str:
+        self.files.put(f"{folder}/", f"bucket/{name}/", recursive=True)
+        return f"s3://bucket/{name}"
+
+
+@contextlib.contextmanager
+def store_here() -> Iterator[Store]:
+    """A server of this process, and a proxy; the environment names it meanwhile."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    before = dict(os.environ)
+    try:
+        proxy = Proxy(*server.get_host_and_port())
+        yield Store(proxy)
+        proxy.close()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        server.stop()

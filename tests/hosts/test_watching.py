@@ -157,3 +157,12 @@ def test_events_of_nanotron(worlds: Any, tmp_path: Path) -> None:
     (told,) = _events(file)
     assert (told["host"], told["result"], told["loaded_by"]) == ("nanotron", "loaded", "ds_reshard")
     assert told["checkpoint"] == f"{folder}/7" and told["bytes"] > 0 and told["report"]["host"] == "nanotron"
+
+
+def test_the_event_of_a_load_tells_no_secret(tmp_path: Path) -> None:
+    """Neither the URL that was given nor an error of somebody else's that repeats it."""
+    url, file = "S3://key:not-to-be-shown@bucket/run", tmp_path / "events.jsonl"
+    with pytest.raises(ValueError), watching.watched("deepspeed", url, watching.Asked(events=str(file))):
+        raise ValueError(f"no such place: {url}?sign=not-to-be-shown")
+    (told,) = _events(file)
+    assert (told["checkpoint"], told["error"]) == ("S3://bucket/run", "no such place: S3://bucket/run")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_reshard import errors
-from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults
+from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults, without_secrets
 
 QUICK = settings(deadline=None, max_examples=50)
 CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, ReshardError)]
@@ -153,3 +153,27 @@ def test_an_error_of_text_alone_is_one_fault_of_its_class(cls):
 def test_faults_of_an_error_are_its_own():
     faults = [fault(where="a"), fault(where="b")]
     assert faults_of(raised(faults)) == faults
+
+
+@pytest.mark.parametrize(
+    ("told", "shown"),
+    [
+        ("s3://key:SECRET@bucket/run", "s3://bucket/run"),
+        ("S3://key:SECRET@bucket/run", "S3://bucket/run"),
+        ("s3:/key:SECRET@bucket/run", "s3:/bucket/run"),
+        ("s3:///key:SECRET@bucket/run", "s3:///bucket/run"),
+        ("simplecache::s3://SECRET@bucket/run", "simplecache::s3://bucket/run"),
+        ("s3://key:SE/CR?E'T@SECRET@bucket/run", "s3://bucket/run"),
+        ("s3://bucket/run?X=SECRET&Y=SE@CRET: is odd", "s3://bucket/run: is odd"),
+        ("a tag 's3://key:SECRET@bucket/run', b: 'hf://SECRET@c/d?e'", "a tag 's3://bucket/run', b: 'hf://c/d'"),
+        ("hf://name/repository@revision/run", "hf://name/repository@revision/run"),
+        ("hdfs://node:8020/run@1/x", "hdfs://node:8020/run@1/x"),
+        ("/home/me@host/run: what is it? expected a:b@c", "/home/me@host/run: what is it? expected a:b@c"),
+    ],
+)
+def test_no_error_tells_the_secrets_of_a_url(told, shown):
+    """Neither its text nor its faults, wherever it came from; and what holds none is told as it is."""
+    assert without_secrets(told) == without_secrets(shown) == shown
+    made = Fault(error="ConfigError", where=told, what=told, expected=told, found=told, mend=told)
+    assert made == Fault(error="ConfigError", where=shown, what=shown, expected=shown, found=shown, mend=shown)
+    assert str(ReshardError(told)) == shown

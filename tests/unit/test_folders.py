@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ds_reshard.containers import folders
-from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReadFailed
+from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, ReadFailed
 
 
 @pytest.fixture
@@ -124,3 +125,48 @@ def test_a_folder_that_is_a_link_is_looked_into_once(place: str, tmp_path_factor
     os.symlink(elsewhere, f"{place}/zero")
     os.symlink(place, f"{place}/below/back")
     assert folders.files_below(place) == {"a.json": 8, "b.pt": 5, "below/deep/c.pt": 1, "zero/d.pt": 3}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "package", "install"),
+    [
+        ("s3", "fsspec", "pip install 'ds_reshard[remote]'"),
+        ("memory", "fsspec", "pip install 'ds_reshard[remote]'"),
+        ("s3", "s3fs", "pip install s3fs"),
+        ("s3a", "s3fs", "pip install s3fs"),
+        ("gs", "gcsfs", "pip install gcsfs"),
+        ("gcs", "gcsfs", "pip install gcsfs"),
+        ("az", "adlfs", "pip install adlfs"),
+        ("abfs", "adlfs", "pip install adlfs"),
+        ("abfss", "adlfs", "pip install adlfs"),
+        ("hf", "huggingface_hub", "pip install huggingface_hub"),
+        ("oss", "ossfs", "install the package that it names"),
+    ],
+)
+def test_the_package_that_a_url_needs_is_named(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, package: str, install: str
+) -> None:
+    """Where it is not installed: fsspec itself, or that of the store."""
+    pytest.importorskip("fsspec", reason="the test extra has fsspec")
+    monkeypatch.setattr(sys.modules["fsspec.registry"], "_registry", {})  # of classes that were imported before
+    for name in [name for name in sys.modules if name.partition(".")[0] == package] or [package]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError) as raised:
+        folders.is_folder(f"{scheme}://namespace/name/run")
+    (fault,) = raised.value.faults
+    assert fault.where == f"{scheme}://namespace/name/run" and fault.mend.startswith(install), fault
+    assert package in fault.what or scheme == "abfss"
+
+
+def test_a_store_that_cannot_be_set_up_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what its package says, of a key that is not given for one, and not by a kind that is not known."""
+    memory = pytest.importorskip("fsspec.implementations.memory", reason="the test extra has fsspec")
+
+    def none(*_: object, **__: object) -> None:
+        raise ValueError("needs an account: https://key:secret@host/x?token=secret")
+
+    monkeypatch.setattr(memory.MemoryFileSystem, "_get_kwargs_from_urls", none)
+    with pytest.raises(ReadFailed) as raised:
+        folders.is_folder("memory://somewhere")
+    assert "memory://somewhere: cannot be looked at: ValueError: needs an account: https://host/x" in str(raised.value)
+    assert "secret" not in str(raised.value)

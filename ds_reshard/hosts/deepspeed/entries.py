@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds_reshard.containers.revive import revive
-from ds_reshard.errors import Fault, ModelMismatch, raise_faults
+from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.execution.buffers import read_tensor, tensor_from_bytes
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.hosts.deepspeed.load_targets import EXTRA_STATE
@@ -64,6 +64,12 @@ class OptimizerValues:
     scalars: Mapping[int, Mapping[str, object]]
     extras: Mapping[str, object]
     step: object
+
+
+def reads_no_url(load_dir: str) -> Fault:
+    """DeepSpeed would say that nothing is there, and the run would begin anew."""
+    what, mend = "is of a kind that DeepSpeed itself loads, which reads no URL", "copy it to a local folder"
+    return UnsupportedLayout.fault(load_dir, what, mend=mend)
 
 
 def loss_scaling(engine: DeepSpeedEngine, entries: Mapping[str, object], settings: Settings) -> dict[str, object]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, in_force
 from ds_reshard.containers.positioned import PositionedFile
+from ds_reshard.containers.remote import is_url
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointNotFound, Fault, ReshardError, UnsupportedLayout, as_faults, raise_faults
 from ds_reshard.formats.zero.checkpoint import ALONE, Row, Sizes, ZeroCheckpoint, open_checkpoint, saved_sizes
@@ -129,7 +130,10 @@ def look(
         other = None if universal else _of_another_format(load_dir, tag)
         if other is not None:
             return _foreign(other, optimizer=optimizer, names=names)
-        tag = tag if tag is not None else latest_tag(load_dir, *tag_files(universal=universal))
+        if tag is None:
+            tag = latest_tag(load_dir, *tag_files(universal=universal))
+            if tag == "" or (tag is None and is_url(load_dir)):
+                return Found(faults=(_no_latest(load_dir, tag_files(universal=universal)),))
         if tag is None:
             return Found()
         refuse_elsewhere(load_dir, str(tag))
@@ -232,6 +236,19 @@ def _sizes(listing: Listing | None) -> Sizes | None:
             return saved_sizes(listing) if listing is not None else None
     except ReshardError:
         return None
+
+
+def _no_latest(load_dir: str, files: Sequence[str]) -> Fault:
+    """Nothing that names a tag: for a local folder DeepSpeed warns, and returns None; of a URL it knows nothing."""
+    wanted, mend = " or ".join(map(repr, files)), "pass tag= one of the tags that exist, or restore the file"
+    if any(folders.exists(f"{load_dir}/{file}") for file in files):
+        what = f"has a file {wanted} that names no tag"
+    elif folders.is_folder(load_dir):
+        what = f"holds no file {wanted}, which names a tag"
+    else:
+        what = "is a file, and no folder" if folders.exists(load_dir) else "does not exist"
+        mend = "check the URL; where a run begins without a checkpoint, do not load one"
+    return CheckpointNotFound.fault(load_dir, what, mend=mend)
 
 
 def _no_tag(load_dir: str, tag: str) -> Fault:

@@ -36,7 +36,7 @@ from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_s
 from ds_reshard.formats.zero.tensor_parallel import unnamed
 from ds_reshard.hosts.deepspeed.copies import Orders, by_other_stages, left_as_built, tell_orders
 from ds_reshard.hosts.deepspeed.divided import told_by_parameters
-from ds_reshard.hosts.deepspeed.entries import Request, client_entries, scheduler_faults
+from ds_reshard.hosts.deepspeed.entries import Request, client_entries, reads_no_url, scheduler_faults
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, latest_tag, look, look_aside, look_too, tag_files
 from ds_reshard.hosts.deepspeed.grid import NO_GRID, LiveGrid, expert_sizes, live_grid
 from ds_reshard.hosts.deepspeed.live import (
@@ -324,6 +324,8 @@ def _decide(
     steps.take(resume.refuse, subject=subject)
     if not mine.direct or _is_unread(engine, mine, found):
         made.loader = "DeepSpeed, unread"
+        if is_url(request.load_dir) and mine.settings.enabled:
+            steps.take(lambda: raise_faults([reads_no_url(request.load_dir)], subject=subject), subject=subject)
         if found.tag or not mine.direct:  # else there is nothing to load, and nothing to apply a policy to
             steps.take(lambda: raise_faults(found.faults if not mine.direct else (), subject=subject), subject=subject)
             steps.take(lambda: resume.without_files(found.aside), subject=subject)
@@ -477,8 +479,7 @@ def leave_to_deepspeed(
     if leave and request.load_optimizer and not request.moments:
         faults.append(_unsupported_fault(engine, (*mine.features, "masters without moments"), checkpoint))
     if leave and is_url(request.load_dir):
-        what, mend = "is of a kind that DeepSpeed itself loads, which reads no URL", "copy it to a local folder"
-        faults.append(UnsupportedLayout.fault(request.load_dir, what, mend=mend))
+        faults.append(reads_no_url(request.load_dir))
     if leave and not faults:
         faults += pattern_in_path(request.load_dir, request.tag) + _check_own(mine, checkpoint, shards)
         faults += scheduler_faults(engine, checkpoint.model, request)

@@ -35,6 +35,7 @@ from ds_reshard.errors import (
     UnsupportedLayout,
     faults_of,
     raise_faults,
+    without_secrets,
 )
 from ds_reshard.formats.megatron.checkpoint import TRACKER, saved_groups
 from ds_reshard.hosts.megatron.direct import take
@@ -101,7 +102,9 @@ def _load(load: Load, original: Callable[..., Result], arguments: Namespace, mod
             iteration, operations = original() if load.taken is None else load.taken.load(original, arguments)
         if load.found is None:
             if not policy.is_default:
-                logger.warning("%s holds no checkpoint: the resume flags had nothing to act on", load.where)
+                logger.warning(
+                    "%s holds no checkpoint: the resume flags had nothing to act on", without_secrets(load.where)
+                )
             return iteration, operations
         if policy.optimizer == "skip" and load.policy.keeps_position and scheduler is not None:
             _schedule_alone(load)

@@ -149,7 +149,7 @@ def _by_url(url: str, context: ParallelContext) -> Path | None:
     return Path(found) if found is not None else None
 
 
-_COLLAPSED = re.compile(r"([a-z][a-z0-9+.-]+):/(?=[^/])")
+_COLLAPSED = re.compile(r"([a-z][a-z0-9+.-]+):/(?=[^/])", re.IGNORECASE)
 
 
 def folder_of(path: object) -> str:
