@@ -64,6 +64,14 @@ class Nodes:
         found = re.findall(r"at step (\d+) with dp (\d+): (\d+) micro batches", self.log.read_text(errors="replace"))
         return [(int(step), int(dp), int(micro)) for step, dp, micro in found]
 
+    def reported(self, names: tuple[str, ...]) -> list[tuple[tuple[str, str], ...]]:
+        """Of the report of each load: the checkpoint's value and the one that was used, by name of row."""
+        tables = self.log.read_text(errors="replace").split("\nResumed from ")[1:]
+        found = [
+            [re.search(rf"\n{name}  +(.+?)  +.+?  +(.+?)  +this run\n", table) for name in names] for table in tables
+        ]
+        return [tuple((row[1], row[2]) if row else ("", "") for row in rows) for rows in found]
+
     def wait(self, dp: int, step: int) -> int:
         """The newest step that was saved, once so many ranks go on and it is this one or a later one."""
         began = time.monotonic()
@@ -87,7 +95,10 @@ def nodes(tmp_path: Path, interpreter: str) -> Iterator[Nodes]:
 
 
 def test_a_node_is_lost_and_comes_back(nodes: Nodes) -> None:
-    """2 ranks, 1, and 2 again, with 8 samples an update throughout; weights and losses of one process that went on."""
+    """2 ranks, 1, and 2 again, with 8 samples an update throughout; weights and losses of one process that went on.
+
+    The report of each start says what changed: the ranks, and with them the micro batches of an update.
+    """
     nodes.start()
     nodes.start()
     saved = nodes.wait(dp=2, step=5)
@@ -100,7 +111,9 @@ def test_a_node_is_lost_and_comes_back(nodes: Nodes) -> None:
     starts = nodes.said()
     assert [start[1:] for start in starts] == [(2, 4), (1, 8), (2, 4)]
     assert 0 == starts[0][0] < starts[1][0] < starts[2][0]
-    assert nodes.log.read_text(errors="replace").count("as ZeRO 2, dp=1") == 1
+    then, now = ("(2, 2)", "4", "8"), ("(2, 1)", "8", "8")
+    rows = ("stage and dp", "accumulation", "global batch size")
+    assert nodes.reported(rows) == [tuple(zip(then, now, strict=True)), tuple(zip(now, then, strict=True))]
 
     example = runpy.run_path(str(EXAMPLE), run_name="example")
     torch.manual_seed(0)

@@ -1,5 +1,9 @@
-"""Run a script whose every micro batch takes a while, until a file is there: slowly.py SECONDS FILE SCRIPT ..."""
+"""Run a script whose every micro batch takes a while, until a file is there: slowly.py SECONDS FILE SCRIPT ...
 
+It logs what each load reports.
+"""
+
+import logging
 import runpy
 import sys
 import time
@@ -17,4 +21,6 @@ def slow_step(*args: object, **kwargs: object) -> object:
 
 
 DeepSpeedEngine.step = slow_step
+logging.getLogger("ds_reshard").addHandler(logging.StreamHandler())
+logging.getLogger("ds_reshard").setLevel(logging.INFO)
 runpy.run_path(sys.argv[0], run_name="__main__")
