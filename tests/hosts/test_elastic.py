@@ -18,9 +18,11 @@ import torch
 from ports import free_port
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
-from nanotron_builder import STEP
+from nanotron_builder import MODEL, STEP
 from nanotron_builder import Run as Nanotron
 from nanotron_builder import write as write_nanotron
+
+from ds_reshard.operations import diff
 
 pytestmark = pytest.mark.distributed
 
@@ -174,3 +176,23 @@ def test_nanotrons_trainer_goes_on_with_the_ranks_that_are_there(worlds: Any, tm
         )
         assert (kind, changed) == ("ScheduleMismatch", False)
         assert f"tokens: micro_batch_size 1, batch_accumulation_per_replica {8 // now}, or" in said
+
+
+def test_a_run_of_nanotrons_stand_in_goes_on_from_its_own_saves(worlds: Any, tmp_path: Path) -> None:
+    """Synthetic: 2 ranks, 1, and 2 again; weights and states to the bit, losses and rates, of one that went on."""
+    told = [
+        worlds[dp].run("nanotron_jobs.elastic", run=Nanotron(dp=dp, masters=False), folder=str(folder), until=until)
+        for folder, dp, until in (
+            (tmp_path / "parts", 2, 5),
+            (tmp_path / "parts", 1, 10),
+            (tmp_path / "parts", 2, 15),
+            (tmp_path / "straight", 1, 15),
+        )
+    ]
+    *parts, straight = (ranks[0] for ranks in told)
+    assert all(one == ranks[0] for ranks in told for one in ranks)
+    assert [one["began"] for one in parts] == [0, 5, 10]
+    assert [rate for one in parts for rate in one["rates"]] == pytest.approx(straight["rates"], rel=1e-12)
+    assert [loss for one in parts for loss in one["losses"]] == pytest.approx(straight["losses"], rel=1e-6)
+    found = diff(str(tmp_path / "parts"), str(tmp_path / "straight"))
+    assert found.equal and len(found.tensors) == 3 * len(MODEL), found
