@@ -125,7 +125,7 @@ def write(run: Run, folder: Path, held: dict[tuple[str, str], torch.Tensor] | No
                     torch.save(_scheduler(len(run.params(pp))), place / f"lr_scheduler/lr_scheduler_{ranks}.pt")
     if run.old_scheduler:
         torch.save(_scheduler(len(run.params(0))), place / "lr_scheduler/lr_scheduler.pt")
-    _texts(run, place)
+    write_texts(run, place)
     (folder / "latest.txt").write_text(str(STEP))
     return folder
 
@@ -229,7 +229,8 @@ def _scheduler(groups: int) -> dict[str, Any]:
     }
 
 
-def _texts(run: Run, place: Path) -> None:
+def write_texts(run: Run, place: Path, step: int = STEP) -> None:
+    """What lies beside the tensors of a checkpoint after so many steps."""
     kind = (
         "ZeroDistributedOptimizer"
         if run.zero
@@ -256,15 +257,15 @@ def _texts(run: Run, place: Path) -> None:
         {
             "name": "stable",
             "start_training_step": 1,
-            "consumed_train_samples": 8 * STEP,
+            "consumed_train_samples": 8 * step,
             "sequence_length": 16,
-            "consumed_tokens_per_dataset_folder": {"d": 8 * STEP * 16},
+            "consumed_tokens_per_dataset_folder": {"d": 8 * step * 16},
         }
     ]
     metas = {
-        "consumed_train_samples": 8 * STEP,
-        "last_train_step": STEP,
-        "consumed_tokens_total": 8 * STEP * 16,
+        "consumed_train_samples": 8 * step,
+        "last_train_step": step,
+        "consumed_tokens_total": 8 * step * 16,
         "last_stage_idx": 0,
         "data_stages": stages,
     }

@@ -10,19 +10,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import in_ranks, launched
 from hypothesis import given
 from hypothesis import strategies as st
 from ports import free_port
 from zero_builder import Built, write
 
+from ds_reshard.cli import launch
 from ds_reshard.cli.main import main
 from ds_reshard.errors import ReadFailed
 from ds_reshard.execution import threads
-from ds_reshard.operations import Reading, diff, fingerprint, shares, verify
+from ds_reshard.operations import Reading, diff, fingerprint, heartbeat, shares, verify
 
 SHAPES = tuple((f"p{i}", (7, i + 1)) for i in range(9))
 COPIES = Reading(threads=3, memory_nbytes=256 << 20, processes=3)
@@ -114,12 +117,11 @@ def _ranks(python: str, words: list[str], sizes: list[int], **environment: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tool", ["verify --deep", "diff"])
+@pytest.mark.parametrize("tool", ["verify --deep", "fingerprint", "diff"])
 def test_two_agents_of_two_ranks_say_once_what_one_process_says(
     folders: Path, tool: str, interpreter: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = [str(folders / "saved"), *([str(folders / "other")] if tool == "diff" else [])]
-    words = [*tool.split(), *paths, "--json"]
+    words = [*words_of(tool, folders), "--json"]
     status = main(words)
     alone = json.loads(capsys.readouterr().out)
     (first, out, err), (second, nothing, more) = _ranks(interpreter, ["-m", "ds_reshard", *words], [2, 2])
@@ -184,6 +186,58 @@ def test_a_tool_that_one_rank_starts_works_alone(folders: Path) -> None:
     script.write_text(CHILD)
     ((status, out, err),) = _ranks(sys.executable, [str(script), str(folders / "saved")], [2])
     assert status == 0 and json.loads(out)["faults"] == [], err
+
+
+def words_of(tool: str, folders: Path) -> list[str]:
+    return [*tool.split(), str(folders / "saved"), *([str(folders / "other")] if tool == "diff" else [])]
+
+
+@pytest.mark.parametrize("tool", ["verify", "verify --deep", "fingerprint", "diff"])
+def test_ranks_of_srun_say_once_what_one_process_says(
+    folders: Path, tool: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What srun sets, by hand: there is no Slurm here."""
+    words, port = [*words_of(tool, folders), "--json"], str(free_port())
+    status = main(words)
+    alone = json.loads(capfd.readouterr().out)
+
+    def rank(number: int) -> int:
+        told = {"STEP_ID": "0", "PROCID": str(number), "STEP_NUM_TASKS": "3"}
+        os.environ.update({f"SLURM_{name}": value for name, value in told.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        return main(words)
+
+    assert in_ranks(3, rank) == [status] * 3
+    shared = json.loads(capfd.readouterr().out)
+    for said in (alone, shared):
+        said.pop("seconds", None)
+    assert shared == alone
+
+
+@pytest.mark.parametrize("tool", ["verify --deep", "fingerprint", "diff"])
+def test_a_rank_that_hangs_ends_the_others_within_the_timeout(
+    folders: Path, tool: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped where it reads, it answers no more; those that wait for its part hear of it, and tell nothing."""
+    monkeypatch.setattr(launch, "_SILENCE", timedelta(seconds=3))
+    monkeypatch.setattr(launch, "_UNWINDING_S", 0.5)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.2)
+    port, execute = str(free_port()), threads.ThreadExecutor.execute
+
+    def rank(number: int) -> int:
+        launched(port, number, 3)
+
+        def stops(executor: threads.ThreadExecutor, *given: Any, **named: Any) -> Any:
+            if number == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return execute(executor, *given, **named)
+
+        threads.ThreadExecutor.execute = stops  # type: ignore[method-assign]
+        return main(words_of(tool, folders))
+
+    assert in_ranks(3, rank) == [2, -signal.SIGKILL, 2]
+    said = capfd.readouterr()
+    assert "a rank has ended, or has not answered" in said.err and not said.out
 
 
 def test_ranks_of_srun_are_told_how_they_meet(

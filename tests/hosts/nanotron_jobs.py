@@ -24,7 +24,7 @@ for _folder in (_HERE / "nanotron_stand_in", _HERE.parent / "formats"):
     if str(_folder) not in sys.path:
         sys.path.insert(0, str(_folder))
 
-from nanotron_builder import PEAK, STEP, Param, Run, dp_slices, local, values  # noqa: E402
+from nanotron_builder import PEAK, STEP, Param, Run, dp_slices, local, values, write_texts  # noqa: E402
 
 TOTAL = 20
 SCHEDULE = {
@@ -408,3 +408,60 @@ def other(run: Run, folder: str, policy: dict[str, Any] | None = None, **changed
         "metadata": asdict(trainer.metadata),
         "warnings": report.warnings if report is not None else (),
     }
+
+
+def elastic(run: Run, folder: str, until: int) -> dict[str, Any]:
+    """A start of an elastic run of the stand-in's trainer: from what it has saved last in `folder`, to another save.
+
+    A sample is a whole number for each element, and the loss how far the weights are from it. So the gradient of a
+    batch is the same to the bit however its samples are dealt to ranks.
+    """
+    from nanotron.trainer import DistributedTrainer
+
+    context, place = context_of(run), Path(folder)
+    model = module(run, context)
+    config = config_for(run, context, None)
+    config.model, config.build_optimizer = model, lambda: build(run, context, model=model)
+    config.checkpoints.resume_checkpoint_path = place if (place / "latest.txt").exists() else None
+    rank, losses, rates = dist.get_rank(context.dp_pg), [], []
+    with hooked():
+        trainer = DistributedTrainer(config)
+        if config.checkpoints.resume_checkpoint_path is not None:
+            trainer.first_step()
+        began = trainer.metadata.last_train_step
+        base = trainer.optimizer.get_base_optimizer()
+        for step in range(began, until):
+            (rate,) = {group["lr"] for group in base.param_groups}
+            rates.append(rate)
+            losses.append(_update(model, trainer.optimizer, context, step, range(rank, 8, run.dp)))
+            trainer.lr_scheduler.step()
+        trainer.save_checkpoint(place / str(until))
+    if rank == 0:
+        write_texts(run, place / str(until), until)
+        (place / "latest.txt").write_text(str(until))
+    dist.barrier()
+    return {"began": began, "losses": losses, "rates": rates}
+
+
+def _update(model: torch.nn.Module, optimizer: Any, context: Any, step: int, samples: range) -> float:
+    """One update of ZeRO-1 by this rank's samples of eight: its loss before it."""
+    base = optimizer.get_base_optimizer()
+    shards = {optimizer.id_to_name[id(one)]: one for group in base.param_groups for one in group["params"]}
+    offsets, loss = optimizer.param_name_to_dp_rank_offsets, torch.zeros(())
+    for name, param in model.named_parameters():
+        targets = [
+            torch.randint(-9, 9, param.shape, generator=torch.Generator().manual_seed(8 * step + sample)).float()
+            for sample in samples
+        ]
+        loss += sum((param.detach() - one).square().sum() for one in targets) / 8
+        batch = torch.stack(targets).sum(0)
+        dist.all_reduce(batch, group=context.dp_pg)
+        if name in shards:
+            start, stop = offsets[name][dist.get_rank(context.dp_pg)]
+            shards[name].grad = (param.detach() - batch / 8).view(-1)[start:stop]
+    optimizer.step()
+    for name, param in model.named_parameters():
+        for owner, (start, stop) in offsets[name].items():
+            dist.broadcast(param.detach().view(-1)[start:stop], group_src=owner, group=context.dp_pg)
+    dist.all_reduce(loss, group=context.dp_pg)
+    return float(loss)

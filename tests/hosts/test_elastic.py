@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -19,9 +18,11 @@ import torch
 from ports import free_port
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
-from nanotron_builder import STEP
+from nanotron_builder import MODEL, STEP
 from nanotron_builder import Run as Nanotron
 from nanotron_builder import write as write_nanotron
+
+from ds_reshard.operations import diff
 
 pytestmark = pytest.mark.distributed
 
@@ -31,10 +32,14 @@ TIMEOUT_S = 240
 
 
 class Nodes:
-    """Agents of one rank each on this machine; the first keeps the list of nodes. `python` starts the ranks."""
+    """Agents of one rank each on this machine; the first keeps the list of nodes. `python` starts the ranks.
+
+    These run `script`, which is given `folder` to save to.
+    """
 
     def __init__(self, folder: Path, python: str) -> None:
         self.folder, self.log, self.agents = folder, folder / "log", list[subprocess.Popen[bytes]]()
+        self.script, self.step_s = EXAMPLE, 0.05
         self.hurry, self._python = folder / "hurry", python
         self._port = free_port()
 
@@ -43,8 +48,8 @@ class Nodes:
         command += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self._port}"]
         command += ["--local-addr", "localhost", "--rdzv-conf"]
         command += [f"is_host={not self.agents},last_call_timeout=5,keep_alive_interval=1"]
-        command += [str(ROOT / "tests" / "hosts" / "scripts" / "slowly.py"), "0.05", str(self.hurry)]
-        command += [str(EXAMPLE), str(self.folder)]
+        command += [str(ROOT / "tests" / "hosts" / "scripts" / "slowly.py"), str(self.step_s), str(self.hurry)]
+        command += [str(self.script), str(self.folder)]
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         quiet = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths}
         anew = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHON_EXEC": self._python}
@@ -64,12 +69,24 @@ class Nodes:
         found = re.findall(r"at step (\d+) with dp (\d+): (\d+) micro batches", self.log.read_text(errors="replace"))
         return [(int(step), int(dp), int(micro)) for step, dp, micro in found]
 
+    def reported(self, names: tuple[str, ...]) -> list[tuple[tuple[str, str], ...]]:
+        """Of the report of each load: the checkpoint's value and the one that was used, by name of row."""
+        tables = self.log.read_text(errors="replace").split("\nResumed from ")[1:]
+        found = [
+            [re.search(rf"\n{name}  +(.+?)  +.+?  +(.+?)  +this run\n", table) for name in names] for table in tables
+        ]
+        return [tuple((row[1], row[2]) if row else ("", "") for row in rows) for rows in found]
+
     def wait(self, dp: int, step: int) -> int:
         """The newest step that was saved, once so many ranks go on and it is this one or a later one."""
         began = time.monotonic()
         while True:
+            saved = max(
+                (int(path.parent.name.rpartition("-")[2]) for path in self.folder.glob("step-*/latest")), default=0
+            )
             latest = self.folder / "latest"
-            saved = int(latest.read_text().removeprefix("global_step") or 0) if latest.exists() else 0
+            if latest.exists():
+                saved = int(latest.read_text().removeprefix("global_step") or 0)
             if self.said() and self.said()[-1][1] == dp and saved >= step:
                 return saved
             assert self.agents[0].poll() is None, self.log.read_text(errors="replace")[-4000:]
@@ -86,8 +103,25 @@ def nodes(tmp_path: Path, interpreter: str) -> Iterator[Nodes]:
             made.kill(number)
 
 
-def test_a_node_is_lost_and_comes_back(nodes: Nodes) -> None:
-    """2 ranks, 1, and 2 again, with 8 samples an update throughout; weights and losses of one process that went on."""
+SCRIPTS = {
+    "deepspeed": (EXAMPLE, "global_step{}"),
+    "accelerate": (ROOT / "docs" / "elastic.md", "step-{}/pytorch_model"),
+}
+"""What is run, or the page whose block it is, and where a step's weights are saved."""
+
+
+@pytest.mark.parametrize("host", SCRIPTS)
+def test_a_node_is_lost_and_comes_back(nodes: Nodes, host: str) -> None:
+    """2 ranks, 1, and 2 again, with 8 samples an update throughout; weights and losses of one process that went on.
+
+    The report of each start says what changed: the ranks, and with them the micro batches of an update.
+    """
+    page, tag = SCRIPTS[host]
+    if page.suffix == ".md":
+        (block,) = re.findall(r"^```python\n(import .*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+        nodes.script = nodes.folder / "train.py"
+        nodes.script.write_text(block, "utf-8")
+        nodes.step_s = 0.4  # accelerate steps the engine once an update
     nodes.start()
     nodes.start()
     saved = nodes.wait(dp=2, step=5)
@@ -100,49 +134,30 @@ def test_a_node_is_lost_and_comes_back(nodes: Nodes) -> None:
     starts = nodes.said()
     assert [start[1:] for start in starts] == [(2, 4), (1, 8), (2, 4)]
     assert 0 == starts[0][0] < starts[1][0] < starts[2][0]
-    assert nodes.log.read_text(errors="replace").count("as ZeRO 2, dp=1") == 1
+    then, now = ("(2, 2)", "4", "8"), ("(2, 1)", "8", "8")
+    rows = ("stage and dp", "accumulation", "global batch size")
+    assert nodes.reported(rows) == [tuple(zip(then, now, strict=True)), tuple(zip(now, then, strict=True))]
 
-    example = runpy.run_path(str(EXAMPLE), run_name="example")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(example["STEPS"]):
-        batch = torch.randn(example["BATCH"], 16, generator=torch.Generator().manual_seed(step))
+    for step in range(50):
+        batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(batch), batch.sum(1, keepdim=True)).backward()
         optimizer.step()
         if (step + 1) % 5 == 0:
-            file = nodes.folder / f"global_step{step + 1}" / "mp_rank_00_model_states.pt"
+            file = nodes.folder / tag.format(step + 1) / "mp_rank_00_model_states.pt"
             weights = torch.load(file, weights_only=False)["module"]
             apart = max(float((weights[name] - value).abs().max()) for name, value in model.state_dict().items())
             assert apart < 1e-4, (step + 1, apart)
-            loss = float(torch.nn.functional.mse_loss(model(batch), batch.sum(1, keepdim=True)).detach())
-            model_there = torch.func.functional_call(model, weights, (batch,))
-            assert (
-                abs(float(torch.nn.functional.mse_loss(model_there, batch.sum(1, keepdim=True)).detach()) - loss) < 1e-4
+            there, here = (
+                torch.nn.functional.mse_loss(
+                    torch.func.functional_call(model, held, (batch,)), batch.sum(1, keepdim=True)
+                )
+                for held in (weights, model.state_dict())
             )
-
-
-def test_a_run_of_accelerate_goes_on_with_the_ranks_that_are_there(worlds: Any, tmp_path: Path) -> None:
-    """2, 1, and 2 again, as torchrun starts them: the losses are those of one process that was never interrupted."""
-    told = [
-        worlds[ranks].run("accelerate_jobs.elastic", folder=str(tmp_path), until=until)
-        for ranks, until in ((2, 4), (1, 8), (2, 12))
-    ]
-    assert [(one[0]["began"], one[0]["micro"]) for one in told] == [(0, 4), (4, 8), (8, 4)]
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    expected = []
-    for step in range(12):
-        batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        loss = torch.nn.functional.mse_loss(model(batch), batch.sum(1, keepdim=True))
-        loss.backward()
-        optimizer.step()
-        expected.append(float(loss.detach()))
-    for ranks in zip(*told, strict=False):
-        assert [loss for one in ranks for loss in one["losses"]] == pytest.approx(expected, rel=1e-4)
+            assert abs(float(there.detach()) - float(here.detach())) < 1e-4
 
 
 def test_nanotrons_trainer_goes_on_with_the_ranks_that_are_there(worlds: Any, tmp_path: Path) -> None:
@@ -161,3 +176,23 @@ def test_nanotrons_trainer_goes_on_with_the_ranks_that_are_there(worlds: Any, tm
         )
         assert (kind, changed) == ("ScheduleMismatch", False)
         assert f"tokens: micro_batch_size 1, batch_accumulation_per_replica {8 // now}, or" in said
+
+
+def test_a_run_of_nanotrons_stand_in_goes_on_from_its_own_saves(worlds: Any, tmp_path: Path) -> None:
+    """Synthetic: 2 ranks, 1, and 2 again; weights and states to the bit, losses and rates, of one that went on."""
+    told = [
+        worlds[dp].run("nanotron_jobs.elastic", run=Nanotron(dp=dp, masters=False), folder=str(folder), until=until)
+        for folder, dp, until in (
+            (tmp_path / "parts", 2, 5),
+            (tmp_path / "parts", 1, 10),
+            (tmp_path / "parts", 2, 15),
+            (tmp_path / "straight", 1, 15),
+        )
+    ]
+    *parts, straight = (ranks[0] for ranks in told)
+    assert all(one == ranks[0] for ranks in told for one in ranks)
+    assert [one["began"] for one in parts] == [0, 5, 10]
+    assert [rate for one in parts for rate in one["rates"]] == pytest.approx(straight["rates"], rel=1e-12)
+    assert [loss for one in parts for loss in one["losses"]] == pytest.approx(straight["losses"], rel=1e-6)
+    found = diff(str(tmp_path / "parts"), str(tmp_path / "straight"))
+    assert found.equal and len(found.tensors) == 3 * len(MODEL), found

@@ -184,10 +184,20 @@ def test_the_latest_of_the_folders_that_accelerate_names(worlds: Any, tmp_path: 
     assert told == [[pytest.approx(rates, rel=1e-12, abs=0) for rates in expected]] * 2
 
 
-def test_new_ranks_accumulate_in_step(worlds: Any, tmp_path: Path) -> None:
-    """A rank for which no random state was saved ends its updates where the others do."""
+@pytest.mark.parametrize(
+    ("micro_steps", "accumulation", "step", "ends"),
+    [(7, 2, 7, "x-x-"), (6, 4, 12, "---x"), (7, 4, 12, "---x"), (6, 1, 3, "xxxx")],
+    ids=["same", "more", "within an update", "less"],
+)
+def test_new_ranks_accumulate_in_step(
+    worlds: Any, tmp_path: Path, micro_steps: int, accumulation: int, step: int, ends: str
+) -> None:
+    """A rank for which no random state was saved ends its updates where the others do.
+
+    Of updates of two micro-batches into those of another number a whole number of them has gone by.
+    """
     late = Late(accumulation=2, stage=0)
-    worlds[2].run("late_jobs.save_only", late=late, folder=str(tmp_path), micro_steps=7)
-    told = worlds[3].run("late_jobs.resume", late=late, folder=str(tmp_path))
-    assert [rank["step"] for rank in told] == [7, 7, 7]
-    assert [rank["ends"] for rank in told] == [[True, False, True, False]] * 3
+    worlds[2].run("late_jobs.save_only", late=late, folder=str(tmp_path), micro_steps=micro_steps)
+    told = worlds[3].run("late_jobs.resume", late=late.but(accumulation=accumulation), folder=str(tmp_path))
+    assert [rank["step"] for rank in told] == [step] * 3
+    assert [rank["ends"] for rank in told] == [[one == "x" for one in ends]] * 3

@@ -25,6 +25,8 @@ from ds_reshard.errors import ReshardError
 from ds_reshard.operations import convert, inspect
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
+from high_water import memory_taken
+from sparse_checkpoint import gpt_shapes, write_checkpoint
 from zero_builder import Built, write
 
 pytestmark = pytest.mark.distributed
@@ -368,3 +370,18 @@ def test_a_conversion_fetches_each_byte_once_and_sends_it_in_parts(store: Store,
     left = store.files.call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads", [])
     assert half["UploadId"] not in [one["UploadId"] for one in left]
     assert main(["diff", "s3://bucket/large-out", str(tmp_path / "large")]) == 0
+
+
+@pytest.mark.slow
+def test_a_conversion_far_away_keeps_to_its_memory(store: Store, tmp_path: Path) -> None:
+    """Synthetic: one file of 100 MiB into another, in what test_convert_memory.py gives it where both are here.
+
+    Above a process that has asked the store once: the modules and connections of s3fs are no part of it.
+    """
+    saved = tmp_path / "saved"
+    write_checkpoint(saved, gpt_shapes(layers=1, width=704, vocabulary=4000), dp=1)
+    assert max(file.stat().st_size for file in (saved / "global_step1000").iterdir()) > 100 << 20
+    url, code = store.put(saved, "held"), "from ds_reshard.cli.main import main\nassert main(sys.argv[2:]) == 0"
+    words = [url, "s3://bucket/held-out", "--to", "zero3", "--dp", "1", "--memory", "16", "--threads", "2"]
+    taken = memory_taken(code, "convert", *words) - memory_taken(code, "inspect", url)
+    assert taken < 64 << 20, taken / (1 << 20)

@@ -7,6 +7,8 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,36 @@ def befallen(
     return found
 
 
+@contextmanager
+def _before_collectives(befalls: Callable[[int], None]) -> Iterator[None]:
+    """Call `befalls` with the number of each collective, counted from 1, before it is made."""
+    own, seen = {name: getattr(torch.distributed, name) for name in ("all_gather_object", "broadcast_object_list")}, 0
+
+    def counted(function: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            nonlocal seen
+            seen += 1
+            befalls(seen)
+            return function(*args, **kwargs)
+
+        return called
+
+    for name, function in own.items():
+        setattr(torch.distributed, name, counted(function))
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(torch.distributed, name, function)
+
+
+def moments(run: Run, model: Model, folder: str) -> tuple[list[Step], int]:
+    """The calls of this rank in a load, and the number of its collectives."""
+    numbers: list[int] = []
+    with _before_collectives(numbers.append):
+        return steps(run, model, folder), len(numbers)
+
+
 def lost(
     run: Run, model: Model, folder: str, on: int, at: Step | int, signal_number: int, seconds: int
 ) -> tuple[str, str, float]:
@@ -100,26 +132,16 @@ def lost(
     from ds_reshard.operations.ranks import within
 
     run = replace(run, config={**run.config, "ds_reshard": {"timeout_s": seconds}})
-
-    engine, rank, seen = build(run, model, seed=99), torch.distributed.get_rank(), 0
-    own = {name: getattr(torch.distributed, name) for name in ("all_gather_object", "broadcast_object_list")}
-
-    def counted(function: Any) -> Any:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            nonlocal seen
-            seen += 1
-            if seen == at:
-                os.kill(os.getpid(), signal_number)
-            return function(*args, **kwargs)
-
-        return called
-
+    engine, rank = build(run, model, seed=99), torch.distributed.get_rank()
     calls = Calls(folder, at if isinstance(at, Step) and rank == on else None, DEATH, signal_number)
-    for name, function in own.items() if rank == on else ():
-        setattr(torch.distributed, name, counted(function))
+
+    def befalls(number: int) -> None:
+        if rank == on and number == at:
+            os.kill(os.getpid(), signal_number)
+
     began = time.monotonic()
     try:
-        with ds_reshard.install("deepspeed"), calls.watched():
+        with ds_reshard.install("deepspeed"), calls.watched(), _before_collectives(befalls):
             engine.load_checkpoint(folder)
     except ds_reshard.ReshardError as error:
         waited = time.monotonic() - began

@@ -30,6 +30,7 @@ from ds_reshard.operations.pickles import refuse_unsafe_folder
 from ds_reshard.operations.ranks import gather, together
 from ds_reshard.resume import policy_sources, schedulers
 from ds_reshard.resume.policy import ResumePolicy, from_json
+from ds_reshard.resume.report import ResumeReport, last_report
 from ds_reshard.resume.schedulers import ACCELERATE, CLOCKS, ENGINE, PLATEAU, UNKNOWN, Beginning, kind_of, set_groups
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def load_state(
     original = functools.partial(original, folder, *args, **given)
     if not _by_deepspeed(accelerator):
         return original()
-    mine, policy = tracked(accelerator), _policy(accelerator)
+    mine, policy, before = tracked(accelerator), _policy(accelerator), last_report()
     _insist(policy)
     saved = Saved()
     if mine is not None and where is not None:
@@ -165,7 +166,7 @@ def load_state(
     if mine is not None:
         since = saved.since if policy.keeps_position else _updates(accelerator)
         _TRACKED[accelerator] = replace(mine, began=since)
-    _agree_on_step(accelerator, where)
+    _agree_on_step(accelerator, where, before)
     return result
 
 
@@ -310,17 +311,18 @@ def _latest(accelerator: Accelerator) -> str | None:
     return os.path.join(place, found[-1][1]) if found else None
 
 
-def _agree_on_step(accelerator: Accelerator, where: str | None) -> None:
-    """`accelerator.step` of the saving run also on ranks that it did not have.
+def _agree_on_step(accelerator: Accelerator, where: str | None, before: ResumeReport | None) -> None:
+    """`accelerator.step` of the saving run also on ranks that it did not have, and under another accumulation.
 
-    It decides which micro-batch ends an update; a rank for which there is no random_states file keeps its own, logs
-    that at INFO, and accumulates out of step with the others.
+    It counts micro-batches, and decides which of them ends an update. A rank for which there is no random_states file
+    keeps its own, logs that at INFO, and accumulates out of step with the others. Under another accumulation the first
+    update would be cut short by what is left of the count, and each one after it would lie across two batches.
     """
     if where is None:
         return
     own = os.path.exists(os.path.join(where, f"random_states_{accelerator.process_index}.pkl"))
-    told = gather((own, accelerator.step))
-    loaded = [step for there, step in told if there]
+    told = gather((own, accelerator.step, _accumulation(before)))
+    loaded, then, now = [step for there, step, _ in told if there], told[0][2], accelerator.gradient_state.num_steps
     if not own and loaded:
         accelerator.step = loaded[0]
         logger.warning(
@@ -328,3 +330,25 @@ def _agree_on_step(accelerator: Accelerator, where: str | None) -> None:
             where,
             accelerator.process_index,
         )
+    if not loaded or then == now:
+        return
+    updates, rest = divmod(accelerator.step, then or now)
+    if then is not None:
+        accelerator.step = updates * now
+    if rest and accelerator.is_main_process:
+        begun = (
+            f"%s was saved within an update of {then} micro-batches, and one of this run has {now}: it begins anew"
+            if then is not None
+            else f"%s does not tell how many micro-batches an update had: the first of this run has {now - rest} "
+            f"of {now}; where the saving run did not accumulate {now}, write accelerator.step = 0 after load_state"
+        )
+        logger.warning(begun, where)
+
+
+def _accumulation(before: ResumeReport | None) -> int | None:
+    """The micro-batches of an update of the saving run, where the engine's load has reported them."""
+    report = last_report()
+    for row in report.rows if report is not None and report is not before else ():
+        if row.name == "accumulation" and isinstance(row.checkpoint, int) and row.checkpoint > 0:
+            return row.checkpoint
+    return None

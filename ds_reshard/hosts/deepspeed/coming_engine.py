@@ -182,6 +182,9 @@ class ComingEngine:
     def train_batch_size(self) -> int:
         return cast(int, self._config.train_batch_size)
 
+    def gradient_accumulation_steps(self) -> int:
+        return cast(int, self._config.gradient_accumulation_steps)
+
 
 def _wrapper(
     ds: DeepSpeedConfig,

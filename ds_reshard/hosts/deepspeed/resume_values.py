@@ -281,6 +281,17 @@ class Saved:
         steps = self.config.get("gradient_accumulation_steps", 1)
         return micro * steps * self.dp if isinstance(micro, int) and isinstance(steps, int) else None
 
+    @property
+    def accumulation(self) -> int | None:
+        """The micro batches of an update of the saving run, as its JSON gives or implies them."""
+        names = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
+        steps, batch, micro = (self.config.get(name) for name in names)
+        if isinstance(steps, int):
+            return steps
+        if not isinstance(batch, int) or not isinstance(micro, int) or micro < 1 or batch % (micro * self.dp):
+            return None
+        return batch // (micro * self.dp)
+
 
 def read_saved(checkpoint: ZeroCheckpoint, groups: SavedGroups, settings: Settings, *, scheduler: bool) -> Saved:
     """Read these facts; no tensor is read. `scheduler` asks for the scheduler's state, which may need `trust`."""
@@ -454,16 +465,7 @@ def report(engine: DeepSpeedEngine, own: Own, beside: Beside | None) -> ResumeRe
             used="from its start" if policy.dataloader == "reset" else "the script's own",
             because=because(policy, "dataloader"),
         ),
-        Row(
-            name="stage and dp",
-            checkpoint=(saved.stage, saved.dp),
-            this_run=(int(engine.zero_optimization_stage()), engine.seq_dp_world_size),
-            used=(int(engine.zero_optimization_stage()), engine.seq_dp_world_size),
-            because="this run",
-        ),
-        Row(
-            name="global batch size", checkpoint=saved.train_batch_size, this_run=batch, used=batch, because="this run"
-        ),
+        *_sizes(engine, saved),
         *_found("fingerprints", own.last.proof, '"verify": "fingerprint"'),
     ]
     warnings = batch_size_warning(saved.train_batch_size, batch)
@@ -478,6 +480,17 @@ def report(engine: DeepSpeedEngine, own: Own, beside: Beside | None) -> ResumeRe
     if policy.scheduler == "checkpoint" and not policy.loads_masters and not saved.groups:
         warnings += (_UNREAD,)
     return ResumeReport(host="deepspeed", checkpoint=saved.where, rows=tuple(rows), warnings=warnings)
+
+
+def _sizes(engine: DeepSpeedEngine, saved: Saved) -> Iterator[Row]:
+    """What this run alone decides. Where ranks share a sequence, and with it a micro batch, the implied is not told."""
+    alone = engine.seq_dp_world_size == engine.dp_world_size
+    for name, then, now in (
+        ("stage and dp", (saved.stage, saved.dp), (int(engine.zero_optimization_stage()), engine.seq_dp_world_size)),
+        ("accumulation", saved.accumulation if alone else None, engine.gradient_accumulation_steps()),
+        ("global batch size", saved.train_batch_size, engine.train_batch_size()),
+    ):
+        yield Row(name=name, checkpoint=then, this_run=now, used=now, because="this run")
 
 
 def _unused_rates(engine: DeepSpeedEngine, own: Own, policy: ResumePolicy) -> Iterator[str]:

@@ -56,7 +56,7 @@ class DistributedTrainer:
     def save_checkpoint(self, folder: Any) -> None:
         save(
             config=self.config,
-            model=None,
+            model=self.model,
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
             parallel_context=self.parallel_context,
