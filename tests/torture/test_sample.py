@@ -23,11 +23,11 @@ def test_a_conversion_that_fails_leaves_all_or_nothing() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("script", "every", "least"), [("loads", 997, 20), ("ranks", 11, 3)])
+@pytest.mark.parametrize(("script", "every", "least"), [("loads", 997, 20), ("ranks", 11, 3), ("stores", 149, 6)])
 def test_a_load_that_fails_leaves_all_or_nothing(
     script: str, every: int, least: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its ranks are forks of the server of this session."""
+    """Its ranks, and the clients of a store, are forks of the server of this session."""
     status = importlib.import_module(script).main(["--every", str(every)])
     text = capsys.readouterr().out
     assert status == 0, text[-3000:]
