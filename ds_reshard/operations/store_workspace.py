@@ -75,7 +75,7 @@ class StoreWorkspace(Workspace):
             with self._lock(part):
                 if not kept:
                     self._begin_anew(state, ours & there.keys())
-                if part[1] == 1:  # else others may be sending at this moment
+                elif part[1] == 1:  # else others may be sending at this moment
                     disk.remove_below(self.target, ())
                 self._claim()
                 yield False
