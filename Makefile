@@ -19,7 +19,7 @@ help:
 	@echo "make check          format, lint, types, import contracts, fast tests"
 	@echo "make fuzz           hostile pickles and files: 100,000 cases, or FUZZ_CASES=..."
 	@echo "make mutants        faults that are put into copies of the package: does each make a test fail?"
-	@echo "make torture        every call on files of conversions and loads fails once, in each way that it can"
+	@echo "make torture        every call on files, and to an object store, of conversions and loads fails once, in each way"
 	@echo "make bench          every benchmark beside what it is compared with, and the tables of docs/benchmarks.md"
 	@echo "make gpu            the tests and the benchmark that need a CUDA device; GPU_PYTHON=... where nothing can be installed"
 	@echo "make gpu-wheels     what make gpu needs beside torch, as wheels to carry along"
@@ -105,6 +105,7 @@ torture: venv
 	$(BIN)/python tests/torture/loads.py
 	$(BIN)/python tests/torture/verified_saves.py
 	$(BIN)/python tests/torture/ranks.py
+	$(BIN)/python tests/torture/stores.py
 
 mutants: venv
 	$(BIN)/python tests/mutants.py $(MUTANTS)

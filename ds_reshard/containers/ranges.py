@@ -13,7 +13,7 @@ import threading
 from bisect import bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 
 AT_ONCE = 32
 """Requests under way at a time."""
@@ -125,7 +125,7 @@ class ReadAhead:
         self.after_fork()
 
     def after_fork(self) -> None:
-        self._waiting: SimpleQueue[Hashable] = SimpleQueue()
+        self._waiting: Queue[Hashable] = Queue()  # a SimpleQueue may wait on when its time is over, in CPython 3.11
         self._threads = 0
         self._lock = threading.Lock()
 

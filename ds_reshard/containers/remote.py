@@ -7,6 +7,7 @@ of files that are being written, is asked for each time.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import inspect
@@ -416,10 +417,11 @@ def put(url: str, data: bytes, *, new: bool = False) -> None:
         try:
             store.pipe_file(path, data, mode="create")
             return
-        except FileExistsError as error:
-            raise _as_os_error(error) from None
         except Exception as error:  # perhaps of a store, or a client, that knows no conditions
-            if read_anew(url) is not None:  # or of one that was asked by two at once
+            found = read_anew(url)
+            if found == data:  # it was heard when it was asked first, and that answer was lost
+                return
+            if found is not None or isinstance(error, FileExistsError):  # or of one that was asked by two at once
                 raise FileExistsError(errno.EEXIST, _as_os_error(error).strerror) from None
     try:
         store.pipe_file(path, data)
@@ -465,7 +467,8 @@ def abort(url: str) -> None:
     bucket, key, _ = store.split_path(path)
     try:
         for one in store.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/").get("Uploads", ()):
-            store.call_s3("abort_multipart_upload", Bucket=bucket, Key=one["Key"], UploadId=one["UploadId"])
+            with contextlib.suppress(FileNotFoundError):  # it has gone since, or the answer to a first try was lost
+                store.call_s3("abort_multipart_upload", Bucket=bucket, Key=one["Key"], UploadId=one["UploadId"])
     except Exception as error:
         raise _as_os_error(error) from None
 

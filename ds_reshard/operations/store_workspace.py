@@ -52,6 +52,7 @@ class StoreWorkspace(Workspace):
         self.folder = f"{self.target}.ds-reshard"
         self._mark = os.path.join(folder, UNFINISHED)
         self._names = (*names, MANIFEST, self._mark)
+        self._known: dict[str, Mapping[str, object]] = {}
         self._sent: dict[str, object] = {}
         self._spool = ""
         self._lost = threading.Event()
@@ -60,23 +61,36 @@ class StoreWorkspace(Workspace):
     def open(self, *, resume: bool, part: Part) -> Iterator[bool]:
         """As of a folder, but what is there is never replaced: no store does that at one stroke."""
         kept = resume or part[1] > 1
-        state, there = self._below(self.folder), self._below(self.target)
-        if (kept or state) and self.is_done():
-            self._clear()
-            yield True
-            return
-        ours = self._ours(state)
-        if strange := sorted(there.keys() - ours):
-            what = f"is there already: {', '.join(strange[:4])}"
-            mend = "name another URL, or remove it: nothing is replaced in a store"
-            raise_faults([ConfigError.fault(self.target, what, mend=mend)], subject="converting")
-        with self._lock(part), self.joined():
-            if part[1] == 1:  # else others may be sending at this moment
-                disk.remove_below(self.target, [name for name in ours if name in there] if not kept else ())
-            if not kept:
-                disk.remove_below(self.folder, [name for name in state if not name.startswith(f"{LOCKS}/")])
-            self._claim()
-            yield False
+        with self.joined():  # first, so that what a killed process left here goes, even if nothing else is to be done
+            state, there = self._below(self.folder), self._below(self.target)
+            if (kept or state) and self.is_done():
+                self._clear()
+                yield True
+                return
+            ours = self._ours(state)
+            if strange := sorted(there.keys() - ours):
+                what = f"is there already: {', '.join(strange[:4])}"
+                mend = "name another URL, or remove it: nothing is replaced in a store"
+                raise_faults([ConfigError.fault(self.target, what, mend=mend)], subject="converting")
+            with self._lock(part):
+                if not kept:
+                    self._begin_anew(state, ours & there.keys())
+                elif part[1] == 1:  # else others may be sending at this moment
+                    disk.remove_below(self.target, ())
+                self._claim()
+                yield False
+
+    def _begin_anew(self, state: Mapping[str, object], ours: set[str]) -> None:
+        """Remove what is there, so that whatever is left of it is refused by readers, and gone on with by --resume.
+
+        So what is known of files goes before them, a mark after them, and their names when none is there.
+        """
+        notes = {name for name in state if name.startswith(f"{_DONE}/")}
+        disk.remove_below(self.folder, notes)
+        marks = {name for name in ours if os.path.basename(name) == UNFINISHED}
+        disk.remove_below(self.target, ours - marks)
+        disk.remove_below(self.target, marks)
+        disk.remove_below(self.folder, [name for name in {*state} - notes if not name.startswith(f"{LOCKS}/")])
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
@@ -96,11 +110,15 @@ class StoreWorkspace(Workspace):
     def is_done(self) -> bool:
         with folders.named(self.target, "cannot be looked at"):
             manifest = remote.read_anew(f"{self.target}/{MANIFEST}")
-            if manifest is None or remote.read_anew(f"{self.target}/{self._mark}") is not None:
-                return False
+        if manifest is None or self._is_marked():
+            return False
         with contextlib.suppress(ValueError):
             return bool(parsed(manifest).get("conversion") == json.loads(self.made_of))
         return False
+
+    def _is_marked(self) -> bool:
+        with folders.named(self.target, "cannot be looked at"):
+            return remote.read_anew(f"{self.target}/{self._mark}") is not None
 
     def _below(self, url: str) -> dict[str, remote.Status]:
         with folders.named(url, "cannot be listed"):
@@ -203,20 +221,28 @@ class StoreWorkspace(Workspace):
         told = self._read(f"{_DONE}/{unit}.json")
         return known_in(told) if told is not None else None
 
+    def _finished(self, units: Sequence[str]) -> dict[str, Mapping[str, object]]:
+        """What is known of the finished ones; a note that was read once is not asked for again."""
+        there = self._below(f"{self.folder}/{_DONE}")
+        fresh = [unit for unit in units if f"{unit}.json" in there and unit not in self._known]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            read = zip(fresh, pool.map(self.noted, fresh), strict=True)
+            self._known |= {unit: known for unit, known in read if known is not None}
+        return {unit: self._known[unit] for unit in units if unit in self._known}
+
     def left(self, units: Sequence[str]) -> list[str]:
-        done = self._below(f"{self.folder}/{_DONE}")
-        return [unit for unit in units if f"{unit}.json" not in done]
+        found = self._finished(units)
+        return [unit for unit in units if unit not in found]
 
     def notes(self, units: Sequence[str]) -> list[Mapping[str, object]]:
-        done = set(units) - set(self.left(units))
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            found = [known for known in pool.map(self.noted, [unit for unit in units if unit in done]) if known]
+        found = list(self._finished(units).values())
         for known in found:
             sent = known.get("sent")
             self._sent |= sent if isinstance(sent, dict) else {}
         return found
 
     def forget(self) -> None:
+        self._known.clear()
         disk.remove_below(f"{self.folder}/{_DONE}", self._below(f"{self.folder}/{_DONE}"))
 
     def commit(self, manifest: Mapping[str, object], pointers: Mapping[str, str]) -> None:
@@ -236,6 +262,9 @@ class StoreWorkspace(Workspace):
         for name, content in {MANIFEST: text, **pointers}.items():
             disk.put(f"{self.target}/{name}", content.encode("utf-8"))
         disk.remove_below(self.target, [self._mark])
+        if self._is_marked():
+            what, mend = "is there still, and the store said that it is not", "run it again with --resume"
+            raise_faults([WriteFailed.fault(f"{self.target}/{self._mark}", what, mend=mend)], subject="converting")
         folders.renew(self.target)
         self._clear()
 

@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ import pytest
 import torch.distributed as dist
 from forked import in_ranks, launched
 from ports import free_port
+from store_proxy import store_here
 from zero_builder import Built, write
 
 from ds_reshard.cli import launch
 from ds_reshard.cli.main import main
+from ds_reshard.containers import remote
 from ds_reshard.errors import ConfigError, RankLost
 from ds_reshard.execution import disk
-from ds_reshard.operations import Options, conversion, convert, heartbeat
+from ds_reshard.operations import Options, conversion, convert, heartbeat, store_workspace
 from ds_reshard.operations.workspace import Workspace
 
 SHAPES = tuple((f"p{i}", (7, i + 1)) for i in range(9))
@@ -67,10 +70,11 @@ def test_ranks_write_what_one_process_writes_and_say_it_once(
 
 
 CHANGES = ("create", "write_new", "write_at", "sync", "write_whole", "rename", "make_folder", "remove", "lock")
+SENT = ("put", "send", "remove_below")
 
 
-def counted(at: int) -> list[str]:
-    """Each call of this process that changes a file, as it is made; the process is killed at that one."""
+def counted(at: int, names: Sequence[str]) -> list[str]:
+    """Each call of these by which this process changes files, as it is made; the process is killed at that one."""
     made: list[str] = []
 
     def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,23 +86,25 @@ def counted(at: int) -> list[str]:
 
         return call
 
-    for name in CHANGES:
+    for name in names:
         setattr(disk, name, wrapped(name, getattr(disk, name)))
     return made
 
 
-def converted(place: Path, checkpoint: Path, size: int, *, resume: bool, killed: int = -1, at: int = -1) -> list[int]:
-    """The ranks' statuses: 3 where a rank is told that another is lost."""
+def converted(
+    place: Path, checkpoint: Path, size: int, *, resume: bool, killed: int = -1, at: int = -1, out: str = ""
+) -> list[int]:
+    """The ranks' statuses: 3 where a rank is told that another is lost. Without a URL as `out` into a folder."""
     store = place / os.urandom(4).hex()
 
     def rank(number: int) -> int:
         if number == killed:
-            counted(at)
+            counted(at, SENT if out else CHANGES)
         group = dist.FileStore(str(store), size)
         dist.init_process_group("gloo", store=group, rank=number, world_size=size, timeout=timedelta(seconds=60))
         options = Options(threads=1, ranks=True, resume=resume)
         try:
-            convert(str(checkpoint), str(place / "out"), to="zero3", dp=DP, options=options)
+            convert(str(checkpoint), out or str(place / "out"), to="zero3", dp=DP, options=options)
         except RankLost:
             return 3
         return 0
@@ -117,6 +123,26 @@ def test_killed_at_ten_places_three_ranks_go_on_and_write_the_same_bytes(checkpo
         assert converted(place, checkpoint, 3, resume=True) == [0] * 3
         assert files(place / "out") == files(checkpoint.parent / "alone"), (killed, at)
         assert not (place / "out.ds-reshard").exists()
+
+
+@pytest.mark.parametrize(("killed", "at"), [(0, 11), (2, 2)])
+def test_killed_on_the_way_to_a_store_three_ranks_go_on(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: int, at: int
+) -> None:
+    """An S3 server: what its bucket holds then is what one process writes into a folder."""
+    pytest.importorskip("s3fs", reason="the test extra has s3fs and moto")
+    monkeypatch.setattr(store_workspace, "_STILL_BEATS", 0)  # else it is waited for the one that was killed
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    with store_here() as store:
+        ranks = partial(converted, tmp_path, checkpoint, out="s3://bucket/out")
+        expected = [-signal.SIGKILL if number == killed else 3 for number in range(4)]
+        assert ranks(4, resume=False, killed=killed, at=at) == expected
+        assert remote.UNFINISHED in str(store.contents("out").keys())
+        assert ranks(3, resume=True) == [0] * 3
+        assert store.contents("out") == files(checkpoint.parent / "alone")
+        assert not store.contents("out.ds-reshard") and not os.listdir(tmp_path / "tmp")
+        assert "Uploads" not in store.files.call_s3("list_multipart_uploads", Bucket="bucket")
 
 
 def test_what_ranks_have_finished_is_not_done_again(checkpoint: Path, tmp_path: Path) -> None:
@@ -239,6 +265,7 @@ def test_a_second_job_is_refused_while_the_first_lives(checkpoint: Path, tmp_pat
 DIES_ONCE = """
 import os, signal, sys
 from ds_reshard.cli.main import main
+from ds_reshard.containers import remote
 from ds_reshard.operations import conversion
 keep = conversion._Work._keep
 def dies(work, *given):

@@ -141,6 +141,64 @@ def test_what_is_interrupted_is_refused_by_readers_and_gone_on_with(
         assert not [name for name in bucket.find("/") if not name.startswith("/bucket/out/")]
 
 
+def test_what_is_interrupted_while_it_is_begun_anew_is_gone_on_with(
+    checkpoint: Path, tmp_path: Path, bucket: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what an earlier one left any part may have been removed: what is known of a file goes before the file does."""
+    expected = local(checkpoint, tmp_path / "out", "zero3")
+    removed = remote.remove
+    for ends in range(9):  # three notes, three files, the mark, two names of the conversion
+        bucket.store.clear()
+        convert(str(checkpoint), OUT, to="zero3", dp=3, options=Options(shard=(0, 2)))
+        left = ends
+
+        def few(urls: Any) -> None:
+            nonlocal left
+            for url in sorted(urls):
+                if left == 0:
+                    raise OSError(5, "the store has gone")
+                left -= 1
+                removed([url])
+
+        with monkeypatch.context() as patch:
+            patch.setattr(remote, "remove", few)
+            with pytest.raises(WriteFailed, match="the store has gone"):
+                convert(str(checkpoint), OUT, to="zero3", dp=3)
+        for path in (OUT, f"{OUT}/global_step3"):
+            with pytest.raises((CheckpointDamaged, CheckpointNotFound)):
+                inspect(path)
+        convert(str(checkpoint), OUT, to="zero3", dp=3, options=Options(resume=True))
+        assert stored(bucket) == expected, ends
+
+
+def test_a_note_that_cannot_be_read_costs_its_files_anew(
+    checkpoint: Path, tmp_path: Path, bucket: MemoryFileSystem
+) -> None:
+    convert(str(checkpoint), OUT, to="zero3", dp=3, options=Options(shard=(0, 2)))
+    bucket.pipe("/bucket/out.ds-reshard/done/optim-0.json", b"half a no")
+    assert convert(str(checkpoint), OUT, to="zero3", dp=3, options=Options(resume=True)).complete
+    assert stored(bucket) == local(checkpoint, tmp_path / "out", "zero3")
+
+
+def test_a_mark_that_does_not_go_is_named(
+    checkpoint: Path, tmp_path: Path, bucket: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the store says that it is not there: who reads OUT would be refused."""
+    removes = MemoryFileSystem.rm_file
+
+    def stays(store: MemoryFileSystem, path: str) -> None:
+        if path.endswith(remote.UNFINISHED):
+            raise FileNotFoundError(path)
+        removes(store, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "rm_file", stays)
+        with pytest.raises(WriteFailed, match="is there still"):
+            convert(str(checkpoint), OUT, to="zero3", dp=3)
+    assert convert(str(checkpoint), OUT, to="zero3", dp=3, options=Options(resume=True)).complete
+    assert stored(bucket) == local(checkpoint, tmp_path / "out", "zero3")
+
+
 def test_nothing_that_is_there_is_replaced(
     checkpoint: Path, bucket: MemoryFileSystem, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,6 +282,7 @@ def test_a_lock_is_nobody_elses_where_a_store_only_says_that_it_is_busy(
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", busy)
     assert not disk.put("memory://bucket/lock", b"second", new=True)
     assert remote.read_anew("memory://bucket/lock") == b"first"
+    assert disk.put("memory://bucket/lock", b"first", new=True)  # asked again, the answer to the first time being lost
 
 
 def test_a_job_whose_lock_was_taken_over_writes_no_further(bucket: MemoryFileSystem, tmp_path: Path) -> None:
@@ -250,16 +309,23 @@ def test_what_another_wrote_meanwhile_is_not_called_whole(bucket: MemoryFileSyst
     assert remote.UNFINISHED in stored(bucket)
 
 
-def test_files_that_a_killed_process_did_not_send_are_removed(tmp_path: Path) -> None:
-    """From TMPDIR, by the next conversion; not those of one that lives."""
+@pytest.mark.parametrize("done", [False, True])
+def test_files_that_a_killed_process_did_not_send_are_removed(checkpoint: Path, tmp_path: Path, done: bool) -> None:
+    """From TMPDIR, by the next conversion, also where nothing is left to do; not those of one that lives."""
+    convert(str(checkpoint), OUT, to="zero3", dp=3) if done else None
     code = (
         "import os, signal\nfrom ds_reshard.execution import disk\n"
         "with disk.spool() as folder:\n    print(folder, flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    left = Path(done.stdout.strip())
+    killed = subprocess.run(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=False
+    )
+    left = Path(killed.stdout.strip())
     assert left.is_dir()
+    if done:
+        assert convert(str(checkpoint), OUT, to="zero3", dp=3, options=Options(resume=True)).files == 0
+        assert not left.exists()
     with disk.spool() as mine, disk.spool() as other:
         assert not left.exists() and Path(mine).is_dir() and Path(other).is_dir()
 

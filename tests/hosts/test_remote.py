@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,12 @@ import pytest
 from cases import Model, Run
 from gathered import assert_same
 from saves import Saves
-from store_proxy import SECRET, Store, store_here
+from store_proxy import FAULTS, SECRET, Request, Store, store_here
 
 from ds_reshard.cli.main import main
 from ds_reshard.containers import remote
 from ds_reshard.errors import ReshardError
-from ds_reshard.operations import convert, inspect
+from ds_reshard.operations import Options, convert, inspect
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
 from high_water import memory_taken
@@ -39,38 +41,47 @@ def store() -> Iterator[Store]:
         yield made
 
 
-SHAPES = tuple((f"p{i}", (7, i + 1)) for i in range(9))
+SHAPES, SHARDS = tuple((f"p{i}", (7, i + 1)) for i in range(9)), 64
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+RATES = {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 4}
 
 
 @pytest.fixture(scope="module")
 def shards(store: Store, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A synthetic checkpoint of 16 shards, here and there."""
+    """A synthetic checkpoint of 64 shards, here and there."""
     folder = tmp_path_factory.mktemp("shards") / "saved"
-    built = Built(groups=(SHAPES,), frozen=(), tied=(), states=("exp_avg", "exp_avg_sq"), dp=16, seed=5)
+    built = Built(groups=(SHAPES,), frozen=(), tied=(), states=("exp_avg", "exp_avg_sq"), dp=SHARDS, seed=5)
     write(built, folder)
     return folder, store.put(folder, "shards")
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "status"),
     [
-        ["inspect"],
-        ["verify"],
-        ["verify", "--deep"],
-        ["verify", "--pickles"],
-        ["fingerprint"],
-        ["plan", "--to", "zero3", "--dp", "3"],
+        (["inspect"], 0),
+        (["verify"], 0),
+        (["verify", "--deep"], 0),
+        (["verify", "--pickles"], 0),
+        (["fingerprint"], 0),
+        (["diff", "FOLDER"], 0),
+        (["plan", "--to", "zero3", "--dp", "3"], 0),
+        (["preflight", "--world", "4", "--config", "CONFIG"], 0),
+        (["preflight", "--world", "4", "--config", "SCHEDULED"], 1),  # no state of a scheduler was saved
+        (["lr", "--config", "SCHEDULED"], 1),
     ],
-    ids=" ".join,
+    ids=lambda one: " ".join(one) if isinstance(one, list) else "",
 )
 def test_every_tool_says_what_it_says_of_local_files(
-    shards: tuple[Path, str], command: list[str], capsys: pytest.CaptureFixture[str]
+    shards: tuple[Path, str], tmp_path: Path, command: list[str], status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, url = shards
+    given = {"FOLDER": str(folder), "CONFIG": str(tmp_path / "ds.json"), "SCHEDULED": str(tmp_path / "rates.json")}
+    Path(given["CONFIG"]).write_text(json.dumps(CONFIG))
+    Path(given["SCHEDULED"]).write_text(json.dumps({**CONFIG, "scheduler": {"type": "WarmupLR", "params": RATES}}))
     said = []
     for path in (str(folder), url):
-        assert main([command[0], path, *command[1:], "--json"]) == 0
-        said.append(json.loads(capsys.readouterr().out.replace(path, "PATH")))
+        assert main([command[0], path, *(given.get(word, word) for word in command[1:]), "--json"]) == status
+        said.append(json.loads(capsys.readouterr().out.replace(path, "PATH").replace(str(folder), "PATH")))
     for one in said:
         for key in ("bytes_read", "metadata_nbytes", "seconds"):
             one.pop(key, None)
@@ -122,7 +133,7 @@ def test_a_checkpoint_of_many_shards_is_opened_with_few_requests(store: Store, s
     remote.release()
     before = len(store.proxy.commands)
     found = inspect(url)
-    assert found.faults == () and found.dp == 16
+    assert found.faults == () and found.dp == SHARDS
     commands = store.proxy.commands[before:]
     listings = [command for command in commands if "list-type" in command or command.startswith("HEAD")]
     assert len(listings) == 2, listings
@@ -158,10 +169,52 @@ def test_a_store_that_is_busy_or_hangs_up_is_asked_again(store: Store, tmp_path:
     built = Built(groups=(SHAPES,), frozen=(), tied=(), states=("exp_avg",), dp=2, seed=5)
     write(built, tmp_path / "first")
     url = store.put(tmp_path / "first", fault)
-    setattr(store.proxy, fault, 3)
+    setattr(store.proxy, fault, {"GET": 3})
     remote.release()
     assert main(["diff", url, str(tmp_path / "first")]) == 0
-    assert getattr(store.proxy, fault) == 0
+    assert getattr(store.proxy, fault) == {"GET": 0}
+
+
+@pytest.mark.parametrize("fault", ["throttle", "cut"])
+def test_requests_of_each_kind_are_made_again(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Twice each, while a conversion is sent in parts behind one that was killed."""
+    monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 0)
+    monkeypatch.setattr(remote, "PART_NBYTES", 1500)
+    built = Built(groups=(SHAPES,), frozen=(), tied=(), states=("exp_avg",), dp=2, seed=5)
+    write(built, tmp_path / "first")
+    out = f"s3://bucket/out-{fault}"
+    convert(str(tmp_path / "first"), str(tmp_path / "here"), to="zero3", dp=2)
+    convert(str(tmp_path / "first"), out, to="zero3", dp=2, options=Options(shard=(0, 2)))
+    for _ in range(2):
+        store.files.call_s3("create_multipart_upload", Bucket="bucket", Key=f"out-{fault}/half")
+    left = dict.fromkeys(FAULTS, 2)
+    monkeypatch.setattr(asyncio, "sleep", partial(_hurried, asyncio.sleep))
+    monkeypatch.setattr(store.proxy, fault, left)
+    convert(str(tmp_path / "first"), out, to="zero3", dp=2, options=Options(resume=True))
+    assert left == dict.fromkeys(FAULTS, 0)
+    here = {str(one.relative_to(tmp_path / "here")): one for one in (tmp_path / "here").rglob("*") if one.is_file()}
+    assert store.contents(f"out-{fault}") == {name: one.read_bytes() for name, one in here.items()}
+    assert not store.contents(f"out-{fault}.ds-reshard")
+    assert "Uploads" not in store.files.call_s3("list_multipart_uploads", Bucket="bucket")
+
+
+async def _hurried(sleep: Any, seconds: float, *more: Any) -> None:
+    await sleep(seconds / 100, *more)
+
+
+@pytest.mark.parametrize("fault", ["throttle", "cut"])
+def test_a_load_asks_again(
+    worlds: Any, saves: Saves, store: Store, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    folder, saved = saves(Run(2, 4), Model())
+    url = store.put(folder, f"load-{fault}")
+    left = {"GET": 3, "LIST": 1}
+    monkeypatch.setattr(store.proxy, fault, left)
+    loaded = worlds[2].run("remote_jobs.load", environment=store.environment, run=Run(3, 2), model=Model(), folder=url)
+    assert left == {"GET": 0, "LIST": 0}
+    assert_same(saved, loaded)
 
 
 def test_what_asking_again_does_not_mend_is_asked_once(store: Store, tmp_path: Path) -> None:
@@ -215,11 +268,11 @@ def test_a_store_that_never_answers_is_named(
     write(built, tmp_path / "first")
     url = store.put(tmp_path / "first", "busy")
     remote.release()
-    store.proxy.throttle = 1 << 20
+    store.proxy.throttle = {"GET": 1 << 20}
     try:
         assert main(["fingerprint", url]) == 2
     finally:
-        store.proxy.throttle = 0
+        store.proxy.throttle = {}
     said = capsys.readouterr().err
     assert "cannot be read" in said and url in said
     assert SECRET not in said
@@ -364,7 +417,9 @@ def test_a_conversion_fetches_each_byte_once_and_sends_it_in_parts(store: Store,
     before, asked = remote.fetched()[1], len(store.proxy.commands)
     half = store.files.call_s3("create_multipart_upload", Bucket="bucket", Key="large-out/global_step3/half")
     words = ["convert", url, "s3://bucket/large-out", "--to", "zero3", "--dp", "1", "--processes", "1"]
+    store.proxy.begin(Request("", "ABORT", "/bucket/large-out/global_step3/half", 1), "unheard")  # so it is asked again
     assert main(words) == 0
+    assert store.proxy.befallen
     assert remote.fetched()[1] - before <= 1.02 * sum(files) + len(files) * 3 * remote._END_NBYTES
     assert any("partNumber=3" in command for command in store.proxy.commands[asked:])
     left = store.files.call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads", [])

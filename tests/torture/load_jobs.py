@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ import torch
 from calls import DEATH, Calls, Step, left_open
 from cases import Model, Run
 from jobs import build, contents, outcome, same, weights
+from store_proxy import in_a_hurry
+
+from ds_reshard.containers import remote
 
 
 def _held(engine: Any) -> dict[str, Any]:
@@ -30,6 +33,25 @@ def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def files(folder: str) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def _tried(
+    engine: Any, good: str, right: dict[str, Any], before: dict[str, Any], within: AbstractContextManager[None]
+) -> tuple[str, str, str]:
+    """What a load ended in, what the engine holds then, and whether it makes a step where that is neither."""
+    import ds_reshard
+
+    said = "done"
+    try:
+        with within:
+            engine.load_checkpoint(good)
+    except ds_reshard.ReshardError as error:
+        said = f"{type(error).__name__}: {error}"
+    except Exception as error:
+        said = f"unnamed {type(error).__name__}: {error}"
+    now = _held(engine)
+    held = "right" if _equal(now, right) else "unchanged" if _equal(now, before) else "neither"
+    return said, held, "" if held != "neither" else outcome(engine.step)
 
 
 def steps(run: Run, model: Model, folder: str) -> list[Step]:
@@ -60,20 +82,11 @@ def befallen(
         right, threads = _held(engine), threading.active_count()
         for on, step, fault in cases:
             engine.load_checkpoint(other)
-            before, said = _held(engine), "done"
+            before = _held(engine)
             calls = Calls(good, step if on == rank else None, fault)
-            try:
-                with calls.watched():
-                    engine.load_checkpoint(good)
-            except ds_reshard.ReshardError as error:
-                said = f"{type(error).__name__}: {error}"
-            except Exception as error:
-                said = f"unnamed {type(error).__name__}: {error}"
+            said, held, stepped = _tried(engine, good, right, before, calls.watched())
             if on == rank and not calls.befallen:
                 said = f"the step was not reached; {said}"
-            now = _held(engine)
-            held = "right" if _equal(now, right) else "unchanged" if _equal(now, before) else "neither"
-            steps = "" if held != "neither" else outcome(engine.step)
             after = f"files are left open: {left}" if (left := left_open(good)) else ""
             if threading.active_count() > threads:
                 after = f"threads are left: {[thread.name for thread in threading.enumerate()]}"
@@ -86,7 +99,7 @@ def befallen(
                 after = f"the next load ends otherwise: {again}"
             if rank == 0 and files(good) != files(f"{good}.whole"):
                 after = "the checkpoint has changed"
-            found.append((said, held, steps, after))
+            found.append((said, held, stepped, after))
     logging.getLogger("ds_reshard").setLevel(logging.NOTSET)  # as other tests find it
     return found
 
@@ -119,6 +132,36 @@ def moments(run: Run, model: Model, folder: str) -> tuple[list[Step], int]:
     numbers: list[int] = []
     with _before_collectives(numbers.append):
         return steps(run, model, folder), len(numbers)
+
+
+_BEGUN: dict[str, tuple[Any, dict[str, Any]]] = {}
+"""The engine that loads from a URL, and what it holds then."""
+
+
+def begin_by_url(environment: dict[str, str], run: Run, model: Model, url: str) -> None:
+    """What follows is asked of the store by a client that is called as the rank, and in a hurry."""
+    import ds_reshard
+
+    os.environ.update(environment, AWS_SDK_UA_APP_ID=f"rank-{torch.distributed.get_rank()}")
+    in_a_hurry()
+    logging.getLogger("ds_reshard").setLevel(logging.ERROR)
+    engine = build(run, model, seed=99)
+    with ds_reshard.install("deepspeed"):
+        engine.load_checkpoint(url)
+    _BEGUN[url] = engine, _held(engine)
+
+
+def befallen_by_url(url: str, other: str, again: bool) -> tuple[str, str, str]:
+    """As `befallen`, of one case, which the store sees to. With `again` the load of before is tried a second time."""
+    import ds_reshard
+
+    engine, right = _BEGUN[url]
+    with ds_reshard.install("deepspeed"):
+        if not again:
+            engine.load_checkpoint(other)
+        remote.release()
+        remote._ENDS.clear()
+        return _tried(engine, url, right, _held(engine), nullcontext())
 
 
 def lost(

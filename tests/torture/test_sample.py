@@ -75,12 +75,13 @@ def synced(steps: list[Step]) -> tuple[set[str], set[str]]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("script", "every", "least"), [("loads", 397, 20), ("verified_saves", 131, 20), ("ranks", 29, 2)]
+    ("script", "every", "least"),
+    [("loads", 397, 20), ("verified_saves", 131, 20), ("ranks", 29, 2), ("stores", 149, 6)],
 )
 def test_a_load_or_a_verified_save_that_fails_leaves_all_or_nothing(
     script: str, every: int, least: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its ranks are forks of the server of this session."""
+    """Its ranks, and the clients of a store, are forks of the server of this session."""
     status = importlib.import_module(script).main(["--every", str(every)])
     text = capsys.readouterr().out
     assert status == 0, text[-3000:]
