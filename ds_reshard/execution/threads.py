@@ -144,6 +144,8 @@ class ThreadExecutor:
         """Gaps of up to so many bytes are read along: a request costs a store's latency."""
         gaps = numpy.sort(between[(between > 0) & (between <= self.chunk_nbytes // 2)])
         fitting = int(numpy.searchsorted(numpy.cumsum(gaps), _WASTED * nbytes, side="right"))
+        if fitting < len(gaps):  # of gaps that are as wide as each other all are read along, or none
+            fitting = int(numpy.searchsorted(gaps, gaps[fitting]))
         return max(_BETWEEN_NBYTES, int(gaps[fitting - 1]) if fitting else 0)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import far_store
+import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,6 +20,7 @@ from ds_reshard.containers import remote
 from ds_reshard.containers.ranges import ReadAhead, _Sequence
 from ds_reshard.dcp import Reader
 from ds_reshard.errors import CheckpointDamaged
+from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.operations import convert, diff, fingerprint, inspect, verify
 
 SHARDS = 192
@@ -144,6 +146,16 @@ def test_many_small_files_are_opened_side_by_side(tmp_path: Path) -> None:
         asked = far_store.of_files()
         assert sum(far_store.of_files("list").values()) <= 5
         assert far_store.waves() < 10 + sum(asked.values()) / 4, (name, far_store.waves(), asked)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "near"),
+    [([], 16 << 10), ([100 << 10], 100 << 10), ([200 << 10, 100 << 10], 200 << 10), ([200 << 10] * 4, 16 << 10)],
+)
+def test_of_what_lies_between_little_is_read_along(gaps: list[int], near: int) -> None:
+    """Of 10 MiB that are wanted 3 %: gaps that are as wide as each other all, or none."""
+    executor = ThreadExecutor(threads=1, memory_nbytes=8 << 20, checksum=True)
+    assert executor._near(numpy.array(gaps, dtype=numpy.int64), 10 << 20) == near
 
 
 @pytest.mark.parametrize("told", ["ETag", "generation", "blob_id", "LastModified", "mtime"])

@@ -153,6 +153,15 @@ def test_a_load_by_url_is_the_load_of_the_local_folder(
     assert_same(saved, loaded)
 
 
+@pytest.mark.parametrize("target", [Run(3, 2), Run(1, 2)])
+def test_a_rank_fetches_what_it_owns(worlds: Any, store: Store, tmp_path: Path, target: Run) -> None:
+    """And at most a twentieth more: beginnings and ends of files."""
+    worlds[4].run("remote_jobs.wide", run=Run(2, 4), folder=str(tmp_path / "wide"))
+    url = store.put(tmp_path / "wide", f"wide-{target.stage}")
+    for fetched, owned in worlds[2].run("remote_jobs.wide", run=target, url=url, environment=store.environment):
+        assert owned > 10 << 20 and 0.7 * owned < fetched < 1.05 * owned
+
+
 def test_what_changes_in_a_store_is_seen_by_the_next_load(store: Store, tmp_path: Path) -> None:
     built = Built(groups=(SHAPES,), frozen=(), tied=(), states=("exp_avg",), dp=2, seed=5)
     write(built, tmp_path / "first")
