@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import jobs
 import refused_jobs
 import torch
 from cases import Run, ds_config
+from store_proxy import reach
 
 
 def load(environment: dict[str, str], **given: Any) -> dict[str, Any]:
-    os.environ.update(environment)
+    reach(environment)
     return jobs.load(**given)
 
 
@@ -23,7 +23,7 @@ def wide(run: Run, *, folder: str = "", url: str = "", environment: dict[str, st
     import ds_reshard
     from ds_reshard.containers.remote import fetched
 
-    os.environ.update(environment or {})
+    reach(environment or {})
     torch.manual_seed(3)
     net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -44,10 +44,10 @@ def wide(run: Run, *, folder: str = "", url: str = "", environment: dict[str, st
 
 
 def load_refused(environment: dict[str, str], **given: Any) -> dict[str, Any]:
-    os.environ.update(environment)
+    reach(environment)
     return jobs.load_refused(**given)
 
 
 def load_with_feature(environment: dict[str, str], **given: Any) -> tuple[str, str]:
-    os.environ.update(environment)
+    reach(environment)
     return refused_jobs.load_with_feature(**given)

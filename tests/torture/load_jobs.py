@@ -17,7 +17,7 @@ import torch
 from calls import DEATH, Calls, Step, left_open
 from cases import Model, Run
 from jobs import build, contents, outcome, same, weights
-from store_proxy import in_a_hurry
+from store_proxy import in_a_hurry, reach
 
 from ds_reshard.containers import remote
 
@@ -142,7 +142,7 @@ def begin_by_url(environment: dict[str, str], run: Run, model: Model, url: str) 
     """What follows is asked of the store by a client that is called as the rank, and in a hurry."""
     import ds_reshard
 
-    os.environ.update(environment, AWS_SDK_UA_APP_ID=f"rank-{torch.distributed.get_rank()}")
+    reach({**environment, "AWS_SDK_UA_APP_ID": f"rank-{torch.distributed.get_rank()}"})
     in_a_hurry()
     logging.getLogger("ds_reshard").setLevel(logging.ERROR)
     engine = build(run, model, seed=99)

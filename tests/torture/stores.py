@@ -37,7 +37,7 @@ sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / na
 
 from loads import KINDS, MODEL, made  # noqa: E402
 from loads import wrong as wrong_of_ranks  # noqa: E402
-from store_proxy import DEATH, FAULTS, Request, Store, flipped, in_a_hurry, store_here  # noqa: E402
+from store_proxy import DEATH, FAULTS, Request, Store, flipped, in_a_hurry, reach, store_here  # noqa: E402
 from worlds import World, server  # noqa: E402
 from zero_builder import Built, write  # noqa: E402
 
@@ -83,7 +83,7 @@ OUT = "s3://bucket/out"
 
 def _client(job: Job) -> tuple[list[str], str, list[str]]:
     """As what OUT and its tag are read, what a conversion says that becomes of it, and what it leaves."""
-    os.environ.update(job.environment, AWS_SDK_UA_APP_ID="client")
+    reach({**job.environment, "AWS_SDK_UA_APP_ID": "client"})
     in_a_hurry()
     remote.PART_NBYTES, store_workspace._STILL_BEATS, tempfile.tempdir = job.part_nbytes, 0, job.folder
     ranges._IDLE_S = 0.05

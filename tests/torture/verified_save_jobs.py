@@ -45,9 +45,14 @@ def _by_manager(folder: str) -> tuple[Save, Save]:
     return save, (lambda: ds_reshard.verify_saved(folder, model=model, optimizer=optimizer))
 
 
-def is_loss(step: Step, fault: str) -> bool:
-    """Whether what was to be read is not; what a file's status says is not read from it."""
-    return step.kind != "stat" and (fault.startswith("E") or fault == "ended")
+def is_loss(on: int, step: Step, fault: str) -> bool:
+    """Whether what rank `on` was to read is not.
+
+    What a file's status says is not read from it, and the `extra_state` of another rank is for that one to read.
+    """
+    if step.kind == "stat" or (step.path.startswith("extra_state") and f"_rank_{on}." not in step.path):
+        return False
+    return fault.startswith("E") or fault == "ended"
 
 
 KINDS = {"torch.distributed.checkpoint": _by_torch, "checkpoint manager": _by_manager}
@@ -83,7 +88,7 @@ def verified(kind: str, folder: str, cases: list[tuple[int, Step, str]] | None) 
         for on, step, fault in cases:
             calls = Calls(folder, step if on == rank else None, fault)
             said = once(calls)
-            if said == "done" and is_loss(step, fault):  # perhaps what is read again later
+            if said == "done" and is_loss(on, step, fault):  # perhaps what is read again later
                 calls = Calls(folder, step if on == rank else None, fault, lasts=True)
                 said = once(calls)
             if on == rank and not calls.befallen:

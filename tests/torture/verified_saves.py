@@ -27,7 +27,7 @@ _SAME = 50
 """Cases that one call of the workers goes through."""
 
 
-def wrong(step: Step, fault: str, told: list[tuple[str, str]]) -> str:
+def wrong(on: int, step: Step, fault: str, told: list[tuple[str, str]]) -> str:
     """What is wrong with what the ranks tell of one case, if anything."""
     said = {one for one, _ in told}
     if len(said) > 1:
@@ -35,7 +35,7 @@ def wrong(step: Step, fault: str, told: list[tuple[str, str]]) -> str:
     only = said.pop()
     if only.startswith(("unnamed", "the step")):
         return only
-    if only == "done" and is_loss(step, fault):
+    if only == "done" and is_loss(on, step, fault):
         return "the save is said to be good, and not all of it was read"
     return "; ".join(left for _, left in told if left)
 
@@ -61,7 +61,7 @@ def main(words: list[str]) -> int:
                 told = world.run("verified_save_jobs.verified", cases=part, **arguments)
                 for case, by_rank in zip(part, zip(*told, strict=True), strict=True):
                     tried[f"{kind}: {case[1].kind}"] += 1
-                    if found := wrong(*case[1:], list(by_rank)):
+                    if found := wrong(*case, list(by_rank)):
                         findings += 1
                         print(kind, case, found, flush=True)
     world.close()
