@@ -97,8 +97,8 @@ WORKS = {
 
 
 def _has_no_checksum(path: str) -> bool:
-    """Whether it is text of a source, in which another letter says another thing."""
-    return path.startswith(("in/", "like/")) and path.endswith((".json", ".yaml"))
+    """Whether it is of a source, and nothing in it tells that a bit has flipped: texts, and safetensors."""
+    return path.startswith(("in/", "like/")) and path.endswith((".json", ".yaml", ".safetensors"))
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "hosts")]
@@ -40,9 +41,9 @@ _SAME = 25
 """Cases that one call of the workers goes through."""
 
 
-def wrong(told: list[tuple[str, str, str, str]]) -> str:
+def wrong(told: Sequence[tuple[str, ...]]) -> str:
     """What is wrong with what the ranks tell of one case, if anything."""
-    if after := "; ".join(one[3] for one in told if one[3]):
+    if after := "; ".join(said for one in told for said in one[3:] if said):
         return after
     said, held = {one[0] for one in told}, {one[1] for one in told}
     if len(said) > 1:
