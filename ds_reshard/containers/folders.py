@@ -66,6 +66,12 @@ def is_file(path: str) -> bool:
     return _regular(_status(path))
 
 
+def nbytes(path: str) -> int | None:
+    """Of a file; None where there is none."""
+    status = _status(path)
+    return status.st_size if _regular(status) else None
+
+
 def is_folder(path: str) -> bool:
     status = _status(path)
     return status is not None and stat.S_ISDIR(status.st_mode)

@@ -191,12 +191,18 @@ class Workspace:
         disk.write_whole(self._note(unit), noted_text(known), beside=self.folder, synced=False)
 
     def noted(self, unit: str) -> Mapping[str, object] | None:
-        """What is known of a finished unit, None for one that is not."""
+        """What is known of a finished unit, None for one that is not, or whose files a power cut has taken."""
         try:
-            told = folders.read_small(self._note(unit))
+            known = known_in(folders.read_small(self._note(unit)))
         except CheckpointNotFound:
             return None
-        return known_in(told)
+        return known if known is not None and self._has(known) else None
+
+    def _has(self, known: Mapping[str, object]) -> bool:
+        """Whether the files of a note are there, and as long as they were."""
+        files = known.get("files")
+        assert isinstance(files, dict)
+        return all(folders.nbytes(os.path.join(self.out, name)) == one["nbytes"] for name, one in files.items())
 
     def left(self, units: Sequence[str]) -> list[str]:
         """Those that are not finished."""

@@ -38,6 +38,21 @@ def test_what_another_conversion_left_is_not_gone_on_with(tmp_path: Path) -> Non
         pass
 
 
+@pytest.mark.parametrize("after", [b"", None], ids=["without its bytes", "without its name"])
+def test_a_noted_file_that_a_power_cut_has_taken_is_written_again(tmp_path: Path, after: bytes | None) -> None:
+    """The note has reached the disk, and the file has not, or not the name of it."""
+    workspace = Workspace(str(tmp_path / "out"), {"of": "a"}, force=False)
+    with workspace.open(resume=False, part=(0, 1)):
+        path = Path(workspace.path("some/file"))
+        path.write_bytes(b"1234")
+        workspace.note("unit", {"files": {"some/file": {"nbytes": 4, "crc32": "00000000"}}})
+        assert workspace.left(["unit", "other"]) == ["other"] and len(workspace.notes(["unit"])) == 1
+        path.unlink()
+        if after is not None:
+            path.write_bytes(after)
+        assert workspace.left(["unit", "other"]) == ["unit", "other"] and workspace.notes(["unit"]) == []
+
+
 @pytest.mark.parametrize("out", ["saved", "saved/out", "."])
 def test_an_output_in_the_source_or_around_it_is_refused(tmp_path: Path, out: str) -> None:
     """Neither the source itself, nor a folder in it, nor one that holds it."""
