@@ -84,7 +84,7 @@ class PositionedFile:
         return status.st_size
 
     def read(self, byte_offset: int, nbytes: int) -> bytes:
-        """Exactly the bytes [byte_offset, byte_offset + nbytes); the first and the last KiB are read once, and kept.
+        """Exactly the bytes [byte_offset, byte_offset + nbytes); the first 8 KiB and the last are read once.
 
         Raises ReadFailed when the system reports an error, CheckpointDamaged when the file ends first.
         """

@@ -7,6 +7,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+
+from ds_reshard.cli import launch
+from ds_reshard.operations import heartbeat
 
 LIMIT_S = 120
 
@@ -29,6 +35,13 @@ def launched(port: str, rank: int, size: int, **more: str) -> None:
     """What torchrun sets."""
     told = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({"TORCHELASTIC_RUN_ID": "none", **{name: str(one) for name, one in told.items()}, **more})
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks that hear nothing of another for three seconds take it for lost."""
+    monkeypatch.setattr(launch, "_SILENCE", timedelta(seconds=3))
+    monkeypatch.setattr(launch, "_UNWINDING_S", 0.5)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.2)
 
 
 def _fork(rank: int, work: Callable[[int], int | None]) -> int:

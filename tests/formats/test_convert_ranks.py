@@ -16,12 +16,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from forked import in_ranks, launched
+from forked import impatient, in_ranks, launched
 from ports import free_port
 from store_proxy import store_here
 from zero_builder import Built, write
 
-from ds_reshard.cli import launch
 from ds_reshard.cli.main import main
 from ds_reshard.containers import remote
 from ds_reshard.errors import ConfigError, RankLost
@@ -172,9 +171,7 @@ def test_a_rank_that_hangs_ends_the_others_within_the_timeout(
     checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped half-way, it answers no more; those that wait for it hear of it, though it has not ended."""
-    monkeypatch.setattr(launch, "_SILENCE", timedelta(seconds=3))
-    monkeypatch.setattr(launch, "_UNWINDING_S", 0.5)
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.2)
+    impatient(monkeypatch)
     port, write_unit = str(free_port()), conversion._Work._write
 
     def rank(number: int) -> int:

@@ -10,22 +10,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import in_ranks, launched
+from forked import impatient, in_ranks, launched
 from hypothesis import given
 from hypothesis import strategies as st
 from ports import free_port
 from zero_builder import Built, write
 
-from ds_reshard.cli import launch
 from ds_reshard.cli.main import main
 from ds_reshard.errors import ReadFailed
 from ds_reshard.execution import threads
-from ds_reshard.operations import Reading, diff, fingerprint, heartbeat, shares, verify
+from ds_reshard.operations import Reading, diff, fingerprint, shares, verify
 
 SHAPES = tuple((f"p{i}", (7, i + 1)) for i in range(9))
 COPIES = Reading(threads=3, memory_nbytes=256 << 20, processes=3)
@@ -219,9 +217,7 @@ def test_a_rank_that_hangs_ends_the_others_within_the_timeout(
     folders: Path, tool: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped where it reads, it answers no more; those that wait for its part hear of it, and tell nothing."""
-    monkeypatch.setattr(launch, "_SILENCE", timedelta(seconds=3))
-    monkeypatch.setattr(launch, "_UNWINDING_S", 0.5)
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.2)
+    impatient(monkeypatch)
     port, execute = str(free_port()), threads.ThreadExecutor.execute
 
     def rank(number: int) -> int:

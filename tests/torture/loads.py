@@ -11,19 +11,16 @@ the next load of the same files is right, they are as before, and no file is ope
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
-import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "hosts")]
 
-from calls import DEATH, FAULTS, Step  # noqa: E402
 from cases import Model, Run  # noqa: E402
+from on_ranks import Tried  # noqa: E402
 from worlds import World  # noqa: E402
 
 from ds_reshard.operations import Options, convert  # noqa: E402
@@ -36,9 +33,6 @@ KINDS = {
     "dcp to zero3": (Run(1, 2, "fp32"), "dcp", Run(3, 2, "fp32")),
 }
 """What is saved, what that is converted into, and the run that loads it."""
-
-_SAME = 25
-"""Cases that one call of the workers goes through."""
 
 
 def wrong(told: Sequence[tuple[str, ...]]) -> str:
@@ -64,31 +58,16 @@ def main(words: list[str]) -> int:
     parser.add_argument("kind", nargs="?", choices=KINDS)
     parser.add_argument("--every", type=int, default=1)
     given = parser.parse_args(words)
-    began, tried, findings, turn = time.monotonic(), Counter[str](), 0, 0
-    world = World(2)
+    tried, world = Tried(given.every), World(2)
     with tempfile.TemporaryDirectory() as place:
         for name, (saved, to, run) in KINDS.items():
-            if given.kind not in (None, name):
-                continue
-            good, other = (made(world, f"{place}/{name}", saved, to, seed) for seed in (7, 8))
-            cases: list[tuple[int, Step, str]] = []
-            for rank, steps in enumerate(world.run("load_jobs.steps", run=run, model=MODEL, folder=good)):
-                for step, fault in ((one, fault) for one in steps for fault in FAULTS[one.kind] if fault != DEATH):
-                    turn += 1
-                    if turn % given.every == 0:
-                        cases.append((rank, step, fault))
-            for first in range(0, len(cases), _SAME):
-                part = cases[first : first + _SAME]
-                told = world.run("load_jobs.befallen", run=run, model=MODEL, good=good, other=other, cases=part)
-                for case, by_rank in zip(part, zip(*told, strict=True), strict=True):
-                    tried[f"{name}: {case[1].kind}"] += 1
-                    if found := wrong(list(by_rank)):
-                        findings += 1
-                        print(name, case, found, flush=True)
+            if given.kind in (None, name):
+                good, other = (made(world, f"{place}/{name}", saved, to, seed) for seed in (7, 8))
+                steps = world.run("load_jobs.steps", run=run, model=MODEL, folder=good)
+                arguments = {"run": run, "model": MODEL, "good": good, "other": other}
+                tried.of(world, name, steps, "load_jobs.befallen", lambda _, told: wrong(told), **arguments)
     world.close()
-    seconds = round(time.monotonic() - began)
-    print(json.dumps({"tried": sum(tried.values()), "by": tried, "wrong": findings, "seconds": seconds}))
-    return 1 if findings else 0
+    return tried.end()
 
 
 def made(world: World, place: str, saved: Run, to: str | None, seed: int) -> str:
