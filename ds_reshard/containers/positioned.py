@@ -89,7 +89,11 @@ class PositionedFile:
         Raises ReadFailed when the system reports an error, CheckpointDamaged when the file ends first.
         """
         stop, last = byte_offset + nbytes, max(0, self.nbytes - _KEPT_NBYTES)
-        if not self.far and stop <= self.nbytes:
+        if not 0 <= byte_offset <= stop <= self.nbytes:
+            raise CheckpointDamaged(
+                f"{self.path}: {nbytes} bytes at {byte_offset} are meant to be there; it ends at {self.nbytes}"
+            )
+        if not self.far:
             if stop <= _KEPT_NBYTES:
                 return self._window(0)[byte_offset:stop]
             if byte_offset >= last:
@@ -156,13 +160,10 @@ class PositionedBytes(PositionedFile):
         self.bytes_read = 0
         self.nbytes = len(data)
         self._descriptor = -1
+        self._kept = {}
         self._data = data
 
-    def read(self, byte_offset: int, nbytes: int) -> bytes:
-        if byte_offset < 0 or byte_offset + nbytes > self.nbytes:
-            raise CheckpointDamaged(
-                f"{self.path}: {nbytes} bytes at {byte_offset} are meant to be there; it ends at {self.nbytes}"
-            )
+    def _exactly(self, byte_offset: int, nbytes: int) -> bytes:
         self.bytes_read += nbytes
         return self._data[byte_offset : byte_offset + nbytes]
 

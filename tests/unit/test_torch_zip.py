@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import decimal
 import os
+import random
 import zipfile
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.utils.serialization import config
 from torch_values import DTYPES, TREES, same
 
 from ds_reshard.containers.pickle_rules import PickleRules
+from ds_reshard.containers.positioned import PositionedBytes, PositionedFile, PositionedView
 from ds_reshard.containers.torch_zip import ArchiveLimits, Twins, open_archive
 from ds_reshard.errors import (
     CheckpointDamaged,
@@ -161,6 +164,22 @@ def test_files_that_are_not_there_or_cannot_be_read(tmp_path, monkeypatch):
         record = archive.load()
     with pytest.raises(ReadFailed, match="cannot be read"):
         archive.tensor_bytes(record)
+
+
+@pytest.mark.parametrize("nbytes", [10, 9000, 20000])
+def test_bytes_are_those_of_the_file_wherever_they_lie(tmp_path, nbytes):
+    """Also of a part of it, and near its ends, which are read once; what lies outside is refused."""
+    data = random.Random(nbytes).randbytes(nbytes)
+    (tmp_path / "file").write_bytes(b"before" + data + b"behind")
+    places = {0, 1, 5, 8191, 8192, 8193, nbytes - 8193, nbytes - 8192, nbytes - 8191, nbytes - 3, nbytes}
+    with PositionedFile(str(tmp_path / "file"), (6, nbytes)) as file:
+        for view in (file, PositionedView(file, 0, nbytes), PositionedBytes("file", data)):
+            for start, stop in product(sorted(at for at in places if 0 <= at <= nbytes), repeat=2):
+                if start <= stop:
+                    assert view.read(start, stop - start) == data[start:stop]
+        for start, length in ((-1, 5), (-7, 8), (nbytes - 2, 3), (nbytes + 1, 0), (5, -1)):
+            with pytest.raises(CheckpointDamaged, match="are meant to be there"):
+                file.read(start, length)
 
 
 def test_a_closed_archive_holds_no_file_open(tmp_path):
