@@ -12,6 +12,7 @@ from ds_reshard.containers.remote import UNFINISHED, expect, is_url, natural
 from ds_reshard.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
+    Fault,
     ReadFailed,
     ReshardError,
     UnsupportedLayout,
@@ -36,12 +37,16 @@ class Found:
         return self.listing.folder
 
 
+_TELLING = (*UNSAFE, "ReadFailed", "CheckpointNotFound")
+"""The faults of a file that is scanned alone, which ends nothing where it is damaged."""
+
+
 def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True) -> Checkpoint:
     """The checkpoint, all of its shards opened and compared with `whole`, and no tensor's bytes read.
 
     `states=False` passes over scalar states other than the step, which an optimizer may keep per rank. Raises what a
     load raises for files that are missing, damaged or of several saves; UnsafePickle where a file of the folder acts
-    that is not read here, as another loader may read it.
+    that is not read here, as another loader may read it, and ReadFailed where it cannot be seen whether one does.
     """
     if whole:
         open_ahead(found)
@@ -54,8 +59,10 @@ def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True) ->
         if not whole:
             return checkpoint
         checkpoint.open_all()
-        others = scan_files(walk(found.folder, []))
-        raise_faults([fault for fault in others.faults if fault.error in UNSAFE], subject=f"checkpoint {found.folder}")
+        unseen: list[Fault] = []
+        others = scan_files(walk(found.folder, unseen))
+        unseen += [fault for fault in others.faults if fault.error in _TELLING]
+        raise_faults(unseen, subject=f"checkpoint {found.folder}")
     return checkpoint
 
 

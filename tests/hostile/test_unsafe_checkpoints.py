@@ -5,7 +5,9 @@ Checkpoints of the builders in tests/formats, and what `convert` makes of them (
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import shutil
 import sys
@@ -21,8 +23,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from ds_reshard.cli.main import main
-from ds_reshard.errors import UnsafePickle, raise_faults
-from ds_reshard.operations import Options, convert, pickles
+from ds_reshard.errors import CheckpointNotFound, ReadFailed, UnsafePickle, raise_faults
+from ds_reshard.operations import Options, convert, fingerprint, pickles
 from ds_reshard.operations.pickles import refuse_unsafe_folder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
@@ -186,6 +188,32 @@ def test_in_each_file_of_each_format(
         _attack(path / files[number].relative_to(others[name]), mark)
         refusals(capsys, path, others[name], tmp_path / "out", TO[name])
         assert not mark.exists()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ENOENT])
+def test_a_file_that_cannot_be_searched_is_no_safe_one(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Nor is a folder that cannot be listed. One that is damaged and no part of the checkpoint ends nothing."""
+    beside = copied / TAG / "beside"
+    (beside / "folder").mkdir(parents=True)
+    (beside / "notes.bin").write_bytes(b"\x80\x04 half a pickle")
+    assert fingerprint(str(copied)).tensors
+    for function, path in (("open", beside / "notes.bin"), ("scandir", beside / "folder")):
+        with monkeypatch.context() as patch, pytest.raises((CheckpointNotFound, ReadFailed), match=path.name):
+            patch.setattr(os, function, _refusing(getattr(os, function), str(path), code))
+            fingerprint(str(copied))
+
+
+def _refusing(function: Callable[..., Any], path: str, code: int) -> Callable[..., Any]:
+    """A function of `os` that fails at this path."""
+
+    def called(given: Any, *more: Any, **named: Any) -> Any:
+        if given == path:
+            raise OSError(code, os.strerror(code), path)
+        return function(given, *more, **named)
+
+    return called
 
 
 def test_files_beside_are_searched(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

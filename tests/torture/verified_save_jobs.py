@@ -48,9 +48,14 @@ def _by_manager(folder: str) -> tuple[Save, Save]:
 def is_loss(on: int, step: Step, fault: str) -> bool:
     """Whether what rank `on` was to read is not.
 
-    What a file's status says is not read from it, and the `extra_state` of another rank is for that one to read.
+    What a file's status says is not read from it. The `extra_state` of another rank is for that one to read; that of
+    its own it has read whole before it looks again whether something in it acts, when the file may have ended.
     """
-    if step.kind == "stat" or (step.path.startswith("extra_state") and f"_rank_{on}." not in step.path):
+    if step.kind == "stat":
+        return False
+    if step.path.startswith("extra_state") and (
+        f"_rank_{on}." not in step.path or (step.number, fault) == (2, "ended")
+    ):
         return False
     return fault.startswith("E") or fault == "ended"
 
