@@ -113,7 +113,7 @@ def measured(saved: int, coming: int, runs: int, tensors: list[torch.Tensor], fo
             assert not (faults or outcome.faults)
             sums.append(pending)
         began = time.perf_counter()
-        assert combine(sums) == ([], {})
+        assert combine(sums) == ([], set())
         seconds += time.perf_counter() - began
         rounds.append({"plan_s": first, "seconds": seconds, "preadv_s": plain, "entries": len(made.copies)})
     for rank, mine in enumerate(held):

@@ -298,10 +298,11 @@ class _Work:
                 self._others.append(_copy(extent, run, member.buffer, at, member.dtype))
 
     def copies(self) -> Copies:
-        together = numpy.concatenate((*self._tables, Copies.of(()).table), axis=1)
-        found = Copies(together, list(self._records), list(self._buffers), _PAIRS)
-        if self._others:
-            found = found.and_also(Copies.of(self._others))
+        found = Copies.of(self._others)
+        if self._tables:
+            together = numpy.concatenate(self._tables, axis=1)
+            alike = Copies(together, list(self._records), list(self._buffers), _PAIRS)
+            found = alike.and_also(found) if self._others else alike
         return found.in_order().joined()
 
 
