@@ -110,12 +110,11 @@ def free_nbytes() -> int:
 def in_condition(name: str) -> Iterator[bool]:
     """Bring the machine into a condition, and out of it; false where that cannot be done here."""
     if name == "page cache filled":
-        path = SCRATCH / "filler"
-        with path.open("wb") as file:
-            file.truncate(max(0, free_nbytes() - KEPT_FREE_NBYTES))
-        warm(SCRATCH)
-        yield True
-        path.unlink()
+        with tempfile.TemporaryDirectory(dir=SCRATCH) as folder:
+            with Path(folder, "filler").open("wb") as file:
+                file.truncate(max(0, free_nbytes() - KEPT_FREE_NBYTES))
+            warm(Path(folder))
+            yield True
     elif name == "memory in pieces":
         nbytes = max(0, free_nbytes() - KEPT_FREE_NBYTES) // mmap.PAGESIZE * mmap.PAGESIZE
         with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:

@@ -37,8 +37,8 @@ class Found:
         return self.listing.folder
 
 
-_TELLING = (*UNSAFE, "ReadFailed", "CheckpointNotFound")
-"""The faults of a file that is scanned alone, which ends nothing where it is damaged."""
+_REFUSED = (*UNSAFE, "ReadFailed", "CheckpointNotFound")
+"""What is refused of a file that is no part of the checkpoint; one that is damaged is not."""
 
 
 def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True) -> Checkpoint:
@@ -46,7 +46,7 @@ def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True) ->
 
     `states=False` passes over scalar states other than the step, which an optimizer may keep per rank. Raises what a
     load raises for files that are missing, damaged or of several saves; UnsafePickle where a file of the folder acts
-    that is not read here, as another loader may read it, and ReadFailed where it cannot be seen whether one does.
+    that is not read here, as another loader may read it, and ReadFailed or CheckpointNotFound where one cannot be read.
     """
     if whole:
         open_ahead(found)
@@ -59,10 +59,10 @@ def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True) ->
         if not whole:
             return checkpoint
         checkpoint.open_all()
-        unseen: list[Fault] = []
-        others = scan_files(walk(found.folder, unseen))
-        unseen += [fault for fault in others.faults if fault.error in _TELLING]
-        raise_faults(unseen, subject=f"checkpoint {found.folder}")
+        faults: list[Fault] = []
+        others = scan_files(walk(found.folder, faults))
+        faults += [fault for fault in others.faults if fault.error in _REFUSED]
+        raise_faults(faults, subject=f"checkpoint {found.folder}")
     return checkpoint
 
 

@@ -192,7 +192,7 @@ def test_in_each_file_of_each_format(
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ENOENT])
 def test_a_file_that_cannot_be_searched_is_no_safe_one(
-    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    copied: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """Nor is a folder that cannot be listed. One that is damaged and no part of the checkpoint ends nothing."""
     beside = copied / TAG / "beside"
