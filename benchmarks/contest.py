@@ -126,8 +126,10 @@ def _owned(made: DeepSpeedEngine, stage: int) -> dict[str, int]:
     return {"owned_nbytes": sum(t.nbytes for t in (*masters, *weights)) + adopted, "adopted_nbytes": adopted}
 
 
-def convert(rank: int, world: int, *, rendezvous: str, folder: str, output: str, stage: int, workers: int) -> float:
-    """Seconds that `ds_to_universal` takes, imports not counted."""
+def convert(
+    rank: int, world: int, *, rendezvous: str, folder: str, output: str, stage: int, workers: int, keep: bool = False
+) -> float:
+    """Seconds that `ds_to_universal` takes, imports not counted; with `keep` it leaves its temporary files."""
     from argparse import Namespace
     from pathlib import Path
 
@@ -139,7 +141,7 @@ def convert(rank: int, world: int, *, rendezvous: str, folder: str, output: str,
         output_folder=str(Path(output, tag)),
         num_extract_workers=workers,
         num_merge_workers=workers,
-        keep_temp_folder=False,
+        keep_temp_folder=keep,
         strict=True,
         inject_missing_state=stage < 3,
     )

@@ -1,7 +1,11 @@
 """`make bench`, second part: `ds-reshard convert` beside `ds_to_universal` and `cp` of the same bytes.
 
 Each contestant reads one checkpoint that is in the page cache and writes a new folder, by turns, in a fresh process
-whose imports are done. `cp` is timed as it is, and with its files brought to the disk, which `convert` always does.
+whose imports are done, on a machine whose free memory is backed. `cp` is timed as it is, and with its files brought to
+the disk, which `convert` always does; the last contestant is a synced `cp` of what convert wrote as universal: as many
+files as that. Outputs are emptied after each round, and removed at the end, and `ds_to_universal` keeps its temporary
+files: for minutes after many files were removed ext4 without a journal takes several times as long to make one
+(`recently_deleted`, fs/ext4/ialloc.c).
 The checkpoint of 64 ranks is made by `convert` from one that DeepSpeed saved with 4: DeepSpeed's own 64 processes need
 more memory than a small machine has.
 Prints a table; `--output FOLDER` writes JSON there too.
@@ -25,14 +29,16 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import contest, engines, processes, report
 from benchmarks.gpt import Shape
 from benchmarks.load import SCRATCH, warm
-from benchmarks.memory import forget_peak, resident
+from benchmarks.memory import forget_peak, free_nbytes, resident, take_back
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 SAVED_DP, OTHER_DP, WORKERS = 4, 3, 2
+_BACKED_NBYTES = 4 << 30
 COPY, SYNCED, UPSTREAM, UNIVERSAL, OTHER = "cp", "cp, synced", "ds_to_universal", "to universal", "to another dp"
-CONTESTANTS = (COPY, SYNCED, UPSTREAM, UNIVERSAL, OTHER)
+SAME_FILES = "cp of universal, synced"
+CONTESTANTS = (COPY, SYNCED, UPSTREAM, UNIVERSAL, OTHER, SAME_FILES)
 SHAPES = {200: Shape(width=656, layers=16), 1000: Shape(width=288, layers=83)}
 """By number of tensors, about: 14 bytes for each of 86M parameters are 1.2 GB."""
 
@@ -66,11 +72,20 @@ def main() -> None:
     console = Console(width=max(Console().width, report.WIDTH))
     processes.start()
     runs: list[dict[str, Any]] = []
-    for case in CASES:
-        if case.tensors in (given.tensors or SHAPES) and case.stage in (given.stage or (2, 3)):
-            for run in _case(case, given.repeats, [name for name in CONTESTANTS if name not in given.without]):
-                runs.append(run)
-                console.print(f"{case.name}: {run['contestant']:<16} {run['seconds']:8.3f} s", highlight=False)
+    without = {*given.without, *([SAME_FILES] if UNIVERSAL in given.without else [])}
+    contestants = [name for name in CONTESTANTS if name not in without]
+    left = [SCRATCH / "convert-source", SCRATCH / "convert-out"]
+    for folder in left:
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        for case in CASES:
+            if case.tensors in (given.tensors or SHAPES) and case.stage in (given.stage or (2, 3)):
+                for run in _case(case, given.repeats, contestants):
+                    runs.append(run)
+                    console.print(f"{case.name}: {run['contestant']:<24} {run['seconds']:8.3f} s", highlight=False)
+    finally:
+        for folder in left:
+            shutil.rmtree(folder, ignore_errors=True)
     made = {
         "commit": report.commit(),
         "machine": report.machine(),
@@ -84,30 +99,30 @@ def main() -> None:
 
 
 def _case(case: Case, repeats: int, contestants: list[str]) -> Iterator[dict[str, Any]]:
-    folder, out = SCRATCH / "convert-source", SCRATCH / "convert-out"
-    try:
-        _save(case, folder)
-        for number in range(repeats):
-            for name in contestants:
-                warm(folder)
-                shutil.rmtree(out, ignore_errors=True)
-                os.sync()
-                (run,) = processes.run(_contest, world=1, name=name, source=str(folder), out=str(out), stage=case.stage)
-                yield {"case": asdict(case), "contestant": name, "round": number, **run}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(out, ignore_errors=True)
+    folder = SCRATCH / "convert-source" / case.name
+    _save(case, folder)
+    for number in range(repeats):
+        outputs = {name: SCRATCH / "convert-out" / f"{case.name}, {number}, {name}" for name in contestants}
+        for name, out in outputs.items():
+            source = outputs[UNIVERSAL] if name == SAME_FILES else folder
+            out.parent.mkdir(parents=True, exist_ok=True)
+            warm(source)
+            os.sync()
+            take_back(min(_BACKED_NBYTES, free_nbytes()))
+            (run,) = processes.run(_contest, world=1, name=name, source=str(source), out=str(out), stage=case.stage)
+            yield {"case": asdict(case), "contestant": name, "round": number, **run}
+        for path in (path for out in outputs.values() for path in out.rglob("*") if path.is_file()):
+            os.truncate(path, 0)
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        os.truncate(path, 0)
 
 
 def _save(case: Case, folder: Path) -> None:
-    saved = folder if case.dp == SAVED_DP else SCRATCH / "convert-saved"
-    for path in (folder, saved):
-        shutil.rmtree(path, ignore_errors=True)
+    saved = folder if case.dp == SAVED_DP else folder.with_name(f"{case.name}, saved")
     saved.mkdir(parents=True)
     processes.run(engines.save, world=SAVED_DP, shape=SHAPES[case.tensors], stage=case.stage, folder=str(saved))
     if saved != folder:
         processes.run(_convert, world=1, source=str(saved), out=str(folder), to=f"zero{case.stage}", dp=case.dp)
-        shutil.rmtree(saved)
 
 
 def _contest(rank: int, world: int, *, rendezvous: str, name: str, source: str, out: str, stage: int) -> dict[str, Any]:
@@ -118,12 +133,14 @@ def _contest(rank: int, world: int, *, rendezvous: str, name: str, source: str, 
     before = resident()["anonymous"]
     cpu = time.process_time()
     if name == UPSTREAM:
-        seconds = contest.convert(0, 1, rendezvous="", folder=source, output=out, stage=stage, workers=WORKERS)
+        seconds = contest.convert(
+            0, 1, rendezvous="", folder=source, output=out, stage=stage, workers=WORKERS, keep=True
+        )
     else:
         started = time.perf_counter()
-        if name in (COPY, SYNCED):
+        if name in (COPY, SYNCED, SAME_FILES):
             subprocess.run(["cp", "-r", source, out], check=True)
-            if name == SYNCED:
+            if name != COPY:
                 subprocess.run(["sync", *(str(path) for path in Path(out).rglob("*"))], check=True)
         else:
             to, dp = ("universal", None) if name == UNIVERSAL else (f"zero{stage}", OTHER_DP)
@@ -153,6 +170,7 @@ def table(made: dict[str, Any]) -> Table:
         "seconds",
         "over cp",
         "over cp, synced",
+        "over cp of universal, synced",
         "ds_to_universal over it",
         "MB written",
         "memory, MiB",
@@ -162,7 +180,7 @@ def table(made: dict[str, Any]) -> Table:
         taken = {name: [run["seconds"] for run in here if run["contestant"] == name] for name in CONTESTANTS}
         for name in (name for name in CONTESTANTS if taken[name]):
             mine = [run for run in here if run["contestant"] == name]
-            ratios = [_ratios(taken[name], taken[other]) for other in (COPY, SYNCED)]
+            ratios = [_ratios(taken[name], taken[other]) for other in (COPY, SYNCED, SAME_FILES)]
             grown = median(run["grown_nbytes"] for run in mine) / 2**20 if name in (UNIVERSAL, OTHER) else None
             rows.add_row(
                 Case(**dict(case)).name,

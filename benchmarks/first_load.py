@@ -30,14 +30,15 @@ from benchmarks import contest, engines, processes
 from benchmarks.contest import DEEPSPEED, DIRECT, UNIVERSAL, Contestant
 from benchmarks.gpt import Shape
 from benchmarks.load import LOADED_DP, ROOT, SCRATCH, STAGES, warm
+from benchmarks.memory import free_nbytes
 from benchmarks.report import commit, keep, machine, spread
 
 SMALL_PAGES = Contestant(name="small pages", saved_dp=4, config={}, hooked=True)
 """As `direct`, but that huge pages are never tried."""
 CONTESTANTS = {one.name: one for one in (DEEPSPEED, DIRECT, SMALL_PAGES, UNIVERSAL)}
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-KEPT_FREE_NBYTES = 3 << 30
 _PR_SET_THP_DISABLE = 41
+KEPT_FREE_NBYTES = 3 << 30
 
 
 def work(given: dict[str, Any]) -> None:
@@ -98,12 +99,6 @@ def run(contestant: Contestant, folder: Path, shape: Shape, stage: int, conditio
         if done.returncode:
             raise RuntimeError(f"{contestant.name}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
         return [json.loads(Path(answers, f"{rank}.json").read_text()) for rank in range(LOADED_DP)]
-
-
-def free_nbytes() -> int:
-    """Memory that nothing uses, not even the page cache."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemFree:"))
 
 
 @contextlib.contextmanager

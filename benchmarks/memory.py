@@ -37,6 +37,12 @@ def touch(nbytes: int) -> None:
     del block
 
 
+def free_nbytes() -> int:
+    """Memory that nothing uses, not even the page cache."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemFree:"))
+
+
 def take_back(nbytes: int) -> None:
     """Have the kernel's free memory backed by real memory, then return it: this process must fault it in again.
 

@@ -39,11 +39,13 @@ def element_type(dtype: torch.dtype) -> ElementType:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, which must be kept alive as long as they are used."""
+    """The bytes of a contiguous tensor in host memory, which lives as long as they are used."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError("only a contiguous tensor in host memory has bytes to look at")
     nbytes = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+    memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # type: ignore[attr-defined]  # a view of the memory keeps it, and it the tensor
+    return memoryview(memory).cast("B")
 
 
 class TensorTarget:

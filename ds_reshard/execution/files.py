@@ -26,6 +26,7 @@ from ds_reshard.planning.copies import Copies
 from ds_reshard.planning.plan import Fill, Plan, window_nbytes
 
 _ZEROS = memoryview(bytes(1 << 20))
+_CAST_NBYTES = 1 << 20  # at once: what they are cast to is in memory too
 
 
 class FileTarget:
@@ -42,10 +43,12 @@ class FileTarget:
         return None
 
     def store(self, element_offset: int, data: memoryview, dtype: ElementType) -> None:
-        if dtype is not self.dtype:
-            values = torch.frombuffer(data, dtype=torch_dtype(dtype)).to(torch_dtype(self.dtype))
-            data = memory_of(values)
-        self._write(element_offset, data)
+        if dtype is self.dtype:
+            self._write(element_offset, data)
+            return
+        for at in range(0, len(data), _CAST_NBYTES):
+            values = torch.frombuffer(data[at : at + _CAST_NBYTES], dtype=torch_dtype(dtype))
+            self._write(element_offset + at // dtype.itemsize, memory_of(values.to(torch_dtype(self.dtype))))
 
     def zero(self, element_offset: int, numel: int) -> None:
         size = self.dtype.itemsize
@@ -172,6 +175,7 @@ class StagingExecutor:
     """Fills files window by window: as much of them as half of `memory_nbytes` holds, read by a ThreadExecutor.
 
     Where the pieces are large on an average they are written as they are read, from memory that is still in cache.
+    What is cast waits there in the type that it has in the source, and is cast many pieces at a time.
     That files stay what they were is looked at by the caller.
     """
 
@@ -187,12 +191,13 @@ class StagingExecutor:
         if copies.nbytes >= copies.number_of_runs * _LARGE_NBYTES:
             return self._inner.execute(plan, targets)
         outcome = self._inner.execute(Plan(copies=(), fills=plan.fills, checks=plan.checks), targets)
-        spans = list(_spans(copies, plan.fills))
-        needed = sum((stop - start) * targets[buffer].dtype.itemsize + _ALIGNMENT for buffer, start, stop in spans)
-        memory = memoryview(bytearray(min(self._window_nbytes, needed)))
         of_buffer = copies.by_buffer()
-        for window in _windows(spans, targets, self._window_nbytes):
-            staged = _staged(window, targets, memory)
+        dtypes = {buffer: _waiting_as(of_buffer[buffer], targets[buffer].dtype) for buffer in of_buffer}
+        spans = list(_spans(of_buffer, plan.fills))
+        needed = sum((stop - start) * dtypes[buffer].itemsize + _ALIGNMENT for buffer, start, stop in spans)
+        memory = memoryview(bytearray(min(self._window_nbytes, needed)))
+        for window in _windows(spans, dtypes, self._window_nbytes):
+            staged = _staged(window, targets, dtypes, memory)
             parts = [of_buffer[buffer].within(start, stop) for buffer, start, stop in window]
             outcome.add(self._inner.execute(Plan(copies=Copies.together(parts).in_order()), staged))
             if outcome.faults:
@@ -206,12 +211,18 @@ _Span = tuple[str, int, int]
 """Elements [start, stop) of a buffer."""
 
 
-def _spans(copies: Copies, fills: Iterable[Fill]) -> Iterator[_Span]:
+def _waiting_as(copies: Copies, dtype: ElementType) -> ElementType:
+    """The type in which elements of a buffer of `dtype` wait: that of the source, where they have one there."""
+    found = {source for source, _ in copies.types_used}
+    return found.pop() if len(found) == 1 else dtype
+
+
+def _spans(copies: Mapping[str, Copies], fills: Iterable[Fill]) -> Iterator[_Span]:
     """What copies fill of each buffer; InternalError unless copies and fills cover it, each element once."""
     filled: dict[str, list[tuple[int, int]]] = {}
     for fill in fills:
         filled.setdefault(fill.buffer, []).append((fill.element_offset, fill.element_offset + fill.numel))
-    for buffer, of_buffer in copies.by_buffer().items():
+    for buffer, of_buffer in copies.items():
         start, stop = of_buffer.extent()
         spans, at = [], start
         for first, last in (*sorted(filled.get(buffer, ())), (stop, stop)):
@@ -223,12 +234,12 @@ def _spans(copies: Copies, fills: Iterable[Fill]) -> Iterator[_Span]:
         yield from spans
 
 
-def _windows(spans: Iterable[_Span], targets: Mapping[str, FileTarget], nbytes: int) -> Iterator[list[_Span]]:
+def _windows(spans: Iterable[_Span], dtypes: Mapping[str, ElementType], nbytes: int) -> Iterator[list[_Span]]:
     """The spans in parts that take at most `nbytes`; those that cross are cut."""
     window: list[_Span] = []
     left = nbytes
     for buffer, start, stop in spans:
-        size = targets[buffer].dtype.itemsize
+        size = dtypes[buffer].itemsize
         while start < stop:
             fits = min(stop - start, (left - _ALIGNMENT) // size)
             if fits > 0:
@@ -242,10 +253,11 @@ def _windows(spans: Iterable[_Span], targets: Mapping[str, FileTarget], nbytes: 
 
 
 class _Staged:
-    """Elements of a file's buffer that are in memory until `write`."""
+    """Elements of a file's buffer that are in memory, as `dtype`, until `write`."""
 
-    def __init__(self, target: FileTarget) -> None:
+    def __init__(self, target: FileTarget, dtype: ElementType) -> None:
         self._target = target
+        self._dtype = dtype
         self._starts: list[int] = []
         self._memories: list[memoryview] = []
 
@@ -255,10 +267,10 @@ class _Staged:
         self._memories.append(memory)
 
     def view(self, element_offset: int, numel: int, dtype: ElementType) -> memoryview | None:
-        return self._memory(element_offset, numel) if dtype is self._target.dtype else None
+        return self._memory(element_offset, numel) if dtype is self._dtype else None
 
     def store(self, element_offset: int, data: memoryview, dtype: ElementType) -> None:
-        values = torch.frombuffer(data, dtype=torch_dtype(dtype)).to(torch_dtype(self._target.dtype))
+        values = torch.frombuffer(data, dtype=torch_dtype(dtype)).to(torch_dtype(self._dtype))
         self._memory(element_offset, values.numel())[:] = memory_of(values)
 
     def zero(self, element_offset: int, numel: int) -> None:
@@ -266,7 +278,7 @@ class _Staged:
 
     def _memory(self, element_offset: int, numel: int) -> memoryview:
         at = bisect_right(self._starts, element_offset) - 1
-        size = self._target.dtype.itemsize
+        size = self._dtype.itemsize
         begin = (element_offset - self._starts[at]) * size
         found = self._memories[at][begin : begin + numel * size]
         if at < 0 or len(found) != numel * size:
@@ -276,17 +288,19 @@ class _Staged:
     def write(self) -> None:
         """Write all elements to the file, those that lie together at once."""
         for start, memory in zip(self._starts, self._memories, strict=True):
-            self._target.store(start, memory, self._target.dtype)
+            self._target.store(start, memory, self._dtype)
 
 
-def _staged(window: Iterable[_Span], targets: Mapping[str, FileTarget], memory: memoryview) -> dict[str, _Staged]:
+def _staged(
+    window: Iterable[_Span], targets: Mapping[str, FileTarget], dtypes: Mapping[str, ElementType], memory: memoryview
+) -> dict[str, _Staged]:
     """Targets for the spans of one window: each has a part of `memory`."""
     staged: dict[str, _Staged] = {}
     at = 0
     for buffer, start, stop in window:
-        nbytes = (stop - start) * targets[buffer].dtype.itemsize
+        nbytes = (stop - start) * dtypes[buffer].itemsize
         if buffer not in staged:
-            staged[buffer] = _Staged(targets[buffer])
+            staged[buffer] = _Staged(targets[buffer], dtypes[buffer])
         staged[buffer].add(start, memory[at : at + nbytes])
         at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return staged

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Generic, NamedTuple, TypeVar
 
@@ -179,7 +179,6 @@ class Fingerprints(Generic[_Key]):
         if isinstance(data, torch.Tensor) and data.device.type != "cpu":
             self.add_elsewhere(key, byte_position, data)
             return
-        # A name of its own: `data` keeps the memory of a tensor alive until it is summed.
         memory = memory_of(data) if isinstance(data, torch.Tensor) else memoryview(data).cast("B")
         if not hasattr(self._scratch, "wide"):
             self._scratch.wide = numpy.empty(_HOST_PORTION_NBYTES // 4, dtype=numpy.int64)
@@ -360,11 +359,15 @@ class Witness:
     def saw(self, copies: Sequence[Copy], views: Sequence[memoryview]) -> None:
         """Count the bytes of copies, as they were read."""
         copies = Copies.of(copies)
-        parts, types = self._parts(copies), [copies.types[number] for number in copies.table[TYPES].tolist()]
-        memories = [
-            _cast(types[copy], views[copy][start:stop])
-            for copy, start, stop in zip(parts.copy, parts.start, parts.stop, strict=True)
-        ]
+        parts = self._parts(copies)
+        memories = [views[of][start:stop] for of, start, stop in zip(parts.copy, parts.start, parts.stop, strict=True)]
+        types = copies.table[TYPES][parts.copy]
+        for number in set(types.tolist()):
+            dtype, into = copies.types[number]
+            if dtype is not into:
+                which = numpy.flatnonzero(types == number).tolist()
+                for at, cast in zip(which, _cast([memories[at] for at in which], dtype, into), strict=True):
+                    memories[at] = cast
         self.sums.add_all([self._keys[key] for key in parts.key], parts.position, memories)
 
     def saw_there(self, copies: Sequence[Copy], tensors: Sequence[torch.Tensor]) -> None:
@@ -478,9 +481,11 @@ def _spans_of_boxes(source: Index, match: Match, rank: int, named: _Named) -> _W
     return table
 
 
-def _cast(types: tuple[ElementType, ElementType], data: memoryview) -> memoryview:
-    dtype, into = types
-    if dtype is into:
-        return data
-    cast = torch.frombuffer(data, dtype=torch_dtype(dtype)).to(torch_dtype(into))
-    return cast.view(torch.uint8).numpy().data
+def _cast(memories: Sequence[memoryview], dtype: ElementType, into: ElementType) -> Iterator[memoryview]:
+    """Elements of one type as another, all of them at once: a call costs more than what a small part takes."""
+    if memories:
+        values = torch.frombuffer(bytearray().join(memories), dtype=torch_dtype(dtype)).to(torch_dtype(into))
+        memory = values.view(torch.uint8).numpy().data
+        ends = list(accumulate(len(one) // dtype.itemsize * into.itemsize for one in memories))
+        for begin, end in pairwise((0, *ends)):
+            yield memory[begin:end]

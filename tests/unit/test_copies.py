@@ -6,13 +6,15 @@ import random
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_reshard.containers.torch_zip_writer import plan_archive
 from ds_reshard.errors import InternalError
-from ds_reshard.execution.files import StagingExecutor
+from ds_reshard.execution.files import ArchiveFile, StagingExecutor
 from ds_reshard.model.index import Record
-from ds_reshard.model.records import ElementType
+from ds_reshard.model.records import ElementType, new_tensor
 from ds_reshard.model.region import Rows
 from ds_reshard.planning.copies import Copies, Copy, coalesce
 from ds_reshard.planning.plan import Fill, Plan
@@ -169,3 +171,26 @@ def test_files_are_not_filled_with_what_memory_held(tmp_path, fill, sound):
     assert executor.execute(plan, {"b": Target()}).faults == []
     data = path.read_bytes()
     assert bytes(written) == data[0:3] + data[10:13] + bytes(2) + data[40:42]
+
+
+@pytest.mark.parametrize("memory_nbytes", [1 << 18, 8 << 20], ids=["many windows", "one window, cast in portions"])
+@pytest.mark.parametrize("mixed", [False, True], ids=["one type", "two types"])
+def test_small_pieces_are_cast_as_torch_casts_them(tmp_path, memory_nbytes, mixed):
+    """Pieces that wait for their file in the source's type, or in the file's where the source has two."""
+    numel, step = 300_001, 999
+    values = torch.randn(numel)
+    records = []
+    for dtype in (torch.float32, torch.bfloat16):
+        data = bytes(values.to(dtype).view(torch.uint8).numpy())
+        (tmp_path / str(dtype)).write_bytes(data)
+        records.append(Record(path=str(tmp_path / str(dtype)), byte_offset=0, nbytes=len(data), crc32=None))
+    copies = []
+    for number, at in enumerate(range(0, numel, step)):
+        record, dtype = (records[1], BF16) if mixed and number % 3 == 1 else (records[0], FP32)
+        copies.append(Copy(record, at * dtype.itemsize, min(step, numel - at), dtype, "b", at, BF16))
+    file = ArchiveFile(str(tmp_path / "made.pt"), plan_archive("made", {"w": new_tensor("b", (numel,), BF16)}))
+    executor = StagingExecutor(threads=2, memory_nbytes=memory_nbytes, saw=lambda copies, views: None)
+    (key,) = file._places
+    assert executor.execute(Plan(copies=tuple(copies)), {"b": file.target(key, BF16)}).faults == []
+    file.finish()
+    assert torch.equal(torch.load(tmp_path / "made.pt", weights_only=True)["w"], values.to(torch.bfloat16))

@@ -22,7 +22,7 @@ from ds_reshard.model.records import GlobalName, ObjectRecord, new_tensor
 from ds_reshard.model.target import Target, TargetFile, Unit
 
 TENSORS = "universal"
-_UNIT_NBYTES = 256 << 20
+_UNIT_NBYTES = 64 << 20
 _PARTS = GlobalName(module="deepspeed.checkpoint.universal_checkpoint", name="SubparamShape")
 
 
