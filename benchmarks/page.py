@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from benchmarks import dcp
-from benchmarks.convert import CONTESTANTS, COPY, OTHER, SYNCED, UNIVERSAL, UPSTREAM, Case
+from benchmarks.convert import CONTESTANTS, COPY, OTHER, SAME_FILES, SYNCED, UNIVERSAL, UPSTREAM, Case
 from benchmarks.report import MEMORY, ROOT, Spread, of, spread
 from benchmarks.scale import points
 
@@ -78,12 +78,13 @@ def _loads() -> Iterator[tuple[str, str, Spread]]:
 def _conversions() -> Iterator[tuple[str, str, Spread]]:
     titles = {UNIVERSAL: "convert, universal", OTHER: "convert, another dp"}
     peers = {COPY: "`cp -r`", SYNCED: "`cp -r`, synced", UPSTREAM: "`ds_to_universal`"}
+    written = {SAME_FILES: "`cp -r` of what it wrote, synced"}
     for _, made in results("convert"):
         for case in dict.fromkeys(tuple(sorted(run["case"].items())) for run in made["runs"]):
             here = [run for run in made["runs"] if run["case"] == dict(case)]
             taken = {name: [run["seconds"] for run in here if run["contestant"] == name] for name in CONTESTANTS}
             for name, title in titles.items():
-                for peer, beside in peers.items():
+                for peer, beside in {**peers, **(written if name == UNIVERSAL else {})}.items():
                     if taken[name] and taken[peer]:
                         pairs = zip(taken[name], taken[peer], strict=True)
                         yield f"{title}, {Case(**dict(case)).name}", beside, spread([a / b for a, b in pairs])
