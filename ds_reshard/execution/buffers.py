@@ -38,6 +38,23 @@ def element_type(dtype: torch.dtype) -> ElementType:
     return ElementType.named(str(dtype).removeprefix("torch."))
 
 
+@cache
+def casts_alike(dtype: ElementType, into: ElementType) -> bool:
+    """Whether torch casts an element to the same bits wherever it lies in a tensor, found by trying.
+
+    Of a NaN that holds for some types alone: from float16 to float32 the last elements of a tensor become other NaNs
+    than those before them (torch 2.13, x86). What is cast in two places must then be cast there in the same parts.
+    """
+    source, target = torch_dtype(dtype), torch_dtype(into)
+    if not source.is_floating_point:
+        return not source.is_complex
+    any_bits = torch.randint(0, 256, (128 * source.itemsize,), dtype=torch.uint8, generator=torch.Generator())
+    not_finite = any_bits | torch.full((128,), torch.inf).to(source).view(torch.uint8)
+    values = torch.cat((any_bits, not_finite)).view(source)
+    alone = torch.cat([value.to(target) for value in values.chunk(len(values))])
+    return torch.equal(values.to(target).view(torch.uint8), alone.view(torch.uint8))
+
+
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, which lives as long as they are used."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():

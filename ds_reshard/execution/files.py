@@ -16,7 +16,7 @@ from ds_reshard.containers.crc import crc32
 from ds_reshard.containers.torch_zip_writer import Member
 from ds_reshard.errors import InternalError
 from ds_reshard.execution import disk
-from ds_reshard.execution.buffers import memory_of, torch_dtype
+from ds_reshard.execution.buffers import casts_alike, memory_of, torch_dtype
 from ds_reshard.execution.checksums import partial_sums
 from ds_reshard.execution.interfaces import Outcome, Saw, Slice
 from ds_reshard.execution.threads import ThreadExecutor
@@ -26,7 +26,7 @@ from ds_reshard.planning.copies import Copies
 from ds_reshard.planning.plan import Fill, Plan, window_nbytes
 
 _ZEROS = memoryview(bytes(1 << 20))
-_CAST_NBYTES = 1 << 20  # at once: what they are cast to is in memory too
+_CAST_NBYTES = 2 << 20  # at once, as what they are cast to is in memory too; no less than is read at once
 
 
 class FileTarget:
@@ -175,7 +175,7 @@ class StagingExecutor:
     """Fills files window by window: as much of them as half of `memory_nbytes` holds, read by a ThreadExecutor.
 
     Where the pieces are large on an average they are written as they are read, from memory that is still in cache.
-    What is cast waits there in the type that it has in the source, and is cast many pieces at a time.
+    What is cast waits there in the type that it has in the source, where it may be cast many pieces at a time.
     That files stay what they were is looked at by the caller.
     """
 
@@ -212,9 +212,9 @@ _Span = tuple[str, int, int]
 
 
 def _waiting_as(copies: Copies, dtype: ElementType) -> ElementType:
-    """The type in which elements of a buffer of `dtype` wait: that of the source, where they have one there."""
-    found = {source for source, _ in copies.types_used}
-    return found.pop() if len(found) == 1 else dtype
+    """The type in which elements of a buffer of `dtype` wait: that of the source, if it is one, cast alike anywhere."""
+    first, *others = {source for source, _ in copies.types_used}
+    return dtype if others or not casts_alike(first, dtype) else first
 
 
 def _spans(copies: Mapping[str, Copies], fills: Iterable[Fill]) -> Iterator[_Span]:

@@ -31,7 +31,7 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
-from ds_reshard.execution.buffers import memory_of, torch_dtype
+from ds_reshard.execution.buffers import casts_alike, memory_of, torch_dtype
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, TensorKey
@@ -358,16 +358,20 @@ class Witness:
 
     def saw(self, copies: Sequence[Copy], views: Sequence[memoryview]) -> None:
         """Count the bytes of copies, as they were read."""
-        copies = Copies.of(copies)
-        parts = self._parts(copies)
-        memories = [views[of][start:stop] for of, start, stop in zip(parts.copy, parts.start, parts.stop, strict=True)]
-        types = copies.table[TYPES][parts.copy]
+        copies, seen = Copies.of(copies), list(views)
+        parts, types = self._parts(copies), copies.table[TYPES]
         for number in set(types.tolist()):
             dtype, into = copies.types[number]
             if dtype is not into:
                 which = numpy.flatnonzero(types == number).tolist()
-                for at, cast in zip(which, _cast([memories[at] for at in which], dtype, into), strict=True):
-                    memories[at] = cast
+                for at in [which] if casts_alike(dtype, into) else [[one] for one in which]:
+                    for one, cast in zip(at, _cast([seen[one] for one in at], dtype, into), strict=True):
+                        seen[one] = cast
+        itemsizes, into_sizes = self._named(copies)[1][:, types[parts.copy]]
+        starts, stops = (numpy.array(ends, dtype=numpy.int64) // itemsizes * into_sizes for ends in parts[1:3])
+        memories = [
+            seen[of][start:stop] for of, start, stop in zip(parts.copy, starts.tolist(), stops.tolist(), strict=True)
+        ]
         self.sums.add_all([self._keys[key] for key in parts.key], parts.position, memories)
 
     def saw_there(self, copies: Sequence[Copy], tensors: Sequence[torch.Tensor]) -> None:
@@ -482,10 +486,9 @@ def _spans_of_boxes(source: Index, match: Match, rank: int, named: _Named) -> _W
 
 
 def _cast(memories: Sequence[memoryview], dtype: ElementType, into: ElementType) -> Iterator[memoryview]:
-    """Elements of one type as another, all of them at once: a call costs more than what a small part takes."""
-    if memories:
-        values = torch.frombuffer(bytearray().join(memories), dtype=torch_dtype(dtype)).to(torch_dtype(into))
-        memory = values.view(torch.uint8).numpy().data
-        ends = list(accumulate(len(one) // dtype.itemsize * into.itemsize for one in memories))
-        for begin, end in pairwise((0, *ends)):
-            yield memory[begin:end]
+    """Elements of one type as another, all of them at once: a call costs more than what a small copy takes."""
+    values = torch.frombuffer(bytearray().join(memories), dtype=torch_dtype(dtype)).to(torch_dtype(into))
+    memory = values.view(torch.uint8).numpy().data
+    ends = accumulate(len(one) // dtype.itemsize * into.itemsize for one in memories)
+    for begin, end in pairwise((0, *ends)):
+        yield memory[begin:end]

@@ -177,7 +177,7 @@ def test_files_are_not_filled_with_what_memory_held(tmp_path, fill, sound):
 @pytest.mark.parametrize("mixed", [False, True], ids=["one type", "two types"])
 def test_small_pieces_are_cast_as_torch_casts_them(tmp_path, memory_nbytes, mixed):
     """Pieces that wait for their file in the source's type, or in the file's where the source has two."""
-    numel, step = 300_001, 999
+    numel, step = 1_200_001, 999
     values = torch.randn(numel)
     records = []
     for dtype in (torch.float32, torch.bfloat16):
