@@ -37,8 +37,8 @@ SMALL_PAGES = Contestant(name="small pages", saved_dp=4, config={}, hooked=True)
 """As `direct`, but that huge pages are never tried."""
 CONTESTANTS = {one.name: one for one in (DEEPSPEED, DIRECT, SMALL_PAGES, UNIVERSAL)}
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_PR_SET_THP_DISABLE = 41
 KEPT_FREE_NBYTES = 3 << 30
+_PR_SET_THP_DISABLE = 41
 
 
 def work(given: dict[str, Any]) -> None:

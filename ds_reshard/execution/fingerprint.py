@@ -364,9 +364,8 @@ class Witness:
             dtype, into = copies.types[number]
             if dtype is not into:
                 which = numpy.flatnonzero(types == number).tolist()
-                for at in [which] if casts_alike(dtype, into) else [[one] for one in which]:
-                    for one, cast in zip(at, _cast([seen[one] for one in at], dtype, into), strict=True):
-                        seen[one] = cast
+                for at, cast in zip(which, _cast([seen[at] for at in which], dtype, into), strict=True):
+                    seen[at] = cast
         itemsizes, into_sizes = self._named(copies)[1][:, types[parts.copy]]
         starts, stops = (numpy.array(ends, dtype=numpy.int64) // itemsizes * into_sizes for ends in parts[1:3])
         memories = [
@@ -485,10 +484,11 @@ def _spans_of_boxes(source: Index, match: Match, rank: int, named: _Named) -> _W
     return table
 
 
-def _cast(memories: Sequence[memoryview], dtype: ElementType, into: ElementType) -> Iterator[memoryview]:
-    """Elements of one type as another, all of them at once: a call costs more than what a small copy takes."""
+def _cast(memories: Sequence[memoryview], dtype: ElementType, into: ElementType) -> list[memoryview]:
+    """Copies of one type as another, all at once where that gives the same: a call costs more than a small copy."""
+    if len(memories) > 1 and not casts_alike(dtype, into):
+        return [cast for memory in memories for cast in _cast([memory], dtype, into)]
     values = torch.frombuffer(bytearray().join(memories), dtype=torch_dtype(dtype)).to(torch_dtype(into))
-    memory = values.view(torch.uint8).numpy().data
-    ends = accumulate(len(one) // dtype.itemsize * into.itemsize for one in memories)
-    for begin, end in pairwise((0, *ends)):
-        yield memory[begin:end]
+    cast = values.view(torch.uint8).numpy().data
+    ends = accumulate(len(memory) // dtype.itemsize * into.itemsize for memory in memories)
+    return [cast[begin:end] for begin, end in pairwise((0, *ends))]
