@@ -62,7 +62,6 @@ def in_copies(
     """
     context = multiprocessing.get_context("fork")
     copies: dict[Connection[object, object], ForkProcess] = {}
-    gc.collect()
     gc.freeze()  # a copy's collections write into each object that they pass, and so copy its page
     try:
         for _ in range(number):

@@ -21,6 +21,7 @@ from ds_reshard.errors import (
 )
 from ds_reshard.formats.zero.names import Listing as ZeroListing
 from ds_reshard.model.checkpoint import Checkpoint, Format, Listing
+from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.operations.formats import FORMATS, format_of
 from ds_reshard.operations.pickles import scan_files, walk
 
@@ -41,6 +42,7 @@ _REFUSED = (*UNSAFE, "ReadFailed", "CheckpointNotFound")
 """What is refused of a file that is no part of the checkpoint; one that is damaged is not."""
 
 
+@uncollected()
 def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True) -> Checkpoint:
     """The checkpoint, all of its shards opened and compared with `whole`, and no tensor's bytes read.
 

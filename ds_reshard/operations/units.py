@@ -11,6 +11,7 @@ from ds_reshard.containers.safetensors import SafetensorsPlan, plan_safetensors
 from ds_reshard.containers.torch_zip_writer import ArchivePlan, PlainPlan, plan_archive
 from ds_reshard.errors import ConfigError
 from ds_reshard.model.checkpoint import Checkpoint
+from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Record
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, StorageRecord
@@ -22,6 +23,7 @@ from ds_reshard.planning.copies import Copies, Copy
 from ds_reshard.planning.plan import Plan, Planner, Wanted
 
 
+@uncollected()
 def target_of(source: Checkpoint, asked: Asked) -> Target:
     """What is to be written. Raises UnsupportedLayout for what the format cannot hold."""
     like = open_checkpoint(find_listing(asked.like, None)) if asked.like is not None else None
