@@ -109,15 +109,16 @@ class PageChoice:
     """Which pages memory gets that is touched for the first time: those that cost less on this machine, now.
 
     A huge page stands for 512 faults. But where the host of a virtual machine has not backed it yet, or the kernel has
-    to make room for it, it costs several times as much as they do; which it is changes within the hour. So small pages
-    are the rule. After `wait` portions of them (2 MiB each) their cost is measured, and one huge page is tried.
-    Portions are huge from then on, until one costs more than a small one. Each trial that fails doubles the wait: so
-    trials cost less than a tenth of what small pages cost, where a huge one costs up to five times as much.
+    to make room for it, it costs ten times as much as they do; which it is changes within the hour, and from one to the
+    next. So small pages are the rule. After `wait` portions of them (2 MiB each) their cost is measured, and huge pages
+    are tried, until those of one trial have cost more together than small ones. The wait is doubled after a trial that
+    was shorter: so trials cost less than a tenth of what small pages do, where a huge one costs at most ten times that.
 
-    `small` and `huge` touch all of the portion at an address, in pages of that kind, and return the seconds it took.
+    `small` and `huge` touch all of the portion at an address, in pages of that kind, and return the seconds of the
+    processor that it took.
     """
 
-    FIRST_WAIT = 48
+    FIRST_WAIT = 96
     LONGEST_WAIT = 1536
     _MEASURED = 4
 
@@ -125,6 +126,7 @@ class PageChoice:
         self._small, self._huge = small, huge
         self._wait = self._left = self.FIRST_WAIT
         self._costs: list[float] = []
+        self._gained = 0.0
         self._lock = threading.Lock()
 
     def touch(self, address: int) -> None:
@@ -143,10 +145,11 @@ class PageChoice:
         with self._lock:
             if self._left >= 0 or not self._costs:
                 return  # another thread has found them slow
-            if cost > sorted(self._costs)[len(self._costs) // 2]:
-                tried_once = self._left == -1
-                self._wait = min(self.LONGEST_WAIT, 2 * self._wait) if tried_once else self.FIRST_WAIT
-                self._left, self._costs = self._wait, []
+            self._gained += sorted(self._costs)[len(self._costs) // 2] - cost
+            if self._gained < 0:
+                was_short = -self._left < self._wait
+                self._wait = min(self.LONGEST_WAIT, 2 * self._wait) if was_short else self.FIRST_WAIT
+                self._left, self._costs, self._gained = self._wait, [], 0.0
 
 
 class Untouched:
@@ -199,9 +202,9 @@ def _advise(address: int, nbytes: int, advice: int) -> None:
 
 def _populate(address: int) -> float:
     """Touch a portion without a write: another thread may have written to a part of it already."""
-    started = time.perf_counter()
+    started = time.thread_time()  # waiting for a core is no cost of a page
     _advise(address, HUGE_NBYTES, _POPULATE_WRITE)
-    return time.perf_counter() - started
+    return time.thread_time() - started
 
 
 def _populate_huge(address: int) -> float:

@@ -267,12 +267,14 @@ def test_store_casts_and_zero_clears():
 
 COSTS = {
     "cheap": lambda number: 0.15,
-    "five times": lambda number: 5.0,
+    "ten times": lambda number: 10.0,
     "a tenth more": lambda number: 1.1,
-    "cheap at first": lambda number: 0.15 if number < 400 else 5.0,
-    "cheap at last": lambda number: 5.0 if number < 400 else 0.15,
-    "every third dear": lambda number: 5.0 if number % 3 == 0 else 0.15,
-    "cheap where tried first": lambda number: 0.15 if number in (48, 49, 200, 201) else 5.0,
+    "cheap at first": lambda number: 0.15 if number < 400 else 10.0,
+    "cheap at last": lambda number: 10.0 if number < 400 else 0.15,
+    "every third dear": lambda number: 10.0 if number % 3 == 0 else 0.15,
+    "every tenth dear": lambda number: 10.0 if number % 10 == 0 else 0.3,
+    "now and then dear": lambda number: 10.0 if number % 40 == 0 else 0.3,
+    "cheap where tried first": lambda number: 0.15 if number in (96, 97, 200, 201, 290, 291, 292) else 10.0,
 }
 
 
@@ -310,7 +312,8 @@ def test_pages_are_huge_where_that_is_cheap():
     spent, huge = touched(COSTS["cheap"], 1000)
     assert spent < 250 and huge == list(range(PageChoice.FIRST_WAIT, 1000))
     assert len(touched(COSTS["cheap at last"], 10_000)[1]) > 8_000
-    assert len(touched(COSTS["five times"], 10_000)[1]) < 20
+    assert len(touched(COSTS["ten times"], 10_000)[1]) < 20
+    assert len(touched(COSTS["now and then dear"], 10_000)[1]) > 8_000
 
 
 @pytest.mark.skipif(page_choice() is None, reason="this kernel gives no huge pages to who asks (MADV_POPULATE_WRITE)")
