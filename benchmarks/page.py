@@ -45,6 +45,7 @@ _PEERS = ("deepspeed", "small pages", "universal")
 def first() -> str:
     """The first load of a fresh process, in each condition of the machine; the last row is the worst of each."""
     heads = (
+        "machine",
         "condition",
         "seconds",
         "DeepSpeed's own",
@@ -54,11 +55,13 @@ def first() -> str:
     )
     rows: list[Row] = []
     for _, made in results("first-load"):
+        cpu = made["machine"]["cpu"]
         for name, one in made["conditions"].items():
             over = [of(one["over"].get(peer), ".2g") for peer in _PEERS]
-            rows.append((name, of(one["seconds"]["direct"], ".2g"), of(one["seconds"]["deepspeed"], ".2g"), *over))
+            seconds = [of(one["seconds"][who], ".2g") for who in ("direct", "deepspeed")]
+            rows.append((cpu, name, *seconds, *over))
         worst = [f"{made['worst'][peer]:.2g}" if peer in made["worst"] else "" for peer in _PEERS]
-        rows.append(("**worst median**", "", "", *worst))
+        rows.append((cpu, "**worst median**", "", "", *worst))
     return rows_of_table(heads, rows)
 
 
