@@ -126,7 +126,8 @@ class PageChoice:
         self._small, self._huge = small, huge
         self._wait = self._left = self.FIRST_WAIT
         self._costs: list[float] = []
-        self._gained = 0.0
+        self._gained: float | None = None
+        """By the huge pages of a trial; None before the first of them has told its cost."""
         self._lock = threading.Lock()
 
     def touch(self, address: int) -> None:
@@ -134,7 +135,8 @@ class PageChoice:
         with self._lock:
             self._left -= 1
             left = self._left
-        if left >= self._MEASURED:
+            first_is_waited_for = left < -1 and self._gained is None
+        if left >= self._MEASURED or first_is_waited_for:
             return
         if left >= 0:
             cost = self._small(address)
@@ -145,11 +147,11 @@ class PageChoice:
         with self._lock:
             if self._left >= 0 or not self._costs:
                 return  # another thread has found them slow
-            self._gained += sorted(self._costs)[len(self._costs) // 2] - cost
+            self._gained = (self._gained or 0.0) + sorted(self._costs)[len(self._costs) // 2] - cost
             if self._gained < 0:
                 was_short = -self._left < self._wait
                 self._wait = min(self.LONGEST_WAIT, 2 * self._wait) if was_short else self.FIRST_WAIT
-                self._left, self._costs, self._gained = self._wait, [], 0.0
+                self._left, self._costs, self._gained = self._wait, [], None
 
 
 class Untouched:

@@ -316,6 +316,25 @@ def test_pages_are_huge_where_that_is_cheap():
     assert len(touched(COSTS["now and then dear"], 10_000)[1]) > 8_000
 
 
+def test_the_first_huge_page_of_a_trial_is_tried_by_one_thread_alone():
+    """Others come while it is being touched: they would each pay for what one finds out."""
+    tried = []
+
+    def large(address):
+        tried.append(address)
+        if len(tried) == 1:
+            for other in range(1, 4):
+                choice.touch(other)
+        return 0.5
+
+    choice = PageChoice(lambda address: 1.0, large)
+    for _ in range(PageChoice.FIRST_WAIT + 1):
+        choice.touch(0)
+    assert tried == [0]
+    choice.touch(5)
+    assert tried == [0, 5]
+
+
 @pytest.mark.skipif(page_choice() is None, reason="this kernel gives no huge pages to who asks (MADV_POPULATE_WRITE)")
 def test_memory_that_is_touched_keeps_what_was_written(monkeypatch):
     """Every portion once, and none of the bytes that another thread has written there before."""
