@@ -1,7 +1,8 @@
 """What one rank of a resuming run does before bytes move, in a process of its own: the benchmark of scale starts it.
 
-Rank 0 looks at the folder and tells the others what it found; then each rank plans its copies and opens the shards
-that it reads, and the model files that it compares (`prepare` of the DeepSpeed host, without an engine).
+Rank 0 looks at the folder and tells the others what it lists; then each rank reads the first files of the model and of
+the optimizer, plans its copies and opens the shards that it reads, and the model files that it compares (`look_too` and
+`prepare` of the DeepSpeed host, without an engine).
 Prints JSON. Run: python -m benchmarks.rank_plan FOLDER DP RANK
 """
 
@@ -18,10 +19,11 @@ from typing import Any
 
 from benchmarks.memory import resident
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, open_checkpoint
+from ds_reshard.formats.zero.checkpoint import ALONE, MODEL, ZeroCheckpoint
 from ds_reshard.formats.zero.layout import by_key, flat_group, partition_numel, sub_group, sub_group_numel, whole
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.shards import ZeroShards
+from ds_reshard.hosts.deepspeed.find_checkpoint import read_heads
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, Placement
@@ -45,7 +47,8 @@ def placements(checkpoint: ZeroCheckpoint, dp: int) -> Iterator[Placement]:
 
 
 @uncollected()  # as `prepare` of the host is
-def rank_plan(checkpoint: ZeroCheckpoint, dp: int, rank: int) -> tuple[Plan, Index, ZeroShards]:
+def rank_plan(listing: Listing, dp: int, rank: int) -> tuple[Plan, Index, ZeroShards]:
+    checkpoint, _ = read_heads(listing, optimizer=True, row=ALONE)
     shards = ZeroShards(checkpoint=checkpoint)
     index = Index(checkpoint.layout, shards)
     wanted = by_key(placements(checkpoint, dp))
@@ -97,15 +100,12 @@ def main() -> None:
     folder, dp, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     started = time.perf_counter(), time.process_time()
     with counted() as calls:
-        found = find_listing(folder, None).listing
-        assert isinstance(found, Listing)
-        checkpoint = open_checkpoint(found, optimizer=True)
-    look = {**timed(started), **vars(calls), "listed": len(found.nbytes)}
-    told = pickle.dumps(checkpoint)
-    del checkpoint, found
+        listing = find_listing(folder, None).listing
+    assert isinstance(listing, Listing)
+    look = {**timed(started), **vars(calls), "listed": len(listing.nbytes)}
     started = time.perf_counter(), time.process_time()
     with counted() as calls:
-        plan, index, shards = rank_plan(pickle.loads(told), dp, rank)
+        plan, index, shards = rank_plan(listing, dp, rank)
     own = {**timed(started), **vars(calls), "peak_nbytes": resident()["peak"]}
     executor = ThreadExecutor(threads=4, memory_nbytes=256 << 20, checksum=True)
     reads = sum(map(len, executor._batches(plan, remote=False)))
@@ -124,7 +124,6 @@ def main() -> None:
             {
                 "rank": rank,
                 "look": look,
-                "told_nbytes": len(told),
                 "said_nbytes": said_nbytes,
                 "own": own,
                 "shards": len(index.opened),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from types import MappingProxyType
 from typing import TypeGuard
 
@@ -27,7 +30,7 @@ from ds_reshard.errors import (
 )
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, StorageRecord, TensorRecord
 
-__all__ = ["ArchiveLimits", "ArchiveMember", "TorchArchive", "Twins", "check_root", "open_archive"]
+__all__ = ["ArchiveLimits", "ArchiveMember", "TorchArchive", "Twins", "check_root", "digests", "open_archive"]
 
 
 # caffe2/serialize/versions.h, kMinSupportedFileFormatVersion and kMaxSupportedFileFormatVersion, torch 2.13.
@@ -43,6 +46,18 @@ class ArchiveLimits:
 
 
 _DEFAULT = ArchiveLimits()
+_DIGESTS: ContextVar[dict[str, bytes] | None] = ContextVar("digests", default=None)
+
+
+@contextmanager
+def digests() -> Iterator[dict[str, bytes]]:
+    """A digest of each file that is loaded inside, by its path: its name, its pickle, where all that it holds lies."""
+    found: dict[str, bytes] = {}
+    token = _DIGESTS.set(found)
+    try:
+        yield found
+    finally:
+        _DIGESTS.reset(token)
 
 
 class TorchArchive:
@@ -99,7 +114,15 @@ class TorchArchive:
             twins.keep(data, self.members, rules, value)
         if self.pickles == [name] and self._file.whole:
             rules.note(self.path)
+        if (found := _DIGESTS.get()) is not None:
+            found[self.path] = self._digest(data)
         return value
+
+    def _digest(self, data: bytes) -> bytes:
+        held = [(name, one.byte_offset, one.nbytes, one.crc32) for name, one in self.members.items()]
+        digest = blake2b(data, digest_size=16)
+        digest.update(repr((os.path.basename(self.path), self.root, held)).encode("utf-8", "surrogatepass"))
+        return digest.digest()
 
     def _judged(self, name: str, data: bytes, mismatch: ChecksumMismatch | None, rules: PickleRules) -> object:
         """The value of a pickle, of which each name is judged; raises as `load`."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 from cases import Model, Run, ds_config
 from jobs import build, contents
 
+import ds_reshard
 from benchmarks.collectives import counted
 
 
@@ -50,20 +52,34 @@ def load_counted(run: Run, model: Model, folder: str) -> tuple[list[tuple[str, i
     return _counting(engine, folder), contents(engine)
 
 
-def load_differing(run: Run, model: Model, folder: str, differs: str) -> tuple[list[tuple[str, int]], dict[str, Any]]:
-    """As `load_counted`, where the last rank cannot read what rank 0 lists, or reads another file there."""
-    from unittest import mock
+def load_differing(run: Run, model: Model, folder: str, who: int, differs: str) -> dict[str, Any]:
+    """As `load_counted`, where one rank cannot read what rank 0 lists, or reads another file there.
 
+    `before` is how many collectives each rank had made when it read.
+    """
+    from ds_reshard.errors import ReshardError
     from ds_reshard.hosts.deepspeed import find_checkpoint
 
-    engine = build(run, model, seed=99)
-    last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
-    other = {
-        "unreadable": ("open_checkpoint", mock.Mock(side_effect=OSError(5, "Input/output error"))),
-        "another file": ("_prints", mock.Mock(return_value=(b"another",))),
-    }[differs]
-    with mock.patch.object(find_checkpoint, *other) if last else nullcontext():
-        return _counting(engine, folder), contents(engine)
+    engine, before, error = build(run, model, seed=99), list[int](), ""
+    original, own = find_checkpoint.read_heads, torch.distributed.get_rank() == who
+    with ExitStack() as stack:
+        stack.enter_context(ds_reshard.install("deepspeed"))
+        seen = stack.enter_context(counted())
+
+        def read(*arguments: Any, **named: Any) -> Any:
+            before.append(len(seen))
+            if own and differs == "unreadable":
+                raise OSError(5, "Input/output error")
+            checkpoint, digests = original(*arguments, **named)
+            return checkpoint, (b"another",) if own and differs == "another file" else digests
+
+        stack.enter_context(mock.patch.object(find_checkpoint, "read_heads", read))
+        try:
+            engine.load_checkpoint(folder)
+        except ReshardError as caught:
+            error = f"{type(caught).__name__}: {caught}"
+    collectives = [(one.name, one.nbytes) for one in seen]
+    return {"collectives": collectives, "before": before, "error": error, "held": contents(engine)}
 
 
 def load_grid(grid: Any, folder: str) -> list[tuple[str, int]]:
@@ -73,8 +89,6 @@ def load_grid(grid: Any, folder: str) -> list[tuple[str, int]]:
 
 
 def _counting(engine: Any, folder: str) -> list[tuple[str, int]]:
-    import ds_reshard
-
     with ds_reshard.install("deepspeed"), counted() as seen:
         engine.load_checkpoint(folder)
     return [(one.name, one.nbytes) for one in seen]

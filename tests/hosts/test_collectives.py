@@ -47,18 +47,43 @@ def test_a_load_costs_four_collectives(worlds: Any, saves: Saves, saved: Run, lo
     assert_same(truth, [held for _, held in told])
 
 
-@pytest.mark.parametrize("differs", ("unreadable", "another file"))
-@pytest.mark.parametrize(("saved", "loaded"), [(Run(2, 2), Run(2, 3)), (Run(3, 2), Run(1, 3))], ids=str)
+CHANGED = [(Run(2, 2), Run(2, 3)), (Run(3, 2), Run(1, 3))]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), CHANGED, ids=str)
+def test_all_ranks_read_at_once(worlds: Any, saves: Saves, saved: Run, loaded: Run) -> None:
+    """Rank 0 tells what it lists before it reads: that takes as long as the model is large, and no rank waits."""
+    model = Model(groups=2, frozen=True, batchnorm=True)
+    given = {"run": loaded, "model": model, "folder": str(saves(saved, model)[0]), "who": 0, "differs": ""}
+    told = worlds[3].run("collective_jobs.load_differing", **given)
+    assert [one["before"] for one in told] == [[1]] * 3
+
+
+@pytest.mark.parametrize(("who", "differs"), [(2, "unreadable"), (2, "another file"), (0, "another file")])
+@pytest.mark.parametrize(("saved", "loaded"), CHANGED, ids=str)
 def test_a_rank_that_has_read_anything_else_is_told(
-    worlds: Any, saves: Saves, saved: Run, loaded: Run, differs: str
+    worlds: Any, saves: Saves, saved: Run, loaded: Run, who: int, differs: str
 ) -> None:
     """Rank 0 then tells all that it has read, every rank says again that it is ready; the bytes are the same."""
     model = Model(groups=2, frozen=True, batchnorm=True)
     folder, truth = saves(saved, model)
-    told = worlds[3].run("collective_jobs.load_differing", run=loaded, model=model, folder=str(folder), differs=differs)
-    for collectives, _ in told:
-        assert [name for name, _ in own(collectives, loaded.stage)] == [FOUND, READY, FOUND, READY, READ, DONE]
-    assert_same(truth, [held for _, held in told])
+    given = {"run": loaded, "model": model, "folder": str(folder), "who": who, "differs": differs}
+    told = worlds[3].run("collective_jobs.load_differing", **given)
+    for one in told:
+        collectives = own(one["collectives"], loaded.stage)
+        assert [name for name, _ in collectives] == [FOUND, READY, FOUND, READY, READ, DONE]
+    assert_same(truth, [one["held"] for one in told])
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [*CHANGED, (Run(2, 3), Run(2, 3))], ids=str)
+def test_what_rank_0_cannot_read_no_rank_loads(worlds: Any, saves: Saves, saved: Run, loaded: Run) -> None:
+    """Though the others can: rank 0 tells why, and every rank raises that."""
+    model = Model(groups=2, frozen=True, batchnorm=True)
+    given = {"run": loaded, "model": model, "folder": str(saves(saved, model)[0]), "who": 0, "differs": "unreadable"}
+    told = worlds[3].run("collective_jobs.load_differing", **given)
+    assert [[name for name, _ in one["collectives"]] for one in told] == [[FOUND, READY, FOUND, READY]] * 3
+    errors = {one["error"] for one in told}
+    assert len(errors) == 1 and "Input/output error" in errors.pop()
 
 
 @pytest.mark.parametrize("run", [Run(1, 2), Run(3, 2)], ids=str)

@@ -16,7 +16,7 @@ from torch_values import DTYPES, TREES, same
 
 from ds_reshard.containers.pickle_rules import PickleRules
 from ds_reshard.containers.positioned import PositionedBytes, PositionedFile, PositionedView
-from ds_reshard.containers.torch_zip import ArchiveLimits, Twins, open_archive
+from ds_reshard.containers.torch_zip import ArchiveLimits, Twins, digests, open_archive
 from ds_reshard.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -219,6 +219,27 @@ def test_what_files_pickle_alike_is_made_once(tmp_path):
     other = twin(tmp_path, twins, {**value, "step": 4}, "rank_1.pt")
     assert (first["step"], other["step"]) == (3, 4)
     assert other["module"]["a"].storage.path == str(tmp_path / "rank_1.pt")
+
+
+def test_a_digest_tells_files_apart_that_say_or_hold_anything_else(tmp_path):
+    """A copy on another node has the same; another value, another size of a tensor, or another name has not."""
+    values = {"a/r.pt": 1, "b/r.pt": 1, "c/r.pt": 2, "d/s.pt": 1}
+    with digests() as found:
+        for name, value in values.items():
+            (tmp_path / name).parent.mkdir()
+            loaded(saved(tmp_path, {"step": value, "module": torch.ones(value)}, name))
+    with digests() as others:
+        pass
+    first, copy, other, renamed = (found[str(tmp_path / name)] for name in values)
+    assert first == copy and len({first, other, renamed}) == 3 and not others
+    data = bytearray((tmp_path / "b/r.pt").read_bytes())
+    with open_archive(tmp_path / "b/r.pt") as archive:
+        at = archive.members["data/0"].entry_offset + 16  # the tensor's checksum in the directory
+    data[at] ^= 1
+    (tmp_path / "b/r.pt").write_bytes(data)
+    with digests() as found:
+        loaded(str(tmp_path / "b/r.pt"))
+    assert found[str(tmp_path / "b/r.pt")] != first
 
 
 def test_what_lies_in_another_file_is_no_twin(tmp_path):

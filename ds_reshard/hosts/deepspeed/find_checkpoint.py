@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 
 from ds_reshard.containers import folders
-from ds_reshard.containers.pickle_rules import ALLOW_ALL, in_force
-from ds_reshard.containers.positioned import PositionedFile
+from ds_reshard.containers.pickle_rules import ALLOW_ALL, in_force, rules_in_force
 from ds_reshard.containers.remote import is_url
-from ds_reshard.containers.torch_zip import open_archive
+from ds_reshard.containers.torch_zip import digests
 from ds_reshard.errors import CheckpointNotFound, Fault, ReshardError, UnsupportedLayout, as_faults, raise_faults
 from ds_reshard.formats.zero.checkpoint import ALONE, Row, Sizes, ZeroCheckpoint, open_checkpoint, saved_sizes
 from ds_reshard.formats.zero.content import optimizer_faults, read_as_zero
 from ds_reshard.formats.zero.door import list_folder
 from ds_reshard.formats.zero.model_states import read_entries
-from ds_reshard.formats.zero.names import Listing
+from ds_reshard.formats.zero.names import Listing, pattern_in_path, stray_files
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.operations.name_map import read_name_map
+from ds_reshard.operations.pickles import refuse_unsafe, walk
 from ds_reshard.operations.proof import unproved
 from ds_reshard.operations.ranks import rank
 from ds_reshard.operations.source import Found as Located
@@ -48,10 +47,11 @@ class Found:
     says that the folder is a universal one; `own_save` says that this very run has saved it, so that loading it is no
     resume. `aside` is what a resume policy needs of files that are not read here.
 
-    With a `listing` the checkpoint is not told: every rank reads the same two files, and `prints` says what rank 0
-    read. `same` is False on a rank that has read anything else, and is then told all of it. `row` is the
-    tensor-parallel rank whose shards `checkpoint` is of: ranks of other rows read those of their own. `stages_apart`
-    says that ranks need to know each other's param groups, by which the states of other stages are named.
+    With a `listing` the checkpoint is not told: every rank reads the same two files, and `prints` says what it read.
+    `same` is False on a rank that has not read what rank 0 has, or on rank 0 where it could not: all are then told.
+    `row` is the tensor-parallel rank whose shards `checkpoint` is of: ranks of other rows read those of their own.
+    `stages_apart` says that ranks need to know each other's param groups, by which the states of other stages are
+    named.
     """
 
     tag: str = ""
@@ -66,6 +66,11 @@ class Found:
     same: bool = True
     row: int = 0
     stages_apart: bool = False
+
+    @property
+    def unread(self) -> bool:
+        """Whether the folder was listed alone: its two files are for `look_too`."""
+        return self.listing is not None and not self.prints
 
     def told(self) -> Found:
         """What is told where all goes well: nothing in it grows with the model."""
@@ -117,12 +122,19 @@ def tag_files(*, universal: bool) -> tuple[str, ...]:
 
 @uncollected()
 def look(
-    load_dir: str, tag: object, *, optimizer: bool, universal: bool, names: str | None = None, row: Row = ALONE
+    load_dir: str,
+    tag: object,
+    *,
+    optimizer: bool,
+    universal: bool,
+    names: str | None = None,
+    row: Row = ALONE,
+    later: bool = False,
 ) -> Found:
     """Rank 0: resolve the tag, list the folder, read what all shards share. Never raises.
 
     A folder of another format is taken as DeepSpeed would have saved what it holds, its parameters renamed as the file
-    `names` says.
+    `names` says. With `later` a folder of one column is listed alone: rank 0 then reads its files while the others do.
     """
     listing = None
     folders.renew(load_dir)
@@ -142,10 +154,12 @@ def look(
             return Found(faults=(_no_tag(load_dir, str(tag)),))
         refuse_unfinished(folder)
         listing = list_folder(folder)
-        checkpoint = open_checkpoint(listing, optimizer=optimizer, row=row)
+        if later and not (listing.faults or listing.universal or listing.layers or len(listing.columns) > 1):
+            return Found(tag=str(tag), listing=listing, row=row.rank)
         if listing.universal:  # made of as many files as there are tensors: one rank reads them
+            checkpoint = open_checkpoint(listing, optimizer=optimizer, row=row)
             return Found(tag=str(tag), checkpoint=checkpoint, universal=True)
-        prints = _prints(checkpoint)
+        checkpoint, prints = read_heads(listing, optimizer=optimizer, row=row)
         return Found(tag=str(tag), checkpoint=checkpoint, listing=listing, prints=prints, row=row.rank)
     except Exception as error:
         faults, seen = tuple(as_faults(error, where=f"rank {rank()}")), listing is not None and listing.universal
@@ -154,44 +168,48 @@ def look(
 
 @uncollected()
 def look_too(found: Found, *, optimizer: bool, row: Row = ALONE) -> Found:
-    """Every other rank: read what rank 0 has read, by its listing, or the same of its own row. Never raises.
+    """Every rank: read what rank 0 has listed, or the same of its own row. Never raises.
 
-    What goes wrong in rank 0's row is not told from here: rank 0 then tells what it has read, and this rank's own
-    shards are checked against that.
+    What goes wrong in rank 0's row is told by rank 0 alone: what it has read, against which each rank's own shards are
+    checked, or why it could not.
     """
     if found.listing is None:
         return found
-    folders.renew(found.listing.folder)
+    if rank():  # which has not listed it
+        folders.renew(found.listing.folder)
     try:
-        checkpoint = open_checkpoint(found.listing, optimizer=optimizer, row=row)
-        prints = _prints(checkpoint)
+        checkpoint, prints = read_heads(found.listing, optimizer=optimizer, row=row)
     except Exception as error:
+        faults = tuple(as_faults(error, where=f"rank {rank()}"))
         if row.rank != found.row:
-            return replace(found, row=row.rank, faults=tuple(as_faults(error, where=f"rank {rank()}")))
-        return replace(found, same=False)
-    same = row.rank != found.row or prints == found.prints
+            return replace(found, row=row.rank, faults=faults)
+        if rank():
+            return replace(found, same=False)
+        return replace(found, same=False, faults=faults, listing=None, sizes=_sizes(found.listing))
+    same = row.rank != found.row or found.unread or prints == found.prints
     return replace(found, checkpoint=checkpoint, same=same, prints=prints, row=row.rank)
 
 
-def _prints(checkpoint: ZeroCheckpoint) -> tuple[bytes, ...]:
-    """A digest of each file that was read: its pickle, and the place, size and checksum of all that it holds."""
-    files = [stage.path for stage in checkpoint.stages] or [checkpoint.model.path]
-    if checkpoint.rows:
-        files = [checkpoint.listing.path(column.model[0]) for column in checkpoint.listing.columns.values()]
-    files += [column.first.path for column in checkpoint.columns]
-    if checkpoint.stages:
-        layers = (name for (_, rank), name in sorted(checkpoint.listing.layers.items()))
-        files += map(checkpoint.listing.path, layers)
-    return tuple(map(_print, files))
+def read_heads(listing: Listing, *, optimizer: bool, row: Row) -> tuple[ZeroCheckpoint, tuple[bytes, ...]]:
+    """What all shards share, and a digest of each file that it was read from."""
+    with digests() as found:
+        checkpoint = open_checkpoint(listing, optimizer=optimizer, row=row)
+    return checkpoint, tuple(digest for _, digest in sorted(found.items()))
 
 
-def _print(path: str) -> bytes:
-    with open_archive(path) as archive, PositionedFile(path) as file:
-        told = [(name, one.byte_offset, one.nbytes, one.crc32) for name, one in archive.members.items()]
-        member = archive.members["data.pkl"]
-        digest = blake2b(file.read(member.byte_offset, member.nbytes), digest_size=16)
-    digest.update(repr((os.path.basename(path), archive.root, told)).encode("utf-8", "surrogatepass"))
-    return digest.digest()
+def refuse_unsafe_files(load_dir: str, tag: object, *, universal: bool) -> None:
+    """Raise on every rank where DeepSpeed would run what is in a pickle of this checkpoint. Collective."""
+
+    def files(faults: list[Fault]) -> Iterator[str]:
+        found = tag if tag is not None else latest_tag(load_dir, *tag_files(universal=universal))
+        if found is None:
+            return iter(())
+        folder = os.path.join(load_dir, str(found))
+        faults += pattern_in_path(load_dir, str(found))
+        faults += stray_files(folder, folders.entries(folder))
+        return walk(folder, faults)
+
+    refuse_unsafe(files, trust=rules_in_force().trusted, subject=f"loading {load_dir}")
 
 
 def _of_another_format(load_dir: str, tag: object) -> Located | None:

@@ -7,9 +7,9 @@ can be reached; it has had one signature from 0.14 to 0.19.8.
 
 A load has four collectives of ours where nothing is wrong: what rank 0 found is broadcast; every rank says that it is
 ready; every rank says what it read, as checksums; every rank says that it is done. None of them grows with the model:
-every rank reads the two small files that rank 0 has read, and compares a digest. Details are told only after a
-difference; but of a universal checkpoint, and of one of another format, rank 0 tells all that it has read. Where
-several ranks may read the same bytes, as of grids, two more tell the checksums of what they read in parts. Other
+every rank reads the two small files that rank 0 lists, all at once, and a digest of them is compared. Details are told
+only after a difference; but of a universal checkpoint, and of one of another format, rank 0 tells all that it has read.
+Where several ranks may read the same bytes, as of grids, two more tell the checksums of what they read in parts. Other
 stages of a pipeline than were saved at ZeRO stage 0 add one, in which ranks tell the order of their param groups. A
 fingerprint or a report file, where one was asked for, adds one; over gloo stage 3 waits for DeepSpeed's gathers with a
 barrier, which carries nothing.
@@ -18,15 +18,14 @@ barrier, which carries nothing.
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard.containers import folders
-from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force, trusted
+from ds_reshard.containers.pickle_rules import PickleRules, in_force, trusted
 from ds_reshard.containers.remote import is_url
 from ds_reshard.errors import CheckpointDamaged, Fault, InternalError, UnsupportedLayout, raise_faults
 from ds_reshard.execution.cuda import device_faults
@@ -37,7 +36,7 @@ from ds_reshard.formats.zero.tensor_parallel import unnamed
 from ds_reshard.hosts.deepspeed.copies import Orders, by_other_stages, left_as_built, tell_orders
 from ds_reshard.hosts.deepspeed.divided import told_by_parameters
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries, reads_no_url, scheduler_faults
-from ds_reshard.hosts.deepspeed.find_checkpoint import Found, latest_tag, look, look_aside, look_too, tag_files
+from ds_reshard.hosts.deepspeed.find_checkpoint import Found, look, look_aside, look_too, refuse_unsafe_files
 from ds_reshard.hosts.deepspeed.grid import NO_GRID, LiveGrid, expert_sizes, live_grid
 from ds_reshard.hosts.deepspeed.live import (
     LiveOptimizer,
@@ -55,7 +54,7 @@ from ds_reshard.hosts.deepspeed.resume_values import as_it_is, narrowed
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
-from ds_reshard.operations.pickles import refuse_unsafe, scan_files, walk
+from ds_reshard.operations.pickles import scan_files
 from ds_reshard.operations.ranks import Steps, Told, attempt, broadcast, gather, rank
 from ds_reshard.operations.watching import asked, phase, watched
 from ds_reshard.resume.policy import ResumePolicy, policy_differences
@@ -229,15 +228,15 @@ def _agreed(
         steps.take(lambda: raise_faults(_open_all(checkpoint, decision), subject=subject), subject=subject)
     told = steps.tell(_ready(engine, mine, found, decision, request))
     if _needs_telling(told):
-        first, steps = broadcast(found), Steps()
-        found = first if found.row == first.row else found
+        first, steps = broadcast(replace(found, same=True)), Steps()
+        found = first if found.row == first.row or first.faults else found
         steps.take(lambda: mine, subject=f"loading {request.load_dir}")
         decision = _decide(engine, mine, found, request, steps, orders)
         told = steps.tell(_ready(engine, mine, found, decision, request))
     _agree_ready(told, steps, found, decision, request)
     unread = mine is not None and mine.settings.enabled and decision.loader == "DeepSpeed, unread"
     if mine is not None and unread and (found.tag or found.faults or not mine.direct):
-        _refuse_unsafe(request.load_dir, found.tag or tag, universal=engine.load_universal_checkpoint())
+        refuse_unsafe_files(request.load_dir, found.tag or tag, universal=engine.load_universal_checkpoint())
     return found, decision
 
 
@@ -266,10 +265,14 @@ def _found(engine: DeepSpeedEngine, mine: Considered | None, request: Request, t
         seen, faults, _ = attempt(lambda: _find(engine, mine, request, tag))
         found = seen or Found(faults=tuple(faults))
     told = broadcast(found.told())
-    if rank() == 0 or mine is None:
+    if mine is None or (rank() == 0 and not found.unread):
         return found if rank() == 0 else told
     wanted = narrowed(request, _policy(mine, told)).load_optimizer
-    return look_too(told, optimizer=wanted, row=mine.grid.row)
+    found = look_too(told, optimizer=wanted, row=mine.grid.row)
+    if rank() or found.same:
+        return found
+    seen, faults, _ = attempt(lambda: _with_aside(engine, mine, request, tag, found))
+    return seen or replace(found, faults=(*found.faults, *faults))
 
 
 def _policy(mine: Considered, found: Found) -> ResumePolicy:
@@ -278,10 +281,13 @@ def _policy(mine: Considered, found: Found) -> ResumePolicy:
 
 
 def _needs_telling(told: Sequence[Told]) -> bool:
-    """Whether some rank has read other files than rank 0, and none has failed before."""
+    """Whether some rank has read other files than rank 0, or rank 0 none, and none has failed before."""
     if any(one.step == 1 and one.faults for one in told):
         return False
-    return any(isinstance(one.value, Ready) and not one.value.same for one in told)
+    said = [one.value for one in told if isinstance(one.value, Ready)]
+    first = said[0].row if said else None
+    others = {one.row for one in said if one.row is not None and first is not None and one.row[0] == first[0]}
+    return len(others) > 1 or any(not one.same for one in said)
 
 
 def _find(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: object) -> Found:
@@ -289,18 +295,22 @@ def _find(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: obje
     load_dir, universal = request.load_dir, engine.load_universal_checkpoint()
     own_save = not mine.policy.is_default and saved_by(engine, load_dir, tag, universal=universal)
     found = Found(own_save=own_save)
-    policy = _policy(mine, found)
     if mine.direct:
-        wanted = narrowed(request, policy).load_optimizer
+        wanted = narrowed(request, _policy(mine, found)).load_optimizer
         names, row = mine.settings.names, mine.grid.row
-        looked = look(load_dir, tag, optimizer=wanted, universal=universal, names=names, row=row)
+        looked = look(load_dir, tag, optimizer=wanted, universal=universal, names=names, row=row, later=True)
         apart = looked.checkpoint is not None and by_other_stages(looked.checkpoint, mine.grid)
         found = replace(looked, own_save=own_save, stages_apart=apart)
-        tag = found.tag
+    return found if found.unread else _with_aside(engine, mine, request, tag, found)
+
+
+def _with_aside(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: object, found: Found) -> Found:
+    """The same with what a resume policy needs of files that are not read here."""
     unread = not mine.direct or (found.tag and _is_unread(engine, mine, found))
-    if unread and not policy.is_default:
-        return replace(found, aside=look_aside(load_dir, tag, universal=universal))
-    return found
+    if not unread or _policy(mine, found).is_default:
+        return found
+    tag, universal = found.tag if mine.direct else tag, engine.load_universal_checkpoint()
+    return replace(found, aside=look_aside(request.load_dir, tag, universal=universal))
 
 
 def _is_unread(engine: DeepSpeedEngine, mine: Considered, found: Found) -> bool:
@@ -527,21 +537,6 @@ def _unsupported_fault(engine: DeepSpeedEngine, features: tuple[str, ...], check
         if checkpoint.listing.universal
         else "resume with the layout that was saved",
     )
-
-
-def _refuse_unsafe(load_dir: str, tag: object, *, universal: bool) -> None:
-    """Raise on every rank where DeepSpeed would run what is in a pickle of this checkpoint. Collective."""
-
-    def files(faults: list[Fault]) -> Iterator[str]:
-        found = tag if tag is not None else latest_tag(load_dir, *tag_files(universal=universal))
-        if found is None:
-            return iter(())
-        folder = os.path.join(load_dir, str(found))
-        faults += pattern_in_path(load_dir, str(found))
-        faults += stray_files(folder, folders.entries(folder))
-        return walk(folder, faults)
-
-    refuse_unsafe(files, trust=rules_in_force().trusted, subject=f"loading {load_dir}")
 
 
 def _by_deepspeed(engine: DeepSpeedEngine, original: Original, request: Request, tag: object) -> Result:
