@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from ds_reshard.containers.remote import Object, is_url
 from ds_reshard.errors import TRY_AGAIN, CheckpointDamaged, CheckpointNotFound, ReadFailed
@@ -118,6 +119,13 @@ class PositionedFile:
             byte_offset += len(part)
             nbytes -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def announce(self, offsets: Iterable[int], nbytes: int) -> None:
+        """Say that so many bytes will be read at each of these offsets: the system may fetch them all at once."""
+        if self._descriptor >= 0 and hasattr(os, "posix_fadvise"):
+            with suppress(OSError):  # it is no more than advice
+                for offset in offsets:
+                    os.posix_fadvise(self._descriptor, self._start + offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def read_all(self) -> bytes:
         """Every byte. ReadFailed where there are more than the file system has said, which may remember an old size."""

@@ -8,7 +8,7 @@ what it writes is accepted: members stored, not encrypted, below one root; no co
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ _WINDOW_NBYTES = 64 << 10
 # Torch writes the 64-bit sizes (28 bytes) and then padding, of which the first 4 bytes are read.
 _EXTRA_NBYTES = 64
 _ALIGNMENT, _DESCRIPTORS = 64, (0, 16, 24)
+_PAGE_NBYTES = 4 << 10
 # What torch's writer (0x031e, 45), this package's (20, 45) and Python's zipfile (45) put into end records.
 _VERSIONS = (20, 45, 0x031E)
 
@@ -262,6 +263,7 @@ def _data_offsets(file: PositionedFile, members: Sequence[_Entry], directory_off
 
     Of a file that is far away those are left out which lie among tensors: see `_before_what_follows`.
     """
+    file.announce(_apart(member.header_offset for member in members), LOCAL.size + _EXTRA_NBYTES)
     free_from, window, window_offset = 0, b"", 0
     for i, member in enumerate(members):
         start, stop = member.header_offset, member.header_offset + LOCAL.size + len(member.raw)
@@ -286,6 +288,15 @@ def _data_offsets(file: PositionedFile, members: Sequence[_Entry], directory_off
         if free_from > directory_offset:
             raise CheckpointDamaged(f"{file.path}: {member.name!r} runs into the zip directory")
         yield byte_offset
+
+
+def _apart(offsets: Iterable[int]) -> Iterator[int]:
+    """Those that lie a page or more behind the one before them."""
+    last = -_PAGE_NBYTES
+    for offset in offsets:
+        if offset - last >= _PAGE_NBYTES:
+            last = offset
+            yield offset
 
 
 def _before_what_follows(members: Sequence[_Entry], at: int, directory_offset: int) -> int | None:

@@ -221,6 +221,42 @@ def test_what_files_pickle_alike_is_made_once(tmp_path):
     assert other["module"]["a"].storage.path == str(tmp_path / "rank_1.pt")
 
 
+@pytest.mark.parametrize("advice", ("taken", "refused", "unknown"))
+def test_headers_that_lie_apart_are_announced_before_the_first_of_them_is_read(tmp_path, monkeypatch, advice):
+    """A disk or a server has a latency for each read, and then fetches them all at once; it is no more than advice."""
+    path = saved(tmp_path, [*(torch.ones(5000) for _ in range(50)), *(torch.ones(1) for _ in range(50))])
+    expected, calls, pread = loaded(path), [], os.pread
+
+    def read(descriptor: int, nbytes: int, offset: int) -> bytes:
+        calls.append(("read", offset, nbytes))
+        return pread(descriptor, nbytes, offset)
+
+    def advise(descriptor: int, offset: int, nbytes: int, what: int) -> None:
+        calls.append(("announced", offset, nbytes))
+        if advice == "refused":
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "pread", read)
+    if advice == "unknown":
+        monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    else:
+        monkeypatch.setattr(os, "posix_fadvise", advise, raising=False)
+        monkeypatch.setattr(os, "POSIX_FADV_WILLNEED", 3, raising=False)
+    assert loaded(path) == expected
+    announced = [offset for what, offset, _ in calls if what == "announced"]
+    if advice != "taken":
+        assert len(announced) == (advice == "refused")
+        return
+    with open_archive(path) as archive:
+        headers = [one.header_offset for one in archive.members.values()]
+    kinds = [what for what, *_ in calls]
+    first = kinds.index("announced")
+    assert set(kinds[first : first + len(announced)]) == {"announced"}
+    read_after = {offset for what, offset, _ in calls[first:] if what == "read"}
+    assert len(read_after.intersection(announced)) > 45
+    assert 50 < len(announced) < 60 and all(any(at <= header < at + 4096 for at in announced) for header in headers)
+
+
 def test_a_digest_tells_files_apart_that_say_or_hold_anything_else(tmp_path):
     """A copy on another node has the same; another value, another size of a tensor, or another name has not."""
     values = {"a/r.pt": 1, "b/r.pt": 1, "c/r.pt": 2, "d/s.pt": 1}
