@@ -52,28 +52,32 @@ def load_counted(run: Run, model: Model, folder: str) -> tuple[list[tuple[str, i
     return _counting(engine, folder), contents(engine)
 
 
-def load_differing(run: Run, model: Model, folder: str, who: int, differs: str) -> dict[str, Any]:
-    """As `load_counted`, where one rank cannot read what rank 0 lists, or reads another file there.
+def load_differing(run: Run, model: Model, folder: str, who: int | None, differs: str) -> dict[str, Any]:
+    """As `load_counted`, where one rank, or each, cannot read what rank 0 lists, reads another file, or fails after it.
 
     `before` is how many collectives each rank had made when it read.
     """
     from ds_reshard.errors import ReshardError
-    from ds_reshard.hosts.deepspeed import find_checkpoint
+    from ds_reshard.hosts.deepspeed import find_checkpoint, load
 
     engine, before, error = build(run, model, seed=99), list[int](), ""
-    original, own = find_checkpoint.read_heads, torch.distributed.get_rank() == who
+    original, own = find_checkpoint.read_heads, who in (None, torch.distributed.get_rank())
     with ExitStack() as stack:
         stack.enter_context(ds_reshard.install("deepspeed"))
         seen = stack.enter_context(counted())
 
         def read(*arguments: Any, **named: Any) -> Any:
             before.append(len(seen))
-            if own and differs == "unreadable":
+            if own and differs.startswith("unreadable"):
                 raise OSError(5, "Input/output error")
             checkpoint, digests = original(*arguments, **named)
             return checkpoint, (b"another",) if own and differs == "another file" else digests
 
         stack.enter_context(mock.patch.object(find_checkpoint, "read_heads", read))
+        failing = {"unreadable, sizes too": (find_checkpoint, "saved_sizes"), "says nothing": (load, "_said")}
+        if own and differs in failing:
+            fails = mock.Mock(side_effect=RuntimeError("out of order"))
+            stack.enter_context(mock.patch.object(*failing[differs], fails))
         try:
             engine.load_checkpoint(folder)
         except ReshardError as caught:

@@ -75,15 +75,31 @@ def test_a_rank_that_has_read_anything_else_is_told(
     assert_same(truth, [one["held"] for one in told])
 
 
+@pytest.mark.parametrize("differs", ("unreadable", "unreadable, sizes too"))
 @pytest.mark.parametrize(("saved", "loaded"), [*CHANGED, (Run(2, 3), Run(2, 3))], ids=str)
-def test_what_rank_0_cannot_read_no_rank_loads(worlds: Any, saves: Saves, saved: Run, loaded: Run) -> None:
+def test_what_rank_0_cannot_read_no_rank_loads(
+    worlds: Any, saves: Saves, saved: Run, loaded: Run, differs: str
+) -> None:
     """Though the others can: rank 0 tells why, and every rank raises that."""
     model = Model(groups=2, frozen=True, batchnorm=True)
-    given = {"run": loaded, "model": model, "folder": str(saves(saved, model)[0]), "who": 0, "differs": "unreadable"}
+    given = {"run": loaded, "model": model, "folder": str(saves(saved, model)[0]), "who": 0, "differs": differs}
     told = worlds[3].run("collective_jobs.load_differing", **given)
     assert [[name for name, _ in one["collectives"]] for one in told] == [[FOUND, READY, FOUND, READY]] * 3
     errors = {one["error"] for one in told}
     assert len(errors) == 1 and "Input/output error" in errors.pop()
+
+
+@pytest.mark.parametrize("who", (None, 0, 2))
+def test_a_rank_that_cannot_say_what_it_has_read_loads_nothing(worlds: Any, saves: Saves, who: int | None) -> None:
+    """Nor does any other, though all fail alike."""
+    model = Model(groups=2, frozen=True, batchnorm=True)
+    folder, _ = saves(Run(2, 2), model)
+    given = {"run": Run(2, 3), "model": model, "folder": str(folder), "who": who, "differs": "says nothing"}
+    told = worlds[3].run("collective_jobs.load_differing", **given)
+    shards = [] if who is None else [READY]  # what the others say of theirs is compared, and told with it
+    assert [[name for name, _ in one["collectives"]] for one in told] == [[FOUND, READY, *shards]] * 3
+    errors = {one["error"] for one in told}
+    assert len(errors) == 1 and "out of order" in errors.pop()
 
 
 @pytest.mark.parametrize("run", [Run(1, 2), Run(3, 2)], ids=str)

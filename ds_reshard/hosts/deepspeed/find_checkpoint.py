@@ -11,7 +11,7 @@ from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, in_force, rules_in_force
 from ds_reshard.containers.remote import is_url
 from ds_reshard.containers.torch_zip import digests
-from ds_reshard.errors import CheckpointNotFound, Fault, ReshardError, UnsupportedLayout, as_faults, raise_faults
+from ds_reshard.errors import CheckpointNotFound, Fault, UnsupportedLayout, as_faults, raise_faults
 from ds_reshard.formats.zero.checkpoint import ALONE, Row, Sizes, ZeroCheckpoint, open_checkpoint, saved_sizes
 from ds_reshard.formats.zero.content import optimizer_faults, read_as_zero
 from ds_reshard.formats.zero.door import list_folder
@@ -175,9 +175,9 @@ def look_too(found: Found, *, optimizer: bool, row: Row = ALONE) -> Found:
     """
     if found.listing is None:
         return found
-    if rank():  # which has not listed it
-        folders.renew(found.listing.folder)
     try:
+        if rank():  # which has not listed it
+            folders.renew(found.listing.folder)
         checkpoint, prints = read_heads(found.listing, optimizer=optimizer, row=row)
     except Exception as error:
         faults = tuple(as_faults(error, where=f"rank {rank()}"))
@@ -252,7 +252,7 @@ def _sizes(listing: Listing | None) -> Sizes | None:
     try:
         with in_force(ALLOW_ALL):
             return saved_sizes(listing) if listing is not None else None
-    except ReshardError:
+    except Exception:  # what is wrong with the files is told already, and other ranks wait
         return None
 
 

@@ -226,13 +226,13 @@ def _agreed(
     if whole and found.checkpoint is not None and decision.loader:
         checkpoint, subject = found.checkpoint, f"loading {found.checkpoint.listing.folder}"
         steps.take(lambda: raise_faults(_open_all(checkpoint, decision), subject=subject), subject=subject)
-    told = steps.tell(_ready(engine, mine, found, decision, request))
+    told = steps.tell(_ready(engine, mine, found, decision, request, steps))
     if _needs_telling(told):
         first, steps = broadcast(replace(found, same=True)), Steps()
         found = first if found.row == first.row or first.faults else found
         steps.take(lambda: mine, subject=f"loading {request.load_dir}")
         decision = _decide(engine, mine, found, request, steps, orders)
-        told = steps.tell(_ready(engine, mine, found, decision, request))
+        told = steps.tell(_ready(engine, mine, found, decision, request, steps))
     _agree_ready(told, steps, found, decision, request)
     unread = mine is not None and mine.settings.enabled and decision.loader == "DeepSpeed, unread"
     if mine is not None and unread and (found.tag or found.faults or not mine.direct):
@@ -368,7 +368,7 @@ def _agree_ready(told: list[Told], steps: Steps, found: Found, decision: Decisio
     if any(one.step == 1 and one.faults for one in told):
         steps.raise_first(told)
     raise_faults(policy_differences([one.policy for one in said if one.policy is not None]), subject=subject)
-    if len({one.view for one in said}) > 1:
+    if len({one.view for one in said if one.view}) > 1:  # a rank without one has said why
         raise_faults([_disagreement(request.load_dir)], subject=subject)
     failed = any(one.faults for one in told)
     if not failed and len({one.loader for one in said}) > 1:
@@ -388,13 +388,16 @@ def _agree_ready(told: list[Told], steps: Steps, found: Found, decision: Decisio
 
 
 def _ready(
-    engine: DeepSpeedEngine, mine: Considered | None, found: Found, decision: Decision, request: Request
+    engine: DeepSpeedEngine, mine: Considered | None, found: Found, decision: Decision, request: Request, steps: Steps
 ) -> Ready:
-    """What this rank says of itself; nothing where that fails, as its steps have then."""
+    """What this rank says of itself; what it has read also where the rest fails."""
     ready = Ready(view="", policy=None, loader="", same=found.same)
     if mine is None or not found.same:
         return ready
-    return attempt(lambda: _said(engine, mine, found, decision, request))[0] or ready
+    said = steps.take(
+        lambda: _said(engine, mine, found, decision, request), subject=f"loading {request.load_dir}", always=True
+    )
+    return said or ready._replace(row=(found.row, _digest(found.prints)))
 
 
 def _said(engine: DeepSpeedEngine, mine: Considered, found: Found, decision: Decision, request: Request) -> Ready:
