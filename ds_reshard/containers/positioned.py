@@ -125,7 +125,8 @@ class PositionedFile:
         if self._descriptor >= 0 and hasattr(os, "posix_fadvise"):
             with suppress(OSError):  # it is no more than advice
                 for offset in offsets:
-                    os.posix_fadvise(self._descriptor, self._start + offset, nbytes, os.POSIX_FADV_WILLNEED)
+                    if offset < self.nbytes:  # what a directory says may be any number
+                        os.posix_fadvise(self._descriptor, self._start + offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def read_all(self) -> bytes:
         """Every byte. ReadFailed where there are more than the file system has said, which may remember an old size."""

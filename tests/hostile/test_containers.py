@@ -422,6 +422,25 @@ def test_members_of_four_gigabytes_take_their_sizes_from_the_64_bit_fields(tmp_p
     assert (found.storage.nbytes, found.storage.byte_offset) == (huge, 30 + len("small/data/0"))
 
 
+@pytest.mark.parametrize("offset", ((1 << 63) - 1, 1 << 63, (1 << 64) - 1))
+def test_a_header_far_behind_the_file_is_damage(tmp_path, small, offset):
+    """Also where no file, and no call of the system, has such a number."""
+    data = small.read_bytes()
+    end = data.rindex(b"PK\x05\x06")
+    *_, count, nbytes, at, _ = struct.unpack("<4s4H2IH", data[end:])
+    last = data.rindex(b"PK\x01\x02", at, at + nbytes)
+    name_nbytes = int.from_bytes(data[last + 28 : last + 30], "little")
+    entry = bytearray(data[last : last + 46 + name_nbytes])
+    entry[30:34], entry[42:46] = struct.pack("<2H", 12, 0), b"\xff" * 4
+    directory = data[at:last] + entry + struct.pack("<2HQ", 1, 8, offset)
+    path = tmp_path / "far.pt"
+    path.write_bytes(
+        data[:at] + directory + struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, count, count, len(directory), at, 0)
+    )
+    with pytest.raises(CheckpointDamaged, match=f"declares .* bytes at {offset}"):
+        opened(path)
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [

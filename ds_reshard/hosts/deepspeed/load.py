@@ -265,8 +265,10 @@ def _found(engine: DeepSpeedEngine, mine: Considered | None, request: Request, t
         seen, faults, _ = attempt(lambda: _find(engine, mine, request, tag))
         found = seen or Found(faults=tuple(faults))
     told = broadcast(found.told())
-    if mine is None or (rank() == 0 and not found.unread):
-        return found if rank() == 0 else told
+    if rank() == 0 and not found.unread:
+        return found
+    if mine is None:
+        return told
     wanted = narrowed(request, _policy(mine, told)).load_optimizer
     found = look_too(told, optimizer=wanted, row=mine.grid.row)
     if rank() or found.same:
