@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks import engines, processes
 from benchmarks.gpt import Shape
 from benchmarks.load import SCRATCH, warm
-from benchmarks.report import ROOT, commit, keep, machine, spread
+from benchmarks.report import ROOT, commit, keep, machine, results_folder, spread
 from benchmarks.verify import fill, gpt_shapes, write_checkpoint
 
 TREES = ("now", "then")
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("commit", help="the commit to compare with")
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--params", type=float, default=30e6, help="of the model that is loaded (default: %(default)s)")
-    parser.add_argument("--output", type=Path, metavar="FOLDER")
+    parser.add_argument("--output", type=results_folder, metavar="FOLDER")
     arguments = parser.parse_args()
     processes.start()
     SCRATCH.mkdir(exist_ok=True)

@@ -67,7 +67,9 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, choices=sorted(SHAPES), action="append", help="default: all")
     parser.add_argument("--stage", type=int, choices=(2, 3), action="append", help="default: both")
     parser.add_argument("--without", choices=CONTESTANTS, action="append", default=[], help="leave one out")
-    parser.add_argument("--output", type=Path, help="folder for the results (default: none are written)")
+    parser.add_argument(
+        "--output", type=report.results_folder, help="folder for the results (default: none are written)"
+    )
     given = parser.parse_args()
     console = Console(width=max(Console().width, report.WIDTH))
     processes.start()

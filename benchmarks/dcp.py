@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import engines, processes, report
@@ -71,7 +70,9 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dcp", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="rounds, each of all readers (default 5)")
-    parser.add_argument("--output", type=Path, help="folder for the results (default: none are written)")
+    parser.add_argument(
+        "--output", type=report.results_folder, help="folder for the results (default: none are written)"
+    )
     given = parser.parse_args()
     console = Console(width=max(Console().width, report.WIDTH))
     processes.start("ds_reshard.dcp", "torch.distributed.fsdp")

@@ -11,12 +11,11 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.report import commit, keep, machine, spread
+from benchmarks.report import commit, keep, machine, results_folder, spread
 from ds_reshard.execution.fingerprint import fingerprint_of
 
 
@@ -50,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=results_folder)
     given = parser.parse_args()
     made = {
         "commit": commit(),

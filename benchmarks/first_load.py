@@ -31,7 +31,7 @@ from benchmarks.contest import DEEPSPEED, DIRECT, UNIVERSAL, Contestant
 from benchmarks.gpt import Shape
 from benchmarks.load import LOADED_DP, ROOT, SCRATCH, STAGES, warm
 from benchmarks.memory import free_nbytes
-from benchmarks.report import commit, keep, machine, spread
+from benchmarks.report import commit, keep, machine, results_folder, spread
 
 SMALL_PAGES = Contestant(name="small pages", saved_dp=4, config={}, hooked=True)
 """As `direct`, but that huge pages are never tried."""
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="rounds in each condition (default 5)")
     parser.add_argument("--stage", type=int, choices=STAGES, action="append", help="a ZeRO stage; default: 1 and 3")
     parser.add_argument("--no-universal", action="store_true", help="leave ds_to_universal out: it takes minutes")
-    parser.add_argument("--output", type=Path, help="folder for the results")
+    parser.add_argument("--output", type=results_folder, help="folder for the results")
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.work is not None:

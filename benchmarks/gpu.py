@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import Spread, commit, keep, machine, spread
+from benchmarks.report import Spread, commit, keep, machine, results_folder, spread
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import raise_faults
 from ds_reshard.execution.buffers import TensorTarget, torch_dtype
@@ -279,7 +279,7 @@ def main() -> None:
     parser.add_argument("--memory-mib", type=int, default=256, help="pinned memory of a load")
     parser.add_argument("--folder", help="where the files are written, and removed again")
     parser.add_argument("--commit", help="for a tree that is no checkout of git")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=results_folder)
     parser.add_argument("--double", action="store_true", help="the CPU in place of a device; no figures of a GPU")
     given = parser.parse_args()
     if given.double and given.output is not None:

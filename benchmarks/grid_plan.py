@@ -24,7 +24,7 @@ import torch
 from benchmarks.load import ROOT, SCRATCH
 from benchmarks.memory import resident
 from benchmarks.rank_plan import KINDS, RUN, counted, timed
-from benchmarks.report import commit, keep, machine, spread
+from benchmarks.report import commit, keep, machine, results_folder, spread
 from benchmarks.scale import LLAMA, python
 from ds_reshard.execution.buffers import TensorTarget
 from ds_reshard.execution.threads import ThreadExecutor
@@ -199,7 +199,7 @@ def ratios(folder: str, to: Sizes) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=results_folder)
     parser.add_argument("--one", nargs=2, metavar=("FOLDER", "CASE"), help="this process alone")
     given = parser.parse_args()
     if given.one:

@@ -20,7 +20,7 @@ from benchmarks import engines, processes
 from benchmarks.against import worktree
 from benchmarks.gpt import Shape
 from benchmarks.load import SCRATCH
-from benchmarks.report import ROOT, commit, keep
+from benchmarks.report import ROOT, commit, keep, results_folder
 
 TRACED = """
 import json, sys, os, threading
@@ -102,7 +102,7 @@ def told(tree: Path, script: str, *arguments: str, ranks: int = 1) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.house", description=__doc__)
     parser.add_argument("commit", help="the commit to compare with")
-    parser.add_argument("--output", type=Path, metavar="FOLDER")
+    parser.add_argument("--output", type=results_folder, metavar="FOLDER")
     arguments = parser.parse_args()
     processes.start()
     SCRATCH.mkdir(exist_ok=True)

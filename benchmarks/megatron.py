@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from benchmarks.memory import Counters, forget_peak, resident
-from benchmarks.report import ROOT, commit, keep, machine, spread
+from benchmarks.report import ROOT, commit, keep, machine, results_folder, spread
 
 HARNESS = ROOT / "tests" / "hosts" / "megatron"
 sys.path[:0] = [str(HARNESS), str(HARNESS.parent)]
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6, help="of 12.6M parameters each, beside 67M (default 6)")
     parser.add_argument("--runs", type=int, default=5, help="rounds of each case (default 5)")
     parser.add_argument("--release", default="0.19.2", help="of megatron-core (default 0.19.2)")
-    parser.add_argument("--output", type=Path, help="folder for the results")
+    parser.add_argument("--output", type=results_folder, help="folder for the results")
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.work is not None:

@@ -33,7 +33,9 @@ TOOLS = ("convert", "verify --deep")
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.nodes", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="rounds, each of all contestants (default 5)")
-    parser.add_argument("--output", type=Path, help="folder for the results (default: none are written)")
+    parser.add_argument(
+        "--output", type=report.results_folder, help="folder for the results (default: none are written)"
+    )
     given = parser.parse_args()
     folder, out = SCRATCH / "nodes-source", SCRATCH / "nodes-out"
     shutil.rmtree(folder, ignore_errors=True)

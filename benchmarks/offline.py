@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.load import SCRATCH, warm
 from benchmarks.memory import Counters, forget_peak, resident
-from benchmarks.report import commit, exponent, keep, machine, spread
+from benchmarks.report import commit, exponent, keep, machine, results_folder, spread
 from benchmarks.verify import fill, gpt_shapes, write_checkpoint
 from ds_reshard.operations import convert, inspect, verify
 
@@ -133,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=results_folder)
     given = parser.parse_args()
     SCRATCH.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=SCRATCH) as scratch:

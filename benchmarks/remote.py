@@ -51,7 +51,9 @@ sys.stdin.read()
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.remote", description=__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default 3)")
-    parser.add_argument("--output", type=Path, help="folder for the results (default: none are written)")
+    parser.add_argument(
+        "--output", type=report.results_folder, help="folder for the results (default: none are written)"
+    )
     given = parser.parse_args()
     folder = SCRATCH / "remote"
     shutil.rmtree(folder, ignore_errors=True)

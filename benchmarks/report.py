@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -99,15 +100,23 @@ def machine() -> dict[str, Any]:
     }
 
 
-def keep(made: Results, part: str, folder: Path | None, *, device: str | None = None) -> None:
+def results_folder(text: str) -> Path:
+    """An argument that is a folder for results: said before hours of measuring, not after them."""
+    path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a file, and results are kept in a folder")
+    return path
+
+
+def keep(made: Results, part: str, output: Path | None, *, device: str | None = None) -> None:
     """Write what a part of the benchmarks has measured into a folder, where one is given: PART-DEVICE.json.
 
     `device` is what was measured, the processor unless it is named.
     """
-    if folder is None:
+    if output is None:
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{part}-{slug(device or made['machine']['cpu'])}.json"
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / f"{part}-{slug(device or made['machine']['cpu'])}.json"
     path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path}", file=sys.stderr)
 

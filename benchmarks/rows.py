@@ -134,7 +134,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rows", description=__doc__)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=report.results_folder)
     given = parser.parse_args()
     torch.manual_seed(1)
     tensors = [torch.randn(SHAPE) for _ in KEYS]

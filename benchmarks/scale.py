@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.load import ROOT, SCRATCH
-from benchmarks.report import commit, exponent, keep, machine, spread
+from benchmarks.report import commit, exponent, keep, machine, results_folder, spread
 
 sys.path.insert(0, str(ROOT / "tests" / "formats"))
 
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--whole", type=int, metavar="N", help="plan all ranks' files, in N parts")
     parser.add_argument("--long", action="store_true", help="100,000 tensors instead: a minute a run, and a gigabyte")
     parser.add_argument("--every", type=int, metavar="M", default=1, help="plan one part of M (default: all)")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=results_folder)
     given = parser.parse_args()
     SCRATCH.mkdir(exist_ok=True)
     made: dict[str, Any] = {"commit": commit()}

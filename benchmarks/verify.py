@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import commit, keep, machine, spread
+from benchmarks.report import commit, keep, machine, results_folder, spread
 from ds_reshard.operations import Reading, diff, verify
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "formats"))
@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=results_folder)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "checkpoint"

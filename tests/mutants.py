@@ -74,6 +74,7 @@ TESTS = {
     "LATEST": "tests/formats/test_pytorch.py::test_the_tag_is_the_one_that_latest_names",
     "SHARDS": "tests/formats/test_zero_shards.py",
     "COLLECTIVES": "tests/hosts/test_collectives.py::test_an_unchanged_layout_costs_two",
+    "DIFFERING": "tests/hosts/test_ranks_differ.py",
     "SCAN": "tests/hostile/test_unsafe_checkpoints.py tests/hostile/test_pickle_scan.py",
     "DAMAGE": "tests/hostile/test_checkpoints.py",
     "NANOTRON": "tests/formats/test_nanotron.py",

@@ -115,10 +115,11 @@ class TorchArchive:
         if self.pickles == [name] and self._file.whole:
             rules.note(self.path)
         if (found := _DIGESTS.get()) is not None:
-            found[self.path] = self._digest(data)
+            found[self.path] = self.digest(data)
         return value
 
-    def _digest(self, data: bytes) -> bytes:
+    def digest(self, data: bytes) -> bytes:
+        """A digest of the file's name, of its pickle, which is `data`, and of where all that it holds lies."""
         held = [(name, one.byte_offset, one.nbytes, one.crc32) for name, one in self.members.items()]
         digest = blake2b(data, digest_size=16)
         digest.update(repr((os.path.basename(self.path), self.root, held)).encode("utf-8", "surrogatepass"))
@@ -302,6 +303,12 @@ def open_archive(
     anything else than torch.save's zip format with every declared range in place.
     """
     return TorchArchive(PositionedFile(os.fspath(path), part), limits, part[0] if part is not None else 0)
+
+
+def digest_of(path: str) -> bytes:
+    """What `digests` has of a file, without a look at what its pickle says. Raises as `open_archive` does."""
+    with open_archive(path) as archive:
+        return archive.digest(archive.read("data.pkl"))
 
 
 def check_root(path: str, stem: str, root: str) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.containers.crc import crc32, shift
 from ds_reshard.containers.positioned import close, opened, read_into
-from ds_reshard.errors import ChecksumMismatch, Fault
+from ds_reshard.errors import CheckpointDamaged, ChecksumMismatch, Fault
 from ds_reshard.execution.interfaces import Outcome, Slice, read_failed
 from ds_reshard.model.index import Record
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ds_reshard.planning.plan import Check
 
 _CHUNK_NBYTES = 1 << 20
+
+SEEN_BY_ALL = "load from a folder that every rank sees (with node-local storage: copy all files to each node)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,17 +88,29 @@ def combine(by_rank: Iterable[Iterable[PartialSum]]) -> tuple[list[Fault], set[R
     rank failed): every rank that has read some of these reads them again, to be sure: see `read_again`.
     """
     totals: dict[Record, set[PartialSum]] = {}
+    seen: dict[tuple[str, int, int], int | None] = {}
     for sums in by_rank:
         for item in sums:
             totals.setdefault(item.record, set()).add(item)
     faults, again = [], set()
     for record, parts in totals.items():
+        recorded = seen.setdefault(record[:3], record.crc32)
+        if recorded != record.crc32:
+            faults.append(_other_files(record, recorded))
         crc = reduce(xor, (part.crc32 for part in parts))
         if not _whole(record, (span for part in parts for span in part.spans)):
             again.add(record)
         elif crc != record.crc32:
             faults.append(mismatch(record, crc))
     return faults, again
+
+
+def _other_files(record: Record, recorded: int | None) -> Fault:
+    """Ranks read files of one name that hold other bytes, each as it was written."""
+    what = f"ranks see other files of this name: bytes [{record.byte_offset}, {record.byte_offset + record.nbytes})"
+    checksums = (f"{crc:08x}" if crc is not None else "none" for crc in (recorded, record.crc32))
+    expected, found = (f"a recorded crc32 of {crc}" for crc in checksums)
+    return CheckpointDamaged.fault(record.path, what, expected, found, mend=SEEN_BY_ALL)
 
 
 def verify(outcome: Outcome) -> list[Fault]:

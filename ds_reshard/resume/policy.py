@@ -157,17 +157,24 @@ def combine(places: Iterable[Given]) -> ResumePolicy:
 
 def policy_differences(policies: Sequence[ResumePolicy]) -> list[Fault]:
     """A fault for each key that ranks, in their order, were not given alike."""
+    mend = "give every rank the same flags and the same configuration"
+    said = [{key: getattr(policy, key) for key in defaults()} for policy in policies]
+    return differences(said, where="resume policy", mend=mend)
+
+
+def differences(said: Sequence[Mapping[str, object]], *, where: str, mend: str) -> list[Fault]:
+    """A fault for each key of which ranks, in their order, have said other values."""
     faults = []
-    for key in defaults():
+    for key in said[0] if said else ():
         ranks: dict[str, list[int]] = {}
-        for number, policy in enumerate(policies):
-            ranks.setdefault(repr(getattr(policy, key)), []).append(number)
+        for number, values in enumerate(said):
+            ranks.setdefault(repr(values[key]), []).append(number)
         if len(ranks) > 1:
-            (first, where), *others = ranks.items()
-            wanted = f"{first} everywhere, as on {_named(where)}"
+            (first, numbers), *others = ranks.items()
+            wanted = f"{first} everywhere, as on {_named(numbers)}"
             found = ", ".join(f"{value} on {_named(numbers)}" for value, numbers in others)
-            mend = f"give every rank the same flags and the same configuration ({key})"
-            faults.append(ConfigError.fault(f"resume policy: {key}", "differs between ranks", wanted, found, mend=mend))
+            what = "differs between ranks"
+            faults.append(ConfigError.fault(f"{where}: {key}", what, wanted, found, mend=f"{mend} ({key})"))
     return faults
 
 

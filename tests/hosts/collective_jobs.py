@@ -71,7 +71,7 @@ def load_differing(run: Run, model: Model, folder: str, who: int | None, differs
             if own and differs.startswith("unreadable"):
                 raise OSError(5, "Input/output error")
             checkpoint, digests = original(*arguments, **named)
-            return checkpoint, (b"another",) if own and differs == "another file" else digests
+            return checkpoint, dict.fromkeys(digests, b"another") if own and differs == "another file" else digests
 
         stack.enter_context(mock.patch.object(find_checkpoint, "read_heads", read))
         failing = {"unreadable, sizes too": (find_checkpoint, "saved_sizes"), "says nothing": (load, "_said")}

@@ -55,6 +55,15 @@ def dealt(draw):
     return ranks
 
 
+def test_two_files_of_one_name_are_told_apart():
+    """Each is as it was written, so that a rank which reads its own again finds nothing wrong."""
+    other = RECORD._replace(crc32=crc32(changed(0)))
+    errors, again = verdict(read((0, 32)), read((32, 64), data=changed(0), record=other))
+    assert errors == ["CheckpointDamaged"] and again == {RECORD, other}
+    elsewhere = other._replace(path="another file")
+    assert verdict(read((0, 32)), read((32, 64), data=changed(0), record=elsewhere)) == ([], {RECORD, elsewhere})
+
+
 @QUICK
 @given(dealt())
 def test_slices_of_all_ranks_are_the_whole(ranks):

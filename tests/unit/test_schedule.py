@@ -185,7 +185,7 @@ def test_megatrons_weight_decay_has_the_values_of_its_formula(style: str, table:
 @given(data=st.data())
 def test_megatrons_schedule_is_its_own_to_the_last_bit(data: st.DataObject) -> None:
     """Against OptimizerParamScheduler where megatron.core is installed; the tables above hold everywhere."""
-    module = pytest.importorskip("megatron.core.optimizer_param_scheduler")
+    module = pytest.importorskip("megatron.core.optimizer_param_scheduler", reason="megatron.core is not installed")
     high = data.draw(st.floats(1e-6, 1.0))
     low, first = (data.draw(st.floats(0.0, high)) for _ in range(2))
     decay = data.draw(st.integers(2, 400))

@@ -190,6 +190,11 @@ def state_file(name: str, kind: str) -> str:
     return f"{ZERO}/{name}/{kind}.pt"
 
 
+def is_state_file(path: str, folder: str) -> bool:
+    """Whether a file of the universal checkpoint `folder` has one state of one parameter."""
+    return path.startswith(f"{folder}/{ZERO}/") and path != f"{folder}/{OPTIMIZER_STATE}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateFile:
     """One state of one parameter: a tensor, or with `tensor` None one value; `keys` are what lies beside the tensor."""

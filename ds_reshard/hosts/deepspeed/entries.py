@@ -50,6 +50,19 @@ class Request:
     def load_optimizer(self) -> bool:
         return self.optimizer and not self.module_only
 
+    @property
+    def given(self) -> dict[str, object]:
+        """What the user gave, by DeepSpeed's names; of a function only that there is one."""
+        return {
+            "load_dir": self.load_dir.rstrip("/"),
+            "tag": self.tag or None,
+            "load_module_strict": self.strict,
+            "load_optimizer_states": self.optimizer,
+            "load_lr_scheduler_states": self.scheduler,
+            "load_module_only": self.module_only,
+            "custom_load_fn": self.custom_load_fn and "a function",
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerValues:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, in_force, rules_in_force
 from ds_reshard.containers.remote import is_url
-from ds_reshard.containers.torch_zip import digests
+from ds_reshard.containers.torch_zip import digest_of, digests
 from ds_reshard.errors import CheckpointNotFound, Fault, UnsupportedLayout, as_faults, raise_faults
 from ds_reshard.formats.zero.checkpoint import ALONE, Row, Sizes, ZeroCheckpoint, open_checkpoint, saved_sizes
 from ds_reshard.formats.zero.content import optimizer_faults, read_as_zero
 from ds_reshard.formats.zero.door import list_folder
 from ds_reshard.formats.zero.model_states import read_entries
 from ds_reshard.formats.zero.names import Listing, pattern_in_path, stray_files
+from ds_reshard.formats.zero.universal import is_state_file
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.pickles import refuse_unsafe, walk
@@ -47,11 +48,9 @@ class Found:
     says that the folder is a universal one; `own_save` says that this very run has saved it, so that loading it is no
     resume. `aside` is what a resume policy needs of files that are not read here.
 
-    With a `listing` the checkpoint is not told: every rank reads the same two files, and `prints` says what it read.
-    `same` is False on a rank that has not read what rank 0 has, or on rank 0 where it could not: all are then told.
-    `row` is the tensor-parallel rank whose shards `checkpoint` is of: ranks of other rows read those of their own.
-    `stages_apart` says that ranks need to know each other's param groups, by which the states of other stages are
-    named.
+    With a `listing` the checkpoint is not told: every rank reads the files that say what all have alike. `prints` has a
+    digest of each by its path, also of a universal checkpoint, of which these files are told. `stages_apart` says that
+    ranks need to know each other's param groups, by which the states of other stages are named.
     """
 
     tag: str = ""
@@ -62,9 +61,7 @@ class Found:
     own_save: bool = False
     aside: Aside | None = None
     listing: Listing | None = None
-    prints: tuple[bytes, ...] = ()
-    same: bool = True
-    row: int = 0
+    prints: Mapping[str, bytes] = field(default_factory=dict)
     stages_apart: bool = False
 
     @property
@@ -74,7 +71,7 @@ class Found:
 
     def told(self) -> Found:
         """What is told where all goes well: nothing in it grows with the model."""
-        return replace(self, checkpoint=None) if self.listing is not None else self
+        return replace(self, checkpoint=None, prints={}) if self.listing is not None else self
 
 
 _ASIDE = ("lr_scheduler", "ds_config", "global_steps", "global_samples", "skipped_steps", "dp_world_size")
@@ -134,7 +131,7 @@ def look(
     """Rank 0: resolve the tag, list the folder, read what all shards share. Never raises.
 
     A folder of another format is taken as DeepSpeed would have saved what it holds, its parameters renamed as the file
-    `names` says. With `later` a folder of one column is listed alone: rank 0 then reads its files while the others do.
+    `names` says. With `later` a folder without stages is listed alone: rank 0 then reads its files while the others do.
     """
     listing = None
     folders.renew(load_dir)
@@ -154,13 +151,14 @@ def look(
             return Found(faults=(_no_tag(load_dir, str(tag)),))
         refuse_unfinished(folder)
         listing = list_folder(folder)
-        if later and not (listing.faults or listing.universal or listing.layers or len(listing.columns) > 1):
-            return Found(tag=str(tag), listing=listing, row=row.rank)
+        if later and not (listing.faults or listing.universal or listing.layers):
+            return Found(tag=str(tag), listing=listing)
         if listing.universal:  # made of as many files as there are tensors: one rank reads them
-            checkpoint = open_checkpoint(listing, optimizer=optimizer, row=row)
-            return Found(tag=str(tag), checkpoint=checkpoint, universal=True)
+            checkpoint, prints = read_heads(listing, optimizer=optimizer, row=row)
+            prints = {path: digest for path, digest in prints.items() if not is_state_file(path, folder)}
+            return Found(tag=str(tag), checkpoint=checkpoint, universal=True, prints=prints)
         checkpoint, prints = read_heads(listing, optimizer=optimizer, row=row)
-        return Found(tag=str(tag), checkpoint=checkpoint, listing=listing, prints=prints, row=row.rank)
+        return Found(tag=str(tag), checkpoint=checkpoint, listing=listing, prints=prints)
     except Exception as error:
         faults, seen = tuple(as_faults(error, where=f"rank {rank()}")), listing is not None and listing.universal
         return Found(tag=str(tag), faults=faults, sizes=_sizes(listing), universal=seen)
@@ -170,31 +168,25 @@ def look(
 def look_too(found: Found, *, optimizer: bool, row: Row = ALONE) -> Found:
     """Every rank: read what rank 0 has listed, or the same of its own row. Never raises.
 
-    What goes wrong in rank 0's row is told by rank 0 alone: what it has read, against which each rank's own shards are
-    checked, or why it could not.
+    Of a universal checkpoint, which rank 0 has told, only whether this rank sees the same common files.
     """
-    if found.listing is None:
-        return found
     try:
+        if found.universal:
+            return replace(found, prints={path: digest_of(path) for path in found.prints})
+        assert found.listing is not None
         if rank():  # which has not listed it
             folders.renew(found.listing.folder)
         checkpoint, prints = read_heads(found.listing, optimizer=optimizer, row=row)
     except Exception as error:
         faults = tuple(as_faults(error, where=f"rank {rank()}"))
-        if row.rank != found.row:
-            return replace(found, row=row.rank, faults=faults)
-        if rank():
-            return replace(found, same=False)
-        return replace(found, same=False, faults=faults, listing=None, sizes=_sizes(found.listing))
-    same = row.rank != found.row or found.unread or prints == found.prints
-    return replace(found, checkpoint=checkpoint, same=same, prints=prints, row=row.rank)
+        return replace(found, faults=faults, sizes=_sizes(found.listing))
+    return replace(found, checkpoint=checkpoint, prints=prints)
 
 
-def read_heads(listing: Listing, *, optimizer: bool, row: Row) -> tuple[ZeroCheckpoint, tuple[bytes, ...]]:
-    """What all shards share, and a digest of each file that it was read from."""
+def read_heads(listing: Listing, *, optimizer: bool, row: Row) -> tuple[ZeroCheckpoint, Mapping[str, bytes]]:
+    """What all shards share, and a digest of each file that it was read from, by its path."""
     with digests() as found:
-        checkpoint = open_checkpoint(listing, optimizer=optimizer, row=row)
-    return checkpoint, tuple(digest for _, digest in sorted(found.items()))
+        return open_checkpoint(listing, optimizer=optimizer, row=row), found
 
 
 def refuse_unsafe_files(load_dir: str, tag: object, *, universal: bool) -> None:

@@ -7,8 +7,9 @@ can be reached; it has had one signature from 0.14 to 0.19.8.
 
 A load has four collectives of ours where nothing is wrong: what rank 0 found is broadcast; every rank says that it is
 ready; every rank says what it read, as checksums; every rank says that it is done. None of them grows with the model:
-every rank reads the two small files that rank 0 lists, all at once, and a digest of them is compared. Details are told
-only after a difference; but of a universal checkpoint, and of one of another format, rank 0 tells all that it has read.
+every rank reads the two small files that rank 0 lists, all at once, and says a digest of each file that it has opened.
+Details are told only after a difference; but of a universal checkpoint, and of one of another format, rank 0 tells all
+that it has read.
 Where several ranks may read the same bytes, as of grids, two more tell the checksums of what they read in parts. Other
 stages of a pipeline than were saved at ZeRO stage 0 add one, in which ranks tell the order of their param groups. A
 fingerprint or a report file, where one was asked for, adds one; over gloo stage 3 waits for DeepSpeed's gathers with a
@@ -19,24 +20,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, trusted
 from ds_reshard.containers.remote import is_url
-from ds_reshard.errors import CheckpointDamaged, Fault, InternalError, UnsupportedLayout, raise_faults
+from ds_reshard.containers.torch_zip import digests
+from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.execution.cuda import device_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.names import column_of, pattern_in_path, stray_files
-from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures, said_alike
+from ds_reshard.formats.zero.shards import ZeroShards, said_alike
 from ds_reshard.formats.zero.tensor_parallel import unnamed
 from ds_reshard.hosts.deepspeed.copies import Orders, by_other_stages, left_as_built, tell_orders
 from ds_reshard.hosts.deepspeed.divided import told_by_parameters
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries, reads_no_url, scheduler_faults
-from ds_reshard.hosts.deepspeed.find_checkpoint import Found, look, look_aside, look_too, refuse_unsafe_files
+from ds_reshard.hosts.deepspeed.find_checkpoint import Found, look, look_aside, look_too, refuse_unsafe_files, tag_files
 from ds_reshard.hosts.deepspeed.grid import NO_GRID, LiveGrid, expert_sizes, live_grid
 from ds_reshard.hosts.deepspeed.live import (
     LiveOptimizer,
@@ -48,16 +50,17 @@ from ds_reshard.hosts.deepspeed.live import (
     unsupported,
 )
 from ds_reshard.hosts.deepspeed.move import Moved, divided_names, move, unproved
-from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, prepare, same_layout
+from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, other_folder, prepare, same_layout
+from ds_reshard.hosts.deepspeed.ready import Decision, Ready, agree_ready
 from ds_reshard.hosts.deepspeed.resume_session import Resume, policy_of, saved_by
 from ds_reshard.hosts.deepspeed.resume_values import as_it_is, narrowed
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
 from ds_reshard.operations.pickles import scan_files
-from ds_reshard.operations.ranks import Steps, Told, attempt, broadcast, gather, rank
+from ds_reshard.operations.ranks import Steps, attempt, broadcast, rank
 from ds_reshard.operations.watching import asked, phase, watched
-from ds_reshard.resume.policy import ResumePolicy, policy_differences
+from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import say
 
 if TYPE_CHECKING:
@@ -80,36 +83,6 @@ class Considered:
     features: tuple[str, ...]
     policy: ResumePolicy
     grid: LiveGrid = NO_GRID
-
-
-class Ready(NamedTuple):
-    """What a rank says before anything changes; its size does not depend on the model.
-
-    `view` decides which way a rank takes, and `loader` is who loads. `signatures` are digests of what the model and
-    optimizer shards say that this rank opened. `prints` is a digest of the checksums of each optimizer shard, with its
-    name. `names` is a column of the grid, and a digest of the tensors whose fingerprints its ranks will add up. `row`
-    is a row of the grid, and a digest of what its ranks read. `same` is False where a rank has read anything else than
-    rank 0.
-    """
-
-    view: str
-    policy: ResumePolicy | None
-    loader: str
-    signatures: frozenset[tuple[str, bytes]] = frozenset()
-    prints: frozenset[tuple[bytes, str]] = frozenset()
-    names: tuple[int, int] | None = None
-    row: tuple[int, bytes] | None = None
-    same: bool = True
-
-
-@dataclass(slots=True)
-class Decision:
-    """Which way a load takes, as this rank sees it."""
-
-    resume: Resume | None = None
-    loader: str = ""
-    shards: ZeroShards | None = None
-    prepared: Prepared | None = None
 
 
 def load_checkpoint(
@@ -222,18 +195,14 @@ def _agreed(
     """What was found, and what every rank does with it; raises on every rank where one is not ready. Collective."""
     found = _found(engine, mine, request, tag)
     orders = tell_orders(*((mine.live, mine.grid) if mine is not None else (None, NO_GRID)), wanted=found.stages_apart)
-    decision = _decide(engine, mine, found, request, steps, orders)
+    with digests() as read:
+        decision = _decide(engine, mine, found, request, steps, orders)
+    decision.files = read
     if whole and found.checkpoint is not None and decision.loader:
         checkpoint, subject = found.checkpoint, f"loading {found.checkpoint.listing.folder}"
         steps.take(lambda: raise_faults(_open_all(checkpoint, decision), subject=subject), subject=subject)
     told = steps.tell(_ready(engine, mine, found, decision, request, steps))
-    if _needs_telling(told):
-        first, steps = broadcast(replace(found, same=True)), Steps()
-        found = first if found.row == first.row or first.faults else found
-        steps.take(lambda: mine, subject=f"loading {request.load_dir}")
-        decision = _decide(engine, mine, found, request, steps, orders)
-        told = steps.tell(_ready(engine, mine, found, decision, request, steps))
-    _agree_ready(told, steps, found, decision, request)
+    agree_ready(told, steps, found, decision, request)
     unread = mine is not None and mine.settings.enabled and decision.loader == "DeepSpeed, unread"
     if mine is not None and unread and (found.tag or found.faults or not mine.direct):
         refuse_unsafe_files(request.load_dir, found.tag or tag, universal=engine.load_universal_checkpoint())
@@ -265,31 +234,30 @@ def _found(engine: DeepSpeedEngine, mine: Considered | None, request: Request, t
         seen, faults, _ = attempt(lambda: _find(engine, mine, request, tag))
         found = seen or Found(faults=tuple(faults))
     told = broadcast(found.told())
-    if rank() == 0 and not found.unread:
-        return found
     if mine is None:
         return told
-    wanted = narrowed(request, _policy(mine, told)).load_optimizer
-    found = look_too(told, optimizer=wanted, row=mine.grid.row)
-    if rank() or found.same:
+    if rank() == 0 and not found.unread:
         return found
-    seen, faults, _ = attempt(lambda: _with_aside(engine, mine, request, tag, found))
-    return seen or replace(found, faults=(*found.faults, *faults))
+    seen, faults, _ = attempt(lambda: _find_too(engine, mine, request, tag, told))
+    return seen or replace(told, faults=tuple(faults))
+
+
+def _find_too(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: object, told: Found) -> Found:
+    """Every rank: what this rank sees of what rank 0 found."""
+    if told.listing is not None or told.universal:
+        found = look_too(told, optimizer=narrowed(request, _policy(mine, told)).load_optimizer, row=mine.grid.row)
+        return _with_aside(engine, mine, request, tag, found)
+    if mine.direct and not (tag or told.tag or told.faults or told.checkpoint):  # DeepSpeed looks for one on each rank
+        paths = [f"{request.load_dir}/{name}" for name in tag_files(universal=engine.load_universal_checkpoint())]
+        return replace(
+            told, faults=tuple(other_folder(one, rank(), "none", "one") for one in paths if folders.is_file(one))
+        )
+    return told
 
 
 def _policy(mine: Considered, found: Found) -> ResumePolicy:
     """To load what this very run has saved is no resume."""
     return mine.policy if not found.own_save else ResumePolicy(report=mine.policy.report)
-
-
-def _needs_telling(told: Sequence[Told]) -> bool:
-    """Whether some rank has read other files than rank 0, or rank 0 none, and none has failed before."""
-    if any(one.step == 1 and one.faults for one in told):
-        return False
-    said = [one.value for one in told if isinstance(one.value, Ready)]
-    first = said[0].row if said else None
-    others = {one.row for one in said if one.row is not None and first is not None and one.row[0] == first[0]}
-    return len(others) > 1 or any(not one.same for one in said)
 
 
 def _find(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: object) -> Found:
@@ -325,7 +293,7 @@ def _decide(
 ) -> Decision:
     """What this rank does with what rank 0 found; every fault that can be known before the engine changes."""
     made, subject = Decision(), f"loading {request.load_dir}"
-    if mine is None or not found.same:
+    if mine is None:
         return made
     policy = _policy(mine, found)
     made.resume = resume = steps.take(
@@ -361,50 +329,27 @@ def _decide(
     return made
 
 
-def _agree_ready(told: list[Told], steps: Steps, found: Found, decision: Decision, request: Request) -> None:
-    """Raise the same error on every rank where any is not ready, or where ranks differ. Collective."""
-    subject = f"loading {request.load_dir}"
-    listing = found.checkpoint.listing if found.checkpoint is not None else found.listing
-    folder = listing.folder if listing is not None else request.load_dir
-    said = [one.value for one in told if isinstance(one.value, Ready)]
-    if any(one.step == 1 and one.faults for one in told):
-        steps.raise_first(told)
-    raise_faults(policy_differences([one.policy for one in said if one.policy is not None]), subject=subject)
-    if len({one.view for one in said if one.view}) > 1:  # a rank without one has said why
-        raise_faults([_disagreement(request.load_dir)], subject=subject)
-    failed = any(one.faults for one in told)
-    if not failed and len({one.loader for one in said}) > 1:
-        raise_faults([_disagreement(folder)], subject=f"loading {folder}")
-    names = {one.names for one in said if one.names is not None}
-    if not failed and len(names) > len({column for column, _ in names}):
-        what = "ranks hold parts of other tensors"
-        raise_faults([InternalError.fault(folder, what, mend=_BUILD_ALIKE)], subject=f"loading {folder}")
-    rows = {one.row for one in said if one.row is not None}
-    if not failed and len(rows) > len({row for row, _ in rows}):
-        raise_faults([_other_files(folder)], subject=f"loading {folder}")
-    # by what was told alone: of a row whose files are damaged a rank has no checkpoint, and the others wait for it
-    if any(one.signatures for one in said) and (failed or _shards_differ(said)):
-        states = any(one.loader == "ds_reshard" for one in said)
-        told = _compare_shards(told, decision.shards, folder, states=states)
-    steps.raise_first(told)
-
-
 def _ready(
     engine: DeepSpeedEngine, mine: Considered | None, found: Found, decision: Decision, request: Request, steps: Steps
 ) -> Ready:
-    """What this rank says of itself; what it has read also where the rest fails."""
-    ready = Ready(view="", policy=None, loader="", same=found.same)
-    if mine is None or not found.same:
-        return ready
+    """What this rank says of itself, as much as it can where it has failed."""
+    if mine is None:
+        return Ready(view="", policy=None, loader="")
     said = steps.take(
         lambda: _said(engine, mine, found, decision, request), subject=f"loading {request.load_dir}", always=True
     )
-    return said or ready._replace(row=(found.row, _digest(found.prints)))
+    return said or Ready(view="", policy=None, loader="")
 
 
 def _said(engine: DeepSpeedEngine, mine: Considered, found: Found, decision: Decision, request: Request) -> Ready:
     view, shards, prepared = repr((mine.direct, mine.settings.enabled, mine.policy)), decision.shards, decision.prepared
-    ready = Ready(view=view, policy=mine.policy, loader=decision.loader, row=(found.row, _digest(found.prints)))
+    given = request.given if mine.settings.enabled else None
+    ready = Ready(view=view, policy=mine.policy, loader=decision.loader, given=given)
+    if found.prints:
+        names, contents = zip(*sorted(found.prints.items()), strict=True)
+        ready = ready._replace(heads=(_digest(names), _digest(contents)))
+    if found.listing is not None:
+        ready = ready._replace(files=frozenset(decision.files.items()))
     if shards is None:
         return ready
     signatures = frozenset(
@@ -417,43 +362,14 @@ def _said(engine: DeepSpeedEngine, mine: Considered, found: Found, decision: Dec
         for name, marks in shards.prints.items()
         if sum(crc is not None for _, crc in marks) > 1
     )
-    names = None
+    column = None
     if prepared is not None and mine.settings.prove:
-        names = mine.grid.column, divided_names(prepared, unproved=unproved(engine, prepared, request))
-    return ready._replace(signatures=signatures, prints=prints, names=names)
+        column = mine.grid.column, divided_names(prepared, unproved=unproved(engine, prepared, request))
+    return ready._replace(signatures=signatures, prints=prints, names=column)
 
 
 def _digest(value: object) -> bytes:
     return blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def _shards_differ(said: Sequence[Ready]) -> bool:
-    """Whether shards of one family say different things, or two optimizer shards have the same checksums."""
-    families = {one for ready in said for one in ready.signatures}
-    prints = {one for ready in said for one in ready.prints}
-    return len(families) > len({family for family, _ in families}) or len(prints) > len({mark for mark, _ in prints})
-
-
-def _compare_shards(told: list[Told], shards: ZeroShards | None, folder: str, *, states: bool) -> list[Told]:
-    """What ranks said, with what is found where all that their shards say is compared. Collective."""
-    seen = gather((shards.signatures, shards.prints) if shards is not None else ({}, {}))
-    last = max(one.step for one in told)
-    faults = compare_signatures({k: v for one, _ in seen for k, v in one.items()}, folder, states=states)
-    faults += compare_prints({k: v for _, one in seen for k, v in one.items()}, folder)
-    return [*told, Told(last, f"loading {folder}", tuple(faults), None)]
-
-
-_BUILD_ALIKE = "give every rank the same DeepSpeed config and build the same engine"
-
-
-def _other_files(folder: str) -> Fault:
-    what = "ranks of one tensor-parallel rank see other files of one name"
-    mend = "load from a folder that every rank sees (with node-local storage: copy all files to each node)"
-    return CheckpointDamaged.fault(folder, what, "the same files on every node", "others", mend=mend)
-
-
-def _disagreement(where: str) -> Fault:
-    return InternalError.fault(where, "ranks disagree on who loads", mend=_BUILD_ALIKE)
 
 
 def as_saved(engine: DeepSpeedEngine, found: Found, features: tuple[str, ...]) -> bool:

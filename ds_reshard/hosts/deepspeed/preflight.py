@@ -34,9 +34,10 @@ from ds_reshard.hosts.deepspeed.coming_optimizer import precision
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, look
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
-from ds_reshard.hosts.deepspeed.load import Decision, foresee
+from ds_reshard.hosts.deepspeed.load import foresee
 from ds_reshard.hosts.deepspeed.move import counters, group_values
 from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, prepare
+from ds_reshard.hosts.deepspeed.ready import Decision
 from ds_reshard.hosts.deepspeed.settings import SECTION, Settings, parse_settings
 from ds_reshard.operations.forecast import Forecast, RankCost, shown_files
 from ds_reshard.operations.ranks import Steps

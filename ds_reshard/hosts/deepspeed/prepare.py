@@ -18,6 +18,7 @@ from ds_reshard.errors import (
     UnsupportedLayout,
     raise_faults,
 )
+from ds_reshard.execution.checksums import SEEN_BY_ALL
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, is_placeholder
 from ds_reshard.formats.zero.content import SAME_BYTES
 from ds_reshard.formats.zero.experts import same_places
@@ -312,19 +313,16 @@ def _files_as_listed(checkpoint: ZeroCheckpoint, plan: Plan) -> Iterator[Fault]:
         try:
             nbytes = folders.identity(path)[0]
         except OSError as error:
-            yield _other_folder(path, rank(), f"{listed} bytes", error.strerror or str(error))
+            yield other_folder(path, rank(), f"{listed} bytes", error.strerror or str(error))
             continue
         if nbytes != listed:
-            yield _other_folder(path, rank(), f"{listed} bytes", f"{nbytes} bytes")
+            yield other_folder(path, rank(), f"{listed} bytes", f"{nbytes} bytes")
 
 
-def _other_folder(path: str, rank: int, expected: str, found: str) -> Fault:
+def other_folder(path: str, rank: int, expected: str, found: str) -> Fault:
+    """A rank sees other files than rank 0."""
     return CheckpointDamaged.fault(
-        path,
-        f"rank {rank} sees another folder than rank 0",
-        expected,
-        found,
-        mend="load from a folder that every rank sees (with node-local storage: copy all files to each node)",
+        path, f"rank {rank} sees another folder than rank 0", expected, found, mend=SEEN_BY_ALL
     )
 
 

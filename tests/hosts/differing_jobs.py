@@ -1,0 +1,48 @@
+"""A load in which ranks differ: in what they see under one path, as with node-local storage, or in what they ask."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from cases import Model, Run
+from jobs import build, contents, same
+
+import ds_reshard
+
+
+def load(run: Run, model: Model, nodes: list[str], arguments: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """What the load raised, whether it changed the engine, and what the engine holds after it."""
+    engine = build(run, model, seed=99)
+    own = (arguments or [{}] * len(nodes))[torch.distributed.get_rank()]
+    return _load(engine, nodes, lambda: contents(engine), **own)
+
+
+def load_grid(grid: Any, nodes: list[str]) -> dict[str, Any]:
+    import grid_jobs
+
+    def counters(engine: Any) -> dict[str, Any]:
+        return {"counters": (engine.global_steps, engine.global_samples, engine.skipped_steps)}
+
+    def run() -> dict[str, Any]:
+        engine = grid_jobs.build(grid)
+        return _load(engine, nodes, lambda: counters(engine))
+
+    return grid_jobs.alone(run)()  # type: ignore[no-any-return]
+
+
+def _load(engine: Any, nodes: list[str], held: Any, **arguments: Any) -> dict[str, Any]:
+    home, before = os.getcwd(), held()
+    os.chdir(nodes[torch.distributed.get_rank()])
+    told: dict[str, Any] = {"error": None, "text": "", "path": None}
+    try:
+        with ds_reshard.install("deepspeed"):
+            told["path"], _ = engine.load_checkpoint(**{"load_dir": "ckpt", **arguments})
+    except ds_reshard.ReshardError as error:
+        told.update(error=type(error).__name__, text=str(error))
+    finally:
+        os.chdir(home)
+    after = held()
+    unchanged = same(before, after) if "pieces" in before else before == after
+    return {**told, "held": after, "unchanged": unchanged}
