@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from ds_reshard.containers import digests
 from ds_reshard.containers.pickle_instructions import HANDLERS, IN_FRAME, STOPPED
 from ds_reshard.containers.pickle_machine import (
     UNKNOWN,
@@ -105,6 +106,8 @@ def read_pickle(
         raise error
     if not member:
         rules.note(where)
+        if (found := digests.asked()) is not None:
+            found[where] = digests.digest(data)
     return machine.result
 
 

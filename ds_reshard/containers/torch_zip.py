@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from types import MappingProxyType
 from typing import TypeGuard
 
+from ds_reshard.containers import digests
 from ds_reshard.containers.crc import crc32
 from ds_reshard.containers.pickle_reader import DEFAULT_LIMITS, PickleLimits, begins_marked, read_pickle, scan_source
 from ds_reshard.containers.pickle_rules import PickleRules, rules_in_force
@@ -30,7 +28,7 @@ from ds_reshard.errors import (
 )
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, StorageRecord, TensorRecord
 
-__all__ = ["ArchiveLimits", "ArchiveMember", "TorchArchive", "Twins", "check_root", "digests", "open_archive"]
+__all__ = ["ArchiveLimits", "ArchiveMember", "TorchArchive", "Twins", "check_root", "digest_of", "open_archive"]
 
 
 # caffe2/serialize/versions.h, kMinSupportedFileFormatVersion and kMaxSupportedFileFormatVersion, torch 2.13.
@@ -46,18 +44,6 @@ class ArchiveLimits:
 
 
 _DEFAULT = ArchiveLimits()
-_DIGESTS: ContextVar[dict[str, bytes] | None] = ContextVar("digests", default=None)
-
-
-@contextmanager
-def digests() -> Iterator[dict[str, bytes]]:
-    """A digest of each file that is loaded inside, by its path: its name, its pickle, where all that it holds lies."""
-    found: dict[str, bytes] = {}
-    token = _DIGESTS.set(found)
-    try:
-        yield found
-    finally:
-        _DIGESTS.reset(token)
 
 
 class TorchArchive:
@@ -114,16 +100,15 @@ class TorchArchive:
             twins.keep(data, self.members, rules, value)
         if self.pickles == [name] and self._file.whole:
             rules.note(self.path)
-        if (found := _DIGESTS.get()) is not None:
+        if self._file.whole and (found := digests.asked()) is not None:
             found[self.path] = self.digest(data)
         return value
 
     def digest(self, data: bytes) -> bytes:
         """A digest of the file's name, of its pickle, which is `data`, and of where all that it holds lies."""
         held = [(name, one.byte_offset, one.nbytes, one.crc32) for name, one in self.members.items()]
-        digest = blake2b(data, digest_size=16)
-        digest.update(repr((os.path.basename(self.path), self.root, held)).encode("utf-8", "surrogatepass"))
-        return digest.digest()
+        said = repr((os.path.basename(self.path), self.root, held))
+        return digests.digest(data, said.encode("utf-8", "surrogatepass"))
 
     def _judged(self, name: str, data: bytes, mismatch: ChecksumMismatch | None, rules: PickleRules) -> object:
         """The value of a pickle, of which each name is judged; raises as `load`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, reduce
@@ -11,8 +11,9 @@ from hashlib import blake2b
 from operator import xor
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from ds_reshard.errors import ConfigError, Fault, RankLost, ReshardError, as_faults, raise_faults
-from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
+from ds_reshard.containers.digests import digest
+from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, RankLost, ReshardError, as_faults, raise_faults
+from ds_reshard.execution.checksums import SEEN_BY_ALL, PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.interfaces import Outcome
 from ds_reshard.operations.watching import phase
 
@@ -140,6 +141,24 @@ def together(work: Callable[[], T], group: ProcessGroup | None = None, *, subjec
 def of_all(faults: Iterable[Fault], group: ProcessGroup | None = None) -> list[Fault]:
     """What any rank has found, on every rank. Collective."""
     return [fault for of_rank in gather(list(faults), group) for fault in of_rank]
+
+
+def other_files(read: Iterable[Mapping[str, bytes]]) -> list[Fault]:
+    """A fault for each file of which ranks, in their order, have another digest than the first that read it."""
+    first: dict[str, bytes] = {}
+    faults = []
+    for number, of_rank in enumerate(read):
+        for path, said in of_rank.items():
+            if first.setdefault(path, said) != said:
+                what, found = "ranks see other files of this name", f"another on rank {number}"
+                faults.append(CheckpointDamaged.fault(path, what, "one", found, mend=SEEN_BY_ALL))
+    return faults
+
+
+def agree_files(read: Mapping[str, bytes], group: ProcessGroup | None = None, *, subject: str) -> None:
+    """Raise on every rank where ranks have `read` other files of one name; a digest of each by its name. Collective."""
+    if len(set(gather(digest(repr(sorted(read.items())).encode()), group))) > 1:
+        raise_faults(other_files(gather(read, group)), subject=subject)
 
 
 def raise_caused(faults: Iterable[Fault], *, subject: str, cause: Exception | None) -> None:

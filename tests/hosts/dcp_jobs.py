@@ -113,12 +113,12 @@ def missing(folder: str, model: Model, ours: bool, partial: bool) -> tuple[str, 
     return told, all(torch.equal(before[name], after[name]) for name in before), held
 
 
-def lacking(folder: str) -> str:
-    """The text with which a Reader is refused, whose folder is there on rank 0 alone."""
+def opened(folders: list[str]) -> str:
+    """The text with which a Reader is refused of which each rank is given a folder of its own; "" where it is not."""
     import ds_reshard.dcp
 
     try:
-        ds_reshard.dcp.Reader(folder if dist.get_rank() == 0 else folder + "-else", group=dist.group.WORLD)
+        ds_reshard.dcp.Reader(folders[dist.get_rank()], group=dist.group.WORLD)
     except ds_reshard.ReshardError as error:
         return f"{type(error).__name__}: {error}"
     return ""

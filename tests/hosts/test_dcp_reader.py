@@ -222,8 +222,24 @@ def test_a_damaged_shard_is_seen(worlds: Any, saves: Saves, tmp_path: Path) -> N
 
 def test_a_folder_that_one_rank_lacks_is_told_to_all(worlds: Any, saves: Saves) -> None:
     folder, _ = saves(Run(1, 2, "fp32"), Model())
-    first, second = worlds[2].run("dcp_jobs.lacking", folder=str(folder))
+    first, second = worlds[2].run("dcp_jobs.opened", folders=[str(folder), f"{folder}-else"])
     assert first == second and first.startswith("CheckpointNotFound") and f"{folder}-else" in first
+
+
+@pytest.mark.parametrize("made", ("by DeepSpeed", "by torch"))
+def test_copies_of_two_saves_are_no_checkpoint(worlds: Any, saves: Saves, tmp_path: Path, made: str) -> None:
+    """As on nodes' own disks; copies of one are. A save of torch has an id of its own in its directory."""
+    if made == "by DeepSpeed":
+        runs = Run(1, 2, "fp32"), Run(1, 2, "bf16")
+        one, other = (str(saves(run, Model())[0]) for run in runs)
+    else:
+        one, other = (str(tmp_path / name) for name in ("one", "other"))
+        for folder in (one, other):
+            torch.distributed.checkpoint.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=folder, no_dist=True)
+    shutil.copytree(one, tmp_path / "copy")
+    assert worlds[2].run("dcp_jobs.opened", folders=[one, str(tmp_path / "copy")]) == ["", ""]
+    first, second = worlds[2].run("dcp_jobs.opened", folders=[one, other])
+    assert first == second and first.startswith("CheckpointDamaged") and "ranks see other files" in first
 
 
 @pytest.mark.parametrize("limit", [{"threads": 0}, {"threads": -3}, {"memory_nbytes": 0}], ids=str)

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from torch.utils.serialization import config
 from torch_values import DTYPES, TREES, same
 
+from ds_reshard.containers.digests import digests
 from ds_reshard.containers.pickle_rules import PickleRules
 from ds_reshard.containers.positioned import PositionedBytes, PositionedFile, PositionedView
-from ds_reshard.containers.torch_zip import ArchiveLimits, Twins, digest_of, digests, open_archive
+from ds_reshard.containers.torch_zip import ArchiveLimits, Twins, digest_of, open_archive
 from ds_reshard.errors import (
     CheckpointDamaged,
     CheckpointNotFound,

@@ -26,6 +26,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.futures import Future
 
 from ds_reshard.containers import folders
+from ds_reshard.containers.digests import digests
 from ds_reshard.errors import Fault, ModelMismatch, as_faults, raise_faults, wrong_value
 from ds_reshard.execution.buffers import TensorTarget, element_type, tensor_from_bytes, torch_dtype
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
@@ -38,7 +39,7 @@ from ds_reshard.model.index import Index
 from ds_reshard.model.region import Box, box_region
 from ds_reshard.operations.progress import showing
 from ds_reshard.operations.proof import prove
-from ds_reshard.operations.ranks import gather, of_all
+from ds_reshard.operations.ranks import agree_files, gather, of_all
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
@@ -196,14 +197,18 @@ class Reader(StorageReader):
 
     def _open(self, path: str | os.PathLike[str]) -> None:
         """Open it; with a group on every rank, or on none: others would wait for this one in `load`."""
-        try:
-            self._open_here(path)
-        except Exception as error:
-            if self._group is None:
-                raise
-            self._agree(as_faults(error, where=os.fspath(path)))
-        else:
-            self._agree([])
+        faults: list[Fault] = []
+        with digests() as read:
+            try:
+                self._open_here(path)
+            except Exception as error:
+                if self._group is None:
+                    raise
+                faults = as_faults(error, where=os.fspath(path))
+        self._agree(faults)
+        if self._group is not None:
+            folder = f"{self._source.folder}/"
+            agree_files({file.removeprefix(folder): said for file, said in read.items()}, self._group, subject=_SUBJECT)
 
     @uncollected()
     def _open_here(self, path: str | os.PathLike[str]) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ds_reshard.containers import folders
+from ds_reshard.containers.digests import digests
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, in_force, rules_in_force
 from ds_reshard.containers.remote import is_url
-from ds_reshard.containers.torch_zip import digest_of, digests
+from ds_reshard.containers.torch_zip import digest_of
 from ds_reshard.errors import CheckpointNotFound, Fault, UnsupportedLayout, as_faults, raise_faults
 from ds_reshard.formats.zero.checkpoint import ALONE, Row, Sizes, ZeroCheckpoint, open_checkpoint, saved_sizes
 from ds_reshard.formats.zero.content import optimizer_faults, read_as_zero

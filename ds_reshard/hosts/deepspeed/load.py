@@ -26,9 +26,9 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from ds_reshard.containers import folders
+from ds_reshard.containers.digests import digests
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, trusted
 from ds_reshard.containers.remote import is_url
-from ds_reshard.containers.torch_zip import digests
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.execution.cuda import device_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
@@ -348,7 +348,7 @@ def _said(engine: DeepSpeedEngine, mine: Considered, found: Found, decision: Dec
     if found.prints:
         names, contents = zip(*sorted(found.prints.items()), strict=True)
         ready = ready._replace(heads=(_digest(names), _digest(contents)))
-    if found.listing is not None:
+    if not found.universal:  # which has a file for each tensor
         ready = ready._replace(files=frozenset(decision.files.items()))
     if shards is None:
         return ready

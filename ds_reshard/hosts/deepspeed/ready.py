@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ds_reshard.errors import CheckpointDamaged, Fault, InternalError, raise_faults
-from ds_reshard.execution.checksums import SEEN_BY_ALL
+from ds_reshard.errors import Fault, InternalError, raise_faults
 from ds_reshard.formats.zero.shards import ZeroShards, alike_on_all_ranks, compare_prints, compare_signatures
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found
 from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.hosts.deepspeed.resume_session import Resume
-from ds_reshard.operations.ranks import Steps, Told, gather
+from ds_reshard.operations.ranks import Steps, Told, gather, other_files
 from ds_reshard.resume.policy import ResumePolicy, differences, policy_differences
 
 _BUILD_ALIKE = "give every rank the same DeepSpeed config and build the same engine"
@@ -108,14 +107,7 @@ def _refuse_other_files(found: Found, decision: Decision, *, subject: str) -> No
     if decision.loader == "DeepSpeed" and checkpoint is not None:
         for model in (checkpoint.model, *checkpoint.stages):
             read[model.path] = alike_on_all_ranks(model).encode()
-    first: dict[str, bytes] = {}
-    faults = []
-    for number, one in enumerate(gather(read)):
-        for path in one:
-            if first.setdefault(path, one[path]) != one[path]:
-                what, found_there = "ranks see other files of this name", f"another on rank {number}"
-                faults.append(CheckpointDamaged.fault(path, what, "one", found_there, mend=SEEN_BY_ALL))
-    raise_faults(faults, subject=subject)
+    raise_faults(other_files(gather(read)), subject=subject)
 
 
 def _disagreement(where: str) -> Fault:

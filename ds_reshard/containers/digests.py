@@ -1,0 +1,37 @@
+"""Digests of what was read of a checkpoint's files, by which ranks see whether all of them read the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from hashlib import blake2b
+
+_DIGESTS: ContextVar[dict[str, bytes] | None] = ContextVar("digests", default=None)
+
+
+@contextmanager
+def digests() -> Iterator[dict[str, bytes]]:
+    """A digest of each file that is opened inside, by its path, of those that say what lies in them.
+
+    Of a file of torch.save that is its name, its pickle, and where all that it holds lies, with checksums; of a pickle,
+    as the directory of torch.distributed.checkpoint is one, all of it.
+    """
+    found: dict[str, bytes] = {}
+    token = _DIGESTS.set(found)
+    try:
+        yield found
+    finally:
+        _DIGESTS.reset(token)
+
+
+def asked() -> dict[str, bytes] | None:
+    """Where digests are put, or None where nobody has asked for any."""
+    return _DIGESTS.get()
+
+
+def digest(*parts: bytes) -> bytes:
+    made = blake2b(digest_size=16)
+    for part in parts:
+        made.update(part)
+    return made.digest()
