@@ -174,7 +174,7 @@ def differences(said: Sequence[Mapping[str, object]], *, where: str, mend: str) 
             wanted = f"{first} everywhere, as on {_named(numbers)}"
             found = ", ".join(f"{value} on {_named(numbers)}" for value, numbers in others)
             what = "differs between ranks"
-            faults.append(ConfigError.fault(f"{where}: {key}", what, wanted, found, mend=f"{mend} ({key})"))
+            faults.append(ConfigError.fault(f"{where}: {key}", what, wanted, found, mend=mend))
     return faults
 
 

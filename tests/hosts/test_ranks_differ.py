@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,10 @@ def _schedule(content: dict[str, Any]) -> None:
     content["lr_scheduler"]["last_epoch"] += 5
 
 
+def _data(content: dict[str, Any]) -> None:
+    content["random_ltd"] = {"current": 3}
+
+
 def _client(content: dict[str, Any]) -> None:
     content["of this node"] = "1" * 1000
 
@@ -85,6 +90,7 @@ MODEL_FILES, OPTIM_FILES = "*model_states.pt", "*optim_states.pt"
 EDITS = {
     "counter": saved_again(MODEL_FILES, _counter),
     "schedule": saved_again(MODEL_FILES, _schedule),
+    "data": saved_again(MODEL_FILES, _data),
     "weights": saved_again(MODEL_FILES, _weights),
     "optimizer of the model file": saved_again(MODEL_FILES, _optimizer),
     "masters": saved_again(OPTIM_FILES, _masters),
@@ -105,7 +111,7 @@ def test_other_files_are_refused(
     folder, _ = saves(saved, MODEL)
     made = nodes(folder, tmp_path, loaded.dp, who, EDITS[edit])
     told = worlds[loaded.dp].run("differing_jobs.load", run=loaded, model=MODEL, nodes=made)
-    assert refused(told) and "_states.pt: ranks see other files" in told[0]["text"]
+    assert refused(told) and re.search(r"_states.pt: rank(s see other files| . sees another folder)", told[0]["text"])
 
 
 @pytest.mark.parametrize("who", (1, 2))
@@ -168,6 +174,32 @@ def test_of_a_universal_checkpoint_too(
     assert refused(told) and "see other files" in told[0]["text"]
 
 
+@pytest.mark.parametrize(("saved", "loaded"), LAYOUTS, ids=str)
+def test_a_file_that_one_rank_lacks(worlds: Any, saves: Saves, tmp_path: Path, saved: Run, loaded: Run) -> None:
+    """It is told of which rank and where, and not that the file is damaged, which rank 0 sees."""
+    folder, _ = saves(saved, MODEL)
+    name = f"{'zero_pp_rank_0_' if saved.stage == 3 else ''}mp_rank_00_model_states.pt"
+    made = nodes(folder, tmp_path, loaded.dp, 1, lambda node: next(node.glob(f"*/{name}")).unlink())
+    told = worlds[loaded.dp].run("differing_jobs.load", run=loaded, model=MODEL, nodes=made)
+    assert refused(told) and f"{name}: rank 1 sees another folder than rank 0" in told[0]["text"]
+
+
+@pytest.mark.parametrize("who", (0, 1))
+def test_states_that_each_rank_reads_whole(worlds: Any, universals: Any, tmp_path: Path, who: int) -> None:
+    """At stage 0 every rank reads all files of a universal checkpoint, so that each finds its own as it was written."""
+    folder, _ = universals(Run(1, 2), MODEL)
+
+    def edit(node: Path) -> None:
+        path = next(node.glob("*/zero/*/exp_avg.pt"))
+        content = torch.load(path, weights_only=False)
+        content["param"] += 1
+        torch.save(content, path)
+
+    made = nodes(folder, tmp_path, 2, who, edit)
+    told = worlds[2].run("differing_jobs.load", run=Run(0, 2), model=MODEL, nodes=made)
+    assert refused(told) and "exp_avg.pt: ranks see other files" in told[0]["text"]
+
+
 ASKED = [
     {"load_dir": "another"},
     {"tag": "global_step3"},
@@ -175,6 +207,7 @@ ASKED = [
     {"load_lr_scheduler_states": False},
     {"load_module_strict": False},
     {"load_module_only": True},
+    {"custom_load_fn": max},
 ]
 
 
@@ -190,8 +223,18 @@ def test_ranks_that_ask_for_other_things(
     told = worlds[loaded.dp].run("differing_jobs.load", **given, arguments=[*[{}] * (loaded.dp - 1), asked])
     ((name, value),) = asked.items()
     assert {one["error"] for one in told} == {"ConfigError"} and len({one["text"] for one in told}) == 1
-    assert f"load_checkpoint: {name}" in told[0]["text"] and f"{value!r} on rank {loaded.dp - 1}" in told[0]["text"]
+    shown = repr("a function" if callable(value) else value)
+    assert f"load_checkpoint: {name}" in told[0]["text"] and f"{shown} on rank {loaded.dp - 1}" in told[0]["text"]
     assert all(one["unchanged"] for one in told)
+
+
+def test_other_words_for_the_same_are_no_difference(worlds: Any, saves: Saves, tmp_path: Path) -> None:
+    folder, truth = saves(Run(1, 2), MODEL)
+    made = nodes(folder, tmp_path, 3, 0, lambda node: None)
+    asked = [{}, {"load_dir": Path("./ckpt/"), "load_module_strict": 1}, {"load_dir": "./ckpt//", "tag": ""}]
+    told = worlds[3].run("differing_jobs.load", run=Run(1, 3), model=MODEL, nodes=made, arguments=asked)
+    assert {one["error"] for one in told} == {None}
+    assert_same(truth, [one["held"] for one in told])
 
 
 GRIDS = [

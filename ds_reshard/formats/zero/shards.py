@@ -275,6 +275,6 @@ def model_signature(model: ModelStates) -> dict[str, str]:
 
 def alike_on_all_ranks(model: ModelStates) -> str:
     """What a model file of any node says alike: without what a script keeps, and buffers, as batch statistics are."""
-    loaded = {key: model.entries.get(key) for key in ("lr_scheduler", "optimizer")}
+    loaded = {key: model.entries.get(key) for key in ("lr_scheduler", "optimizer", "random_ltd", "data_sampler")}
     weights = {name: tensor for name, tensor in model.module.items() if name not in model.buffer_names}
     return canonical([model_signature(model), loaded, weights])

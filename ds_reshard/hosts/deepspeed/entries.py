@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import io
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ds_reshard.containers.remote import is_url
 from ds_reshard.containers.revive import revive
 from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.execution.buffers import read_tensor, tensor_from_bytes
@@ -52,15 +54,15 @@ class Request:
 
     @property
     def given(self) -> dict[str, object]:
-        """What the user gave, by DeepSpeed's names; of a function only that there is one."""
+        """What the user gave, by DeepSpeed's names, as plain values; of a function only whether there is one."""
         return {
-            "load_dir": self.load_dir.rstrip("/"),
+            "load_dir": self.load_dir.rstrip("/") if is_url(self.load_dir) else os.path.normpath(self.load_dir),
             "tag": self.tag or None,
-            "load_module_strict": self.strict,
-            "load_optimizer_states": self.optimizer,
-            "load_lr_scheduler_states": self.scheduler,
-            "load_module_only": self.module_only,
-            "custom_load_fn": self.custom_load_fn and "a function",
+            "load_module_strict": bool(self.strict),
+            "load_optimizer_states": bool(self.optimizer),
+            "load_lr_scheduler_states": bool(self.scheduler),
+            "load_module_only": bool(self.module_only),
+            "custom_load_fn": "none" if self.custom_load_fn is None else "a function",
         }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ds_reshard.containers import folders
@@ -12,7 +12,8 @@ from ds_reshard.containers.digests import digests
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, in_force, rules_in_force
 from ds_reshard.containers.remote import is_url
 from ds_reshard.containers.torch_zip import digest_of
-from ds_reshard.errors import CheckpointNotFound, Fault, UnsupportedLayout, as_faults, raise_faults
+from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, UnsupportedLayout, as_faults, raise_faults
+from ds_reshard.execution.checksums import SEEN_BY_ALL
 from ds_reshard.formats.zero.checkpoint import ALONE, Row, Sizes, ZeroCheckpoint, open_checkpoint, saved_sizes
 from ds_reshard.formats.zero.content import optimizer_faults, read_as_zero
 from ds_reshard.formats.zero.door import list_folder
@@ -81,7 +82,7 @@ _ASIDE = ("lr_scheduler", "ds_config", "global_steps", "global_samples", "skippe
 def look_aside(load_dir: str, tag: object, *, universal: bool) -> Aside:
     """Rank 0: schedule, counters and JSON of a checkpoint whose tensors are not read here. Never raises."""
     try:
-        tag = tag if tag is not None else latest_tag(load_dir, LATEST_UNIVERSAL if universal else LATEST)
+        tag = tag if tag is not None else latest_tag(load_dir, deepspeeds_file(universal=universal))
         if tag is None:
             return Aside()
         folder = os.path.join(load_dir, str(tag))
@@ -111,6 +112,11 @@ def latest_tag(load_dir: str, *names: str) -> str | None:
     """The tag in the first of these files that there is."""
     files = [file for file in (f"{load_dir}/{name}" for name in names) if folders.is_file(file)]
     return folders.read_text(files[0]).strip() if files else None
+
+
+def deepspeeds_file(*, universal: bool) -> str:
+    """Where DeepSpeed looks for the tag of a load without one."""
+    return LATEST_UNIVERSAL if universal else LATEST
 
 
 def tag_files(*, universal: bool) -> tuple[str, ...]:
@@ -179,8 +185,11 @@ def look_too(found: Found, *, optimizer: bool, row: Row = ALONE) -> Found:
             folders.renew(found.listing.folder)
         checkpoint, prints = read_heads(found.listing, optimizer=optimizer, row=row)
     except Exception as error:
-        faults = tuple(as_faults(error, where=f"rank {rank()}"))
-        return replace(found, faults=faults, sizes=_sizes(found.listing))
+        faults = as_faults(error, where=f"rank {rank()}")
+        if found.listing is not None and rank():
+            listed = [fault.where for fault in faults if fault.where in map(found.listing.path, found.listing.nbytes)]
+            faults = list(files_as_listed(found.listing, listed)) or faults
+        return replace(found, faults=tuple(faults), sizes=_sizes(found.listing))
     return replace(found, checkpoint=checkpoint, prints=prints)
 
 
@@ -188,6 +197,25 @@ def read_heads(listing: Listing, *, optimizer: bool, row: Row) -> tuple[ZeroChec
     """What all shards share, and a digest of each file that it was read from, by its path."""
     with digests() as found:
         return open_checkpoint(listing, optimizer=optimizer, row=row), found
+
+
+def files_as_listed(listing: Listing, paths: Iterable[str]) -> Iterator[Fault]:
+    """Whether this rank sees those files that rank 0 listed, at the sizes that it saw."""
+    for path in paths:
+        listed = listing.nbytes.get(path.removeprefix(f"{listing.folder}/"))
+        try:
+            nbytes = folders.identity(path)[0]
+        except OSError as error:
+            yield other_folder(path, f"{listed} bytes", error.strerror or str(error))
+            continue
+        if nbytes != listed:
+            yield other_folder(path, f"{listed} bytes", f"{nbytes} bytes")
+
+
+def other_folder(path: str, expected: str, found: str) -> Fault:
+    """This rank sees other files than rank 0."""
+    what = f"rank {rank()} sees another folder than rank 0"
+    return CheckpointDamaged.fault(path, what, expected, found, mend=SEEN_BY_ALL)
 
 
 def refuse_unsafe_files(load_dir: str, tag: object, *, universal: bool) -> None:

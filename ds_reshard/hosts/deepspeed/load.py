@@ -22,11 +22,10 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from ds_reshard.containers import folders
-from ds_reshard.containers.digests import digests
+from ds_reshard.containers.digests import digest, digests
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, trusted
 from ds_reshard.containers.remote import is_url
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
@@ -38,7 +37,16 @@ from ds_reshard.formats.zero.tensor_parallel import unnamed
 from ds_reshard.hosts.deepspeed.copies import Orders, by_other_stages, left_as_built, tell_orders
 from ds_reshard.hosts.deepspeed.divided import told_by_parameters
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries, reads_no_url, scheduler_faults
-from ds_reshard.hosts.deepspeed.find_checkpoint import Found, look, look_aside, look_too, refuse_unsafe_files, tag_files
+from ds_reshard.hosts.deepspeed.find_checkpoint import (
+    Found,
+    deepspeeds_file,
+    latest_tag,
+    look,
+    look_aside,
+    look_too,
+    other_folder,
+    refuse_unsafe_files,
+)
 from ds_reshard.hosts.deepspeed.grid import NO_GRID, LiveGrid, expert_sizes, live_grid
 from ds_reshard.hosts.deepspeed.live import (
     LiveOptimizer,
@@ -50,11 +58,12 @@ from ds_reshard.hosts.deepspeed.live import (
     unsupported,
 )
 from ds_reshard.hosts.deepspeed.move import Moved, divided_names, move, unproved
-from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, other_folder, prepare, same_layout
+from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, prepare, same_layout
 from ds_reshard.hosts.deepspeed.ready import Decision, Ready, agree_ready
 from ds_reshard.hosts.deepspeed.resume_session import Resume, policy_of, saved_by
 from ds_reshard.hosts.deepspeed.resume_values import as_it_is, narrowed
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
+from ds_reshard.model.facts import canonical
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
 from ds_reshard.operations.pickles import scan_files
@@ -244,14 +253,14 @@ def _found(engine: DeepSpeedEngine, mine: Considered | None, request: Request, t
 
 def _find_too(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: object, told: Found) -> Found:
     """Every rank: what this rank sees of what rank 0 found."""
+    if told.faults:
+        return told
     if told.listing is not None or told.universal:
         found = look_too(told, optimizer=narrowed(request, _policy(mine, told)).load_optimizer, row=mine.grid.row)
         return _with_aside(engine, mine, request, tag, found)
-    if mine.direct and not (tag or told.tag or told.faults or told.checkpoint):  # DeepSpeed looks for one on each rank
-        paths = [f"{request.load_dir}/{name}" for name in tag_files(universal=engine.load_universal_checkpoint())]
-        return replace(
-            told, faults=tuple(other_folder(one, rank(), "none", "one") for one in paths if folders.is_file(one))
-        )
+    if mine.settings.enabled and not (tag or told.tag or told.checkpoint):
+        file = f"{request.load_dir}/{deepspeeds_file(universal=engine.load_universal_checkpoint())}"
+        return replace(told, faults=(other_folder(file, "none", "one"),) if folders.is_file(file) else ())
     return told
 
 
@@ -271,6 +280,9 @@ def _find(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: obje
         looked = look(load_dir, tag, optimizer=wanted, universal=universal, names=names, row=row, later=True)
         apart = looked.checkpoint is not None and by_other_stages(looked.checkpoint, mine.grid)
         found = replace(looked, own_save=own_save, stages_apart=apart)
+    elif mine.settings.enabled:
+        named = tag if tag is not None else latest_tag(load_dir, deepspeeds_file(universal=universal))
+        found = replace(found, tag=str(named or ""))
     return found if found.unread else _with_aside(engine, mine, request, tag, found)
 
 
@@ -279,8 +291,9 @@ def _with_aside(engine: DeepSpeedEngine, mine: Considered, request: Request, tag
     unread = not mine.direct or (found.tag and _is_unread(engine, mine, found))
     if not unread or _policy(mine, found).is_default:
         return found
-    tag, universal = found.tag if mine.direct else tag, engine.load_universal_checkpoint()
-    return replace(found, aside=look_aside(request.load_dir, tag, universal=universal))
+    aside = look_aside(request.load_dir, found.tag or tag, universal=engine.load_universal_checkpoint())
+    said = {aside.folder: digest(canonical(aside.entries).encode())}
+    return replace(found, aside=aside, prints={**found.prints, **said})
 
 
 def _is_unread(engine: DeepSpeedEngine, mine: Considered, found: Found) -> bool:
@@ -334,20 +347,20 @@ def _ready(
 ) -> Ready:
     """What this rank says of itself, as much as it can where it has failed."""
     if mine is None:
-        return Ready(view="", policy=None, loader="")
+        return Ready()
     said = steps.take(
         lambda: _said(engine, mine, found, decision, request), subject=f"loading {request.load_dir}", always=True
     )
-    return said or Ready(view="", policy=None, loader="")
+    return said or Ready()
 
 
 def _said(engine: DeepSpeedEngine, mine: Considered, found: Found, decision: Decision, request: Request) -> Ready:
     view, shards, prepared = repr((mine.direct, mine.settings.enabled, mine.policy)), decision.shards, decision.prepared
     given = request.given if mine.settings.enabled else None
     ready = Ready(view=view, policy=mine.policy, loader=decision.loader, given=given)
-    if found.prints:
-        names, contents = zip(*sorted(found.prints.items()), strict=True)
-        ready = ready._replace(heads=(_digest(names), _digest(contents)))
+    read = [sorted(files.items()) for files in (found.prints, decision.files) if files]
+    sets = (zip(*files, strict=True) for files in read)
+    ready = ready._replace(sets=frozenset((_digest(paths), _digest(digests)) for paths, digests in sets))
     if not found.universal:  # which has a file for each tensor
         ready = ready._replace(files=frozenset(decision.files.items()))
     if shards is None:
@@ -369,7 +382,7 @@ def _said(engine: DeepSpeedEngine, mine: Considered, found: Found, decision: Dec
 
 
 def _digest(value: object) -> bytes:
-    return blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return digest(repr(value).encode("utf-8", "surrogatepass"))
 
 
 def as_saved(engine: DeepSpeedEngine, found: Found, features: tuple[str, ...]) -> bool:

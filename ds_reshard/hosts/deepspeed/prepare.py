@@ -9,16 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from ds_reshard.containers import folders
-from ds_reshard.errors import (
-    CheckpointDamaged,
-    Fault,
-    ModelMismatch,
-    ParamGroupMismatch,
-    UnsupportedLayout,
-    raise_faults,
-)
-from ds_reshard.execution.checksums import SEEN_BY_ALL
+from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, is_placeholder
 from ds_reshard.formats.zero.content import SAME_BYTES
 from ds_reshard.formats.zero.experts import same_places
@@ -46,6 +37,7 @@ from ds_reshard.hosts.deepspeed.entries import (
     revived,
     scalar,
 )
+from ds_reshard.hosts.deepspeed.find_checkpoint import files_as_listed
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, Shape, live_kind, param_shape
 from ds_reshard.hosts.deepspeed.load_targets import Wants, entries_of, state_faults, want_model, want_optimizer
@@ -164,7 +156,7 @@ def prepare(
     faults += copies_apart(checkpoint, grid, index, position, size, memory_nbytes=settings.memory_nbytes)
     faults += shares_unproved(wants, prove=settings.prove)
     compared = shards.compare() if isinstance(shards, ForeignShards) else ()
-    faults += [*index.faults, *wants.faults, *compared, *_files_as_listed(checkpoint, plan)]
+    faults += [*index.faults, *wants.faults, *compared, *files_as_listed(checkpoint.listing, plan.files)]
     raise_faults(faults, subject=subject)
     return Prepared(
         checkpoint=checkpoint,
@@ -304,26 +296,6 @@ def _uneven_states(checkpoint: ZeroCheckpoint, number: int, shapes: Mapping[str,
             mend="build the optimizer with the param groups that were saved, or pass load_optimizer_states=False",
         )
     ]
-
-
-def _files_as_listed(checkpoint: ZeroCheckpoint, plan: Plan) -> Iterator[Fault]:
-    """Whether this rank sees the files that rank 0 listed, at the sizes that it saw."""
-    for path in plan.files:
-        listed = checkpoint.listing.nbytes[path.removeprefix(f"{checkpoint.listing.folder}/")]
-        try:
-            nbytes = folders.identity(path)[0]
-        except OSError as error:
-            yield other_folder(path, rank(), f"{listed} bytes", error.strerror or str(error))
-            continue
-        if nbytes != listed:
-            yield other_folder(path, rank(), f"{listed} bytes", f"{nbytes} bytes")
-
-
-def other_folder(path: str, rank: int, expected: str, found: str) -> Fault:
-    """A rank sees other files than rank 0."""
-    return CheckpointDamaged.fault(
-        path, f"rank {rank} sees another folder than rank 0", expected, found, mend=SEEN_BY_ALL
-    )
 
 
 def same_layout(

@@ -12,7 +12,7 @@ from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found
 from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.hosts.deepspeed.resume_session import Resume
-from ds_reshard.operations.ranks import Steps, Told, gather, other_files
+from ds_reshard.operations.ranks import Steps, Told, attempt, gather, other_files
 from ds_reshard.resume.policy import ResumePolicy, differences, policy_differences
 
 _BUILD_ALIKE = "give every rank the same DeepSpeed config and build the same engine"
@@ -35,19 +35,19 @@ class Ready(NamedTuple):
     `given` are the arguments of the load, where ds_reshard has to do with it at all. `view` decides which way a rank
     takes, and `loader` is who loads. `signatures` are digests of what the model and optimizer shards say that this rank
     opened. `prints` is a digest of the checksums of each optimizer shard, with its name. `names` is a column of the
-    grid, and a digest of the tensors whose fingerprints its ranks will add up. `heads` is a digest of the names of the
-    files that say what all shards have alike, and one of what is in them; `files` is the name of each shard that this
-    rank opened, and a digest of what is in it.
+    grid, and a digest of the tensors whose fingerprints its ranks will add up. `sets` are digests of the paths of the
+    files that say what all shards have alike, and of what is in them, and of the shards that this rank opened; `files`
+    has the path of each of these, and a digest of what is in it.
     """
 
-    view: str
-    policy: ResumePolicy | None
-    loader: str
+    view: str = ""
+    policy: ResumePolicy | None = None
+    loader: str = ""
     given: Mapping[str, object] | None = None
     signatures: frozenset[tuple[str, bytes]] = frozenset()
     prints: frozenset[tuple[bytes, str]] = frozenset()
     names: tuple[int, int] | None = None
-    heads: tuple[bytes, bytes] | None = None
+    sets: frozenset[tuple[bytes, bytes]] = frozenset()
     files: frozenset[tuple[str, bytes]] = frozenset()
 
 
@@ -71,8 +71,7 @@ def agree_ready(told: list[Told], steps: Steps, found: Found, decision: Decision
     if not failed and _differ(one.names for one in said if one.names is not None):
         what = "ranks hold parts of other tensors"
         raise_faults([InternalError.fault(folder, what, mend=_BUILD_ALIKE)], subject=f"loading {folder}")
-    heads = {one.heads for one in said if one.heads is not None}
-    if not failed and (_differ(heads) or _differ(one for ready in said for one in ready.files)):
+    if not failed and _differ(one for ready in said for pairs in (ready.sets, ready.files) for one in pairs):
         _refuse_other_files(found, decision, subject=f"loading {folder}")
     # by what was told alone: of a row whose files are damaged a rank has no checkpoint, and the others wait for it
     differ = _differ(one for ready in said for pairs in (ready.signatures, ready.prints) for one in pairs)
@@ -103,11 +102,16 @@ def _refuse_other_files(found: Found, decision: Decision, *, subject: str) -> No
     Of a model file that DeepSpeed loads only what all ranks have alike has to be the same: each node may have saved its
     own, with what the script keeps of its own and the statistics of its own batches.
     """
-    read, checkpoint = {**found.prints, **decision.files}, found.checkpoint
-    if decision.loader == "DeepSpeed" and checkpoint is not None:
-        for model in (checkpoint.model, *checkpoint.stages):
-            read[model.path] = alike_on_all_ranks(model).encode()
-    raise_faults(other_files(gather(read)), subject=subject)
+
+    def mine() -> dict[str, bytes]:
+        models = (found.checkpoint.model, *found.checkpoint.stages) if found.checkpoint is not None else ()
+        alike = {model.path: alike_on_all_ranks(model).encode() for model in models if decision.loader == "DeepSpeed"}
+        return {**found.prints, **decision.files, **alike}
+
+    read, faults, _ = attempt(mine)
+    told = gather((faults, read or {}))
+    raise_faults([fault for of_rank, _ in told for fault in of_rank], subject=subject)
+    raise_faults(other_files([files for _, files in told]), subject=subject)
 
 
 def _disagreement(where: str) -> Fault:
