@@ -146,6 +146,20 @@ def test_a_latest_that_not_all_see(
         assert_same(truth, [one["held"] for one in told])
 
 
+@pytest.mark.parametrize("who", (0, 1))
+def test_a_latest_that_not_all_see_where_deepspeed_alone_loads(
+    worlds: Any, saves: Saves, tmp_path: Path, who: int
+) -> None:
+    """Rank 0 names the tag there too."""
+    folder, _ = saves(Run(3, 2), MODEL)
+    made = nodes(folder, tmp_path, 2, who, lambda node: (node / "latest").unlink())
+    told = worlds[2].run("differing_jobs.load_without_optimizer", run=Run(3, 2), model=MODEL, nodes=made)
+    if who == 0:
+        assert refused(told) and "ckpt/latest: rank 1 sees another folder than rank 0" in told[0]["text"]
+    else:
+        assert [one["held"]["tags"] for one in told] == [["global_step3"]] * 2
+
+
 @pytest.mark.parametrize(("saved", "loaded"), LAYOUTS, ids=str)
 def test_what_a_script_keeps_may_differ_where_deepspeed_loads(
     worlds: Any, saves: Saves, tmp_path: Path, saved: Run, loaded: Run
