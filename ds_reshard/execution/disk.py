@@ -142,15 +142,20 @@ def spool() -> Iterator[str]:
         if name.startswith(_SPOOL):
             with contextlib.suppress(WriteFailed):  # another user's, or removed by another process at this moment
                 _remove_left(os.path.join(within, name))
-    with _named(within, "takes no folder"):
-        folder = tempfile.mkdtemp(prefix=_SPOOL)
-    held = lock(os.path.join(folder, _HELD))
+    held = None
+    while held is None:  # until no other process has taken it for one that was left
+        with _named(within, "takes no folder"):
+            folder = tempfile.mkdtemp(prefix=_SPOOL)
+        try:
+            held = lock(os.path.join(folder, _HELD))
+        except WriteFailed:
+            if os.path.isdir(folder):
+                raise
     try:
         yield folder
     finally:
         remove(folder)
-        if held is not None:
-            os.close(held)
+        os.close(held)
 
 
 def _remove_left(folder: str) -> None:

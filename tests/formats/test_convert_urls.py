@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -328,6 +329,31 @@ def test_files_that_a_killed_process_did_not_send_are_removed(checkpoint: Path, 
         assert not left.exists()
     with disk.spool() as mine, disk.spool() as other:
         assert not left.exists() and Path(mine).is_dir() and Path(other).is_dir()
+
+
+@pytest.mark.parametrize("taken", ["removed", "held"])
+def test_a_folder_that_another_process_takes_for_one_that_was_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, taken: str
+) -> None:
+    """Between its making and its lock another process that begins may remove it, or be about to: another is made."""
+    made, make = list[str](), tempfile.mkdtemp
+
+    def watched(**named: Any) -> str:
+        made.append(make(**named))
+        if len(made) == 1:
+            held = disk.lock(os.path.join(made[0], "lock"))
+            assert held is not None
+            if taken == "removed":
+                disk.remove(made[0])
+                os.close(held)
+        return made[-1]
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("tempfile.mkdtemp", watched)
+    with disk.spool() as folder:
+        assert folder == made[1] != made[0]
+        assert disk.lock(os.path.join(folder, "lock")) is None
+    assert not os.path.exists(folder) and len(made) == 2
 
 
 def test_room_for_what_is_made_before_it_is_sent(
