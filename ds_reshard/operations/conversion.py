@@ -19,6 +19,7 @@ from ds_reshard.execution.fingerprint import Fingerprint, Witness
 from ds_reshard.formats.zero.tensor_parallel import rules_given
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.content import WEIGHT
+from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Record
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
@@ -99,6 +100,7 @@ def convert_listing(
     )
 
 
+@uncollected()
 def _sizes(target: Target) -> dict[str, int]:
     """About how many bytes each unit takes: those of one family differ by little."""
     of_family: dict[str, int] = {}
@@ -343,6 +345,7 @@ class _Work:
         if self._is_first:
             self._workspace.forget()
 
+    @uncollected()
     def finish(self) -> bool:
         """Where all units are written: check what their sums say together, and give the output its name."""
         if not self._is_first:
