@@ -30,8 +30,9 @@ def asked() -> dict[str, bytes] | None:
     return _DIGESTS.get()
 
 
-def digest(*parts: bytes) -> bytes:
+def digest(*parts: object) -> bytes:
+    """16 bytes that stand for bytes, and for plain values by how they are written."""
     made = blake2b(digest_size=16)
     for part in parts:
-        made.update(part)
+        made.update(part if isinstance(part, bytes) else repr(part).encode("utf-8", "surrogatepass"))
     return made.digest()

@@ -107,8 +107,7 @@ class TorchArchive:
     def digest(self, data: bytes) -> bytes:
         """A digest of the file's name, of its pickle, which is `data`, and of where all that it holds lies."""
         held = [(name, one.byte_offset, one.nbytes, one.crc32) for name, one in self.members.items()]
-        said = repr((os.path.basename(self.path), self.root, held))
-        return digests.digest(data, said.encode("utf-8", "surrogatepass"))
+        return digests.digest(data, (os.path.basename(self.path), self.root, held))
 
     def _judged(self, name: str, data: bytes, mismatch: ChecksumMismatch | None, rules: PickleRules) -> object:
         """The value of a pickle, of which each name is judged; raises as `load`."""

@@ -157,7 +157,7 @@ def other_files(read: Iterable[Mapping[str, bytes]]) -> list[Fault]:
 
 def agree_files(read: Mapping[str, bytes], group: ProcessGroup | None = None, *, subject: str) -> None:
     """Raise on every rank where ranks have `read` other files of one name; a digest of each by its name. Collective."""
-    if len(set(gather(digest(repr(sorted(read.items())).encode()), group))) > 1:
+    if len(set(gather(digest(sorted(read.items())), group))) > 1:
         raise_faults(other_files(gather(read, group)), subject=subject)
 
 

@@ -292,7 +292,7 @@ def _with_aside(engine: DeepSpeedEngine, mine: Considered, request: Request, tag
     if not unread or _policy(mine, found).is_default:
         return found
     aside = look_aside(request.load_dir, found.tag or tag, universal=engine.load_universal_checkpoint())
-    said = {aside.folder: digest(canonical(aside.entries).encode())}
+    said = {aside.folder: digest(canonical(aside.entries))}
     return replace(found, aside=aside, prints={**found.prints, **said})
 
 
@@ -360,18 +360,18 @@ def _said(engine: DeepSpeedEngine, mine: Considered, found: Found, decision: Dec
     ready = Ready(view=view, policy=mine.policy, loader=decision.loader, given=given)
     read = [sorted(files.items()) for files in (found.prints, decision.files) if files]
     sets = (zip(*files, strict=True) for files in read)
-    ready = ready._replace(sets=frozenset((_digest(paths), _digest(digests)) for paths, digests in sets))
+    ready = ready._replace(sets=frozenset((digest(paths), digest(contents)) for paths, contents in sets))
     if not found.universal:  # which has a file for each tensor
         ready = ready._replace(files=frozenset(decision.files.items()))
     if shards is None:
         return ready
     signatures = frozenset(
-        (family, _digest(sorted(alike.items())))
+        (family, digest(sorted(alike.items())))
         for name, said in shards.signatures.items()
         for family, alike in said_alike(name, said, states=prepared is not None).items()
     )
     prints = frozenset(
-        (_digest((column_of(name), marks)), name)
+        (digest((column_of(name), marks)), name)
         for name, marks in shards.prints.items()
         if sum(crc is not None for _, crc in marks) > 1
     )
@@ -379,10 +379,6 @@ def _said(engine: DeepSpeedEngine, mine: Considered, found: Found, decision: Dec
     if prepared is not None and mine.settings.prove:
         column = mine.grid.column, divided_names(prepared, unproved=unproved(engine, prepared, request))
     return ready._replace(signatures=signatures, prints=prints, names=column)
-
-
-def _digest(value: object) -> bytes:
-    return digest(repr(value).encode("utf-8", "surrogatepass"))
 
 
 def as_saved(engine: DeepSpeedEngine, found: Found, features: tuple[str, ...]) -> bool:

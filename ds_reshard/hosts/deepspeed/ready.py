@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ds_reshard.containers.digests import digest
 from ds_reshard.errors import Fault, InternalError, raise_faults
 from ds_reshard.formats.zero.shards import ZeroShards, alike_on_all_ranks, compare_prints, compare_signatures
 from ds_reshard.hosts.deepspeed.entries import Request
@@ -105,7 +106,7 @@ def _refuse_other_files(found: Found, decision: Decision, *, subject: str) -> No
 
     def mine() -> dict[str, bytes]:
         models = (found.checkpoint.model, *found.checkpoint.stages) if found.checkpoint is not None else ()
-        alike = {model.path: alike_on_all_ranks(model).encode() for model in models if decision.loader == "DeepSpeed"}
+        alike = {model.path: digest(alike_on_all_ranks(model)) for model in models if decision.loader == "DeepSpeed"}
         return {**found.prints, **decision.files, **alike}
 
     read, faults, _ = attempt(mine)
