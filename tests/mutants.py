@@ -75,6 +75,8 @@ TESTS = {
     "SHARDS": "tests/formats/test_zero_shards.py",
     "COLLECTIVES": "tests/hosts/test_collectives.py::test_an_unchanged_layout_costs_two",
     "DIFFERING": "tests/hosts/test_ranks_differ.py",
+    "MEGATRON_DIFFERING": "tests/hosts/megatron/test_megatron_ranks_differ.py",
+    "NANOTRON_DIFFERING": "tests/hosts/test_nanotron_refused.py::test_ranks_that_see_other_files",
     "OPENED": "tests/hosts/test_dcp_reader.py::test_copies_of_two_saves_are_no_checkpoint",
     "SCAN": "tests/hostile/test_unsafe_checkpoints.py tests/hostile/test_pickle_scan.py",
     "DAMAGE": "tests/hostile/test_checkpoints.py",

@@ -14,8 +14,8 @@ _DIGESTS: ContextVar[dict[str, bytes] | None] = ContextVar("digests", default=No
 def digests() -> Iterator[dict[str, bytes]]:
     """A digest of each file that is opened inside, by its path, of those that say what lies in them.
 
-    Of a file of torch.save that is its name, its pickle, and where all that it holds lies, with checksums; of a pickle,
-    as the directory of torch.distributed.checkpoint is one, all of it.
+    Of a file of torch.save that is its name, its pickle, and where all that it holds lies, with checksums, also where
+    it lies inside another file; of a pickle, as the directory of torch.distributed.checkpoint is one, all of it.
     """
     found: dict[str, bytes] = {}
     token = _DIGESTS.set(found)

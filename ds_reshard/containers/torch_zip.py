@@ -100,8 +100,8 @@ class TorchArchive:
             twins.keep(data, self.members, rules, value)
         if self.pickles == [name] and self._file.whole:
             rules.note(self.path)
-        if self._file.whole and (found := digests.asked()) is not None:
-            found[self.path] = self.digest(data)
+        if (found := digests.asked()) is not None:
+            found[self.path if self._file.whole else f"{self.path}, byte {self._start}"] = self.digest(data)
         return value
 
     def digest(self, data: bytes) -> bytes:

@@ -12,7 +12,16 @@ from operator import xor
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ds_reshard.containers.digests import digest
-from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, RankLost, ReshardError, as_faults, raise_faults
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    ConfigError,
+    Fault,
+    RankLost,
+    ReshardError,
+    as_faults,
+    raise_faults,
+)
 from ds_reshard.execution.checksums import SEEN_BY_ALL, PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.interfaces import Outcome
 from ds_reshard.operations.watching import phase
@@ -153,6 +162,15 @@ def other_files(read: Iterable[Mapping[str, bytes]]) -> list[Fault]:
                 what, found = "ranks see other files of this name", f"another on rank {number}"
                 faults.append(CheckpointDamaged.fault(path, what, "one", found, mend=SEEN_BY_ALL))
     return faults
+
+
+def unseen(where: str, seen: Sequence[bool]) -> list[Fault]:
+    """A fault where some ranks, in their order, see a checkpoint, and others do not."""
+    if all(seen) or not any(seen):
+        return []
+    ranks = ", ".join(str(number) for number, there in enumerate(seen) if not there)
+    what, mend = "is not seen by every rank", "put it where every rank reads it under this path"
+    return [CheckpointNotFound.fault(where, what, "the same folder", f"not by rank {ranks}", mend=mend)]
 
 
 def agree_files(read: Mapping[str, bytes], group: ProcessGroup | None = None, *, subject: str) -> None:

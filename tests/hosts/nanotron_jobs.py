@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -145,8 +146,18 @@ def differences(optimizer: Any, run: Run, context: Any) -> list[str]:
     return found
 
 
-def load(run: Run, folders: list[str], policies: list[dict[str, Any] | None] | None = None) -> list[list[str]]:
-    """What is wrong after `load_optimizer` of each folder: differences, or the error; `policies` are of each rank."""
+def load(
+    run: Run, folders: list[str], policies: list[dict[str, Any] | None] | None = None, nodes: list[str] | None = None
+) -> list[list[str]]:
+    """What is wrong after `load_optimizer` of each folder: differences, or the error.
+
+    Each rank has one of `policies`, and is where relative paths begin at one of `nodes`.
+    """
+    with contextlib.chdir(nodes[dist.get_rank()] if nodes is not None else "."):
+        return _load(run, folders, policies)
+
+
+def _load(run: Run, folders: list[str], policies: list[dict[str, Any] | None] | None) -> list[list[str]]:
     from nanotron.serialize import optimizer as nanotrons
 
     context, found = context_of(run), []

@@ -128,6 +128,38 @@ def test_bad_input_is_refused_on_every_rank(axis: str, where: str, tmp_path: Pat
         assert any(said in line for line in one), (case, one)
 
 
+def _moments_again(place: Path) -> None:
+    """Each file whole, with the checksums of what is in it now."""
+    for path in place.glob("optimizer/optimizer_*.pt"):
+        content = torch.load(path)
+        content["state"][0]["exp_avg"].view(-1)[0] += 1
+        torch.save(content, path)
+
+
+OTHERS: dict[str, Harm] = {
+    "counters": lambda place: _json(place, META, lambda c: c["metas"].update(last_train_step=STEP - 1)),
+    "moments": _moments_again,
+}
+
+
+@pytest.mark.parametrize("who", (0, 1))
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("saved", (Run(dp=2, zero=False), EVERY_AXIS), ids=["same", "another"])
+def test_ranks_that_see_other_files(saved: Run, other: str, who: int, tmp_path: Path, worlds: Any) -> None:
+    """Each whole, as copies on nodes may become: no rank loads."""
+    nodes, folder = [tmp_path / f"node{rank}" for rank in range(2)], write(saved, tmp_path / "saved")
+    for node in nodes:
+        copytree(folder, node / "ckpt")
+    live = Run(dp=2, zero=False)
+    both = worlds[2].run("nanotron_jobs.load", run=live, folders=["ckpt"], nodes=list(map(str, nodes)))
+    assert both == [[[]], [[]]]
+    OTHERS[other](nodes[who] / "ckpt" / str(STEP))
+    one, two = worlds[2].run("nanotron_jobs.load", run=live, folders=["ckpt"], nodes=list(map(str, nodes)))
+    assert one == two
+    assert (one[0][0], one[0][-1]) == ("CheckpointDamaged", "changed: False")
+    assert "ranks see other files of this name" in one[0][1]
+
+
 @pytest.mark.parametrize("live", [Run(pp=2), Run(dp=2)], ids=["same", "another"])
 def test_a_configuration_of_the_first_stage_alone_is_nanotrons_own(live: Run, tmp_path: Path, worlds: Any) -> None:
     """World rank 0 writes it, so under pipeline parallelism it lists that rank's parameters: offsets are computed."""

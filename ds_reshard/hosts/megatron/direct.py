@@ -11,17 +11,19 @@ and 0.19.2: training/checkpointing.py `load_checkpoint`, `check_checkpoint_args`
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from types import SimpleNamespace
-from typing import cast
+from typing import NamedTuple, cast
 
 from ds_reshard.containers import folders
+from ds_reshard.containers.digests import digests
 from ds_reshard.containers.remote import is_url
 from ds_reshard.containers.revive import revive
-from ds_reshard.errors import CheckpointNotFound, Fault, ModelMismatch, UnsupportedLayout, raise_faults
+from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.execution.buffers import element_type, read_tensor
+from ds_reshard.execution.checksums import SEEN_BY_ALL
 from ds_reshard.formats.megatron.checkpoint import TRACKER, chain_of, read_object
 from ds_reshard.formats.megatron.door import OpenedMegatron
 from ds_reshard.formats.megatron.flat_states import size_of
@@ -45,11 +47,11 @@ from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Region
 from ds_reshard.operations.filling import fill
 from ds_reshard.operations.proof import unproved
-from ds_reshard.operations.ranks import Steps, agree, attempt, broadcast, raise_caused, rank, world_size
+from ds_reshard.operations.ranks import Steps, agree, agree_files, other_files, rank, unseen, world_size
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Fill, Plan, copies_of
-from ds_reshard.resume.policy import ResumePolicy
+from ds_reshard.resume.policy import ResumePolicy, differences, policy_differences
 
 Base = tuple[object, str, bool, object]
 _MODEL = "build the model that was saved: compare the arguments of both runs"
@@ -194,16 +196,26 @@ def _apart(share: Share, kind: str) -> bool:
     return kind != MASTER or element_type(share.piece.tensor.dtype) is not ElementType.FLOAT32
 
 
-def take(load: Load, arguments: Namespace, models: object) -> Taken | None:
-    """Decide who loads, on rank 0; where that is not Megatron, everything that can be refused is. Collective.
+class Said(NamedTuple):
+    """What a rank says once it has looked: what it was asked for, whose load it takes it for, and what it has read."""
 
-    States that Megatron may have saved shifted are looked at whoever loads. Nothing has changed where it raises, on any
-    rank.
+    policy: ResumePolicy
+    asked: dict[str, object]
+    decided: tuple[str, list[str]] | None
+    files: dict[str, bytes]
+
+
+_ASKED = ("load", "ckpt_step", "finetune", "no_load_optim", "no_load_rng", "pretrained_checkpoint", "ds_reshard_always")
+
+
+def take(load: Load, arguments: Namespace, models: object, announced: Sequence[Fault]) -> Taken | None:
+    """Decide who loads; where that is not Megatron, everything that can be refused is. Collective.
+
+    `announced` is what is wrong before anything is read. States that Megatron may have saved shifted are looked at
+    whoever loads. Nothing has changed where it raises, on any rank.
     """
     wanted = load.optimizer is not None and not arguments.finetune and not arguments.no_load_optim
-    decided, wrong, cause = attempt(lambda: decided_by(arguments, wanted) if rank() == 0 else None)
-    decided, wrong = broadcast((decided, wrong))
-    raise_caused(wrong, subject=f"loading {arguments.load}", cause=cause)
+    decided = _agreed(load, arguments, wanted, announced)
     if decided is None:
         return None
     folder, why = decided
@@ -211,10 +223,7 @@ def take(load: Load, arguments: Namespace, models: object) -> Taken | None:
 
     def opened() -> tuple[Saved, Checkpoint]:
         saved = find_saved(arguments)
-        if saved is None or saved.folder != folder:
-            mend = "put it where every rank reads it under this path"
-            raise_faults([CheckpointNotFound.fault(folder, "is not seen by every rank", mend=mend)], subject=subject)
-            raise AssertionError
+        assert saved is not None, "it was there when it was decided who loads"
         if why:
             raise_faults(unfillable(saved, vars(arguments), "; ".join(why), optimizer=wanted), subject=subject)
         return saved, open_checkpoint(find_listing(folder, None), whole=False)
@@ -228,9 +237,11 @@ def take(load: Load, arguments: Namespace, models: object) -> Taken | None:
         names = None if wanted else frozenset[str]()
         raise_faults(unproved(found[1], names, part=rank(), of=world_size()), subject=subject)
 
-    found = steps.take(opened, subject=subject)
-    taken = steps.take(planned, subject=subject) if why else None
-    steps.take(proved, subject=subject)
+    with digests() as read:
+        found = steps.take(opened, subject=subject)
+        taken = steps.take(planned, subject=subject) if why else None
+        steps.take(proved, subject=subject)
+    agree_files(read, subject=subject)
     if not why:
         steps.agree()
         return None
@@ -243,6 +254,28 @@ def take(load: Load, arguments: Namespace, models: object) -> Taken | None:
     agree(experts_differ(taken.groups(), folder) if wanted and alone else (), subject=subject)
     load.read_in_place = True
     return taken
+
+
+def _agreed(load: Load, arguments: Namespace, wanted: bool, announced: Sequence[Fault]) -> tuple[str, list[str]] | None:
+    """What `decided_by` says on every rank, once all were asked for the same and see the same. Collective."""
+    steps, where = Steps(), str(arguments.load)
+    subject = f"loading {where}"
+    with digests() as read:
+        steps.take(lambda: raise_faults(announced, subject="resume policy"), subject="resume policy")
+        decided = steps.take(lambda: decided_by(arguments, wanted), subject=subject)
+    asked = {name: getattr(arguments, name, None) for name in _ASKED}
+    told = steps.tell(Said(load.policy, asked, decided, read))
+    said = [cast(Said, one.value) for one in told]
+    mend = "give every rank the same command line"
+    faults = policy_differences([one.policy for one in said])
+    faults += differences([one.asked for one in said], where="arguments of Megatron-LM", mend=mend)
+    raise_faults(faults, subject="loading")
+    steps.raise_first(told)
+    faults = unseen(where, [bool(one.files) for one in said])
+    raise_faults(faults or other_files([one.files for one in said]), subject=subject)
+    folders = [{"checkpoint, and why Megatron-LM does not load it": one.decided} for one in said]
+    raise_faults(differences(folders, where=where, mend=SEEN_BY_ALL), subject=subject)
+    return decided
 
 
 def decided_by(arguments: Namespace, wanted: bool) -> tuple[str, list[str]] | None:

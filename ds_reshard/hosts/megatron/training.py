@@ -26,6 +26,7 @@ from pathlib import PurePath
 from typing import cast
 
 from ds_reshard.containers.remote import is_url
+from ds_reshard.containers.torch_zip import digest_of
 from ds_reshard.errors import (
     ConfigError,
     Fault,
@@ -52,7 +53,7 @@ from ds_reshard.hosts.megatron.live import Found, Load, Scheduler, as_number, cu
 from ds_reshard.hosts.megatron.parts import LATE, compares_bounds, matched_groups, schedule_faults
 from ds_reshard.hosts.megatron.pickles import refuse_iteration
 from ds_reshard.hosts.megatron.report import publish_training
-from ds_reshard.operations.ranks import of_all
+from ds_reshard.operations.ranks import agree_files, attempt, of_all
 from ds_reshard.operations.watching import phase, watched
 from ds_reshard.resume import policy_sources
 from ds_reshard.resume.megatron import extra_values, read_schedule
@@ -93,11 +94,11 @@ def load_checkpoint(
 
 def _load(load: Load, original: Callable[..., Result], arguments: Namespace, models: object) -> Result:
     policy, optimizer, scheduler = load.policy, load.optimizer, load.scheduler
-    faults = [*hyperparameter_faults(optimizer, policy), *masters_faults(optimizer, policy)]
-    raise_faults([*faults, *announced_faults(policy, arguments)], subject="resume policy")
+    announced = [*hyperparameter_faults(optimizer, policy), *masters_faults(optimizer, policy)]
+    announced += announced_faults(policy, arguments)
     tell_megatron(policy, arguments)
     with in_force(load):
-        load.taken = take(load, arguments, models)
+        load.taken = take(load, arguments, models, announced)
         with phase("load"):
             iteration, operations = original() if load.taken is None else load.taken.load(original, arguments)
         if load.found is None:
@@ -238,6 +239,10 @@ def load_base_checkpoint(original: Callable[[], Base], load_dir: str, arguments:
         faults = faults_of(error)
     subject = LATE if read and load.read_in_place else f"resuming from {load.where}"
     raise_faults(of_all(faults), subject=subject)
+    if getattr(kind, "name", "") == "LEGACY" and load.taken is None:
+        # several ranks read one file each, which nobody else opens; None where it is none of today's torch.save
+        own, _, _ = attempt(lambda: {name: digest_of(name)})
+        agree_files(own or {}, subject=subject)
     return result
 
 

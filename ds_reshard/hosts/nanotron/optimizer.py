@@ -6,6 +6,7 @@ and the methods below take a state dict that is complete (serialize/optimizer.py
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from itertools import count
 from math import prod
 from typing import TYPE_CHECKING, cast
 
+from ds_reshard.containers.digests import digest, digests
 from ds_reshard.errors import (
     CheckpointDamaged,
     ConfigError,
@@ -27,7 +29,7 @@ from ds_reshard.execution.checksums import compare_records
 from ds_reshard.formats.nanotron.checkpoint import OPTIM, NanotronCheckpoint, NanotronShards, open_checkpoint
 from ds_reshard.formats.nanotron.content import Hyperparameters
 from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
-from ds_reshard.formats.nanotron.names import CONFIG, NanotronListing, read_listing
+from ds_reshard.formats.nanotron.names import CONFIG, META, NanotronListing, read_listing
 from ds_reshard.formats.nanotron.optimizer_file import MASTER, OptimizerFile, SavedGroup
 from ds_reshard.hosts.nanotron.foreign import Foreign, folder_of, foreign_of, states_of
 from ds_reshard.hosts.nanotron.live import Live, Optimizer, ParallelContext, Shape, TrainedPart, experts_of, live_of
@@ -52,7 +54,7 @@ from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.operations.filling import fill
-from ds_reshard.operations.ranks import agree, attempt, gather, together
+from ds_reshard.operations.ranks import agree, agree_files, attempt, gather, together
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
 from ds_reshard.resume.policy import ResumePolicy
@@ -126,6 +128,8 @@ def load_optimizer(arguments: Mapping[str, object], original: Callable[[], objec
         return live_of(optimizer, context), listing, read_metadata(listing)[0] if foreign is None else None
 
     live, listing, metadata = together(look, context.world_pg, subject=f"loading {folder}")
+    if foreign is None:
+        agree_files({os.path.join(folder, META): digest(metadata)}, live.world, subject=f"loading {folder}")
     size = foreign.content.batch_size if foreign is not None else metadata.batch if metadata is not None else None
     found = other_batch(load, live.dp, size)
     saved: list[Group] | None = None
@@ -185,7 +189,10 @@ def _takes_over(live: Live, listing: NanotronListing, metadata: Metadata | None,
     ready = same and policy.loads_moments and policy.scheduler != "strict"  # which compares param groups by names
     if not all(gather(ready, live.world)):
         return True
-    own = together(lambda: _own(live, listing), live.world, subject=f"loading {listing.folder}")
+    subject = f"loading {listing.folder}"
+    with digests() as read:
+        own = together(lambda: _own(live, listing), live.world, subject=subject)
+    agree_files(read, live.world, subject=subject)
     return any(gather(not _fits(live, own, policy), live.world))
 
 
@@ -404,9 +411,11 @@ def prepare(
 
     `before` are findings that this rank had already.
     """
-    checkpoint, faults, cause = attempt(opened)
+    with digests() as read:
+        checkpoint, faults, cause = attempt(opened)
     agree([*faults, *before] if faults else [], live.world, subject=subject, cause=cause)
     assert checkpoint is not None
+    agree_files(read, live.world, subject=subject)
     found, faults, cause = attempt(lambda: list(findings(live, checkpoint, policy)))
     first = live.replica == live.rank.tp == live.rank.dp == 0  # which has a part of every parameter of its stage
     mine: dict[str, Shape] = {name: held.shape for name, held in live.held.items()} if first else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -38,12 +39,18 @@ def load(arguments: str, hooks: bool = True) -> dict[str, Any]:
     }
 
 
-def refused(arguments: str) -> dict[str, Any]:
-    """The same, expected to be refused: the error, and what it had changed by then."""
+def refused(arguments: str, own: list[str] | None = None, nodes: list[str] | None = None) -> dict[str, Any]:
+    """The same, expected to be refused: the error, and what it had changed by then.
+
+    Each rank has `own` arguments, and is where relative paths begin at one of `nodes`.
+    """
     import ds_reshard
 
+    number = int(os.environ["RANK"])
+    if nodes is not None:
+        os.chdir(nodes[number])
     ds_reshard.install("megatron")
-    return ended(lambda: _setup(arguments))
+    return ended(lambda: _setup(f"{arguments} {own[number] if own is not None else ''}"))
 
 
 def wrong(models: Any, optimizer: Any) -> list[str]:
@@ -71,3 +78,17 @@ def wrong(models: Any, optimizer: Any) -> list[str]:
             compare(held[kind], key, index.reshape(-1)[part], kind, kind)
     assert seen
     return found
+
+
+def change(path: str, name: str) -> dict[str, Any]:
+    """Save a file of format `torch` again, with another value in it; it holds classes of Megatron."""
+    held = torch.load(path, weights_only=False)
+    if name == "schedule":
+        held["opt_param_scheduler"]["num_steps"] += 4
+    else:
+        left: list[Any] = [held.get(name, held)]
+        while not torch.is_tensor(left[0]):
+            left = [*left.pop(0).values(), *left] if isinstance(left[0], dict) else left[1:]
+        left[0].view(-1)[0] += 1
+    torch.save(held, path)
+    return {}

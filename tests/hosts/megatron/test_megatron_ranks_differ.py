@@ -1,0 +1,100 @@
+"""Ranks that see other files under one path, as copies on nodes may become, or ask for other things: no rank loads."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saved_worlds import DISTRIBUTED, TP, WORLDS, Saved
+
+pytestmark = pytest.mark.slow
+WORLD, RELEASE = "biases tp2 dp2", "0.18.2"
+LOADS = {"direct": ("", 2), "by Megatron-LM": (TP, 4)}
+TRACKER = "latest_checkpointed_iteration.txt"
+Edit = Callable[[Path], None]
+
+
+@pytest.fixture
+def nodes(saved: Saved, tmp_path: Path) -> Callable[[str, int], list[Path]]:
+    """The folder that each of so many ranks sees: a copy of one checkpoint."""
+
+    def made(form: str, ranks: int) -> list[Path]:
+        places = [tmp_path / f"node{rank}" for rank in range(ranks)]
+        for place in places:
+            shutil.copytree(saved(WORLD, form), place / "ckpt")
+        return places
+
+    return made
+
+
+def _load(releases: Any, nodes: list[Path], load: str, **more: Any) -> list[dict[str, Any]]:
+    arguments, ranks = LOADS[load]
+    job = {"arguments": f"{DISTRIBUTED}{arguments} --load ckpt", "nodes": list(map(str, nodes)), **more}
+    told: list[dict[str, Any]] = releases[RELEASE].run("load_jobs:refused", ranks=ranks, **job)
+    return told
+
+
+def _refused(told: list[dict[str, Any]], said: str) -> None:
+    assert len({one.get("message") for one in told}) == 1, told
+    assert told[0]["refused"] and all(one["changed"] == [] for one in told)
+    assert said in told[0]["message"], told[0]["message"]
+
+
+@pytest.mark.parametrize("who", (0, 1))
+@pytest.mark.parametrize("form", ("model_space", "buckets"))
+@pytest.mark.parametrize("load", LOADS)
+def test_another_save(nodes: Any, saved: Saved, releases: Any, tmp_path: Path, load: str, form: str, who: int) -> None:
+    """The same run has saved it again, and one node has the files of the time before: both are whole."""
+    places = nodes(form, LOADS[load][1])
+    world, asked = WORLDS[WORLD], {"ckpt_format": "torch_dist"}
+    asked |= {"dist_ckpt_optim_fully_reshardable": form == "model_space", "save": str(places[who] / "ckpt")}
+    shutil.rmtree(places[who] / "ckpt")
+    releases[RELEASE].run("format_jobs:save", ranks=world.ranks, arguments=world.arguments, saves=[asked])
+    _refused(_load(releases, places, load), ".metadata: ranks see other files of this name")
+
+
+@pytest.mark.parametrize(
+    ("load", "file", "name"),
+    [
+        ("direct", "mp_rank_00/model_optim_rng.pt", "schedule"),
+        ("direct", "mp_rank_01/model_optim_rng.pt", "model"),
+        ("direct", "mp_rank_01/distrib_optim.pt", "states"),
+        ("by Megatron-LM", "mp_rank_00/model_optim_rng.pt", "schedule"),
+        ("by Megatron-LM", "mp_rank_01/model_optim_rng.pt", "model"),
+    ],
+)
+def test_a_file_that_was_saved_again(nodes: Any, releases: Any, load: str, file: str, name: str) -> None:
+    places = nodes("torch", LOADS[load][1])
+    path = next((places[1] / "ckpt").glob(f"*/{file}"))
+    releases[RELEASE].run("load_jobs:change", path=str(path), name=name)
+    _refused(_load(releases, places, load), f"{file}: ranks see other files of this name")
+
+
+@pytest.mark.parametrize("who", (0, 1))
+@pytest.mark.parametrize("form", ("model_space", "torch"))
+@pytest.mark.parametrize("load", LOADS)
+def test_nothing_on_one_node(nodes: Any, releases: Any, load: str, form: str, who: int) -> None:
+    places = nodes(form, LOADS[load][1])
+    (places[who] / "ckpt" / TRACKER).unlink()
+    _refused(_load(releases, places, load), "is not seen by every rank")
+
+
+@pytest.mark.parametrize("own", ("--no-load-optim", "--finetune", "--no-load-rng", "--load other"))
+@pytest.mark.parametrize("load", LOADS)
+def test_other_arguments(nodes: Any, releases: Any, load: str, own: str) -> None:
+    """A flag on one rank alone: ranks would part ways, or resume other things."""
+    places = nodes("model_space", LOADS[load][1])
+    for place in places:
+        shutil.copytree(place / "ckpt", place / "other")
+    told = _load(releases, places, load, own=["", own, *[""] * (len(places) - 2)])
+    _refused(told, "differs between ranks")
+
+
+@pytest.mark.parametrize("form", ("model_space", "torch"))
+@pytest.mark.parametrize("load", LOADS)
+def test_copies_on_nodes_are_loaded(nodes: Any, releases: Any, load: str, form: str) -> None:
+    told = _load(releases, nodes(form, LOADS[load][1]), load)
+    assert told == [{"refused": None, "log": one["log"]} for one in told]
