@@ -62,7 +62,7 @@ class TorchArchive:
         try:
             self.root, members = read_members(file, limits.directory_nbytes)
             if start:
-                members = {n: replace(one, byte_offset=start + one.byte_offset) for n, one in members.items()}
+                members = {n: one._replace(byte_offset=start + one.byte_offset) for n, one in members.items()}
             self.members: Mapping[str, ArchiveMember] = MappingProxyType(members)
             self._calls = TensorCalls(path, members)
             self._check_kind()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ds_reshard.containers.positioned import PositionedFile
@@ -29,19 +28,19 @@ LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
 _TAIL_NBYTES = 2 << 10
 # A descriptor follows the bytes (bit 3), names are UTF-8 (bit 11): all that torch's writer sets.
-_DESCRIBED, _KNOWN_FLAGS = 0x0008, 0x0808
+_DESCRIBED, KNOWN_FLAGS = 0x0008, 0x0808
 _WIDE_KIND, _PADDING_KIND = 1, 0x4246  # of extra fields; "FB" pads a header so that the bytes behind it are aligned
-_WINDOW_NBYTES = 64 << 10
+WINDOW_NBYTES = 64 << 10
 # Torch writes the 64-bit sizes (28 bytes) and then padding, of which the first 4 bytes are read.
-_EXTRA_NBYTES = 64
+EXTRA_NBYTES = 64
 _ALIGNMENT, _DESCRIPTORS = 64, (0, 16, 24)
 _PAGE_NBYTES = 4 << 10
+_MANY = 64  # members, from which on columns are faster than a loop
 # What torch's writer (0x031e, 45), this package's (20, 45) and Python's zipfile (45) put into end records.
 _VERSIONS = (20, 45, 0x031E)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArchiveMember:
+class ArchiveMember(NamedTuple):
     """A file inside an archive: its name below the root, and where its bytes lie.
 
     `crc32` is what the directory records, in the entry at `entry_offset`; None when the writer recorded none.
@@ -86,7 +85,13 @@ def read_members(file: PositionedFile, max_directory_nbytes: int) -> tuple[str, 
         raise CheckpointDamaged(
             f"{file.path}: a zip directory of {place.nbytes} bytes; at most {max_directory_nbytes} are read"
         )
-    entries = _entries(file, place)
+    directory = file.read(place.byte_offset, place.nbytes)
+    if place.entries >= _MANY and not file.far:
+        from ds_reshard.containers.zip_columns import read_at_once
+
+        if (read := read_at_once(file, place, directory)) is not None:
+            return read
+    entries = _entries(file.path, place, directory)
     if not entries:
         raise CheckpointDamaged(f"{file.path}: the zip file is empty")
     root = entries[0].name.split("/")[0]
@@ -179,9 +184,8 @@ def _what_it_is(head: bytes) -> str:
 # -- the directory -----------------------------------------------------------------------------------------------------
 
 
-def _entries(file: PositionedFile, place: DirectoryPlace) -> list[_Entry]:
+def _entries(path: str, place: DirectoryPlace, directory: bytes) -> list[_Entry]:
     """The lines of the directory in the order of their members' bytes; each member is stored, and of a sane name."""
-    path, directory = file.path, file.read(place.byte_offset, place.nbytes)
     found: list[_Entry] = []
     at = 0
     for number in range(place.entries):
@@ -221,7 +225,7 @@ def _decoded(path: str, raw: bytes) -> str:
 
 
 def _check_stored(path: str, name: str, flags: int, method: int) -> None:
-    if not method and flags in (0, _DESCRIBED, _KNOWN_FLAGS):
+    if not method and flags in (0, _DESCRIBED, KNOWN_FLAGS):
         return
     if flags & 0x2041:
         raise CheckpointDamaged(f"{path}: {name!r} is encrypted; torch.save encrypts nothing")
@@ -229,7 +233,7 @@ def _check_stored(path: str, name: str, flags: int, method: int) -> None:
         raise CheckpointDamaged(
             f"{path}: {name!r} is compressed (method {method}); torch.save stores. Unpack it and zip it with: zip -0"
         )
-    if flags & ~_KNOWN_FLAGS:
+    if flags & ~KNOWN_FLAGS:
         raise CheckpointDamaged(f"{path}: {name!r} has zip flags 0x{flags:04x}, which torch.save does not set")
 
 
@@ -263,7 +267,7 @@ def _data_offsets(file: PositionedFile, members: Sequence[_Entry], directory_off
 
     Of a file that is far away those are left out which lie among tensors: see `_before_what_follows`.
     """
-    file.announce(_apart(member.header_offset for member in members), LOCAL.size + _EXTRA_NBYTES)
+    file.announce(apart(member.header_offset for member in members), LOCAL.size + EXTRA_NBYTES)
     free_from, window, window_offset = 0, b"", 0
     for i, member in enumerate(members):
         start, stop = member.header_offset, member.header_offset + LOCAL.size + len(member.raw)
@@ -274,7 +278,7 @@ def _data_offsets(file: PositionedFile, members: Sequence[_Entry], directory_off
                 f"{file.path}: {member.name!r} declares {member.nbytes} bytes at {start}; its directory is at "
                 f"{directory_offset}: the file was cut short or is damaged"
             )
-        header_stop = min(stop + _EXTRA_NBYTES, directory_offset)
+        header_stop = min(stop + EXTRA_NBYTES, directory_offset)
         if file.far and (placed := _before_what_follows(members, i, directory_offset)) is not None:
             free_from = placed + member.nbytes
             yield placed
@@ -290,7 +294,7 @@ def _data_offsets(file: PositionedFile, members: Sequence[_Entry], directory_off
         yield byte_offset
 
 
-def _apart(offsets: Iterable[int]) -> Iterator[int]:
+def apart(offsets: Iterable[int]) -> Iterator[int]:
     """Those that lie a page or more behind the one before them."""
     last = -_PAGE_NBYTES
     for offset in offsets:
@@ -312,7 +316,7 @@ def _before_what_follows(members: Sequence[_Entry], at: int, directory_offset: i
     before = member.header_offset + LOCAL.size + len(member.raw)
     for behind in _DESCRIPTORS:
         byte_offset = following - behind - member.nbytes
-        if byte_offset % _ALIGNMENT == 0 and before <= byte_offset < before + _EXTRA_NBYTES + 2 * _ALIGNMENT:
+        if byte_offset % _ALIGNMENT == 0 and before <= byte_offset < before + EXTRA_NBYTES + 2 * _ALIGNMENT:
             return byte_offset
     return None
 
@@ -322,8 +326,8 @@ def _window_stop(members: Sequence[_Entry], first: int, directory_offset: int) -
     start = stop = members[first].header_offset
     for number in range(first, len(members)):
         member = members[number]
-        header_stop = member.header_offset + LOCAL.size + len(member.raw) + _EXTRA_NBYTES
-        if stop > start and (member.header_offset > stop + 1024 or header_stop > start + _WINDOW_NBYTES):
+        header_stop = member.header_offset + LOCAL.size + len(member.raw) + EXTRA_NBYTES
+        if stop > start and (member.header_offset > stop + 1024 or header_stop > start + WINDOW_NBYTES):
             break
         stop = header_stop
     return min(stop, directory_offset)
@@ -366,7 +370,7 @@ def frame_faults(path: str, part: tuple[int, int] | None = None) -> Iterator[Fau
     """
     with PositionedFile(path, part) as file:
         place = find_directory(file)
-        entries = _entries(file, place)
+        entries = _entries(path, place, file.read(place.byte_offset, place.nbytes))
         for entry, after in zip(entries, [*entries[1:], None], strict=True):
             stop = after.header_offset if after is not None else place.byte_offset
             for what in _frame_of(file, entry, entries[0], stop):

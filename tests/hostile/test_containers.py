@@ -19,6 +19,7 @@ import torch
 from listener import heard
 from payloads import Attack
 
+from ds_reshard.containers import zip_directory
 from ds_reshard.containers.pickle_reader import read_pickle
 from ds_reshard.containers.pickle_rules import ALLOW_ALL
 from ds_reshard.containers.revive import revive
@@ -177,8 +178,10 @@ def test_every_changed_byte_of_a_pickle_is_a_value_or_an_error():
 # -- archives -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small(tmp_path):
+@pytest.fixture(params=(64, 1), ids=("by a loop", "by columns"))
+def small(tmp_path, request, monkeypatch):
+    """A small file, whose directory is read in each of two ways."""
+    monkeypatch.setattr(zip_directory, "_MANY", request.param)
     path = tmp_path / "small.pt"
     torch.save({"a": torch.arange(3), "b": torch.ones(2, dtype=torch.bfloat16)}, path)
     return path
@@ -315,7 +318,8 @@ def rewritten(path: os.PathLike[str], change: Callable[[list[dict[str, object]]]
     for member in members:
         name, data = str(member["name"]).encode(), member["data"]
         assert isinstance(data, bytes)
-        sizes = (zlib.crc32(data), len(data), int(str(member.get("nbytes", len(data)))))
+        stored = int(str(member.get("stored", len(data))))
+        sizes = (zlib.crc32(data), stored, int(str(member.get("nbytes", stored))))
         fields = (member["flags"], member["method"], 0, 0, *sizes, len(name))
         header_name = str(member.get("header_name", member["name"])).encode()
         offset = int(str(member.get("offset", len(body))))
@@ -354,6 +358,7 @@ def changed(number: int, **fields: object) -> Callable[[list[dict[str, object]]]
         (changed(4, header_crc=1), "another size or checksum in its header"),
         (changed(-1, entries=0), "bytes follow the last entry"),
         (changed(4, nbytes=5), "is not stored"),
+        (changed(4, stored=60), "inside another member"),
         (changed(4, offset=0), "inside another member"),
         (changed(4, offset=10), "inside another member|is not that of"),
         (changed(4, offset=2**31), "cut short or is damaged"),

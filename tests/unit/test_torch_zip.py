@@ -5,8 +5,10 @@ from __future__ import annotations
 import decimal
 import os
 import random
+import re
 import zipfile
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from torch.utils.serialization import config
 from torch_values import DTYPES, TREES, same
 
+from ds_reshard.containers import zip_directory
 from ds_reshard.containers.digests import digests
 from ds_reshard.containers.pickle_rules import PickleRules
 from ds_reshard.containers.positioned import PositionedBytes, PositionedFile, PositionedView
@@ -51,6 +54,51 @@ def test_every_element_type(tmp_path, dtype):
 def test_trees_of_tensors_say_what_torch_load_makes(tmp_path_factory, tree):
     path = saved(tmp_path_factory.mktemp("tree"), tree)
     assert same(loaded(path), torch.load(path, weights_only=True))
+
+
+def _both_ways(path: str, monkeypatch) -> list[object]:
+    """What the directory says, read by columns and by a loop; None where it is refused."""
+    found: list[object] = []
+    for many in (1, 1 << 40):
+        monkeypatch.setattr(zip_directory, "_MANY", many)
+        with PositionedFile(path) as file:
+            try:
+                root, members = zip_directory.read_members(file, 1 << 30)
+            except CheckpointDamaged:
+                found.append(None)
+            else:
+                found.append((root, list(members.items())))
+    return found
+
+
+@pytest.mark.parametrize("sizes", ([0] * 200, [*range(0, 3000, 37)], [20_000, 0, 300, 70_000] * 20))
+@pytest.mark.parametrize("crc32", (True, False))
+def test_many_members_are_read_at_once(tmp_path, monkeypatch, sizes, crc32):
+    """Near headers and far ones: the same as one by one, and without that loop."""
+    torch.serialization.set_crc32_options(crc32)
+    try:
+        path = saved(tmp_path, [torch.ones(size) for size in sizes])
+    finally:
+        torch.serialization.set_crc32_options(True)
+    one, other = _both_ways(path, monkeypatch)
+    assert one == other is not None
+    monkeypatch.setattr(zip_directory, "_MANY", 64)
+    monkeypatch.setattr(zip_directory, "_entries", None)
+    assert len(loaded(path)) == len(sizes)
+
+
+def test_whatever_is_changed_both_ways_say_the_same(tmp_path, monkeypatch):
+    path = saved(tmp_path, [torch.ones(size) for size in range(70)])
+    data = Path(path).read_bytes()
+    told = [one.start() for what in (b"PK\x01\x02", b"PK\x03\x04") for one in re.finditer(what, data)]
+    accepted = 0
+    for start in (*told[:2], told[40], told[72], *told[-2:]):
+        for at, value in product(range(start, start + 100), (0, 1, 8, 0x2E, 0x2F, 0x5C, 0xFF)):
+            Path(path).write_bytes(data[:at] + bytes([value]) + data[at + 1 :])
+            one, other = _both_ways(path, monkeypatch)
+            assert one == other, (at, value)
+            accepted += one is not None
+    assert 500 < accepted < 3500  # times, versions, attributes and padding say nothing
 
 
 def test_tensors_that_share_a_storage_share_its_record(tmp_path):
