@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
@@ -103,21 +104,40 @@ def _word_factors_twice() -> _Wide:
     return numpy.concatenate((word_factors(), word_factors()))
 
 
-def _sums_of_small(first: _Wide, number: _Wide, words: _Words) -> _Wide:
+_ROOMS: list[_Wide] = []
+
+
+@contextmanager
+def _room() -> Iterator[_Wide]:
+    """Room for the words of a portion as int64; one that was used before costs no first touch of its memory."""
+    try:
+        wide = _ROOMS.pop()
+    except IndexError:
+        wide = numpy.empty(_HOST_PORTION_NBYTES // 4, dtype=numpy.int64)
+    try:
+        yield wide
+    finally:
+        _ROOMS.append(wide)
+
+
+def _sums_of_small(first: _Wide, number: _Wide, words: _Words, wide: _Wide) -> _Wide:
     """The sums of parts of at most a block, modulo 2**64: where each begins, how many words it has, the words of all.
 
-    A part lies in one block or two, and the words of two have the factors of one after those of the other.
+    A part lies in one block or two, and the words of two have the factors of one after those of the other. `wide` is
+    room for as many words as int64.
     """
     block, inside = numpy.divmod(first, BLOCK_WORDS)
-    twice, begin = _word_factors_twice(), numpy.cumsum(number) - number
+    twice, begin, products = _word_factors_twice(), numpy.cumsum(number) - number, wide[: len(words)]
     factors = [twice[at : at + many] for at, many in zip(inside.tolist(), number.tolist(), strict=True)]
-    crossing = numpy.flatnonzero(inside + number > BLOCK_WORDS)
-    starts = numpy.concatenate((begin, (begin + BLOCK_WORDS - inside)[crossing]))
-    order = numpy.argsort(starts)
-    part = numpy.concatenate((numpy.arange(len(first)), crossing))[order]
-    blocks = numpy.concatenate((block, block[crossing] + 1))[order]
-    sums = numpy.add.reduceat(words * numpy.concatenate(factors), starts[order]) * _factors(blocks, _FIRST_BLOCK)
-    return numpy.add.reduceat(sums, numpy.searchsorted(part, numpy.arange(len(first))))
+    numpy.multiply(numpy.concatenate(factors, out=products), words, out=products)
+    (crossing,) = numpy.nonzero(inside + number > BLOCK_WORDS)
+    starts = numpy.insert(begin, crossing + 1, (begin + BLOCK_WORDS - inside)[crossing])
+    blocks = numpy.insert(block, crossing + 1, block[crossing] + 1)
+    sums = numpy.add.reduceat(products, starts) * _factors(blocks, _FIRST_BLOCK)
+    second = crossing + 1 + numpy.arange(len(crossing))
+    whole = numpy.delete(sums, second)
+    whole[crossing] += sums[second]
+    return whole
 
 
 @lru_cache(maxsize=1 << 16)
@@ -145,15 +165,14 @@ _Key = TypeVar("_Key", bound=Hashable)
 class Fingerprints(Generic[_Key]):
     """Fingerprints of tensors by key, summed part by part: any part, in any order, from any thread.
 
-    Each thread that adds keeps 2 MiB of scratch memory. What lies on a device is summed there, in the stream that is
-    current, and not waited for before a fingerprint is asked for.
+    Each thread that adds takes 2 MiB of scratch memory, which the process keeps. What lies on a device is summed there,
+    in the stream that is current, and not waited for before a fingerprint is asked for.
     """
 
     def __init__(self) -> None:
         self._sums: dict[_Key, list[int]] = {}
         self._elsewhere: dict[_Key, list[torch.Tensor]] = {}
         self._lock = threading.Lock()
-        self._scratch = threading.local()
 
     def __getitem__(self, key: _Key) -> Fingerprint:
         """What was added so far; nothing for a key that is not known."""
@@ -180,9 +199,8 @@ class Fingerprints(Generic[_Key]):
             self.add_elsewhere(key, byte_position, data)
             return
         memory = memory_of(data) if isinstance(data, torch.Tensor) else memoryview(data).cast("B")
-        if not hasattr(self._scratch, "wide"):
-            self._scratch.wide = numpy.empty(_HOST_PORTION_NBYTES // 4, dtype=numpy.int64)
-        value = _sum_on_host(byte_position, memory, self._scratch.wide)
+        with _room() as wide:
+            value = _sum_on_host(byte_position, memory, wide)
         with self._lock:
             self._add(key, value, len(memory))
 
@@ -208,12 +226,15 @@ class Fingerprints(Generic[_Key]):
         chosen = numpy.flatnonzero(small)
         if not len(chosen):
             return
-        numbers, sizes = chosen.tolist(), nbytes[chosen]
-        words: _Words = numpy.frombuffer(b"".join([memories[number] for number in numbers]), "<i4")
-        totals = _sums_of_small(position[chosen] // 4, sizes // 4, words)
-        with self._lock:
-            for number, total, size in zip(numbers, totals.tolist(), sizes.tolist(), strict=True):
-                self._add(keys[number], total, size)
+        portion = numpy.cumsum(nbytes[chosen]) // (_HOST_PORTION_NBYTES - BLOCK_NBYTES)
+        for of in numpy.split(chosen, numpy.flatnonzero(numpy.diff(portion)) + 1):
+            numbers, sizes = of.tolist(), nbytes[of]
+            words: _Words = numpy.frombuffer(b"".join([memories[number] for number in numbers]), "<i4")
+            with _room() as wide:
+                totals = _sums_of_small(position[of] // 4, sizes // 4, words, wide)
+            with self._lock:
+                for number, total, size in zip(numbers, totals.tolist(), sizes.tolist(), strict=True):
+                    self._add(keys[number], total, size)
 
     def add_region(self, key: _Key, shape: tuple[int, ...], region: Region, data: torch.Tensor) -> None:
         """Add the elements of `region` of a tensor of that shape; `data` holds them as the region stores them."""

@@ -90,6 +90,20 @@ def test_values_are_the_bytes_of_a_tensor() -> None:
 
 
 @QUICK
+@given(cuts=st.lists(st.integers(0, len(BIG) // 4), max_size=9), step=st.sampled_from((1000, 4096, 16384)))
+@example(cuts=[], step=16384)
+def test_many_parts_at_once(cuts, step):
+    """Of two tensors by turns; more of them than there is room for at once."""
+    ends = sorted({0, len(BIG) // 4, *cuts, *range(0, len(BIG) // 4, step)})
+    parts = [(key, 4 * a, memoryview(BIG)[4 * a : 4 * b]) for a, b in pairwise(ends) for key in ("one", "other")]
+    sums = Fingerprints[str]()
+    with mock.patch.multiple(fingerprint, _HOST_PORTION_NBYTES=2 * BLOCK_NBYTES, _ROOMS=[]):
+        sums.add_all(*zip(*parts, strict=True))
+    assert str(sums["one"]) == str(sums["other"]) == by_the_book(BIG)
+    assert sums["one"].nbytes == len(BIG)
+
+
+@QUICK
 @given(
     cuts=st.lists(st.integers(0, len(BIG)), min_size=2, max_size=5).map(sorted),
     shift=st.integers(0, 4),
