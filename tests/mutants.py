@@ -77,7 +77,8 @@ TESTS = {
     "DIFFERING": "tests/hosts/test_ranks_differ.py",
     "MEGATRON_DIFFERING": "tests/hosts/megatron/test_megatron_ranks_differ.py",
     "NANOTRON_DIFFERING": "tests/hosts/test_nanotron_refused.py::test_ranks_that_see_other_files",
-    "OPENED": "tests/hosts/test_dcp_reader.py::test_copies_of_two_saves_are_no_checkpoint",
+    "OPENED": "tests/hosts/test_dcp_reader.py::test_copies_of_two_saves_are_no_checkpoint"
+    " tests/hosts/test_dcp_reader.py::test_copies_of_two_saves_are_none_for_torch_either",
     "SCAN": "tests/hostile/test_unsafe_checkpoints.py tests/hostile/test_pickle_scan.py",
     "DAMAGE": "tests/hostile/test_checkpoints.py",
     "NANOTRON": "tests/formats/test_nanotron.py",

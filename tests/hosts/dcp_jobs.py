@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -122,6 +123,19 @@ def opened(folders: list[str]) -> str:
     except ds_reshard.ReshardError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def loaded_by_torch(nodes: list[str]) -> tuple[str, list[float]]:
+    """The text with which torch's own load of `ckpt` on each rank's node is refused, and what it has filled."""
+    import ds_reshard
+
+    held = {"model": {"weight": torch.zeros(3)}}
+    with contextlib.chdir(nodes[dist.get_rank()]), ds_reshard.install("fsdp"):
+        try:
+            dcp.load(held, checkpoint_id="ckpt")
+        except ds_reshard.ReshardError as error:
+            return f"{type(error).__name__}: {error}", held["model"]["weight"].tolist()
+    return "", held["model"]["weight"].tolist()
 
 
 def resume(folder: str, model: Model, first: int, steps: int, out: str) -> list[float]:

@@ -242,6 +242,19 @@ def test_copies_of_two_saves_are_no_checkpoint(worlds: Any, saves: Saves, tmp_pa
     assert first == second and first.startswith("CheckpointDamaged") and "ranks see other files" in first
 
 
+def test_copies_of_two_saves_are_none_for_torch_either(worlds: Any, tmp_path: Path) -> None:
+    """With the hooks on; a cut tensor would be put together of both."""
+    nodes = [tmp_path / "node0", tmp_path / "node1"]
+    dcp.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=nodes[0] / "ckpt", no_dist=True)
+    shutil.copytree(nodes[0], nodes[1])
+    places = list(map(str, nodes))
+    assert worlds[2].run("dcp_jobs.loaded_by_torch", nodes=places) == [("", [1.0] * 3)] * 2
+    dcp.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=nodes[1] / "ckpt", no_dist=True)
+    first, second = worlds[2].run("dcp_jobs.loaded_by_torch", nodes=places)
+    assert first == second and first[1] == [0.0] * 3
+    assert first[0].startswith("CheckpointDamaged") and "ckpt/.metadata: ranks see other files" in first[0]
+
+
 @pytest.mark.parametrize("limit", [{"threads": 0}, {"threads": -3}, {"memory_nbytes": 0}], ids=str)
 def test_a_limit_that_is_none_is_refused(tmp_path: Path, limit: dict[str, int]) -> None:
     with pytest.raises(ds_reshard.ConfigError, match="1 or more"):

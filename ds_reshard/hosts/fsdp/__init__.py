@@ -13,6 +13,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ds_reshard.errors import ConfigError
@@ -93,17 +94,25 @@ def async_save(arguments: Arguments, by_torch: ByTorch) -> object:
 def load_directory(arguments: Arguments, by_torch: ByTorch) -> object:
     """Of `_load_state_dict`, and of what reads a directory before it: UnsafePickle where it or an object of it acts.
 
-    Collective, unless the load is one of this process alone. A reader of anything else than files in a folder is its
-    owner's affair; a URL of local files is a folder.
+    Collective, unless the load is one of this process alone: CheckpointDamaged where ranks see other directories, as
+    copies of two saves have them. A reader of anything else than files in a folder is its owner's affair; a URL of
+    local files is a folder.
     """
+    from ds_reshard.containers.dcp_directory import METADATA
+    from ds_reshard.containers.digests import digest
     from ds_reshard.operations.pickles import refuse_unsafe_folder
+    from ds_reshard.operations.ranks import agree_files, attempt
     from ds_reshard.operations.watching import watched
 
-    folder = _local_folder(arguments["storage_reader"])
+    folder, alone = _local_folder(arguments["storage_reader"]), bool(arguments.get("no_dist"))
     with watched("fsdp", folder):
         if folder is not None:
             group = cast("ProcessGroup | None", arguments.get("process_group"))
-            refuse_unsafe_folder(folder, group=group, alone=bool(arguments.get("no_dist")))
+            refuse_unsafe_folder(folder, group=group, alone=alone)
+            if not alone:
+                path = Path(folder, METADATA)
+                read, _, _ = attempt(lambda: {str(path): digest(path.read_bytes())})  # what is not there torch tells
+                agree_files(read or {}, group, subject=f"loading {folder}")
         return by_torch({})
 
 
