@@ -102,7 +102,7 @@ def _data_offsets_at_once(
     extra_stop, field_at = extra_at + header["extra"], extra_at.copy()
     for _ in range(2):  # 64-bit sizes, and padding
         (more,) = np.nonzero((field_at < extra_stop) & (field_at + 4 <= end))
-        field_at[more] += 4 + _rows(held, field_at[more] + 2, _SHORT)["nbytes"]
+        field_at[more] += 4 + _rows(held, field_at[more] + 2, _SHORT)["nbytes"].astype(np.int64)
     return stop + header["extra"] if (field_at == extra_stop).all() else None
 
 

@@ -324,7 +324,9 @@ def rewritten(path: os.PathLike[str], change: Callable[[list[dict[str, object]]]
         header_name = str(member.get("header_name", member["name"])).encode()
         offset = int(str(member.get("offset", len(body))))
         said = (*fields[:4], int(str(member.get("header_crc", sizes[0]))), *fields[5:])
-        local = struct.pack("<4s5H3I2H", b"PK\x03\x04", 0, *said, 0) + header_name + data
+        extra = member.get("extra", b"")
+        assert isinstance(extra, bytes)
+        local = struct.pack("<4s5H3I2H", b"PK\x03\x04", 0, *said, len(extra)) + header_name + extra + data
         entry = struct.pack("<4s6H3I5H2I", b"PK\x01\x02", 0, 0, *fields, 0, 0, 0, 0, 0, offset) + name
         body += local
         directory += entry * int(str(member["copies"]))
@@ -355,6 +357,8 @@ def changed(number: int, **fields: object) -> Callable[[list[dict[str, object]]]
         (changed(4, name="other/data/0"), "outside the archive's one folder"),
         (changed(4, name="data"), "outside the archive's one folder"),
         (changed(4, header_name="small/data/1"), "is not that of"),
+        (changed(4, extra=b"FB\x01\x00"), "another length than declared"),
+        (changed(4, extra=b"FB\xff", data=b"\xff" * 24), "another length than declared"),
         (changed(4, header_crc=1), "another size or checksum in its header"),
         (changed(-1, entries=0), "bytes follow the last entry"),
         (changed(4, nbytes=5), "is not stored"),
