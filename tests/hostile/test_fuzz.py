@@ -10,6 +10,7 @@ import io
 import itertools
 import os
 import pickle
+import random
 import resource
 import sys
 import time
@@ -18,21 +19,24 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from archives import member_of, rebuilt
+from archives import lying, member_of, rebuilt
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from listener import heard
 from mutations import ENDINGS, FILES, HARMLESS, PICKLES, Change, changed, changes, opcodes
 from payloads import ACTING, NAMED, Payload, at, places
 
+from ds_reshard.containers import zip_directory
 from ds_reshard.containers.pickle_machine import UNKNOWN, PickleMachine
 from ds_reshard.containers.pickle_reader import DEFAULT_LIMITS, keep_as_record, read_pickle, run_pickle, scan_bytes
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, PickleRules
 from ds_reshard.containers.pickle_table import ALLOWED
 from ds_reshard.containers.plain import plain
+from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.revive import revive
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.containers.zip_directory import frame_faults
@@ -305,6 +309,22 @@ def test_changed_pickles_in_whole_files(place: Path, made: list[Change]) -> None
     """Every checksum fits: only what the pickle says of storages and tensors is wrong."""
     for content in FILES:
         opens_only(place, rebuilt(content, {"data.pkl": changed(member_of(content, "data.pkl"), made)}))
+
+
+@share(20)
+@given(drawn=st.randoms(use_true_random=False))
+def test_directories_of_files_say_the_same_by_columns(place: Path, drawn: random.Random) -> None:
+    """As by the loop, which tells what is wrong."""
+    place.write_bytes(lying(drawn))
+    told: list[object] = []
+    for many in (1, 1 << 40):
+        with mock.patch.object(zip_directory, "_MANY", many), PositionedFile(str(place)) as file:
+            try:
+                root, members = zip_directory.read_members(file, 1 << 20)
+                told.append((root, list(members.items())))
+            except ReshardError as error:
+                told.append(str(error))
+    assert told[0] == told[1]
 
 
 @share(10)
