@@ -61,7 +61,9 @@ TESTS = {
     "FOLDERS": "tests/unit/test_folders.py",
     "SCATTER": "tests/unit/test_cuda_executor.py",
     "CRC": "tests/unit/test_crc.py",
-    "ZIP": "tests/hostile/test_containers.py::test_directories_that_lie_are_refused tests/unit/test_torch_zip.py",
+    "ZIP": "tests/hostile/test_containers.py::test_directories_that_lie_are_refused tests/unit/test_torch_zip.py"
+    " tests/hostile/test_containers.py::test_bytes_before_the_first_entry_are_refused"
+    " tests/hostile/test_containers.py::test_a_header_inside_a_header_is_refused",
     "RULES": "tests/hostile/test_pickle_rules.py",
     "ZERO_CONTENT": "tests/unit/test_zero_content.py",
     "FOREIGN": "tests/formats/test_foreign_shards.py",

@@ -32,6 +32,9 @@ _ENTRY_ROW = np.dtype([*_REPEATED, ("comment", "<u2"), ("disk", "<u2"), ("attrib
 _LOCAL_ROW = np.dtype([("signature", "<u4"), ("version", "<u2"), *_REPEATED])
 _SHORT = np.dtype([("nbytes", "<u2")])
 _LOCAL_SIGNATURE = int.from_bytes(b"PK\x03\x04", "little")
+_ENTRY_SIGNATURE = b"PK\x01\x02"
+_TOGETHER = 4096
+"""So many headers are read, with what lies between those that are near each other."""
 _PLAIN = re.compile(rb"[\n!-\[\]-~]*")  # visible ASCII, and no backslash
 _Column = np.ndarray[tuple[int], np.dtype[np.int64]]
 _Rows = np.ndarray[tuple[int], np.dtype[np.void]]
@@ -42,8 +45,11 @@ def read_at_once(
     file: PositionedFile, place: DirectoryPlace, directory: bytes
 ) -> tuple[str, dict[str, ArchiveMember]] | None:
     """What `read_members` gives, by columns; None where a check of it fails, or there is what is allowed but rare."""
-    at = np.array([one.start() for one in re.finditer(rb"PK\x01\x02", directory)], np.int64)
-    if len(at) != place.entries or at[-1] + ENTRY.size > len(directory):
+    count = place.entries
+    if count * ENTRY.size > len(directory) or directory.count(_ENTRY_SIGNATURE) != count:
+        return None
+    at = np.fromiter((one.start() for one in re.finditer(_ENTRY_SIGNATURE, directory)), np.int64, count)
+    if at[0] or at[-1] + ENTRY.size > len(directory):
         return None
     entry = _rows(directory, at + 8, _ENTRY_ROW)
     start, nbytes, name_nbytes = (entry[field].astype(np.int64) for field in ("header", "nbytes", "name"))
@@ -55,9 +61,9 @@ def read_at_once(
         & (start != WIDE)
         & ((entry["extra"] | entry["comment"]) == 0)
         & (at + ENTRY.size + name_nbytes == np.append(at[1:], len(directory)))
-        & (stop + nbytes <= place.byte_offset)
+        & (stop + nbytes <= np.append(start[1:], place.byte_offset))  # also: each begins behind the one before it
     )
-    if not right.all() or (start[1:] <= start[:-1]).any():
+    if not right.all():
         return None
     raw = _slices(directory, at + ENTRY.size, name_nbytes)
     text = b"\n".join(raw)
@@ -67,8 +73,15 @@ def read_at_once(
     _, *names = f"\n{text.decode()}".split(f"\n{root}/")
     if len(names) != len(raw) or len(set(names)) != len(raw):
         return None
-    byte_offset = _data_offsets_at_once(file, place.byte_offset, entry, start, stop, b"".join(raw))
-    if byte_offset is None or (byte_offset + nbytes > np.append(start[1:], place.byte_offset)).any():
+    parts = []
+    for first in range(0, count, _TOGETHER):
+        part = slice(first, first + _TOGETHER)
+        offsets = _data_offsets(file, place.byte_offset, entry[part], start[part], stop[part], b"".join(raw[part]))
+        if offsets is None:
+            return None
+        parts.append(offsets)
+    byte_offset = np.concatenate(parts)
+    if (byte_offset + nbytes > np.append(start[1:], place.byte_offset)).any():
         return None
     crc: Iterable[int | None] = entry["crc"].tolist() if entry["crc"].any() else repeat(None)
     columns = [one.tolist() for one in (start, byte_offset, nbytes, at + place.byte_offset)]
@@ -76,7 +89,7 @@ def read_at_once(
     return root, dict(zip(names, members, strict=True))
 
 
-def _data_offsets_at_once(
+def _data_offsets(
     file: PositionedFile, directory_offset: int, entry: _Rows, start: _Column, stop: _Column, names: bytes
 ) -> _Column | None:
     """The offset of each member's bytes, whose header lies in [start, stop) and before its extra field."""

@@ -386,6 +386,30 @@ def test_directories_that_lie_are_refused(small, change, complaint):
         opened(small)
 
 
+def test_bytes_before_the_first_entry_are_refused(small):
+    rewritten(small, lambda members: None)
+    data = small.read_bytes()
+    start, end = data.index(b"PK\x01\x02"), data.rindex(b"PK\x05\x06")
+    *fields, nbytes, at, comment = struct.unpack("<4s4H2IH", data[end:])
+    small.write_bytes(
+        data[:start] + b"junk" + data[start:end] + struct.pack("<4s4H2IH", *fields, nbytes + 4, at, comment)
+    )
+    with pytest.raises(CheckpointDamaged, match="has 0 entries"):
+        opened(small)
+
+
+def test_a_header_inside_a_header_is_refused(small):
+    """What it says of its extra field would be read beyond what was read of the file."""
+    rewritten(small, lambda members: members.extend({**members[4], "name": f"small/data/{n}"} for n in "89"))
+    data = bytearray(small.read_bytes())
+    last = data.rindex(b"PK\x01\x02")
+    before = data.rindex(b"PK\x01\x02", 0, last)
+    data[last + 42 : last + 46] = (int.from_bytes(data[before + 42 : before + 46], "little") + 10).to_bytes(4, "little")
+    small.write_bytes(data)
+    with pytest.raises(CheckpointDamaged, match="inside another member"):
+        opened(small)
+
+
 def test_names_that_are_not_text_are_refused(small):
     data = small.read_bytes().replace(b"small/data/0", b"small/data/\xff")
     small.write_bytes(data)

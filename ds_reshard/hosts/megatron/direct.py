@@ -197,15 +197,16 @@ def _apart(share: Share, kind: str) -> bool:
 
 
 class Said(NamedTuple):
-    """What a rank says once it has looked: what it was asked for, whose load it takes it for, and what it has read."""
+    """What a rank says once it has looked: where, what it was asked for, who it thinks loads, and what it has read."""
 
+    where: str
     policy: ResumePolicy
     asked: dict[str, object]
     decided: tuple[str, list[str]] | None
     files: dict[str, bytes]
 
 
-_ASKED = ("load", "ckpt_step", "finetune", "no_load_optim", "no_load_rng", "pretrained_checkpoint", "ds_reshard_always")
+_ASKED = ("ckpt_step", "finetune", "no_load_optim", "no_load_rng", "pretrained_checkpoint", "ds_reshard_always")
 
 
 def take(load: Load, arguments: Namespace, models: object, announced: Sequence[Fault]) -> Taken | None:
@@ -257,20 +258,26 @@ def take(load: Load, arguments: Namespace, models: object, announced: Sequence[F
 
 
 def _agreed(load: Load, arguments: Namespace, wanted: bool, announced: Sequence[Fault]) -> tuple[str, list[str]] | None:
-    """What `decided_by` says on every rank, once all were asked for the same and see the same. Collective."""
+    """What `decided_by` says on every rank, once all were asked for the same and see the same. Collective.
+
+    What Megatron loads may lie in a folder of another name on each node.
+    """
     steps, where = Steps(), str(arguments.load)
     subject = f"loading {where}"
     with digests() as read:
         steps.take(lambda: raise_faults(announced, subject="resume policy"), subject="resume policy")
         decided = steps.take(lambda: decided_by(arguments, wanted), subject=subject)
     asked = {name: getattr(arguments, name, None) for name in _ASKED}
-    told = steps.tell(Said(load.policy, asked, decided, read))
+    files = {path.removeprefix(f"{where.rstrip('/')}/"): found for path, found in read.items()}
+    told = steps.tell(Said(where, load.policy, asked, decided, files))
     said = [cast(Said, one.value) for one in told]
     mend = "give every rank the same command line"
     faults = policy_differences([one.policy for one in said])
     faults += differences([one.asked for one in said], where="arguments of Megatron-LM", mend=mend)
     raise_faults(faults, subject="loading")
     steps.raise_first(told)
+    where = said[0].where
+    subject = f"loading {where}"
     faults = unseen(where, [bool(one.files) for one in said])
     raise_faults(faults or other_files([one.files for one in said]), subject=subject)
     folders = [{"checkpoint, and why Megatron-LM does not load it": one.decided} for one in said]

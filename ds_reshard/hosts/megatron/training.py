@@ -241,7 +241,7 @@ def load_base_checkpoint(original: Callable[[], Base], load_dir: str, arguments:
     raise_faults(of_all(faults), subject=subject)
     if getattr(kind, "name", "") == "LEGACY" and load.taken is None:
         # several ranks read one file each, which nobody else opens; None where it is none of today's torch.save
-        own, _, _ = attempt(lambda: {name: digest_of(name)})
+        own, _, _ = attempt(lambda: {name.removeprefix(f"{load_dir}/"): digest_of(name)})
         agree_files(own or {}, subject=subject)
     return result
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from saved_worlds import DISTRIBUTED, TP, WORLDS, Saved
+from torch.distributed.checkpoint import FileSystemReader
 
 pytestmark = pytest.mark.slow
 WORLD, RELEASE = "biases tp2 dp2", "0.18.2"
@@ -82,15 +85,42 @@ def test_nothing_on_one_node(nodes: Any, releases: Any, load: str, form: str, wh
     _refused(_load(releases, places, load), "is not seen by every rank")
 
 
-@pytest.mark.parametrize("own", ("--no-load-optim", "--finetune", "--no-load-rng", "--load other"))
-@pytest.mark.parametrize("load", LOADS)
+OTHERS = [*product(LOADS, ("--no-load-optim", "--finetune", "--no-load-rng")), ("direct", "--load other")]
+
+
+@pytest.mark.parametrize(("load", "own"), OTHERS)
 def test_other_arguments(nodes: Any, releases: Any, load: str, own: str) -> None:
     """A flag on one rank alone: ranks would part ways, or resume other things."""
-    places = nodes("model_space", LOADS[load][1])
+    places = nodes("buckets", LOADS[load][1])
     for place in places:
         shutil.copytree(place / "ckpt", place / "other")
     told = _load(releases, places, load, own=["", own, *[""] * (len(places) - 2)])
     _refused(told, "differs between ranks")
+
+
+def _saved_again(step: Path) -> bytes:
+    """The directory of another save of the same."""
+    metadata = FileSystemReader(step).read_metadata()
+    metadata.storage_meta.save_id = "another"  # type: ignore[union-attr]
+    return pickle.dumps(metadata)
+
+
+@pytest.mark.parametrize("form", ("model_space", "torch"))
+def test_folders_of_other_names(nodes: Any, releases: Any, form: str) -> None:
+    """As `/scratch/$HOSTNAME`: Megatron-LM loads them, where their files are the same."""
+    places = nodes(form, 4)
+    (places[1] / "ckpt").rename(places[1] / "other")
+    own = ["", "--load other", "", ""]
+    assert [one["refused"] for one in _load(releases, places, "by Megatron-LM", own=own)] == [None] * 4
+    step = next((places[1] / "other").glob("iter_*"))
+    if form == "torch":
+        path = step / "mp_rank_01" / "model_optim_rng.pt"
+        releases[RELEASE].run("load_jobs:change", path=str(path), name="model")
+    else:
+        (step / ".metadata").write_bytes(_saved_again(step))
+    told = _load(releases, places, "by Megatron-LM", own=own)
+    assert {one["refused"] for one in told} == {"CheckpointDamaged"} and all(one["changed"] == [] for one in told)
+    assert all("ranks see other files of this name" in one["message"] for one in told)
 
 
 @pytest.mark.parametrize("form", ("model_space", "torch"))
