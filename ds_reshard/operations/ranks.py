@@ -11,7 +11,7 @@ from hashlib import blake2b
 from operator import xor
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from ds_reshard.containers.digests import digest
+from ds_reshard.containers.digests import digest, digests
 from ds_reshard.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -177,6 +177,14 @@ def agree_files(read: Mapping[str, bytes], group: ProcessGroup | None = None, *,
     """Raise on every rank where ranks have `read` other files of one name; a digest of each by its name. Collective."""
     if len(set(gather(digest(sorted(read.items())), group))) > 1:
         raise_faults(other_files(gather(read, group)), subject=subject)
+
+
+@contextmanager
+def same_files(group: ProcessGroup | None = None, *, subject: str) -> Iterator[None]:
+    """`agree_files` of what was opened inside, where that raises nothing. Collective."""
+    with digests() as read:
+        yield
+    agree_files(read, group, subject=subject)
 
 
 def raise_caused(faults: Iterable[Fault], *, subject: str, cause: Exception | None) -> None:

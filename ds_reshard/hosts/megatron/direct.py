@@ -47,7 +47,7 @@ from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Region
 from ds_reshard.operations.filling import fill
 from ds_reshard.operations.proof import unproved
-from ds_reshard.operations.ranks import Steps, agree, agree_files, other_files, rank, unseen, world_size
+from ds_reshard.operations.ranks import Steps, agree, other_files, rank, same_files, unseen, world_size
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Fill, Plan, copies_of
@@ -219,30 +219,28 @@ def take(load: Load, arguments: Namespace, models: object, announced: Sequence[F
     decided = _agreed(load, arguments, wanted, announced)
     if decided is None:
         return None
-    folder, why = decided
+    saved, why = decided
+    folder = saved.folder
     steps, subject = Steps(), f"loading {folder}"
 
-    def opened() -> tuple[Saved, Checkpoint]:
-        saved = find_saved(arguments)
-        assert saved is not None, "it was there when it was decided who loads"
+    def opened() -> Checkpoint:
         if why:
             raise_faults(unfillable(saved, vars(arguments), "; ".join(why), optimizer=wanted), subject=subject)
-        return saved, open_checkpoint(find_listing(folder, None), whole=False)
+        return open_checkpoint(find_listing(folder, None), whole=False)
 
     def planned() -> Taken:
-        assert found is not None
-        return _planned(*found, why, load, wanted, models, vars(arguments))
+        assert source is not None
+        return _planned(saved, source, why, load, wanted, models, vars(arguments))
 
     def proved() -> None:
-        assert found is not None
+        assert source is not None
         names = None if wanted else frozenset[str]()
-        raise_faults(unproved(found[1], names, part=rank(), of=world_size()), subject=subject)
+        raise_faults(unproved(source, names, part=rank(), of=world_size()), subject=subject)
 
-    with digests() as read:
-        found = steps.take(opened, subject=subject)
+    with same_files(subject=subject):
+        source = steps.take(opened, subject=subject)
         taken = steps.take(planned, subject=subject) if why else None
         steps.take(proved, subject=subject)
-    agree_files(read, subject=subject)
     if not why:
         steps.agree()
         return None
@@ -257,19 +255,28 @@ def take(load: Load, arguments: Namespace, models: object, announced: Sequence[F
     return taken
 
 
-def _agreed(load: Load, arguments: Namespace, wanted: bool, announced: Sequence[Fault]) -> tuple[str, list[str]] | None:
-    """What `decided_by` says on every rank, once all were asked for the same and see the same. Collective.
+def _agreed(
+    load: Load, arguments: Namespace, wanted: bool, announced: Sequence[Fault]
+) -> tuple[Saved, list[str]] | None:
+    """The checkpoint, and what `decided_by` says of it, once all ranks were asked for the same and see the same.
 
-    What Megatron loads may lie in a folder of another name on each node.
+    Collective. What Megatron loads may lie in a folder of another name on each node.
     """
     steps, where = Steps(), str(arguments.load)
     subject = f"loading {where}"
+
+    def look() -> tuple[Saved | None, list[str] | None]:
+        saved = find_saved(arguments)
+        return saved, decided_by(saved, arguments, wanted)
+
     with digests() as read:
         steps.take(lambda: raise_faults(announced, subject="resume policy"), subject="resume policy")
-        decided = steps.take(lambda: decided_by(arguments, wanted), subject=subject)
+        saved, why = steps.take(look, subject=subject) or (None, None)
+    decided = (saved, why) if saved is not None and why is not None else None
     asked = {name: getattr(arguments, name, None) for name in _ASKED}
     files = {path.removeprefix(f"{where.rstrip('/')}/"): found for path, found in read.items()}
-    told = steps.tell(Said(where, load.policy, asked, decided, files))
+    folder = (decided[0].folder, decided[1]) if decided is not None else None
+    told = steps.tell(Said(where, load.policy, asked, folder, files))
     said = [cast(Said, one.value) for one in told]
     mend = "give every rank the same command line"
     faults = policy_differences([one.policy for one in said])
@@ -285,9 +292,9 @@ def _agreed(load: Load, arguments: Namespace, wanted: bool, announced: Sequence[
     return decided
 
 
-def decided_by(arguments: Namespace, wanted: bool) -> tuple[str, list[str]] | None:
-    """The folder, and why it is not left to Megatron; no reason where it is, once its states are proved."""
-    saved, by_url = find_saved(arguments), is_url(str(getattr(arguments, "load", None)))
+def decided_by(saved: Saved | None, arguments: Namespace, wanted: bool) -> list[str] | None:
+    """Why a checkpoint is not left to Megatron; None where it is, nothing where it is once its states are proved."""
+    by_url = is_url(str(getattr(arguments, "load", None)))
     if by_url and (saved is None or getattr(arguments, "pretrained_checkpoint", None)):
         _refuse_left_over(arguments)
     if saved is None:
@@ -295,7 +302,7 @@ def decided_by(arguments: Namespace, wanted: bool) -> tuple[str, list[str]] | No
     why = reasons(saved, vars(arguments), optimizer=wanted)
     why += ["it is read by URL"] * by_url
     why += ["--ds-reshard-always"] * bool(getattr(arguments, "ds_reshard_always", False))
-    return (saved.folder, why) if why or (wanted and may_be_shifted(saved)) else None
+    return why if why or (wanted and may_be_shifted(saved)) else None
 
 
 def _refuse_left_over(arguments: Namespace) -> None:

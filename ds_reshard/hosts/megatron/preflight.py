@@ -170,8 +170,7 @@ class _Forecasting:
         groups = _ComingOptimizer(arguments, [group for groups in chain or () for group in groups])
         faults = hyperparameter_faults(groups, policy) if chain else []
         raise_faults([*faults, *masters_faults(groups, policy)], subject="resume policy")
-        decided = decided_by(arguments, self.wanted)
-        self.why = decided[1] if decided is not None else []
+        self.why = decided_by(saved, arguments, self.wanted) or []
         if self.why:
             self.notes.append(f"ds_reshard loads because of: {'; '.join(self.why)}")
             odd = unfillable(saved, self.run, "; ".join(self.why), optimizer=self.wanted)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from ds_reshard.containers import folders
-from ds_reshard.containers.digests import digests
 from ds_reshard.containers.remote import is_url
 from ds_reshard.errors import CheckpointNotFound, Fault, ModelMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.execution.buffers import element_type
@@ -30,7 +29,7 @@ from ds_reshard.model.records import ElementType
 from ds_reshard.operations.filling import fill
 from ds_reshard.operations.name_map import asked_names, read_name_map
 from ds_reshard.operations.proof import unproved
-from ds_reshard.operations.ranks import agree, agree_files, attempt, broadcast, gather, raise_caused, together, unseen
+from ds_reshard.operations.ranks import agree, attempt, broadcast, gather, raise_caused, same_files, together, unseen
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
@@ -86,10 +85,9 @@ def foreign_of(load: Load, folder: str, world: ProcessGroup, *, alone: bool = Fa
     if own and alone:
         return None
     subject = f"loading {folder}"
-    with digests() as read:
+    with same_files(world, subject=subject):
         found = together(lambda: None if own else _open(folder), world, subject=subject)
-    raise_faults(unseen(folder, gather(found is not None, world)), subject=subject)
-    agree_files(read, world, subject=subject)
+        raise_faults(unseen(folder, gather(found is not None, world)), subject=subject)
     load.foreign = found
     return found
 

@@ -14,7 +14,7 @@ from itertools import count
 from math import prod
 from typing import TYPE_CHECKING, cast
 
-from ds_reshard.containers.digests import digest, digests
+from ds_reshard.containers.digests import digest
 from ds_reshard.errors import (
     CheckpointDamaged,
     ConfigError,
@@ -54,7 +54,7 @@ from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.operations.filling import fill
-from ds_reshard.operations.ranks import agree, agree_files, attempt, gather, together
+from ds_reshard.operations.ranks import agree, agree_files, attempt, gather, same_files, together
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
 from ds_reshard.resume.policy import ResumePolicy
@@ -190,9 +190,8 @@ def _takes_over(live: Live, listing: NanotronListing, metadata: Metadata | None,
     if not all(gather(ready, live.world)):
         return True
     subject = f"loading {listing.folder}"
-    with digests() as read:
+    with same_files(live.world, subject=subject):
         own = together(lambda: _own(live, listing), live.world, subject=subject)
-    agree_files(read, live.world, subject=subject)
     return any(gather(not _fits(live, own, policy), live.world))
 
 
@@ -411,11 +410,10 @@ def prepare(
 
     `before` are findings that this rank had already.
     """
-    with digests() as read:
+    with same_files(live.world, subject=subject):
         checkpoint, faults, cause = attempt(opened)
-    agree([*faults, *before] if faults else [], live.world, subject=subject, cause=cause)
+        agree([*faults, *before] if faults else [], live.world, subject=subject, cause=cause)
     assert checkpoint is not None
-    agree_files(read, live.world, subject=subject)
     found, faults, cause = attempt(lambda: list(findings(live, checkpoint, policy)))
     first = live.replica == live.rank.tp == live.rank.dp == 0  # which has a part of every parameter of its stage
     mine: dict[str, Shape] = {name: held.shape for name, held in live.held.items()} if first else {}
