@@ -206,7 +206,8 @@ class Said(NamedTuple):
     files: dict[str, bytes]
 
 
-_ASKED = ("ckpt_step", "finetune", "no_load_optim", "no_load_rng", "pretrained_checkpoint", "ds_reshard_always")
+_ASKED = ("ckpt_step", "pretrained_checkpoint")
+"""What says which files are loaded, beside what the policy says of them, and their place."""
 
 
 def take(load: Load, arguments: Namespace, models: object, announced: Sequence[Fault]) -> Taken | None:

@@ -85,7 +85,8 @@ def test_nothing_on_one_node(nodes: Any, releases: Any, load: str, form: str, wh
     _refused(_load(releases, places, load), "is not seen by every rank")
 
 
-OTHERS = [*product(LOADS, ("--no-load-optim", "--finetune", "--no-load-rng")), ("direct", "--load other")]
+FLAGS = ("--no-load-optim", "--finetune", "--no-load-rng", "--ckpt-step 5")
+OTHERS = [*product(LOADS, FLAGS), ("direct", "--load other"), ("direct", "--ds-reshard-always")]
 
 
 @pytest.mark.parametrize(("load", "own"), OTHERS)
