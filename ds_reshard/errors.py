@@ -32,7 +32,9 @@ import re
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+_Error = TypeVar("_Error", bound="ReshardError")
 _ABSENT = ("is missing", "are missing", "no such file")
 TRY_AGAIN = "or try again: a store may list a new file late"
 """What mends the absence of a file in a folder by URL, too."""
@@ -66,6 +68,12 @@ class ReshardError(Exception):
         if "://" in where and any(words in f"{what} {found}" for words in _ABSENT):
             mend = f"{mend}{'; ' * bool(mend)}{TRY_AGAIN}"
         return Fault(error=cls.__name__, where=where, what=what, expected=expected, found=found, mend=mend)
+
+    @classmethod
+    def of(cls: type[_Error], where: str, what: str, expected: str = "", found: str = "", *, mend: str) -> _Error:
+        """This error, of one finding."""
+        fault = cls.fault(where, what, expected, found, mend=mend)
+        return cls(f"{fault.line()}; {fault.mend}", [fault])
 
 
 class CheckpointNotFound(ReshardError):

@@ -139,8 +139,7 @@ def _join(mine: Launched) -> None:
             "export MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500; convert without a network: "
         )
         mend += "--shard $SLURM_PROCID/$SLURM_NTASKS"
-        fault = ConfigError.fault("MASTER_ADDR, MASTER_PORT", "say where the ranks meet, and are not set", mend=mend)
-        raise ConfigError(f"{fault.line()}; {mend}", [fault])
+        raise ConfigError.of("MASTER_ADDR, MASTER_PORT", "say where the ranks meet, and are not set", mend=mend)
     os.environ.setdefault("GLOO_LOG_LEVEL", "ERROR")
     place: dict[str, Any] = {"init_method": "env://" if "TORCHELASTIC_RUN_ID" in os.environ else f"tcp://{host}:{port}"}
     with answered():

@@ -36,7 +36,8 @@ def draw(coming: ComingRun, path: str) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise _error("--png", "needs matplotlib, which is not installed", "pip install matplotlib") from None
+        mend = "pip install matplotlib"
+        raise ConfigError.of("--png", "needs matplotlib, which is not installed", mend=mend) from None
     parts = max(1, len(coming.groups))
     figure = Figure(figsize=(8.4, 1.6 + 2.8 * parts), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -60,7 +61,8 @@ def draw(coming: ComingRun, path: str) -> None:
     except OSError as error:
         if beside is not None and os.path.exists(beside):
             os.unlink(beside)
-        raise _error(path, f"cannot be written: {error.strerror}", "name a file in a folder that is there") from None
+        mend = "name a file in a folder that is there"
+        raise ConfigError.of(path, f"cannot be written: {error.strerror}", mend=mend) from None
 
 
 def _panel(axes: Axes, coming: ComingRun, part: int) -> None:
@@ -83,11 +85,6 @@ def _panel(axes: Axes, coming: ComingRun, part: int) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="best", frameon=False, fontsize=9.5)
-
-
-def _error(where: str, what: str, mend: str) -> ConfigError:
-    fault = ConfigError.fault(where, what, mend=mend)
-    return ConfigError(f"{fault.line()}; {mend}", [fault])
 
 
 COLORS = {CHECKPOINT: "bright_black", HOST: "red", OVERRIDE: "green"}

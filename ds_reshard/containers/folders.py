@@ -29,8 +29,7 @@ def named(path: str, what: str) -> Iterator[None]:
         yield
     except OSError as error:
         mend = "check the file system and its permissions"
-        fault = ReadFailed.fault(path, f"{what}: {error.strerror or error}", mend=mend)
-        raise ReadFailed(f"{fault.line()}; {mend}", [fault]) from error
+        raise ReadFailed.of(path, f"{what}: {error.strerror or error}", mend=mend) from error
 
 
 def _status(path: str, follow: bool = True) -> os.stat_result | None:

@@ -29,8 +29,7 @@ def _named(path: str, what: str) -> Iterator[None]:
         mend = f"{first}, then run again with --resume"
         if isinstance(error, FileNotFoundError) and remote.is_url(path):  # it makes folders by itself, and no bucket
             mend = "create the bucket, or correct its name"
-        fault = WriteFailed.fault(path, f"{what}: {error.strerror or error}", mend=mend)
-        raise WriteFailed(f"{fault.line()}; {mend}", [fault]) from error
+        raise WriteFailed.of(path, f"{what}: {error.strerror or error}", mend=mend) from error
 
 
 def create(path: str, nbytes: int) -> None:

@@ -261,14 +261,14 @@ def coming_run(
     if is_megatron(folder):
         if flags is None or config is not None:
             mend = "give the run's own flags: ds-reshard lr CKPT -- --lr 3e-5 --train-iters 1000 ..., and no --config"
-            raise _config_error(folder, "is a checkpoint of Megatron-LM", mend)
+            raise ConfigError.of(folder, "is a checkpoint of Megatron-LM", mend=mend)
         run = read_run(flags)
         if tag is not None and run.tag is not None:
-            raise _config_error("--tag with --ckpt-step", "both name the iteration", "leave out --tag")
+            raise ConfigError.of("--tag with --ckpt-step", "both name the iteration", mend="leave out --tag")
         return megatron.coming_run(megatron_past(folder, tag=tag or run.tag), run, steps=steps)
     if flags is not None or config is None:
         mend = "name the DeepSpeed JSON: --config FILE; flags after -- are for checkpoints of Megatron-LM"
-        raise _config_error(folder, "is not a checkpoint of Megatron-LM", mend)
+        raise ConfigError.of(folder, "is not a checkpoint of Megatron-LM", mend=mend)
     where = os.fspath(config)
     read = read_config(where)
     past = read_past(find_zero(folder, tag, tool="the picture of a coming run's rates"))
@@ -280,7 +280,7 @@ def read_config(path: str) -> Mapping[str, object]:
     mend = "name the DeepSpeed JSON: --config FILE"
     config = _json(path, mend)
     if not isinstance(config, dict):
-        raise _config_error(path, "is not a DeepSpeed JSON: it holds no object", mend)
+        raise ConfigError.of(path, "is not a DeepSpeed JSON: it holds no object", mend=mend)
     return config
 
 
@@ -296,10 +296,10 @@ def _json(path: str, mend: str) -> object:
         with open(path, encoding="utf-8") as file:
             said: object = json.load(file, object_pairs_hook=_without_repetition)
     except OSError as error:
-        raise _config_error(path, f"cannot be read: {error.strerror}", mend) from None
+        raise ConfigError.of(path, f"cannot be read: {error.strerror}", mend=mend) from None
     except (ValueError, RecursionError) as error:
         mend = "correct the file; comments and other liberties of Hjson are not read here"
-        raise _config_error(path, f"is not JSON: {error}", mend) from None
+        raise ConfigError.of(path, f"is not JSON: {error}", mend=mend) from None
     return said
 
 
@@ -309,11 +309,6 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
         names = [name for name, _ in pairs]
         raise ValueError(f"given twice: {', '.join(sorted({name for name in names if names.count(name) > 1}))}")
     return made
-
-
-def _config_error(path: str, what: str, mend: str) -> ConfigError:
-    fault = ConfigError.fault(path, what, mend=mend)
-    return ConfigError(f"{fault.line()}; {mend}", [fault])
 
 
 def _bytes_asked_for() -> int | None:

@@ -80,8 +80,7 @@ def in_copies(
                     pipe.close()
                     copy.join()
                     if copy.exitcode:
-                        fault = lost.fault(f"process {copy.pid}", f"{_end(copy)}, {what}", mend=mend)
-                        raise lost(f"{fault.line()}; {mend}", [fault]) from None
+                        raise lost.of(f"process {copy.pid}", f"{_end(copy)}, {what}", mend=mend) from None
                     continue
                 if isinstance(said, ReshardError):
                     raise said

@@ -96,8 +96,7 @@ def answered() -> Iterator[None]:
     except RuntimeError as error:
         what = "a rank has ended, or has not answered within timeout_s, or the timeout of init_process_group"
         mend = "see which rank's log ended first, and why, and start again"
-        fault = RankLost.fault(f"rank {rank()}", what, "an answer of each rank", str(error)[:200], mend=mend)
-        raise RankLost(f"{fault.line()}; {mend}", [fault]) from error
+        raise RankLost.of(f"rank {rank()}", what, "an answer of each rank", str(error)[:200], mend=mend) from error
 
 
 def gather(value: T, group: ProcessGroup | None = None) -> list[T]:

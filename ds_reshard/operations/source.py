@@ -76,6 +76,7 @@ def open_ahead(found: Found) -> None:
 
 
 _LATEST_NBYTES = 4096
+_GIVEN = "give the folder that was given to save_checkpoint"
 _LATEST = {file: named for one in reversed(FORMATS) for file, named in one.latest.items()}
 
 
@@ -91,11 +92,8 @@ def find_listing(path: str, tag: str | None) -> Found:
     folders.renew(path)
     if not folders.is_folder(path):
         there = folders.exists(path)
-        raise _not_found(
-            path,
-            "is a file" if there else "does not exist",
-            "give the folder that was given to save_checkpoint" if there else "check the path",
-        )
+        what, mend = ("is a file", _GIVEN) if there else ("does not exist", "check the path")
+        raise CheckpointNotFound.of(path, what, mend=mend)
     file = ""
     if tag is None:
         found = _found(path)
@@ -139,8 +137,7 @@ def find_zero(path: str, tag: str | None, *, tool: str) -> ZeroListing:
     found = find_listing(path, tag)
     if not isinstance(found.listing, ZeroListing):
         mend = "give it a checkpoint of DeepSpeed or Megatron-LM"
-        fault = UnsupportedLayout.fault(found.folder, f"{tool} does not read {found.format.name}", mend=mend)
-        raise UnsupportedLayout(f"{fault.line()}; {mend}", [fault])
+        raise UnsupportedLayout.of(found.folder, f"{tool} does not read {found.format.name}", mend=mend)
     return found.listing
 
 
@@ -168,19 +165,16 @@ def _no_checkpoint(path: str, what: str) -> CheckpointNotFound:
         what = (
             "has files of torch.distributed.checkpoint, and no .metadata, which is written last: the save did not end"
         )
-        return _not_found(path, what, "take an older checkpoint, or restore .metadata from a copy")
+        return CheckpointNotFound.of(path, what, mend="take an older checkpoint, or restore .metadata from a copy")
     below = [os.path.join(path, name) for name, nbytes in folders.entries(path).items() if nbytes is None]
     tags = [os.path.basename(folder) for folder in below if format_of(folder) is not None]
     inside = [folder for folder in below if folders.is_file(os.path.join(folder, "latest"))]
     if not tags and inside:  # what Hugging Face's Trainer calls its output_dir
         inside.sort(key=lambda folder: (len(folder), folder))
         names = ", ".join(map(os.path.basename, inside[-12:]))
-        return _not_found(path, f"{what}; its folders hold some: {names}", f"give one: {inside[-1]}")
+        what = f"{what}; its folders hold some: {names}"
+        return CheckpointNotFound.of(path, what, mend=f"give one: {inside[-1]}")
     if not tags:
-        return _not_found(path, what, "give the folder that was given to save_checkpoint")
-    return _not_found(path, what, f"name one of the tags that are there: --tag {' | '.join(tags[:12])}")
-
-
-def _not_found(path: str, what: str, mend: str) -> CheckpointNotFound:
-    fault = CheckpointNotFound.fault(path, what, mend=mend)
-    return CheckpointNotFound(f"{fault.line()}; {mend}", [fault])
+        return CheckpointNotFound.of(path, what, mend=_GIVEN)
+    mend = f"name one of the tags that are there: --tag {' | '.join(tags[:12])}"
+    return CheckpointNotFound.of(path, what, mend=mend)

@@ -364,8 +364,7 @@ def read_run(words: Sequence[str]) -> MegatronRun:
 
 class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        fault = ConfigError.fault(SUBJECT, message, mend="write them as for Megatron-LM")
-        raise ConfigError(f"{fault.line()}; {fault.mend}", [fault])
+        raise ConfigError.of(SUBJECT, message, mend="write them as for Megatron-LM")
 
 
 def _parser() -> argparse.ArgumentParser:

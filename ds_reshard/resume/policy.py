@@ -156,9 +156,13 @@ def combine(places: Iterable[Given]) -> ResumePolicy:
 
 
 def policy_differences(policies: Sequence[ResumePolicy]) -> list[Fault]:
-    """A fault for each key that ranks, in their order, were not given alike."""
+    """A fault for each key that ranks, in their order, were not given alike.
+
+    Of a report, which rank 0 writes, the file may have another name on each.
+    """
     mend = "give every rank the same flags and the same configuration"
     said = [{key: getattr(policy, key) for key in defaults()} for policy in policies]
+    said = [{**of_rank, "report": of_rank["report"] and "a file"} for of_rank in said]
     return differences(said, where="resume policy", mend=mend)
 
 

@@ -263,11 +263,18 @@ def resume(run: Run, folder: str, policy: dict[str, Any] | None = None, **change
         }
 
 
-def start_refused(run: Run, folder: str, policy: dict[str, Any] | None = None, **changed: Any) -> tuple[str, str, bool]:
+def start_refused(
+    run: Run, folder: str, policy: dict[str, Any] | None = None, nodes: list[str] | None = None, **changed: Any
+) -> tuple[str, str, bool]:
     """The error of a trainer that must not start, and whether its optimizer or scheduler had changed by then.
 
-    An `accumulation` that is a list is of each rank.
+    An `accumulation` that is a list is of each rank. `nodes` are as in `load`.
     """
+    with contextlib.chdir(nodes[dist.get_rank()] if nodes is not None else "."):
+        return _start_refused(run, folder, policy, **changed)
+
+
+def _start_refused(run: Run, folder: str, policy: dict[str, Any] | None, **changed: Any) -> tuple[str, str, bool]:
     from nanotron import trainer
 
     context, rank = context_of(run), dist.get_rank()

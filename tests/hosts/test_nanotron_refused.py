@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, rmtree
 from typing import Any
 
 import pytest
@@ -15,6 +15,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
 from nanotron_builder import MODEL, STEP, Run, write
+
+from ds_reshard.operations import convert
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -158,6 +160,38 @@ def test_ranks_that_see_other_files(saved: Run, other: str, who: int, tmp_path: 
     assert one == two
     assert (one[0][0], one[0][-1]) == ("CheckpointDamaged", "changed: False")
     assert "ranks see other files of this name" in one[0][1]
+
+
+def _another_step(place: Path) -> None:
+    copytree(place, place / "1")
+    (place / "latest.txt").write_text("1")
+
+
+def _not_nanotrons(place: Path) -> None:
+    convert(str(place.parent), str(place.parent / "dcp"), to="dcp")
+    rmtree(place)
+    (place.parent / "dcp").rename(place)
+
+
+FINDS: dict[str, tuple[Harm, str, str]] = {
+    "nothing": (rmtree, "CheckpointNotFound", "is not seen by every rank"),
+    "another step": (_another_step, "CheckpointDamaged", "ranks find other checkpoints there"),
+    "another format": (_not_nanotrons, "CheckpointDamaged", "ranks find other checkpoints there"),
+}
+
+
+@pytest.mark.parametrize("who", (0, 1))
+@pytest.mark.parametrize("case", FINDS)
+def test_ranks_that_find_other_checkpoints(case: str, who: int, tmp_path: Path, worlds: Any) -> None:
+    """One would begin anew, or wait for the other for ever: no rank starts."""
+    nodes, folder = [tmp_path / f"node{rank}" for rank in range(2)], write(Run(dp=2), tmp_path / "saved")
+    for node in nodes:
+        copytree(folder, node / "ckpt")
+    harm, error, said = FINDS[case]
+    harm(nodes[who] / "ckpt" / str(STEP))
+    one, two = worlds[2].run("nanotron_jobs.start_refused", run=Run(dp=2), folder="ckpt", nodes=list(map(str, nodes)))
+    assert one == two and said in one[1]
+    assert (one[0], one[2]) == (error, False)
 
 
 @pytest.mark.parametrize("live", [Run(pp=2), Run(dp=2)], ids=["same", "another"])

@@ -33,3 +33,11 @@ def test_ranks_that_were_given_other_policies_are_named() -> None:
     faults = policy_differences([plain, other, plain])
     assert [fault.where for fault in faults] == ["resume policy: scheduler", "resume policy: rng"]
     assert (faults[0].expected, faults[0].found) == ("'host' everywhere, as on ranks 0, 2", "'override' on rank 1")
+
+
+def test_a_report_may_have_another_name_on_each_rank() -> None:
+    """Rank 0 writes it: where rank 0 has none, none would be."""
+    first, second, none = ResumePolicy(report="a.json"), ResumePolicy(report="b.json"), ResumePolicy()
+    assert policy_differences([first, second]) == []
+    (fault,) = policy_differences([none, second])
+    assert (fault.where, fault.found) == ("resume policy: report", "'a file' on rank 1")

@@ -238,8 +238,7 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
     sizes = sorted({size for _, size in ranks})
     if not sizes:
         mend = "give the folder that holds them"
-        fault = CheckpointNotFound.fault(folder, "holds no model_world_size_*.pt", mend=mend)
-        raise CheckpointNotFound(f"{fault.line()}; {mend}", [fault])
+        raise CheckpointNotFound.of(folder, "holds no model_world_size_*.pt", mend=mend)
     if len(sizes) > 1:
         several = damaged(folder, "holds files of several world sizes", "one", ", ".join(map(str, sizes)))
         raise_faults([several], subject=subject)

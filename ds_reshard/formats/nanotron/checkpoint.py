@@ -160,7 +160,7 @@ def _unmatched(listing: NanotronListing, opening: Opening) -> Iterator[Fault]:
     yield from _several_runs(opening.stages)
     config = opening.metadata.optimizer if opening.metadata is not None else None
     if config is not None and opening.stages and listing.topology is not None and listing.topology.dp is not None:
-        yield from _offsets(listing, config, opening, listing.topology, listing.topology.dp)
+        yield from _offsets(listing, config, opening, listing.topology)
 
 
 def _several_runs(stages: tuple[OptimizerFile, ...]) -> Iterator[Fault]:
@@ -184,7 +184,7 @@ def _several_runs(stages: tuple[OptimizerFile, ...]) -> Iterator[Fault]:
 
 
 def _offsets(
-    listing: NanotronListing, config: Mapping[str, object], opening: Opening, topology: Topology, dp: int
+    listing: NanotronListing, config: Mapping[str, object], opening: Opening, topology: Topology
 ) -> Iterator[Fault]:
     """The offsets that world rank 0 noted, of its own pipeline stage alone; all are computed here."""
     path, configs = listing.path(OPTIMIZER_CONFIG), config.get("configs")

@@ -344,7 +344,7 @@ def _units(shards: ZeroShards, column: Column) -> Iterator[Unit]:
         file = TargetFile(name=name, tree=partial(trees.of, rank))
         yield Unit(family=MODEL, shard=column.number * model.files + rank, files=(file, *others))
     for rank in range(optim.dp):
-        name = f"{_prefix(model.checkpoint, optim)}zero_pp_rank_{rank}_{mp}_optim_states.pt"
+        name = f"{_prefix(model.checkpoint)}zero_pp_rank_{rank}_{mp}_optim_states.pt"
         file = TargetFile(name=name, tree=partial(optim.tree, rank), data=optim.data())
         yield Unit(family=OPTIM, shard=column.number * optim.dp + rank, files=(file,))
 
@@ -405,7 +405,7 @@ class _ModelTrees:
         return {**tree, "module": None} if self._model.layers is not None else tree
 
 
-def _prefix(checkpoint: ZeroCheckpoint, optim: OptimizerTarget) -> str:
+def _prefix(checkpoint: ZeroCheckpoint) -> str:
     """What DeepSpeed begins the names of optimizer files with in a bf16 run (`_get_zero_ckpt_prefix`, engine.py)."""
     if checkpoint.optim is not None:
         return checkpoint.listing.optim_prefix

@@ -29,17 +29,15 @@ _CONFIG = ("optimizer", "scheduler", "zero_optimization", "bf16", "fp16", "data_
 class Partition:
     """One flat buffer's share in a shard: fp32 masters, states that follow it, and its scalar states.
 
-    At stages 1 and 2 there is one per param group, at stage 3 one per sub-group. `padding` elements at
-    the end of the padded partition belong to no parameter. `unfollowed` describes states that are neither
-    flat nor one value: kept as they are by the layout that was saved, unknown to any other. Of these, `wholes` have
-    each parameter that the partition has a part of, whole, as Muon's momentum does.
+    At stages 1 and 2 there is one per param group, at stage 3 one per sub-group. `unfollowed` describes states that are
+    neither flat nor one value: kept as they are by the layout that was saved, unknown to any other. Of these, `wholes`
+    have each parameter that the partition has a part of, whole, as Muon's momentum does.
     """
 
     fp32: TensorRecord
     states: Mapping[str, TensorRecord]
     scalars: Mapping[str, Scalar]
     unfollowed: Mapping[str, str]
-    padding: int
     alignment: tuple[int, ...] | None
     wholes: Mapping[str, TensorRecord] = field(default_factory=dict)
 
@@ -257,9 +255,7 @@ def _partition(
             unfollowed[str(name)] = f"shape {value.shape}" if isinstance(value, TensorRecord) else type(value).__name__
     if len(fp32.shape) != 1 or not fp32.contiguous:
         raise fail(path, f"fp32 partition {number} is not flat", "one contiguous dimension", str(fp32.shape))
-    return Partition(
-        fp32=fp32, states=flat, scalars=scalars, unfollowed=unfollowed, padding=padded - fp32.numel, alignment=alignment
-    )
+    return Partition(fp32=fp32, states=flat, scalars=scalars, unfollowed=unfollowed, alignment=alignment)
 
 
 def _muons(

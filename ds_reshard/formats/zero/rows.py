@@ -51,7 +51,7 @@ def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Zer
     subject = f"checkpoint {listing.folder}"
     parts = _parts(listing, grid, row, optimizer=optimizer)
     models = [part.model for part in parts]
-    raise_faults(_unread(listing, grid, models), subject=subject)
+    raise_faults(_unread(grid, models), subject=subject)
     shapes, faults = _shapes(models)
     raise_faults(faults, subject=subject)
     found, unknown = _found(models, shapes, row)
@@ -189,7 +189,7 @@ def parameters_of(model: ModelStates, shapes: Mapping[str, Sequence[Shape]]) -> 
     return {name: held for name, held in shapes.items() if name not in apart}
 
 
-def _unread(listing: Listing, grid: Grid, models: Sequence[ModelStates]) -> Iterator[Fault]:
+def _unread(grid: Grid, models: Sequence[ModelStates]) -> Iterator[Fault]:
     mend = f"load it in a run with tensor-parallel size {grid.tp}"
     for model in models:
         for name, tensor in model.module.items():

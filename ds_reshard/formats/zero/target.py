@@ -458,11 +458,12 @@ def group_order(checkpoint: ZeroCheckpoint) -> list[dict[str, Shape]]:
         checkpoint.kind == "zero"
         and section(checkpoint.model.config, "zero_optimization").get("round_robin_gradients") is True
     ):
-        order = [_unrobined(members, checkpoint.dp) for members in order]
+        order = [turned_back(members, checkpoint.dp) for members in order]
     return [{name: shapes[name] for name in members} for members in order]
 
 
-def _unrobined(members: list[str], dp: int) -> list[str]:
+def turned_back(members: list[str], dp: int) -> list[str]:
+    """What `_round_robin_reorder` of stages 1 and 2 has made this order of (runtime/zero/stage_1_and_2.py)."""
     places = [place for first in range(dp) for place in range(first, len(members), dp)]
     return [name for _, name in sorted(zip(places, members, strict=True))]
 

@@ -24,6 +24,7 @@ from ds_reshard.formats.zero.target import sub_groups
 from ds_reshard.hosts.deepspeed.coming_grid import Spot
 from ds_reshard.hosts.deepspeed.coming_model import ComingModel
 from ds_reshard.hosts.deepspeed.coming_optimizer import Kind, kind_of, optimizer_of
+from ds_reshard.hosts.deepspeed.live import param_shape
 from ds_reshard.hosts.deepspeed.settings import check_batch
 from ds_reshard.resume.lr_preview import SCRIPT_SCHEDULERS
 
@@ -62,8 +63,7 @@ def parsed(config: Mapping[str, object], world: int) -> DeepSpeedConfig:
         mend = "correct the DeepSpeed JSON, or --world"
         if config and not config.keys() & _KEYS:
             mend = f"name the DeepSpeed JSON: this is another program's, which begins with {next(iter(config))!r}"
-        fault = ConfigError.fault("DeepSpeed config", f"DeepSpeed refuses it on {world} ranks: {said}", mend=mend)
-        raise ConfigError(f"{fault.line()}; {mend}", [fault]) from error
+        raise ConfigError.of("DeepSpeed config", f"DeepSpeed refuses it on {world} ranks: {said}", mend=mend) from error
 
 
 def filled(config: Mapping[str, object], saved: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
@@ -217,7 +217,7 @@ def _wrapper(
             for g, group in enumerate(orders)
             for part in sub_groups(_shapes(group), place.size, int(zero.sub_group_size))
         ]
-        sizes = [sub_group_numel({name: _shape(orders[g][name]) for name in part}, place.size) for g, part in subs]
+        sizes = [sub_group_numel({name: param_shape(orders[g][name]) for name in part}, place.size) for g, part in subs]
         made["fp32_partitioned_groups_flat"] = masters = [_flat(size, torch.float32) for size in sizes]
         made["fp16_partitioned_groups_flat"] = [_flat(size, kind.dtype or torch.float32) for size in sizes]
         made["fp16_groups"] = [[orders[g][name] for name in part] for g, part in subs]
@@ -233,7 +233,7 @@ def _wrapper(
         aligned = kind.name == "zero" and bool(getattr(zero, "parameter_alignment", False))
         gaps = [_gaps([param for _, param in group], kind.dtype or torch.float32, aligned) for group in turned]
         for g, group in enumerate(turned):
-            shapes = {name: _shape(param) for name, param in group}
+            shapes = {name: param_shape(param) for name, param in group}
             flats[g] = [_flat(partition_numel(flat_numel(shapes, gaps[g]), shares[g].size), torch.float32)]
         params = [[param for _, param in group] for group in turned]
         if kind.name == "bf16":
@@ -247,7 +247,7 @@ def _wrapper(
         made |= {"fp16_groups": [list(group.values()) for group in orders]}
         made |= {"fp32_groups_flat": [flat for (flat,) in flats]}
     else:
-        flats = [[torch.empty(_shape(p), device=_META) for p in group.values()] for group in orders]
+        flats = [[torch.empty(param_shape(p), device=_META) for p in group.values()] for group in orders]
         made |= {"fp16_groups": [list(group.values()) for group in orders], "fp32_groups": flats}
     made["optimizer"] = optimizer_of(config, checkpoint, model, kind.cls, flats)
     if kind.name in ("zero", "zero3"):
@@ -274,12 +274,8 @@ def _partition(module: torch.nn.Module, dp: int) -> None:
             setattr(param, name, value)
 
 
-def _shape(param: torch.Tensor) -> Shape:
-    return tuple(getattr(param, "ds_shape", param.shape))
-
-
 def _shapes(group: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
-    return {name: _shape(param) for name, param in group.items()}
+    return {name: param_shape(param) for name, param in group.items()}
 
 
 def _flat(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -296,7 +292,7 @@ def _gaps(params: Sequence[torch.Tensor], dtype: torch.dtype, aligned: bool) -> 
     itemsize = torch.empty(0, dtype=dtype).element_size()
     alignment, at, found = (16 // gcd(16, itemsize) if aligned else 1), 0, list[int]()
     for number, param in enumerate(params):
-        at += prod(_shape(param))
+        at += prod(param_shape(param))
         found.append(0 if number == len(params) - 1 else -at % alignment)
         at += found[-1]
     return found

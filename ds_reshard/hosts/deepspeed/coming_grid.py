@@ -35,8 +35,7 @@ class Spot:
 def not_foreseen(where: str) -> UnsupportedLayout:
     what = "which layers, rows and experts a rank of DeepSpeed has, its script says: that is not foreseen"
     mend = "start the run to know; docs/parallelism.md says what its load takes"
-    fault = UnsupportedLayout.fault(where, what, mend=mend)
-    return UnsupportedLayout(f"{fault.line()}; {mend}", [fault])
+    return UnsupportedLayout.of(where, what, mend=mend)
 
 
 def refuse_unforeseen(found: Found, sizes: Grid, config: Mapping[str, object]) -> None:
@@ -74,14 +73,13 @@ def refuse_stage(grid: LiveGrid, stage: int) -> None:
     """Raise ConfigError where DeepSpeed builds no such engine (`PipelineEngine`, `_configure_zero_optimizer`)."""
     what, most = ("a PipelineModule", 1) if grid.parts else ("a mixture of experts", 2)
     if (grid.parts or grid.experts) and stage > most:
-        fault = ConfigError.fault(
+        raise ConfigError.of(
             "DeepSpeed config",
             f"DeepSpeed refuses ZeRO {stage} with {what}",
             f"stage 0 to {most}",
             f"stage {stage}",
             mend="correct zero_optimization.stage",
         )
-        raise ConfigError(f"{fault.line()}; {fault.mend}", [fault])
 
 
 def spot_of(rank: int, sizes: Grid, checkpoint: ZeroCheckpoint | None, config: Mapping[str, object]) -> Spot:

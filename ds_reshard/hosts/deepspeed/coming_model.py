@@ -15,6 +15,7 @@ from ds_reshard.execution.buffers import torch_dtype
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates, section
 from ds_reshard.formats.zero.stage0 import param_groups, torch_optimizer
+from ds_reshard.formats.zero.target import turned_back
 from ds_reshard.hosts.deepspeed.prepare import saved_shapes
 from ds_reshard.model.records import TensorRecord
 
@@ -111,15 +112,9 @@ def saved_order(checkpoint: ZeroCheckpoint) -> list[list[str]]:
     zero = section(saved.config, "zero_optimization")
     turned = zero.get("round_robin_gradients") is True and checkpoint.kind == "zero" and len(checkpoint.columns) == 1
     return [
-        _turned_back(list(group.members), checkpoint.dp) if turned else list(group.members)
+        turned_back(list(group.members), checkpoint.dp) if turned else list(group.members)
         for group in checkpoint.facts.groups
     ]
-
-
-def _turned_back(names: list[str], ranks: int) -> list[str]:
-    """What `_round_robin_reorder` has made this order of."""
-    places = [at for rank in range(ranks) for at in range(rank, len(names), ranks)]
-    return [name for _, name in sorted(zip(places, names, strict=True))]
 
 
 def _stage0_order(checkpoint: ZeroCheckpoint) -> list[list[str]]:
@@ -181,8 +176,7 @@ def factory_of(text: str) -> Callable[[], object]:
     module, _, name = text.partition(":")
     if not name or not re.fullmatch(r"[\w.]+", module):
         mend = "write --model my_project.model:build"
-        fault = ConfigError.fault("--model", f"{text!r} is not module:factory", mend=mend)
-        raise ConfigError(f"{fault.line()}; {mend}", [fault])
+        raise ConfigError.of("--model", f"{text!r} is not module:factory", mend=mend)
 
     def build() -> object:
         made: object = importlib.import_module(module)

@@ -38,10 +38,9 @@ logger = logging.getLogger("ds_reshard")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """What one rank's load read: bytes, system calls, files; the proof of it where one was asked for."""
+    """What one rank's load read: bytes, files; the proof of it where one was asked for."""
 
     bytes_read: int
-    read_calls: int
     files: tuple[str, ...]
     proof: Proof | None
 
@@ -56,12 +55,12 @@ def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings
     witness, outcome = _read(engine, prepared, settings, subject)
     steps.take(lambda: _settle_model(engine, prepared, request, settings), subject=subject)
     steps.take(lambda: _adopt(engine, prepared, request), subject=subject)
-    steps.take(lambda: _settle_masters(engine, prepared, request), subject=subject, always=True)
+    steps.take(lambda: _settle_masters(engine, prepared), subject=subject, always=True)
     proof = None
     if witness is not None:
         proof = prove(engine, prepared, witness, steps, unproved=unproved(engine, prepared, request))
     files = prepared.plan.files
-    return Moved(bytes_read=outcome.bytes_read, read_calls=outcome.read_calls, files=files, proof=proof)
+    return Moved(bytes_read=outcome.bytes_read, files=files, proof=proof)
 
 
 def _read(
@@ -213,7 +212,7 @@ def _adopt(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> Non
         counters(engine, prepared, request)
 
 
-def _settle_masters(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> None:
+def _settle_masters(engine: DeepSpeedEngine, prepared: Prepared) -> None:
     """Weights from masters, then masters from weights, where either is asked for.
 
     Collective: every rank takes the same branches, and the failures of one rank alone are behind it.

@@ -305,16 +305,12 @@ def _refuse_sizes(coming: Coming) -> None:
     product = coming.tp * coming.pp
     if coming.world % product or (coming.world // product) % coming.ep:
         what = f"{coming.world} ranks cannot be divided into tp={coming.tp}, pp={coming.pp}, ep={coming.ep}"
-        raise _config("--world", what, "give a multiple of tp x pp x ep")
+        raise ConfigError.of("--world", what, mend="give a multiple of tp x pp x ep")
     if coming.nodes > coming.world:
-        raise _config("--nodes", f"{coming.nodes} nodes have {coming.world} ranks", "give at most as many as ranks")
+        what = f"{coming.nodes} nodes have {coming.world} ranks"
+        raise ConfigError.of("--nodes", what, mend="give at most as many as ranks")
     if coming.model is not None and product * coming.ep > 1:  # not every rank has the whole of it
         raise not_foreseen("--model beside --tp, --pp or --ep")
-
-
-def _config(where: str, what: str, mend: str) -> ConfigError:
-    fault = ConfigError.fault(where, what, mend=mend)
-    return ConfigError(f"{fault.line()}; {mend}", [fault])
 
 
 def _nothing(path: str) -> CheckpointNotFound:
@@ -324,8 +320,7 @@ def _nothing(path: str) -> CheckpointNotFound:
     except CheckpointNotFound as error:
         return error
     mend = "give the folder that was given to save_checkpoint, or --tag; the load would return None"
-    fault = CheckpointNotFound.fault(path, "holds no checkpoint that a load would find", mend=mend)
-    return CheckpointNotFound(f"{fault.line()}; {mend}", [fault])
+    return CheckpointNotFound.of(path, "holds no checkpoint that a load would find", mend=mend)
 
 
 def _batch(ds: DeepSpeedConfig, checkpoint: ZeroCheckpoint | None) -> dict[str, tuple[object, object]]:

@@ -456,7 +456,7 @@ def report(engine: DeepSpeedEngine, own: Own, beside: Beside | None) -> ResumeRe
             used=getattr(engine.optimizer, "clip_grad", engine.gradient_clipping()),
             because=because(policy, "clip_grad"),
         ),
-        *_optimizer(saved, policy, request),
+        *_optimizer(policy, request),
         Row(name="rng", checkpoint=None, this_run="this run", used="this run", because="DeepSpeed stores none"),
         Row(
             name="data",
@@ -566,7 +566,7 @@ def _group_rows(engine: DeepSpeedEngine, own: Own, saved: Saved, policy: ResumeP
                 )
 
 
-def _optimizer(saved: Saved, policy: ResumePolicy, request: Request) -> Iterator[Row]:
+def _optimizer(policy: ResumePolicy, request: Request) -> Iterator[Row]:
     loaded = {"fp32 masters": request.load_optimizer, "moments": request.load_optimizer and request.moments}
     for name, present in loaded.items():
         anew = "from weights" if name == "fp32 masters" else "anew"

@@ -300,7 +300,7 @@ class _Forecasting:
             return ()
         placements = self.source.layout.placements.items()
         weights, states = (
-            sum(_nbytes(one.shape) * one.dtype.itemsize for key, one in placements if (key.kind == WEIGHT) is of_weight)
+            sum(one.numel * one.dtype.itemsize for key, one in placements if (key.kind == WEIGHT) is of_weight)
             for of_weight in (True, False)
         )
         parts = size_of(self.run, "tensor_model_parallel_size") * size_of(self.run, "pipeline_model_parallel_size")
@@ -312,13 +312,6 @@ class _Forecasting:
         each = -(-weights // parts)
         cost = RankCost(rank=0, read_nbytes=each + held, files=files, optimizer_nbytes=held, weights_nbytes=each)
         return (cost,)
-
-
-def _nbytes(shape: Sequence[int]) -> int:
-    made = 1
-    for size in shape:
-        made *= size
-    return made
 
 
 def _form(saved: Saved | None) -> str:

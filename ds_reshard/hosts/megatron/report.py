@@ -10,6 +10,7 @@ from ds_reshard.hosts.megatron.group_values import remembered
 from ds_reshard.hosts.megatron.groups import BOUNDS
 from ds_reshard.hosts.megatron.live import Group, Load, Optimizer, Scheduler, as_number, leaves, live_groups
 from ds_reshard.hosts.megatron.parts import live_schedule, run_schedule
+from ds_reshard.operations.ranks import rank
 from ds_reshard.resume.megatron import FIELDS, Schedule
 from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish
 
@@ -22,7 +23,7 @@ _PRETRAINED = "--pretrained-checkpoint"
 
 def publish_training(load: Load, arguments: Namespace, iteration: int) -> None:
     """Make, log once and publish the report of a `load_checkpoint` on rank 0; other ranks do nothing."""
-    if _rank() == 0 and load.found is not None:
+    if rank() == 0 and load.found is not None:
         _publish(load, training_report(load, arguments, iteration))
 
 
@@ -36,7 +37,7 @@ def training_report(load: Load, arguments: Namespace, iteration: int) -> ResumeR
 
 def publish_part(load: Load | None) -> None:
     """The same for one `load_state_dict` in a loop of the user's own, which has no iteration and no samples."""
-    if load is not None and load.own_loop and _rank() == 0:
+    if load is not None and load.own_loop and rank() == 0:
         _publish(load, _report(load, [*_schedule(load), *_groups(load), *_states(load)], tuple(load.warnings)))
 
 
@@ -175,9 +176,3 @@ def _ignored(load: Load) -> Iterator[str]:
 
 def _of(arguments: object, name: str) -> object:
     return getattr(arguments, name, None)
-
-
-def _rank() -> int:
-    import torch
-
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

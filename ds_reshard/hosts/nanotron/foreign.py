@@ -16,8 +16,16 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.remote import is_url
-from ds_reshard.errors import CheckpointNotFound, Fault, ModelMismatch, UnsupportedLayout, raise_faults
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    Fault,
+    ModelMismatch,
+    UnsupportedLayout,
+    raise_faults,
+)
 from ds_reshard.execution.buffers import element_type
+from ds_reshard.execution.checksums import SEEN_BY_ALL
 from ds_reshard.formats.nanotron.content import METADATA
 from ds_reshard.formats.nanotron.names import is_nanotron
 from ds_reshard.hosts.nanotron.live import ParallelContext, Shape, experts_of, regions_of, tiles_of_parameter
@@ -116,20 +124,45 @@ def parse_ckpt_path(arguments: Mapping[str, object], original: Callable[[], obje
     From a URL nanotron itself would copy all of it to its own disk (by s5cmd): it is read in place here, of any format.
     """
     path = getattr(getattr(arguments["config"], "checkpoints", None), "resume_checkpoint_path", None)
+    world = cast(ParallelContext, arguments["parallel_context"]).world_pg
     if path is not None and is_url(url := folder_of(path)):
-        return _by_url(url, cast(ParallelContext, arguments["parallel_context"]))
+        return _by_url(url, world)
+    subject = f"loading {path}"
+    found = together(lambda: _found(path, original), world, subject=subject)
+    raise_faults(_other_finds(str(path), gather(_told(path, found), world)), subject=subject)
+    return found
+
+
+def _found(path: object, original: Callable[[], object]) -> object:
     found = original()
     if found is not None or path is None or not os.path.isdir(str(path)):
         return found
     try:
         return Path(find_listing(str(path), None).folder)
     except CheckpointNotFound:
-        if any(os.path.exists(os.path.join(path, name)) for name in ("latest", "latest_universal")):
+        if any(os.path.exists(os.path.join(str(path), name)) for name in ("latest", "latest_universal")):
             raise  # a tag of DeepSpeed's that is not there: to begin anew would be silent
         return None
 
 
-def _by_url(url: str, context: ParallelContext) -> Path | None:
+def _told(path: object, found: object) -> str | None:
+    """What a rank resumes from, as the others may see it under another folder's name."""
+    if found is None:
+        return None
+    return f"{os.path.relpath(str(found), str(path))} {'of' if is_nanotron(str(found)) else 'not of'} nanotron's"
+
+
+def _other_finds(path: str, told: list[str | None]) -> list[Fault]:
+    """A fault where ranks would resume from other checkpoints, or some of them begin anew."""
+    first = told[0]
+    for number, one in enumerate(told):
+        if one is not None and first is not None and one != first:
+            what, found = "ranks find other checkpoints there", f"{one} on rank {number}"
+            return [CheckpointDamaged.fault(path, what, f"{first}, as on rank 0", found, mend=SEEN_BY_ALL)]
+    return unseen(path, [one is not None for one in told])
+
+
+def _by_url(url: str, world: ProcessGroup) -> Path | None:
     """The same, told to all ranks by the first; None where nothing is there, and nanotron begins anew."""
 
     def look() -> str | None:
@@ -139,8 +172,8 @@ def _by_url(url: str, context: ParallelContext) -> Path | None:
         logger.warning("%s: nothing is there: the run begins anew", url)
         return None
 
-    found, faults, cause = attempt(lambda: look() if context.world_pg.rank() == 0 else None)
-    found, faults = broadcast((found, faults), context.world_pg)
+    found, faults, cause = attempt(lambda: look() if world.rank() == 0 else None)
+    found, faults = broadcast((found, faults), world)
     raise_caused(faults, subject=f"loading {url}", cause=cause)
     return Path(found) if found is not None else None
 

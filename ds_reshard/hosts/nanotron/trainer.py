@@ -150,8 +150,7 @@ def load_random_states(arguments: Mapping[str, object], _: object) -> object:
     path = file_of(context, folder_of(arguments["root_folder"]))
     if not folders.is_file(path):
         what = "does not exist: random states are of the ranks that were saved, and fit no other number of them"
-        fault = CheckpointNotFound.fault(path, what, mend="--no-load-rng, or the topology that was saved")
-        raise CheckpointNotFound(f"{fault.line()}; {fault.mend}", [fault])
+        raise CheckpointNotFound.of(path, what, mend="--no-load-rng, or the topology that was saved")
     return read_random_states(path)
 
 
