@@ -168,9 +168,10 @@ def _another_step(place: Path) -> None:
 
 
 def _not_nanotrons(place: Path) -> None:
-    convert(str(place.parent), str(place.parent / "dcp"), to="dcp")
+    other = place.parents[1] / "dcp"
+    convert(str(place.parent), str(other), to="dcp")
     rmtree(place)
-    (place.parent / "dcp").rename(place)
+    other.rename(place)
 
 
 FINDS: dict[str, tuple[Harm, str, str]] = {
