@@ -94,8 +94,30 @@ FLAGS = (
 )
 
 
+class _Asked:
+    """An action of argparse that tells `asked` of each namespace that it writes to.
+
+    Parsers that have this one's parser among their `parents` have its actions, and none of its methods.
+    """
+
+    asked: Callable[[argparse.Namespace], None] = staticmethod(lambda parsed: None)
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, *given: object) -> None:
+        super().__call__(parser, namespace, *given)  # type: ignore[misc]
+        self.asked(namespace)
+
+
+class _Switch(_Asked, argparse._StoreTrueAction):
+    pass
+
+
+class _Valued(_Asked, argparse._StoreAction):
+    pass
+
+
 def add_arguments(parser: argparse.ArgumentParser, *, place: str = PLACE) -> argparse.ArgumentParser:
-    """Give a parser the resume flags; whatever it parses is then this process's resume policy.
+    """Give a parser the resume flags; whatever it, or one that has it among its `parents`, parses is then this
+    process's resume policy.
 
     A flag that the parser knows already is adopted as it is. Called twice, the second call changes nothing.
     `place` is how messages name it. Raises ConfigError for a known flag of another kind (one that takes a value
@@ -106,9 +128,16 @@ def add_arguments(parser: argparse.ArgumentParser, *, place: str = PLACE) -> arg
     dests, adopted = define(parser)
     plain = parser.parse_known_args
 
+    def asked(parsed: argparse.Namespace) -> None:
+        ask(given(parsed, dests, place=place, adopted=adopted))
+
+    for action in parser._actions:
+        if isinstance(action, _Asked):
+            action.asked = asked
+
     def parse_known_args(args: object = None, namespace: object = None) -> tuple[argparse.Namespace, list[str]]:
         parsed, rest = plain(args, namespace)  # type: ignore[call-overload]
-        ask(given(parsed, dests, place=place, adopted=adopted))
+        asked(parsed)
         return parsed, rest
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
@@ -152,9 +181,9 @@ def define(parser: argparse.ArgumentParser) -> tuple[dict[str, Flag], frozenset[
         if theirs is None:
             group = group or parser.add_argument_group("resume", "what a load takes from the checkpoint (ds_reshard)")
             if flag.value is None:
-                group.add_argument(*flag.names, dest=dest, metavar=flag.metavar, help=flag.help)
+                group.add_argument(*flag.names, dest=dest, action=_Valued, metavar=flag.metavar, help=flag.help)
             else:
-                group.add_argument(*flag.names, dest=dest, action="store_true", default=None, help=flag.help)
+                group.add_argument(*flag.names, dest=dest, action=_Switch, default=None, help=flag.help)
         elif not _alike(theirs, flag):
             what = "this parser has a flag of that name which is of another kind"
             wanted = "a switch that is off unless given" if flag.value is not None else "a flag with a value"

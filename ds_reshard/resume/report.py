@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ds_reshard.errors import ConfigError, Fault, WriteFailed
 from ds_reshard.resume.policy import ResumePolicy
 
 _LOG = logging.getLogger("ds_reshard")
@@ -77,20 +78,40 @@ class ResumeReport:
 
 
 def publish(report: ResumeReport, *, path: str | None = None) -> None:
-    """Make this the last report, and write it to `path` as JSON, whole or not at all."""
+    """Make this the last report, and write it to `path` as JSON, whole or not at all. Raises WriteFailed."""
     _LAST[:] = [report]
     if path is None:
         return
     target = Path(path)
-    handle, beside = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
     try:
-        with open(handle, "w", encoding="utf-8") as file:
-            json.dump(report.to_json(), file, indent=2)
-            file.write("\n")
-        os.replace(beside, target)
-    except BaseException:
-        Path(beside).unlink(missing_ok=True)
-        raise
+        handle, beside = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                json.dump(report.to_json(), file, indent=2)
+                file.write("\n")
+            os.replace(beside, target)
+        except BaseException:
+            Path(beside).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        what = f"the resume report cannot be written: {error.strerror or error}"
+        raise WriteFailed.of(path, what, mend="the load itself is done: free space there for the next one") from error
+
+
+def unwritable(path: str | None) -> list[Fault]:
+    """What is wrong with the place of a report: asked for on the rank that writes it, before anything is loaded."""
+    if path is None or (os.access(Path(path).parent, os.W_OK | os.X_OK) and not os.path.isdir(path)):
+        return []
+    what = "is a folder" if os.path.isdir(path) else "cannot be written: its folder is not there, or is read-only"
+    return [ConfigError.fault(f"--resume-report {path}", what, mend="name a file in a folder that is there")]
+
+
+def publish_or_log(report: ResumeReport, path: str | None) -> None:
+    """The same where other ranks go on: a report that cannot be written is an error in the log."""
+    try:
+        publish(report, path=path)
+    except WriteFailed as error:
+        _LOG.error("%s", error)
 
 
 def last_report() -> ResumeReport | None:

@@ -12,6 +12,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from math import inf
 
 from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_faults
 
@@ -22,6 +23,7 @@ _CLOSED = ("LambdaLR", "OneCycleLR", "CyclicLR")
 # What a torch scheduler's state says of where it is, rather than of what it is.
 _WHERE = {"last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "_schedulers"}
 _WHERE |= {"T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}
+_WHERE |= {"verbose", "default_min_lr"}  # which some releases of torch have and others not; neither changes a rate
 
 ENGINE, ACCELERATE = "engine", "accelerate"
 CLOCKS = (ENGINE, ACCELERATE)
@@ -212,6 +214,27 @@ def reduces_to(state: Mapping[str, object], first: Sequence[float], rates: Seque
             return False
         now = after
     return True
+
+
+def last_position(scheduler: object) -> float:
+    """The greatest position that a scheduler has: OneCycleLR raises ValueError behind its `total_steps`."""
+    if any(cls.__name__ == "OneCycleLR" for cls in type(scheduler).__mro__):
+        return int(scheduler.total_steps)  # type: ignore[attr-defined]
+    parts, milestones = getattr(scheduler, "_schedulers", ()), getattr(scheduler, "_milestones", ())
+    begins = [0, *milestones] if milestones else [0] * len(parts)
+    ends = [*milestones, inf] if milestones else [inf] * len(parts)
+    last = [(begin + last_position(part), end) for part, begin, end in zip(parts, begins, ends, strict=True)]
+    return min((found for found, end in last if found < end - 1), default=inf)
+
+
+def beyond(scheduler: object, position: int) -> list[Fault]:
+    """A fault where a scheduler of this run ends before the position from which it is to go on."""
+    last = last_position(scheduler)
+    if position <= last:
+        return []
+    what = f"{type(scheduler).__name__} ends after {last} steps, and the checkpoint is at {position}"
+    mend = f"give OneCycleLR a total_steps of more than {position}, or use --no-load-lr-state"
+    return [UnsupportedLayout.fault("lr_scheduler", what, mend=mend)]
 
 
 def refusal(scheduler: object) -> str:

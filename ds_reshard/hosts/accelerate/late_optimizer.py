@@ -387,7 +387,7 @@ def _prepared(
     if kind != NONE:  # attached by accelerate, as it always does
         wrapper = accelerator._schedulers[-1]
         own = ENGINE if engine.lr_scheduler is wrapper.scheduler else ACCELERATE
-        track(accelerator, wrapper, clock=own, by_script=_wants_metric(wrapper.scheduler))
+        track(accelerator, engine, wrapper, clock=own, by_script=_wants_metric(wrapper.scheduler))
     return tuple(result)
 
 
@@ -502,7 +502,7 @@ def _attach(accelerator: Accelerator, engine: DeepSpeedEngine, scheduler: object
             split_batches=accelerator.split_batches or clock == ENGINE,
         )
     accelerator._schedulers.append(wrapper)
-    track(accelerator, wrapper, clock=ACCELERATE if by_script else clock, by_script=by_script)
+    track(accelerator, engine, wrapper, clock=ACCELERATE if by_script else clock, by_script=by_script)
     return wrapper
 
 

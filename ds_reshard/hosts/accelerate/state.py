@@ -13,17 +13,18 @@ import functools
 import json
 import logging
 import os
+import random
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard import hosts
 from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import trust_in
-from ds_reshard.errors import HookError, UnsupportedLayout, raise_faults
+from ds_reshard.errors import HookError, UnsupportedLayout, WriteFailed, raise_faults
 from ds_reshard.formats.zero.names import pattern_in_path
 from ds_reshard.hosts.accelerate.prepare_arguments import without_params
 from ds_reshard.operations.pickles import refuse_unsafe_folder
@@ -36,6 +37,7 @@ from ds_reshard.resume.schedulers import ACCELERATE, CLOCKS, ENGINE, PLATEAU, UN
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.scheduler import AcceleratedScheduler
+    from deepspeed.runtime.engine import DeepSpeedEngine
     from torch.optim.lr_scheduler import LRScheduler
 
 logger = logging.getLogger("ds_reshard")
@@ -45,12 +47,13 @@ RECORD = "ds_reshard_clock.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracked:
-    """`steps` is how many steps the scheduler takes an update, None where the script alone decides.
+    """`engine` makes the updates, of each of which the scheduler takes `steps`, None where the script alone decides.
 
     `groups` are the param groups' values, and `beginning` the scheduler's, before the first update. `began` is the
     number of updates of the engine after which the schedule began, other than 0 where a resume has begun it anew.
     """
 
+    engine: weakref.ref[DeepSpeedEngine]
     scheduler: LRScheduler
     wrapper: AcceleratedScheduler
     clock: str
@@ -63,11 +66,14 @@ class Tracked:
 _TRACKED: weakref.WeakKeyDictionary[Accelerator, Tracked] = weakref.WeakKeyDictionary()
 
 
-def track(accelerator: Accelerator, wrapper: AcceleratedScheduler, *, clock: str, by_script: bool) -> None:
+def track(
+    accelerator: Accelerator, engine: DeepSpeedEngine, wrapper: AcceleratedScheduler, *, clock: str, by_script: bool
+) -> None:
     """Note what was prepared; accelerate's own clock steps once for each process unless batches are split."""
     scheduler = wrapper.scheduler
     steps = 1 if clock == ENGINE or accelerator.split_batches else accelerator.num_processes
     _TRACKED[accelerator] = Tracked(
+        engine=weakref.ref(engine),
         scheduler=scheduler,
         wrapper=wrapper,
         clock=clock,
@@ -100,20 +106,28 @@ def save_state(accelerator: Accelerator, original: Callable[..., object], *args:
         return original(*args, **given)
     _warn_of_what_is_left_out(accelerator)
     location = original(*args, **given)
+    place = os.path.join(os.fspath(location), RECORD)  # type: ignore[call-overload]
+    together(lambda: _write_record(accelerator, place), subject=f"saving {location}")
+    return location
+
+
+def _write_record(accelerator: Accelerator, path: str) -> None:
     mine = tracked(accelerator)
-    if mine is not None and accelerator.is_main_process:
-        record = {
-            "clock": mine.clock,
-            "steps_per_update": mine.steps,
-            "num_processes": accelerator.num_processes,
-            "began": mine.began,
-        }
-        path = os.path.join(os.fspath(location), RECORD)  # type: ignore[call-overload]
+    if mine is None or not accelerator.is_main_process:
+        return
+    record = {
+        "clock": mine.clock,
+        "steps_per_update": mine.steps,
+        "num_processes": accelerator.num_processes,
+        "began": mine.began,
+    }
+    try:
         with open(f"{path}.part", "w", encoding="utf-8") as file:
             json.dump(record, file)
         os.replace(f"{path}.part", path)
-    gather(None)
-    return location
+    except OSError as error:
+        what = f"cannot be written: {error.strerror or error}"
+        raise WriteFailed.of(path, what, mend="free space there, then save again") from error
 
 
 def _warn_of_what_is_left_out(accelerator: Accelerator) -> None:
@@ -157,17 +171,41 @@ def load_state(
     saved = Saved()
     if mine is not None and where is not None:
         saved = gather(together(lambda: _saved_clock(where), subject=f"loading {where}"))[0]
-    if mine is None or saved.clock in (None, mine.clock):
-        result = original()
-    else:
-        _refuse(mine, saved, policy, where, alone=len(accelerator._schedulers) == 1)
-        leave_out = given.get("load_lr_scheduler_states") is False
-        result = _translated(accelerator, original, mine, saved.since, policy, leave_out=leave_out)
+    with _anew(accelerator) if policy.finetune else nullcontext():
+        if mine is None or saved.clock in (None, mine.clock):
+            result = original()
+        else:
+            _refuse(mine, saved, policy, where, alone=len(accelerator._schedulers) == 1)
+            leave_out = given.get("load_lr_scheduler_states") is False
+            result = _translated(accelerator, original, mine, saved.since, policy, leave_out=leave_out)
     if mine is not None:
-        since = saved.since if policy.keeps_position else _updates(accelerator)
+        since = saved.since if policy.keeps_position else _updates(mine)
         _TRACKED[accelerator] = replace(mine, began=since)
-    _agree_on_step(accelerator, where, before)
+    if not policy.finetune:
+        _agree_on_step(accelerator, where, before)
     return result
+
+
+@contextmanager
+def _anew(accelerator: Accelerator) -> Iterator[None]:
+    """What accelerate restores beside the engine stays this run's: random states, data loaders, and its micro-batches.
+
+    `load_accelerator_state` reads them by the number of the rank and of the data loader, and has no argument for that.
+    """
+    import numpy
+    import torch
+
+    kind, step, loaders = accelerator.device.type, accelerator.step, accelerator._dataloaders
+    of_python, of_numpy = random.getstate(), numpy.random.get_state()
+    devices = range(getattr(torch, kind).device_count()) if kind != "cpu" else ()
+    accelerator._dataloaders = []
+    try:
+        with torch.random.fork_rng(devices, device_type=kind if kind != "cpu" else "cuda"):
+            yield
+    finally:
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)
+        accelerator.step, accelerator._dataloaders = step, loaders
 
 
 def _by_deepspeed(accelerator: Accelerator) -> bool:
@@ -191,7 +229,7 @@ def _translated(
     if on_engine and leave_out:
         return result
     assert mine.steps is not None and mine.beginning is not None
-    position = (_updates(accelerator) - since) * mine.steps
+    position = (_updates(mine) - since) * mine.steps
     if by_host and policy.keeps_position:
         _place(mine, position)
         logger.warning("the schedule was saved on another clock: it goes on at position %d of this run's", position)
@@ -201,8 +239,9 @@ def _translated(
     return result
 
 
-def _updates(accelerator: Accelerator) -> int:
-    engine = accelerator._models[-1]
+def _updates(mine: Tracked) -> int:
+    engine = mine.engine()
+    assert engine is not None, "its Accelerator holds it"
     return int(engine.global_steps - engine.skipped_steps)
 
 
@@ -252,6 +291,7 @@ def _deepspeed_hooked() -> bool:
 def _place(mine: Tracked, position: int) -> None:
     """This run's scheduler at a position of its own schedule, which is this run's in every respect."""
     groups = mine.scheduler.optimizer.param_groups
+    raise_faults(schedulers.beyond(mine.scheduler, position), subject="the schedule on this run's clock")
     bases = [group.get("initial_lr") for group in groups]
     began = [group.get("initial_lr") for group in mine.groups]
     if bases != began:

@@ -185,7 +185,7 @@ def _unplaceable(
         return [fault(where, what, "give it its state before the first step")]
     if policy.keeps_position and (begun.kind in (PLATEAU, UNKNOWN) or schedulers.position_in(state) is None):
         return [_unsupported(where, schedulers.refusal(scheduler), "see above")]
-    return []
+    return schedulers.beyond(scheduler, schedulers.position_in(state) or 0) if policy.keeps_position else []
 
 
 def _unread(scheduler: object, policy: ResumePolicy, where: str) -> list[Fault]:

@@ -48,7 +48,7 @@ from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.operations.ranks import Steps, agree, attempt, rank
 from ds_reshard.resume import policy_sources, schedulers
 from ds_reshard.resume.policy import ResumePolicy
-from ds_reshard.resume.report import publish
+from ds_reshard.resume.report import publish, unwritable
 from ds_reshard.resume.schedulers import DEEPSPEED, PLATEAU, UNKNOWN, position_of
 
 if TYPE_CHECKING:
@@ -244,6 +244,7 @@ NOT_HYPERPARAMETERS = frozenset(
 def refusals(engine: DeepSpeedEngine, request: Request, policy: ResumePolicy) -> list[Fault]:
     """What this engine cannot do of a policy, whatever the checkpoint."""
     return [
+        *(unwritable(policy.report) if rank() == 0 else []),
         *_against_arguments(engine, request, policy),
         *_about_the_schedule(engine, policy),
         *_about_hyperparameters(engine, policy),
@@ -283,7 +284,8 @@ def _against_arguments(engine: DeepSpeedEngine, request: Request, policy: Resume
         faults.append(fault("dataloader", what, "leave out --reset-dataloader; the script starts its own data anew"))
     if not policy.rng and not policy.finetune and not policy_sources.adopted("rng"):
         what = "DeepSpeed's checkpoints hold no random states: there is nothing to leave out"
-        faults.append(fault("rng", what, "leave out --no-load-rng; the script restores what it saved itself"))
+        mend = "leave out --no-load-rng; those that the script or accelerate restores may be set anew after the load"
+        faults.append(fault("rng", what, mend))
     return faults
 
 
@@ -334,6 +336,8 @@ def checkpoint_faults(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolic
         return _continuation_faults(engine, saved, policy)
     if policy.scheduler == "strict":
         return _incomparable(engine, saved) or _differences(own, scheduler, saved)
+    if scheduler is not None and policy.scheduler == "override" and policy.keeps_position:
+        return schedulers.beyond(scheduler, saved.position)
     return []
 
 

@@ -457,7 +457,13 @@ def report(engine: DeepSpeedEngine, own: Own, beside: Beside | None) -> ResumeRe
             because=because(policy, "clip_grad"),
         ),
         *_optimizer(policy, request),
-        Row(name="rng", checkpoint=None, this_run="this run", used="this run", because="DeepSpeed stores none"),
+        Row(
+            name="rng",
+            checkpoint=None,
+            this_run="this run",
+            used="this run" if policy.finetune else "the script's own",
+            because="--finetune" if policy.finetune else "DeepSpeed stores none",
+        ),
         Row(
             name="data",
             checkpoint=None,

@@ -12,7 +12,7 @@ from ds_reshard.hosts.megatron.live import Group, Load, Optimizer, Scheduler, as
 from ds_reshard.hosts.megatron.parts import live_schedule, run_schedule
 from ds_reshard.operations.ranks import rank
 from ds_reshard.resume.megatron import FIELDS, Schedule
-from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish
+from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish_or_log
 
 logger = logging.getLogger("ds_reshard")
 
@@ -47,8 +47,8 @@ def _report(load: Load, rows: list[Row], warnings: tuple[str, ...]) -> ResumeRep
 
 
 def _publish(load: Load, report: ResumeReport) -> None:
-    publish(report, path=load.policy.report)
     logger.info("%s", report)
+    publish_or_log(report, load.policy.report)
 
 
 def _counters(load: Load, arguments: Namespace, iteration: int) -> Iterator[Row]:

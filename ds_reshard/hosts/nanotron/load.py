@@ -21,7 +21,7 @@ from ds_reshard.formats.nanotron.names import CONFIG
 from ds_reshard.operations.ranks import gather, rank
 from ds_reshard.resume.policy import ResumePolicy, policy_differences
 from ds_reshard.resume.policy_sources import asked_policy
-from ds_reshard.resume.report import ResumeReport, Row, publish
+from ds_reshard.resume.report import ResumeReport, Row, publish_or_log, unwritable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,8 +35,10 @@ _MEMORY = "_ds_reshard_nanotron"
 
 
 def same_policy(policy: ResumePolicy, world: ProcessGroup, *, subject: str) -> None:
-    """Refuse what ranks were not asked for alike: they would part ways. Collective."""
-    raise_faults(policy_differences(gather(policy, world)), subject=subject)
+    """Refuse what ranks were not asked for alike: they would part ways; and a report without a place. Collective."""
+    told = gather((policy, unwritable(policy.report) if rank() == 0 else []), world)
+    faults = [fault for _, found in told for fault in found]
+    raise_faults([*policy_differences([one for one, _ in told]), *faults], subject=subject)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,7 +65,7 @@ class Load:
             return
         warnings = tuple(dict.fromkeys(self.warnings))
         report = ResumeReport(host="nanotron", checkpoint=self.where, rows=tuple(self.rows), warnings=warnings)
-        publish(report, path=self.policy.report)
+        publish_or_log(report, self.policy.report)
         for warning in warnings:
             logger.warning("%s", warning)
         logger.info("%s", report)
