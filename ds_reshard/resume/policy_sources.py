@@ -95,16 +95,17 @@ FLAGS = (
 
 
 class _Asked:
-    """An action of argparse that tells `asked` of each namespace that it writes to.
+    """An action of argparse that tells `asked` of what another parser than its own has parsed so far.
 
-    Parsers that have this one's parser among their `parents` have its actions, and none of its methods.
+    One that has its own among its `parents` has the actions of that, and none of its methods.
     """
 
     asked: Callable[[argparse.Namespace], None] = staticmethod(lambda parsed: None)
 
     def __call__(self, parser: object, namespace: argparse.Namespace, *given: object) -> None:
         super().__call__(parser, namespace, *given)  # type: ignore[misc]
-        self.asked(namespace)
+        if not hasattr(parser, "_ds_reshard_flags"):
+            self.asked(namespace)
 
 
 class _Switch(_Asked, argparse._StoreTrueAction):

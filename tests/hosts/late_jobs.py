@@ -5,6 +5,7 @@ Rates are read where the torch optimizer steps: what a getter says afterwards is
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -291,6 +292,70 @@ def resume(
         run[0].step = step
         rates = train(run, late, STEPS, 3)
     return {"raised": None, "rates": rates, "step": step, "ends": ends, "moments": float(sum(moments))}
+
+
+def finetuned(late: Late, folder: str) -> dict[str, Any]:
+    """Whether what accelerate restores beside the engine is this run's, after a load of weights alone."""
+    import numpy
+
+    import ds_reshard
+
+    section = {"ds_reshard": {"resume": {"finetune": True}}}
+    with ds_reshard.install("accelerate"), ds_reshard.install("deepspeed"):
+        run = prepared(late.but(config=section), seed=99)
+        own = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+        run[0].load_state(folder)
+        now = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+        row = ds_reshard.last_report()["rng"] if torch.distributed.get_rank() == 0 else None
+    return {
+        "states": [torch.equal(own[0], now[0]), own[1] == now[1], own[2] == now[2]],
+        "step": run[0].step,
+        "loaders": len(run[0]._dataloaders),
+        "row": (row.used, row.because) if row is not None else None,
+    }
+
+
+def two_engines(saved: str, loaded: str, folder: str, policy: dict[str, Any] | None = None) -> list[list[float]]:
+    """The rates of an engine beside another that makes two updates for each of its own: uninterrupted, and resumed."""
+    import ds_reshard
+
+    def build(clock: str, resumed: dict[str, Any] | None = None) -> Any:
+        world = torch.distributed.get_world_size()
+        accelerator = new_accelerator(
+            {
+                "train_micro_batch_size_per_gpu": GLOBAL_BATCH // world,
+                "gradient_accumulation_steps": 1,
+                "gradient_clipping": 0.0,
+                "zero_optimization": {"stage": 1},
+                "zero_allow_untested_optimizer": True,
+                "ds_reshard": {"accelerate": {"clock": clock}, "resume": resumed or {}},
+            }
+        )
+        one, other = new_net(1), new_net(2)
+        optimizer = torch.optim.AdamW(one.parameters(), lr=LR)
+        first = accelerator.prepare(one, optimizer, lrs.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step)))
+        second = accelerator.prepare(other, torch.optim.AdamW(other.parameters(), lr=LR))
+        return accelerator, first[0], second[0], first[2]
+
+    def rates(run: Any, first: int, steps: int) -> list[float]:
+        _, one, other, scheduler = run
+        rank, world, found = torch.distributed.get_rank(), torch.distributed.get_world_size(), []
+        for step in range(first, first + steps):
+            for engine in (other, other, one):
+                engine.backward(engine(*jobs.batch(step, rank, world)))
+                engine.step()
+            found.append(float(one.basic_optimizer.param_groups[0]["lr"]))
+            scheduler.step()
+        return found
+
+    with ds_reshard.install("accelerate"), ds_reshard.install("deepspeed"):
+        run = build(saved)
+        rates(run, 0, STEPS)
+        run[0].save_state(folder)
+        again = build(loaded, policy)
+        again[0].load_state(folder)
+        whole = rates(build(loaded), 0, STEPS + 3)[STEPS:]
+        return [whole, rates(again, STEPS, 3)]
 
 
 def begun_anew(late: Late, first: str, second: str, policy: dict[str, Any]) -> None:

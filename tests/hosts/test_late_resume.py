@@ -201,3 +201,22 @@ def test_new_ranks_accumulate_in_step(
     told = worlds[3].run("late_jobs.resume", late=late.but(accumulation=accumulation), folder=str(tmp_path))
     assert [rank["step"] for rank in told] == [step] * 3
     assert [rank["ends"] for rank in told] == [[one == "x" for one in ends]] * 3
+
+
+def test_weights_alone_leave_accelerates_own_states_out(worlds: Any, saves: Any) -> None:
+    """It restores random states and the place within an update beside the engine, and has no argument for them."""
+    folder = saves(Late(accumulation=2))
+    for rank, told in enumerate(worlds[2].run("late_jobs.finetuned", late=Late(accumulation=2), folder=folder)):
+        assert (told["states"], told["step"]) == ([True] * 3, 0)
+        assert told["row"] == (("this run", "--finetune") if rank == 0 else None)
+
+
+@pytest.mark.parametrize("policy", [None, {"scheduler": "override"}], ids=str)
+@pytest.mark.parametrize(("saved", "loaded"), [("engine", "accelerate"), ("accelerate", "engine")])
+def test_the_updates_of_the_engine_that_has_the_schedule_count(
+    worlds: Any, tmp_path: Path, saved: str, loaded: str, policy: dict[str, Any] | None
+) -> None:
+    """A critic makes two updates for each of the generator: its engine was prepared last."""
+    given = {"saved": saved, "loaded": loaded, "policy": policy, "folder": str(tmp_path / "state")}
+    for whole, resumed in worlds[1].run("late_jobs.two_engines", **given):
+        assert resumed == whole

@@ -109,8 +109,16 @@ def test_dead_references_in_the_process_do_not_hurt(worlds: Any, kept: Any) -> N
 def test_a_report_that_cannot_be_written_is_an_error_on_every_rank(worlds: Any, kept: Any, tmp_path: Path) -> None:
     folder, _ = kept(Setup(run=Run(2, 2)))
     refused = resume(worlds, Setup(run=Run(2, 2), policy={"report": str(tmp_path / "absent" / "r.json")}), folder)
-    assert refused[0]["error"] is not None and refused[0]["text"] == refused[1]["text"]
-    assert "absent" in refused[0]["text"]
+    assert refused[0]["error"] == "ConfigError" and refused[0]["text"] == refused[1]["text"]
+    assert "absent" in refused[0]["text"] and all(rank["unchanged"] for rank in refused)
+
+
+def test_a_schedule_that_ends_before_the_position_is_refused(worlds: Any, kept: Any) -> None:
+    folder, _ = kept(Setup(run=Run(1, 2)))
+    short = Setup(run=Run(1, 2), scheduler=("OneCycleLR", {"max_lr": 0.1, "total_steps": 2}))
+    for refused in resume(worlds, short.but(policy={"scheduler": "override"}), folder):
+        assert refused["error"] == "UnsupportedLayout" and refused["unchanged"], refused.get("text")
+        assert "OneCycleLR ends after 2 steps, and the checkpoint is at" in refused["text"]
 
 
 def test_rates_that_are_tensors_are_reported(worlds: Any, kept: Any, tmp_path: Path) -> None:

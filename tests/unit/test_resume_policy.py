@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ds_reshard
-from ds_reshard import ConfigError, ResumePolicy
+from ds_reshard import ConfigError, ResumePolicy, WriteFailed
 from ds_reshard.resume import policy_sources
 from ds_reshard.resume.policy import DATALOADER, ITERATION, OPTIMIZER, SCHEDULER, Given, combine, defaults, from_json
 from ds_reshard.resume.policy_sources import FLAGS
-from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish
+from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish, publish_or_log, unwritable
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +30,19 @@ def nothing_asked() -> Iterator[None]:
 def parse(*flags: str, parser: argparse.ArgumentParser | None = None) -> ResumePolicy:
     ds_reshard.add_arguments(parser or argparse.ArgumentParser()).parse_args(list(flags))
     return policy_sources.asked_policy()
+
+
+@pytest.mark.parametrize("how", ["parse_args", "parse_known_args", "parse_intermixed_args"])
+def test_a_parser_with_this_one_among_its_parents(how: str) -> None:
+    """argparse gives it the actions alone, in place of the parser's methods."""
+    common = ds_reshard.add_arguments(argparse.ArgumentParser(add_help=False))
+    parser = argparse.ArgumentParser(parents=[common])
+    parser.add_argument("--lr")
+    getattr(parser, how)(["--override-opt-param-scheduler", "--lr", "3e-5", "--override-optim-hparams", "betas"])
+    asked = policy_sources.asked_policy()
+    assert (asked.scheduler, asked.hyperparameters) == ("override", ("betas",))
+    with pytest.raises(ConfigError, match="contradict each other"):
+        parser.parse_args(["--override-opt-param-scheduler", "--no-load-lr-state"])
 
 
 EACH = {
@@ -232,13 +245,21 @@ def test_a_report_that_cannot_be_written_leaves_nothing_behind(tmp_path: Any, mo
     assert ds_reshard.last_report() is report
     assert "--override-opt-param-scheduler" in str(report) and "look" in str(report)
     monkeypatch.setattr("os.replace", _fail)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(WriteFailed, match=r"other.json: the resume report cannot be written: no space"):
         publish(report, path=str(tmp_path / "other.json"))
+    publish_or_log(report, str(tmp_path / "other.json"))
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
 def _fail(*_: object) -> None:
     raise OSError("no space")
+
+
+def test_a_report_needs_a_folder_that_is_there(tmp_path: Any) -> None:
+    assert unwritable(None) == unwritable(str(tmp_path / "report.json")) == []
+    for path, what in ((tmp_path / "absent" / "report.json", "its folder is not there"), (tmp_path, "is a folder")):
+        (fault,) = unwritable(str(path))
+        assert fault.error == "ConfigError" and str(path) in fault.where and what in fault.what
 
 
 def test_the_batch_size_warning_names_both_sizes() -> None:

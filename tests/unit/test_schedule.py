@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from ds_reshard.resume.megatron import learning_rate, weight_decay
 from ds_reshard.resume.schedule import Schedule, constant, read_section, schedules_of
+from ds_reshard.resume.schedulers import configuration, last_position, saved_configuration
 
 RATE = st.floats(1e-8, 10.0)
 RATIO = st.floats(0.0, 1.0)
@@ -238,3 +240,40 @@ def test_what_megatron_refuses_is_refused() -> None:
     for also in ({"style": "constant"}, {"style": "linear"}, {"style": "cubic", "increase": 3}):
         with pytest.raises(ValueError):
             weight_decay(**{"start": 0.1, "stop": 0.2, **also})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("milestone", [3, 9])
+def test_the_last_position_of_a_schedule_is_where_torch_stops(milestone: int) -> None:
+    """OneCycleLR raises behind its total_steps: by itself, in a chain, and in a sequence until the next one begins."""
+    from torch.optim import lr_scheduler as lrs
+
+    def one_cycle(optimizer: Any) -> Any:
+        return lrs.OneCycleLR(optimizer, max_lr=0.1, total_steps=5, cycle_momentum=False)
+
+    def step(optimizer: Any) -> Any:
+        return lrs.StepLR(optimizer, 2)
+
+    kinds: dict[str, Callable[[Any], Any]] = {
+        "alone": one_cycle,
+        "chained": lambda o: lrs.ChainedScheduler([step(o), one_cycle(o)], o),
+        "first": lambda o: lrs.SequentialLR(o, [one_cycle(o), step(o)], [milestone]),
+        "last": lambda o: lrs.SequentialLR(o, [step(o), one_cycle(o)], [milestone]),
+        "none": step,
+    }
+    for name, kind in kinds.items():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        scheduler, taken = kind(optimizer), 0
+        with contextlib.suppress(ValueError):
+            for _ in range(30):
+                optimizer.step()
+                scheduler.step()
+                taken += 1
+        assert min(last_position(scheduler), 30) == taken, name
+
+
+@pytest.mark.parametrize("name", ["verbose", "default_min_lr"])
+def test_what_another_release_of_torch_keeps_in_a_scheduler_configures_nothing(name: str) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    saved = {**scheduler.state_dict(), name: False}
+    assert set(saved_configuration(saved)) == set(configuration(scheduler))

@@ -101,8 +101,10 @@ class Resume:
 
     def refuse(self) -> None:
         """Raise what cannot be done of the policy with this engine, whatever the checkpoint."""
+        faults = unwritable(self.policy.report) if rank() == 0 and not self.asked.module_only else []
         if not self.policy.is_default:
-            raise_faults(refusals(self._engine, self.asked, self.policy), subject=self._subject)
+            faults += refusals(self._engine, self.asked, self.policy)
+        raise_faults(faults, subject=self._subject)
 
     def without_files(self, aside: Aside | None) -> None:
         """The load is DeepSpeed's, of tensors that are not read here: raise what then cannot be done.
@@ -244,7 +246,6 @@ NOT_HYPERPARAMETERS = frozenset(
 def refusals(engine: DeepSpeedEngine, request: Request, policy: ResumePolicy) -> list[Fault]:
     """What this engine cannot do of a policy, whatever the checkpoint."""
     return [
-        *(unwritable(policy.report) if rank() == 0 else []),
         *_against_arguments(engine, request, policy),
         *_about_the_schedule(engine, policy),
         *_about_hyperparameters(engine, policy),
