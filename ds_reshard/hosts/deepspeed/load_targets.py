@@ -401,8 +401,9 @@ def state_faults(engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroC
         if own is not None and known is not None and checkpoint.facts is not None:
             own |= {name for name, follows in known.items() if not follows}
             saved |= {*checkpoint.facts.scalars.get(next(iter(buffer.shapes), ""), ())} - {"step"}
-        if MOMENTUM in (own or ()) and not saved and live.groups[buffer.group].get("use_muon"):
-            continue  # saved before its first step
+        muon = MOMENTUM in (own or ()) and live.groups[buffer.group].get("use_muon")
+        if not saved and (muon or _before_first_step(checkpoint)):
+            continue
         if own is not None and any(map(prod, buffer.shapes.values())) and own != saved:
             yield ModelMismatch.fault(
                 f"flat buffer {number} ({next(iter(buffer.shapes))}, ...)",
@@ -413,6 +414,29 @@ def state_faults(engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroC
             )
     yield from _universal_faults(inner, live, checkpoint)
     yield from _muon_faults(live, checkpoint)
+
+
+def _before_first_step(checkpoint: ZeroCheckpoint) -> bool:
+    """Whether it was saved when torch's optimizers, and DeepSpeed's, had made no states yet."""
+    if checkpoint.universal is not None or checkpoint.foreign:
+        return False
+    entries = checkpoint.model.entries
+    return isinstance(entries.get("global_steps"), int) and entries["global_steps"] == entries.get("skipped_steps", 0)
+
+
+def group_faults(
+    optimizer: object, live: LiveOptimizer, matched: Mapping[int, tuple[Mapping[str, object], object]]
+) -> Iterator[Fault]:
+    """Saved hyper-parameters that say what a step does, and for which this run's optimizer has no place."""
+    for number, (saved, _) in matched.items():
+        group, mode = live.groups[number], getattr(optimizer, "adam_w_mode", None)
+        differ = {name for name, odd in {"maximize": True, "bias_correction": False}.items() if saved.get(name) is odd}
+        if mode is not None and saved.get("weight_decay") and saved.get("decoupled_weight_decay", bool(mode)) != mode:
+            differ.add("decoupled_weight_decay")
+        for name in sorted(differ - group.keys()):
+            what = f"{type(optimizer).__name__} does not step by {name}, as the saved one did"
+            mend = "build the optimizer that was saved, or pass load_optimizer_states=False"
+            yield ModelMismatch.fault(f"param group {number}", what, found=f"{name} {saved[name]}", mend=mend)
 
 
 def _muon_faults(live: LiveOptimizer, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:

@@ -20,6 +20,7 @@ from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.shards import compare_prints, compare_signatures
 from ds_reshard.hosts.deepspeed import resume_values
+from ds_reshard.hosts.deepspeed.adopt import group_values
 from ds_reshard.hosts.deepspeed.coming_engine import ComingEngine, filled, parsed
 from ds_reshard.hosts.deepspeed.coming_grid import (
     assumed,
@@ -35,7 +36,7 @@ from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, look
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.load import foresee
-from ds_reshard.hosts.deepspeed.move import counters, group_values
+from ds_reshard.hosts.deepspeed.move import counters
 from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, prepare
 from ds_reshard.hosts.deepspeed.ready import Decision
 from ds_reshard.hosts.deepspeed.settings import SECTION, Settings, parse_settings

@@ -40,7 +40,14 @@ from ds_reshard.hosts.deepspeed.entries import (
 from ds_reshard.hosts.deepspeed.find_checkpoint import files_as_listed
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, Shape, live_kind, param_shape
-from ds_reshard.hosts.deepspeed.load_targets import Wants, entries_of, state_faults, want_model, want_optimizer
+from ds_reshard.hosts.deepspeed.load_targets import (
+    Wants,
+    entries_of,
+    group_faults,
+    state_faults,
+    want_model,
+    want_optimizer,
+)
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.content import MASTER, WEIGHT, regrouped, regrouping_fault
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, canonical, describe
@@ -133,6 +140,7 @@ def prepare(
         values, found = _optimizer_values(engine, live, checkpoint, groups, settings, request)
         if request.moments:
             found += [*_unfollowed(checkpoint), *state_faults(engine, live, checkpoint)]
+        found += group_faults(getattr(engine.optimizer, "optimizer", engine.optimizer), live, groups.matched)
         faults += found
         raise_faults(faults, subject=subject)
     own = live is None or live.stage == 0 or live.kind == "zero3" or bool(engine.zero_load_from_fp32_weights())
@@ -307,7 +315,7 @@ def same_layout(
     flat buffer (round-robin), gaps (parameter alignment), sub-groups and param groups; and no elastic
     optimizer state, which DeepSpeed loads at no size. Two stage-0 runs are alike at any size. Of a PipelineModule it
     loses what is not tied of tied modules, and bf16 at stage 0 (`BF16_Optimizer._load_legacy_checkpoint`); experts of
-    several expert-parallel ranks it takes for those of any other number.
+    several expert-parallel ranks it takes for those of any other number, and fp32 states of 16-bit masters it rounds.
     """
     if checkpoint.foreign:
         return False
@@ -332,6 +340,8 @@ def same_layout(
         return False
     for buffer, partition in zip(live.buffers, optim.partitions, strict=True):
         if _gaps(buffer.gaps) != _gaps(partition.alignment):
+            return False
+        if any(state.dtype.itemsize > partition.fp32.dtype.itemsize for state in partition.states.values()):
             return False
     facts = checkpoint.facts
     assert facts is not None

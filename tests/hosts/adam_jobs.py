@@ -1,0 +1,115 @@
+"""Loads into another kind of Adam than the saved one, of what DeepSpeed itself rounds, and of runs without a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jobs
+import torch
+
+
+class Needy(torch.optim.AdamW):
+    """Synthetic: an AdamW whose groups need a value that torch's have not, as those of DeepSpeed's FusedAdam do.
+
+    `adam_w_mode` is where FusedAdam and DeepSpeedCPUAdam say that weight decay is decoupled.
+    """
+
+    adam_w_mode = True
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group["bias_correction"] = True
+            for name in ("maximize", "decoupled_weight_decay"):
+                group.pop(name)
+
+    def __setstate__(self, state: Any) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            assert group["bias_correction"]
+            group.setdefault("maximize", False)
+            group.setdefault("decoupled_weight_decay", True)
+        return super().step(closure)
+
+
+class Kernel:
+    """In place of DeepSpeed's C++: Adam without weight decay, in fp32."""
+
+    @staticmethod
+    def create_adam(*given: Any) -> int:
+        return 0
+
+    destroy_adam = create_adam
+
+    @staticmethod
+    def adam_update(number: int, step: int, lr: float, beta1: float, beta2: float, *rest: Any) -> None:
+        *_, param, grad, first, second = rest
+        first.mul_(beta1).add_(grad.float() * (1 - beta1))
+        second.mul_(beta2).add_(grad.float() ** 2 * (1 - beta2))
+        param.sub_((lr * first / (second.sqrt() + 1e-8)).to(param.dtype))
+
+
+def _engine(kind: str, stage: int, seed: int = 0, **asked: Any) -> Any:
+    import deepspeed
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+
+    jobs.forget()
+    torch.manual_seed(seed)
+    net = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 1))
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    if kind == "cpu":
+        CPUAdamBuilder.load = lambda self, verbose=True: Kernel
+        config["bf16"]["bf16_master_weights_and_grads"] = True
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}}
+        return deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
+    maker = {"needy": Needy, "adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[kind]
+    optimizer = maker(net.parameters(), lr=0.01, **asked)
+    return deepspeed.initialize(model=net, config=config, optimizer=optimizer)[0]
+
+
+def _step(engine: Any, step: int) -> None:
+    torch.manual_seed(100 + step)
+    engine.backward(engine(torch.randn(4, 16).bfloat16()).float().square().mean())
+    engine.step()
+
+
+def _moments(engine: Any) -> list[torch.Tensor]:
+    states = engine.optimizer.optimizer.state.values()
+    return [value.clone() for state in states for name, value in sorted(state.items()) if name.startswith("exp_avg")]
+
+
+def _weights(engine: Any) -> list[torch.Tensor]:
+    import deepspeed
+
+    params = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(params) if engine.zero_optimization_stage() == 3 else torch.no_grad():
+        return [param.detach().clone() for param in params]
+
+
+def load(saved: tuple[str, int], loaded: tuple[str, int], folder: str, steps: int, **asked: Any) -> dict[str, Any]:
+    """Save after so many steps and load into another engine, each of a kind of Adam and a stage, and step that."""
+    import ds_reshard
+
+    with ds_reshard.install("deepspeed"):
+        engine = _engine(*saved, **asked)
+        for step in range(steps):
+            _step(engine, step)
+        engine.save_checkpoint(folder)
+        before = _moments(engine), _weights(engine)
+        engine = _engine(*loaded, seed=9)
+        try:
+            engine.load_checkpoint(folder)
+        except ds_reshard.ReshardError as error:
+            return {"error": type(error).__name__, "text": str(error)}
+        after = _moments(engine), _weights(engine)
+        _step(engine, steps)
+    same = [all(map(torch.equal, *both)) and len(both[0]) == len(both[1]) for both in zip(before, after, strict=True)]
+    return {"error": None, "same": same, "types": sorted({str(moment.dtype) for moment in after[0]})}

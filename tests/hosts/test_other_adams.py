@@ -1,0 +1,47 @@
+"""An optimizer of the same states is not always the same optimizer, and not all that torch loads is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_fp32_moments_of_16_bit_masters_are_not_rounded(worlds: Any, tmp_path: Path, stage: int) -> None:
+    """torch casts what it loads to the type of the parameter: DeepSpeed's own load has another moment for each."""
+    given = {"saved": ("cpu", 2), "loaded": ("cpu", stage), "folder": str(tmp_path), "steps": 3}
+    for told in worlds[2].run("adam_jobs.load", **given):
+        assert told["error"] is None, told
+        assert (told["same"], told["types"]) == ([True, True], ["torch.float32"])
+
+
+def test_a_group_keeps_what_this_runs_optimizer_needs(worlds: Any, tmp_path: Path) -> None:
+    """FusedAdam reads bias_correction from its groups, and those of torch's AdamW have none."""
+    given = {"saved": ("adamw", 2), "loaded": ("needy", 1), "folder": str(tmp_path), "steps": 2}
+    for told in worlds[2].run("adam_jobs.load", **given):
+        assert told["error"] is None and told["same"] == [True, True], told
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "said"),
+    [("adamw", {"maximize": True}, "maximize True"), ("adam", {"weight_decay": 0.1}, "decoupled_weight_decay False")],
+    ids=["maximize", "decoupled"],
+)
+def test_another_rule_of_a_step_is_refused(
+    worlds: Any, tmp_path: Path, kind: str, asked: dict[str, Any], said: str
+) -> None:
+    given = {"saved": (kind, 2), "loaded": ("needy", 1), "folder": str(tmp_path), "steps": 2, **asked}
+    for told in worlds[2].run("adam_jobs.load", **given):
+        assert told["error"] == "ModelMismatch" and said in told["text"], told
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (1, 3), (2, 1), (3, 3), (3, 2), (2, 3)])
+def test_a_run_that_has_made_no_step(worlds: Any, tmp_path: Path, saved: int, loaded: int) -> None:
+    """torch makes its states with the first step."""
+    given = {"saved": ("adamw", saved), "loaded": ("adamw", loaded), "folder": str(tmp_path), "steps": 0}
+    for told in worlds[2].run("adam_jobs.load", **given):
+        assert told["error"] is None and told["same"] == [True, True], told
