@@ -82,6 +82,7 @@ TESTS = {
     "NANOTRON_FINDS": "tests/hosts/test_nanotron_refused.py::test_ranks_that_find_other_checkpoints",
     "ACCELERATE": "tests/hosts/test_late_resume.py::test_weights_alone_leave_accelerates_own_states_out"
     " tests/hosts/test_late_resume.py::test_the_updates_of_the_engine_that_has_the_schedule_count",
+    "OTHER_ADAMS": "tests/hosts/test_other_adams.py",
     "OPENED": "tests/hosts/test_dcp_reader.py::test_copies_of_two_saves_are_no_checkpoint"
     " tests/hosts/test_dcp_reader.py::test_copies_of_two_saves_are_none_for_torch_either",
     "SCAN": "tests/hostile/test_unsafe_checkpoints.py tests/hostile/test_pickle_scan.py",
