@@ -140,7 +140,6 @@ def prepare(
         values, found = _optimizer_values(engine, live, checkpoint, groups, settings, request)
         if request.moments:
             found += [*_unfollowed(checkpoint), *state_faults(engine, live, checkpoint)]
-        found += group_faults(getattr(engine.optimizer, "optimizer", engine.optimizer), live, groups.matched)
         faults += found
         raise_faults(faults, subject=subject)
     own = live is None or live.stage == 0 or live.kind == "zero3" or bool(engine.zero_load_from_fp32_weights())
@@ -268,7 +267,7 @@ def _optimizer_values(
     """What the optimizer takes over; without moments neither scalar states nor a step count."""
     facts, moments = checkpoint.facts, request.moments
     assert facts is not None
-    faults: list[Fault] = []
+    faults = [*group_faults(getattr(engine.optimizer, "optimizer", engine.optimizer), live, groups.matched)]
     hyper: dict[int, Mapping[str, object]] = {}
     for number, (saved, differing) in groups.matched.items():
         faults += [fault for key, fault in differing if key not in request.replaced]
