@@ -263,7 +263,11 @@ class _Work:
                 if self._stopping.is_set():
                     raise _Stopped
                 self._room.acquire()
-                self._write(unit, at_once)
+                try:
+                    self._write(unit, at_once)
+                except BaseException:
+                    self._room.release()  # nobody keeps this unit, and others may be waiting for room
+                    raise
 
         with ThreadPoolExecutor(keeping) as syncing, ThreadPoolExecutor(at_once) as pool:
             self._syncing = syncing

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ from zero_builder import Built, write
 
 from ds_reshard.cli.main import main
 from ds_reshard.containers import remote
-from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, ReshardError, WriteFailed
+from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, ReadFailed, ReshardError, WriteFailed
 from ds_reshard.execution import disk
-from ds_reshard.operations import Options, convert, diff, inspect, store_workspace
+from ds_reshard.operations import Options, conversion, convert, diff, inspect, store_workspace
 
 SHAPES = tuple((f"p{i}", (7, i + 1)) for i in range(9))
 OUT = "memory://bucket/out"
@@ -375,3 +376,31 @@ def test_room_for_what_is_made_before_it_is_sent(
     monkeypatch.setattr(remote, "send", counted)
     convert(str(checkpoint), OUT, to="zero3", dp=9, options=Options(threads=8, resume=True))
     assert 1 <= max(made) <= 10_000 // 2000
+
+
+def test_a_failure_ends_what_waits_for_room(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where TMPDIR holds one file and four threads write, the three that wait end too, and the failure is named."""
+    waiting, in_vain = [0], list[str]()
+
+    class Room(threading.Semaphore):
+        """One that does not wait for ever."""
+
+        def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+            if not blocking or timeout is not None:
+                return super().acquire(blocking, timeout)
+            waiting[0] += 1
+            if not super().acquire(timeout=20):
+                in_vain.append(threading.current_thread().name)
+            return True
+
+    def failing(*given: Any) -> Any:
+        while waiting[0] < 4:
+            time.sleep(0.01)
+        raise ReadFailed("the disk has gone")
+
+    monkeypatch.setattr("threading.Semaphore", Room)
+    monkeypatch.setattr(store_workspace.StoreWorkspace, "room", lambda *_: 1)
+    monkeypatch.setattr(conversion.StagingExecutor, "execute", failing)
+    with pytest.raises(ReadFailed, match="the disk has gone"):
+        convert(str(checkpoint), OUT, to="zero3", dp=8, options=Options(threads=4))
+    assert in_vain == []
