@@ -23,12 +23,14 @@ from ds_reshard.formats.fsdp.flat_parameters import (
     group_facts,
     groups_of,
     line_to_add,
+    named_as_weight,
     other_groups,
     read_flat,
     read_order,
     refuse,
 )
 from ds_reshard.model.checkpoint import SavedFile, SavedListing
+from ds_reshard.model.content import MASTER, WEIGHT
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, chunked
@@ -161,7 +163,8 @@ def _state(record: object) -> Mapping[object, object]:
 class FsdpCheckpoint:
     """A folder; a family is "model" or "optim", a shard one rank's file. `first` is what rank 0's files hold.
 
-    `flat` are the states of flat parameters, where the order of these is there.
+    `flat` are the states of flat parameters, where the order of these is there, and `plain` those of rank 0's file that
+    are plain numbers.
     """
 
     folder: str
@@ -171,6 +174,7 @@ class FsdpCheckpoint:
     first: Mapping[str, Mapping[TensorKey, TensorShard]]
     notes: tuple[str, ...]
     flat: FlatStates | None = None
+    plain: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
     objects: Mapping[tuple[object, ...], object] = field(default_factory=dict)
     beside: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
@@ -199,6 +203,9 @@ class FsdpCheckpoint:
         ]
         if family == OPTIM and self.facts is not None and file.groups != self.facts.groups:
             faults.append(other_groups(path))
+        if family == OPTIM and canonical(file.scalars) != canonical(self.plain):
+            what = "its states that are plain numbers are not rank 0's: of another step or run"
+            faults.append(damaged(path, what, "the same on all ranks", "others"))
         for key in file.tensors.keys() & first.keys():
             faults += _differs(path, key, file.tensors[key], first[key], shard, self.ranks, same=family == OPTIM)
         raise_faults(faults, subject=f"checkpoint {self.folder}")
@@ -220,10 +227,14 @@ class FsdpCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """One rank's file: its tensors, its param groups, and whether it has states whose parameters nothing names."""
+    """One rank's file: its tensors, its param groups, and whether it has states whose parameters nothing names.
+
+    `scalars` are states that are plain numbers, as the steps of transformers' Adafactor, or None.
+    """
 
     tensors: dict[TensorKey, TensorShard]
     groups: tuple[GroupFacts, ...] = ()
+    scalars: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
     unnamed: bool = False
 
 
@@ -261,10 +272,10 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
         flat = _flat(folder, size, model, shapes)
         facts = flat.facts if flat is not None else None
         notes = (f"{UNNAMED}; {line_to_add(folder)}",) if flat is None else ()
-    elif optim is not None and optim.tensors:
-        raise_faults(_of_another_model(paths[OPTIM], optim.tensors, shapes), subject=subject)
+    elif optim is not None and (optim.tensors or optim.scalars):
+        raise_faults(_of_another_model(paths[OPTIM], optim, shapes), subject=subject)
         single = {key: shard for key, shard in optim.tensors.items() if _is_single(key, shard, shapes)}
-        facts = OptimizerFacts(groups=optim.groups, scalars=_scalars(paths[OPTIM], single))
+        facts = OptimizerFacts(groups=optim.groups, scalars=_scalars(paths[OPTIM], single, optim.scalars))
     placements = {
         key: _placement(key, shard, family, size)
         for family, file in read.items()
@@ -280,6 +291,7 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
         facts=facts,
         first={family: file.tensors for family, file in read.items()},
         flat=flat,
+        plain=optim.scalars if optim is not None else {},
         notes=notes,
     )
 
@@ -310,14 +322,14 @@ def _flat(folder: str, size: int, model: _File, shapes: Mapping[str, Shape]) -> 
     return read_flat(paths, [read_top(path) for path in paths], order, family=OPTIM, shards=size // replicas)
 
 
-def _of_another_model(
-    path: str, states: Mapping[TensorKey, TensorShard], shapes: Mapping[str, Shape]
-) -> Iterator[Fault]:
-    for key, shard in states.items():
+def _of_another_model(path: str, optim: _File, shapes: Mapping[str, Shape]) -> Iterator[Fault]:
+    told = (TensorKey(name=name, kind=kind) for name, kinds in optim.scalars.items() for kind in kinds)
+    for key in (*optim.tensors, *told):
         if key.name not in shapes:
             what = f"{key} is of no parameter of the model's files: of another model"
             yield damaged(path, what, "its names", "others")
-        elif key.kind in _MOMENTS and shard.shape != shapes[key.name]:
+    for key, shard in optim.tensors.items():
+        if key.name in shapes and key.kind in _MOMENTS and shard.shape != shapes[key.name]:
             what = f"{key} is of another shape than its parameter: of another model"
             yield damaged(path, what, str(list(shapes[key.name])), str(list(shard.shape)))
 
@@ -327,8 +339,10 @@ def _is_single(key: TensorKey, shard: TensorShard, shapes: Mapping[str, Shape]) 
     return shard.shape == () and (key.kind == "step" or shapes.get(key.name, ()) != ())
 
 
-def _scalars(path: str, single: Mapping[TensorKey, TensorShard]) -> dict[str, dict[str, Scalar]]:
-    found: dict[str, dict[str, Scalar]] = {}
+def _scalars(
+    path: str, single: Mapping[TensorKey, TensorShard], plain: Mapping[str, Mapping[str, Scalar]]
+) -> dict[str, dict[str, Scalar]]:
+    found = {name: dict(kinds) for name, kinds in plain.items()}
     with open_archive(path) as archive:
         for key, shard in single.items():
             data = archive.tensor_bytes(shard.local)
@@ -364,23 +378,41 @@ def _parameters(tensors: Mapping[TensorKey, TensorShard], size: int) -> Mapping[
 def _read(path: str, family: str, parameters: Mapping[str, Shape]) -> _File:
     top = read_top(path)
     if family == MODEL:
-        return _File(tensors=_tensors(path, ((str(name), "weight", value) for name, value in top.items())))
+        weights = {TensorKey(name=str(name), kind=WEIGHT): shard_of(path, str(name), one) for name, one in top.items()}
+        return _File(tensors={key: shard for key, shard in weights.items() if shard is not None})
     tree = top.get("state")
     if not isinstance(tree, dict):
         refuse(damaged(path, "is no state dict", "names and tensors", type(tree).__name__))
     groups = groups_of(top)
     names = state_names(groups, parameters)
-    states = (
-        (names.get(name, str(name)), str(kind), value)
-        for name, kinds in tree.items()
-        if isinstance(kinds, dict)
-        for kind, value in kinds.items()
-    )
-    found = _tensors(path, states)
+    found: dict[TensorKey, TensorShard] = {}
+    scalars: dict[str, dict[str, Scalar]] = {}
+    faults: list[Fault] = []
     numbered = any(isinstance(name, int) for name in tree)
+    for member, kinds in tree.items():
+        if numbered and names and member not in names:
+            refuse(damaged(path, f"holds states of {member!r}, which is no number of a parameter", "numbers", "others"))
+        if not isinstance(kinds, dict):
+            refuse(damaged(path, f"the states of {member!r} are no dict", "a dict", type(kinds).__name__))
+        for kind, value in kinds.items():
+            key = TensorKey(name=names.get(member, str(member)), kind=str(kind))
+            shard = shard_of(path, key.name, value)
+            if key.kind in (MASTER, WEIGHT):
+                faults.append(named_as_weight(path, key.name, key.kind))
+            elif shard is not None:
+                found[key] = shard
+            elif value is None or isinstance(value, int | float):
+                scalars.setdefault(key.name, {})[key.kind] = value
+            else:
+                what = f"{key.name} has a state {key.kind!r} that is neither a tensor nor a number"
+                told = str(value.callable) if isinstance(value, ObjectRecord) else type(value).__name__
+                mend = f"move the {OPTIM} files out of the folder, for the weights; or load it with what has saved it"
+                faults.append(UnsupportedLayout.fault(path, what, found=told, mend=mend))
     if numbered and (not names or any(shard.shape not in ((), parameters[key.name]) for key, shard in found.items())):
         return _File(tensors={}, unnamed=True)
-    return _File(tensors=found, groups=group_facts(top, lambda member: [names.get(member, str(member))]))
+    raise_faults(faults, subject="reading a checkpoint")
+    facts = group_facts(top, lambda member: [names.get(member, str(member))])
+    return _File(tensors=found, groups=facts, scalars=scalars)
 
 
 def state_names(groups: Sequence[Mapping[object, object]], parameters: Iterable[str]) -> Mapping[object, str]:
@@ -393,11 +425,6 @@ def state_names(groups: Sequence[Mapping[object, object]], parameters: Iterable[
     if len(groups) != 1 or groups[0].get("params") != list(range(len(named))):
         return {}
     return dict(enumerate(named))
-
-
-def _tensors(path: str, entries: Iterable[tuple[str, str, object]]) -> dict[TensorKey, TensorShard]:
-    found = {TensorKey(name=name, kind=kind): shard_of(path, name, value) for name, kind, value in entries}
-    return {key: shard for key, shard in found.items() if shard is not None}
 
 
 def _differs(

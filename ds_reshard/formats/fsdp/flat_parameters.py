@@ -25,6 +25,7 @@ from typing import NoReturn
 from ds_reshard.containers import folders
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, UnsupportedLayout, raise_faults
+from ds_reshard.model.content import MASTER, WEIGHT
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Cut, Placement, TensorKey
@@ -47,6 +48,13 @@ def other_groups(path: str) -> Fault:
     """A rank's file whose param groups are not rank 0's."""
     what = "its param groups have other members or values than rank 0's: of another run"
     return damaged(path, what, "the same on all ranks", "others")
+
+
+def named_as_weight(path: str, name: object, kind: str) -> Fault:
+    """A state of the optimizer under the name that a weight, or its master, has here."""
+    what = f"{name} has an optimizer state of the name {kind!r}, which is that of its weight here"
+    mend = "save it again under names that differ"
+    return UnsupportedLayout.fault(path, what, f"any name but {MASTER!r} and {WEIGHT!r}", mend=mend)
 
 
 def refuse(fault: Fault) -> NoReturn:
@@ -340,6 +348,9 @@ def _split(
                 faults.append(damaged(path, what, "a number", type(number).__name__))
                 continue
             for kind, value in kinds.items():
+                if str(kind) in (MASTER, WEIGHT):
+                    faults.append(named_as_weight(path, f"parameter {number}", str(kind)))
+                    continue
                 if isinstance(value, TensorRecord) and value.shape != () and value.contiguous:
                     tensors.setdefault(number, {})[str(kind)] = value
                     continue
