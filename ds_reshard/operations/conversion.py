@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import NamedTuple, TypeVar
 
 from ds_reshard.containers import folders
+from ds_reshard.containers.crc import crc32
 from ds_reshard.containers.remote import PART_NBYTES, is_url
 from ds_reshard.errors import CheckpointDamaged, Fault, InternalError, ReadFailed, raise_faults
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
@@ -368,6 +369,9 @@ class _Work:
             faults, again = combine([sums])
             raise_faults(faults or read_again(sums, again), subject=self._subject)
         files = {name: known for note in notes for name, known in note["files"].items()}  # type: ignore[attr-defined]
+        for name, text in self._target.pointers.items() if not self._target.folder else ():  # else beside the tag
+            data = text.encode("utf-8")
+            files[name] = {"nbytes": len(data), "crc32": f"{crc32(data):08x}"}
         manifest = {"format": 1, "files": files, "tensors": self._tensors(notes)}
         self._workspace.commit(manifest, self._target.pointers)
         return True

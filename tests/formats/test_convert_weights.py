@@ -13,7 +13,7 @@ from zero_builder import Built, values, write
 
 from ds_reshard.containers import safetensors as containers
 from ds_reshard.errors import ReshardError
-from ds_reshard.operations import Options, convert
+from ds_reshard.operations import Options, convert, verify
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +74,21 @@ def test_several_safetensors_have_an_index(source: Path, tmp_path: Path, monkeyp
     expected = _weights(None)
     _same({name: held[file][name] for name, file in index["weight_map"].items()}, expected)
     assert index["metadata"]["total_size"] == sum(v.numel() * v.element_size() for v in expected.values())
+
+
+@pytest.mark.parametrize("to", ["safetensors", "pytorch"])
+def test_the_index_of_several_files_is_in_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    """The output is clean, and an index that was changed since is found by its checksum."""
+    monkeypatch.setattr(containers, "_FILE_NBYTES", 100)
+    convert(str(write(BUILT, tmp_path / "made")), str(tmp_path / "out"), to=to)
+    assert verify(str(tmp_path / "out")).clean
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    size = json.loads(index.read_text())["metadata"]["total_size"]
+    index.write_text(index.read_text().replace(str(size), str(size - 1)))
+    faults = verify(str(tmp_path / "out")).faults
+    assert [(fault.where, fault.what) for fault in faults] == [(str(index), "is not as the manifest lists it")]
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
