@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from math import prod
 
 import torch
@@ -197,16 +198,38 @@ _ABSENT = object()
 
 
 def compare_groups(a: tuple[GroupFacts, ...], b: tuple[GroupFacts, ...]) -> Iterator[ValueDifference]:
+    """Groups with members in common, those without members in their order; and groups that one side alone has.
+
+    A parameter may be in several groups of a side, as a tied one is of two stages of nanotron: each is then known.
+    """
     home = {name: number for number, group in enumerate(b) for name in group.members}
+    empty = iter([number for number, group in enumerate(b) if not group.members])
     for number, group in enumerate(a):
         others = dict.fromkeys(home[name] for name in group.members if name in home)
+        if not group.members:
+            others = dict.fromkeys(islice(empty, 1))
+        if not others:
+            yield ValueDifference(
+                where=f"param group {number}{_of(group.members)}", a=f"{len(group.members)} parameters", b="absent"
+            )
         for other in others:
-            first = next(name for name in group.members if home.get(name) == other)
-            where = f"param group {number}" + (f" ({other} in B)" if other != number else "") + f", of {first}"
+            first = [name for name in group.members if home.get(name) == other][:1]
+            where = f"param group {number}" + (f" ({other} in B)" if other != number else "") + _of(first)
             if set(group.members) != set(b[other].members):
                 counts = (f"{len(one.members)} parameters" for one in (group, b[other]))
                 yield ValueDifference(where=f"{where}: members", a=next(counts), b=next(counts))
             yield from differences(where, _read(group.hyperparameters), _read(b[other].hyperparameters))
+    known = {name for group in a for name in group.members}
+    alone = {*empty, *(number for number, group in enumerate(b) if group.members and known.isdisjoint(group.members))}
+    for number in sorted(alone):
+        group = b[number]
+        yield ValueDifference(
+            where=f"param group {number}{_of(group.members)}", a="absent", b=f"{len(group.members)} parameters"
+        )
+
+
+def _of(members: Sequence[str]) -> str:
+    return f", of {members[0]}" if members else ", without parameters"
 
 
 def _read(hyperparameters: Mapping[str, object] | None) -> object:

@@ -71,3 +71,25 @@ def test_hyper_parameters_are_compared_by_the_members_of_a_group() -> None:
     assert list(compare_groups((group("a", 0.1), group("b", 0.0)), (group("b", 0.0), group("a", 0.1)))) == []
     (told,) = compare_groups((group("a", 0.1), group("b", 0.0)), (group("b", 0.0), group("a", 0.2)))
     assert (told.where, told.a, told.b) == ("param group 0 (1 in B), of a.weight_decay", "0.1", "0.2")
+
+
+def test_param_groups_that_one_side_alone_has_are_told() -> None:
+    """Also where their members have no states, so that no tensor tells; groups without members go by their order."""
+
+    def group(*members: str, lr: float = 0.1) -> GroupFacts:
+        return GroupFacts(members=members, hyperparameters={"lr": lr})
+
+    def told(a: tuple[GroupFacts, ...], b: tuple[GroupFacts, ...]) -> list[tuple[str, str, str]]:
+        return [(one.where, one.a, one.b) for one in compare_groups(a, b)]
+
+    one, two = (group("a"),), (group("a"), group("b", "c"))
+    assert told(one, two) == [("param group 1, of b", "absent", "2 parameters")]
+    assert told(two, one) == [("param group 1, of b", "2 parameters", "absent")]
+    assert told(two, (group("a"), group("d"))) == [
+        ("param group 1, of b", "2 parameters", "absent"),
+        ("param group 1, of d", "absent", "1 parameters"),
+    ]
+    tied = (group("a"), group("a"))
+    assert told(tied, tied) == [] == told((group(), *one), (*one, group()))
+    assert told((*one, group()), (*one, group(lr=0.2))) == [("param group 1, without parameters.lr", "0.1", "0.2")]
+    assert told(one, (group(), *one)) == [("param group 0, without parameters", "absent", "0 parameters")]
