@@ -183,6 +183,10 @@ class Checkpoint(ABC):
         """The values beside the tensors as `diff` compares them within a framework, by the name of what holds them."""
         return {"": {".".join(map(str, path)): value for path, value in self.objects.items()}}
 
+    def extra(self) -> Mapping[object, object] | None:
+        """What ranks keep in files of their own beside it, alike on all of them; None where the format has none."""
+        return None
+
     def groups(self) -> tuple[GroupFacts, ...]:
         """The param groups as `diff` compares them: without values that follow from the layout."""
         return self.facts.groups if self.facts is not None else ()

@@ -35,6 +35,7 @@ def compare_listings(a: Found, b: Found, *, reading: Reading, progress: Progress
     sides = (open_checkpoint(a), open_checkpoint(b))
     for side in sides:
         prove(side)
+    values = (*_values(*sides), *_strided(*sides))
     pairs = _Pairs(*sides)
     keys = list(pairs.compared)
     rows = [
@@ -63,7 +64,7 @@ def compare_listings(a: Found, b: Found, *, reading: Reading, progress: Progress
         a=a.folder,
         b=b.folder,
         tensors=tuple(sorted(tensors, key=lambda one: (one.name, one.kind))),
-        values=(*_values(*sides), *_strided(*sides)),
+        values=values,
         faults=tuple(ledger.faults + ledger.mismatches()),
         notes=(*_notes(*sides), *_merged(sides, pairs, [keys[row] for row in deviations if deviations[row].differing])),
         bytes_read=ledger.bytes_read,
@@ -188,6 +189,8 @@ def _values(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDifference]:
             yield ValueDifference(where="optimizer", a=a.optimizer, b=b.optimizer)
         if a.nameless is not None and b.nameless is not None:
             yield from differences("optimizer", a.nameless, b.nameless)
+        if (extra := a.extra()) is not None and (other := b.extra()) is not None:
+            yield from differences("extra_state", extra, other)
     if a.facts is not None and b.facts is not None:
         if a.framework == b.framework:
             yield from compare_groups(a.groups(), b.groups())

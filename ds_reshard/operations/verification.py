@@ -38,8 +38,8 @@ def verify_listing(found: Found, path: str, *, deep: bool, reading: Reading, pro
     offline_device(reading.device)
     survey, listing = found.format.survey(found.listing), found.listing
     # A record whose checksum is wrong is found below, with all others, and so is what acts in a pickle.
-    faults = [fault for fault in survey.faults if fault.error not in ("ChecksumMismatch", *UNSAFE)]
-    faults += survey.further
+    told = (*survey.faults, *survey.further)
+    faults = [fault for fault in told if fault.error not in ("ChecksumMismatch", *UNSAFE)]
     inside = listing.archives() if isinstance(listing, SavedListing) else {}
     files = [open_file(listing.folder, name, inside.get(name)) for name in list_files(listing.folder)]
     manifest = _Manifest(listing.folder, files)

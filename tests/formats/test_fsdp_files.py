@@ -25,6 +25,19 @@ def adam(name: str, weight: torch.Tensor, rank: int) -> dict[str, Any]:
     return {"step": torch.tensor(5.0), "exp_avg": weight * 2, "exp_avg_sq": weight**2}
 
 
+def schedule(folder: Path, rank: int, *, ranks: int = 2, epoch: int = 3) -> None:
+    """A rank's extra state: the schedule, and random states that are its own."""
+    state = {"lr_scheduler": {"last_epoch": epoch, "_last_lr": [0.1]}, "rng": {"cpu": torch.tensor([rank])}}
+    torch.save(state, folder / f"extra_state_world_size_{ranks}_rank_{rank}.pt")
+
+
+def scheduled(folder: Path, *, epoch: int = 3) -> Path:
+    saved(folder)
+    for rank in range(2):
+        schedule(folder, rank, epoch=epoch)
+    return folder
+
+
 def saved(folder: Path, states: States = adam, *, ranks: int = 2) -> Path:
     folder.mkdir()
     for rank in range(ranks):
@@ -107,3 +120,57 @@ def test_states_of_flat_parameters_have_no_name_of_a_weight(tmp_path: Path) -> N
     torch.save({"state": states, "param_groups": groups}, folder / "optim_world_size_1_rank_0.pt")
     with pytest.raises(UnsupportedLayout, match="parameter 1 has an optimizer state of the name 'weight'"):
         fingerprint(str(folder))
+
+
+EXTRA = "extra_state_world_size_2_rank_1.pt"
+WRONG_EXTRA: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "missing": (lambda folder: (folder / EXTRA).unlink(), [f"{EXTRA}: is missing"]),
+    "another size beside it": (
+        lambda folder: schedule(folder, 2, ranks=4),
+        ["saved: holds extra states of another world size (expected of 2 ranks, found extra_state_world_size_4_rank_*"],
+    ),
+    "under another size": (
+        lambda folder: (folder / EXTRA).rename(folder / EXTRA.replace("size_2", "size_4")),
+        [f"{EXTRA}: is missing", "saved: holds extra states of another world size"],
+    ),
+    "of another step": (
+        lambda folder: schedule(folder, 1, epoch=4),
+        [f"{EXTRA}: lr_scheduler is another than rank 0's: of another step or run"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_EXTRA)
+def test_extra_states_that_are_missing_or_of_another_save_are_found(tmp_path: Path, case: str) -> None:
+    """`verify` names them, and so does what uses them; weights and states can be had without."""
+    folder = scheduled(tmp_path / "saved")
+    assert verify(str(folder), deep=True).clean
+    wreck, expected = WRONG_EXTRA[case]
+    wreck(folder)
+    found = verify(str(folder), deep=True)
+    assert [one for one in expected if not any(one in fault.line() for fault in found.faults)] == []
+    assert len(found.faults) == len(expected) and found.tensors == 6
+    with pytest.raises(CheckpointDamaged):
+        diff(str(folder), str(folder))
+    assert not fingerprint(str(folder)).faults
+
+
+def test_a_damaged_extra_state_is_told_once(tmp_path: Path) -> None:
+    folder = scheduled(tmp_path / "saved")
+    file = bytearray((folder / EXTRA).read_bytes())
+    file[file.index(b"last_epoch")] ^= 1
+    (folder / EXTRA).write_bytes(file)
+    assert [fault.error for fault in verify(str(folder)).faults] == ["ChecksumMismatch"]
+
+
+def test_the_schedules_of_two_folders_are_compared(tmp_path: Path) -> None:
+    """Random states are each rank's own, and are not, which a note says; a folder of another format has none."""
+    folder = str(scheduled(tmp_path / "saved"))
+    found = diff(folder, str(scheduled(tmp_path / "other", epoch=99)))
+    assert [(one.where, one.a, one.b) for one in found.values] == [("extra_state.lr_scheduler.last_epoch", "3", "99")]
+    assert [note[:24] for note in found.notes] == [f"the random states in {side}'s" for side in "AB"]
+    found = diff(folder, str(saved(tmp_path / "without")))
+    assert [(one.where, one.b) for one in found.values] == [("extra_state.lr_scheduler", "absent")]
+    convert(folder, str(tmp_path / "dcp"), to="dcp", dp=1)
+    found = diff(folder, str(tmp_path / "dcp"))
+    assert found.equal and ["with a folder of another format" in note for note in found.notes] == [True]

@@ -253,3 +253,14 @@ def test_a_sub_group_ends_with_the_parameter_that_fills_it(tmp_path: Path) -> No
     (file, _) = sorted((tmp_path / "out").rglob("*optim_states.pt"))
     saved = torch.load(file, weights_only=False)["optimizer_state_dict"]
     assert [len(flat) for flat in saved["fp32_flat_groups"]] == [10, 5]
+
+
+def test_what_nothing_reads_is_told_where_two_folders_are_compared(tmp_path: Path) -> None:
+    """Another loss scale may lie in a file that `diff` does not look into: a note names it."""
+    folders = [saved(tmp_path / name) for name in ("a", "b")]
+    for number, folder in enumerate(folders):
+        torch.save({"scale": 2.0**number}, folder / "scaler.pt")
+    found = diff(*map(str, folders))
+    assert found.equal and [note.partition(":")[::2] for note in found.notes if "nothing" in note] == [
+        (side, " left out, as nothing here reads them: scaler.pt") for side in "AB"
+    ]

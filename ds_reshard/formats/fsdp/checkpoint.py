@@ -15,7 +15,7 @@ from math import prod
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import CheckpointNotFound, Fault, UnsupportedLayout, raise_faults
+from ds_reshard.errors import CheckpointNotFound, Fault, ReshardError, UnsupportedLayout, faults_of, raise_faults
 from ds_reshard.formats.fsdp.flat_parameters import (
     FlatStates,
     Shape,
@@ -450,12 +450,17 @@ def _differs(
         yield damaged(path, f"{key} has another value than rank 0's: of another step or run", "the same", "others")
 
 
-def missing_extra(folder: str, ranks: int) -> list[Fault]:
-    """The extra states that lack, where some rank has saved one."""
+def wrong_extra(folder: str, ranks: int) -> list[Fault]:
+    """Extra states that lack, where some rank has saved one, and those of another number of ranks."""
+    found = sorted({size for family, size in _ranks(folder) if family == EXTRA} - {ranks})
+    others = [f"{EXTRA}_world_size_{size}_rank_*.pt" for size in found]
     paths = [os.path.join(folder, file_name(EXTRA, ranks, rank)) for rank in range(ranks)]
     missing = [path for path in paths if not folders.exists(path)]
     some = missing if len(missing) < len(paths) else []
-    return [damaged(path, "is missing", "a file of each rank", "none") for path in some]
+    return [
+        *(damaged(path, "is missing", "a file of each rank", "none") for path in some),
+        *(damaged(folder, "holds extra states of another world size", f"of {ranks} ranks", one) for one in others),
+    ]
 
 
 def extra_trees(folder: str, ranks: int, size: int) -> list[object]:
@@ -463,9 +468,9 @@ def extra_trees(folder: str, ranks: int, size: int) -> list[object]:
 
     A rank that was there keeps its random states. A rank that was not has none, and both frameworks then leave those
     that the run has seeded: two ranks never draw the same numbers. Everything else must be alike on all ranks.
-    Raises CheckpointDamaged where it is not, or where a rank's file is missing.
+    Raises CheckpointDamaged where it is not, or where a rank's file is missing or of another number of ranks.
     """
-    raise_faults(missing_extra(folder, ranks), subject="reading a checkpoint")
+    raise_faults(wrong_extra(folder, ranks), subject="reading a checkpoint")
     paths = [os.path.join(folder, file_name(EXTRA, ranks, rank)) for rank in range(ranks)]
     if not folders.exists(paths[0]):
         return []
@@ -479,3 +484,14 @@ def extra_trees(folder: str, ranks: int, size: int) -> list[object]:
     raise_faults(faults, subject="reading a checkpoint")
     shared = {name: value for name, value in saved[0].items() if name != "rng"}
     return [saved[rank] if rank < len(saved) else shared for rank in range(size)]
+
+
+def survey_extra(folder: str) -> list[Fault]:
+    """What is wrong with the extra states, which hold no tensor, and without which the rest can be used."""
+    sizes = {size for family, size in _ranks(folder) if family == MODEL}
+    try:
+        for size in sizes if len(sizes) == 1 else ():  # several are told when the folder is opened
+            extra_trees(folder, size, 0)
+    except ReshardError as error:
+        return faults_of(error)
+    return []

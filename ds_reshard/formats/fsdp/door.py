@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
-from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint, is_fsdp, list_fsdp, open_fsdp
+from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint, extra_trees, is_fsdp, list_fsdp, open_fsdp, survey_extra
 from ds_reshard.formats.fsdp.target import fsdp_target
-from ds_reshard.model.checkpoint import Checkpoint, SavedCheckpoint, folder_format
+from ds_reshard.model.checkpoint import Checkpoint, SavedCheckpoint, Surveyed, folder_format
 from ds_reshard.model.content import Content
 from ds_reshard.model.target import Asked, Target
 
@@ -18,6 +19,18 @@ class OpenedFsdp(SavedCheckpoint):
     def target(self, asked: Asked, like: Checkpoint | None) -> Target | None:
         assert isinstance(self.state, FsdpCheckpoint)
         return fsdp_target(self.state, self.dp if asked.dp is None else asked.dp) if asked.to == TO else None
+
+    def extra(self) -> Mapping[object, object] | None:
+        assert isinstance(self.state, FsdpCheckpoint)
+        trees = extra_trees(self.folder, self.state.ranks, 1)
+        return {
+            name: value for tree in trees if isinstance(tree, dict) for name, value in tree.items() if name != "rng"
+        }
+
+    def uncompared(self, name: str) -> Iterator[str]:
+        if self.left_out():
+            others = "nor is the schedule there with a folder of another format"
+            yield f"the random states in {name}'s extra_state files are not compared, {others}"
 
     def left_out(self) -> tuple[str, ...]:
         if any(name.startswith("extra_state") for name in self.files):
@@ -33,6 +46,15 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     raise AssertionError
 
 
-FSDP = folder_format(
-    "files of FSDP ranks", is_fsdp, list_fsdp, open_fsdp, opened=OpenedFsdp, writes={TO: _write}, sized=frozenset({TO})
+FSDP = replace(
+    folder_format(
+        "files of FSDP ranks",
+        is_fsdp,
+        list_fsdp,
+        open_fsdp,
+        opened=OpenedFsdp,
+        writes={TO: _write},
+        sized=frozenset({TO}),
+    ),
+    survey=lambda listing: Surveyed(further=survey_extra(listing.folder)),
 )

@@ -24,6 +24,9 @@ class OpenedPytorch(SavedCheckpoint):
         assert isinstance(self.state, PytorchCheckpoint)
         return self.state.left_out
 
+    def uncompared(self, name: str) -> Iterator[str]:
+        yield from (f"{name}: {told}" for told in self.left_out())
+
 
 def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
     """`model.safetensors`, or shards of 5 GB with their index, and `optimizer.pt`, its groups with their names.

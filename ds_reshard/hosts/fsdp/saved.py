@@ -25,7 +25,7 @@ from ds_reshard.errors import (
     faults_of,
     raise_faults,
 )
-from ds_reshard.formats.fsdp.checkpoint import EXTRA, FsdpCheckpoint, file_name, missing_extra, open_fsdp
+from ds_reshard.formats.fsdp.checkpoint import EXTRA, FsdpCheckpoint, file_name, open_fsdp, wrong_extra
 from ds_reshard.formats.fsdp.flat_parameters import ORDER, FlatOrder, Member, line_to_add
 from ds_reshard.hosts.fsdp.optimizer_state import local
 from ds_reshard.model.facts import ScalarTensor
@@ -108,7 +108,7 @@ def _seen(folder: str, rank: int, size: int | None, model: Module | None, optimi
 def _check(checkpoint: FsdpCheckpoint, rank: int, size: int | None) -> None:
     """Open this rank's share of the files."""
     folder, saved = checkpoint.folder, checkpoint.ranks
-    faults = list(missing_extra(folder, saved))
+    faults = list(wrong_extra(folder, saved))
     if size not in (None, saved):
         faults.append(
             damaged(folder, "is of another world size", f"files of {size} ranks, as many as save", f"files of {saved}")
