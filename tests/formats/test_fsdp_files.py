@@ -174,3 +174,17 @@ def test_the_schedules_of_two_folders_are_compared(tmp_path: Path) -> None:
     convert(folder, str(tmp_path / "dcp"), to="dcp", dp=1)
     found = diff(folder, str(tmp_path / "dcp"))
     assert found.equal and ["with a folder of another format" in note for note in found.notes] == [True]
+
+
+def test_what_lies_beside_the_ranks_files_is_copied_or_named(tmp_path: Path) -> None:
+    """Texts below `huggingface/` at any depth, as chat templates; LoRA's files are left out, and a note says so."""
+    folder = saved(tmp_path / "saved", ranks=1)
+    kept = ("huggingface/config.json", "huggingface/additional_chat_templates/tool_use.jinja", "fsdp_config.json")
+    for name in (*kept, "lora_train_meta.json", "lora_adapter/adapter_config.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    out = tmp_path / "out"
+    done = convert(str(folder), str(out), to="fsdp", dp=1)
+    assert done.notes == ("left out, as nothing here reads them: lora_adapter, lora_train_meta.json",)
+    assert all((out / name).is_file() for name in kept) and verify(str(out)).clean
+    assert convert(str(out), str(tmp_path / "again"), to="fsdp", dp=1).notes == ()

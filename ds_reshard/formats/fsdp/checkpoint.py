@@ -60,6 +60,11 @@ def list_fsdp(folder: str) -> SavedListing:
     return SavedListing(format="files of FSDP ranks", writer="EasyR1 or verl", folder=folder, tag=tag, files=files)
 
 
+def is_ranks_file(name: str) -> bool:
+    """Whether a file is named as one of a rank."""
+    return _NAME.fullmatch(name) is not None
+
+
 def file_name(family: str, size: int, rank: int) -> str:
     return f"{family}_world_size_{size}_rank_{rank}.pt"
 

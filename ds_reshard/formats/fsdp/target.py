@@ -24,6 +24,7 @@ from ds_reshard.formats.fsdp.checkpoint import (
     TensorShard,
     extra_trees,
     file_name,
+    is_ranks_file,
     read_top,
     shard_of,
     state_names,
@@ -207,7 +208,7 @@ class _Writing:
 
     def _exported(self) -> list[str]:
         folder = os.path.join(self.source.folder, _HUGGINGFACE)
-        return [os.path.join(_HUGGINGFACE, name) for name in folders.files(folder)]
+        return [os.path.join(_HUGGINGFACE, name) for name in folders.files_below(folder)]
 
     def notes(self) -> Iterator[str]:
         saved, size = self.source.ranks, self.size
@@ -218,6 +219,10 @@ class _Writing:
         left = [name for name in self._exported() if name.endswith(_WEIGHTS)]
         if left:
             yield f"weights that were exported are not copied: {', '.join(left)}"
+        known = {CONFIG, _HUGGINGFACE, "ds_reshard.json", *([ORDER] if self.source.flat is not None else [])}
+        others = [name for name in folders.names(self.source.folder) if name not in known and not is_ranks_file(name)]
+        if others:
+            yield f"left out, as nothing here reads them: {', '.join(others)}"
 
 
 def _like(saved: Mapping[object, object], entries: Mapping[object, object]) -> object:
