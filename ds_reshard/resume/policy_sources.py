@@ -194,6 +194,8 @@ def define(parser: argparse.ArgumentParser) -> tuple[dict[str, Flag], frozenset[
         dests[theirs.dest if theirs is not None else dest] = flag
         if theirs is not None:
             had.add(flag.key)
+            if not isinstance(theirs, _Asked):
+                theirs.__class__ = type("_Adopted", (_Asked, type(theirs)), {})
     raise_faults(faults, subject="command line")
     return dests, frozenset(had)
 

@@ -18,10 +18,10 @@ class Needy(torch.optim.AdamW):
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr)
-        for group in self.param_groups:
-            group["bias_correction"] = True
+        for values in (self.defaults, *self.param_groups):
+            values["bias_correction"] = True
             for name in ("maximize", "decoupled_weight_decay"):
-                group.pop(name)
+                values.pop(name)
 
     def __setstate__(self, state: Any) -> None:
         torch.optim.Optimizer.__setstate__(self, state)

@@ -45,6 +45,15 @@ def test_a_parser_with_this_one_among_its_parents(how: str) -> None:
         parser.parse_args(["--override-opt-param-scheduler", "--no-load-lr-state"])
 
 
+@pytest.mark.parametrize("words", [["--finetune"], ["--resume-report", "x", "--finetune"]])
+def test_a_flag_that_a_parent_had_already_counts_in_its_child(words: list[str]) -> None:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--finetune", action="store_true")
+    ds_reshard.add_arguments(common)
+    argparse.ArgumentParser(parents=[common]).parse_args(words)
+    assert policy_sources.asked_policy().finetune
+
+
 EACH = {
     "--override-opt-param-scheduler": {"scheduler": "override"},
     "--override-opt_param-scheduler": {"scheduler": "override"},

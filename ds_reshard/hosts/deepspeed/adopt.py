@@ -85,7 +85,7 @@ def group_values(live: LiveOptimizer, values: OptimizerValues) -> list[dict[str,
             if values.step is not None:
                 hyper["step"] = values.step
         # what this run's optimizer needs and the saved one had not: FusedAdam's bias_correction, where AdamW was saved
-        hyper = {key: value for key, value in group.items() if key not in hyper and key not in _KEPT_APART} | {**hyper}
+        hyper = {**{key: value for key, value in group.items() if key not in _KEPT_APART}, **hyper}
         if group.get("moe"):
             hyper = {**hyper, "name": group["name"]}  # says how many ranks share the experts of this run
         groups.append({**hyper, "params": [n for n, buffer in enumerate(live.buffers) if buffer.group == number]})

@@ -424,16 +424,20 @@ def _before_first_step(checkpoint: ZeroCheckpoint) -> bool:
     return isinstance(entries.get("global_steps"), int) and entries["global_steps"] == entries.get("skipped_steps", 0)
 
 
-def group_faults(
-    optimizer: object, live: LiveOptimizer, matched: Mapping[int, tuple[Mapping[str, object], object]]
-) -> Iterator[Fault]:
-    """Saved hyper-parameters that say what a step does, and for which this run's optimizer has no place."""
-    for number, (saved, _) in matched.items():
-        group, mode = live.groups[number], getattr(optimizer, "adam_w_mode", None)
-        differ = {name for name, odd in {"maximize": True, "bias_correction": False}.items() if saved.get(name) is odd}
-        if mode is not None and saved.get("weight_decay") and saved.get("decoupled_weight_decay", bool(mode)) != mode:
-            differ.add("decoupled_weight_decay")
-        for name in sorted(differ - group.keys()):
+def group_faults(optimizer: object, groups: Mapping[int, Mapping[str, object]]) -> Iterator[Fault]:
+    """Saved hyper-parameters that say what a step does, and for which this run's optimizer has no place.
+
+    torch's AdamW takes no other weight decay than its own from a group (`__setstate__`, optim/adamw.py, 2.13), and
+    DeepSpeed's keep it apart; torch's Adam takes either.
+    """
+    known = getattr(optimizer, "defaults", {})
+    decoupled = True if isinstance(optimizer, torch.optim.AdamW) else getattr(optimizer, "adam_w_mode", None)
+    for number, saved in groups.items():
+        differ = [name for name, odd in (("maximize", True), ("bias_correction", False)) if saved.get(name) is odd]
+        differ = [name for name in differ if name not in known]
+        if saved.get("weight_decay") and decoupled is not None:
+            differ += ["decoupled_weight_decay"] * (saved.get("decoupled_weight_decay", bool(decoupled)) != decoupled)
+        for name in differ:
             what = f"{type(optimizer).__name__} does not step by {name}, as the saved one did"
             mend = "build the optimizer that was saved, or pass load_optimizer_states=False"
             yield ModelMismatch.fault(f"param group {number}", what, found=f"{name} {saved[name]}", mend=mend)

@@ -267,7 +267,9 @@ def _optimizer_values(
     """What the optimizer takes over; without moments neither scalar states nor a step count."""
     facts, moments = checkpoint.facts, request.moments
     assert facts is not None
-    faults = [*group_faults(getattr(engine.optimizer, "optimizer", engine.optimizer), live, groups.matched)]
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    told = {n: {k: v for k, v in one.items() if k not in request.replaced} for n, (one, _) in groups.matched.items()}
+    faults = [*group_faults(inner, told)] if moments else []
     hyper: dict[int, Mapping[str, object]] = {}
     for number, (saved, differing) in groups.matched.items():
         faults += [fault for key, fault in differing if key not in request.replaced]
@@ -314,7 +316,8 @@ def same_layout(
     flat buffer (round-robin), gaps (parameter alignment), sub-groups and param groups; and no elastic
     optimizer state, which DeepSpeed loads at no size. Two stage-0 runs are alike at any size. Of a PipelineModule it
     loses what is not tied of tied modules, and bf16 at stage 0 (`BF16_Optimizer._load_legacy_checkpoint`); experts of
-    several expert-parallel ranks it takes for those of any other number, and fp32 states of 16-bit masters it rounds.
+    several expert-parallel ranks it takes for those of any other number, fp32 states of 16-bit masters it rounds,
+    and what an optimizer needs in its groups, or another rule of its steps, it overlooks.
     """
     if checkpoint.foreign:
         return False
@@ -344,6 +347,11 @@ def same_layout(
             return False
     facts = checkpoint.facts
     assert facts is not None
+    for number, (group, told) in enumerate(zip(live.groups, facts.groups, strict=False)):
+        saved = told.hyperparameters or {}
+        inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        if "bias_correction" in group.keys() - saved.keys() or any(group_faults(inner, {number: saved})):
+            return False
     return [list(g.members) for g in facts.groups] == [live.members(g) for g in range(len(live.groups))]
 
 

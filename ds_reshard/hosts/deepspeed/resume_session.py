@@ -101,16 +101,22 @@ class Resume:
 
     def refuse(self) -> None:
         """Raise what cannot be done of the policy with this engine, whatever the checkpoint."""
-        faults = unwritable(self.policy.report) if rank() == 0 and not self.asked.module_only else []
         if not self.policy.is_default:
-            faults += refusals(self._engine, self.asked, self.policy)
-        raise_faults(faults, subject=self._subject)
+            raise_faults(refusals(self._engine, self.asked, self.policy), subject=self._subject)
+
+    def _refuse_place(self) -> None:
+        """Raise where the report of a load has no place on this machine; where a load is foreseen, it is another."""
+        import torch.distributed as dist
+
+        if dist.is_initialized() and rank() == 0 and not self.asked.module_only:
+            raise_faults(unwritable(self.policy.report), subject=self._subject)
 
     def without_files(self, aside: Aside | None) -> None:
         """The load is DeepSpeed's, of tensors that are not read here: raise what then cannot be done.
 
         `aside` is what the model file says beside them.
         """
+        self._refuse_place()
         if self.policy.is_default:
             return
         unread = {
@@ -135,6 +141,7 @@ class Resume:
 
     def read(self, checkpoint: ZeroCheckpoint, groups: SavedGroups, settings: Settings) -> None:
         """Read the checkpoint's facts, and raise what it cannot give of what the policy asks for."""
+        self._refuse_place()
         engine, policy = self._engine, self.policy
         wants = engine.lr_scheduler is not None or policy.scheduler in ("checkpoint", "strict")
         saved, _, cause = attempt(lambda: read_saved(checkpoint, groups, settings, scheduler=wants))

@@ -52,6 +52,7 @@ from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Fill, Plan, copies_of
 from ds_reshard.resume.policy import ResumePolicy, differences, policy_differences
+from ds_reshard.resume.report import unwritable
 
 Base = tuple[object, str, bool, object]
 _MODEL = "build the model that was saved: compare the arguments of both runs"
@@ -268,6 +269,8 @@ def _agreed(
 
     def look() -> tuple[Saved | None, list[str] | None]:
         saved = find_saved(arguments)
+        if saved is not None and rank() == 0:
+            raise_faults(unwritable(load.policy.report), subject=subject)
         return saved, decided_by(saved, arguments, wanted)
 
     with digests() as read:

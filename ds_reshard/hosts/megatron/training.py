@@ -53,13 +53,13 @@ from ds_reshard.hosts.megatron.live import Found, Load, Scheduler, as_number, cu
 from ds_reshard.hosts.megatron.parts import LATE, compares_bounds, matched_groups, schedule_faults
 from ds_reshard.hosts.megatron.pickles import refuse_iteration
 from ds_reshard.hosts.megatron.report import publish_training
-from ds_reshard.operations.ranks import agree_files, attempt, of_all, rank
+from ds_reshard.operations.ranks import agree_files, attempt, of_all
 from ds_reshard.operations.watching import phase, watched
 from ds_reshard.resume import policy_sources
 from ds_reshard.resume.megatron import extra_values, read_schedule
 from ds_reshard.resume.policy import Given, ResumePolicy
 from ds_reshard.resume.policy_sources import FLAGS, add_arguments, given
-from ds_reshard.resume.report import because, unwritable
+from ds_reshard.resume.report import because
 
 logger = logging.getLogger("ds_reshard")
 
@@ -130,8 +130,7 @@ def tell_megatron(policy: ResumePolicy, arguments: Namespace) -> None:
 
 def announced_faults(policy: ResumePolicy, arguments: Namespace) -> list[Fault]:
     """What the policy and Megatron's arguments say that cannot be, before anything is read."""
-    place = unwritable(policy.report) if rank() == 0 else []
-    return [*place, *announced_format_faults(policy, arguments), *_contradictions(policy, arguments)]
+    return announced_format_faults(policy, arguments) + _contradictions(policy, arguments)
 
 
 def _contradictions(policy: ResumePolicy, arguments: Namespace) -> list[Fault]:

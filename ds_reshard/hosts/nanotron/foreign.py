@@ -128,8 +128,8 @@ def parse_ckpt_path(arguments: Mapping[str, object], original: Callable[[], obje
     if path is not None and is_url(url := folder_of(path)):
         return _by_url(url, world)
     subject = f"loading {path}"
-    found = together(lambda: _found(path, original), world, subject=subject)
-    raise_faults(_other_finds(str(path), gather(_told(path, found), world)), subject=subject)
+    found, told = together(lambda: _told(path, _found(path, original)), world, subject=subject)
+    raise_faults(_other_finds(str(path), gather(told, world)), subject=subject)
     return found
 
 
@@ -145,11 +145,12 @@ def _found(path: object, original: Callable[[], object]) -> object:
         return None
 
 
-def _told(path: object, found: object) -> str | None:
-    """What a rank resumes from, as the others may see it under another folder's name."""
+def _told(path: object, found: object) -> tuple[object, str | None]:
+    """What a rank resumes from, and as what the others may see it under another folder's name."""
     if found is None:
-        return None
-    return f"{os.path.relpath(str(found), str(path))} {'of' if is_nanotron(str(found)) else 'not of'} nanotron's"
+        return None, None
+    of = "of" if is_nanotron(str(found)) else "not of"
+    return found, f"{os.path.relpath(str(found), str(path))} {of} nanotron's"
 
 
 def _other_finds(path: str, told: list[str | None]) -> list[Fault]:
