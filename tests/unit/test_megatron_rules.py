@@ -18,7 +18,7 @@ from ds_reshard.formats.megatron.flat_states import (
     shards_of_experts,
     unsupported,
 )
-from ds_reshard.formats.megatron.optimizer import Trained, members_of
+from ds_reshard.formats.megatron.optimizer import Trained, facts_of, members_of, saved_steps
 from ds_reshard.formats.megatron.torch_dist import _incomplete, _of_fragments, _unread
 from ds_reshard.formats.megatron.torch_format import _unsupported, places
 from ds_reshard.model.layout import TensorKey, tiled
@@ -261,3 +261,37 @@ def test_embeddings_that_an_older_release_does_not_decay() -> None:
     ):
         saved = [{**rates, **groups, "wd_mult": decay} for decay in (1.0, 0.0)]
         assert members_of(saved, trained, {"embedding_init_method_std": std}) == expected
+
+
+_GROUPS = [{"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": experts} for experts in (False, True)]
+_NAMES = ("decoder.layers.0.mlp.router.weight", "decoder.layers.0.mlp.experts.experts.linear_fc1.weight")
+
+
+def test_each_of_a_chain_of_optimizers_has_the_step_that_it_saved() -> None:
+    """Once for all its parameters, where torch's Adam counts in each; a group with a step of its own has that."""
+    chain = ((dict(_GROUPS[0]),), (dict(_GROUPS[1]),))
+    trained = [Trained(name=name, shape=(4, 4)) for name in _NAMES]
+    state = {number: {"optimizer": {"state": {"common_step": 5 + number}}} for number in range(2)}
+    for told in (state, list(state.values())):
+        facts, _ = facts_of(chain, told, trained, {})
+        assert facts is not None and [facts.scalars[name]["step"] for name in _NAMES] == [5, 6]
+    chain[1][0]["step"] = 9
+    facts, _ = facts_of(chain, state, trained, {})
+    assert facts is not None and [facts.scalars[name]["step"] for name in _NAMES] == [5, 9]
+
+
+def test_a_group_that_tells_no_step_has_that_of_all() -> None:
+    """Fused optimizers count none of a group that is empty on the first rank; without members all have it, too."""
+    trained = [Trained(name=name, shape=(4, 4)) for name in _NAMES]
+    for odd in (False, True):
+        groups = [{**_GROUPS[0], "step": 5, "is_decoupled_lr": odd}, dict(_GROUPS[1])]
+        facts, ungrouped = facts_of((tuple(groups),), {}, trained, {})
+        assert facts is not None and bool(ungrouped) is odd
+        assert [facts.scalars[name]["step"] for name in _NAMES] == [5, 5]
+
+
+def test_the_steps_of_states() -> None:
+    """Equal ones are one; of a distributed optimizer, whose groups have it, there is none beside them."""
+    states = {number: {"step": 5 + number // 2} for number in range(4)}
+    assert saved_steps({"state": states}) == saved_steps({"optimizer": {"state": states}}) == [5, 6]
+    assert saved_steps({"optimizer": {"param_groups": []}}) == saved_steps(None) == []

@@ -185,15 +185,19 @@ Chain = tuple[tuple[Group, ...], ...]
 
 def chain_of(state: object, places: Mapping[str, Place]) -> Chain | None:
     """All groups in the order of the chain of optimizers; None where any cannot be found."""
-    found = saved_groups(state)
-    if found is not None:
-        return (tuple(found),)
-    chain: list[object] = []
-    if isinstance(state, list):
-        chain = state
-    elif isinstance(state, Mapping):
-        chain = [state[key] for key in sorted(key for key in state if isinstance(key, int))]
-    return _all_found([saved_groups(one) for one in chain]) or _sharded_groups(places)
+    return _all_found([saved_groups(one) for one in parts_of(state)]) or _sharded_groups(places)
+
+
+def parts_of(state: object) -> list[object]:
+    """What is saved of each of a chain of optimizers, itself where there is but one.
+
+    Several are a list in format `torch`, by number in `torch_dist` (`ChainedOptimizer.state_dict` and
+    `sharded_state_dict`, core/optimizer/optimizer.py, 0.16.1 to 0.19.2).
+    """
+    numbers = sorted(key for key in state if isinstance(key, int)) if isinstance(state, Mapping) else []
+    if isinstance(state, Mapping) and numbers:
+        return [state[number] for number in numbers]
+    return state if isinstance(state, list) else [state]
 
 
 def _all_found(chain: Sequence[list[Group] | None]) -> Chain | None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.errors import ChecksumMismatch
-from ds_reshard.formats.megatron.checkpoint import Chain
+from ds_reshard.formats.megatron.checkpoint import Chain, parts_of
 from ds_reshard.model.content import MASTER
-from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical, number_of
 from ds_reshard.model.records import TensorRecord
 
 KINDS = {"param": MASTER, "fp32_param": MASTER}
@@ -50,12 +50,15 @@ def facts_of(
             f"which of its {len(held)} param groups a parameter is in is told by no file, and no rule of Megatron's"
         )
         members = [[] for _ in held]
-    common = _common_step(state)
+    parts = dict(enumerate(parts_of(state)))
+    steps = [_step(group, parts.get(number)) for number, groups in enumerate(chain or ()) for group in groups]
+    told = {number_of(step): step for step in steps if step is not None}
+    one = next(iter(told.values())) if len(told) == 1 else None
+    placed = zip(members, steps, strict=True) if not ungrouped else [([each.name for each in trained], one)]
     scalars: dict[str, dict[str, Scalar]] = {}
-    for group, names in zip(held, members, strict=True):
-        step = read_step(group.get("step", common))
-        if step is not None:
-            scalars |= {name: {"step": step} for name in names}
+    for names, own in placed:
+        step = own if own is not None else one  # of a group that is empty on the first rank, no step is told
+        scalars |= {name: {"step": step} for name in names if step is not None}
     made = tuple(
         GroupFacts(members=tuple(names), hyperparameters={k: v for k, v in group.items() if k not in _COUNTED})
         for group, names in zip(held, members, strict=True)
@@ -105,18 +108,30 @@ def _decayed(one: Trained, arguments: Mapping[str, object], *, older: bool) -> b
     return len(one.shape) != 1 and not one.name.endswith(".bias")
 
 
-def _common_step(state: object) -> object:
-    """The step that the plain optimizer saves once for all (`_extract_common_per_param_step`, optimizer.py)."""
-    for held in _nested(state):
-        if isinstance(held.get("state"), Mapping) and "common_step" in held["state"]:  # type: ignore[operator]
-            return held["state"]["common_step"]  # type: ignore[index]
-    return None
+def _step(group: Mapping[str, object], state: object) -> Scalar:
+    """The step of a group of an optimizer; None where none is told, or several are."""
+    own = read_step(group.get("step"))
+    beside = saved_steps(state) if own is None else []
+    return beside[0] if len(beside) == 1 else own
 
 
-def _nested(state: object) -> Iterator[Mapping[object, object]]:
-    if isinstance(state, Mapping):
-        yield state
-        yield from (held for name, held in state.items() if name == "optimizer" and isinstance(held, Mapping))
+def saved_steps(state: object) -> list[Scalar]:
+    """The steps that a plain optimizer saves beside its param groups, equal ones once.
+
+    torch's Adam counts in each state: format `torch` has it so, and `torch_dist` once for all (`common_step` of
+    `_extract_common_per_param_step`, core/optimizer/optimizer.py, 0.18.2 and 0.19.2). Raises as `read_step` does.
+    """
+    inner = state.get("optimizer", state) if isinstance(state, Mapping) else None
+    states = inner.get("state") if isinstance(inner, Mapping) else None
+    if not isinstance(states, Mapping):
+        return []
+    held = [states.get("common_step"), *(one.get("step") for one in states.values() if isinstance(one, Mapping))]
+    apart = dict[object, object]()
+    for one in held:  # a checksum tells numbers apart, so that equal ones are read once
+        summed = not isinstance(one, TensorRecord) or one.storage.crc32 is not None
+        apart[canonical(one) if summed else id(one)] = one
+    read = map(read_step, apart.values())
+    return list({number_of(one): one for one in read if one is not None}.values())
 
 
 def read_step(step: object) -> Scalar:

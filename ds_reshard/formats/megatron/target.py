@@ -98,6 +98,10 @@ def target_faults(content: Content, shown: Shown) -> Iterator[Fault]:
     numbers = {number_of(told.get("step")) for told in content.facts.scalars.values()} if content.facts else set()
     if len(numbers) > 1:
         yield _fault(content.folder, f"its parameters are at several steps: {sorted(map(str, numbers))}", "another tag")
+    if numbers <= {None} and content.steps and any("exp_avg_sq" in kinds for kinds in content.trained.values()):
+        yield _fault(
+            content.folder, "Adam's moments are there, and not their step", "--to safetensors, for the weights"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,14 +203,16 @@ class _Writing(DirectoryFiles):
 
 def group_with(group: Group, step: object) -> Group:
     """A param group as a distributed optimizer saves it; at `step` where it does not tell its own."""
-    return {"step": step} | {name: value for name, value in group.items() if name != "params"}
+    told = {"step": step} if step is not None else {}
+    return told | {name: value for name, value in group.items() if name != "params"}
 
 
 def step_of(content: Content) -> object:
     """The step of all parameters; None where no file tells one."""
     told = content.facts.scalars.values() if content.facts is not None else ()
     steps = {number_of(states["step"]) for states in told if "step" in states}
-    return steps.pop() if len(steps) == 1 else None
+    step = steps.pop() if len(steps) == 1 else None
+    return int(step) if step is not None else None  # which fused optimizers count on from, in whole numbers
 
 
 _SAVED = {MASTER: "param"}

@@ -29,11 +29,11 @@ from ds_reshard.formats.megatron.flat_states import (
     size_of,
     uneven,
 )
-from ds_reshard.formats.megatron.optimizer import EXPERTS, KINDS, Trained, facts_of, members_of, odd_states
+from ds_reshard.formats.megatron.optimizer import EXPERTS, KINDS, Trained, facts_of, members_of, odd_states, saved_steps
 from ds_reshard.formats.megatron.target import Shown, stacks
 from ds_reshard.model.checkpoint import SavedFile, SavedListing
 from ds_reshard.model.content import MASTER, WEIGHT, Path
-from ds_reshard.model.facts import OptimizerFacts, canonical
+from ds_reshard.model.facts import OptimizerFacts, canonical, number_of
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Layout, Placement, TensorKey, check_cover, tiled
 from ds_reshard.model.records import ElementType, TensorRecord
@@ -218,7 +218,7 @@ def open_torch_format(folder: str) -> TorchFormat:
     raise_faults(_stateless(folder, layout, names), subject=f"checkpoint {folder}")
     trained = [Trained(name=name, shape=layout[TensorKey(name=name, kind=WEIGHT)].shape) for name in names]
     chain = chain_of(first.held.get("optimizer"), {}) if names else None
-    facts, ungrouped = facts_of(chain, None, trained, first.arguments)
+    facts, ungrouped = facts_of(chain, first.held.get("optimizer"), trained, first.arguments)
     return TorchFormat(
         folder=folder,
         layout=layout,
@@ -507,6 +507,10 @@ def _plain(rank: _Rank, weights: Sequence[_Piece], faults: list[Fault]) -> Itera
         return  # FP32Optimizer: told in the notes
     inner = state.get("optimizer")
     states = inner.get("state") if isinstance(inner, Mapping) else None
+    if len(saved_steps(state)) > 1:
+        what = "its parameters are at several steps, and a param group has one"
+        faults.append(UnsupportedLayout.fault(rank.path, what, mend=_MEND))
+        return
     local = {piece.key.name: piece for piece in weights}
     shapes = {name: _local_shape(piece) for name, piece in local.items()}
     members = members_of(groups, [Trained(name=name, shape=shape) for name, shape in shapes.items()], rank.arguments)
@@ -523,6 +527,8 @@ def _plain(rank: _Rank, weights: Sequence[_Piece], faults: list[Fault]) -> Itera
         for name, number, master in zip(names, numbers, owned, strict=True):
             saved = states.get(number)
             for kind, tensor in {MASTER: master, **(saved if isinstance(saved, Mapping) else {})}.items():
+                if kind == "step" and (not isinstance(tensor, TensorRecord) or tensor.numel == 1):
+                    continue  # told with the param groups
                 if not isinstance(tensor, TensorRecord) or tensor.shape != shapes[name] or not tensor.contiguous:
                     what = f"{name}: its {kind} is no tensor of its shape"
                     faults.append(UnsupportedLayout.fault(rank.path, what, str(list(shapes[name])), mend=_SAVE_DIST))
@@ -540,14 +546,16 @@ def _groups(rank: _Rank) -> list[Group]:
 
 
 def _groups_differ(ranks: Sequence[_Rank]) -> Iterator[Fault]:
-    """Param groups that are not the same on each rank, but for their members; up to 0.15 a stage has its own order."""
+    """Groups, but for their members, and steps that are not each rank's; up to 0.15 a stage has its own order."""
     told = [
-        sorted(canonical({k: v for k, v in group.items() if k != "params"}) for group in _groups(one)) for one in ranks
+        sorted(canonical({k: v for k, v in group.items() if k != "params"}) for group in _groups(one))
+        + [f"step {number_of(step)}" for step in saved_steps(one.held.get("optimizer"))]
+        for one in ranks
     ]
     for rank, texts in zip(ranks, told, strict=True):
         if texts != told[0]:
             sides = (", ".join(set(one) - set(other))[:80] for one, other in ((told[0], texts), (texts, told[0])))
-            yield _damaged(rank.path, "its param groups are others than the first rank's", *sides)
+            yield _damaged(rank.path, "its param groups or their steps are others than the first rank's", *sides)
 
 
 def _buffer(key: TensorKey) -> str:

@@ -41,7 +41,8 @@ from ds_reshard.hosts.megatron.pieces import (
 )
 from ds_reshard.hosts.megatron.topology import Saved, find_saved, may_be_shifted, reasons, unfillable
 from ds_reshard.model.checkpoint import Checkpoint
-from ds_reshard.model.content import MASTER, WEIGHT
+from ds_reshard.model.content import MASTER, STEPS, WEIGHT
+from ds_reshard.model.facts import ScalarTensor, number_of
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Region
@@ -151,9 +152,10 @@ class Taken:
         found = [group for groups in chain for group in groups]
         groups = [{k: v for k, v in group.items() if k != "params" and is_plain(v)} for group in found]
         scalars = self.source.facts.scalars if self.source.facts is not None else {}
-        held = [*groups, *scalars.values()]
-        steps = {one["step"] for one in held if isinstance(one.get("step"), int | float)}
-        return [{**group, "step": steps.copy().pop()} for group in groups] if len(steps) == 1 else groups
+        told = [one.get("step") for one in (*groups, *scalars.values())]
+        steps = {number_of(one) for one in told if isinstance(one, ScalarTensor | int | float)}
+        step = steps.pop() if len(steps) == 1 else None
+        return [{**group, "step": int(step)} for group in groups] if step is not None else groups
 
     def load(self, original: Callable[..., tuple[int, object]], arguments: Namespace) -> tuple[int, object]:
         """Megatron's own load without its tensors, then the tensors. Collective."""
@@ -410,7 +412,7 @@ def _random(source: Checkpoint, saved: Saved, run: Mapping[str, object]) -> obje
 
 
 def kinds_read(source: Checkpoint, policy: ResumePolicy, optimizer: object, faults: list[Fault]) -> tuple[str, ...]:
-    """The kinds of state that are read of every parameter; a fault where the two optimizers keep others."""
+    """The kinds of state that are read of every parameter; faults where the two keep others, or Adam tells no step."""
     layout, mend = source.layout, "build the optimizer that was saved, or add --no-load-optim"
     of_run = kinds_of(optimizer)
     if of_run is None:
@@ -425,6 +427,11 @@ def kinds_read(source: Checkpoint, policy: ResumePolicy, optimizer: object, faul
         if held != of_run:
             sides = ", ".join(sorted(held)), ", ".join(sorted(of_run))
             faults.append(ModelMismatch.fault(name, "its optimizer kept other states", *sides, mend=mend))
+    scalars = source.facts.scalars.values() if source.facts is not None else ()
+    steps = {number_of(states["step"]) for states in scalars if "step" in states}
+    if names and "exp_avg_sq" in of_run and (len(steps) > 1 or (not steps and source.objects.get((STEPS,)))):
+        what = "its optimizer's step is not told, or is another of other parameters"
+        faults.append(UnsupportedLayout.fault(source.folder, what, "one step", str(sorted(map(str, steps))), mend=mend))
     return (MASTER, *(sorted(of_run) if policy.loads_moments else ()))
 
 

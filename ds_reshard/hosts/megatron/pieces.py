@@ -203,7 +203,7 @@ def is_mixed(part: object) -> bool:
 def allocate(part: Optimizer) -> None:
     """Make the states that a plain optimizer has not before its first step; a distributed one has made its own.
 
-    torch's own Adam counts steps in each state, Apex's and Transformer Engine's in the param group.
+    torch's own Adam counts steps in each state alone, Apex's and Transformer Engine's in the param group.
     """
     import torch
 
@@ -212,8 +212,9 @@ def allocate(part: Optimizer) -> None:
         part.init_state_fn(inner, part.config)
     if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
         for group in inner.param_groups:
-            for master in group["params"]:
-                inner.state[master]["step"] = torch.tensor(float(group["step"]))
+            step = float(cast("int | float", group.pop("step", 0)))  # there it would stay what it is now, and be saved
+            for master in cast("Sequence[torch.Tensor]", group["params"]):
+                inner.state[master]["step"] = torch.tensor(step)
 
 
 def kinds_of(optimizer: object) -> frozenset[str] | None:

@@ -150,6 +150,10 @@ def _fill(models: Any, optimizer: Any) -> None:
                 live.grad = torch.zeros_like(live)
         one.optimizer.step()  # which makes the moments
         one.optimizer.zero_grad()
+        if isinstance(one.optimizer, torch.optim.AdamW):  # which counts in each state
+            for state in one.optimizer.state.values():
+                state["step"].fill_(STEP)
+            continue
         for group in one.optimizer.param_groups:
             group["step"] = STEP
     places = _places(models)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import struct
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from ds_reshard.hosts.megatron.direct import Taken
 from ds_reshard.hosts.megatron.topology import Saved, may_be_shifted, reasons, unfillable
+from ds_reshard.model.facts import OptimizerFacts, ScalarTensor
+from ds_reshard.model.records import ElementType
 
 RUN = {
     "tensor_model_parallel_size": 2,
@@ -114,3 +120,17 @@ def test_what_is_not_filled_is_refused_by_name(name: str, form: str) -> None:
         assert f"{name} ({whose}): another size" in fault.what and f"without {name}" in fault.mend
         assert bool(list(unfillable(saved, run, "why", optimizer=False))) is (name in MODELS_NOT_FILLED)
     assert list(unfillable(_saved(form), RUN, "why", optimizer=True)) == []
+
+
+@pytest.mark.parametrize("own", [{}, {"step": 5}])
+def test_a_step_beside_the_groups_is_that_of_all(own: dict[str, int]) -> None:
+    """torch's Adam keeps it as a tensor, and a fused one that goes on counts in whole numbers."""
+    step = ScalarTensor(dtype=ElementType.FLOAT32, shape=(), data=struct.pack("<f", 5))
+    source = SimpleNamespace(facts=OptimizerFacts(groups=(), scalars={"a": {"step": step}}))
+    saved = _saved("torch")
+    state = {"optimizer": {"param_groups": [{"wd_mult": 1.0, "params": [0], **own}, {"wd_mult": 0.0}]}}
+    groups = Taken.groups(
+        cast(Taken, SimpleNamespace(saved=replace(saved, common={"optimizer": state}), source=source))
+    )
+    assert groups == [{"wd_mult": 1.0, "step": 5}, {"wd_mult": 0.0, "step": 5}]
+    assert {type(group["step"]) for group in groups} == {int}
