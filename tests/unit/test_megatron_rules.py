@@ -5,6 +5,7 @@ The sizes of buffers are those that 0.19.2 and 0.18.2 saved (four layers of widt
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from ds_reshard.formats.megatron.flat_states import (
     unsupported,
 )
 from ds_reshard.formats.megatron.optimizer import Trained, facts_of, members_of, saved_steps
-from ds_reshard.formats.megatron.torch_dist import _incomplete, _of_fragments, _unread
+from ds_reshard.formats.megatron.torch_dist import _incomplete, _of_fragments, _sharding, _unread
 from ds_reshard.formats.megatron.torch_format import _unsupported, places
 from ds_reshard.model.layout import TensorKey, tiled
 from ds_reshard.model.records import ElementType
@@ -295,3 +296,13 @@ def test_the_steps_of_states() -> None:
     states = {number: {"step": 5 + number // 2} for number in range(4)}
     assert saved_steps({"state": states}) == saved_steps({"optimizer": {"state": states}}) == [5, 6]
     assert saved_steps({"optimizer": {"param_groups": []}}) == saved_steps(None) == []
+
+
+def test_a_save_without_the_optimizer_is_of_no_sharding_type() -> None:
+    """Whatever its metadata says; unless states are there, or the run was to save them and they are lost."""
+    common = {"content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"}}
+    keys = {}, {"optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_x.bucket_idx_0.param": None}
+    for told, expected in (({"no_save_optim": True}, [None, "dp_reshardable"]), ({}, ["dp_reshardable"] * 2)):
+        for where in ("tensors", "objects"):
+            held: Any = [SimpleNamespace(**{"tensors": {}, "objects": {}, where: one}) for one in keys]
+            assert [_sharding(common, directory, told) for directory in held] == expected

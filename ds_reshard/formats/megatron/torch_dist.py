@@ -136,7 +136,7 @@ def open_torch_dist(folder: str) -> TorchDist:
     directory = read_directory(folder)
     common, _ = read_common(folder, directory)
     arguments = arguments_of(common.get("args"))
-    kind = _sharding(common, directory)
+    kind = _sharding(common, directory, arguments)
     raise_faults(list(_unread(folder, kind, arguments)), subject=subject)
     flat = kind == _FLAT
     faults = [*directory.faults(saved_again=_SAVED_AGAIN), *_unknown(directory, flat=flat)]
@@ -189,11 +189,15 @@ def _foreign(folder: str, backend: str | None) -> Iterator[Fault]:
         yield UnsupportedLayout.fault(folder, what, "torch_dist", mend=mend)
 
 
-def _sharding(common: Mapping[object, object], directory: Directory) -> str | None:
+def _sharding(common: Mapping[object, object], directory: Directory, arguments: Mapping[str, object]) -> str | None:
     """The sharding type of the distributed optimizer's state; None where there is none, or no distributed optimizer.
 
-    `content_metadata` has it since 0.14; before it the state itself (core/optimizer/distrib_optimizer.py).
+    `content_metadata` has it since 0.14, also of a save with --no-save-optim (`_build_sharded_state_dict_metadata`,
+    megatron/training/checkpointing.py, 0.18.2 and 0.19.2); before it the state itself
+    (core/optimizer/distrib_optimizer.py).
     """
+    if arguments.get("no_save_optim") and not any(map(_OPTIMIZER.match, (*directory.tensors, *directory.objects))):
+        return None
     told = common.get("content_metadata"), common.get("optimizer")
     for held, name in zip(told, ("distrib_optim_sharding_type", "param_state_sharding_type"), strict=True):
         parts = [held, *held.values()] if isinstance(held, dict) else []

@@ -14,7 +14,8 @@ import pytest
 import torch
 from damages import changed_chunks
 from format_jobs import ITERATION, SAMPLES_SEEN, STEP, value
-from saved_worlds import WORLDS, Saved
+from releases import WITH_TRAINING
+from saved_worlds import DISTRIBUTED, FLAGS, GATED, TP, WORLDS, Saved
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -135,6 +136,24 @@ def test_what_megatron_saves_shifted_is_found(saved: Saved, tmp_path: Path) -> N
     assert {fault.where for fault in error.value.faults} == wrong and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("form", ["buckets", "model_space", "torch"])
+@pytest.mark.parametrize("release", WITH_TRAINING)
+def test_a_save_without_the_optimizer_is_weights_alone(releases: Any, release: str, form: str, tmp_path: Path) -> None:
+    """Its metadata names a sharding type of states all the same: tools and loads look for none."""
+    folder, arguments = tmp_path / "saved", DISTRIBUTED + GATED
+    saves = [{"save": str(folder), "no_save_optim": True, **FLAGS[form]}]
+    releases[release].run("format_jobs:save", ranks=2, arguments=arguments + TP, saves=saves)
+    assert tools.inspect(str(folder)).faults == tools.verify(str(folder), deep=True).faults == ()
+    for name, kind, held in _tensors(folder):
+        assert kind == "weight" and held.equal(_rule(name, kind, held.shape).to(held.dtype)), name
+    tools.convert(str(folder), str(tmp_path / "weights"), to="safetensors")
+    more = f"{arguments}--no-load-optim --ds-reshard-always "
+    (said,) = releases[release].run("foresee_jobs:foresee", arguments=more, folder=str(folder), world=1)
+    assert (said["loads"], said["loader"], said["faults"]) == (True, "ds_reshard", [])
+    (told,) = releases[release].run("load_jobs:load", arguments=f"{more}--load {folder}")
+    assert {text.split()[0] for text in told["wrong"]} <= {"param", "exp_avg", "exp_avg_sq"} and told["cast"]
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
@@ -239,6 +258,19 @@ def test_buckets_that_are_missing(saved: Saved, tmp_path: Path, lacking: str) ->
 def _copied_torch(saved: Saved, to: Path) -> Path:
     (step,) = saved("gated tp2 pp2", "torch").glob("iter_*")
     return Path(shutil.copytree(step, to / step.name))
+
+
+def test_all_buckets_are_missing(saved: Saved, tmp_path: Path) -> None:
+    """And the run that saved them was to save the optimizer: the folder is damaged, not one of weights alone."""
+    (step,) = saved("gated tp2 pp2", "buckets").glob("iter_*")
+    folder = Path(shutil.copytree(step, tmp_path / step.name))
+    metadata = FileSystemReader(folder).read_metadata()
+    for held in (metadata.state_dict_metadata, metadata.storage_data):
+        for one in [one for one in held if "optimizer." in getattr(one, "fqn", one)]:
+            del held[one]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointDamaged, match="the buckets of model chunk 0 are others"):
+        open_checkpoint(find_listing(str(folder), None))
 
 
 @pytest.mark.parametrize("gone", ["mp_rank_01_001", "mp_rank_00_001/distrib_optim.pt"])
