@@ -220,7 +220,8 @@ def take(load: Load, arguments: Namespace, models: object, announced: Sequence[F
     whoever loads. Nothing has changed where it raises, on any rank.
     """
     wanted = load.optimizer is not None and not arguments.finetune and not arguments.no_load_optim
-    decided = _agreed(load, arguments, wanted, announced)
+    apart = any(group.get("is_expert_parallel") for part in leaves(load.optimizer) for group in live_groups(part))
+    decided = _agreed(load, arguments, wanted, apart, announced)
     if decided is None:
         return None
     saved, why = decided
@@ -253,14 +254,13 @@ def take(load: Load, arguments: Namespace, models: object, announced: Sequence[F
     assert taken is not None
     told = [cast("tuple[frozenset[str], frozenset[str]]", one.value) for one in said]
     raise_faults(_left_over(taken, *(frozenset().union(*names) for names in zip(*told, strict=True))), subject=subject)
-    alone = not any(group.get("is_expert_parallel") for part in leaves(load.optimizer) for group in live_groups(part))
-    agree(experts_differ(taken.groups(), folder) if wanted and alone else (), subject=subject)
+    agree(experts_differ(taken.groups(), folder) if wanted and not apart else (), subject=subject)
     load.read_in_place = True
     return taken
 
 
 def _agreed(
-    load: Load, arguments: Namespace, wanted: bool, announced: Sequence[Fault]
+    load: Load, arguments: Namespace, wanted: bool, apart: bool, announced: Sequence[Fault]
 ) -> tuple[Saved, list[str]] | None:
     """The checkpoint, and what `decided_by` says of it, once all ranks were asked for the same and see the same.
 
@@ -273,7 +273,7 @@ def _agreed(
         saved = find_saved(arguments)
         if saved is not None and rank() == 0:
             raise_faults(unwritable(load.policy.report), subject=subject)
-        return saved, decided_by(saved, arguments, wanted)
+        return saved, decided_by(saved, arguments, wanted, apart)
 
     with digests() as read:
         steps.take(lambda: raise_faults(announced, subject="resume policy"), subject="resume policy")
@@ -298,14 +298,17 @@ def _agreed(
     return decided
 
 
-def decided_by(saved: Saved | None, arguments: Namespace, wanted: bool) -> list[str] | None:
-    """Why a checkpoint is not left to Megatron; None where it is, nothing where it is once its states are proved."""
+def decided_by(saved: Saved | None, arguments: Namespace, wanted: bool, apart: bool) -> list[str] | None:
+    """Why a checkpoint is not left to Megatron; None where it is, nothing where it is once its states are proved.
+
+    `apart` is whether this run's experts have an optimizer of their own.
+    """
     by_url = is_url(str(getattr(arguments, "load", None)))
     if by_url and (saved is None or getattr(arguments, "pretrained_checkpoint", None)):
         _refuse_left_over(arguments)
     if saved is None:
         return None
-    why = reasons(saved, vars(arguments), optimizer=wanted)
+    why = reasons(saved, vars(arguments), optimizer=wanted, apart=apart)
     why += ["it is read by URL"] * by_url
     why += ["--ds-reshard-always"] * bool(getattr(arguments, "ds_reshard_always", False))
     return why if why or (wanted and may_be_shifted(saved)) else None

@@ -170,7 +170,7 @@ class _Forecasting:
         groups = _ComingOptimizer(arguments, [group for groups in chain or () for group in groups])
         faults = hyperparameter_faults(groups, policy) if chain else []
         raise_faults([*faults, *masters_faults(groups, policy)], subject="resume policy")
-        self.why = decided_by(saved, arguments, self.wanted) or []
+        self.why = decided_by(saved, arguments, self.wanted, _apart(self.run)) or []
         if self.why:
             self.notes.append(f"ds_reshard loads because of: {'; '.join(self.why)}")
             odd = unfillable(saved, self.run, "; ".join(self.why), optimizer=self.wanted)
@@ -272,7 +272,7 @@ class _Forecasting:
         load.read_in_place = saved.whole or bool(self.why)
         if self.why and self.source is not None:
             load.taken = _taken(saved, self.source, self.why, () if random_kept(saved, self.run) else None)
-            if self.wanted and not experts_apart(self.run):
+            if self.wanted and not _apart(self.run):
                 self.faults += experts_differ(load.taken.groups(), saved.folder)
         kind = SimpleNamespace(name=_KIND[saved.whole and not self.why])
         self.faults += look(load, state, False, kind, arguments)
@@ -312,6 +312,15 @@ class _Forecasting:
         each = -(-weights // parts)
         cost = RankCost(rank=0, read_nbytes=each + held, files=files, optimizer_nbytes=held, weights_nbytes=each)
         return (cost,)
+
+
+def _apart(run: Mapping[str, object]) -> bool:
+    """Whether experts of the run have an optimizer of their own, by the rule of the Megatron-LM that is here."""
+    import megatron.core
+    from packaging.version import Version
+
+    divided = size_of(run, "expert_model_parallel_size") > 1
+    return experts_apart(run) and (divided or Version(megatron.core.__version__) >= Version("0.19"))
 
 
 def _form(saved: Saved | None) -> str:

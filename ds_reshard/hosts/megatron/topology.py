@@ -14,7 +14,7 @@ from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import Place, is_megatrons
 from ds_reshard.errors import CheckpointNotFound, Fault, UnsafePickle, UnsupportedLayout
 from ds_reshard.formats.megatron.buckets import bucket_size_of
-from ds_reshard.formats.megatron.checkpoint import TRACKER, arguments_of, find_iteration, read_common
+from ds_reshard.formats.megatron.checkpoint import TRACKER, arguments_of, chain_of, find_iteration, read_common
 from ds_reshard.formats.megatron.flat_states import experts_apart, layers_of, size_of
 from ds_reshard.formats.megatron.torch_format import is_torch_format
 
@@ -51,6 +51,17 @@ class Saved:
     def distributed(self) -> bool:
         return bool(self.arguments.get("use_distributed_optimizer"))
 
+    @property
+    def apart(self) -> bool:
+        """Whether experts have an optimizer of their own: its groups say so, else the arguments.
+
+        Releases differ in it (`experts_apart`).
+        """
+        chain = chain_of(self.common.get("optimizer"), self.objects) if self.arguments.get("num_experts") else None
+        if chain is None:
+            return experts_apart(self.arguments)
+        return any(group.get("is_expert_parallel") for groups in chain for group in groups)
+
 
 def find_saved(arguments: Namespace) -> Saved | None:
     """What `--load` names, None for what is left to Megatron: nothing there, another format, a release.
@@ -80,16 +91,18 @@ def find_saved(arguments: Namespace) -> Saved | None:
     return Saved(folder=folder, whole=whole, common=common, objects=objects, arguments=held)
 
 
-def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool) -> list[str]:
+def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool, apart: bool) -> list[str]:
     """Why Megatron cannot load it into this run, or would not load it right; empty where it does it right.
 
-    `optimizer` is whether the optimizer's state is loaded, too.
+    `optimizer` is whether the optimizer's state is loaded, too, `apart` whether its experts have one of their own.
     """
     if saved.whole and not optimizer:
         return []
+    told = "experts have an optimizer of their own in one of the two runs alone"
+    chains = [told] * (optimizer and not saved.arguments.get("no_save_optim") and saved.apart is not apart)
     plain = saved.whole and not saved.distributed and not run.get("use_distributed_optimizer")
     if plain:
-        return []
+        return chains
     if saved.whole and saved.distributed and saved.sharding not in ("dp_reshardable", "fully_reshardable"):
         return [f"its optimizer's state is of sharding type {saved.sharding}"] * (saved.sharding not in _MEGATRONS)
     found = []
@@ -97,8 +110,7 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool) -> list
         kinds = {True: "a distributed optimizer", False: "one that is not distributed"}
         found.append(f"the state of {kinds[saved.distributed]} goes into {kinds[not saved.distributed]}")
     if saved.sharding == "fully_reshardable":
-        told = "experts have an optimizer of their own in one of the two runs alone"
-        return found + [told] * (experts_apart(saved.arguments) is not experts_apart(run))
+        return found + chains
     for name, label in _SIZES.items():
         sizes = [_size(arguments, name) for arguments in (saved.arguments, run)]
         if sizes[0] != sizes[1]:
@@ -114,7 +126,7 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool) -> list
         found.append(f"{types[0]} as saved, {types[1]} now")
     if optimizer and saved.distributed and _buckets(saved.arguments) != _buckets(run):
         found.append("other buckets of gradients")
-    return found
+    return found or chains
 
 
 def may_be_shifted(saved: Saved) -> bool:

@@ -46,6 +46,7 @@ WORLDS = {
     "experts ep2 pp2": World("0.18.2", 4, DISTRIBUTED + GATED + EXPERTS + PP, ("buckets", "torch")),
     "many buckets dp2": World("0.18.2", 2, DISTRIBUTED + MANY_BUCKETS, ALL),
     "tied tp2, bf16 without the distributed optimizer": World("0.18.2", 2, "--bf16 " + TP, ("plain", "torch")),
+    "experts ep2, bf16 without the distributed optimizer": World("0.19.2", 2, "--bf16 " + GATED + EXPERTS, ("plain",)),
     "gated fp32": World("0.18.2", 1, GATED, ("plain", "torch")),
 }
 WORLDS |= {f"gated tp2 dp2 by {release}": World(release, 4, DISTRIBUTED + GATED + TP, ALL) for release in OLDEST}

@@ -103,6 +103,8 @@ CELLS = [
     _cell("M", "ep2", "one", forms=(*BOTH, "whole")),
     _cell("M", "one", "ep2", forms=(*BOTH, "whole")),
     _cell("M", "ep2pp2", "dp2", forms=(*BOTH, "whole")),
+    _cell("M", "ep2", "one", "bf16", forms=("buckets",)),
+    _cell("M", "one", "ep2", "bf16", forms=("buckets",)),
     _cell("M", "tp2etp1", "ep2dp2"),
     _cell("B", "tp2", "tp2", "sharded", "sharded-fp32"),
 ]
@@ -199,6 +201,19 @@ def test_another_topology(saved: Saved, releases: Any, release: str, cell: Cell,
     assert states is not None
     if "ep2" in cell.saved[0] + cell.loaded[0]:  # experts draw by their own rank
         assert (states["used"], states["because"]) == ("of this run", row["because"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("before", "now"), [WITH_TRAINING, WITH_TRAINING[::-1]])
+def test_experts_that_another_release_has_kept_among_the_dense_parameters(
+    saved: Saved, releases: Any, before: str, now: str, form: str
+) -> None:
+    """Under one topology: since 0.19 a tensor-parallel size of their own gives them an optimizer of their own."""
+    folder = saved(before, "M", ("tp2etp1", "sharded"), form)
+    told = _load(releases, now, "M", ("tp2etp1", "sharded"), folder)
+    assert _is_right(told), [one["wrong"][:4] for one in told]
+    row = _row(told[0], "tensors read by")
+    assert row is not None and row["because"] == "experts have an optimizer of their own in one of the two runs alone"
 
 
 @pytest.mark.parametrize("form", BOTH)

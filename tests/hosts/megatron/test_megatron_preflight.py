@@ -21,7 +21,8 @@ G = SHARDED + GATED
 TIED = SHARDED + GATED.replace("--untie-embeddings-and-output-weights ", "")
 MANY = WORLDS["many buckets dp2"].arguments
 EXPERTS = WORLDS["experts ep2"].arguments
-PLAIN = "tied tp2, bf16 without the distributed optimizer"
+WITHOUT = ", bf16 without the distributed optimizer"
+PLAIN = f"tied tp2{WITHOUT}"
 ALONE = EXPERTS.replace("--expert-model-parallel-size 2 ", "")
 FOUR = "gated tp2 pp2"
 
@@ -58,6 +59,8 @@ GOOD = [
     ("experts ep2", "buckets", ALONE, 1, "ds_reshard"),
     ("experts ep2", "model_space", ALONE, 1, "ds_reshard"),
     ("experts ep2", "torch", ALONE, 1, "ds_reshard"),
+    (f"experts ep2{WITHOUT}", "plain", ALONE.replace(SHARDED, "--bf16 "), 2, "ds_reshard"),
+    ("experts tp2 etp1", "buckets", WORLDS["experts tp2 etp1"].arguments, 2, "ds_reshard"),
     ("experts ep2", "buckets", EXPERTS, 2, "Megatron-LM"),
     ("many buckets dp2", "torch", SHARDED + "--hidden-size 20 --ffn-hidden-size 28", 1, "ds_reshard"),
     (PLAIN, "plain", "--bf16", 1, "Megatron-LM"),

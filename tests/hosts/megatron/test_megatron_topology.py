@@ -9,8 +9,10 @@ from typing import Any, cast
 
 import pytest
 
+from ds_reshard.formats.megatron.flat_states import experts_apart
+from ds_reshard.hosts.megatron import topology
 from ds_reshard.hosts.megatron.direct import Taken
-from ds_reshard.hosts.megatron.topology import Saved, may_be_shifted, reasons, unfillable
+from ds_reshard.hosts.megatron.topology import Saved, may_be_shifted, unfillable
 from ds_reshard.model.facts import OptimizerFacts, ScalarTensor
 from ds_reshard.model.records import ElementType
 
@@ -32,6 +34,11 @@ def _saved(form: str, **changes: Any) -> Saved:
     kind = {"distrib_optim_sharding_type": form} if arguments["use_distributed_optimizer"] else {}
     common = {} if form == "torch" else {"content_metadata": kind}
     return Saved(folder="here", whole=form != "torch", common=common, objects={}, arguments=arguments)
+
+
+def reasons(saved: Saved, run: dict[str, Any], *, optimizer: bool) -> list[str]:
+    """With experts as the rule of 0.19 has them."""
+    return topology.reasons(saved, run, optimizer=optimizer, apart=experts_apart(run))
 
 
 MEGATRONS = [{}, {"data_parallel_size": 5}, {"context_parallel_size": 2}, {"ddp_bucket_size": 7}, {"world_size": 64}]
@@ -83,6 +90,25 @@ def test_experts() -> None:
     assert told == [True, True, True, False, False]
     assert len(reasons(_saved("dp_reshardable", **two), {**RUN, **four}, optimizer=True)) == 1
     assert reasons(_saved("dp_reshardable", expert_model_parallel_size=2), RUN, optimizer=True) == []
+
+
+def test_whether_experts_have_an_optimizer_of_their_own_is_told_by_what_was_saved() -> None:
+    """And by what is live, not by arguments alone: releases differ in it. Of the plain optimizer as of others."""
+    alone = {"num_experts": 8, "expert_tensor_parallel_size": 1}
+    dense, experts = ({"wd_mult": 1.0, "is_expert_parallel": one} for one in (False, True))
+    states: list[Any] = [
+        {"param_groups": [dense]},
+        {number: {"param_groups": [one]} for number, one in enumerate((dense, experts))},
+    ]
+    forms: list[tuple[str, dict[str, Any]]] = [(form, {}) for form in FORMS]
+    for form, more in [*forms, ("plain", {"use_distributed_optimizer": False})]:
+        saved = _saved(form, **alone, **more)
+        for state, was in zip(states, (False, True), strict=True):
+            held = replace(saved, common={**saved.common, "optimizer": state})
+            for apart in (False, True):
+                found = topology.reasons(held, {**RUN, **alone, **more}, optimizer=True, apart=apart)
+                assert bool(found) is (was is not apart) and all("experts have" in one for one in found)
+    assert topology.reasons(_saved("torch"), RUN, optimizer=True, apart=False) == []
 
 
 def test_sharding_types_that_are_not_read() -> None:
