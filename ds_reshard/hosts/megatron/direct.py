@@ -21,7 +21,7 @@ from ds_reshard.containers import folders
 from ds_reshard.containers.digests import digests
 from ds_reshard.containers.remote import is_url
 from ds_reshard.containers.revive import revive
-from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, raise_faults
+from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, faults_of, raise_faults
 from ds_reshard.execution.buffers import element_type, read_tensor
 from ds_reshard.execution.checksums import SEEN_BY_ALL
 from ds_reshard.formats.megatron.checkpoint import TRACKER, chain_of, read_object
@@ -228,22 +228,16 @@ def take(load: Load, arguments: Namespace, models: object, announced: Sequence[F
     folder = saved.folder
     steps, subject = Steps(), f"loading {folder}"
 
-    def opened() -> Checkpoint:
-        if why:
-            raise_faults(unfillable(saved, vars(arguments), "; ".join(why), optimizer=wanted), subject=subject)
-        return open_checkpoint(find_listing(folder, None), whole=False)
-
     def planned() -> Taken:
         assert source is not None
         return _planned(saved, source, why, load, wanted, models, vars(arguments))
 
     def proved() -> None:
-        assert source is not None
         names = None if wanted else frozenset[str]()
-        raise_faults(unproved(source, names, part=rank(), of=world_size()), subject=subject)
+        raise_faults(() if source is None else unproved(source, names, part=rank(), of=world_size()), subject=subject)
 
     with same_files(subject=subject):
-        source = steps.take(opened, subject=subject)
+        source = steps.take(lambda: opened(load, saved, vars(arguments), why, wanted), subject=subject)
         taken = steps.take(planned, subject=subject) if why else None
         steps.take(proved, subject=subject)
     if not why:
@@ -257,6 +251,20 @@ def take(load: Load, arguments: Namespace, models: object, announced: Sequence[F
     agree(experts_differ(taken.groups(), folder) if wanted and not apart else (), subject=subject)
     load.read_in_place = True
     return taken
+
+
+def opened(load: Load, saved: Saved, run: Mapping[str, object], why: Sequence[str], wanted: bool) -> Checkpoint | None:
+    """The files, to be read or, where Megatron loads them, to be looked at: None for those that are not read here."""
+    if why:
+        raise_faults(unfillable(saved, run, "; ".join(why), optimizer=wanted), subject=f"loading {saved.folder}")
+    try:
+        return open_checkpoint(find_listing(saved.folder, None), whole=False)
+    except UnsupportedLayout as error:
+        if why or any(fault.error != UnsupportedLayout.__name__ for fault in error.faults):
+            raise
+        said = "; ".join(dict.fromkeys(fault.what for fault in faults_of(error)))
+        load.warnings.append(f"whether Megatron-LM has saved its states shifted was not looked at: {said}")
+        return None
 
 
 def _agreed(

@@ -357,6 +357,21 @@ def test_what_megatron_saves_shifted(releases: Any, release: str, world: str, tm
 
 
 @pytest.mark.parametrize("release", TRAINED)
+def test_what_cannot_be_looked_at_is_left_to_megatron(releases: Any, release: str, tmp_path: Path) -> None:
+    """Weights in fp8 are no casts, so nothing shows shifted states: a load as without hooks, and a warning."""
+    arguments = OPTIMIZERS["sharded"] + MODELS["B"] + "--overlap-grad-reduce "
+    saves = [{"save": str(tmp_path), "fp8_param_gather": True, **FORMS["whole"]}]
+    releases[release].run("format_jobs:save", ranks=2, arguments=arguments, saves=saves)
+    job = {"ranks": 2, "arguments": f"{arguments} --load {tmp_path}"}
+    told = releases[release].run("load_jobs:load", **job)
+    assert _is_right(told) and _row(told[0], "tensors read by") is None
+    (said,) = told[0]["report"]["warnings"]
+    assert said.startswith("whether Megatron-LM has saved its states shifted was not looked at") and "fp8" in said
+    job["arguments"] += " --ds-reshard-always"
+    _refuses(releases[release].run("load_jobs:refused", **job), "UnsupportedLayout", "with fp8_param_gather")
+
+
+@pytest.mark.parametrize("release", TRAINED)
 def test_what_megatron_cannot_save(saved: Saved, releases: Any, release: str, tmp_path: Path) -> None:
     """Padding before the shared embedding goes beyond the bucket's end; with the hooks it is saved, and loaded."""
     arguments, ranks = _arguments("C", ("pp2", "sharded"))

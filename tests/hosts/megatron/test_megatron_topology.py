@@ -9,12 +9,15 @@ from typing import Any, cast
 
 import pytest
 
+from ds_reshard.errors import UnsupportedLayout, raise_faults
 from ds_reshard.formats.megatron.flat_states import experts_apart
-from ds_reshard.hosts.megatron import topology
+from ds_reshard.hosts.megatron import direct, topology
 from ds_reshard.hosts.megatron.direct import Taken
+from ds_reshard.hosts.megatron.live import Load
 from ds_reshard.hosts.megatron.topology import Saved, may_be_shifted, unfillable
 from ds_reshard.model.facts import OptimizerFacts, ScalarTensor
 from ds_reshard.model.records import ElementType
+from ds_reshard.resume.policy import ResumePolicy
 
 RUN = {
     "tensor_model_parallel_size": 2,
@@ -124,6 +127,23 @@ def test_states_that_may_be_shifted_are_looked_at() -> None:
     cases = [{}, BUCKETS, tied, {**tied, "pipeline_model_parallel_size": 1}]
     assert [may_be_shifted(_saved("fully_reshardable", **case)) for case in cases] == [False, True, True, False]
     assert not any(may_be_shifted(_saved(form, **BUCKETS)) for form in FORMS[:2])
+
+
+@pytest.mark.parametrize("why", [[], ["--ds-reshard-always"]])
+def test_what_is_not_read_here_is_left_to_megatron(why: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a warning, where it is looked at only because its states may be shifted."""
+    load = Load(policy=ResumePolicy(), optimizer=None, scheduler=None)
+
+    def refuse(folder: str, tag: str | None) -> None:
+        raise_faults([UnsupportedLayout.fault(folder, "weights are no casts", mend="none")], subject=folder)
+
+    monkeypatch.setattr(direct, "find_listing", refuse)
+    if why:
+        with pytest.raises(UnsupportedLayout, match="no casts"):
+            direct.opened(load, _saved("fully_reshardable"), RUN, why, True)
+    else:
+        assert direct.opened(load, _saved("fully_reshardable"), RUN, why, True) is None
+    assert len(load.warnings) == (not why)
 
 
 MODELS_NOT_FILLED = ("fp8", "fp4", "use_layer_wise_distributed_optimizer")
