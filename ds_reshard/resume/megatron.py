@@ -310,7 +310,7 @@ _WORDS = {
     "lr_wsd_decay_style": ("exponential", _WSD_STYLES),
     "weight_decay_incr_style": ("constant", _INCREASES),
 }
-_ELSEWHERE = {
+UNDRAWN = {
     "yaml_cfg": "its values are in a YAML file",
     "step_batch_size_schedule": "the batch size, in which the schedule counts, follows the samples",
     "use_mup": "the rates of hidden matrices follow from the model's width",
@@ -336,16 +336,18 @@ class MegatronRun:
     unread: int
 
 
-def read_run(words: Sequence[str]) -> MegatronRun:
+def read_run(words: Sequence[str], *, batch: int | None = None) -> MegatronRun:
     """A command line of `megatron.training`, or only what shapes the schedule; ConfigError names what is wrong.
 
     The schedule is what `get_optimizer_param_scheduler` (training.py) makes of it, checked as by `validate_args`
-    (arguments.py): the same in 0.18.2 and 0.19.2.
+    (arguments.py): the same in 0.18.2 and 0.19.2. `batch` is what that has made of the samples of an iteration, where
+    Megatron was asked; no curve is drawn then, and what hinders one is no fault.
     """
     parser = _parser()
     dests, _ = define(parser)
     parsed, rest = parser.parse_known_args(list(words))
-    raise_faults([*_misspelled(parser, rest), *_run_faults(parsed)], subject=SUBJECT)
+    parsed.global_batch_size = parsed.global_batch_size if batch is None else batch
+    raise_faults([*_misspelled(parser, rest), *_run_faults(parsed, drawn=batch is None)], subject=SUBJECT)
     decoupled = None
     if parsed.decoupled_lr is not None:
         low = parsed.decoupled_min_lr if parsed.decoupled_min_lr is not None else parsed.min_lr
@@ -411,12 +413,12 @@ def _schedule(parsed: argparse.Namespace) -> Schedule:
     return Schedule(values=values, position=0)
 
 
-def _run_faults(parsed: argparse.Namespace) -> list[Fault]:
+def _run_faults(parsed: argparse.Namespace, *, drawn: bool) -> list[Fault]:
     """What Megatron refuses, and what the flags do not tell."""
     wrong = [
         (_flag(name), f"is given, and {why}: its curve is not drawn", "start the run with --resume-report FILE")
-        for name, why in _ELSEWHERE.items()
-        if getattr(parsed, name) is not None
+        for name, why in UNDRAWN.items()
+        if drawn and getattr(parsed, name) is not None
     ]
     if parsed.lr is None:
         wrong.append(("--lr", "is missing", "add --lr RATE"))

@@ -44,7 +44,7 @@ from ds_reshard.operations.filling import MEMORY_NBYTES
 from ds_reshard.operations.forecast import Forecast, RankCost, shown_files
 from ds_reshard.operations.pickles import refuse_unsafe_folder
 from ds_reshard.operations.source import find_listing, open_checkpoint
-from ds_reshard.resume.megatron import FlagParser, read_run
+from ds_reshard.resume.megatron import UNDRAWN, FlagParser, read_run
 from ds_reshard.resume.policy_sources import add_arguments
 from ds_reshard.resume.report import ResumeReport
 
@@ -173,12 +173,14 @@ class _Forecasting:
         self.why = decided_by(saved, arguments, self.wanted, _apart(self.run)) or []
         if self.why:
             self.notes.append(f"ds_reshard loads because of: {'; '.join(self.why)}")
-            odd = unfillable(saved, self.run, "; ".join(self.why), optimizer=self.wanted)
-            raise_faults(odd, subject=f"loading {saved.folder}")
+            unfit = unfillable(saved, self.run, "; ".join(self.why), optimizer=self.wanted)
+            raise_faults(unfit, subject=f"loading {saved.folder}")
         self._open(saved, arguments, load)
         self.faults += _other_model(saved, arguments, taken=bool(self.why), optimizer=self.wanted)
         self._compare_vocabulary(saved, arguments)
         load.scheduler = _scheduler(words, arguments)
+        odd = [(name, why) for name, why in UNDRAWN.items() if getattr(arguments, name, None)]
+        self.notes += [f"--{name.replace('_', '-')}: {why}: rates are not foreseen" for name, why in odd]
         self._resume(load, saved, arguments)
 
     def _arguments(self, words: Sequence[str]) -> Namespace:
@@ -402,7 +404,7 @@ def _scheduler(words: Sequence[str], arguments: Namespace) -> object:
         "use_checkpoint_opt_param_scheduler": bool(arguments.use_checkpoint_opt_param_scheduler),
         "override_opt_param_scheduler": bool(arguments.override_opt_param_scheduler),
     }
-    values: dict[str, object] = {**read_run(words).schedule.values, **asked}
+    values: dict[str, object] = {**read_run(words, batch=arguments.global_batch_size).schedule.values, **asked}
     optimizer = cast("Optimizer", _ComingOptimizer(arguments))
     made = OptimizerParamScheduler(optimizer, **values)
     note_built(made, {"optimizer": optimizer, **values})

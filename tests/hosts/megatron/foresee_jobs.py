@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import format_jobs
 import torch
 from cuda_stand_in import _ANSWERS
 from format_jobs import RUN, _setup
 
 
-def foresee(arguments: str, folder: str, world: int) -> dict[str, Any]:
+def foresee(arguments: str, folder: str, world: int, without: str = "") -> dict[str, Any]:
     import small_gpt
 
     from ds_reshard.hosts.megatron.preflight import forecast
 
-    words = [*small_gpt.MODEL.split(), *RUN.split(), *arguments.split()]
+    words = [*small_gpt.MODEL.split(), *RUN.replace(without, "").split(), *arguments.split()]
     with _no_gpu():
         return forecast(folder, words, world=world).to_json()
 
@@ -47,12 +48,13 @@ def command(words: list[str]) -> dict[str, Any]:
     return {"status": status, "out": out.getvalue(), "err": err.getvalue()}
 
 
-def outcome(arguments: str, folder: str, events: str | None = None) -> dict[str, Any]:
+def outcome(arguments: str, folder: str, events: str | None = None, without: str = "") -> dict[str, Any]:
     """How the load ends: who loaded, and the report; or the class of the error, Megatron's own ones too."""
     import ds_reshard
     from ds_reshard.operations import watching
 
     watching.ask(None, events)
+    format_jobs.RUN = RUN.replace(without, "")
     ds_reshard.install("megatron")
     try:
         _setup(f"{arguments} --load {folder}")

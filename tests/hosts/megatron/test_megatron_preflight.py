@@ -114,6 +114,27 @@ def test_good_pairs(saved: Saved, releases: Any, name: str, form: str, arguments
         assert row == rows[row["name"]]
 
 
+UNFORESEEN = {
+    "--micro-batch-size 2": ("--global-batch-size 4", ""),
+    "--use-mup --mup-base-hidden-size 8": ("", "--use-mup: the rates of hidden matrices follow from the model's width"),
+}
+
+
+@pytest.mark.parametrize("more", UNFORESEEN)
+def test_what_only_a_curve_needs_hinders_no_load(releases: Any, more: str, tmp_path: Path) -> None:
+    """Megatron makes the batch of the micro batch and the ranks; rates that are not foreseen are a note."""
+    without, noted = UNFORESEEN[more]
+    saves = [{"save": str(tmp_path), "ckpt_format": "torch_dist"}]
+    own = "" if without else f" {more}"
+    releases[RELEASE].run("format_jobs:save", ranks=2, arguments=f"{G}{own}", saves=saves)
+    job = {"arguments": f"{G} {more}", "folder": str(tmp_path), "without": without}
+    (said,) = releases[RELEASE].run("foresee_jobs:foresee", world=2, **job)
+    assert said["loads"], said["verdict"]
+    assert any(note.startswith(noted) for note in said["notes"])
+    real = releases[RELEASE].run("foresee_jobs:outcome", ranks=2, **job)[0]
+    assert (real["refused"], real["loader"]) == ("", said["loader"])
+
+
 @pytest.mark.parametrize(("name", "form", "arguments", "world", "error"), BAD)
 def test_bad_pairs(saved: Saved, releases: Any, name: str, form: str, arguments: str, world: int, error: str) -> None:
     """Neither loads; an error of ours is the same one, and Megatron's own is told in its words."""

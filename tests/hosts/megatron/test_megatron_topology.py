@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from ds_reshard.errors import UnsupportedLayout, raise_faults
+from ds_reshard.errors import ConfigError, UnsupportedLayout, raise_faults
 from ds_reshard.formats.megatron.flat_states import experts_apart
 from ds_reshard.hosts.megatron import direct, topology
 from ds_reshard.hosts.megatron.direct import Taken
@@ -17,6 +17,7 @@ from ds_reshard.hosts.megatron.live import Load
 from ds_reshard.hosts.megatron.topology import Saved, may_be_shifted, unfillable
 from ds_reshard.model.facts import OptimizerFacts, ScalarTensor
 from ds_reshard.model.records import ElementType
+from ds_reshard.resume.megatron import read_run
 from ds_reshard.resume.policy import ResumePolicy
 
 RUN = {
@@ -144,6 +145,16 @@ def test_what_is_not_read_here_is_left_to_megatron(why: list[str], monkeypatch: 
     else:
         assert direct.opened(load, _saved("fully_reshardable"), RUN, why, True) is None
     assert len(load.warnings) == (not why)
+
+
+def test_what_only_a_curve_needs_is_no_fault_where_megatron_was_asked() -> None:
+    """The batch is what it has made; what hinders a curve is a fault without it, and all else always."""
+    words = ["--lr", "1e-3", "--train-iters", "10", "--use-mup", "--step-batch-size-schedule", "x"]
+    assert read_run(words, batch=4).schedule.values["lr_decay_steps"] == 40
+    with pytest.raises(ConfigError, match=r"(?s)--use-mup.*--global-batch-size"):
+        read_run(words)
+    with pytest.raises(ConfigError, match="--lr"):
+        read_run(words[2:], batch=4)
 
 
 MODELS_NOT_FILLED = ("fp8", "fp4", "use_layer_wise_distributed_optimizer")
