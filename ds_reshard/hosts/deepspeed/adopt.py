@@ -63,7 +63,8 @@ def _as_read(
                 if hasattr(read, "dtype") and kind != "step" and held[kind].dtype is not read.dtype:
                     held[kind] = read
 
-    if not getattr(inner, "fp32_optimizer_states", False):
+    narrow = any(buffer.fp32.element_size() < 4 for buffer in live.buffers)
+    if not (narrow and getattr(inner, "fp32_optimizer_states", False)):
         yield
         return
     handle = inner.register_load_state_dict_post_hook(put_back)
