@@ -257,20 +257,25 @@ def wrong_value(where: str, expected: str, value: object) -> Fault:
     )
 
 
-def raise_faults(faults: Iterable[Fault], *, subject: str) -> None:
-    """Raise one error that lists every fault, or return when there is none.
+def error_of(faults: Iterable[Fault], *, subject: str) -> ReshardError:
+    """One error that lists every fault, of which there is one or more.
 
     The text depends on nothing but the set of faults and `subject`, so ranks that hold the same faults
     raise the same error.
     """
     found = sorted(set(faults), key=_order)
-    if not found:
-        return
-    cls = _BY_NAME[found[0].error]
     lines = [f.line() for f in found[:_SHOWN]]
     if len(found) > _SHOWN:
         lines.append(f"... and {len(found) - _SHOWN} more")
     mends = list(dict.fromkeys(f.mend for f in found if f.mend))
     body = "\n  ".join(lines)
     tail = "".join(f"\n  To mend: {mend}" for mend in mends)
-    raise cls(f"{subject}: {len(found)} fault{'s' if len(found) > 1 else ''} found\n  {body}{tail}", found)
+    told = f"{subject}: {len(found)} fault{'s' if len(found) > 1 else ''} found\n  {body}{tail}"
+    return _BY_NAME[found[0].error](told, found)
+
+
+def raise_faults(faults: Iterable[Fault], *, subject: str) -> None:
+    """Raise the one error that lists every fault, or return when there is none."""
+    found = list(faults)
+    if found:
+        raise error_of(found, subject=subject)

@@ -27,6 +27,7 @@ from ds_reshard.errors import (
     InternalError,
     ReshardError,
     UnsupportedLayout,
+    error_of,
     raise_faults,
 )
 from ds_reshard.model.checkpoint import SavedFile, SavedListing
@@ -323,8 +324,7 @@ class AlikeArchives:
             found = type(held).__name__
         what = f"{key}: the chunk at {list(chunk.offset)} is not what the directory says"
         fault = damaged(place.path, what, f"{dtype} {list(chunk.size)}, row-major", found)
-        raise_faults([fault], subject=f"checkpoint {os.path.dirname(place.path)}")
-        raise AssertionError
+        raise error_of([fault], subject=f"checkpoint {os.path.dirname(place.path)}")
 
     def load(self, path: str, part: Span, kind: object) -> object:
         """What `TorchArchive.load` gives for a part of a file, and raises; archives of one `kind` may be alike."""

@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import ClassVar, Protocol
 
-from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, error_of, raise_faults
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content, Held, Path, schedule_of
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts
 from ds_reshard.model.index import Extent, Index
@@ -159,8 +159,7 @@ class Checkpoint(ABC):
         """The same without a fault that its framework makes. Raises UnsupportedLayout where no such is known."""
         mend = "leave out --repair"
         fault = UnsupportedLayout.fault(self.folder, "has no fault that is known how to be repaired", mend=mend)
-        raise_faults([fault], subject=f"repairing {self.folder}")
-        raise AssertionError
+        raise error_of([fault], subject=f"repairing {self.folder}")
 
     def replicas(self) -> Index | None:
         """Copies of tensors that several ranks have saved, under the keys of the layout but for `copy`."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from reprlib import repr
 from typing import NoReturn
 
-from ds_reshard.errors import ConfigError, Fault, ScheduleMismatch, UnsupportedLayout, raise_faults
+from ds_reshard.errors import ConfigError, Fault, ScheduleMismatch, UnsupportedLayout, error_of, raise_faults
 from ds_reshard.resume import lr_preview
 from ds_reshard.resume.lr_preview import ComingRun, Drawn, attempt, refuse_other_rates
 from ds_reshard.resume.policy import ResumePolicy, combine
@@ -90,8 +90,7 @@ def read_schedule(state: object, *, where: str, extra: Mapping[str, object] | No
         names or "nothing",
         mend="add --no-load-lr-state for this run's schedule from its beginning",
     )
-    raise_faults([fault], subject="loading the schedule")
-    raise AssertionError
+    raise error_of([fault], subject="loading the schedule")
 
 
 def extra_values(arguments: object) -> dict[str, object]:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from ds_reshard.errors import ConfigError, Fault, raise_faults, wrong_value
+from ds_reshard.errors import ConfigError, Fault, error_of, raise_faults, wrong_value
 
 SCHEDULER = ("host", "override", "checkpoint", "strict", "reset")
 OPTIMIZER = ("load", "skip", "masters")
@@ -129,8 +129,7 @@ class Given:
 def from_json(section: object, *, place: str = "ds_reshard.resume in the DeepSpeed JSON") -> Given:
     """The keys of a JSON object; every unknown key and wrong type is reported at once (ConfigError)."""
     if not isinstance(section, Mapping):
-        raise_faults([wrong_value(place, "an object", section)], subject="resume policy")
-        raise AssertionError
+        raise error_of([wrong_value(place, "an object", section)], subject="resume policy")
     faults = [fault for key, value in section.items() for fault in _check(str(key), value, place)]
     raise_faults(faults, subject="resume policy")
     values = {key: tuple(value) if key == "hyperparameters" else value for key, value in section.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
+from ds_reshard.errors import Fault, UnsupportedLayout, error_of
 from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint, extra_trees, is_fsdp, list_fsdp, open_fsdp, survey_extra
 from ds_reshard.formats.fsdp.target import fsdp_target
 from ds_reshard.model.checkpoint import Checkpoint, SavedCheckpoint, Surveyed, folder_format
@@ -42,8 +42,7 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     mend = "--to dcp, which FSDP2 loads, or load it with ds_reshard.dcp.Reader"
     what = "is not converted to this: files of EasyR1 and verl are made of theirs alone"
     fault = UnsupportedLayout.fault(content.folder, what, found=f"--to {asked.to}", mend=mend)
-    raise_faults([*faults, fault], subject="converting")
-    raise AssertionError
+    raise error_of([*faults, fault], subject="converting")
 
 
 FSDP = replace(

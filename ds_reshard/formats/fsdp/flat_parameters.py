@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, UnsupportedLayout, raise_faults
+from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, UnsupportedLayout, error_of, raise_faults
 from ds_reshard.model.content import MASTER, WEIGHT
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
 from ds_reshard.model.index import Extent, extent_of
@@ -59,8 +59,7 @@ def named_as_weight(path: str, name: object, kind: str) -> Fault:
 
 def refuse(fault: Fault) -> NoReturn:
     """Raise for a file that cannot be read any further."""
-    raise_faults([fault], subject="reading a checkpoint")
-    raise AssertionError("a fault raises")
+    raise error_of([fault], subject="reading a checkpoint")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

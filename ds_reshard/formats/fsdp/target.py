@@ -13,9 +13,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from typing import NoReturn
 
 from ds_reshard.containers import folders
-from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, error_of, raise_faults
 from ds_reshard.formats.fsdp.checkpoint import (
     EXTRA,
     MODEL,
@@ -353,7 +354,6 @@ class Meshes:
         axes = state.get("axes")
         if not isinstance(layout, ObjectRecord) or not isinstance(axes, tuple):
             self._refuse("a mesh of two dimensions")
-            raise AssertionError
         found = [axis.state for axis in axes if isinstance(axis, ObjectRecord)]
         expected = [_part(self.saved_size // shards, shards), _part(shards, 1)]
         if found != expected or shards == 1:
@@ -374,14 +374,14 @@ class Meshes:
         group, number = divmod(self.rank, shards)
         return [str(alike + number), str(together + group)]
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str) -> NoReturn:
         fault = UnsupportedLayout.fault(
             self.path,
             f"{what} is not known here, and may depend on the number of ranks",
             "a mesh of one dimension over all ranks, or of two for HSDP, as torch 2.13 keeps it",
             mend="load it with the number of ranks that saved it, and save it with torch 2.13",
         )
-        raise_faults([fault], subject="converting")
+        raise error_of([fault], subject="converting")
 
 
 def _axis(size: int, *, flat: bool) -> dict[object, object]:

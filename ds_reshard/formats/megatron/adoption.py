@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, raise_faults
+from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, error_of, raise_faults
 from ds_reshard.formats.megatron.checkpoint import Group, arguments_of
 from ds_reshard.formats.megatron.optimizer import Trained, members_of
 from ds_reshard.formats.megatron.target import Shown, stacks
@@ -39,8 +39,7 @@ def adopt(content: Content, like: Shown | None, shapes: Mapping[str, tuple[int, 
     saved: dict[object, object] = {name: content.entries[name] for name in _COUNTED if name in content.entries}
     scheduler = saved.get("opt_param_scheduler", common.get("opt_param_scheduler"))
     if not isinstance(scheduler, dict):
-        raise_faults([_fault(content, "has no schedule of Megatron-LM", _LIKE)], subject=subject)
-        raise AssertionError
+        raise error_of([_fault(content, "has no schedule of Megatron-LM", _LIKE)], subject=subject)
     rows = content.weights[_VOCABULARY[0]].shape[0]
     counted = {"consumed_train_samples": content.samples, "padded_vocab_size": rows, "no_save_rng": True}
     namespace = ObjectRecord(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from ds_reshard.containers.torch_zip import Twins, check_root, open_archive
-from ds_reshard.errors import damaged, fail, raise_faults
+from ds_reshard.errors import damaged, error_of, fail, raise_faults
 from ds_reshard.model.facts import describe, text_of
 from ds_reshard.model.records import TensorRecord
 
@@ -139,11 +139,10 @@ def read_entries(path: str, stem: str, twins: Twins | None = None) -> Mapping[st
         check_root(path, stem, archive.root)
         top = archive.load(twins=twins)
     if not isinstance(top, dict) or not all(isinstance(key, str) for key in top):
-        raise_faults(
+        raise error_of(
             [damaged(path, "is not a DeepSpeed model file", "a dict of entries", type(top).__name__)],
             subject="reading a checkpoint",
         )
-        raise AssertionError
     return top
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, damaged, fail, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, damaged, error_of, fail, raise_faults
 from ds_reshard.formats.zero.checkpoint import (
     MODEL,
     OPTIM,
@@ -198,8 +198,7 @@ def _shape(stage: ModelStates, name: str, numel: int, read: Layers, row: Row) ->
         return found.pop()
     what, mend = f"no file tells the shape of {name}", "save it at ZeRO stage 1, or with a layer that has no forward_fn"
     fault = UnsupportedLayout.fault(stage.path, what, f"{numel} elements in the file of its layer", "none", mend=mend)
-    raise_faults([fault], subject="reading a checkpoint")
-    raise AssertionError
+    raise error_of([fault], subject="reading a checkpoint")
 
 
 Module = tuple[dict[str, TensorRecord], dict[str, object], dict[TensorKey, TensorRecord]]

@@ -10,7 +10,7 @@ from typing import cast
 
 import torch
 
-from ds_reshard.errors import ConfigError, ModelMismatch, raise_faults
+from ds_reshard.errors import ConfigError, ModelMismatch, error_of, raise_faults
 from ds_reshard.execution.buffers import torch_dtype
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates, section
@@ -192,8 +192,7 @@ def given_model(made: object) -> ComingModel:
     module, groups = (made[0], made[1]) if isinstance(made, tuple) and len(made) > 1 else (made, None)
     if not isinstance(module, torch.nn.Module):
         what = f"gives {type(module).__name__}, and no torch.nn.Module"
-        raise_faults([ConfigError.fault("--model", what, mend="return the module")], subject="preflight")
-        raise AssertionError
+        raise error_of([ConfigError.fault("--model", what, mend="return the module")], subject="preflight")
     optimizer = type(groups) if isinstance(groups, torch.optim.Optimizer) else None
     groups = groups.param_groups if isinstance(groups, torch.optim.Optimizer) else groups
     names = {id(param): name for name, param in module.named_parameters()}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ds_reshard.errors import ConfigError, Fault, raise_faults
+from ds_reshard.errors import ConfigError, Fault, error_of, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.stage0 import param_groups, torch_optimizer
@@ -77,8 +77,7 @@ def _accumulated(ds: DeepSpeedConfig) -> torch.dtype | None:
     try:
         return cast(torch.dtype, DtypeEnum(ds.grad_accum_dtype).value) if ds.grad_accum_dtype is not None else None
     except ValueError as error:
-        raise_faults([_refusal(str(error), "correct data_types.grad_accum_dtype")], subject="preflight")
-        raise AssertionError from error
+        raise error_of([_refusal(str(error), "correct data_types.grad_accum_dtype")], subject="preflight") from error
 
 
 def _offload(config: Mapping[str, object]) -> object:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ds_reshard.containers.pickle_rules import trust_faults
-from ds_reshard.errors import ConfigError, Fault, raise_faults, wrong_value
+from ds_reshard.errors import ConfigError, Fault, error_of, raise_faults, wrong_value
 from ds_reshard.formats.zero.tensor_parallel import Rule, rule_faults, rules_in
 from ds_reshard.operations.watching import watching_faults
 from ds_reshard.resume.policy import Given, from_json
@@ -70,8 +70,7 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
     """Settings of a DeepSpeed config; every unknown key and wrong type is reported at once (ConfigError)."""
     section = config.get(SECTION, {})
     if not isinstance(section, Mapping):
-        raise_faults([wrong_value(SECTION, "an object", section)], subject="DeepSpeed config")
-        raise AssertionError
+        raise error_of([wrong_value(SECTION, "an object", section)], subject="DeepSpeed config")
     faults = [_unknown(SECTION, key, _TOP) for key in section if key not in _TOP]
     reshard = section.get("reshard", {})
     if not isinstance(reshard, Mapping):

@@ -25,6 +25,7 @@ from ds_reshard.errors import (
     ParamGroupMismatch,
     ReshardError,
     UnsupportedLayout,
+    error_of,
     faults_of,
     raise_faults,
 )
@@ -222,8 +223,7 @@ class _Forecasting:
         step, latest = getattr(arguments, "ckpt_step", None), os.path.basename(listing.folder)
         if step and latest.startswith("iter_") and not os.path.isdir(os.path.join(self.path, f"iter_{step:07d}")):
             what, mend = f"has no iteration {step}", f"name one that is there: --ckpt-step {int(latest[5:])}"
-        raise_faults([CheckpointNotFound.fault(self.path, what, mend=mend)], subject="preflight")
-        raise AssertionError
+        raise error_of([CheckpointNotFound.fault(self.path, what, mend=mend)], subject="preflight")
 
     def _open(self, saved: Saved, arguments: Namespace, load: Load) -> None:
         """The files of every rank; where Megatron reads them, what is not read here is Megatron's to check."""

@@ -34,6 +34,7 @@ from ds_reshard.errors import (
     ReshardError,
     ScheduleMismatch,
     UnsupportedLayout,
+    error_of,
     faults_of,
     raise_faults,
     without_secrets,
@@ -219,8 +220,7 @@ def load_base_checkpoint(original: Callable[[], Base], load_dir: str, arguments:
     elif load is None and is_url(str(load_dir)):
         what = "is a URL, and only the checkpoint that a run resumes is read by URL: no arguments, and no other model"
         fault = UnsupportedLayout.fault(str(load_dir), what, mend="copy it to a local folder, and give that")
-        raise_faults([fault], subject="loading by URL")
-        raise AssertionError
+        raise error_of([fault], subject="loading by URL")
     else:
         with refuse_iteration(load_dir, getattr(arguments, "ckpt_step", None), load):
             result = original()
