@@ -183,11 +183,27 @@ def _rates(scheduler: object) -> list[dict[str, object]]:
 
     DeepSpeed's OneCycle begins with the least momentum, and steps on from the greatest (lr_schedules.py, 0.19.8).
     """
-    found: dict[str, object] = {"lr": getattr(scheduler, "_last_lr", None), "initial_lr": base_lrs_in(vars(scheduler))}
+    found: dict[str, object] = {
+        "lr": getattr(scheduler, "_last_lr", None),
+        "initial_lr": base_lrs_in(vars(_beginner(scheduler))),
+    }
     if kind_of(scheduler) == DEEPSPEED and cycled(scheduler):
         found["betas"] = getattr(scheduler, "min_moms", None)
     lists = {name: rates for name, rates in found.items() if isinstance(rates, (list, tuple))}
     return [{name: rates[n] for name, rates in lists.items()} for n in range(min(map(len, lists.values()), default=0))]
+
+
+def _beginner(scheduler: object) -> object:
+    """The part of a scheduler that has written the groups' base rates: each takes those that are there, but OneCycleLR.
+
+    That computes them from its maximum, and reads them in the groups at each step (torch/optim/lr_scheduler.py, 2.13).
+    """
+    inner = (_beginner(part) for part in getattr(scheduler, "_schedulers", ()))
+    return next((part for part in inner if _is_one_cycle(part)), scheduler)
+
+
+def _is_one_cycle(scheduler: object) -> bool:
+    return any(cls.__name__ == "OneCycleLR" for cls in type(scheduler).__mro__)
 
 
 def base_lrs_in(state: Mapping[str, object]) -> Sequence[float] | None:
@@ -218,7 +234,7 @@ def reduces_to(state: Mapping[str, object], first: Sequence[float], rates: Seque
 
 def last_position(scheduler: object) -> float:
     """The greatest position that a scheduler has: OneCycleLR raises ValueError behind its `total_steps`."""
-    if any(cls.__name__ == "OneCycleLR" for cls in type(scheduler).__mro__):
+    if _is_one_cycle(scheduler):
         return int(scheduler.total_steps)  # type: ignore[attr-defined]
     parts, milestones = getattr(scheduler, "_schedulers", ()), getattr(scheduler, "_milestones", ())
     begins = [0, *milestones] if milestones else [0] * len(parts)

@@ -25,6 +25,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"base_lr": [0.5, 0.05], "max_lr": [0.6, 0.06], "step_size_up": 4, "cycle_momentum": False},
     ),
     "SequentialLR": ({"start": 0.1, "T_max": 30}, {"start": 0.2, "T_max": 50}),
+    "warmup, then OneCycleLR": ({"start": 0.1, "max_lr": [0.05, 0.005]}, {"start": 0.2, "max_lr": [0.9, 0.09]}),
     "ChainedScheduler": ({"start": 0.1, "gamma": 0.9}, {"start": 0.2, "gamma": 0.8}),
     "SWALR": ({"swa_lr": 0.001, "anneal_epochs": 9}, {"swa_lr": 0.05, "anneal_epochs": 12}),
     "WarmupLR": ({"warmup_max_lr": 0.01, "warmup_num_steps": 8}, {"warmup_max_lr": 0.5, "warmup_num_steps": 12}),

@@ -25,6 +25,10 @@ def build(engine: Any, kind: str, params: dict[str, Any]) -> Any:
         return torch.optim.lr_scheduler.ChainedScheduler(
             [first, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=params["gamma"])]
         )
+    if kind == "warmup, then OneCycleLR":
+        first = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=params["start"], total_iters=3)
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, params["max_lr"], total_steps=20)
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, [first, cycle], milestones=[3])
     if kind == "Scripts":
         return Scripts(optimizer, **params)
     if kind == "SWALR":
