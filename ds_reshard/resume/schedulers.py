@@ -58,6 +58,14 @@ def position_in(state: Mapping[str, object]) -> int | None:
     return position_in(first if isinstance(first, Mapping) else vars(first)) if parts else None
 
 
+def follows_metric(state: Mapping[str, object]) -> bool:
+    """Whether a state is of ReduceLROnPlateau, or of transformers' GreedyLR (optimization.py, 5.23).
+
+    Their position counts the metrics that they were given, of which a run may have one in many updates.
+    """
+    return "num_bad_epochs" in state
+
+
 def _parts(state: Mapping[str, object]) -> Sequence[object]:
     """The schedulers inside one (SequentialLR, ChainedScheduler), or their states; a chain's position is theirs."""
     parts = state.get("_schedulers")

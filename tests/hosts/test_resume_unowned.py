@@ -174,6 +174,17 @@ def test_plateau_starts_anew_under_reset(worlds: Any, saved: Any) -> None:
         assert _seen(loaded["rates"]) == here[:3], order
 
 
+@pytest.mark.parametrize("order", ("before", "after"))
+def test_a_count_of_metrics_is_no_position_of_another_scheduler(worlds: Any, saved: Any, order: str) -> None:
+    """ReduceLROnPlateau counts evaluations, of which a run may have one in many updates."""
+    folder, *_ = saved("ReduceLROnPlateau")
+    _, _, here = saved("CosineAnnealingLR")
+    refused = _resume(worlds, _new(Setup(run=RUN), "override"), "CosineAnnealingLR", folder, order)
+    assert refused["error"] == "UnsupportedLayout" and "counts the metrics" in refused["text"] and refused["unchanged"]
+    loaded = _resume(worlds, _new(Setup(run=RUN), "reset"), "CosineAnnealingLR", folder, order)
+    assert _seen(loaded["rates"]) == here[:3], "as the refusal says"
+
+
 @pytest.mark.parametrize("kind", ("LambdaLR", "CosineAnnealingLR"))
 def test_without_a_policy_the_state_is_taken_as_it_is(worlds: Any, saved: Any, kind: str) -> None:
     """The checkpoint's base rates, as torch has it: what the hooks find, they leave alone."""

@@ -185,6 +185,10 @@ def _unplaceable(
         return [fault(where, what, "give it its state before the first step")]
     if policy.keeps_position and (begun.kind in (PLATEAU, UNKNOWN) or schedulers.position_in(state) is None):
         return [_unsupported(where, schedulers.refusal(scheduler), "see above")]
+    if policy.keeps_position and schedulers.follows_metric(state):
+        what = f"counts the metrics that another scheduler was given, and no updates: {type(scheduler).__name__} "
+        what += "cannot be put at its position"
+        return [_unsupported(where, what, "use --no-load-lr-state for this run's schedule from its beginning")]
     return schedulers.beyond(scheduler, schedulers.position_in(state) or 0) if policy.keeps_position else []
 
 
