@@ -1,8 +1,9 @@
-"""Hugging Face's Trainer: nothing in a checkpoint that it resumes from runs code.
+"""Hugging Face's Trainer: nothing in a checkpoint that it resumes from runs code, and no resume flag is dropped.
 
 Importing this loads neither transformers nor torch. Rung 2 of the ladder (a method on a class): `Trainer.train` is the
 one place before weights, optimizer, scheduler and random states are unpickled (trainer.py, 5.23.0). What is loaded
-under another layout, and the resume policy, are the affair of the hooks of DeepSpeed and accelerate below it.
+under another layout, and the resume policy, are the affair of the hooks of DeepSpeed and accelerate below it; without
+DeepSpeed there is none, and the policy is refused.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 from ds_reshard.hooks import Function, HostHooks, Patch
@@ -29,10 +31,29 @@ def wrap_train(original: Function) -> Function:
     def train(*args: object, **kwargs: object) -> object:
         given = signature.bind(*args, **kwargs).arguments
         older = given.get("kwargs", {}).get("model_path")  # the argument's name before it was renamed; 4.x takes it
-        refuse_unsafe_checkpoint(given["self"], given.get("resume_from_checkpoint") or older)
+        trainer, wanted = given["self"], given.get("resume_from_checkpoint") or older
+        refuse_unsafe_checkpoint(trainer, wanted)
+        if wanted and _config(trainer) is None:
+            refuse_policy()
         return original(*args, **kwargs)
 
     return train
+
+
+def _config(trainer: Trainer) -> Mapping[str, object] | None:
+    """The DeepSpeed JSON of a Trainer, None where it trains without DeepSpeed."""
+    state = getattr(getattr(trainer, "accelerator", None), "state", None)
+    return cast(
+        "Mapping[str, object] | None", getattr(getattr(state, "deepspeed_plugin", None), "deepspeed_config", None)
+    )
+
+
+def refuse_policy() -> None:
+    """Raise ConfigError on every rank where a resume policy was asked for. Collective."""
+    from ds_reshard.operations.ranks import together
+    from ds_reshard.resume.policy_sources import refuse_unapplied
+
+    together(lambda: refuse_unapplied("this Trainer"), subject="Trainer.train")
 
 
 def refuse_unsafe_checkpoint(trainer: Trainer, wanted: object) -> None:
@@ -62,7 +83,7 @@ HOOKS = HostHooks(
             target="transformers.trainer:Trainer.train",
             wrapper=wrap_train,
             signature=("resume_from_checkpoint",),
-            summary="refuses a checkpoint that would run code when it is unpickled, before it is",
+            summary="refuses a checkpoint that would run code when it is unpickled, before it is, and dropped flags",
         ),
     ),
 )

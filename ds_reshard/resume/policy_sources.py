@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_reshard.errors import ConfigError, raise_faults
-from ds_reshard.resume.policy import Given, ResumePolicy, combine
+from ds_reshard.resume.policy import Given, ResumePolicy, combine, from_json
 
 PLACE = "command line"
 
@@ -254,6 +254,23 @@ def asked_policy(*more: Given) -> ResumePolicy:
     """The policy of every place together with `more` (a host's own configuration)."""
     with _LOCK:
         return combine([*_PLACES.values(), *more])
+
+
+def policy_beside(config: Mapping[str, object]) -> ResumePolicy:
+    """The policy of every place together with a DeepSpeed JSON."""
+    section = config.get("ds_reshard")
+    return asked_policy(from_json(section.get("resume", {}) if isinstance(section, Mapping) else {}))
+
+
+def refuse_unapplied(host: str) -> None:
+    """Raise ConfigError where a policy, or a report of it, was asked for, and `host` loads without DeepSpeed."""
+    policy = asked_policy()
+    if not policy.is_default or policy.report is not None:
+        raise ConfigError.of(
+            ", ".join(policy.asked.values()),
+            f"says what a load takes from the checkpoint, and {host} loads without DeepSpeed: it cannot be applied",
+            mend="leave it out, or train with DeepSpeed",
+        )
 
 
 def adopted(key: str) -> bool:

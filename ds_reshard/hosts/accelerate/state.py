@@ -29,8 +29,9 @@ from ds_reshard.formats.zero.names import pattern_in_path
 from ds_reshard.hosts.accelerate.prepare_arguments import without_params
 from ds_reshard.operations.pickles import refuse_unsafe_folder
 from ds_reshard.operations.ranks import gather, together
-from ds_reshard.resume import policy_sources, schedulers
-from ds_reshard.resume.policy import ResumePolicy, from_json
+from ds_reshard.resume import schedulers
+from ds_reshard.resume.policy import ResumePolicy
+from ds_reshard.resume.policy_sources import policy_beside, refuse_unapplied
 from ds_reshard.resume.report import ResumeReport, last_report
 from ds_reshard.resume.schedulers import ACCELERATE, CLOCKS, ENGINE, PLATEAU, UNKNOWN, Beginning, kind_of, set_groups
 
@@ -156,17 +157,19 @@ def load_state(
     Collective. accelerate is given the folder that was searched: of two with the same number it would take either.
     """
     where = os.path.expanduser(os.fspath(input_dir)) if input_dir is not None else _latest(accelerator)
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     if where is not None:
-        plugin = getattr(accelerator.state, "deepspeed_plugin", None)
         if _by_deepspeed(accelerator) and not _deepspeed_hooked():
             raise_faults(pattern_in_path(where, "pytorch_model"), subject=f"loading {where}")
         refuse_unsafe_folder(where, trust=trust_in(getattr(plugin, "deepspeed_config", None)))
     # absolute: a name that begins with ~ would be expanded
     folder = os.path.abspath(where) if input_dir is None and where is not None else input_dir
     original = functools.partial(original, folder, *args, **given)
-    if not _by_deepspeed(accelerator):
+    if plugin is None:
+        if accelerator.distributed_type != "MEGATRON_LM":  # whose own load takes the policy
+            together(lambda: refuse_unapplied("this Accelerator"), subject=f"loading {where}")
         return original()
-    mine, policy, before = tracked(accelerator), _policy(accelerator), last_report()
+    mine, policy, before = tracked(accelerator), policy_beside(plugin.deepspeed_config), last_report()
     _insist(policy)
     saved = Saved()
     if mine is not None and where is not None:
@@ -267,11 +270,6 @@ def _without_schedule(accelerator: Accelerator, mine: Tracked) -> Iterator[None]
         yield
     finally:
         accelerator._schedulers, accelerator._custom_objects = schedulers, registered
-
-
-def _policy(accelerator: Accelerator) -> ResumePolicy:
-    section = accelerator.state.deepspeed_plugin.deepspeed_config.get("ds_reshard")
-    return policy_sources.asked_policy(from_json(section.get("resume", {}) if isinstance(section, Mapping) else {}))
 
 
 def _insist(policy: ResumePolicy) -> None:

@@ -1,0 +1,28 @@
+"""What accelerate and Hugging Face's Trainer load beside DeepSpeed, or without it: no flag is silently dropped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+
+FLAGS = {
+    "--override-opt-param-scheduler": ["--override-opt-param-scheduler"],
+    "--no-load-optim": ["--no-load-optim"],
+    "--resume-report": ["--resume-report", "report.json"],
+}
+
+
+@pytest.mark.parametrize("host", ["accelerate", "Trainer"])
+def test_a_run_without_deepspeed_refuses_flags(worlds: Any, tmp_path: Path, host: str) -> None:
+    """Both load what torch has saved as it is, whatever the flags say; where nothing is loaded nothing is refused."""
+    folder = str(tmp_path / "saved")
+    assert worlds[2].run("dropped_jobs.start", host=host, folder=folder, flags=["--no-load-optim"]) == ["", ""]
+    for flag, given in FLAGS.items():
+        told = worlds[2].run("dropped_jobs.resume", host=host, folder=folder, flags=given)
+        assert {error for error, _ in told} == {"ConfigError"} and len({text for _, text in told}) == 1, told
+        assert f"{flag}: " in told[0][1] and "without DeepSpeed" in told[0][1]
+    assert worlds[2].run("dropped_jobs.resume", host=host, folder=folder, flags=[]) == [("", "")] * 2
