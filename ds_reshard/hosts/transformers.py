@@ -3,7 +3,7 @@
 Importing this loads neither transformers nor torch. Rung 2 of the ladder (a method on a class): `Trainer.train` is the
 one place before weights, optimizer, scheduler and random states are unpickled (trainer.py, 5.23.0). What is loaded
 under another layout, and the resume policy, are the affair of the hooks of DeepSpeed and accelerate below it; without
-DeepSpeed there is none, and the policy is refused.
+DeepSpeed there is none, and the policy is refused. Random states are the Trainer's own.
 """
 
 from __future__ import annotations
@@ -38,6 +38,16 @@ def wrap_train(original: Function) -> Function:
         return original(*args, **kwargs)
 
     return train
+
+
+def wrap_load_rng_state(original: Function) -> Function:
+    @functools.wraps(original)
+    def _load_rng_state(self: Trainer, checkpoint: str | None) -> object:
+        from ds_reshard.resume.policy_sources import policy_beside
+
+        return None if policy_beside(_config(self) or {}).finetune else original(self, checkpoint)
+
+    return _load_rng_state
 
 
 def _config(trainer: Trainer) -> Mapping[str, object] | None:
@@ -84,6 +94,12 @@ HOOKS = HostHooks(
             wrapper=wrap_train,
             signature=("resume_from_checkpoint",),
             summary="refuses a checkpoint that would run code when it is unpickled, before it is, and dropped flags",
+        ),
+        Patch(
+            target="transformers.trainer:Trainer._load_rng_state",
+            wrapper=wrap_load_rng_state,
+            signature=("checkpoint",),
+            summary="leaves the saved random states out under --finetune",
         ),
     ),
 )

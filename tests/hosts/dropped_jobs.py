@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import late_trainer_jobs
 import unsafe_jobs
 
 
@@ -39,3 +41,29 @@ def start(host: str, folder: str, flags: list[str]) -> str:
     """What a run is told that has flags from the start, and nothing to resume from."""
     with _asked(flags):
         return unsafe_jobs._told(lambda: save(host, folder))[1]
+
+
+def random_states(folder: str, policy: dict[str, Any]) -> list[bool]:
+    """Whether each load of the Trainer's random states, in a resume, has changed this run's."""
+    import torch
+    from transformers import Trainer
+
+    import ds_reshard
+
+    changed: list[bool] = []
+    with ds_reshard.install("transformers"):
+        hooked = Trainer._load_rng_state
+
+        def noted(self: Any, checkpoint: str) -> None:
+            torch.manual_seed(99)
+            before = torch.get_rng_state()
+            hooked(self, checkpoint)
+            changed.append(not torch.equal(before, torch.get_rng_state()))
+
+        Trainer._load_rng_state = noted
+        try:
+            told = late_trainer_jobs.run("optimizer", 1, folder, resumes=True, policy=policy)
+        finally:
+            Trainer._load_rng_state = hooked
+    assert told["raised"] is None, told
+    return changed

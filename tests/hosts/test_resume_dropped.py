@@ -26,3 +26,12 @@ def test_a_run_without_deepspeed_refuses_flags(worlds: Any, tmp_path: Path, host
         assert {error for error, _ in told} == {"ConfigError"} and len({text for _, text in told}) == 1, told
         assert f"{flag}: " in told[0][1] and "without DeepSpeed" in told[0][1]
     assert worlds[2].run("dropped_jobs.resume", host=host, folder=folder, flags=[]) == [("", "")] * 2
+
+
+def test_weights_alone_leave_the_trainers_random_states_out(worlds: Any, tmp_path: Path) -> None:
+    """It restores them beside the engine, where the report says that they are this run's."""
+    given = {"mode": "optimizer", "stage": 1, "folder": str(tmp_path)}
+    worlds[2].run("late_trainer_jobs.run", **given)
+    for policy, changes in (({}, True), ({"finetune": True}, False)):
+        told = worlds[2].run("dropped_jobs.random_states", folder=str(tmp_path), policy=policy)
+        assert told == [[changes]] * 2, policy
