@@ -50,6 +50,16 @@ def wrap_load_rng_state(original: Function) -> Function:
     return _load_rng_state
 
 
+def wrap_load_schedule(original: Function) -> Function:
+    @functools.wraps(original)
+    def _load_optimizer_and_scheduler(self: Trainer, checkpoint: str | None) -> object:
+        if checkpoint is not None:
+            refuse_unseen_schedule(self)
+        return original(self, checkpoint)
+
+    return _load_optimizer_and_scheduler
+
+
 def _config(trainer: Trainer) -> Mapping[str, object] | None:
     """The DeepSpeed JSON of a Trainer, None where it trains without DeepSpeed."""
     state = getattr(getattr(trainer, "accelerator", None), "state", None)
@@ -64,6 +74,25 @@ def refuse_policy() -> None:
     from ds_reshard.resume.policy_sources import refuse_unapplied
 
     together(lambda: refuse_unapplied("this Trainer"), subject="Trainer.train")
+
+
+def refuse_unseen_schedule(trainer: Trainer) -> None:
+    """Raise UnsupportedLayout on every rank where a scheduler beside DeepSpeed's engine drops the policy. Collective.
+
+    Of all that the Trainer builds that is GreedyLR, which is no scheduler of torch (optimization.py, 5.23).
+    """
+    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.utils import DeepSpeedSchedulerWrapper
+
+    from ds_reshard.operations.ranks import together
+    from ds_reshard.resume.policy_sources import policy_beside
+    from ds_reshard.resume.schedulers import refuse_unseen
+
+    scheduler, config = trainer.lr_scheduler, _config(trainer)
+    if config is None or isinstance(scheduler, DeepSpeedSchedulerWrapper) or not policy_beside(config).places_schedule:
+        return
+    inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
+    together(functools.partial(refuse_unseen, inner), subject="Trainer.train")
 
 
 def refuse_unsafe_checkpoint(trainer: Trainer, wanted: object) -> None:
@@ -100,6 +129,12 @@ HOOKS = HostHooks(
             wrapper=wrap_load_rng_state,
             signature=("checkpoint",),
             summary="leaves the saved random states out under --finetune",
+        ),
+        Patch(
+            target="transformers.trainer:Trainer._load_optimizer_and_scheduler",
+            wrapper=wrap_load_schedule,
+            signature=("checkpoint",),
+            summary="refuses a scheduler that would take the checkpoint's rates, whatever the resume policy says",
         ),
     ),
 )

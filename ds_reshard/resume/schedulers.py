@@ -276,6 +276,21 @@ def refusal(scheduler: object) -> str:
     )
 
 
+def own_loader(scheduler: object) -> str | None:
+    """The class, neither torch's nor DeepSpeed's, whose `load_state_dict` a scheduler has; None where it is theirs."""
+    home = next((cls for cls in type(scheduler).__mro__ if "load_state_dict" in vars(cls)), object)
+    return None if home.__module__.partition(".")[0] in ("torch", "deepspeed", "builtins") else home.__name__
+
+
+def refuse_unseen(scheduler: object) -> None:
+    """Raise UnsupportedLayout where a state is taken with the rates in it, past a policy that wants this run's."""
+    name = own_loader(scheduler)
+    if name is not None:
+        what = f"{name} takes its state by a load_state_dict of its own, and rates with it: the policy would be dropped"
+        mend = "use a scheduler of torch or DeepSpeed, or leave the resume policy out"
+        raise UnsupportedLayout.of("lr_scheduler", what, mend=mend)
+
+
 def set_groups(
     groups: Sequence[MutableMapping[str, object]], values: Sequence[Mapping[str, object]], names: Iterable[str]
 ) -> None:

@@ -46,10 +46,12 @@ def run(
     resumes: bool = False,
     policy: dict[str, Any] | None = None,
     metric: str | None = None,
+    beside: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Train, or resume at the fourth update; `mode` is what the JSON has: "none", "optimizer" or "both".
 
     `metric` names a scheduler that is stepped by what an evaluation gives, here after every second update.
+    `beside` are more hosts to hook.
     """
     from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -87,7 +89,7 @@ def run(
     PartialState._prepare_backend = lambda self, *_, **__: ("gloo", DistributedType.NO)
     try:
         with ExitStack() as stack:
-            for host in ("accelerate", "deepspeed") if hooks else ():
+            for host in ("accelerate", "deepspeed", *beside) if hooks else ():
                 stack.enter_context(ds_reshard.install(host))
             arguments = TrainingArguments(
                 output_dir=folder,

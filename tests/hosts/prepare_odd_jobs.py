@@ -93,8 +93,11 @@ def made(kind: str) -> str:
         return _raised(lambda: accelerator.prepare(net, optimizer, scheduler))
 
 
-def greedy(folder: str, real: bool) -> dict[str, Any]:
-    """The scheduler of transformers that is no torch scheduler: four updates, saved, loaded, four more."""
+def greedy(folder: str, real: bool, policy: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The scheduler of transformers that is no torch scheduler: four updates, saved, loaded, four more.
+
+    `policy` is the resume policy of the load.
+    """
     from transformers import get_scheduler
 
     import ds_reshard
@@ -104,14 +107,16 @@ def greedy(folder: str, real: bool) -> dict[str, Any]:
         del config["optimizer"]
     with ds_reshard.install("accelerate"), ds_reshard.install("deepspeed"):
         for resumes in (False, True):
+            if resumes and policy:
+                config["ds_reshard"] = {"resume": policy}
             accelerator, net = new_accelerator(config), new_net()
             optimizer = torch.optim.AdamW(net.parameters(), lr=LR) if real else _dummy(net.parameters())
             specific = {"patience": 0, "factor": 0.5, "min_lr": 1e-6}
             scheduler = get_scheduler("greedy", optimizer, scheduler_specific_kwargs=specific)
             found = ds_reshard.diagnose(config, optimizer, scheduler, model=net, accelerator=accelerator)
             engine, optimizer, stepped = accelerator.prepare(net, optimizer, scheduler)
-            if resumes:
-                accelerator.load_state(folder)
+            if resumes and (refused := _raised(lambda loads=accelerator.load_state: loads(folder))):
+                return {"raised": refused}
             used = SimpleNamespace(step=lambda stepped=stepped: stepped.step(5.0))
             rates = _train(accelerator, [engine, optimizer, used], 4, True)
             if not resumes:

@@ -52,6 +52,10 @@ def test_a_scheduler_that_accelerate_does_not_know_is_saved(worlds: Any, tmp_pat
     assert told["rates"] == pytest.approx([LR, 2 * LR, LR, LR / 2])
     assert told["resumed"] == pytest.approx([LR / 4, LR / 8, LR / 16, LR / 32])
     assert told["steps"] == 8 and rule in told["found"]
+    refused = worlds[2].run(
+        "prepare_odd_jobs.greedy", folder=str(tmp_path), real=real, policy={"scheduler": "override"}
+    )
+    assert refused[0] == refused[1] and "GreedyLR takes its state" in refused[0]["raised"]
 
 
 @pytest.mark.parametrize("originals", [True, False])

@@ -35,3 +35,18 @@ def test_weights_alone_leave_the_trainers_random_states_out(worlds: Any, tmp_pat
     for policy, changes in (({}, True), ({"finetune": True}, False)):
         told = worlds[2].run("dropped_jobs.random_states", folder=str(tmp_path), policy=policy)
         assert told == [[changes]] * 2, policy
+
+
+@pytest.mark.parametrize("mode", ["none", "optimizer"], ids=["its own optimizer", "DeepSpeed's optimizer"])
+@pytest.mark.parametrize("policy", [{"scheduler": "override"}, {"scheduler": "reset"}, {"optimizer": "skip"}], ids=str)
+def test_a_schedule_that_takes_the_saved_rates_is_refused(
+    worlds: Any, tmp_path: Path, mode: str, policy: dict[str, str]
+) -> None:
+    """GreedyLR, which the Trainer builds and whose state holds the rates, is no scheduler of torch."""
+    given = {"mode": mode, "stage": 1, "folder": str(tmp_path), "metric": "greedy", "beside": ("transformers",)}
+    worlds[2].run("late_trainer_jobs.run", **given)
+    told = worlds[2].run("late_trainer_jobs.run", **given, resumes=True, lr=0.001, policy=policy)
+    assert {one["raised"] for one in told} == {"UnsupportedLayout"} and told[0] == told[1], told
+    assert "GreedyLR" in told[0]["text"] and "the policy would be dropped" in told[0]["text"]
+    kept = worlds[2].run("late_trainer_jobs.run", **given, resumes=True, policy={"scheduler": "checkpoint"})
+    assert kept[0]["raised"] is None, "which takes all of the checkpoint"

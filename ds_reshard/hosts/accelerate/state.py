@@ -172,6 +172,8 @@ def load_state(
     mine, policy, before = tracked(accelerator), policy_beside(plugin.deepspeed_config), last_report()
     _insist(policy)
     saved = Saved()
+    if mine is not None and mine.clock != ENGINE and policy.places_schedule and not _updates(mine):
+        together(functools.partial(schedulers.refuse_unseen, mine.scheduler), subject=f"loading {where}")
     if mine is not None and where is not None:
         saved = gather(together(lambda: _saved_clock(where), subject=f"loading {where}"))[0]
     with _anew(accelerator) if policy.finetune else nullcontext():

@@ -176,9 +176,9 @@ def state_faults(scheduler: object, begun: Beginning, state: Mapping[str, object
 def _unplaceable(
     scheduler: object, begun: Beginning, state: Mapping[str, object], policy: ResumePolicy, where: str
 ) -> list[Fault]:
-    home = next(cls for cls in type(scheduler).__mro__ if "load_state_dict" in vars(cls))
-    if home.__module__.partition(".")[0] not in ("torch", "deepspeed"):
-        what = f"{home.__name__}.load_state_dict is the script's: it may take more from the state than the position"
+    name = schedulers.own_loader(scheduler)
+    if name is not None:
+        what = f"{name}.load_state_dict is the script's: it may take more from the state than the position"
         return [_unsupported(where, what, _HAND_OVER)]
     if begun.position:
         what = "comes when the scheduler has taken steps, so the beginning of this run's schedule is gone"
