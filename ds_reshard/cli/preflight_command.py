@@ -136,8 +136,15 @@ def _values(flags: Sequence[str]) -> Mapping[str, object]:
         if flag.startswith("--"):
             said = value if given else after if not after.startswith("--") else "true"
             with contextlib.suppress(ValueError):
-                found[name.replace("-", "_")] = json.loads(said.lower())
+                found[name.replace("-", "_")] = _value(said)
     return found
+
+
+def _value(said: str) -> object:
+    """What a flag says; ValueError for text. Python takes numbers that JSON does not, such as .1."""
+    with contextlib.suppress(ValueError):
+        return json.loads(said.lower())
+    return float(said)
 
 
 def _trusting(config: Mapping[str, object], classes: Sequence[str]) -> Mapping[str, object]:

@@ -9,7 +9,7 @@ of DeepSpeed 0.19.8.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import gcd, prod
+from math import ceil, gcd, prod
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -107,11 +107,26 @@ def by_flags(config: Mapping[str, object], flags: Mapping[str, object], under: s
         name = f"{under}{key}"
         if isinstance(value, Mapping):
             made[key] = by_flags(value, flags, f"{name}.")
-        elif value == "auto" and _TRAINERS.get(name) in flags:
-            made[key] = flags[_TRAINERS[name]]
-        elif value == "auto" and name == "optimizer.params.betas" and {"adam_beta1", "adam_beta2"} & flags.keys():
-            made[key] = [flags.get("adam_beta1", 0.9), flags.get("adam_beta2", 0.999)]
+        elif value == "auto" and (told := _by_trainer(name, flags)) is not None:
+            made[key] = told
     return made
+
+
+def _by_trainer(name: str, flags: Mapping[str, object]) -> object:
+    """What the Trainer makes of its arguments for a value of the config, None where these do not tell.
+
+    A warm-up below 1 is a part of all updates, and one of 0 is made 1 (`trainer_config_finalize`, transformers 5.23).
+    """
+    value, updates = flags.get(_TRAINERS.get(name, "")), flags.get("max_steps")
+    known = isinstance(updates, int) and updates > 0  # else the data decide, of which nothing is known here
+    if name == "scheduler.params.total_num_steps":
+        return updates if known else None
+    if name == "scheduler.params.warmup_num_steps" and isinstance(value, (int, float)):
+        part = 0 < value < 1
+        return None if part and not known else max(1, ceil(cast(int, updates) * value) if part else int(value))
+    if name == "optimizer.params.betas" and {"adam_beta1", "adam_beta2"} & flags.keys():
+        return [flags.get("adam_beta1", 0.9), flags.get("adam_beta2", 0.999)]
+    return value
 
 
 class _Mpu(NamedTuple):
