@@ -29,6 +29,18 @@ def test_trainer(worlds: Any, tmp_path: Path, mode: str) -> None:
     assert tenth == [[pytest.approx(rate / 10)] for (rate,) in rates[SAVED:]]
 
 
+@pytest.mark.parametrize("mode", ["none", "optimizer", "both"])
+def test_the_checkpoints_schedule(worlds: Any, tmp_path: Path, mode: str) -> None:
+    """Of DeepSpeed's scheduler in the JSON; what the Trainer builds is a function, which no checkpoint holds."""
+    given = {"mode": mode, "stage": 1, "folder": str(tmp_path)}
+    rates = worlds[1].run("late_trainer_jobs.run", **given)[0]["rates"]
+    told = worlds[1].run("late_trainer_jobs.run", **given, resumes=True, lr=0.5, policy={"scheduler": "checkpoint"})[0]
+    if mode == "both":
+        assert told["raised"] is None and told["rates"] == rates[SAVED:]
+    else:
+        assert told["raised"] == "UnsupportedLayout" and "no checkpoint holds it" in told["text"]
+
+
 @pytest.mark.parametrize("metric", ["reduce_lr_on_plateau", "greedy"])
 def test_a_schedule_that_follows_the_evaluations(worlds: Any, tmp_path: Path, metric: str) -> None:
     """On DeepSpeed's own optimizer as on torch's, where DeepSpeed alone feeds it the batch size at each update."""
