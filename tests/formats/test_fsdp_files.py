@@ -6,7 +6,7 @@ Each rank has whole tensors; tests/hosts/test_fsdp_folders.py has what ranks of 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,12 @@ def scheduled(folder: Path, *, epoch: int = 3) -> Path:
     return folder
 
 
-def saved(folder: Path, states: States = adam, *, ranks: int = 2) -> Path:
+def saved(folder: Path, states: States = adam, *, ranks: int = 2, rates: Sequence[Any] = (0.1, 0.1)) -> Path:
+    """The files of each rank, whose group has its one of the `rates`."""
     folder.mkdir()
     for rank in range(ranks):
         state = {name: dict(states(name, weight, rank)) for name, weight in WEIGHTS.items()}
-        groups = [{"params": list(WEIGHTS), "lr": 0.1, "betas": (0.9, 0.99)}]
+        groups = [{"params": list(WEIGHTS), "lr": rates[rank], "betas": (0.9, 0.99)}]
         torch.save(WEIGHTS, folder / f"model_world_size_{ranks}_rank_{rank}.pt")
         torch.save({"state": state, "param_groups": groups}, folder / f"optim_world_size_{ranks}_rank_{rank}.pt")
     return folder
@@ -77,6 +78,44 @@ def test_plain_numbers_of_another_step_are_found(tmp_path: Path) -> None:
         fingerprint(str(folder))
 
 
+UNIT = {"a.weight": {"shape": [2, 3], "offset": 0}, "b.weight": {"shape": [4], "offset": 6}}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_rate_that_is_a_tensor_is_compared_by_its_value(tmp_path: Path, flat: bool) -> None:
+    """torch makes a tensor of it where the step is compiled: each rank's file has one of its own, of one value."""
+
+    def of(name: str, *rates: float) -> str:
+        folder = saved(tmp_path / name, rates=[torch.tensor(rate) for rate in rates])
+        if flat:
+            order = {"use_orig_params": True, "units": [UNIT], "parameters": list(WEIGHTS)}
+            (folder / "fsdp_units.json").write_text(json.dumps(order))
+        for rank, rate in enumerate(rates if flat else ()):
+            part = slice(0, 5) if not rank else slice(5, 10)  # of the ten elements of the unit
+            states = {n: part_of(tensor) for n, tensor in enumerate(_cut(part)) if tensor.numel()}
+            groups = [{"params": [0, 1], "lr": torch.tensor(rate)}]
+            torch.save({"state": states, "param_groups": groups}, folder / f"optim_world_size_2_rank_{rank}.pt")
+        return str(folder)
+
+    folder = of("saved", 0.1, 0.1)
+    assert verify(folder).clean
+    convert(folder, str(tmp_path / "pytorch"), to="pytorch")
+    (group,) = torch.load(tmp_path / "pytorch" / "optimizer.pt")["param_groups"]
+    assert torch.equal(group["lr"], torch.tensor(0.1))
+    with pytest.raises(CheckpointDamaged, match=r"rank_1\.pt: its param groups have other members or values"):
+        fingerprint(of("other", 0.1, 0.2))
+
+
+def _cut(part: slice) -> list[torch.Tensor]:
+    """What a rank holds of each weight, where it holds these elements of both."""
+    whole = torch.arange(10.0)
+    return [whole[max(part.start, start) : min(part.stop, stop)] for start, stop in ((0, 6), (6, 10))]
+
+
+def part_of(tensor: torch.Tensor) -> dict[str, Any]:
+    return {"step": torch.tensor(5.0), "exp_avg": tensor, "exp_avg_sq": tensor**2}
+
+
 @pytest.mark.parametrize(
     ("kind", "value", "text"),
     [
@@ -109,8 +148,7 @@ def test_states_beside_those_of_numbers_are_refused(tmp_path: Path, member: obje
 def test_states_of_flat_parameters_have_no_name_of_a_weight(tmp_path: Path) -> None:
     """Of verl with FSDP1, read in the order that fsdp_units.json tells."""
     folder = saved(tmp_path / "saved", ranks=1)
-    unit = {"a.weight": {"shape": [2, 3], "offset": 0}, "b.weight": {"shape": [4], "offset": 6}}
-    order = {"use_orig_params": True, "units": [unit], "parameters": list(WEIGHTS)}
+    order = {"use_orig_params": True, "units": [UNIT], "parameters": list(WEIGHTS)}
     (folder / "fsdp_units.json").write_text(json.dumps(order))
     groups = [{"params": [number], "lr": 0.1} for number in range(2)]
     states = {number: adam(*one, 0) for number, one in enumerate(WEIGHTS.items())}

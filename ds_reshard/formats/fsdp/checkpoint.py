@@ -206,8 +206,8 @@ class FsdpCheckpoint:
             damaged(path, f"{key} is in one of its file and rank 0's alone", "the same tensors", "others")
             for key in sorted(file.tensors.keys() ^ first.keys())
         ]
-        if family == OPTIM and self.facts is not None and file.groups != self.facts.groups:
-            faults.append(other_groups(path))
+        if family == OPTIM and self.facts is not None:
+            faults += other_groups(path, file.groups, self.facts.groups)
         if family == OPTIM and canonical(file.scalars) != canonical(self.plain):
             what = "its states that are plain numbers are not rank 0's: of another step or run"
             faults.append(damaged(path, what, "the same on all ranks", "others"))

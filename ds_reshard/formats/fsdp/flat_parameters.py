@@ -26,7 +26,7 @@ from ds_reshard.containers import folders
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, UnsupportedLayout, error_of, raise_faults
 from ds_reshard.model.content import MASTER, WEIGHT
-from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Cut, Placement, TensorKey
 from ds_reshard.model.records import ElementType, ObjectRecord, TensorRecord, new_tensor
@@ -44,10 +44,12 @@ def damaged(where: str, what: str, expected: str, found: str) -> Fault:
     return CheckpointDamaged.fault(where, what, expected, found, mend=mend)
 
 
-def other_groups(path: str) -> Fault:
-    """A rank's file whose param groups are not rank 0's."""
-    what = "its param groups have other members or values than rank 0's: of another run"
-    return damaged(path, what, "the same on all ranks", "others")
+def other_groups(path: str, groups: Sequence[GroupFacts], first: Sequence[GroupFacts]) -> Iterator[Fault]:
+    """A rank's file whose param groups are not rank 0's; a tensor among the values is the same by its checksum."""
+    told, expected = ([(one.members, one.hyperparameters) for one in ranks] for ranks in (groups, first))
+    if canonical(told) != canonical(expected):
+        what = "its param groups have other members or values than rank 0's: of another run"
+        yield damaged(path, what, "the same on all ranks", "others")
 
 
 def named_as_weight(path: str, name: object, kind: str) -> Fault:
@@ -289,8 +291,7 @@ def read_flat(paths: Sequence[str], tops: Sequence[Tree], order: FlatOrder, *, f
         for number, held in sorted(states.items()):
             types.setdefault(number, {}).update({kind: tensor.dtype for kind, tensor in held.items()})
     for rank, path in enumerate(paths):
-        if groups[rank] != groups[0]:
-            faults.append(other_groups(path))
+        faults += other_groups(path, groups[rank], groups[0])
         faults += _unlike(path, order, types, files[rank], rank % shards, shards)
         faults += _unlike_replica(path, files[rank], files[rank % shards], rank % shards)
     raise_faults(faults, subject="reading a checkpoint")
