@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ds_reshard.errors import CheckpointDamaged, UnsupportedLayout
+from ds_reshard.formats.fsdp.checkpoint import open_fsdp
 from ds_reshard.operations import convert, diff, fingerprint, inspect, verify
 
 WEIGHTS = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4)}
@@ -114,6 +115,45 @@ def _cut(part: slice) -> list[torch.Tensor]:
 
 def part_of(tensor: torch.Tensor) -> dict[str, Any]:
     return {"step": torch.tensor(5.0), "exp_avg": tensor, "exp_avg_sq": tensor**2}
+
+
+STATELESS: dict[str, States] = {
+    "SGD": lambda *given: {},
+    "plain numbers": lambda *given: {"step": 5},
+    "steps in tensors": lambda *given: {"step": torch.tensor(5.0)},
+}
+
+
+@pytest.mark.parametrize("case", STATELESS)
+def test_an_optimizer_without_moments_keeps_its_groups(tmp_path: Path, case: str) -> None:
+    """SGD keeps no state without momentum, and its learning rate is in the group; all ranks have the same."""
+    folder = saved(tmp_path / "saved", STATELESS[case])
+    convert(str(folder), str(tmp_path / "dcp"), to="dcp", dp=1)
+    for at in (folder, tmp_path / "dcp"):
+        (group,) = inspect(str(at)).groups
+        assert (group.members, group.hyperparameters["lr"]) == (2, 0.1)
+    other = saved(tmp_path / "other", STATELESS[case], rates=(0.1, 0.2))
+    with pytest.raises(CheckpointDamaged, match=r"rank_1\.pt: its param groups have other members or values"):
+        fingerprint(str(other))
+
+
+def test_plain_numbers_alone_are_found_to_be_of_another_step(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved", lambda name, weight, rank: {"step": 5 + rank})
+    with pytest.raises(CheckpointDamaged, match=r"rank_1\.pt: its states that are plain numbers are not rank 0's"):
+        fingerprint(str(folder))
+
+
+@pytest.mark.parametrize(("groups", "told"), [([[0, 1]], ("a.weight", "b.weight")), ([[0], [1]], None)])
+def test_groups_of_numbers_without_states(
+    tmp_path: Path, groups: list[list[int]], told: tuple[str, ...] | None
+) -> None:
+    """verl counts parameters: those of one group get their names; of several a note says that they are left out."""
+    folder = saved(tmp_path / "saved", ranks=1)
+    tree = {"state": {}, "param_groups": [{"params": numbers, "lr": 0.1} for numbers in groups]}
+    torch.save(tree, folder / "optim_world_size_1_rank_0.pt")
+    opened = open_fsdp(str(folder))
+    assert (opened.facts.groups[0].members if opened.facts is not None else None) == told
+    assert opened.unnamed == (told is None)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from ds_reshard.formats.fsdp.flat_parameters import (
     group_facts,
     groups_of,
     line_to_add,
+    members_of,
     named_as_weight,
     other_groups,
     read_flat,
@@ -277,7 +278,7 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
         flat = _flat(folder, size, model, shapes)
         facts = flat.facts if flat is not None else None
         notes = (f"{UNNAMED}; {line_to_add(folder)}",) if flat is None else ()
-    elif optim is not None and (optim.tensors or optim.scalars):
+    elif optim is not None:
         raise_faults(_of_another_model(paths[OPTIM], optim, shapes), subject=subject)
         single = {key: shard for key, shard in optim.tensors.items() if _is_single(key, shard, shapes)}
         facts = OptimizerFacts(groups=optim.groups, scalars=_scalars(paths[OPTIM], single, optim.scalars))
@@ -289,7 +290,7 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
     }
     if flat is not None:
         placements |= {placement.key: placement for placement in flat.placements(flat.shards)}
-    return FsdpCheckpoint(
+    opened = FsdpCheckpoint(
         folder=folder,
         ranks=size,
         layout=Layout(placements, dict.fromkeys(families, size)),
@@ -299,6 +300,18 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
         plain=optim.scalars if optim is not None else {},
         notes=notes,
     )
+    if facts is not None and not any(placement.family == OPTIM for placement in placements.values()):
+        raise_faults(_unlike_ranks(opened), subject=subject)
+    return opened
+
+
+def _unlike_ranks(opened: FsdpCheckpoint) -> Iterator[Fault]:
+    """What is wrong with the optimizer's files of the other ranks, which nobody opens later: they hold no tensor."""
+    for rank in range(1, opened.ranks):
+        try:
+            opened.buffers(OPTIM, rank)
+        except ReshardError as error:
+            yield from faults_of(error)
 
 
 def _ranks(folder: str) -> dict[tuple[str, int], set[int]]:
@@ -393,7 +406,7 @@ def _read(path: str, family: str, parameters: Mapping[str, Shape]) -> _File:
     found: dict[TensorKey, TensorShard] = {}
     scalars: dict[str, dict[str, Scalar]] = {}
     faults: list[Fault] = []
-    numbered = any(isinstance(name, int) for name in tree)
+    numbered = any(isinstance(name, int) for name in (*tree, *(one for group in groups for one in members_of(group))))
     for member, kinds in tree.items():
         if numbered and names and member not in names:
             refuse(damaged(path, f"holds states of {member!r}, which is no number of a parameter", "numbers", "others"))
