@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import prod
 
@@ -156,17 +157,28 @@ def list_directory(
             files[os.path.join(part, name)] = SavedFile(nbytes=nbytes, role=role)
 
     def archives() -> dict[str, tuple[Span, ...]]:
-        """Those inside each file, as far as the directory can be read; opening it says what is wrong."""
+        """Those inside each file, as far as the directories can be read; opening the folder says what is wrong.
+
+        Of directories below it that are not in `parts`, too, as of accelerate's further models.
+        """
         found: dict[str, set[Span]] = {}
-        try:
-            for place in read(folder).places:
-                found.setdefault(os.path.relpath(place.path, folder), set()).add((place.byte_offset, place.nbytes))
-        except ReshardError:
-            return {}
+        for directory in (partial(read, folder), *(partial(read_directory, below) for below in _others(folder, parts))):
+            try:
+                for place in directory().places:
+                    found.setdefault(os.path.relpath(place.path, folder), set()).add((place.byte_offset, place.nbytes))
+            except ReshardError:
+                continue
         return {name: tuple(sorted(spans)) for name, spans in found.items()}
 
     tag = os.path.basename(os.path.abspath(folder))
     return SavedListing(format=format, writer=writer, folder=folder, tag=tag, files=files, archives=archives)
+
+
+def _others(folder: str, parts: Sequence[str]) -> list[str]:
+    """The folders below one that have a directory, and are none of its parts."""
+    below = [os.path.join(folder, name) for name, nbytes in folders.entries(folder).items() if nbytes is None]
+    own = {os.path.join(folder, part) for part in parts}
+    return [one for one in below if one not in own and folders.is_file(os.path.join(one, METADATA))]
 
 
 def directories(folder: str) -> list[str]:

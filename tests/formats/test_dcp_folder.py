@@ -128,6 +128,24 @@ def test_weights_alone_are_a_folder_too(tmp_path: Path) -> None:
         convert(str(tmp_path / "saved"), str(tmp_path / "zero"), to="zero2", dp=2)
 
 
+def test_what_accelerate_keeps_beside_the_first_model_is_verified_and_named(saved: Any, tmp_path: Path) -> None:
+    """`Accelerator.save_state` of two models and a scheduler: the second has folders of its own, of the same keys."""
+    for number in range(2):
+        for below, name in (("pytorch_model_fsdp", "model"), ("optimizer", "optimizer")):
+            state = copy.deepcopy({name: saved[1][name]})
+            dcp.save(state, checkpoint_id=str(tmp_path / "state" / f"{below}_{number}"), no_dist=True)
+    torch.save({"last_epoch": 7}, tmp_path / "state" / "scheduler.bin")
+    folder, said = str(tmp_path / "state"), "left out, as nothing here reads them: "
+    assert verify(folder, deep=True).clean
+    done = convert(folder, str(tmp_path / "out"), to="accelerate", dp=1)
+    assert [note for note in done.notes if said in note] == [f"{said}optimizer_1, pytorch_model_fsdp_1, scheduler.bin"]
+    found = diff(folder, str(tmp_path / "out"))
+    assert found.equal and [note.partition(":")[0] for note in found.notes if said in note] == ["A"]
+    file = tmp_path / "state" / "optimizer_1" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert [os.path.basename(fault.where) for fault in verify(folder).faults] == ["__0_0.distcp"]
+
+
 def test_it_goes_to_accelerates_folders(saved: Any, tmp_path: Path) -> None:
     folder, state = saved
     convert(folder, str(tmp_path / "out"), to="accelerate", dp=2)
