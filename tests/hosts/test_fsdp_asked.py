@@ -11,6 +11,7 @@ from pathlib import Path
 import fresh
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ds_reshard
@@ -88,6 +89,39 @@ def test_units_that_cannot_be_written_for_a_reason_nobody_foresaw_are_told(monke
     net = torch.nn.Linear(1, 1)
     reason = saved._without_units("folder", net, torch.optim.AdamW(net.parameters()))
     assert reason == "'FlatParamHandle' object has no attribute '_get_flat_param_offsets'"
+
+
+class _Manager:
+    """What the hooks look at of a manager."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(3, 2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.model(torch.ones(3)).sum().backward()
+        self.optimizer.step()
+
+    def save(self, folder: Path) -> None:
+        weights, states = get_state_dict(self.model, self.optimizer)
+        torch.save(weights, folder / "model_world_size_1_rank_0.pt")
+        torch.save(states, folder / "optim_world_size_1_rank_0.pt")
+        saved.verify_save({"self": self, "path": str(folder)})
+
+
+def test_a_save_that_is_not_read_here_is_told_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer that keeps a list for each parameter, which no tool reads: the save is a good one for all that."""
+    told: list[str] = []
+    monkeypatch.setattr(saved.logger, "warning", lambda text, *given: told.append(text % given))
+    manager = _Manager()
+    manager.save(tmp_path)
+    assert told == []
+    for states in manager.optimizer.state.values():
+        states["history"] = [1, 2]
+    manager.save(tmp_path)
+    (line,) = told
+    assert line.startswith(f"verify_after_save: {tmp_path} is not verified: ") and "has a state 'history'" in line
+    (tmp_path / "optim_world_size_1_rank_0.pt").write_bytes(b"PK")
+    with pytest.raises(ds_reshard.CheckpointDamaged):
+        saved.verify_save({"self": manager, "path": str(tmp_path)})
 
 
 @pytest.mark.distributed
