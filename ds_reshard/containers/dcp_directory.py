@@ -39,6 +39,7 @@ METADATA = ".metadata"
 COMMON, BACKEND = "common.pt", "metadata.json"  # what Megatron-LM keeps beside it
 BUFFER = "chunk"
 MEND = "restore the folder from a copy, or save it again"
+_ROW_MAJOR = "load it with torch, make its tensors contiguous(), weights and states, and save it again"
 _OF_RANK = re.compile(r"__[0-9]+\.metadata")
 Shape = tuple[int, ...]
 Span = tuple[int, int]
@@ -328,14 +329,16 @@ class AlikeArchives:
         place = chunk.place
         assert place is not None, "a chunk without a place is refused when the folder is opened"
         held = self.load(place.path, (place.byte_offset, place.nbytes), (dtype, chunk.size))
+        expected, at = f"{dtype} {list(chunk.size)}", f"{key}: the chunk at {list(chunk.offset)}"
+        found, strides = type(held).__name__, ""
         if isinstance(held, TensorRecord):
             if (held.dtype.label, held.shape) == (dtype, chunk.size) and held.contiguous:
                 return {BUFFER: extent_of(held)}
-            found = f"{held.dtype.label} {list(held.shape)}, strides {list(held.stride)}"
-        else:
-            found = type(held).__name__
-        what = f"{key}: the chunk at {list(chunk.offset)} is not what the directory says"
-        fault = damaged(place.path, what, f"{dtype} {list(chunk.size)}, row-major", found)
+            found, strides = f"{held.dtype.label} {list(held.shape)}", f"strides {list(held.stride)}"
+        fault = damaged(place.path, f"{at} is not what the directory says", expected, found)
+        if found == expected:
+            what = f"{at} does not lie row-major, as of a channels_last model"
+            fault = UnsupportedLayout.fault(place.path, what, found=strides, mend=_ROW_MAJOR)
         raise error_of([fault], subject=f"checkpoint {os.path.dirname(place.path)}")
 
     def load(self, path: str, part: Span, kind: object) -> object:

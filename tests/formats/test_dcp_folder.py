@@ -241,6 +241,23 @@ def test_a_directory_that_contradicts_itself_is_refused(saved: Any, tmp_path: Pa
     assert not verify(str(folder)).clean
 
 
+def test_a_tensor_that_does_not_lie_row_major_is_no_damage(tmp_path: Path) -> None:
+    """torch saves the weights of a channels_last model as they lie, and loads them; nothing here reads them."""
+    folder = str(tmp_path / "step-2")
+    state = {"model": torch.nn.Conv2d(3, 2, 3).to(memory_format=torch.channels_last).state_dict()}
+    assert not state["model"]["weight"].is_contiguous()
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    (fault,) = verify(folder).faults
+    assert (fault.error, "weight: the chunk at [0, 0, 0, 0] does not lie row-major" in fault.what) == (
+        "UnsupportedLayout",
+        True,
+    )
+    with pytest.raises(
+        ds_reshard.UnsupportedLayout, match=r"(?s)does not lie row-major.*make its tensors contiguous\(\)"
+    ):
+        convert(folder, str(tmp_path / "out"), to="safetensors")
+
+
 @pytest.mark.parametrize("what", ["shape", "type"])
 def test_a_chunk_that_is_not_what_the_directory_says_is_refused(saved: Any, tmp_path: Path, what: str) -> None:
     """As many bytes of another shape or type: elements would be those of others."""
