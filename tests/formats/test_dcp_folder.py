@@ -241,6 +241,37 @@ def test_a_directory_that_contradicts_itself_is_refused(saved: Any, tmp_path: Pa
     assert not verify(str(folder)).clean
 
 
+@pytest.mark.parametrize(
+    ("make", "flat", "told"),
+    [
+        (
+            torch.optim.AdamW,
+            False,
+            r"first\.state\.bias\.exp_avg and second\.state\.bias\.exp_avg are of one name here",
+        ),
+        (torch.optim.SGD, False, "parameter bias is in groups of first and of second"),
+        (
+            torch.optim.SGD,
+            True,
+            r"first\.param_groups\.bias\.lr and second\.param_groups\.bias\.lr are of one name here",
+        ),
+    ],
+)
+def test_two_optimizers_of_parameters_of_one_name_are_refused(tmp_path: Path, make: Any, flat: bool, told: str) -> None:
+    """As a GAN has them: one's learning rate took the place of the other's, or the folder was called damaged."""
+    state: dict[str, Any] = {}
+    for number, name in enumerate(("first", "second"), start=1):
+        model = torch.nn.Linear(3, 2)
+        optimizer = make(model.parameters(), lr=0.1 * number)
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        state[f"{name} model"], state[name] = get_state_dict(model, optimizer, options=options)
+    dcp.save(state, checkpoint_id=str(tmp_path / "gan"), no_dist=True)
+    with pytest.raises(ds_reshard.UnsupportedLayout, match=told):
+        convert(str(tmp_path / "gan"), str(tmp_path / "out"), to="dcp", dp=1)
+
+
 def test_a_tensor_that_does_not_lie_row_major_is_no_damage(tmp_path: Path) -> None:
     """torch saves the weights of a channels_last model as they lie, and loads them; nothing here reads them."""
     folder = str(tmp_path / "step-2")

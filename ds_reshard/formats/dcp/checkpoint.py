@@ -20,7 +20,7 @@ from ds_reshard.containers.dcp_directory import (
     read_directory,
 )
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
-from ds_reshard.formats.dcp.entries import ACCELERATE, MODELS, Path, group_key, read_values, tensor_key
+from ds_reshard.formats.dcp.entries import ACCELERATE, MODELS, GroupKey, Path, group_key, read_values, tensor_key
 from ds_reshard.model.checkpoint import SavedListing
 from ds_reshard.model.content import MASTER, WEIGHT
 from ds_reshard.model.facts import OptimizerFacts
@@ -68,7 +68,7 @@ def open_dcp(folder: str) -> DcpCheckpoint:
     And what `read_directory` raises; UnsupportedLayout for chunks that were compressed, and for unknown types.
     """
     directory = _read(folder)
-    faults = [*directory.faults(saved_again=_SAVED_AGAIN), *_named_as_weights(directory)]
+    faults = [*directory.faults(saved_again=_SAVED_AGAIN), *_named_as_weights(directory), *_of_one_name(directory)]
     raise_faults(faults, subject=f"checkpoint {folder}")
     single = dict(_single(directory))
     chunks = {family: tensor.filled for family, tensor in directory.tensors.items()}
@@ -80,8 +80,6 @@ def open_dcp(folder: str) -> DcpCheckpoint:
         key = tensor_key(directory.paths.get(family, (family,)))
         boxes = tuple(Box(offset=chunk.offset, size=chunk.size) for chunk in chunks[family])
         shards[family] = len(boxes)
-        if key in placements:
-            faults.append(damaged(directory.path, f"{family} and another key name {key}", "one", "two"))
         dtype = ElementType.named(tensor.dtype)
         try:
             placements[key] = chunked(key, tensor.shape, dtype, boxes, family=family, buffer=BUFFER)
@@ -90,6 +88,10 @@ def open_dcp(folder: str) -> DcpCheckpoint:
             faults.append(damaged(directory.path, what, "each element once", "another cover"))
     raise_faults(faults, subject=f"checkpoint {folder}")
     values = read_values(directory, single)
+    raise_faults(
+        [_two(directory, f"parameter {name} is in groups of {a} and of {b}") for name, a, b in values.twice()],
+        subject=f"checkpoint {folder}",
+    )
     trained = [key.name for key in placements if key.kind != "weight"]
     return DcpCheckpoint(
         folder=folder,
@@ -113,6 +115,23 @@ def _named_as_weights(directory: Directory) -> Iterator[Fault]:
             what = f"{family} is an optimizer state of the name that a weight, or its master, has here"
             mend = "save it again under names that differ"
             yield UnsupportedLayout.fault(directory.path, what, f"any name but {MASTER!r} and {WEIGHT!r}", mend=mend)
+
+
+def _of_one_name(directory: Directory) -> Iterator[Fault]:
+    """Keys that mean the same tensor or value of a group: of two optimizers, whose parameters have the same names."""
+    found: dict[TensorKey | GroupKey, str] = {}
+    for family in (*directory.tensors, *directory.objects):
+        path = directory.paths.get(family, (family,))
+        group = group_key(path)
+        if family in directory.tensors or (group is not None and group.member is not None):
+            first = found.setdefault(group or tensor_key(path), family)
+            if first != family:
+                yield _two(directory, f"{first} and {family} are of one name here")
+
+
+def _two(directory: Directory, what: str) -> Fault:
+    mend = "save each model and its optimizer into a folder of its own"
+    return UnsupportedLayout.fault(directory.path, what, "names that differ", mend=mend)
 
 
 def _notes(directory: Directory) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ds_reshard.containers.dcp_directory import Directory, Place
@@ -78,6 +78,15 @@ class Values:
         if not (names or self.grouped):
             return None
         return OptimizerFacts(groups=tuple(self._numbered() or self._flattened(names)), scalars=self.scalars)
+
+    def twice(self) -> Iterator[tuple[str, str, str]]:
+        """Members of numbered groups of two optimizers, with the keys of both."""
+        found: dict[str, str] = {}
+        for key, value in self.grouped.items():
+            if key.position is not None and key.name == "params" and isinstance(value, list | tuple):
+                optimizer, _ = key.position
+                first = {member: found.setdefault(str(member), optimizer) for member in value}
+                yield from ((str(name), other, optimizer) for name, other in first.items() if other != optimizer)
 
     def _numbered(self) -> list[GroupFacts]:
         """The groups that were saved by their positions."""
