@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from ds_reshard.containers import folders
+from ds_reshard.containers.dcp_directory import METADATA, directories
 from ds_reshard.containers.pickle_rules import UNSAFE, in_force, rules_in_force
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.remote import UNFINISHED, expect, is_url, natural
@@ -160,7 +161,14 @@ def _named_in(latest: str, path: str) -> str:
     return tag
 
 
-def _no_checkpoint(path: str, what: str) -> CheckpointNotFound:
+def _no_checkpoint(path: str, what: str) -> ReshardError:
+    told = directories(path)
+    if told and METADATA not in told:
+        what = (
+            "has a directory of torch.distributed.checkpoint for each rank (use_collectives=False): none is read here"
+        )
+        mend = "load it with torch on as many ranks, and save it with use_collectives=True"
+        return UnsupportedLayout.of(path, what, mend=mend)
     if any(name.endswith(".distcp") for name in folders.names(path)):
         what = (
             "has files of torch.distributed.checkpoint, and no .metadata, which is written last: the save did not end"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from nanotron_builder import RUNS, values, write
 from torch.distributed.checkpoint.api import CheckpointException
@@ -270,6 +271,22 @@ def test_two_optimizers_of_parameters_of_one_name_are_refused(tmp_path: Path, ma
     dcp.save(state, checkpoint_id=str(tmp_path / "gan"), no_dist=True)
     with pytest.raises(ds_reshard.UnsupportedLayout, match=told):
         convert(str(tmp_path / "gan"), str(tmp_path / "out"), to="dcp", dp=1)
+
+
+def test_a_directory_for_each_rank_is_no_save_that_did_not_end(tmp_path: Path) -> None:
+    """`use_collectives=False`; where there is no directory at all, the save did not end."""
+    folder = tmp_path / "step-2"
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=str(folder), use_collectives=False)
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(ds_reshard.UnsupportedLayout, match=r"for each rank .*save it with use_collectives=True"):
+        inspect(str(folder))
+    (folder / "__0.metadata").unlink()
+    with pytest.raises(ds_reshard.CheckpointNotFound, match="the save did not end"):
+        inspect(str(folder))
 
 
 def test_a_tensor_that_does_not_lie_row_major_is_no_damage(tmp_path: Path) -> None:
