@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from nanotron_builder import RUNS, values, write
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -271,6 +272,25 @@ def test_two_optimizers_of_parameters_of_one_name_are_refused(tmp_path: Path, ma
     dcp.save(state, checkpoint_id=str(tmp_path / "gan"), no_dist=True)
     with pytest.raises(ds_reshard.UnsupportedLayout, match=told):
         convert(str(tmp_path / "gan"), str(tmp_path / "out"), to="dcp", dp=1)
+
+
+@pytest.mark.parametrize("name", ["", "net", "model"])
+@pytest.mark.parametrize("flat", [None, False, True])
+def test_a_module_called_state_has_weights(tmp_path: Path, name: str, flat: bool | None) -> None:
+    """Its keys look like those of flattened states: with an optimizer beside it, and without one."""
+    model = torch.nn.ModuleDict({"state": torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))})
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=bool(flat))
+    weights, states = get_state_dict(model, optimizer, options=options)
+    state = {**({name: weights} if name else weights), **({"optimizer": states} if flat is not None else {})}
+    dcp.save(state, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    convert(str(tmp_path / "saved"), str(tmp_path / "out"), to="safetensors")
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    below = f"{name}." if name not in ("", "model") else ""
+    assert held.keys() == {f"{below}{key}" for key in weights}
+    assert all(torch.equal(held[f"{below}{key}"], value) for key, value in weights.items())
 
 
 def test_a_directory_for_each_rank_is_no_save_that_did_not_end(tmp_path: Path) -> None:

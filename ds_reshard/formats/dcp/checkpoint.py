@@ -168,7 +168,23 @@ def _read(folder: str) -> Directory:
             paths={**first.paths, **other.paths},
             contradictions=first.contradictions + other.contradictions,
         )
-    return first
+    return replace(first, paths={**first.paths, **dict(_of_modules(first))})
+
+
+def _of_modules(directory: Directory) -> Iterator[tuple[str, Path]]:
+    """Weights of a module called `state`, whose keys look like flattened states: no param group is beside them.
+
+    torch flattens both together (`_flatten_optim_state_dict`, torch/distributed/checkpoint/state_dict.py, 2.13). Their
+    paths are given with the module's name apart.
+    """
+    keys = (*directory.tensors, *directory.objects)
+    paths = {family: directory.paths.get(family, (family,)) for family in keys}
+    grouped = {path[:-1] for path in paths.values() if group_key(path) is not None}
+    for family, path in paths.items():
+        module, _, rest = str(path[-1]).partition(".")
+        optimizer = len(path) > 1 and str(path[0]).startswith("optim")  # which may be saved without its groups
+        if module == "state" and rest and path[:-1] not in grouped and not optimizer:
+            yield family, (*path[:-1], module, rest)
 
 
 def _single(directory: Directory) -> Iterator[tuple[str, Place]]:
