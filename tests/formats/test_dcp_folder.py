@@ -293,6 +293,28 @@ def test_a_module_called_state_has_weights(tmp_path: Path, name: str, flat: bool
     assert all(torch.equal(held[f"{below}{key}"], value) for key, value in weights.items())
 
 
+@pytest.mark.parametrize("to", ["pytorch", "zero2", "dcp"])
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("top", ["app", "net"])
+def test_a_model_of_another_name_is_found_by_its_optimizer(tmp_path: Path, top: str, flat: bool, to: str) -> None:
+    """As torch's tutorial saves one, below one name with its optimizer; an average of the weights lies beside it."""
+    weights, states = _state(flat)["model"], _state(flat)["optimizer"]
+    model: dict[str, Any] = (
+        {"app": {"model": weights, "optim": states}} if top == "app" else {top: weights, "opt": states}
+    )
+    average = {name: value * 2 for name, value in weights.items() if name == "embed.weight"}
+    saved, usual = (str(tmp_path / name) for name in ("saved", "usual"))
+    dcp.save({**model, "average": average}, checkpoint_id=saved, no_dist=True)
+    dcp.save({"model": weights, "optimizer": states, "average": average}, checkpoint_id=usual, no_dist=True)
+    assert diff(saved, usual).equal and verify(saved).clean
+    name, optimizer = {"app": ("app.model", "app.optim"), "net": ("net", "opt")}[top]
+    wanted = {f"{name}.{key}": torch.full_like(value, 7) for key, value in weights.items()}
+    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(saved, model=name, optimizer=optimizer), no_dist=True)
+    assert _alike(wanted, {f"{name}.{key}": value for key, value in weights.items()})
+    told = [convert(one, f"{one}.{to}", to=to, dp=1 if to != "pytorch" else None) for one in (saved, usual)]
+    assert diff(f"{saved}.{to}", f"{usual}.{to}").equal and told[0].notes == told[1].notes
+
+
 def test_a_directory_for_each_rank_is_no_save_that_did_not_end(tmp_path: Path) -> None:
     """`use_collectives=False`; where there is no directory at all, the save did not end."""
     folder = tmp_path / "step-2"
