@@ -67,6 +67,7 @@ def _differing(source: Checkpoint, names: Collection[str] | None, part: int, of:
         return []
     keys = [key for key in copies.layout.placements if names is None or key.name in names or key.kind == WEIGHT]
     firsts = {key: key._replace(copy=0) for key in keys}
+    keys = [key for key in keys if firsts[key] in source.layout]
     keys = [key for key in keys if checksums(copies, key) != checksums(source.index, firsts[key])]
     keys = keys[part::of]
     wrong = dict[TensorKey, Deviation]()

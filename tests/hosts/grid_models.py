@@ -66,6 +66,17 @@ class Embedding(torch.nn.Module):
         return x + square(self)
 
 
+class Quiet(Embedding):
+    """Its spec without a forward_fn, which has a file, is that of the head."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return head(self, x)
+
+
+def whole(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + square(module)
+
+
 class Tie(torch.nn.Module):
     def __init__(self, start: int) -> None:
         super().__init__()
@@ -73,6 +84,11 @@ class Tie(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + square(self)
+
+
+class Still(Tie):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return head(self, x)
 
 
 def head(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -157,6 +173,14 @@ def _layers(kind: str, tp: int = 1, rank: int = 0) -> list[Any]:
             TiedLayerSpec("embed", DividedEmbedding, tp, rank, forward_fn=head),
             LayerSpec(Norm, 400),
         ]
+    if kind.startswith("late"):
+        early, late = (
+            TiedLayerSpec("embed", Still, 0, forward_fn=of)
+            if kind == "late tie"
+            else TiedLayerSpec("embed", Quiet, forward_fn=of)
+            for of in (whole, None)
+        )
+        return [early, LayerSpec(Block, 100, True), LayerSpec(Block, 200), late, LayerSpec(Norm, 400)]
     first = head_first if kind == "no file" else None
     if kind.startswith("no ties"):
         return [LayerSpec(Block, 100 * number) for number in range(1, 6)]
@@ -192,8 +216,9 @@ def _pipeline(grid: Grid) -> tuple[torch.nn.Module, Any]:
     place = topology.get_coord(torch.distributed.get_rank()).model
     layers = _layers(grid.layers, grid.tp, place)
     model = PipelineModule(layers, topology=topology, loss_fn=lambda out, _: out.sum(), partition_method="uniform")
-    if model.stage_id > 0 and "embed" in model.tied_modules and "one position" not in grid.layers:
-        model.tied_modules["embed"].position.data = numbers(60, 3)
+    embed = getattr(model.tied_modules, "embed", None)
+    if model.stage_id > 0 and hasattr(embed, "position") and "one position" not in grid.layers:
+        embed.position.data = numbers(60, 3)
     if grid.layers.startswith("divided") and "unsaid" not in grid.layers:
         model.universal_checkpoint_info = {
             "universal_checkpoint_version": 0.2,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from grid_cases import Folders, Grid
-from grid_models import PIPE_RULES
+from grid_models import PIPE_RULES, numbers
 
 from ds_reshard.errors import CheckpointDamaged
 from ds_reshard.operations import convert, verify
@@ -96,6 +96,8 @@ STAGES = [
     (pipe(2, 1, 0, tp=2, layers="divided"), pipe(1, 4, "bf16opt", "bf16", layers="divided")),
     (pipe(1, 2, 0, layers="divided"), pipe(2, 1, 0, tp=2, layers="divided one position")),
     (pipe(2, 1, 1, "bf16", tp=2, layers="divided"), pipe(2, 1, "bf16opt", "bf16", layers="divided")),
+    (pipe(2, 2, layers="late file"), pipe(1, 2, 0, layers="late file")),
+    (pipe(2, 2, 1, "bf16", layers="late file"), pipe(2, 2, 1, "bf16", layers="late file")),
 ]
 
 
@@ -109,6 +111,30 @@ def test_a_pipeline_loads_bit_equal_with_other_stages(
         assert rank["wrong"] == {}, loaded
         assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
         assert rank["scheduler"]["last_epoch"] == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments"), [(pipe(2, 1), {"load_optimizer_states": False}), (pipe(1, 2, 0), {})], ids=str
+)
+def test_what_only_a_later_stage_has_saved_is_not_the_first_stages(
+    worlds: Any, folders: Folders, target: Grid, arguments: dict[str, Any]
+) -> None:
+    """Weights of what is not tied, where the first stage's spec has a forward_fn and so no file of its layer."""
+    source = pipe(2, 2, target.stage, layers="late file")
+    target = replace(target, layers="late file")
+    told = worlds[2].run("grid_jobs.refused", grid=target, folder=str(folders(source)), **arguments)
+    assert {(name, same) for name, _, same in told} == {("UnsupportedLayout", True)}, told
+    assert "embed.position: is not tied, and no file of a layer has the first stage's value" in told[0][1]
+
+
+def test_tools_take_a_later_stages_file_for_no_others(folders: Folders, tmp_path: Path) -> None:
+    """What is not tied of it is no cast of the first stage's masters; of these a conversion makes the weights."""
+    folder = str(folders(pipe(2, 2, layers="late file")))
+    assert not verify(folder, deep=True).faults
+    convert(folder, str(tmp_path / "out"), to="zero1", dp=1)
+    assert not verify(str(tmp_path / "out"), deep=True).faults
+    layer = torch.load(tmp_path / "out/t/layer_03-model_00-model_states.pt")
+    assert torch.equal(layer["position"], numbers(40, 3))
 
 
 OF_FIRST_STAGES = [

@@ -127,7 +127,8 @@ class ZeroCheckpoint:
     Made by one rank from the listing, one model file and one optimizer file; small and picklable.
     `optim` is None when the optimizer was not asked for, or for a stage-0 checkpoint, or where `universal` has what
     it would. `columns` are where the flat buffers of `optim` lie; under pipeline parallelism `model` and `optim` are
-    what all `stages` say together, and `copies` the tensors of which a file before has a copy. `rows` are the model
+    what all `stages` say together, `copies` the tensors of which a file before has a copy, and `late` names of weights
+    that are, or at ZeRO stage 0 may be, a later stage's, as no file has the first one's. `rows` are the model
     files of all tensor-parallel ranks where `model` is made of them, with whole tensors, and `divided` says how each
     was cut; `stages_of_rows` are the stages of each, of a pipeline at stage 0. With `masters_in_module` (fp32 training
     at stage 0) the weights are the masters: both keys name the same bytes, and a reader wants them once. `layers` are
@@ -147,6 +148,7 @@ class ZeroCheckpoint:
     columns: tuple[GridColumn, ...] = ()
     stages: tuple[ModelStates, ...] = ()
     copies: tuple[Mapping[str, TensorRecord], ...] = ()
+    late: frozenset[str] = frozenset()
     rows: tuple[ModelStates, ...] = ()
     stages_of_rows: tuple[tuple[ModelStates, ...], ...] = ()
     divided: Mapping[str, Division] = field(default_factory=dict)

@@ -243,7 +243,8 @@ def _notes(zero: ZeroCheckpoint) -> Iterator[str]:
         yield f"several stages have a copy of {', '.join(copies[:8])}: those of the first stage are shown"
     unsaved = [name for name in zero.model.trainable if TensorKey(name, WEIGHT) not in zero.layout and zero.stages]
     if unsaved and zero.universal is None:
-        yield f"in no file are the weights of {', '.join(unsaved[:8])}: all their TiedLayerSpecs have a forward_fn"
+        why = "all TiedLayerSpecs of their first stage have a forward_fn"
+        yield f"in no file are the weights of {', '.join(unsaved[:8])}: {why}"
     if zero.universal is not None and zero.stages:
         yield "ds_to_universal keeps no buffers and no frozen parameters of a PipelineModule: they are in no file"
     if zero.universal is not None and len(zero.stages) > 1:

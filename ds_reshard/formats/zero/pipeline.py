@@ -68,7 +68,7 @@ def open_pipeline(listing: Listing, grid: Grid, row: Row, first: ModelStates, *,
     faults += [*_of_another_kind(listing, grid, stages), *compare_heads(stages, (), listing.folder, states=False)]
     faults += [*_absent(listing, row, read, stages)]
     raise_faults(faults, subject=subject)
-    named, objects, beside = _layers(listing, row, read, stages)
+    named, objects, beside, late = _layers(listing, row, read, stages, optimizer=optimizer)
     groups = [len(one) for one in shapes]
     columns: list[GridColumn] = []
     optims: list[OptimStates] = []
@@ -108,6 +108,7 @@ def open_pipeline(listing: Listing, grid: Grid, row: Row, first: ModelStates, *,
         columns=tuple(columns),
         stages=tuple(stages),
         copies=({_buffer(key): tensor for key, tensor in beside.items()},),
+        late=late,
     )
 
 
@@ -201,21 +202,30 @@ def _shape(stage: ModelStates, name: str, numel: int, read: Layers, row: Row) ->
     raise error_of([fault], subject="reading a checkpoint")
 
 
-Module = tuple[dict[str, TensorRecord], dict[str, object], dict[TensorKey, TensorRecord]]
+Module = tuple[dict[str, TensorRecord], dict[str, object], dict[TensorKey, TensorRecord], frozenset[str]]
 
 
-def _layers(listing: Listing, row: Row, read: Layers, stages: Sequence[ModelStates]) -> Module:
-    """The entries of all layers' files by their names in the model: tensors, other values, and copies of tensors."""
+def _layers(listing: Listing, row: Row, read: Layers, stages: Sequence[ModelStates], *, optimizer: bool) -> Module:
+    """The entries of all layers' files by their names in the model: tensors, other values, and copies of tensors.
+
+    A copy has the number that its stage's master has. Where only a later stage's has a file, as the first one's spec
+    has a forward_fn, it is a copy beside none, if there are masters. If there are not, it is taken for the first, and
+    its name is told.
+    """
     shapes = {name: shape for stage in stages for name, shape in stage.trainable.items()}
     ties = dict(row.ties) if row.ties is not None else _inferred(read, shapes, stages, listing.folder)
     named: dict[str, TensorRecord] = {}
     objects: dict[str, object] = {}
     beside: dict[TensorKey, TensorRecord] = {}
-    seen: dict[str, int] = {}
+    seen: dict[str, set[int]] = {}
+    silent = set(range(max(read, default=0))) - set(read) if row.ties is None else set()
     for layer, entries in read.items():
         prefix = f"tied_modules.{ties[layer]}" if layer in ties else f"{layer}"
-        number = seen.get(prefix, 0)
-        seen[prefix] = number + 1
+        taken, number = seen.setdefault(prefix, set()), 0
+        if layer in ties:
+            tied = {at for at, key in ties.items() if key == ties[layer]} | silent
+            number = _copy_of_file(layer, ties[layer], tied, stages, taken)
+        taken.add(number)
         for key, value in entries.items():
             name = f"{prefix}.{key}"
             if not isinstance(value, TensorRecord):
@@ -224,9 +234,36 @@ def _layers(listing: Listing, row: Row, read: Layers, stages: Sequence[ModelStat
                 beside[TensorKey(name, "weight", number)] = value
             else:
                 named[name] = value
+    late = {at.name: at for at in sorted(beside, reverse=True) if at.name not in named}
+    late = {name: at for name, at in late.items() if not (optimizer and name in shapes)}
+    named |= {name: beside.pop(at) for name, at in late.items()}
+    firsts = {key: layer for layer, key in sorted(ties.items(), reverse=True)} if not shapes and len(stages) > 1 else {}
+    unsure = {name for name in named if firsts.get(tied_key(name) or "", -1) not in {-1, *read}}
     faults = list(_misshapen(listing, named, beside, shapes))
     raise_faults(faults, subject=f"checkpoint {listing.folder}")
-    return named, objects, beside
+    buffers = {name for stage in stages for name in stage.buffer_names}
+    return named, objects, beside, frozenset({*late, *unsure} - buffers)
+
+
+def _copy_of_file(layer: int, key: str, tied: set[int], stages: Sequence[ModelStates], taken: set[int]) -> int:
+    """Which copy of a tied module the file of a layer has: the number of its stage among those that have the module.
+
+    A stage has the layers between those of the stages around it. Where several may have saved the file, it is the
+    first of them that can have no other layer of the module, of those that are, or may be, `tied`; of a stage that has
+    saved two, the second is a copy further.
+    """
+    names = [{*stage.trainable, *stage.frozen_shapes, *stage.buffer_names} for stage in stages]
+    layers = [{at for at in map(layer_of, own) if at is not None} for own in names]
+    holders = [stage for stage, own in enumerate(names) if any(tied_key(name) == key for name in own)]
+
+    def may(stage: int, one: int) -> bool:
+        before, behind = set().union(*layers[:stage]), set().union(*layers[stage + 1 :])
+        return max(before, default=-1) < one < min(behind, default=one + 1)
+
+    owners = [stage for stage in holders if may(stage, layer)]
+    sole = [stage for stage in owners if sum(may(stage, one) for one in tied) == 1]
+    found = holders.index((sole or owners)[0]) if owners else len(taken)
+    return found if found not in taken else max(len(holders), *(number + 1 for number in taken))
 
 
 def _inferred(read: Layers, shapes: Mapping[str, Shape], stages: Sequence[ModelStates], folder: str) -> dict[int, str]:
@@ -375,17 +412,22 @@ def with_stand_ins(zero: ZeroCheckpoint) -> ZeroCheckpoint:
 
 
 def layer_files(zero: ZeroCheckpoint) -> dict[str, dict[str, TensorKey]]:
-    """The files of all layers of the first row, with the weights that they have by their names there."""
+    """The files of all layers of the first row, with the weights that they have by their names there.
+
+    Where no file has the first stage's copy of a weight, a later one's stands for it.
+    """
     files: dict[str, dict[str, TensorKey]] = {}
     module = zero.rows[0].module if zero.rows else zero.model.module
     records = {TensorKey(name, WEIGHT): record for name, record in module.items()}
     copies = {key: _buffer(key) for key in zero.layout.placements if key.copy and key.kind == WEIGHT}
     beside = {key: zero.copies[0][buffer] for key, buffer in copies.items() if buffer in zero.copies[0]}
-    for key, record in (records | beside).items():
-        if record.storage.path:
-            tie, layer = tied_key(key.name), layer_of(key.name)
-            entry = key.name.removeprefix(f"{layer}." if tie is None else f"tied_modules.{tie}.")
-            files.setdefault(os.path.basename(record.storage.path), {})[entry] = key
+    held = {key: record for key, record in (records | beside).items() if record.storage.path}
+    lowest = {key.name: key.copy for key in sorted(held, reverse=True)}
+    for key, record in held.items():
+        tie, layer = tied_key(key.name), layer_of(key.name)
+        entry = key.name.removeprefix(f"{layer}." if tie is None else f"tied_modules.{tie}.")
+        one = key._replace(copy=key.copy - lowest[key.name])
+        files.setdefault(os.path.basename(record.storage.path), {})[entry] = one
     return files
 
 

@@ -85,6 +85,7 @@ def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Zer
         columns=tuple(columns),
         stages=parts[0].stages,
         copies=tuple(beside for part in parts for beside in part.copies),
+        late=frozenset().union(*(part.late for part in parts)),
         rows=tuple(models),
         stages_of_rows=tuple(part.stages for part in parts) if listing.layers and model.param_shapes is None else (),
         divided={name: division for name, division in found.items() if name in parameters},

@@ -51,6 +51,15 @@ def take_own_weights(wants: Wants, grid: LiveGrid) -> None:
             _of_first(source.name, grid, "are in the optimizer's files alone, which are not read")
 
 
+def of_later_stages(wants: Wants, grid: LiveGrid) -> Iterator[Fault]:
+    """Weights, or masters that they are, of which only a later stage's value is to be had, and that are not tied."""
+    wanted = {source.name for source in wants.sources.values() if source.kind in (WEIGHT, MASTER)}
+    for name in sorted(wants.checkpoint.late & wanted.union(wants.from_masters) - grid.tied):
+        what = "is not tied, and no file of a layer has the first stage's value, as its TiedLayerSpec has a forward_fn"
+        mend = "save at ZeRO stage 1 and load with optimizer states, or name it in tied_weight_attr"
+        yield UnsupportedLayout.fault(f"parameter {name}", what, "the first stage's", "a later one's", mend=mend)
+
+
 def _copied(name: str, grid: LiveGrid) -> bool:
     """Whether an earlier stage has a tensor of this name, too, and they are not tied."""
     key = tied_key(name)
@@ -217,6 +226,8 @@ def copies_apart(
     for key in copies[grid.stage * size + position :: grid.pp * size]:
         row, number = checkpoint.copy_of(key)
         first = key._replace(copy=number if row else 0)
+        if first not in checkpoint.layout:
+            continue  # of which no file has the first stage's weight
         if row:
             if not same_values(index, first, key, memory_nbytes=memory_nbytes):
                 found = _difference(index, first, key, memory_nbytes=memory_nbytes)

@@ -20,6 +20,7 @@ from ds_reshard.hosts.deepspeed.copies import (
     Orders,
     copies_apart,
     model_of_stage,
+    of_later_stages,
     ordered,
     plan_of,
     same_values,
@@ -161,7 +162,7 @@ def prepare(
             index.open(MODEL, shard)
     faults += names_apart(wants.state, checkpoint, index, memory_nbytes=settings.memory_nbytes)
     faults += copies_apart(checkpoint, grid, index, position, size, memory_nbytes=settings.memory_nbytes)
-    faults += shares_unproved(wants, prove=settings.prove)
+    faults += [*of_later_stages(wants, grid), *shares_unproved(wants, prove=settings.prove)]
     compared = shards.compare() if isinstance(shards, ForeignShards) else ()
     faults += [*index.faults, *wants.faults, *compared, *files_as_listed(checkpoint.listing, plan.files)]
     raise_faults(faults, subject=subject)
