@@ -413,6 +413,10 @@ BY_DEEPSPEED = {
     ),
     "experts, likewise": (moe(2, 4, "bf16opt", "bf16"), moe(4, 4, "bf16opt", "bf16")),
     "what is not tied": (pipe(2, 2), pipe(2, 2)),
+    "weights of which the first stage has no file": (
+        pipe(2, 2, 0, layers="late tie"),
+        pipe(2, 2, 0, layers="late tie"),
+    ),
     "weights that are in no file": (pipe(2, 2, layers="no file"), pipe(2, 2, layers="no file")),
 }
 

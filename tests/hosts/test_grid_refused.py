@@ -417,6 +417,33 @@ def test_what_is_wrong_with_a_grid_is_said_on_every_rank(
     assert all(same for _, _, same in told)
 
 
+AS_SAVED = {
+    "a parameter that a layer's file lacks": (
+        PLAIN,
+        changed("layer_01-model_00-model_states.pt", lambda content: content.pop("fixed")),
+        "parameter 1.fixed: is missing from the checkpoint",
+    ),
+    "a tied module that no layer has a file of": (
+        replace(PLAIN, layers="no file"),
+        lambda folder: None,
+        f"parameter {TIED}: is missing from the checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AS_SAVED)
+def test_stages_that_lack_a_weight_are_refused_on_every_rank(
+    worlds: Any, folders: Folders, tmp_path: Path, case: str
+) -> None:
+    """At stage 0, as saved: DeepSpeed stops one stage, for which others wait, or all keep what was built."""
+    source, damage, text = AS_SAVED[case]
+    folder = shutil.copytree(folders(source), tmp_path / "broken")
+    damage(folder / "t")
+    told = worlds[2].run("grid_jobs.refused", grid=source, folder=str(folder))
+    assert {(name, same) for name, _, same in told} == {("ModelMismatch", True)}, told
+    assert text in told[0][1] and len({said for _, said, _ in told}) == 1
+
+
 def test_param_groups_in_an_order_of_their_own_tell_no_other_stages(worlds: Any, folders: Folders) -> None:
     """Of the states of other layers no file and no rank says where they stand."""
     target = Grid("pipeline", dp=2, layers="no ties, last first")

@@ -163,6 +163,18 @@ def by_other_stages(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> bool:
     return checkpoint.stage == 0 and saved > 0 and (saved != grid.pp or bool(checkpoint.rows))
 
 
+def gives_back_ties(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> bool:
+    """Whether DeepSpeed loads the weights of all tied modules: the first stage that has one fills those of all others
+    (`_synchronize_tied_weights`, runtime/pipe/module.py, 0.19.8), be it from a file of a layer or as it was built.
+    """
+    ties, saved = grid.row.ties or {}, {layer for layer, _ in checkpoint.listing.layers}
+    firsts = {key: grid.stages_of(key)[0] for key in ties.values()}
+    filled = {
+        key for at, key in ties.items() if at in saved and grid.parts[firsts[key]] <= at < grid.parts[firsts[key] + 1]
+    }
+    return filled == set(firsts)
+
+
 def of_stages(checkpoint: ZeroCheckpoint, grid: LiveGrid, told: Sequence[StageOrder]) -> Named:
     """A checkpoint of stage 0 with the optimizers of all its stages named, for a run with other stages.
 

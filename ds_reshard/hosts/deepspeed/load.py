@@ -58,7 +58,7 @@ from ds_reshard.hosts.deepspeed.live import (
     unsupported,
 )
 from ds_reshard.hosts.deepspeed.move import Moved, divided_names, move, unproved
-from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, prepare, same_layout
+from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, live_model, model_faults, prepare, same_layout
 from ds_reshard.hosts.deepspeed.ready import Decision, Ready, agree_ready
 from ds_reshard.hosts.deepspeed.resume_session import Resume, policy_of, saved_by
 from ds_reshard.hosts.deepspeed.resume_values import as_it_is, narrowed
@@ -423,6 +423,9 @@ def leave_to_deepspeed(
     if leave and not faults:
         faults += pattern_in_path(request.load_dir, request.tag) + _check_own(mine, checkpoint, shards)
         faults += scheduler_faults(engine, checkpoint.model, request)
+    if leave and checkpoint.stages:  # of which DeepSpeed stops one stage alone, and the others wait for it
+        model = live_model(engine, mine.live, mine.grid, {})
+        faults += model_faults(model, checkpoint, mine.grid, optimizer=False, strict=request.strict)
     raise_faults(faults, subject=f"loading {checkpoint.listing.folder}")
     if leave and checkpoint.stages:
         left_as_built(engine, mine.grid)

@@ -19,6 +19,7 @@ from ds_reshard.formats.zero.stage0 import Named, param_groups, torch_optimizer
 from ds_reshard.hosts.deepspeed.copies import (
     Orders,
     copies_apart,
+    gives_back_ties,
     model_of_stage,
     of_later_stages,
     ordered,
@@ -316,9 +317,10 @@ def same_layout(
     That takes the same stage, wrapper, data-parallel size, file prefix, order of parameters in every
     flat buffer (round-robin), gaps (parameter alignment), sub-groups and param groups; and no elastic
     optimizer state, which DeepSpeed loads at no size. Two stage-0 runs are alike at any size. Of a PipelineModule it
-    loses what is not tied of tied modules, and bf16 at stage 0 (`BF16_Optimizer._load_legacy_checkpoint`); experts of
-    several expert-parallel ranks it takes for those of any other number, fp32 states of 16-bit masters it rounds,
-    and what an optimizer needs in its groups, or another rule of its steps, it overlooks.
+    loses what is not tied of tied modules, all of one that the first stage has no file of, and bf16 at stage 0
+    (`BF16_Optimizer._load_legacy_checkpoint`); experts of several expert-parallel ranks it takes for those of any other
+    number, fp32 states of 16-bit masters it rounds, and what an optimizer needs in its groups, or another rule of its
+    steps, it overlooks.
     """
     if checkpoint.foreign:
         return False
@@ -328,6 +330,8 @@ def same_layout(
     if checkpoint.listing.places and not same_places(checkpoint, sizes, None if live is None else live.groups):
         return False
     if checkpoint.stages and (checkpoint.stage != 0 or len(checkpoint.stages) != grid.pp):
+        return False
+    if checkpoint.stages and not gives_back_ties(checkpoint, grid):
         return False
     if live is None or live.stage == 0:
         return checkpoint.stage == 0 and live_kind(engine) == stage0_kind(checkpoint)
