@@ -486,7 +486,7 @@ def _moe(grid: Grid) -> tuple[torch.nn.Module, Any]:
             self.dense = torch.nn.Linear(4, 4)
             sizes = expert_sizes(grid)
             layers = [MoE(4, Expert(), num_experts=EXPERTS, ep_size=sizes[n], k=1, use_residual=n > 0) for n in (0, 1)]
-            self.moe = torch.nn.ModuleList(layers)
+            self.add_module("experts" if grid.layers == "named experts" else "moe", torch.nn.ModuleList(layers))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return square(self)
@@ -498,13 +498,16 @@ def _moe(grid: Grid) -> tuple[torch.nn.Module, Any]:
         if ".deepspeed_experts." not in name:
             parameter.data.copy_(numbers(start, *parameter.shape))
             start += parameter.numel()
-    for layer, (moe, ep) in enumerate(zip(model.moe, expert_sizes(grid), strict=True)):
+    named = model.experts if grid.layers == "named experts" else model.moe
+    for layer, (moe, ep) in enumerate(zip(named, expert_sizes(grid), strict=True)):
         place = rank // (ranks // ep) if swapped else rank % ep
-        for local, expert in enumerate(moe.deepspeed_moe.experts.deepspeed_experts):
-            start = 1000 + 1000 * layer + 100 * (place * EXPERTS // ep + local)
-            for parameter in expert.parameters():
+        for local, module in enumerate(moe.deepspeed_moe.experts.deepspeed_experts):
+            expert = place * EXPERTS // ep + local
+            start = 1000 + 1000 * layer + 100 * expert
+            for parameter in module.parameters():
                 parameter.data.copy_(numbers(start, *parameter.shape))
                 start += parameter.numel()
+                parameter.requires_grad = grid.layers != "half" or layer > 0 or expert % 2 == 0
     return model, None
 
 

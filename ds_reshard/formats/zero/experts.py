@@ -118,7 +118,7 @@ def open_experts(listing: Listing, grid: Grid, model: ModelStates, *, optimizer:
     if optimizer:
         first = listing.read(listing.optim[0], read_optim_states)
         raise_faults(unmatched(model, first), subject=subject)
-        shapes, columns, optim = _columns(listing, grid, model, first)
+        shapes, columns, optim = _columns(listing, grid, model, first, module)
         grid = grid._replace(ep=max(grid.dp // count for count in first.counts))
         model = replace(model, param_shapes=shapes)
         facts = facts_of(shapes, optim)
@@ -230,10 +230,7 @@ def _of_place(checkpoint: ZeroCheckpoint, place: int) -> ModelStates:
 
 def _at_place(shapes: Mapping[str, Shape], place: int, checkpoint: ZeroCheckpoint) -> dict[str, Shape]:
     """A param group as a rank of the saving run had it: its experts of a layer where this run's stand, by number."""
-    totals: dict[str, int] = {}
-    for of in (expert_of(name) for name in checkpoint.model.module):
-        if of is not None:
-            totals[of[0]] = max(totals.get(of[0], 0), of[1] + 1)
+    totals = _totals(checkpoint.model.module)
     made: dict[str, Shape] = {}
     again: list[str] = []
     for prefix, block in itertools.groupby(shapes, lambda name: (expert_of(name) or ("",))[0]):
@@ -312,11 +309,12 @@ def _experts(listing: Listing) -> dict[str, TensorRecord]:
 
 
 def _columns(
-    listing: Listing, grid: Grid, model: ModelStates, first: OptimStates
+    listing: Listing, grid: Grid, model: ModelStates, first: OptimStates, experts: Iterable[str]
 ) -> tuple[tuple[dict[str, Shape], ...], tuple[GridColumn, ...], OptimStates]:
     """The flat buffers of all ranks by their names in the model: shapes, where they lie, and what all say together.
 
-    A buffer of experts is one for each place in the expert-parallel groups, all of one param group.
+    A buffer of experts is one for each place in the expert-parallel groups, all of one param group. `experts` are the
+    names of all weights, as a rank's flat buffers do not have those that it does not train.
     """
     groups = model.param_shapes or ()
     faults = [
@@ -330,7 +328,7 @@ def _columns(
         if grid.dp % count
     ]
     raise_faults(faults, subject=f"checkpoint {listing.folder}")
-    local = _local_numbers(groups)
+    totals = _totals(experts)
     named: list[dict[str, Shape]] = []
     partitions: list[Partition] = []
     columns: list[GridColumn] = []
@@ -342,7 +340,7 @@ def _columns(
             ranks = ranks_of_place(place, grid._replace(ep=ep), model)
             head = first if not ranks[0] else listing.read(listing.optim[ranks[0]], read_optim_states)
             raise_faults(unmatched(model, head), subject=f"checkpoint {listing.folder}")
-            begin = {prefix: place * number for prefix, number in local.items()} if ep > 1 else {}
+            begin = {prefix: place * total // ep for prefix, total in totals.items()}
             shapes = {n: {renumbered(name, begin): s for name, s in groups[n].items()} for n in own}
             family = OPTIM if ep == 1 else f"{OPTIM} of experts {place} of {ep}"
             files = tuple(listing.optim[rank] for rank in ranks)
@@ -357,10 +355,10 @@ def _columns(
     return tuple(named), tuple(columns), together
 
 
-def _local_numbers(groups: Sequence[Mapping[str, Shape]]) -> dict[str, int]:
-    """How many experts of each layer a rank has."""
+def _totals(names: Iterable[str]) -> dict[str, int]:
+    """How many experts each layer has on all ranks, as the names of their tensors count them."""
     found: dict[str, int] = {}
-    for of in (expert_of(name) for group in groups for name in group):
+    for of in map(expert_of, names):
         if of is not None:
             found[of[0]] = max(found.get(of[0], 0), of[1] + 1)
     return found
