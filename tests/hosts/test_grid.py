@@ -247,7 +247,7 @@ def test_param_groups_of_experts_are_those_of_the_run(
 
 
 @pytest.mark.parametrize(("source", "target"), [(moe(2, 4), moe(1, 4)), (moe(2, 4), moe(2, 2))], ids=str)
-@pytest.mark.parametrize("layers", ["half"])
+@pytest.mark.parametrize("layers", ["half", "named experts"])
 def test_experts_that_some_files_lack_load_bit_equal(
     worlds: Any, folders: Folders, source: Grid, target: Grid, layers: str
 ) -> None:

@@ -415,8 +415,9 @@ def model_faults(
     """All differences between the model and the checkpoint that this load cannot accept."""
     saved = checkpoint.model
     held = {name for name in (*saved.module, *saved.objects) if grid.answers(name)}
-    # weights that DeepSpeed saves in no file of a layer, or ds_to_universal copies none of, are made from their masters
-    unsaved = bool(checkpoint.stages or checkpoint.universal is not None)
+    # weights that DeepSpeed saves in no file of a layer, or of an expert though "expert" is in their names
+    # (`_get_non_moe_state_dict`, runtime/engine.py, 0.19.8), or ds_to_universal copies none of, are made from masters
+    unsaved = bool(checkpoint.stages or checkpoint.listing.experts or checkpoint.universal is not None)
     from_masters = {n for n in saved.trainable if unsaved and TensorKey(n, MASTER) in checkpoint.layout}
     shapes = saved_shapes(checkpoint)
     wanted = {**model.trainable, **model.frozen, **model.buffers}
