@@ -183,7 +183,7 @@ def _layers(kind: str, tp: int = 1, rank: int = 0) -> list[Any]:
         return [early, LayerSpec(Block, 100, True), LayerSpec(Block, 200), late, LayerSpec(Norm, 400)]
     first = head_first if kind == "no file" else None
     if kind.startswith("no ties"):
-        return [LayerSpec(Block, 100 * number) for number in range(1, 6)]
+        return [LayerSpec(Block, 100 * number) for number in range(1, 7 if kind.endswith("one more") else 6)]
     if kind == "gains last":
         return [LayerSpec(Tie, 0), *(LayerSpec(Gain, 100 * number) for number in (1, 2, 3))]
     if kind == "two ties":

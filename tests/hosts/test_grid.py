@@ -137,6 +137,19 @@ def test_tools_take_a_later_stages_file_for_no_others(folders: Folders, tmp_path
     assert torch.equal(layer["position"], numbers(40, 3))
 
 
+def test_a_layer_more_is_loaded_around_as_the_error_says(worlds: Any, folders: Folders) -> None:
+    """Of optimizers that name nothing this run's order tells what they are of, and the scheduler has their groups."""
+    target, folder = pipe(1, 2, layers="no ties, one more"), str(folders(pipe(2, 1, 0, layers="no ties")))
+    apart = {"load_module_strict": False, "load_optimizer_states": False}
+    told = worlds[2].run("grid_jobs.refused", grid=target, folder=folder, **apart)
+    assert {(name, same) for name, _, same in told} == {("ModelMismatch", True)}, told
+    assert "parameter 5.w: is missing from the checkpoint" in told[0][1]
+    assert "load_optimizer_states=False, load_lr_scheduler_states=False" in told[0][1]
+    loaded = worlds[2].run("grid_jobs.load", grid=target, folder=folder, load_lr_scheduler_states=False, **apart)
+    weights = {name for rank in loaded for name in rank["wrong"] if "." in name}
+    assert weights == {"5.w", "5.b", "5.count"}
+
+
 OF_FIRST_STAGES = [
     (pipe(2, 2, 0), pipe(4, 1)),
     (pipe(4, 1, 0), pipe(3, 1, 0)),

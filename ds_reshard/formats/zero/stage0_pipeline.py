@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from ds_reshard.errors import UnsupportedLayout, damaged, raise_faults
+from ds_reshard.errors import ModelMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.pipeline import layer_of, tied_key
@@ -55,8 +55,12 @@ def stages_with_order(checkpoint: ZeroCheckpoint, ties: Mapping[int, str], run: 
     folder = checkpoint.listing.folder
     modules, layers = _modules_of(run, ties, folder), max(stage.stop for stage in run)
     held, module = {name for group in modules for names in group.values() for name in names}, checkpoint.model.module
-    lacking = [damaged(folder, f"lacks {name}", "a parameter of this run", "nothing") for name in held - set(module)]
-    raise_faults(sorted(lacking, key=str), subject=f"checkpoint {folder}")
+    what = (
+        "is missing from the checkpoint, whose optimizers name nothing (ZeRO stage 0): the order of all tells of what"
+    )
+    mend = "build the model that was saved, or pass load_optimizer_states=False, load_lr_scheduler_states=False"
+    lacking = [ModelMismatch.fault(f"parameter {name}", what, mend=mend) for name in sorted(held - set(module))]
+    raise_faults(lacking, subject=f"checkpoint {folder}")
     division = _division(checkpoint, modules, ties, layers)
     models = [replace(checkpoint.model, path=own.path, entries=own.entries) for own in checkpoint.stages]
     shapes = [[{name: module[name].shape for name in group} for group in names] for names in division]
