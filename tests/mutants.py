@@ -104,6 +104,10 @@ TESTS = {
     "BY_RANKS": "tests/formats/test_convert_ranks.py",
     "BY_URL": "tests/formats/test_convert_urls.py",
     "FAR": "tests/formats/test_far_store.py",
+    "LATE_FILE": "tests/hosts/test_grid.py::test_tools_take_a_later_stages_file_for_no_others"
+    " tests/hosts/test_grid.py::test_what_only_a_later_stage_has_saved_is_not_the_first_stages"
+    " tests/hosts/test_grid.py::test_a_pipeline_loads_bit_equal_with_other_stages",
+    "LACKING_EXPERTS": "tests/hosts/test_grid.py::test_experts_that_some_files_lack_load_bit_equal",
 }
 
 # By file of ds_reshard: what a fault does, the tests that are to fail, the lines that go, and those that come.
