@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ def cut(tp: int, dp: int = 1, stage: int | str = 1, dtype: str = "fp32", layers:
     return Grid("cut", tp=tp, dp=dp, stage=stage, dtype=dtype, layers=layers)
 
 
+UNSAID, WHOLE = cut(2, 2, layers="unsaid"), cut(1, layers="unsaid")
 WRITTEN = [
     (autotp(2, 2), "zero3", autotp(2, 1, 3)),
     (autotp(2, 2), "zero1", autotp(2, 1)),
@@ -79,6 +81,35 @@ def test_what_is_written_says_itself_how_it_is_cut(worlds: Any, folders: Folders
     target = cut(2, 2, 3, layers="unsaid")
     for rank in worlds[4].run("grid_jobs.load", grid=target, folder=str(tmp_path / "two"), hooks=False):
         assert rank["wrong"] == {}
+
+
+@pytest.mark.parametrize("source", [autotp(2, 2), cut(2), autotp(2, 1, layers="few"), UNSAID, WHOLE], ids=str)
+@pytest.mark.parametrize("between", [["universal"], ["universal", "universal"], ["universal", "zero2"]], ids=str)
+def test_a_universal_checkpoint_says_how_it_was_cut(
+    worlds: Any, folders: Folders, tmp_path: Path, source: Grid, between: list[str]
+) -> None:
+    """The shards of a run of two ranks are right, element by element, without a rule but for the first conversion."""
+    at, rules, target = folders(source), RULES if source.layers == "unsaid" else (), replace(source, tp=2)
+    for number, to in enumerate(between):
+        with given(rules_in(list(rules) if number == 0 else [])):
+            convert(str(at), str(tmp_path / str(number)), to=to, dp=None if to == "universal" else 1)
+        at = tmp_path / str(number)
+    done = convert(str(at), str(tmp_path / "out"), to="zero1", tp=2, dp=source.dp)
+    assert not any("no pattern" in note for note in done.notes)
+    for rank in worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(tmp_path / "out"), hooks=False):
+        assert rank["wrong"] == {}
+
+
+def test_the_mark_of_a_universal_checkpoint_does_not_say_how_it_is_cut(folders: Folders, tmp_path: Path) -> None:
+    """DeepSpeed takes all of what no pattern names as cut along dimension 0, which rows, norms and halves are not."""
+    convert(str(folders(Grid("plain"))), str(tmp_path / "whole"), to="universal")
+    with pytest.raises(UnsupportedLayout, match=r"norm\.m: nothing says how it is cut"):
+        convert(str(tmp_path / "whole"), str(tmp_path / "out"), to="zero1", tp=2, dp=1)
+
+
+def test_what_no_pattern_names_is_said_when_it_is_cut(folders: Folders, tmp_path: Path) -> None:
+    done = convert(str(folders(cut(1, layers="forgotten"))), str(tmp_path / "out"), to="zero1", tp=2, dp=1)
+    assert any("no pattern of the checkpoint names gate_up, qkv, row" in note for note in done.notes)
 
 
 REFUSED = {

@@ -35,7 +35,16 @@ from ds_reshard.formats.zero.target import (
     refuse_source,
     whole_tensors,
 )
-from ds_reshard.formats.zero.tensor_parallel import Division, Misfit, divisions, pattern_info, redivided, rules_given
+from ds_reshard.formats.zero.tensor_parallel import (
+    NO_EVIDENCE,
+    Division,
+    Misfit,
+    divisions,
+    pattern_info,
+    redivided,
+    rules_given,
+    unnamed,
+)
 from ds_reshard.model.content import SCHEDULER, regrouped, regrouping_fault
 from ds_reshard.model.facts import GroupFacts, canonical
 from ds_reshard.model.layout import Layout, Placement, TensorKey
@@ -112,6 +121,7 @@ def zero_target(
     units = tuple(unit for column in columns for unit in _units(opened, column))
     padded = [name for name, division in divided.items() if division.vocabulary]
     notes = (f"rows behind the vocabulary are zeros in {', '.join(padded)}",) if padded else ()
+    taken = unnamed({name: division for name, division in divided.items() if name not in checkpoint.divided})
     ep = max(flat.ep for column in columns for flat in column.optim.flats)
     return Target(
         layout=layout,
@@ -119,7 +129,7 @@ def zero_target(
         units=units,
         folder=tag,
         pointers={"latest": tag},
-        notes=notes,
+        notes=(*notes, *([taken] if taken else ())),
         sizes=RunSizes(dp, tp, len(stages), ep),
     )
 
@@ -153,7 +163,8 @@ def redivisions(
     if like is not None and like.rows:
         return {name: like.divided[name] for name in shapes if name in like.divided}, faults
     unsaid = {name: [shape] for name, shape in shapes.items() if name not in checkpoint.divided}
-    found, unknown = divisions(unsaid, evidence_of(model), rules_given())
+    marked = model.entries.get(_INFO) == UNIVERSAL_INFO  # a mark, of which DeepSpeed takes all as cut along dimension 0
+    found, unknown = divisions(unsaid, NO_EVIDENCE if marked else evidence_of(model), rules_given())
     found |= {name: division for name, division in checkpoint.divided.items() if name in shapes}
     made: dict[str, Division] = {}
     for name, division in found.items():

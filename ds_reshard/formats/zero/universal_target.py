@@ -8,14 +8,24 @@ and of stage 3 look for, and no tensor of any rank (0.19.8). Stages below 3 read
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
 from ds_reshard.formats.zero.experts import expert_of
+from ds_reshard.formats.zero.grid_target import redivisions
 from ds_reshard.formats.zero.layout import alone, by_key
-from ds_reshard.formats.zero.target import UNIVERSAL_INFO, ModelTarget, group_order, kept_entries, refuse_source
+from ds_reshard.formats.zero.target import (
+    UNIVERSAL_INFO,
+    ModelTarget,
+    group_order,
+    kept_entries,
+    refuse_source,
+    whole_tensors,
+)
+from ds_reshard.formats.zero.tensor_parallel import pattern_info, rules_given
 from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import GlobalName, ObjectRecord, new_tensor
@@ -147,22 +157,36 @@ def _unsupported(where: str, what: str) -> Fault:
 def _model_unit(
     checkpoint: ZeroCheckpoint, model: ModelTarget, order: list[dict[str, tuple[int, ...]]], steps: Mapping[str, Scalar]
 ) -> Unit:
-    first = next(iter(steps.values()), None)
+    first, said = next(iter(steps.values()), None), _said(checkpoint)
     data = {"step/": first.data} if isinstance(first, ScalarTensor) else {}
-    whole = TargetFile(name="mp_rank_00_model_states.pt", tree=partial(_model, model))
-    bare = TargetFile(name="zero_pp_rank_0_mp_rank_00_model_states.pt", tree=partial(_bare, model))
+    whole = TargetFile(name="mp_rank_00_model_states.pt", tree=partial(_model, model, said))
+    bare = TargetFile(name="zero_pp_rank_0_mp_rank_00_model_states.pt", tree=partial(_bare, model, said))
     optimizer = partial(_optimizer_state, checkpoint, order, first)
     states = TargetFile(name="zero/optimizer_state.pt", tree=optimizer, data=data)
     return Unit(family=MODEL, shard=0, files=(whole, bare, states))
 
 
-def _model(model: ModelTarget) -> dict[str, object]:
-    return {"universal_checkpoint_info": UNIVERSAL_INFO, **model.tree(0, model.checkpoint.model)}
+def _model(model: ModelTarget, said: Mapping[str, object]) -> dict[str, object]:
+    return {"universal_checkpoint_info": UNIVERSAL_INFO, **model.tree(0, model.checkpoint.model), **said}
 
 
-def _bare(model: ModelTarget) -> object:
+def _said(checkpoint: ZeroCheckpoint) -> dict[str, object]:
+    """The entry with what the source or rules say of how ranks cut parameters: files of ranks can be made of it again.
+
+    Nothing where the source was not divided and no rule was given: it keeps what its own files say.
+    """
+    if not checkpoint.divided and not rules_given():
+        return {}
+    made, _ = redivisions(checkpoint, 1)
+    names = whole_tensors(checkpoint.model).keys() - checkpoint.model.buffer_names - made.keys()
+    lost = {f"^{re.escape(name)}$": "nothing told it when this was converted" for name in sorted(names)}
+    said = {**UNIVERSAL_INFO, **pattern_info(made), "autotp_unsupported_parameter_patterns": lost}
+    return {"universal_checkpoint_info": said} if made else {}
+
+
+def _bare(model: ModelTarget, said: Mapping[str, object]) -> object:
     """The entries of the model file without its weights, which no loader takes from the second file."""
-    return {**_model(model), "module": {}, "frozen_param_shapes": None, "frozen_param_fragments": None}
+    return {**_model(model, said), "module": {}, "frozen_param_shapes": None, "frozen_param_fragments": None}
 
 
 def _optimizer_state(checkpoint: ZeroCheckpoint, order: list[dict[str, tuple[int, ...]]], step: Scalar) -> object:
