@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from grid_cases import Grid
-from grid_models import BUILD, SPECS, moments, muon_moments, numbers
+from grid_models import BUILD, moments, muon_moments, numbers, specs
 
 _STATE: dict[str, Any] = {}
 
@@ -37,7 +37,7 @@ def config_of(grid: Grid) -> dict[str, Any]:
     if grid.kind == "pipeline":
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     if grid.kind == "autotp" and grid.tp > 1:
-        config["tensor_parallel"] = {"autotp_size": grid.tp, "partition_config": SPECS}
+        config["tensor_parallel"] = {"autotp_size": grid.tp, "partition_config": specs(grid.layers)}
     if grid.kind == "llama" and grid.tp > 1:
         config["tensor_parallel"] = {"autotp_size": grid.tp}
     if grid.kind == "muon":

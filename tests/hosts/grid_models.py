@@ -302,7 +302,7 @@ class Cut(torch.nn.Module):
         return square(self)
 
 
-SPECS = {
+SPECS: dict[str, Any] = {
     "use_default_specs": False,
     "layer_specs": [
         {"patterns": [r".*\.row\.weight$"], "partition_type": "row"},
@@ -312,6 +312,20 @@ SPECS = {
         {"patterns": [r".*\.untouched\.weight$"], "partition_type": "skip"},
     ],
 }
+
+
+def specs(layers: str) -> dict[str, Any]:
+    """How AutoTP cuts: as `SPECS`, but for what a case has named."""
+    if layers == "one part":
+        changes = {"qkv": {"partition_type": "column"}}
+    else:
+        changes = {"col": {"partition_type": "skip"}} if layers == "whole columns" else {}
+    said = [
+        {"patterns": spec["patterns"], **change}
+        for spec in SPECS["layer_specs"]
+        for change in [next((to for name, to in changes.items() if name in spec["patterns"][0]), spec)]
+    ]
+    return {**SPECS, "layer_specs": said}
 
 
 def _autotp(grid: Grid) -> tuple[torch.nn.Module, Any]:

@@ -18,6 +18,8 @@ from grid_models import RULES
 from grid_truth import tensors
 
 from ds_reshard.execution.fingerprint import fingerprint_of
+from ds_reshard.formats.zero.checkpoint import Row, open_checkpoint
+from ds_reshard.formats.zero.door import list_folder
 from ds_reshard.formats.zero.tensor_parallel import given, rules_in
 from ds_reshard.operations import fingerprint, verify
 
@@ -156,6 +158,49 @@ def test_weights_alone_load_whole(worlds: Any, folders: Folders) -> None:
     folder, target = str(folders(LOADS[0][0])), LOADS[0][1]
     for rank in worlds[4].run("grid_jobs.load", grid=target, folder=folder, load_optimizer_states=False):
         assert not any(name[0].isalpha() for name in rank["wrong"]), rank["wrong"]
+
+
+def anew(dp: int, stage: int | str = 1, dtype: str = "fp32", tp: int = 2, layers: str = "one part") -> Grid:
+    """A run whose script has another `partition_config`."""
+    return replace(autotp(dp, stage, dtype, tp), layers=layers)
+
+
+ANEW = [
+    (autotp(2, tp=2), anew(1)),
+    (autotp(2, tp=2), anew(2)),
+    (autotp(2, 3, tp=2), anew(2, 2)),
+    (anew(1), autotp(1, 3, tp=2)),
+    (autotp(1, 0, tp=2), anew(1, 0)),
+    (autotp(1, "bf16opt", "bf16", tp=2), anew(1, "bf16opt", "bf16")),
+    (autotp(1, 2, tp=2), anew(2, 2, layers="whole columns")),
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "mapped"), [*((*case, True) for case in ANEW), (*ANEW[-1], False)], ids=str
+)
+def test_as_many_ranks_that_cut_otherwise_take_their_own_parts(
+    worlds: Any, folders: Folders, tmp_path: Path, source: Grid, target: Grid, mapped: bool
+) -> None:
+    """DeepSpeed mixes query, key and value of one part with those of three, without a word.
+
+    Without maps, as before DeepSpeed 0.19.6, shapes alone tell it.
+    """
+    folder = shutil.copytree(folders(source), tmp_path / "saved")
+    for name in () if mapped else (HEAD, MODEL):
+        changed(name, lambda content: content["universal_checkpoint_info"].pop("affine_map"))(folder / "t")
+    for rank in worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(folder)):
+        assert rank["wrong"] == {}
+        assert (rank["steps"], rank["global_steps"], rank["note"]) == ([steps_of(source)], 1, 7)
+
+
+def test_as_many_ranks_that_cut_alike_read_their_own_files(folders: Folders) -> None:
+    """And leave them to DeepSpeed, where nothing else has changed."""
+    folder = folders(autotp(2, tp=2)) / "t"
+    info = torch.load(folder / HEAD, weights_only=False)["universal_checkpoint_info"]
+    maps = info["affine_map"]["params"]
+    opened = open_checkpoint(list_folder(str(folder)), optimizer=True, row=Row(2, 1, maps=maps))
+    assert not opened.rows and len(opened.columns) == 1
 
 
 MODEL, OPTIM = "mp_rank_01_model_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt"

@@ -39,8 +39,8 @@ class Row(NamedTuple):
     """Which of the tensor-parallel ranks of a grid a reader is, and how many there are.
 
     `ties` are the keys of a PipelineModule's layers that are tied modules, None where no run tells them. `rules` are
-    what the user says of how tensors are divided, `whole` and `live` what a run's parameters tell of it (`Evidence`). A
-    size of 0 is that of the saving run.
+    what the user says of how tensors are divided, `whole` and `live` what a run's parameters tell of it (`Evidence`),
+    `maps` its affine maps. A size of 0 is that of the saving run.
     """
 
     size: int = 1
@@ -49,6 +49,7 @@ class Row(NamedTuple):
     rules: tuple[Rule, ...] = ()
     whole: Mapping[str, Shape] = MappingProxyType({})
     live: Mapping[str, Rule | None] = MappingProxyType({})
+    maps: Mapping[object, object] = MappingProxyType({})
 
 
 ALONE = Row()
@@ -237,7 +238,7 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row | None = None
     divided = model.param_shapes is not None or bool(listing.layers and any(c.optim for c in listing.columns.values()))
     sharded = (optimizer or listing.partitioned_model) and not listing.universal and divided
     experts = autoep_sizes(model.entries)
-    every_row = reshaped(listing, grid, row)
+    every_row = reshaped(listing, grid, row) or _cut_otherwise(listing, row, heads[min(heads)])
     size = grid.tp if every_row else row.size
     states = listing.universal and (optimizer or listing.partitioned_model)
     faults = [*grid_faults(listing, grid, size, optimizer=sharded)]
@@ -306,6 +307,13 @@ def reshaped(listing: Listing, grid: Grid, row: Row) -> bool:
     Or of a universal checkpoint, where not all of it is whole.
     """
     return (grid.tp != row.size or (listing.universal and grid.tp > 1)) and not listing.experts
+
+
+def _cut_otherwise(listing: Listing, row: Row, first: str) -> bool:
+    """Whether a run with AutoTP cuts parameters otherwise than as many ranks have saved them; alike on each rank."""
+    from ds_reshard.formats.zero.rows import cut_otherwise
+
+    return bool(row.maps and not listing.experts) and cut_otherwise(listing.read(first, read_model_states), row)
 
 
 def layout_of(listing: Listing, placements: Iterable[Placement], shards: Mapping[str, int]) -> Layout:

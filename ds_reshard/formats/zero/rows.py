@@ -31,7 +31,15 @@ from ds_reshard.formats.zero.optim_states import OptimStates
 from ds_reshard.formats.zero.pipeline import owned
 from ds_reshard.formats.zero.shards import compare_heads
 from ds_reshard.formats.zero.stage0 import Named, all_named, alone, with_order
-from ds_reshard.formats.zero.tensor_parallel import Division, Evidence, Misfit, divisions, replicated
+from ds_reshard.formats.zero.tensor_parallel import (
+    Division,
+    Evidence,
+    Misfit,
+    affine_maps,
+    divisions,
+    first_shard,
+    replicated,
+)
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, check_cover
 from ds_reshard.model.records import TensorRecord
@@ -182,6 +190,23 @@ def evidence_of(model: ModelStates) -> Evidence:
     info = model.entries.get("universal_checkpoint_info")
     size = section(model.config, "tensor_parallel").get("autotp_size")
     return Evidence(info if isinstance(info, dict) else {}, autotp=isinstance(size, int) and size > 1)
+
+
+def cut_otherwise(saved: ModelStates, row: Row) -> bool:
+    """Whether a run's affine maps are others than those of the checkpoint, of which `saved` is the first rank's file.
+
+    Where that has none of a parameter, as before DeepSpeed 0.19.6: whether the first rank's shard has another shape.
+    """
+    maps = affine_maps(evidence_of(saved).info)
+    shapes = {**{name: one.shape for name, one in saved.module.items() if prod(one.shape)}, **saved.trainable}
+    held = {f"^{re.escape(name)}$": shape for name, shape in shapes.items()}
+    for pattern, said in row.maps.items():
+        if pattern in maps:
+            if canonical(maps[pattern]) != canonical(said):
+                return True
+        elif pattern in held and first_shard(said) not in (None, held[str(pattern)]):
+            return True
+    return False
 
 
 def parameters_of(model: ModelStates, shapes: Mapping[str, Sequence[Shape]]) -> dict[str, Sequence[Shape]]:

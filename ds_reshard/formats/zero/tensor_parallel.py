@@ -380,6 +380,20 @@ def _shapes(shards: Sequence[Shape]) -> str:
     return ", ".join("x".join(map(str, shape)) or "a scalar" for shape in shards)
 
 
+def affine_maps(info: Mapping[str, object]) -> Mapping[object, object]:
+    """What `universal_checkpoint_info` says of parameters by affine maps, by the patterns of their names."""
+    maps = info.get("affine_map")
+    params = maps.get("params") if isinstance(maps, Mapping) and maps.get("version") == 1 else None
+    return params if isinstance(params, Mapping) else {}
+
+
+def first_shard(entry: object) -> Shape | None:
+    """The shape of the first rank's shard by an affine map; None where it does not say."""
+    ranks = entry.get("ranks") if isinstance(entry, Mapping) else None
+    held = ranks.get(0, ranks.get("0")) if isinstance(ranks, Mapping) else None
+    return _numbers(held.get("shard_shape")) if isinstance(held, Mapping) else None
+
+
 class _Said:
     """What `universal_checkpoint_info` says; Misfit where it says nothing of a parameter, or two things."""
 
@@ -390,11 +404,7 @@ class _Said:
     def __init__(self, evidence: Evidence) -> None:
         self.unnamed: set[str] = set()
         self._evidence, self._info = evidence, (info := evidence.info)
-        maps = info.get("affine_map")
-        self._maps: Mapping[object, object] = {}
-        if isinstance(maps, Mapping):
-            params = maps.get("params")
-            self._maps = params if maps.get("version") == 1 and isinstance(params, Mapping) else {}
+        self._maps = affine_maps(info)
         unsupported = info.get("autotp_unsupported_parameter_patterns")
         self._unsupported = unsupported if isinstance(unsupported, Mapping) else {}
 

@@ -16,7 +16,7 @@ from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.zero.checkpoint import Row, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.rows import uncovered, unknown_faults
-from ds_reshard.formats.zero.tensor_parallel import Evidence, Part, Rule, divisions
+from ds_reshard.formats.zero.tensor_parallel import Evidence, Part, Rule, affine_maps, divisions
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import Shape, param_shape
 from ds_reshard.model.region import Box
@@ -39,9 +39,7 @@ def run_shares(
     """What this rank has of the parameters that others share with it: none where the checkpoint has the same parts."""
     if not checkpoint.rows or grid.row.size == 1:
         return dict(_of_experts(engine)), []
-    info = getattr(engine.module, "universal_checkpoint_info", None)
-    info = info() if callable(info) else info  # a method of Megatron-DeepSpeed's models
-    info = info if isinstance(info, dict) else {}
+    info = _info(engine)
     local = {name: param_shape(param) for name, param in engine.module.named_parameters()}
     shards = {name: _shards(name, shape, info, grid) for name, shape in local.items()}
     row, rules = grid.row, [rule._replace(owner=None) for rule in grid.row.rules]
@@ -61,6 +59,13 @@ def run_shares(
     every = {name: first[id(param)] for name, param in engine.module.named_parameters(remove_duplicate=False)}
     own = {name: Share(one.shape, one.ranks[grid.row.rank], one.replicated) for name, one in found.items()}
     return {name: own[owner] for name, owner in every.items() if owner in own}, faults
+
+
+def _info(engine: DeepSpeedEngine) -> Mapping[str, object]:
+    """What the model of this run says of how its ranks divide parameters."""
+    info = getattr(engine.module, "universal_checkpoint_info", None)
+    info = info() if callable(info) else info  # a method of Megatron-DeepSpeed's models
+    return info if isinstance(info, dict) else {}
 
 
 def divides_itself(engine: DeepSpeedEngine) -> bool:
@@ -88,7 +93,7 @@ def told_by_parameters(engine: DeepSpeedEngine, row: Row) -> Row:
             stride = getattr(parameter, "partition_stride", 1)
             one = Rule(name, replicated=True) if not cut else Rule(name, dim=dim, parts=stride)
             live[name] = one if not cut or dim or stride > 1 else None
-    return row._replace(whole=whole, live=live)
+    return row._replace(whole=whole, live=live, maps=affine_maps(_info(engine)) if row.size > 1 else {})
 
 
 def _of_experts(engine: DeepSpeedEngine) -> Iterator[tuple[str, Share]]:
