@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ds_reshard.errors import Fault, wrong_value
+from ds_reshard.formats.zero.patterns import Patterns
 from ds_reshard.model.region import Box
 
 Shape = tuple[int, ...]
@@ -405,14 +406,27 @@ class _Said:
         self.unnamed: set[str] = set()
         self._evidence, self._info = evidence, (info := evidence.info)
         self._maps = affine_maps(info)
+        self._mapped = Patterns(self._maps)
         unsupported = info.get("autotp_unsupported_parameter_patterns")
         self._unsupported = unsupported if isinstance(unsupported, Mapping) else {}
+        self._reasons = Patterns(self._unsupported)
+        kinds = (self._ROW, self._REPLICATED, self._HALVES, self._AVERAGE, self._VOCABULARY)
+        lists = {kind: info.get(kind) for kind in kinds}
+        self._named = {kind: Patterns(one) for kind, one in lists.items() if isinstance(one, (list, tuple))}
+        entries = info.get(self._PARTS)
+        self._parts: dict[str, Mapping[object, object]] = {
+            str(pattern): entry
+            for entry in (entries if isinstance(entries, (list, tuple)) else ())
+            if isinstance(entry, Mapping)
+            for pattern in entry.get("patterns") or ()
+        }
+        self._in_parts = Patterns(self._parts)
 
     def of(self, name: str, shards: Sequence[Shape]) -> Division:
-        reasons = [reason for pattern, reason in self._unsupported.items() if _fits(pattern, name)]
+        reasons = [self._unsupported[pattern] for pattern in self._reasons.of(name)]
         if reasons:
             raise Misfit("the run that saved it did not know how it is cut", "a known layout", str(reasons[0]))
-        maps = [entry for pattern, entry in self._maps.items() if _fits(pattern, name)]
+        maps = [self._maps[pattern] for pattern in self._mapped.of(name)]
         if len(maps) > 1:
             raise Misfit("two affine maps name it", "one", str(len(maps)))
         if maps:
@@ -468,8 +482,9 @@ class _Said:
 
     def refuse_scaled(self, name: str) -> None:
         """Misfit where a rank has saved multiples of its shard, which no rule makes right."""
-        for pattern, entry in self._maps.items():
-            ranks = entry.get("ranks") if isinstance(entry, Mapping) and _fits(pattern, name) else None
+        for pattern in self._mapped.of(name):
+            entry = self._maps[pattern]
+            ranks = entry.get("ranks") if isinstance(entry, Mapping) else None
             for held in ranks.values() if isinstance(ranks, Mapping) else ():
                 pieces = held.get("pieces") if isinstance(held, Mapping) else None
                 for piece in pieces if isinstance(pieces, (list, tuple)) else ():
@@ -480,30 +495,15 @@ class _Said:
                         raise Misfit(what, "a scale of 1", repr(scale), mend)
 
     def _names(self, kind: str, name: str) -> bool:
-        patterns = self._info.get(kind)
-        return isinstance(patterns, (list, tuple)) and any(_fits(pattern, name) for pattern in patterns)
+        return kind in self._named and bool(self._named[kind].of(name))
 
     def _sub_params(self, name: str) -> dict[str, Mapping[object, object]]:
         """The entries that name a parameter with parts of its own, by the pattern that fits."""
-        entries = self._info.get(self._PARTS)
-        return {
-            str(pattern): entry
-            for entry in (entries if isinstance(entries, (list, tuple)) else ())
-            if isinstance(entry, Mapping)
-            for pattern in entry.get("patterns") or ()
-            if _fits(pattern, name)
-        }
+        return {pattern: self._parts[pattern] for pattern in self._in_parts.of(name)}
 
     def _widths(self, pattern: str) -> object:
         known = self._info.get("sub_param_shard_widths")
         return known.get(pattern) if isinstance(known, Mapping) else None
-
-
-def _fits(pattern: object, name: str) -> bool:
-    try:
-        return isinstance(pattern, str) and re.fullmatch(pattern, name) is not None
-    except re.error:
-        return False
 
 
 def _by_sub_params(entry: Mapping[object, object], shards: Sequence[Shape], known: object, evidence: str) -> Division:

@@ -7,14 +7,14 @@ module_inject/auto_ep_layer.py).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.zero.checkpoint import Row, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import section
+from ds_reshard.formats.zero.patterns import Patterns
 from ds_reshard.formats.zero.rows import uncovered, unknown_faults
 from ds_reshard.formats.zero.tensor_parallel import Evidence, Part, Rule, affine_maps, divisions
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
@@ -41,7 +41,9 @@ def run_shares(
         return dict(_of_experts(engine)), []
     info = _info(engine)
     local = {name: param_shape(param) for name, param in engine.module.named_parameters()}
-    shards = {name: _shards(name, shape, info, grid) for name, shape in local.items()}
+    maps = affine_maps(info)
+    mapped = Patterns(maps)
+    shards = {name: _shards([maps[one] for one in mapped.of(name)], shape, grid) for name, shape in local.items()}
     row, rules = grid.row, [rule._replace(owner=None) for rule in grid.row.rules]
     found, unknown = divisions(shards, Evidence(info, divides_itself(engine), row.whole, row.live), rules)
     faults = unknown_faults(unknown, "this run")
@@ -111,19 +113,16 @@ def _of_experts(engine: DeepSpeedEngine) -> Iterator[tuple[str, Share]]:
         yield name, Share(shape, tuple(Part(box, at * row) for box, at in boxes))
 
 
-def _shards(name: str, own: Shape, info: Mapping[str, object], grid: LiveGrid) -> list[Shape]:
+def _shards(mapped: Sequence[object], own: Shape, grid: LiveGrid) -> list[Shape]:
     """The shapes of all ranks' shards: as the affine map says, else alike.
 
     Where they are not, the whole is not as long as this rank takes it for, and the load is refused.
     """
     shapes = [own] * grid.row.size
-    maps = info.get("affine_map")
-    params = maps.get("params") if isinstance(maps, Mapping) else None
-    for pattern, entry in params.items() if isinstance(params, Mapping) else ():
-        if re.fullmatch(pattern, name):
-            of_ranks = entry["ranks"]
-            said = [of_ranks.get(rank, of_ranks.get(str(rank))) for rank in range(grid.row.size)]
-            shapes = [tuple(one["shard_shape"]) for one in said if one is not None]
-            if grid.row.rank < len(shapes):
-                shapes[grid.row.rank] = own
+    for entry in mapped:
+        of_ranks = entry["ranks"] if isinstance(entry, Mapping) else {}
+        said = [of_ranks.get(rank, of_ranks.get(str(rank))) for rank in range(grid.row.size)]
+        shapes = [tuple(one["shard_shape"]) for one in said if one is not None]
+        if grid.row.rank < len(shapes):
+            shapes[grid.row.rank] = own
     return shapes
