@@ -21,7 +21,7 @@ from ds_reshard.execution.fingerprint import fingerprint_of
 from ds_reshard.formats.zero.checkpoint import Row, open_checkpoint
 from ds_reshard.formats.zero.door import list_folder
 from ds_reshard.formats.zero.tensor_parallel import given, rules_in
-from ds_reshard.operations import fingerprint, verify
+from ds_reshard.operations import convert, fingerprint, verify
 
 pytestmark = pytest.mark.distributed
 
@@ -176,31 +176,31 @@ ANEW = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "mapped"), [*((*case, True) for case in ANEW), (*ANEW[-1], False)], ids=str
-)
+@pytest.mark.parametrize("mapped", [True, False], ids=["maps", "patterns"])
+@pytest.mark.parametrize(("source", "target"), ANEW, ids=str)
 def test_as_many_ranks_that_cut_otherwise_take_their_own_parts(
     worlds: Any, folders: Folders, tmp_path: Path, source: Grid, target: Grid, mapped: bool
 ) -> None:
     """DeepSpeed mixes query, key and value of one part with those of three, without a word.
 
-    Without maps, as before DeepSpeed 0.19.6, shapes alone tell it.
+    Without maps, as before DeepSpeed 0.19.6 and in what `convert` writes, shapes and patterns tell it.
     """
     folder = shutil.copytree(folders(source), tmp_path / "saved")
-    for name in () if mapped else (HEAD, MODEL):
-        changed(name, lambda content: content["universal_checkpoint_info"].pop("affine_map"))(folder / "t")
+    for file in () if mapped else (folder / "t").glob("*model_states.pt"):
+        changed(file.name, lambda content: content["universal_checkpoint_info"].pop("affine_map"))(folder / "t")
     for rank in worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(folder)):
         assert rank["wrong"] == {}
         assert (rank["steps"], rank["global_steps"], rank["note"]) == ([steps_of(source)], 1, 7)
 
 
-def test_as_many_ranks_that_cut_alike_read_their_own_files(folders: Folders) -> None:
-    """And leave them to DeepSpeed, where nothing else has changed."""
-    folder = folders(autotp(2, tp=2)) / "t"
-    info = torch.load(folder / HEAD, weights_only=False)["universal_checkpoint_info"]
-    maps = info["affine_map"]["params"]
-    opened = open_checkpoint(list_folder(str(folder)), optimizer=True, row=Row(2, 1, maps=maps))
-    assert not opened.rows and len(opened.columns) == 1
+def test_as_many_ranks_that_cut_alike_read_their_own_files(folders: Folders, tmp_path: Path) -> None:
+    """And leave them to DeepSpeed, where nothing else has changed; also what `convert` writes, by its patterns."""
+    folder = folders(autotp(2, tp=2))
+    convert(str(folder), str(tmp_path / "out"), to="zero1", tp=2, dp=2)
+    maps = torch.load(folder / "t" / HEAD, weights_only=False)["universal_checkpoint_info"]["affine_map"]["params"]
+    for one in (folder, tmp_path / "out"):
+        opened = open_checkpoint(list_folder(str(one / "t")), optimizer=True, row=Row(2, 1, maps=maps))
+        assert not opened.rows and len(opened.columns) == 1
 
 
 MODEL, OPTIM = "mp_rank_01_model_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt"

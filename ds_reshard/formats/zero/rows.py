@@ -37,8 +37,8 @@ from ds_reshard.formats.zero.tensor_parallel import (
     Misfit,
     affine_maps,
     divisions,
-    first_shard,
     replicated,
+    shard_shapes,
 )
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, check_cover
@@ -195,18 +195,25 @@ def evidence_of(model: ModelStates) -> Evidence:
 def cut_otherwise(saved: ModelStates, row: Row) -> bool:
     """Whether a run's affine maps are others than those of the checkpoint, of which `saved` is the first rank's file.
 
-    Where that has none of a parameter, as before DeepSpeed 0.19.6: whether the first rank's shard has another shape.
+    Where that has none of a parameter, as before DeepSpeed 0.19.6: whether the first rank's shard has another shape, or
+    its patterns place other elements in shards of these shapes.
     """
-    maps = affine_maps(evidence_of(saved).info)
+    evidence = evidence_of(saved)._replace(whole=row.whole)
+    maps = affine_maps(evidence.info)
     shapes = {**{name: one.shape for name, one in saved.module.items() if prod(one.shape)}, **saved.trainable}
-    held = {f"^{re.escape(name)}$": shape for name, shape in shapes.items()}
+    held = {f"^{re.escape(name)}$": name for name in shapes}
+    unmapped: dict[str, list[Shape]] = {}
     for pattern, said in row.maps.items():
         if pattern in maps:
             if canonical(maps[pattern]) != canonical(said):
                 return True
-        elif pattern in held and first_shard(said) not in (None, held[str(pattern)]):
-            return True
-    return False
+        elif pattern in held:
+            unmapped[held[str(pattern)]] = shard_shapes(said)
+    if any(shards[:1] != [shapes[name]] for name, shards in unmapped.items()):
+        return True
+    now, _ = divisions(unmapped, Evidence({"affine_map": {"version": 1, "params": row.maps}}), ())
+    then, _ = divisions(unmapped, evidence, row.rules)
+    return any(then[name].ranks != now[name].ranks for name in then.keys() & now.keys())
 
 
 def parameters_of(model: ModelStates, shapes: Mapping[str, Sequence[Shape]]) -> dict[str, Sequence[Shape]]:

@@ -388,11 +388,11 @@ def affine_maps(info: Mapping[str, object]) -> Mapping[object, object]:
     return params if isinstance(params, Mapping) else {}
 
 
-def first_shard(entry: object) -> Shape | None:
-    """The shape of the first rank's shard by an affine map; None where it does not say."""
+def shard_shapes(entry: object) -> list[Shape]:
+    """The shapes of the ranks' shards by an affine map, as far as it says them."""
     ranks = entry.get("ranks") if isinstance(entry, Mapping) else None
-    held = ranks.get(0, ranks.get("0")) if isinstance(ranks, Mapping) else None
-    return _numbers(held.get("shard_shape")) if isinstance(held, Mapping) else None
+    held = [ranks[rank] for rank in sorted(ranks, key=int)] if isinstance(ranks, Mapping) else []
+    return [_numbers(one.get("shard_shape")) for one in held if isinstance(one, Mapping)]
 
 
 class _Said:
