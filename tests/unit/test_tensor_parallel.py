@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ds_reshard.formats.zero.checkpoint import Row
 from ds_reshard.formats.zero.patterns import Patterns, spelled
-from ds_reshard.formats.zero.rows import in_order
+from ds_reshard.formats.zero.rows import in_order, uncovered
 from ds_reshard.formats.zero.tensor_parallel import (
     NO_EVIDENCE,
     Evidence,
@@ -382,3 +382,16 @@ def test_patterns_of_many_parameters_are_not_compiled_for_each_of_them(monkeypat
     monkeypatch.setattr(re, "fullmatch", None)
     found, unknown = divisions({name: [(2, 2), (2, 2)] for name in names}, Evidence(info, autotp=True), ())
     assert len(found) == 1400 and not unknown
+
+
+def test_what_ranks_share_in_part_is_loaded_with_the_sizes_that_were_saved():
+    """As AutoTP cuts GPTBigCode: each rank has some rows of the query, and all of key and value. No rule fits."""
+    entry = affine_map(numpy.zeros((6, 2)), 0, [[2, 2], [1, 1]])
+    for rank, held in entry["ranks"].items():
+        held["pieces"][1] = {"shape": [2, 2], "source": (8, [2, 1]), "dest": (4, [2, 1]), "locations": [0, 1]}
+        held["shard_shape"] = [4, 2]
+        assert held["pieces"][0]["locations"] == [rank]
+    info = {"affine_map": {"version": 1, "params": {"^w$": entry}}}
+    found, _ = divisions({"w": [(4, 2), (4, 2)]}, Evidence(info), ())
+    (fault,) = uncovered("w", found["w"], [(4, 2), (4, 2)])
+    assert "do not make the whole" in fault.line() and "load it with the sizes that were saved" in fault.mend

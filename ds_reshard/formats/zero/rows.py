@@ -48,6 +48,7 @@ from ds_reshard.model.region import Box
 _RULE = '"ds_reshard": {"reshard": {"tensor_parallel": [%s]}}'
 _RULES = 12
 _TO_A_TOOL = "; to a tool, --rules FILE with that list"
+_SHARED = "; where ranks share parts of it, as GPTBigCode's keys and values: load it with the sizes that were saved"
 
 
 def _rule(name: str, **said: object) -> str:
@@ -302,7 +303,7 @@ def whole_fault(key: TensorKey, found: str) -> Fault:
 
 def uncovered(name: str, division: Division, shapes: Sequence[Shape]) -> Iterator[Fault]:
     """Where parts do not lie in their shards, or do not make the whole."""
-    mend = f"say how it is cut: {_RULE % _rule(name, dim=0)}{_TO_A_TOOL}"
+    mend = f"say how it is cut: {_RULE % _rule(name, dim=0)}{_TO_A_TOOL}{_SHARED}"
     for parts, shape in zip(division.ranks, shapes, strict=True):
         if any(part.at < 0 or part.at + part.box.numel > prod(shape) for part in parts):
             what = "is said to have parts that leave its shard"
