@@ -104,9 +104,7 @@ TESTS = {
     "BY_RANKS": "tests/formats/test_convert_ranks.py",
     "BY_URL": "tests/formats/test_convert_urls.py",
     "FAR": "tests/formats/test_far_store.py",
-    "UNIVERSAL_CUT": "tests/hosts/test_grid_written.py::test_the_mark_of_a_universal_checkpoint_does_not_say_how_it_is_cut"
-    " tests/hosts/test_grid_written.py::test_what_no_pattern_names_is_said_when_it_is_cut"
-    " tests/hosts/test_grid_written.py::test_a_universal_checkpoint_says_how_it_was_cut",
+    "UNIVERSAL_CUT": "tests/hosts/test_grid_written.py",
     "CUT_OTHERWISE": "tests/hosts/test_grid_tensor.py::test_as_many_ranks_that_cut_otherwise_take_their_own_parts",
     "LATE_FILE": "tests/hosts/test_grid.py::test_tools_take_a_later_stages_file_for_no_others"
     " tests/hosts/test_grid.py::test_what_only_a_later_stage_has_saved_is_not_the_first_stages"
