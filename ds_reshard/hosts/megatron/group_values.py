@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout
 from ds_reshard.hosts.megatron.groups import BOUNDS, OF_SCHEDULE, bounds
@@ -165,3 +166,64 @@ def fresh_moments(optimizer: Optimizer) -> None:
             step.zero_()
         elif step is not None:
             group["step"] = 0
+
+
+def place_steps(optimizer: Optimizer, states: Mapping[object, object], groups: Sequence[Group]) -> dict[object, object]:
+    """The saved states with Adam's step where the live optimizer counts it; `groups`, those to be loaded, have it, too.
+
+    torch's own Adam counts in each state, a fused one in the param group, in whole numbers. Megatron moves it from none
+    to the other, and bias correction begins anew (`load_state_dict`, core/optimizer/optimizer.py, 0.16.1 to 0.19.2).
+    """
+    import torch
+
+    placed, kind = dict(states), _counts(optimizer)
+    for group in groups if kind is not None else ():
+        held = _members(states, group)
+        told = _told(states, held)
+        if kind == "state" and not told and held and group.get("step") is not None:
+            step = float(cast(float, as_number(group.pop("step"))))
+            placed |= {number: {**one, "step": torch.tensor(step)} for number, one in held.items()}
+        elif kind == "group" and told:
+            group.setdefault("step", told[0])
+            bare = {number: {name: one[name] for name in one if name != "step"} for number, one in held.items()}
+            placed |= bare
+        if kind == "group" and isinstance(group.get("step"), float):
+            group["step"] = int(cast(float, group["step"]))
+    if kind == "group":
+        placed.pop("common_step", None)
+    return placed
+
+
+def steps_differ(
+    optimizer: Optimizer, states: Mapping[object, object], groups: Sequence[Group], where: str
+) -> list[Fault]:
+    """A fault where parameters of one group are at several steps, of which a fused Adam counts one."""
+    if _counts(optimizer) != "group":
+        return []
+    apart = [_told(states, _members(states, group)) for group in groups if group.get("step") is None]
+    what = "its parameters are at several steps, and this run's optimizer counts one of a param group"
+    mend = "load it with torch's own Adam, which saved it, or add --no-load-optim"
+    return [UnsupportedLayout.fault(where, what, "one step", str(told), mend=mend) for told in apart if len(told) > 1]
+
+
+def _counts(optimizer: Optimizer) -> str | None:
+    """Where an Adam counts its steps, torch's or one of the fused ones of Apex and Transformer Engine; else None."""
+    import torch
+
+    inner: object = optimizer.optimizer
+    if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+        return "state"
+    return "group" if any(kind.__name__ == "FusedAdam" for kind in type(inner).__mro__) else None
+
+
+def _members(states: Mapping[object, object], group: Group) -> dict[object, Mapping[str, object]]:
+    """The saved states of a group's parameters, by their numbers."""
+    numbers = group.get("params")
+    found = {number: states.get(number) for number in numbers} if isinstance(numbers, list) else {}
+    return {number: one for number, one in found.items() if isinstance(one, Mapping)}
+
+
+def _told(states: Mapping[object, object], held: Mapping[object, Mapping[str, object]]) -> list[float]:
+    """The steps that these states tell, of their own or all in common, each once."""
+    steps = [states.get("common_step"), *(one.get("step") for one in held.values())]
+    return sorted({float(cast(float, as_number(step))) for step in steps if step is not None})

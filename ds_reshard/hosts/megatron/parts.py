@@ -26,10 +26,12 @@ from ds_reshard.hosts.megatron.group_values import (
     group_differences,
     hyperparameter_faults,
     masters_faults,
+    place_steps,
     remember,
     run_groups,
     settle,
     settle_remembered,
+    steps_differ,
 )
 from ds_reshard.hosts.megatron.groups import OF_SCHEDULE, Shapes, match_groups
 from ds_reshard.hosts.megatron.live import (
@@ -271,6 +273,9 @@ def matched_groups(
     )
     if matched.faults:
         return list(matched.faults), [], None
+    several = steps_differ(optimizer, _saved_states(state), saved, load.where)
+    if several and load.policy.loads_moments:
+        return several, [], None
     ordered = [
         {name: value for name, value in saved[index].items() if not (unknown and name in OF_SCHEDULE)}
         for index, unknown in ((index, mine in matched.bounds_unknown) for mine, index in enumerate(matched.order))
@@ -304,7 +309,7 @@ def _put(
 ) -> None:
     """Megatron's own method, given the groups in live order; the state that it was given is not changed."""
     with _by_position(optimizer, groups) as marked:
-        original(_with_groups(state_dict, marked, order))
+        original(_with_groups(optimizer, state_dict, marked, order))
 
 
 @contextmanager
@@ -331,15 +336,17 @@ def _by_position(optimizer: Optimizer, groups: Sequence[Group]) -> Iterator[list
                 group.pop(_POSITION, None)
 
 
-def _with_groups(state_dict: object, groups: list[Group], order: Sequence[int] | None) -> dict[str, object]:
+def _with_groups(
+    optimizer: Optimizer, state_dict: object, groups: list[Group], order: Sequence[int] | None
+) -> dict[str, object]:
     """A copy of a state, as deep as its groups lie, that has these groups instead; masters move with their group."""
     assert isinstance(state_dict, Mapping), "saved_groups() has found groups in it"
-    state = dict(state_dict)
-    if isinstance(state.get("param_groups"), list):
-        state["param_groups"] = groups
-    else:
+    state = held = dict(state_dict)
+    if not isinstance(state.get("param_groups"), list):
         holder = next(name for name in _HOLDERS if isinstance(state.get(name), Mapping))
-        state[holder] = {**cast(Mapping[str, object], state[holder]), "param_groups": groups}
+        state[holder] = held = dict(cast(Mapping[str, object], state[holder]))
+    placed = place_steps(optimizer, _saved_states(state_dict), groups)
+    held |= {"param_groups": groups} | ({"state": placed} if "state" in held else {})
     for name in _MASTERS if order is not None else ():
         masters = state.get(name)
         if isinstance(masters, list) and order is not None:

@@ -46,6 +46,7 @@ def _steps(optimizer: Any) -> set[Any]:
         if isinstance(one.optimizer, torch.optim.AdamW):
             found |= {float(state["step"]) for state in one.optimizer.state.values()}
         else:
+            assert not any("step" in state for state in one.optimizer.state.values())
             found |= {group.get("step", 0) for group in one.optimizer.param_groups if group["params"]}
     return found
 

@@ -57,6 +57,25 @@ def test_the_step_comes_along(saves: Saves, releases: Any, release: str, form: s
         assert "fused" not in into or type(one["steps"][0]) is int
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("by", "into", "arguments"),
+    [("torch_adam", "load_jobs", PLAIN), ("format_jobs", "torch_adam", PLAIN), ("torch_adam", "load_jobs", SHARDED)],
+)
+def test_the_step_comes_along_where_megatron_loads(
+    releases: Any, by: str, into: str, arguments: str, form: str, tmp_path: Path
+) -> None:
+    """From torch's Adam into a fused one, whose bias correction would begin anew, and back."""
+    asked = [{"save": str(tmp_path), "ckpt_format": FORMS[form]}]
+    releases["0.19.2"].run(f"{by}:save", ranks=2, arguments=arguments, saves=asked)
+    arguments += f" --ckpt-format {FORMS[form]} --load {tmp_path}"
+    told = releases["0.19.2"].run(f"{into}:load", ranks=2, arguments=arguments)
+    for one in told:
+        assert (one["wrong"], one["steps"]) == ([], [STEP])
+        assert into == "torch_adam" or type(one["steps"][0]) is int
+    assert "tensors read by" not in {row["name"] for row in told[0]["report"]["rows"]}
+
+
 def test_what_was_loaded_is_saved_with_its_own_step(saves: Saves, releases: Any, tmp_path: Path) -> None:
     """No copy of the step that was loaded stays in a param group, where it would be read for the one of later."""
     arguments = f"{ALWAYS} --load {saves('dist')}"
@@ -109,3 +128,18 @@ def test_steps_that_differ(releases: Any, steps: list[float], said: str, tmp_pat
     (file,) = out.glob("iter_*/mp_rank_01/model_optim_rng.pt")
     release.run("torch_adam:change", path=str(file), steps=steps)
     assert any(said in fault.what for fault in tools.verify(str(out)).faults)
+
+
+def test_steps_that_one_param_group_cannot_count(releases: Any, tmp_path: Path) -> None:
+    """Into a fused Adam, where Megatron loads: refused before anything changes; without the optimizer it goes well."""
+    release = releases["0.19.2"]
+    release.run("torch_adam:save", arguments=PLAIN, saves=[{"save": str(tmp_path), "ckpt_format": "torch"}])
+    (file,) = tmp_path.glob("iter_*/mp_rank_00/model_optim_rng.pt")
+    release.run("torch_adam:change", path=str(file), steps=[5.0, 6.0])
+    arguments = f"{PLAIN} --ckpt-format torch --load {tmp_path}"
+    (told,) = release.run("load_jobs:refused", arguments=arguments)
+    assert (told["refused"], told["changed"]) == ("UnsupportedLayout", [])
+    assert "at several steps" in told["message"]
+    skipped = "--no-load-optim --use-checkpoint-opt_param-scheduler"
+    (told,) = release.run("load_jobs:load", arguments=f"{arguments} {skipped}")
+    assert told["fresh"]
