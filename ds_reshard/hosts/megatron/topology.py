@@ -100,9 +100,12 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool, apart: 
         return []
     told = "experts have an optimizer of their own in one of the two runs alone"
     chains = [told] * (optimizer and not saved.arguments.get("no_save_optim") and saved.apart is not apart)
-    plain = saved.whole and not saved.distributed and not run.get("use_distributed_optimizer")
-    if plain:
-        return chains
+    plain = not saved.distributed and not run.get("use_distributed_optimizer")
+    weights = [_weights(arguments) for arguments in (saved.arguments, run)]
+    masters = plain and optimizer and (weights[0] == "fp32") is not (weights[1] == "fp32")
+    parted = [f"weights of {weights[0]} as saved, of {weights[1]} now"] * masters
+    if plain and saved.whole:
+        return chains + parted
     if saved.whole and saved.distributed and saved.sharding not in ("dp_reshardable", "fully_reshardable"):
         return [f"its optimizer's state is of sharding type {saved.sharding}"] * (saved.sharding not in _MEGATRONS)
     found = []
@@ -126,7 +129,7 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool, apart: 
         found.append(f"{types[0]} as saved, {types[1]} now")
     if optimizer and saved.distributed and _buckets(saved.arguments) != _buckets(run):
         found.append("other buckets of gradients")
-    return found or chains
+    return found + parted or chains
 
 
 def may_be_shifted(saved: Saved) -> bool:
@@ -147,9 +150,14 @@ def _size(arguments: Mapping[str, object], name: str) -> int:
 
 def _types(arguments: Mapping[str, object]) -> str:
     """What Megatron keeps buckets apart by, and finds them by (`gbuf_ranges`, core/optimizer/distrib_optimizer.py)."""
-    weights = next((name for name in ("bf16", "fp16") if arguments.get(name)), "fp32")
+    weights = _weights(arguments)
     gradients = "fp32" if arguments.get("accumulate_allreduce_grads_in_fp32") else weights
     return f"weights of {weights} with gradients of {gradients}"
+
+
+def _weights(arguments: Mapping[str, object]) -> str:
+    """Their type; a plain optimizer has masters beside those that are not fp32, and nests its state in theirs."""
+    return next((name for name in ("bf16", "fp16") if arguments.get(name)), "fp32")
 
 
 def _buckets(arguments: Mapping[str, object]) -> object:

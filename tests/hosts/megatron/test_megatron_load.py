@@ -107,6 +107,8 @@ CELLS = [
     _cell("M", "one", "ep2", "bf16", forms=("buckets",)),
     _cell("M", "tp2etp1", "ep2dp2"),
     _cell("B", "tp2", "tp2", "sharded", "sharded-fp32"),
+    _cell("B", "dp2", "dp2", "bf16", "fp32"),
+    _cell("B", "dp2", "dp2", "fp32", "bf16", forms=("buckets",)),
 ]
 if EVERY:
     CELLS += [

@@ -81,6 +81,16 @@ def test_another_kind_of_optimizer(form: str) -> None:
         assert why.startswith("the state of ") and (why.endswith("into a distributed optimizer") is not before)
 
 
+@pytest.mark.parametrize("form", ["torch", "plain"])
+@pytest.mark.parametrize(("before", "now", "told"), [("bf16", "fp32", 1), ("fp32", "fp16", 1), ("fp16", "bf16", 0)])
+def test_masters_of_an_optimizer_that_is_not_distributed(form: str, before: str, now: str, told: int) -> None:
+    """Megatron has another class for each, and reads the state of the one as that of the other."""
+    plain = {"use_distributed_optimizer": False}
+    saved, run = _saved(form, **plain, **{before: True}), {**RUN, **plain, now: True}
+    assert reasons(saved, run, optimizer=True) == [f"weights of {before} as saved, of {now} now"] * told
+    assert reasons(saved, run, optimizer=False) == []
+
+
 def test_experts() -> None:
     """In model space only a change between one optimizer and two counts; a dense run's sizes of experts never do."""
     one, two = {"num_experts": 8}, {"num_experts": 8, "expert_model_parallel_size": 2}
