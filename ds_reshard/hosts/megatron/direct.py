@@ -440,7 +440,8 @@ def kinds_read(source: Checkpoint, policy: ResumePolicy, optimizer: object, faul
             faults.append(ModelMismatch.fault(name, "its optimizer kept other states", *sides, mend=mend))
     scalars = source.facts.scalars.values() if source.facts is not None else ()
     steps = {number_of(states["step"]) for states in scalars if "step" in states}
-    if names and "exp_avg_sq" in of_run and (len(steps) > 1 or (not steps and source.objects.get((STEPS,)))):
+    counted = policy.loads_moments and bool(names) and "exp_avg_sq" in of_run  # else counting begins anew
+    if counted and (len(steps) > 1 or (not steps and source.objects.get((STEPS,)))):
         what = "its optimizer's step is not told, or is another of other parameters"
         faults.append(UnsupportedLayout.fault(source.folder, what, "one step", str(sorted(map(str, steps))), mend=mend))
     return (MASTER, *(sorted(of_run) if policy.loads_moments else ()))
