@@ -89,8 +89,13 @@ def load_checkpoint(
         return original()
     policy, where = policy_of(arguments), getattr(arguments, "load", None)
     load = Load(policy=policy, optimizer=optimizer, scheduler=scheduler, where=str(where))
+    before = {name: getattr(arguments, name) for name in _TOLD if hasattr(arguments, name)}
     with watched("megatron", str(where) if where else None):
-        return _load(load, original, arguments, models)
+        try:
+            return _load(load, original, arguments, models)
+        except BaseException:
+            vars(arguments).update(before)  # of a load that was none, for a script that goes on
+            raise
 
 
 def _load(load: Load, original: Callable[..., Result], arguments: Namespace, models: object) -> Result:
@@ -117,6 +122,9 @@ def _load(load: Load, original: Callable[..., Result], arguments: Namespace, mod
     _verify(load)
     publish_training(load, arguments, iteration)
     return iteration, operations
+
+
+_TOLD = ("no_load_optim", "finetune", "no_load_rng")
 
 
 def tell_megatron(policy: ResumePolicy, arguments: Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from argparse import Namespace
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +12,7 @@ import pytest
 
 from ds_reshard.errors import ConfigError, UnsupportedLayout, raise_faults
 from ds_reshard.formats.megatron.flat_states import experts_apart
-from ds_reshard.hosts.megatron import direct, topology
+from ds_reshard.hosts.megatron import direct, topology, training
 from ds_reshard.hosts.megatron.direct import Taken
 from ds_reshard.hosts.megatron.live import Load
 from ds_reshard.hosts.megatron.topology import Saved, may_be_shifted, unfillable
@@ -201,3 +202,16 @@ def test_a_step_beside_the_groups_is_that_of_all(own: dict[str, int]) -> None:
     )
     assert groups == [{"wd_mult": 1.0, "step": 5}, {"wd_mult": 0.0, "step": 5}]
     assert {type(group["step"]) for group in groups} == {int}
+
+
+def test_a_refused_load_leaves_the_arguments_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that goes on after it would else load without an optimizer for which nobody asked any more."""
+    policy = ResumePolicy(optimizer="skip", rng=False, dataloader="reset")
+    monkeypatch.setattr(training, "policy_of", lambda arguments: policy)
+    flags = {"no_load_optim": None, "finetune": False, "no_load_rng": None}
+    arguments = Namespace(load=None, dataloader_type="external", **flags)
+    with pytest.raises(ConfigError, match="keeps its own place"):
+        training.load_checkpoint(
+            lambda **more: (0, 0), arguments, models=[], optimizer=object(), scheduler=None, load_arg="load"
+        )
+    assert vars(arguments) == {"load": None, "dataloader_type": "external", **flags}
