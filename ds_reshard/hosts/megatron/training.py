@@ -190,7 +190,10 @@ def _counters(load: Load, arguments: Namespace, iteration: int) -> int:
             "the iteration starts from 0 again: saves into the same folder will replace those of the earlier run"
         )
         return 0
-    return iteration
+    asked = getattr(arguments, "override_ckpt_iteration", None)
+    if asked is None or arguments.finetune or (load.found is not None and load.found.release):
+        return iteration
+    return cast(int, asked)  # for `torch` with the distributed optimizer Megatron reads it from the tracker file again
 
 
 def _verify(load: Load) -> None:
