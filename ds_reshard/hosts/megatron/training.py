@@ -266,7 +266,8 @@ def look(load: Load, state: Mapping[str, object], release: bool, kind: object, a
     load.found = _found(load, state, release)
     faults = [] if load.another_model else format_faults(load.where, name.lower(), policy)
     if release:
-        return faults + release_faults(load.where, policy)
+        step = None if load.another_model else getattr(arguments, "ckpt_step", None)
+        return faults + release_faults(load.where, policy, step)
     if name == "LEGACY" and load.taken is None and optimizer is not None and policy.loads_masters:
         faults += step_faults(load.where, arguments)
     if not policy.finetune:
@@ -378,8 +379,12 @@ def announced_format_faults(policy: ResumePolicy, arguments: Namespace) -> list[
     return format_faults(folder, getattr(arguments, "ckpt_format", ""), policy)
 
 
-def release_faults(where: str, policy: ResumePolicy) -> list[Fault]:
-    """A release holds weights alone."""
+def release_faults(where: str, policy: ResumePolicy, step: object) -> list[Fault]:
+    """A release holds weights alone; where the tracker file names it Megatron reads it whatever `--ckpt-step` says."""
+    if step:
+        what = f"is a release, which the tracker file names: Megatron-LM would load it, and not --ckpt-step {step}"
+        mend = f"write {step} into {PurePath(where).parent / TRACKER} in place of --ckpt-step, or leave that out"
+        return [ConfigError.fault(where, what, mend=mend)]
     if policy.optimizer != "masters" and policy.scheduler == "host":
         return []
     what = "is a release: weights alone, with no optimizer, schedule or position to resume"

@@ -69,6 +69,21 @@ def test_moments_of_another_iteration_are_refused(stages: Any, release: str) -> 
 
 
 @RELEASES
+@pytest.mark.parametrize("kind", ["torch-bf16", "dist-sharded"])
+def test_an_iteration_beside_a_release(stages: Any, release: str, kind: str) -> None:
+    """Megatron loads the release that the tracker names, whatever step was asked for; the line mends it."""
+    folder, options = _earlier(stages, release, FORMATS[kind]), f"{FORMATS[kind]} --ckpt-step 5"
+    (folder / "iter_0000009").rename(folder / "release")
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    tracker.write_text("release", encoding="utf-8")
+    told = stages.untouched(release, "--finetune", options=options, saved=FORMATS[kind], folder=folder)
+    assert told["refused"] == "ConfigError" and told["changed"] == []
+    assert f"write 5 into {tracker}" in told["message"]
+    tracker.write_text("5", encoding="utf-8")
+    assert stages.second(release, OVERRIDE, options=FORMATS[kind], folder=folder)[0]["iteration"] == SAVED
+
+
+@RELEASES
 def test_a_format_that_is_detected(stages: Any, release: str) -> None:
     """`--auto-detect-ckpt-format`: what is on disk counts, not `--ckpt-format`."""
     saved, options = FORMATS["torch-bf16"], f"{FORMATS['dist-bf16']} --auto-detect-ckpt-format"
