@@ -22,6 +22,7 @@ MEGATRON = (
     "--exit-signal",
     "--global-batch-size",
     "--load",
+    "--load-main-params-from-ckpt",
     "--lr",
     "--lr-decay-iters",
     "--lr-decay-style",

@@ -184,3 +184,7 @@ def unfillable(saved: Saved, run: Mapping[str, object], why: str, *, optimizer: 
         if held:
             what = f"cannot be loaded with {name} ({' and '.join(held)}): {why}"
             yield UnsupportedLayout.fault(saved.folder, what, mend=f"load it as it was saved, or without {name}")
+    if not optimizer and run.get("load_main_params_from_ckpt"):  # of what is read here Megatron gets no weights
+        what = f"cannot give masters to --load-main-params-from-ckpt, which are the cast of its weights here: {why}"
+        mend = "leave out --load-main-params-from-ckpt"
+        yield UnsupportedLayout.fault(saved.folder, what, mend=mend)

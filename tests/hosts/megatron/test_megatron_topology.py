@@ -190,6 +190,14 @@ def test_what_is_not_filled_is_refused_by_name(name: str, form: str) -> None:
     assert list(unfillable(_saved(form), RUN, "why", optimizer=True)) == []
 
 
+def test_masters_from_weights_that_megatron_does_not_get_are_refused_by_name() -> None:
+    flag = {"load_main_params_from_ckpt": True}
+    (fault,) = unfillable(_saved("torch", **flag), {**RUN, **flag}, "another size", optimizer=False)
+    assert fault.mend == "leave out --load-main-params-from-ckpt"
+    assert list(unfillable(_saved("torch", **flag), RUN, "another size", optimizer=False)) == []
+    assert list(unfillable(_saved("torch"), {**RUN, **flag}, "another size", optimizer=True)) == []
+
+
 @pytest.mark.parametrize("own", [{}, {"step": 5}])
 def test_a_step_beside_the_groups_is_that_of_all(own: dict[str, int]) -> None:
     """torch's Adam keeps it as a tensor, and a fused one that goes on counts in whole numbers."""
