@@ -386,9 +386,18 @@ def copies() -> str:
     return json.dumps({"left": left, "restored": restored})
 
 
-def other(run: Run, folder: str, policy: dict[str, Any] | None = None, **changed: Any) -> dict[str, Any]:
-    """What the trainer has after it was given a folder of another format: differences of weights and states, or the
-    error; `names` is a map of names, and `stages` the data stages of its configuration."""
+def other(
+    run: Run, folder: str, policy: dict[str, Any] | None = None, nodes: list[str] | None = None, **changed: Any
+) -> dict[str, Any]:
+    """What the trainer has after it was given a folder of any format: differences of weights and states, or the error.
+
+    `names` is a map of names, `stages` the data stages of its configuration; `nodes` are as in `load`.
+    """
+    with contextlib.chdir(nodes[dist.get_rank()] if nodes is not None else "."):
+        return _other(run, folder, policy, **changed)
+
+
+def _other(run: Run, folder: str, policy: dict[str, Any] | None, **changed: Any) -> dict[str, Any]:
     from nanotron.trainer import DistributedTrainer
 
     from ds_reshard.operations.name_map import ask_names

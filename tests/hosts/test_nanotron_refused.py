@@ -162,6 +162,28 @@ def test_ranks_that_see_other_files(saved: Run, other: str, who: int, tmp_path: 
     assert "ranks see other files of this name" in one[0][1]
 
 
+WHOLE = tuple(replace(one, split=None, chunks=None) for one in MODEL)
+
+
+@pytest.mark.parametrize("live", [Run(dp=2, model=WHOLE), Run(dp=2, pp=2, model=WHOLE)], ids=["dp2", "dp2 pp2"])
+def test_ranks_that_see_other_weights(live: Run, tmp_path: Path, worlds: Any) -> None:
+    """Of one tensor, in the copy of one node, with the optimizer left out: what is wrong is said on every rank."""
+    ranks = live.dp * live.pp
+    nodes, folder = [tmp_path / f"node{rank}" for rank in range(ranks)], write(live, tmp_path / "saved")
+    for node in nodes:
+        copytree(folder, node / "ckpt")
+    job = {"run": live, "folder": f"ckpt/{STEP}", "nodes": list(map(str, nodes)), "policy": {"optimizer": "skip"}}
+    for one in worlds[ranks].run("nanotron_jobs.other", **job):
+        assert one.get("weights") == [], one
+    path = sorted((nodes[-1] / "ckpt" / str(STEP) / "model").rglob("*.safetensors"))[-1]
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    told = worlds[ranks].run("nanotron_jobs.other", **job)
+    assert {(one["error"], one["text"]) for one in told} == {(told[0]["error"], told[0]["text"])}
+    assert told[0]["error"] == "CheckpointDamaged" and "the model has now" in told[0]["text"]
+    assert "ranks see other files of this name" in told[0]["text"] and told[0]["text"].count("on ranks") == 1
+
+
 def _another_step(place: Path) -> None:
     copytree(place, place / "1")
     (place / "latest.txt").write_text("1")

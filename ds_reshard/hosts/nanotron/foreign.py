@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from ds_reshard.containers import folders
+from ds_reshard.containers.digests import digest
 from ds_reshard.containers.remote import is_url
 from ds_reshard.errors import (
     CheckpointDamaged,
@@ -26,6 +27,7 @@ from ds_reshard.errors import (
 )
 from ds_reshard.execution.buffers import element_type
 from ds_reshard.execution.checksums import SEEN_BY_ALL
+from ds_reshard.execution.fingerprint import fingerprint_of
 from ds_reshard.formats.nanotron.content import METADATA
 from ds_reshard.formats.nanotron.names import is_nanotron
 from ds_reshard.hosts.nanotron.live import ParallelContext, Shape, experts_of, regions_of, tiles_of_parameter
@@ -37,7 +39,17 @@ from ds_reshard.model.records import ElementType
 from ds_reshard.operations.filling import fill
 from ds_reshard.operations.name_map import asked_names, read_name_map
 from ds_reshard.operations.proof import unproved
-from ds_reshard.operations.ranks import agree, attempt, broadcast, gather, raise_caused, same_files, together, unseen
+from ds_reshard.operations.ranks import (
+    agree,
+    agree_files,
+    attempt,
+    broadcast,
+    gather,
+    raise_caused,
+    same_files,
+    together,
+    unseen,
+)
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
@@ -217,7 +229,7 @@ def load_weights(arguments: Mapping[str, object], original: Callable[[], object]
     load = current()
     foreign = foreign_of(load, folder, context.world_pg, alone=True)
     if foreign is None:
-        return original()
+        return original() if load.trainer is None else _own_weights(arguments, original, context, folder)
     subject, world = f"loading {folder}", context.world_pg
     same_policy(load.policy, world, subject=subject)
     given = cast("Mapping[str, torch.Tensor] | None", arguments.get("filtered_state_dict"))
@@ -235,6 +247,29 @@ def load_weights(arguments: Mapping[str, object], original: Callable[[], object]
     made = {str(number): one.tensor.detach() for number, one in enumerate(weights)}
     fill(Plan(copies=coalesce(plan.copies)), made, world, replica=replica, subject=subject)
     return {one.name: {} for one in weights}
+
+
+def _own_weights(
+    arguments: Mapping[str, object], original: Callable[[], object], context: ParallelContext, folder: str
+) -> object:
+    """What nanotron's own loading answers, once ranks that hold the same weights have read the same. Collective.
+
+    Each has read files of its own node, which tell no checksum: so what was read is compared, after it is in place.
+    """
+    import torch.distributed as dist
+
+    made = original()
+    model, given = cast(Module, arguments["model"]), arguments.get("filtered_state_dict")
+    alike = ", ".join(map(str, dist.get_process_group_ranks(context.dp_cp_pg)))
+    held = cast("Mapping[str, torch.Tensor]", given or model.state_dict())
+    read = {
+        f"{folder}/model: {name}, on ranks {alike}": str(fingerprint_of(one.detach().contiguous())).encode()
+        for name, one in held.items()
+        if one.numel()
+    }
+    same = len(set(gather(digest(sorted(read.items())), context.dp_cp_pg))) == 1
+    agree_files({} if same else read, context.world_pg, subject=f"loading {folder}, whose weights the model has now")
+    return made
 
 
 def _weights(model: Module, given: Mapping[str, torch.Tensor] | None) -> Iterator[_Weight]:
