@@ -104,6 +104,10 @@ TESTS = {
     "BY_RANKS": "tests/formats/test_convert_ranks.py",
     "BY_URL": "tests/formats/test_convert_urls.py",
     "FAR": "tests/formats/test_far_store.py",
+    "MEGATRON_STEPS": "tests/hosts/megatron/test_megatron_torch_adam.py",
+    "MEGATRON_ITERATION": "tests/hosts/megatron/test_megatron_loads.py::test_a_rewound_iteration_and_a_reset_one",
+    "MEGATRON_RELEASE": "tests/hosts/megatron/test_megatron_odd.py::test_an_iteration_beside_a_release",
+    "NANOTRON_WEIGHTS": "tests/hosts/test_nanotron_refused.py::test_ranks_that_see_other_weights",
     "UNIVERSAL_CUT": "tests/hosts/test_grid_written.py",
     "CUT_OTHERWISE": "tests/hosts/test_grid_tensor.py::test_as_many_ranks_that_cut_otherwise_take_their_own_parts",
     "LATE_FILE": "tests/hosts/test_grid.py::test_tools_take_a_later_stages_file_for_no_others"
