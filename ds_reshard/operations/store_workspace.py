@@ -63,6 +63,7 @@ class StoreWorkspace(Workspace):
         kept = resume or part[1] > 1
         with self.joined():  # first, so that what a killed process left here goes, even if nothing else is to be done
             state, there = self._below(self.folder), self._below(self.target)
+            self._refuse_foreign(state)
             if (kept or state) and self.is_done():
                 self._clear()
                 yield True

@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.crc import crc32
@@ -66,6 +67,8 @@ def _checksum(content: Mapping[str, object]) -> str:
 
 SUFFIX = ".ds-reshard"
 LOCKS, CONVERSION = "locks", "conversion.json"
+_MADE = re.compile(r"(locks|done|out|old)(/|$)|(conversion|files)\.json$|[0-9a-f]{16}\.part$|\.nfs")
+"""What lies in such a folder; .nfs is what a file that is removed while it is open has for a name on NFS."""
 Part = tuple[int, int]
 """A part of the work, counted from 0, and the number of parts; (0, 1) is all of it."""
 
@@ -87,7 +90,9 @@ class Workspace:
         """Do that part of the work, beside other parts alone; yields whether the output is there, made of the same.
 
         A folder that another conversion has left is an error with `resume` or several parts, and cleared otherwise.
+        One that no conversion has made is an error always: it is somebody's own, perhaps a checkpoint.
         """
+        self._refuse_foreign(folders.names(self.folder))
         kept = resume or part[1] > 1
         left = folders.is_folder(self.folder) and not folders.exists(self.out)
         if (kept or left) and self.is_done():
@@ -117,6 +122,13 @@ class Workspace:
     def is_done(self) -> bool:
         """Whether the output is there, made of the same: by another process, or by one that could not clean up."""
         return bool(_conversion_of(os.path.join(self.target, MANIFEST)) == json.loads(self.made_of))
+
+    def _refuse_foreign(self, names: Iterable[str]) -> None:
+        """Raise where the folder has what no conversion puts there: all of it would be removed."""
+        if strange := [name for name in names if not _MADE.match(name)]:
+            what = f"is where this output is made, and holds what no conversion has put there: {', '.join(strange[:4])}"
+            mend = "name another OUT, or give that folder another name"
+            raise_faults([ConfigError.fault(self.folder, what, mend=mend)], subject="converting")
 
     def _refuse_existing(self) -> None:
         if folders.exists(self.target, follow=False) and not self._force:
@@ -274,7 +286,12 @@ def refuse_places(source: str, out: str, needed_nbytes: int) -> None:
     """Raise where the output cannot be: inside the source or around it, on another file system, or too large."""
     source, target = (path.rstrip("/") if is_url(path) else os.path.realpath(path) for path in (source, out))
     parent = os.path.dirname(os.path.abspath(out))
+    made = target + SUFFIX if is_url(out) else os.path.realpath(os.path.abspath(out) + SUFFIX)
     faults = []
+    if source.startswith(made + os.sep):
+        faults.append(
+            _place(made, f"is cleared, and holds the source {source}", "name another OUT, or move the source")
+        )
     if target == source or target.startswith(source + os.sep) or source.startswith(target + os.sep):
         faults.append(_place(out, f"lies in the source {source}, or holds it", "name a folder apart from it"))
     if is_url(out):

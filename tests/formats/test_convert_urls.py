@@ -218,6 +218,18 @@ def test_nothing_that_is_there_is_replaced(
     assert bucket.cat("/bucket/out/mine") == b"mine"
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_that_no_conversion_made_is_not_cleared(
+    checkpoint: Path, bucket: MemoryFileSystem, resume: bool
+) -> None:
+    """A checkpoint that has the name which the notes of this output have, and is its source."""
+    bucket.put(f"{checkpoint}/", "/bucket/out.ds-reshard/", recursive=True)
+    before = stored(bucket, "/bucket/")
+    with pytest.raises(ConfigError, match=r"out\.ds-reshard: .*no conversion has put there: .*global_step3"):
+        convert(f"{OUT}.ds-reshard", OUT, to="zero3", dp=3, options=Options(resume=resume))
+    assert stored(bucket, "/bucket/") == before
+
+
 @pytest.mark.parametrize("out", ["memory://bucket/saved", "memory://bucket/saved/out", "memory://bucket"])
 def test_an_output_in_the_source_or_around_it_is_refused(checkpoint: Path, bucket: MemoryFileSystem, out: str) -> None:
     bucket.put(f"{checkpoint}/", "/bucket/saved/", recursive=True)

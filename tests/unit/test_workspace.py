@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,36 @@ def test_what_another_conversion_left_is_not_gone_on_with(tmp_path: Path) -> Non
         pass
 
 
+@pytest.mark.parametrize(("resume", "part"), [(False, (0, 1)), (True, (0, 1)), (False, (0, 2))])
+@pytest.mark.parametrize("done", [False, True], ids=["to be made", "there"])
+def test_a_folder_that_no_conversion_made_is_not_cleared(
+    tmp_path: Path, resume: bool, part: tuple[int, int], done: bool
+) -> None:
+    """A checkpoint may have the name that the workspace of an output has; whatever lies in it stays."""
+    mine = tmp_path / "out.ds-reshard" / "global_step5" / "mp_rank_00_model_states.pt"
+    mine.parent.mkdir(parents=True)
+    mine.write_bytes(b"mine")
+    if done:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / MANIFEST).write_text(manifest_text({"conversion": {"of": "a"}}))
+    workspace = Workspace(str(tmp_path / "out"), {"of": "a"}, force=True)
+    with pytest.raises(ConfigError, match=r"no conversion has put there: global_step5"):
+        workspace.open(resume=resume, part=part).__enter__()
+    assert [path for path in (tmp_path / "out.ds-reshard").rglob("*") if path.is_file()] == [mine]
+
+
+def test_what_a_conversion_left_is_cleared(tmp_path: Path) -> None:
+    """Every name that one leaves, killed at any moment; and what NFS names a file that is removed while it is open."""
+    folder = tmp_path / "out.ds-reshard"
+    for name in ("locks", "done", "out", "old"):
+        (folder / name).mkdir(parents=True)
+    for name in ("conversion.json", f"{os.urandom(8).hex()}.part", ".nfs0000000002"):
+        (folder / name).write_bytes(b"of another")
+    with Workspace(str(tmp_path / "out"), {"of": "a"}, force=False).open(resume=False, part=(0, 1)) as finished:
+        assert not finished
+        assert sorted(path.name for path in folder.iterdir()) == ["conversion.json", "done", "locks", "out"]
+
+
 @pytest.mark.parametrize("after", [b"", None], ids=["without its bytes", "without its name"])
 def test_a_noted_file_that_a_power_cut_has_taken_is_written_again(tmp_path: Path, after: bytes | None) -> None:
     """The note has reached the disk, and the file has not, or not the name of it."""
@@ -60,3 +91,12 @@ def test_an_output_in_the_source_or_around_it_is_refused(tmp_path: Path, out: st
     with pytest.raises(ConfigError, match="lies in the source"):
         refuse_places(str(tmp_path / "saved"), str(tmp_path / out), 0)
     refuse_places(str(tmp_path / "saved"), str(tmp_path / "saved-2"), 0)
+
+
+def test_what_an_interrupted_conversion_has_made_is_no_source_of_that_output(tmp_path: Path) -> None:
+    """It would be removed before it is read; another output may be made of it."""
+    (tmp_path / "out.ds-reshard" / "out").mkdir(parents=True)
+    source = str(tmp_path / "out.ds-reshard" / "out")
+    with pytest.raises(ConfigError, match="is cleared, and holds the source"):
+        refuse_places(source, str(tmp_path / "out"), 0)
+    refuse_places(source, str(tmp_path / "out2"), 0)
