@@ -284,7 +284,7 @@ def _conversion_of(path: str) -> object:
 
 def refuse_places(source: str, out: str, needed_nbytes: int) -> None:
     """Raise where the output cannot be: inside the source or around it, on another file system, or too large."""
-    source, target = (path.rstrip("/") if is_url(path) else os.path.realpath(path) for path in (source, out))
+    source, target = map(_resolved, (source, out))
     parent = os.path.dirname(os.path.abspath(out))
     made = target + SUFFIX if is_url(out) else os.path.realpath(os.path.abspath(out) + SUFFIX)
     faults = []
@@ -294,7 +294,9 @@ def refuse_places(source: str, out: str, needed_nbytes: int) -> None:
         )
     if target == source or target.startswith(source + os.sep) or source.startswith(target + os.sep):
         faults.append(_place(out, f"lies in the source {source}, or holds it", "name a folder apart from it"))
-    if is_url(out):
+    if is_url(out) and not is_url(target):
+        faults.append(_place(out, "is a folder of this machine", f"give its path, which is not a URL: {target}"))
+    elif is_url(out):
         with folders.named(out, "cannot be looked at"):
             file = file_on_the_way(out)
         if file is not None:
@@ -308,6 +310,13 @@ def refuse_places(source: str, out: str, needed_nbytes: int) -> None:
         what = f"has {free} bytes free, and the output needs {needed_nbytes}"
         faults.append(_place(parent, what, "free space there, or name a folder elsewhere"))
     raise_faults(faults, subject="converting")
+
+
+def _resolved(path: str) -> str:
+    """A place as each name of it is told; of a URL that names a folder of this machine (fsspec's local) the folder."""
+    scheme, _, rest = path.partition("://")
+    on_disk = rest if scheme in ("file", "local") else path
+    return path.rstrip("/") if is_url(on_disk) else os.path.realpath(on_disk)
 
 
 def _place(where: str, what: str, mend: str) -> Fault:

@@ -100,3 +100,15 @@ def test_what_an_interrupted_conversion_has_made_is_no_source_of_that_output(tmp
     with pytest.raises(ConfigError, match="is cleared, and holds the source"):
         refuse_places(source, str(tmp_path / "out"), 0)
     refuse_places(source, str(tmp_path / "out2"), 0)
+
+
+@pytest.mark.parametrize("scheme", ["file", "local"])
+def test_a_folder_of_this_machine_is_the_same_by_its_url(tmp_path: Path, scheme: str) -> None:
+    """A source by such a URL is not replaced by an output on its place; an output is given by its path."""
+    (tmp_path / "saved").mkdir()
+    for out in ("saved", "saved/out", "."):
+        with pytest.raises(ConfigError, match="lies in the source"):
+            refuse_places(f"{scheme}://{tmp_path}/saved/", str(tmp_path / out), 0)
+    with pytest.raises(ConfigError, match=f"give its path, which is not a URL: {tmp_path}/out"):
+        refuse_places(str(tmp_path / "saved"), f"{scheme}://{tmp_path}/out", 0)
+    refuse_places(f"{scheme}://{tmp_path}/saved", str(tmp_path / "out"), 0)
