@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from ds_reshard.cli.launch import sharing
+from ds_reshard.errors import WriteFailed
 from ds_reshard.formats.zero.weights_target import DTYPES
 from ds_reshard.operations import FORMATS, Reading
 from ds_reshard.operations.options import THREADS, refuse_memory
@@ -130,9 +132,14 @@ def add_json(
 
 
 def show(arguments: argparse.Namespace, told: Callable[[], object], render: Callable[[Console], None]) -> None:
-    """Print what was found: as JSON, or on the console. Of several ranks the first does."""
-    if not sharing().tells:
+    """Print what was found: as JSON, or on the console. Of several ranks the first does.
+
+    Raises WriteFailed where it cannot be written: whoever asked has not been told, so no status says what was found.
+    """
+    if not sharing().tells or sys.stdout is None:  # closed: nobody wants to read it
         return
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the encoding of the locale has no letters for
     try:
         if arguments.json:
             print(json.dumps(told(), indent=2), flush=True)
@@ -141,6 +148,10 @@ def show(arguments: argparse.Namespace, told: Callable[[], object], render: Call
             sys.stdout.flush()
     except BrokenPipeError:
         _read_enough()
+    except OSError as error:
+        _read_enough()
+        mend = "free space there, or let it be written elsewhere"
+        raise WriteFailed.of("stdout", f"cannot be written: {error.strerror or error}", mend=mend) from None
 
 
 class _Output(Console):

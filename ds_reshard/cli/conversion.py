@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
+
+from rich.console import Console
 
 from ds_reshard.cli.arguments import (
     add_checkpoint,
@@ -17,11 +18,12 @@ from ds_reshard.cli.arguments import (
     add_trust,
     processes,
     shard,
+    show,
     target,
 )
 from ds_reshard.cli.launch import restarted, sharing
-from ds_reshard.cli.render import bar
-from ds_reshard.operations import Options, convert
+from ds_reshard.cli.render import bar, line
+from ds_reshard.operations import Conversion, Options, convert
 
 
 def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -71,13 +73,13 @@ def run(arguments: argparse.Namespace) -> int:
             repair=arguments.repair,
             **target(arguments),
         )
-    if not sharing().tells:
-        return 0
-    if arguments.json:
-        print(json.dumps(asdict(done), indent=2))
-    else:
-        left = "" if done.complete else "; the parts of other processes are still to be written"
-        print(f"{done.out}: {done.files} files, {done.bytes_read} bytes read, {done.bytes_written} written{left}")
-        for note in done.notes:
-            print(f"note: {note}")
+    show(arguments, lambda: asdict(done), lambda console: _render(done, console))
     return 0
+
+
+def _render(done: Conversion, console: Console) -> None:
+    """A line that says what was written, and one for each note."""
+    left = "" if done.complete else "; the parts of other processes are still to be written"
+    line(console, f"{done.out}: {done.files} files, {done.bytes_read} bytes read, {done.bytes_written} written{left}")
+    for note in done.notes:
+        line(console, f"note: {note}")

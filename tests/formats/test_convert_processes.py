@@ -173,3 +173,20 @@ def test_what_was_finished_of_damage_is_not_gone_on_behind(checkpoint: Path, tmp
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     convert(str(checkpoint), str(tmp_path / "out"), to="zero3", dp=3, options=Options(threads=1, resume=True))
     assert files(tmp_path / "out") == files(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("told", [[], ["--json"]], ids=["text", "json"])
+def test_who_hears_of_a_conversion_changes_nothing_of_it(checkpoint: Path, tmp_path: Path, told: list[str]) -> None:
+    """`| head` closes the pipe: the output is there, and so the status says; letters without a code are spelled."""
+    out = tmp_path / "öut"
+    command = [sys.executable, "-m", "ds_reshard", "convert", str(checkpoint), str(out), "--to", "zero3", *told]
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (0, "") and (out / "ds_reshard.json").is_file()
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    again = subprocess.run(
+        [*command, "--force"], env=ascii_only, capture_output=True, encoding="ascii", timeout=120, check=False
+    )
+    assert (again.returncode, again.stderr) == (0, "") and "/\\xf6ut" in again.stdout.replace("\\u00f6", "\\xf6")

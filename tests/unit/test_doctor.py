@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -94,3 +95,24 @@ def test_a_reader_who_has_read_enough_changes_no_status(tmp_path: Path, told: li
         done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
         os.close(writes)
         assert (done.returncode, done.stderr) == (status, "")
+
+
+@pytest.mark.parametrize("told", [[], ["--json"]], ids=["text", "json"])
+def test_an_answer_that_cannot_be_written_is_no_finding(tmp_path: Path, told: list[str]) -> None:
+    """A full disk: status 1 would say that something was found, and nobody has been told what."""
+    for config in ({"zero_optimization": {"stage": 1}}, {"scheduler": WARMUP}):
+        (tmp_path / "ds.json").write_text(json.dumps(config))
+        command = [sys.executable, "-m", "ds_reshard", "doctor", "--config", str(tmp_path / "ds.json"), *told]
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        assert done.returncode == 2
+        assert re.fullmatch(r"ds-reshard: stdout: cannot be written: No space left on device; .*\n", done.stderr)
+
+
+def test_a_closed_output_changes_no_status(tmp_path: Path) -> None:
+    """`>&-`: nobody wants to read it."""
+    (tmp_path / "ds.json").write_text("{}")
+    command = [sys.executable, "-m", "ds_reshard", "doctor", "--config", str(tmp_path / "ds.json")]
+    shell = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    done = subprocess.run(shell, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
