@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ds_reshard.containers.pickle_rules import UNSAFE
+from ds_reshard.containers.remote import is_url
 from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, ReshardError, faults_of
 from ds_reshard.execution.checksums import Ledger, altered
 from ds_reshard.execution.cuda import offline_device
@@ -180,20 +181,21 @@ class _Manifest:
     def __init__(self, folder: str, files: Sequence[CheckedFile]) -> None:
         self._files = {file.name: file for file in files}
         self._folder = folder
-        own = self._files.pop(MANIFEST, None) is not None
-        self._path = os.path.join(folder if own else os.path.dirname(os.path.abspath(folder)), MANIFEST)
         self.known: dict[str, dict[str, object]] = {}
         self._wrong = ""
-        prefix = "" if own else f"{os.path.basename(os.path.abspath(folder))}/"
-        try:
-            manifest = read_manifest(self._path)
-            listed = manifest.get("files", {}) if manifest is not None else {}
-            if not isinstance(listed, dict) or not all(isinstance(known, dict) for known in listed.values()):
-                raise ValueError("it lists no files")
-        except ValueError as error:
-            self._wrong = str(error)
-            return
-        self.known = {name.removeprefix(prefix): known for name, known in listed.items() if name.startswith(prefix)}
+        own = self._files.pop(MANIFEST, None) is not None
+        for self._path, prefix in [(os.path.join(folder, MANIFEST), "")] if own else _beside(folder):
+            try:
+                manifest = read_manifest(self._path)
+                listed = manifest.get("files", {}) if manifest is not None else {}
+                if not isinstance(listed, dict) or not all(isinstance(known, dict) for known in listed.values()):
+                    raise ValueError("it lists no files")
+            except ValueError as error:
+                self._wrong = str(error)
+                return
+            if known := {name.removeprefix(prefix): one for name, one in listed.items() if name.startswith(prefix)}:
+                self.known = known
+                return
 
     @property
     def there(self) -> bool:
@@ -230,6 +232,13 @@ class _Manifest:
             found,
             mend="convert the checkpoint again, or restore the folder from a copy",
         )
+
+
+def _beside(folder: str) -> Iterator[tuple[str, str]]:
+    """The manifests that may speak of a tag, and what its files begin with there: by its name, and by its place."""
+    places = (folder.rstrip("/"),) if is_url(folder) else (os.path.abspath(folder), os.path.realpath(folder))
+    for place in dict.fromkeys(places):
+        yield os.path.join(os.path.dirname(place), MANIFEST), f"{os.path.basename(place)}/"
 
 
 def _notes(files: Sequence[CheckedFile], unchecked: int, manifest: _Manifest) -> Iterator[str]:

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ds_reshard.containers import folders
@@ -302,7 +303,7 @@ def refuse_places(source: str, out: str, needed_nbytes: int) -> None:
         if file is not None:
             faults.append(_place(file, "is a file: the output is a folder", "name a URL where no file is"))
     elif not folders.is_folder(parent):
-        faults.append(_place(parent, "does not exist", f"mkdir -p {parent}"))
+        faults.append(_place(parent, "does not exist", f"mkdir -p {shlex.quote(parent)}"))
     elif folders.is_folder(target) and folders.device(target) != folders.device(parent):
         what = "is a file system of its own: what is written beside it cannot take its name"
         faults.append(_place(out, what, f"name a folder in it: {os.path.join(out, 'converted')}"))

@@ -25,7 +25,7 @@ from ds_reshard.cli.main import main
 from ds_reshard.containers import remote
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, ReadFailed, ReshardError, WriteFailed
 from ds_reshard.execution import disk
-from ds_reshard.operations import Options, conversion, convert, diff, inspect, store_workspace
+from ds_reshard.operations import Options, conversion, convert, diff, inspect, store_workspace, verify
 
 SHAPES = tuple((f"p{i}", (7, i + 1)) for i in range(9))
 OUT = "memory://bucket/out"
@@ -216,6 +216,16 @@ def test_nothing_that_is_there_is_replaced(
     bucket.pipe("/bucket/out/mine", b"mine")
     assert main(words) == 2
     assert bucket.cat("/bucket/out/mine") == b"mine"
+
+
+@pytest.mark.parametrize("where", ["by its URL", "by the URL of its tag"])
+def test_what_is_there_is_compared_with_its_manifest(checkpoint: Path, bucket: MemoryFileSystem, where: str) -> None:
+    """It lies beside the tag."""
+    convert(str(checkpoint), OUT, to="zero3", dp=3)
+    url = OUT if where == "by its URL" else f"{OUT}/global_step3"
+    assert verify(url).clean
+    bucket.pipe("/bucket/out/global_step3/more.txt", b"more")
+    assert [fault.what for fault in verify(url).faults] == ["is not in the manifest"]
 
 
 @pytest.mark.parametrize("resume", [False, True])

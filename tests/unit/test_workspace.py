@@ -112,3 +112,9 @@ def test_a_folder_of_this_machine_is_the_same_by_its_url(tmp_path: Path, scheme:
     with pytest.raises(ConfigError, match=f"give its path, which is not a URL: {tmp_path}/out"):
         refuse_places(str(tmp_path / "saved"), f"{scheme}://{tmp_path}/out", 0)
     refuse_places(f"{scheme}://{tmp_path}/saved", str(tmp_path / "out"), 0)
+
+
+def test_the_command_that_makes_the_folder_is_one_for_a_shell(tmp_path: Path) -> None:
+    """A blank in the path would make two folders."""
+    with pytest.raises(ConfigError, match=f"mkdir -p '{tmp_path}/no folder'"):
+        refuse_places(str(tmp_path / "saved"), str(tmp_path / "no folder" / "out"), 0)
