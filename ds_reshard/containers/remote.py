@@ -46,6 +46,11 @@ def is_url(path: str) -> bool:
     return "://" in path and _URL.match(path) is not None
 
 
+def without_end(path: str) -> str:
+    """A URL without slashes at its end, which would be in the names of its files; any other path as it is."""
+    return path.rstrip("/") if is_url(path) else path
+
+
 class Status(NamedTuple):
     """What a store says of a name: the bytes of a file, None of a folder; `version` tells a file from a later one."""
 
@@ -239,7 +244,7 @@ def changed(urls: Iterable[str]) -> list[str]:
     found, left = [], sorted(set(urls))
     while left:
         roots = [root for root in _TREES if left[0].startswith(f"{root}/")]
-        root = min(roots, key=len) if roots else posixpath.dirname(left[0])
+        root = min(roots, key=len) if roots else left[0].rpartition("/")[0]
         before, now = (_TREES[root], below(root)) if roots else (_LISTED.get(root, {}), _listed(root))
         for url in [url for url in left if url.startswith(f"{root}/")]:
             name = url.removeprefix(f"{root}/")

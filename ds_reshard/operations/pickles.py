@@ -16,7 +16,7 @@ from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import Place, directories, read_directory
 from ds_reshard.containers.pickle_reader import Scanned, scan_file
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, UNSAFE, PickleRules, in_force, rules_in_force, trusted
-from ds_reshard.containers.remote import is_url
+from ds_reshard.containers.remote import is_url, without_end
 from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed, ReshardError, faults_of, raise_faults
 from ds_reshard.model.reports import PickleScan
 from ds_reshard.operations.ranks import agree, attempt, broadcast, gather, rank
@@ -49,7 +49,7 @@ def walk(folder: str, faults: list[Fault]) -> Iterator[str]:
     """Every regular file below a folder, sorted, links followed once; what cannot be listed is a fault."""
 
     if is_url(folder):
-        yield from (f"{folder}/{name}" for name in folders.files_below(folder))
+        yield from (f"{without_end(folder)}/{name}" for name in folders.files_below(folder))
         return
 
     def unlisted(error: OSError) -> None:
@@ -139,7 +139,8 @@ def untold(scanned: Sequence[Fault], told: Sequence[Fault]) -> list[Fault]:
 def siblings(path: str, folder: str) -> list[str]:
     """The files of a checkpoint: all below its own folder, and those that lie in the folder that was given."""
     faults: list[Fault] = []  # of folders that cannot be listed, which opening the checkpoint tells
-    return list(dict.fromkeys([*walk(folder, faults), *(os.path.join(path, name) for name in folders.files(path))]))
+    beside = (os.path.join(without_end(path), name) for name in folders.files(path))
+    return list(dict.fromkeys([*walk(folder, faults), *beside]))
 
 
 def _sorted(faults: Iterable[Fault]) -> list[Fault]:

@@ -9,7 +9,7 @@ from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import METADATA, directories
 from ds_reshard.containers.pickle_rules import UNSAFE, in_force, rules_in_force
 from ds_reshard.containers.positioned import PositionedFile
-from ds_reshard.containers.remote import UNFINISHED, expect, is_url, natural
+from ds_reshard.containers.remote import UNFINISHED, expect, is_url, natural, without_end
 from ds_reshard.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -90,6 +90,7 @@ def find_listing(path: str, tag: str | None) -> Found:
 
     Raises CheckpointNotFound where there is none, and ReadFailed where a folder cannot be listed.
     """
+    path = without_end(path)
     folders.renew(path)
     if not folders.is_folder(path):
         there = folders.exists(path)

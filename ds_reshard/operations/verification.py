@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ds_reshard.containers.pickle_rules import UNSAFE
-from ds_reshard.containers.remote import is_url
+from ds_reshard.containers.remote import is_url, without_end
 from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, ReshardError, faults_of
 from ds_reshard.execution.checksums import Ledger, altered
 from ds_reshard.execution.cuda import offline_device
@@ -236,7 +236,7 @@ class _Manifest:
 
 def _beside(folder: str) -> Iterator[tuple[str, str]]:
     """The manifests that may speak of a tag, and what its files begin with there: by its name, and by its place."""
-    places = (folder.rstrip("/"),) if is_url(folder) else (os.path.abspath(folder), os.path.realpath(folder))
+    places = (without_end(folder),) if is_url(folder) else (os.path.abspath(folder), os.path.realpath(folder))
     for place in dict.fromkeys(places):
         yield os.path.join(os.path.dirname(place), MANIFEST), f"{os.path.basename(place)}/"
 
