@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from grid_cases import Grid
@@ -210,12 +211,17 @@ def head_first(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def _pipeline(grid: Grid) -> tuple[torch.nn.Module, Any]:
     from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.pipe import module
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
     topology = PipeModelDataParallelTopology(grid.pp, grid.tp, grid.dp)
     place = topology.get_coord(torch.distributed.get_rank()).model
     layers = _layers(grid.layers, grid.tp, place)
-    model = PipelineModule(layers, topology=topology, loss_fn=lambda out, _: out.sum(), partition_method="uniform")
+    uniform = module.ds_utils.partition_uniform
+    early = "earlier" in grid.layers
+    cut = (lambda **sizes: [at - (0 < at < sizes["num_items"]) for at in uniform(**sizes)]) if early else uniform
+    with mock.patch.object(module.ds_utils, "partition_uniform", cut):
+        model = PipelineModule(layers, topology=topology, loss_fn=lambda out, _: out.sum(), partition_method="uniform")
     embed = getattr(model.tied_modules, "embed", None)
     if model.stage_id > 0 and hasattr(embed, "position") and "one position" not in grid.layers:
         embed.position.data = numbers(60, 3)

@@ -90,6 +90,8 @@ STAGES = [
     (pipe(4, 1, 0), pipe(1, 2, 0)),
     (pipe(2, 2, 0, layers="no ties"), pipe(4, 1, layers="no ties")),
     (pipe(2, 2, 0, layers="no ties"), pipe(3, 1, 0, layers="no ties")),
+    (pipe(3, 1, 0, layers="no ties"), pipe(3, 1, 0, layers="no ties, earlier")),
+    (pipe(2, 2, 0, layers="no ties"), pipe(2, 1, 1, layers="no ties, earlier")),
     (pipe(4, 1, 0, layers="no ties"), pipe(2, 1, "bf16opt", "bf16", layers="no ties")),
     (pipe(1, 2, 0), pipe(2, 2, layers="one position")),
     (pipe(2, 1, 0, tp=2), pipe(1, 2, tp=2)),

@@ -33,16 +33,27 @@ from ds_reshard.model.records import TensorRecord
 
 
 class StageOrder(NamedTuple):
-    """One stage of a run: its first layer, the one after its last, and the parameters of each param group in order."""
+    """One stage of a run: its first layer, the one after its last, and the parameters of each param group in order.
+
+    `sizes` are the lengths of the param groups, in a torch optimizer with the frozen parameters that they list.
+    """
 
     first: int
     stop: int
     groups: tuple[tuple[str, ...], ...]
+    sizes: tuple[int, ...]
 
 
 Modules = list[dict[str | int, tuple[str, ...]]]
 """For each param group the parameters of each layer, by its number, and of each tied module, by its key."""
 _Names = tuple[tuple[str, ...], ...]
+
+
+def fits(saved: ModelStates, run: StageOrder) -> bool:
+    """Whether the param groups of a saved stage list as many parameters as those of one of a run, or train as many."""
+    lists = [group.get("params") for group in param_groups(torch_optimizer(saved))]
+    listed = tuple(len(numbers) if isinstance(numbers, list) else 0 for numbers in lists)
+    return run.sizes == listed or [*map(len, run.groups)] == [*map(len, _states_by_group(saved))]
 
 
 def stages_with_order(checkpoint: ZeroCheckpoint, ties: Mapping[int, str], run: Sequence[StageOrder]) -> Named:

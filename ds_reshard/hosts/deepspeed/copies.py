@@ -6,7 +6,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, cast
 
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.execution.checksums import Ledger
@@ -17,7 +18,7 @@ from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.pipeline import tied_key
 from ds_reshard.formats.zero.rows import replica_fault, row_with_order, rows_with_order, whole_fault
 from ds_reshard.formats.zero.stage0 import Named, with_order
-from ds_reshard.formats.zero.stage0_pipeline import StageOrder, stages_with_order
+from ds_reshard.formats.zero.stage0_pipeline import StageOrder, fits, stages_with_order
 from ds_reshard.hosts.deepspeed.grid import LiveGrid, copies_of, param_names
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer
 from ds_reshard.hosts.deepspeed.load_targets import Wants
@@ -135,9 +136,9 @@ def ordered(checkpoint: ZeroCheckpoint, live: LiveOptimizer | None, grid: LiveGr
     """The checkpoint with its optimizer named, at stage 0 by this run's order, and then where its tensors lie."""
     if live is None or checkpoint.stage != 0:
         return checkpoint, {}
-    if by_other_stages(checkpoint, grid):
-        told = orders or (stage_order(live, grid),)
-        return of_stages(checkpoint, grid, [one for one in told if one is not None])
+    told = [one for one in orders or (stage_order(live, grid),) if one is not None]
+    if by_other_stages(checkpoint, grid, told):
+        return of_stages(checkpoint, grid, told)
     if checkpoint.rows:
         return rows_with_order(checkpoint, lambda row: row_with_order(row, live.order))
     named = places_with_order if checkpoint.listing.places else with_order
@@ -154,13 +155,25 @@ def stage_order(live: LiveOptimizer | None, grid: LiveGrid) -> StageOrder | None
     if live is None or not grid.parts:
         return None
     first, stop = grid.parts[grid.stage : grid.stage + 2]
-    return StageOrder(first, stop, tuple(map(tuple, live.order)))
+    listed = live.order if live.kind != "torch" else [cast(list[object], group["params"]) for group in live.groups]
+    return StageOrder(first, stop, tuple(map(tuple, live.order)), tuple(map(len, listed)))
 
 
-def by_other_stages(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> bool:
-    """Whether the saved stages, whose optimizers name no parameter, are others than this run's, or its shards are."""
-    saved = len(checkpoint.stages)
-    return checkpoint.stage == 0 and saved > 0 and (saved != grid.pp or bool(checkpoint.rows))
+def by_other_stages(checkpoint: ZeroCheckpoint, grid: LiveGrid, told: Orders) -> bool:
+    """Whether the saved stages, whose optimizers name no parameter, are others than this run's, or its shards are.
+
+    As many stages may have other layers: then the first that has others has more of them, or fewer, and so parameters.
+    torch compares their number too, and raises where a stage has another (`Optimizer.load_state_dict`, 2.13), which
+    leaves others alone with what they have loaded. Where not all stages have told, as in a preflight, they are alike.
+    """
+    saved = checkpoint.stages
+    if checkpoint.stage != 0 or not saved:
+        return False
+    if len(saved) != grid.pp or checkpoint.rows:
+        return True
+    ends, raw = [*pairwise(grid.parts)], "fp32_groups" not in _kinds_of(checkpoint)
+    stages = [(saved[ends.index(one[:2])], one) for one in told if one is not None]
+    return raw and len(stages) >= grid.pp and not all(fits(*one) for one in stages)
 
 
 def gives_back_ties(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> bool:

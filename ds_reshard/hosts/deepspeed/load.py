@@ -10,8 +10,8 @@ ready; every rank says what it read, as checksums; every rank says that it is do
 every rank reads the two small files that rank 0 lists, all at once, and says a digest of each file that it has opened.
 Details are told only after a difference; but of a universal checkpoint, and of one of another format, rank 0 tells all
 that it has read.
-Where several ranks may read the same bytes, as of grids, two more tell the checksums of what they read in parts. Other
-stages of a pipeline than were saved at ZeRO stage 0 add one, in which ranks tell the order of their param groups. A
+Where several ranks may read the same bytes, as of grids, two more tell the checksums of what they read in parts. A
+pipeline that was saved at ZeRO stage 0 adds one, in which ranks tell the order of their param groups. A
 fingerprint or a report file, where one was asked for, adds one; over gloo stage 3 waits for DeepSpeed's gathers with a
 barrier, which carries nothing.
 """
@@ -278,7 +278,7 @@ def _find(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: obje
         wanted = narrowed(request, _policy(mine, found)).load_optimizer
         names, row = mine.settings.names, mine.grid.row
         looked = look(load_dir, tag, optimizer=wanted, universal=universal, names=names, row=row, later=True)
-        apart = looked.checkpoint is not None and by_other_stages(looked.checkpoint, mine.grid)
+        apart = looked.checkpoint is not None and looked.checkpoint.stage == 0 and bool(looked.checkpoint.stages)
         found = replace(looked, own_save=own_save, stages_apart=apart)
     elif mine.settings.enabled:
         named = tag if tag is not None else latest_tag(load_dir, deepspeeds_file(universal=universal))
@@ -332,7 +332,8 @@ def _decide(
     made.shards, asked = ZeroShards(checkpoint=checkpoint), replace(resume.request, tag=found.tag)
     resume.request, folder = asked, f"loading {checkpoint.listing.folder}"
     shards = made.shards
-    leave = steps.take(lambda: leave_to_deepspeed(engine, mine, checkpoint, asked, shards), subject=folder)
+    apart = by_other_stages(checkpoint, mine.grid, orders)
+    leave = steps.take(lambda: leave_to_deepspeed(engine, mine, checkpoint, asked, shards, apart), subject=folder)
     made.loader = {True: "DeepSpeed", False: "ds_reshard", None: ""}[leave]
     if leave is False:
         made.prepared = steps.take(
@@ -396,9 +397,16 @@ def as_saved(engine: DeepSpeedEngine, found: Found, features: tuple[str, ...]) -
 
 
 def leave_to_deepspeed(
-    engine: DeepSpeedEngine, mine: Considered, checkpoint: ZeroCheckpoint, request: Request, shards: ZeroShards
+    engine: DeepSpeedEngine,
+    mine: Considered,
+    checkpoint: ZeroCheckpoint,
+    request: Request,
+    shards: ZeroShards,
+    apart: bool,
 ) -> bool:
     """Whether DeepSpeed's own path takes this load, as this rank sees it; raises what can be loaded by neither.
+
+    `apart` says that a pipeline's stages have other layers than those that were saved.
 
     What is left to DeepSpeed has had its structure checked. At
     stage 3 a load without optimizer states is not left to DeepSpeed: with `load_module_only` it loads
@@ -406,7 +414,7 @@ def leave_to_deepspeed(
     (`_load_checkpoint`, runtime/engine.py, 0.19.8; issue 8499 of DeepSpeed). With "load_universal" DeepSpeed
     takes every folder for a universal one.
     """
-    same = same_layout(engine, mine.live, checkpoint, mine.grid)
+    same = not apart and same_layout(engine, mine.live, checkpoint, mine.grid)
     faults: list[Fault] = []
     if mine.features and not same:
         faults.append(_unsupported_fault(engine, mine.features, checkpoint))
