@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jobs
 import torch
+
+KEPT = ("exp_avg", "variance")
+"""How the states begin that follow a parameter."""
 
 
 class Needy(torch.optim.AdamW):
@@ -60,7 +64,7 @@ def _engine(kind: str, stage: int, seed: int = 0, **asked: Any) -> Any:
     net = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 1))
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": kind != "of transformers"},
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
@@ -70,20 +74,23 @@ def _engine(kind: str, stage: int, seed: int = 0, **asked: Any) -> Any:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}}
         return deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
-    maker = {"needy": Needy, "adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[kind]
-    optimizer = maker(net.parameters(), lr=0.01, **asked)
+    from transformers.optimization import Adafactor
+
+    maker = {"needy": Needy, "adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+    maker |= {"adafactor": torch.optim.Adafactor, "of transformers": functools.partial(Adafactor, relative_step=False)}
+    optimizer = maker[kind](net.parameters(), lr=0.01, **asked)
     return deepspeed.initialize(model=net, config=config, optimizer=optimizer)[0]
 
 
 def _step(engine: Any, step: int) -> None:
     torch.manual_seed(100 + step)
-    engine.backward(engine(torch.randn(4, 16).bfloat16()).float().square().mean())
+    engine.backward(engine(torch.randn(4, 16).to(next(engine.parameters()).dtype)).float().square().mean())
     engine.step()
 
 
 def _moments(engine: Any) -> list[torch.Tensor]:
     states = engine.optimizer.optimizer.state.values()
-    return [value.clone() for state in states for name, value in sorted(state.items()) if name.startswith("exp_avg")]
+    return [value.clone() for state in states for name, value in sorted(state.items()) if name.startswith(KEPT)]
 
 
 def _weights(engine: Any) -> list[torch.Tensor]:

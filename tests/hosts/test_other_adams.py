@@ -58,3 +58,23 @@ def test_a_run_that_has_made_no_step(worlds: Any, tmp_path: Path, saved: int, lo
     given = {"saved": ("adamw", saved), "loaded": ("adamw", loaded), "folder": str(tmp_path), "steps": 0}
     for told in worlds[2].run("adam_jobs.load", **given):
         assert told["error"] is None and told["same"] == [True, True], told
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1)])
+def test_adafactor_of_torch_keeps_a_variance_of_each_element_of_a_flat_buffer(
+    worlds: Any, tmp_path: Path, saved: int, loaded: int
+) -> None:
+    """Of a matrix it keeps rows and columns, and there are no matrices in the buffers of ZeRO."""
+    given = {"saved": ("adafactor", saved), "loaded": ("adafactor", loaded), "folder": str(tmp_path), "steps": 2}
+    for told in worlds[2].run("adam_jobs.load", **given):
+        assert told["error"] is None and told["same"] == [True, True], told
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "of transformers"])
+def test_states_of_flat_buffers_are_none_that_adafactor_keeps_of_a_matrix(
+    worlds: Any, tmp_path: Path, kind: str
+) -> None:
+    """At stage 0 it would look for rows and columns at its first step."""
+    given = {"saved": (kind, 1), "loaded": (kind, 0), "folder": str(tmp_path), "steps": 2}
+    for told in worlds[1].run("adam_jobs.load", **given):
+        assert told["error"] == "ModelMismatch" and "its states are others" in told["text"], told

@@ -224,7 +224,7 @@ def optimizer_of(
     if cls.__name__ in KEPT:
         named = type(cls.__name__, (ScriptsOwn,), {"__module__": cls.__module__})
         inner = cast(torch.optim.Optimizer, named(groups, {"lr": 1e-3, **given}))
-        kept = dict.fromkeys(KEPT[cls.__name__], True)
+        kept = [dict.fromkeys(KEPT[cls.__name__], True)] * 2
     else:
         try:
             inner = cast(torch.optim.Optimizer, cls(groups, **given))
@@ -232,9 +232,10 @@ def optimizer_of(
             if by_json:
                 raise_faults([_refused_by(config, error)], subject="preflight")
             return ScriptsOwn(groups, {"lr": 1e-3})
-        kept = kept_states(cls, inner.param_groups[0]) or {}
+        kept = [kept_states(cls, inner.param_groups[0], flat=vectors) or {} for vectors in (False, True)]
     for flat in (flat for of in params for flat in of):
-        inner.state[flat] = {name: torch.empty_like(flat) for name, follows in kept.items() if follows}
+        followed = (name for name, follows in kept[flat.dim() < 2].items() if follows)
+        inner.state[flat] = {name: torch.empty_like(flat) for name in followed}
     return inner
 
 

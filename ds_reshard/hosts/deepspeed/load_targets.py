@@ -374,13 +374,16 @@ KEPT = {
 _HOMES = frozenset({"torch", "deepspeed", "apex"})
 
 
-def kept_states(kind: type[torch.optim.Optimizer], group: Mapping[str, object]) -> dict[str, bool] | None:
+def kept_states(
+    kind: type[torch.optim.Optimizer], group: Mapping[str, object], *, flat: bool
+) -> dict[str, bool] | None:
     """The states that an optimizer with a group's values keeps of a parameter, and whether each is of its shape.
 
-    Found by one step of it with one small parameter; None where it takes none. Nothing of the run is touched.
+    Found by one step of it with one small parameter, a vector if `flat` as the buffers of ZeRO are, and else a matrix;
+    None where it takes none. Nothing of the run is touched.
     """
-    probe = torch.nn.Parameter(torch.zeros(3, 2))
-    probe.grad = torch.zeros(3, 2)
+    probe = torch.nn.Parameter(torch.zeros(6) if flat else torch.zeros(3, 2))
+    probe.grad = torch.zeros_like(probe)
     taken = inspect.signature(kind).parameters.keys() - {"fused", "foreach", "capturable", "differentiable"}
     plain = {key: group[key] for key in taken & group.keys() if isinstance(group[key], bool | int | float | tuple)}
     try:
@@ -397,7 +400,7 @@ def state_faults(engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroC
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     for number, buffer in enumerate(live.buffers):
         own, saved = _own_states(inner, buffer, live.groups[buffer.group]), frozenset(state_kinds(checkpoint, buffer))
-        known = _known_states(type(inner), live.groups[buffer.group]) if checkpoint.universal is None else None
+        known = _known_states(type(inner), live.groups[buffer.group], buffer) if checkpoint.universal is None else None
         if own is not None and known is not None and checkpoint.facts is not None:
             own |= {name for name, follows in known.items() if not follows}
             saved |= {*checkpoint.facts.scalars.get(next(iter(buffer.shapes), ""), ())} - {"step"}
@@ -473,14 +476,15 @@ def _own_states(optimizer: object, buffer: FlatBuffer, group: Mapping[str, objec
     if held := states.get(buffer.fp32):
         sizes = {name: value.numel() for name, value in held.items() if hasattr(value, "numel")}
         return frozenset(name for name, size in sizes.items() if size == buffer.fp32.numel() and name != "step")
-    found = _known_states(type(optimizer), group)
+    found = _known_states(type(optimizer), group, buffer)
     return None if found is None else frozenset(name for name, follows in found.items() if follows)
 
 
-def _known_states(kind: type, group: Mapping[str, object]) -> Mapping[str, bool] | None:
+def _known_states(kind: type, group: Mapping[str, object], buffer: FlatBuffer) -> Mapping[str, bool] | None:
+    """What optimizers that are known keep of a buffer; Adafactor keeps other states of a matrix than of a vector."""
     home = kind.__module__.partition(".")[0]
-    if home == "torch":
-        return kept_states(kind, group)
+    if home in ("torch", "transformers"):
+        return kept_states(kind, group, flat=buffer.fp32.dim() < 2)
     return dict.fromkeys(KEPT[kind.__name__], True) if home in _HOMES and kind.__name__ in KEPT else None
 
 
@@ -497,7 +501,7 @@ def _universal_faults(optimizer: object, live: LiveOptimizer, checkpoint: ZeroCh
     if universal.common.kept is not None:
         return
     path, kind = universal.common.path, type(optimizer)
-    known = _known_states(kind, {})
+    known = _known_states(kind, {}, live.buffers[0]) if live.buffers else None
     if known is None or not known.keys() <= {"exp_avg", "exp_avg_sq"}:
         what = f"does not say which states the saved optimizer kept, and {kind.__name__} may keep others"
         yield _lost(path, what, "exp_avg, exp_avg_sq and step, which are all that ds_to_universal takes along")
