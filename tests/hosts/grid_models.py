@@ -527,7 +527,8 @@ def _moe(grid: Grid) -> tuple[torch.nn.Module, Any]:
             for parameter in module.parameters():
                 parameter.data.copy_(numbers(start, *parameter.shape))
                 start += parameter.numel()
-                parameter.requires_grad = grid.layers != "half" or layer > 0 or expert % 2 == 0
+                frozen = {"half": layer == 0 and expert % 2 == 1, "one": expert == 0}
+                parameter.requires_grad = not frozen.get(grid.layers, False)
     return model, None
 
 

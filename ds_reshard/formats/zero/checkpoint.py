@@ -495,6 +495,14 @@ def unmatched(model: ModelStates, optim: OptimStates) -> list[Fault]:
     return []
 
 
+def uneven(model: ModelStates, optim: OptimStates) -> list[Fault]:
+    """Where flat buffers with other experts are not as rank 0's, of which alone the model file says what it trains."""
+    what = "has other parameters than rank 0: ranks have frozen different numbers of experts, or two saves are mixed"
+    mend = "freeze as many experts on each rank, pass load_optimizer_states=False, or load as saved without ds_reshard"
+    faults = unmatched(model, optim)
+    return [UnsupportedLayout.fault(optim.path, what, one.expected, one.found, mend=mend) for one in faults]
+
+
 def facts_of(shapes: Sequence[Mapping[str, Shape]], optim: OptimStates) -> OptimizerFacts:
     """What the optimizer keeps beside tensors; of a parameter in several buffers, what the first has."""
     groups = tuple(

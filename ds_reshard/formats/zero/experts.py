@@ -41,6 +41,7 @@ from ds_reshard.formats.zero.checkpoint import (
     autoep_sizes,
     facts_of,
     layout_of,
+    uneven,
     unmatched,
     weights,
 )
@@ -339,7 +340,7 @@ def _columns(
         for place in range(ep):
             ranks = ranks_of_place(place, grid._replace(ep=ep), model)
             head = first if not ranks[0] else listing.read(listing.optim[ranks[0]], read_optim_states)
-            raise_faults(unmatched(model, head), subject=f"checkpoint {listing.folder}")
+            raise_faults(uneven(model, head), subject=f"checkpoint {listing.folder}")
             begin = {prefix: place * total // ep for prefix, total in totals.items()}
             shapes = {n: {renumbered(name, begin): s for name, s in groups[n].items()} for n in own}
             family = OPTIM if ep == 1 else f"{OPTIM} of experts {place} of {ep}"
