@@ -93,7 +93,7 @@ def test_states_that_cannot_be_cut_are_refused_and_left_to_deepspeed_at_home(
     worlds[2].run("save", run=Run(1, 2), model=model, folder=str(tmp_path))
     for target in (Run(1, 3), Run(3, 2)):
         refused = worlds[target.dp].run("load_refused", run=target, model=model, folder=str(tmp_path))
-        assert refused[0]["error"] in ("UnsupportedLayout", "CheckpointDamaged"), refused[0]["text"]
+        assert refused[0]["error"] == "UnsupportedLayout", refused[0]["text"]
         assert ODD[odd] in refused[0]["text"] and all(r["unchanged"] for r in refused)
     assert worlds[2].run("load_counting", run=Run(1, 2), model=model, folder=str(tmp_path)) == [(1, 0), (1, 0)]
 

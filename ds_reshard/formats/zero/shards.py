@@ -10,7 +10,7 @@ from hashlib import blake2b
 from math import prod
 
 from ds_reshard.containers.crc import repeated
-from ds_reshard.errors import CheckpointDamaged, Fault, damaged, fail, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, damaged, fail, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, GridColumn, Shape, ZeroCheckpoint, kinds_of
 from ds_reshard.formats.zero.experts import EXPERT_FILES, expert_file
 from ds_reshard.formats.zero.layout import flat_numel, partition_numel, sub_group_numel, whole_numel
@@ -47,10 +47,21 @@ def compare_signatures(signatures: Mapping[str, Mapping[str, str]], folder: str,
             for key in sorted({*first, *said}):
                 one, other = first.get(key, "absent"), said.get(key, "absent")
                 if one != other:
-                    what = f"is of another step or run than {first_name}: {key} differs"
-                    mend = "restore all files of one save, or load another tag"
-                    faults.append(CheckpointDamaged.fault(f"{folder}/{name}", what, one, other, mend=mend))
+                    faults.append(_differing(f"{folder}/{name}", first_name, key, one, other))
     return faults
+
+
+def _differing(path: str, first: str, key: str, one: str, other: str) -> Fault:
+    """That two files say different things; an optimizer may keep states per rank, but one step."""
+    if key.startswith(STATE):
+        what = f"has another {key} than {first}: each rank keeps one for itself, or files of two saves are mixed"
+        mend = "resume with the layout that was saved, or pass load_optimizer_states=False"
+        return UnsupportedLayout.fault(path, what, one, other, mend=mend)
+    what, mend = (
+        f"is of another step or run than {first}: {key} differs",
+        "restore all files of one save, or load another tag",
+    )
+    return CheckpointDamaged.fault(path, what, one, other, mend=mend)
 
 
 def compare_heads(
