@@ -48,7 +48,8 @@ def is_url(path: str) -> bool:
 
 def without_end(path: str) -> str:
     """A URL without slashes at its end, which would be in the names of its files; any other path as it is."""
-    return path.rstrip("/") if is_url(path) else path
+    bare = path.rstrip("/")
+    return bare if is_url(bare) else path
 
 
 class Status(NamedTuple):
