@@ -238,7 +238,7 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row | None = None
     divided = model.param_shapes is not None or bool(listing.layers and any(c.optim for c in listing.columns.values()))
     sharded = (optimizer or listing.partitioned_model) and not listing.universal and divided
     experts = autoep_sizes(model.entries)
-    every_row = reshaped(listing, grid, row) or _cut_otherwise(listing, row, heads[min(heads)])
+    every_row = reshaped(listing, grid, row) or _cut_otherwise(listing, row, heads[min(heads)], model)
     size = grid.tp if every_row else row.size
     states = listing.universal and (optimizer or listing.partitioned_model)
     faults = [*grid_faults(listing, grid, size, optimizer=sharded)]
@@ -309,11 +309,17 @@ def reshaped(listing: Listing, grid: Grid, row: Row) -> bool:
     return (grid.tp != row.size or (listing.universal and grid.tp > 1)) and not listing.experts
 
 
-def _cut_otherwise(listing: Listing, row: Row, first: str) -> bool:
-    """Whether a run with AutoTP cuts parameters otherwise than as many ranks have saved them; alike on each rank."""
+def _cut_otherwise(listing: Listing, row: Row, first: str, model: ModelStates) -> bool:
+    """Whether a run with AutoTP cuts parameters otherwise than as many ranks have saved them; alike on each rank.
+
+    So each asks the file of the first; `model` is that of this rank, which may be it.
+    """
     from ds_reshard.formats.zero.rows import cut_otherwise
 
-    return bool(row.maps and not listing.experts) and cut_otherwise(listing.read(first, read_model_states), row)
+    if not row.maps or listing.experts:
+        return False
+    same = model.path == listing.path(first)
+    return cut_otherwise(model if same else listing.read(first, read_model_states), row)
 
 
 def layout_of(listing: Listing, placements: Iterable[Placement], shards: Mapping[str, int]) -> Layout:

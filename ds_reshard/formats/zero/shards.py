@@ -57,10 +57,8 @@ def _differing(path: str, first: str, key: str, one: str, other: str) -> Fault:
         what = f"has another {key} than {first}: each rank keeps one for itself, or files of two saves are mixed"
         mend = "resume with the layout that was saved, or pass load_optimizer_states=False"
         return UnsupportedLayout.fault(path, what, one, other, mend=mend)
-    what, mend = (
-        f"is of another step or run than {first}: {key} differs",
-        "restore all files of one save, or load another tag",
-    )
+    what = f"is of another step or run than {first}: {key} differs"
+    mend = "restore all files of one save, or load another tag"
     return CheckpointDamaged.fault(path, what, one, other, mend=mend)
 
 
