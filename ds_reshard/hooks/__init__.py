@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from ds_reshard.hooks.declare import Function, HostHooks, Patch, Wrapper
 from ds_reshard.hooks.installation import Installation, install, install_on_import, refused, uninstall
+from ds_reshard.hooks.seams import Call, Seam
 from ds_reshard.hooks.status import HookStatus, installed
 
 __all__ = [
+    "Call",
     "Function",
     "HookStatus",
     "HostHooks",
     "Installation",
     "Patch",
+    "Seam",
     "Wrapper",
     "install",
     "install_on_import",

@@ -9,12 +9,11 @@ DeepSpeed there is none, and the policy is refused. Random states are the Traine
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
-from ds_reshard.hooks import Function, HostHooks, Patch
+from ds_reshard.hooks import Call, HostHooks, Patch, Seam
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -24,40 +23,25 @@ ARGUMENTS = "training_args.bin"
 """The Trainer writes it and never reads it (trainer.py, 4.30 to 5.23): a class of the script's own harms nothing."""
 
 
-def wrap_train(original: Function) -> Function:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def train(*args: object, **kwargs: object) -> object:
-        given = signature.bind(*args, **kwargs).arguments
-        older = given.get("kwargs", {}).get("model_path")  # the argument's name before it was renamed; 4.x takes it
-        trainer, wanted = given["self"], given.get("resume_from_checkpoint") or older
-        refuse_unsafe_checkpoint(trainer, wanted)
-        if wanted and _config(trainer) is None:
-            refuse_policy()
-        return original(*args, **kwargs)
-
-    return train
+def train(call: Call) -> object:
+    older = call.arguments.get("kwargs", {}).get("model_path")  # the argument's name before it was renamed, in 4.x
+    trainer, wanted = call["self"], call["resume_from_checkpoint"] or older
+    refuse_unsafe_checkpoint(trainer, wanted)
+    if wanted and _config(trainer) is None:
+        refuse_policy()
+    return call()
 
 
-def wrap_load_rng_state(original: Function) -> Function:
-    @functools.wraps(original)
-    def _load_rng_state(self: Trainer, checkpoint: str | None) -> object:
-        from ds_reshard.resume.policy_sources import policy_beside
+def load_rng_state(call: Call) -> object:
+    from ds_reshard.resume.policy_sources import policy_beside
 
-        return None if policy_beside(_config(self) or {}).finetune else original(self, checkpoint)
-
-    return _load_rng_state
+    return None if policy_beside(_config(call["self"]) or {}).finetune else call()
 
 
-def wrap_load_schedule(original: Function) -> Function:
-    @functools.wraps(original)
-    def _load_optimizer_and_scheduler(self: Trainer, checkpoint: str | None) -> object:
-        if checkpoint is not None:
-            refuse_unseen_schedule(self)
-        return original(self, checkpoint)
-
-    return _load_optimizer_and_scheduler
+def load_schedule(call: Call) -> object:
+    if call["checkpoint"] is not None:
+        refuse_unseen_schedule(call["self"])
+    return call()
 
 
 def _config(trainer: Trainer) -> Mapping[str, object] | None:
@@ -120,19 +104,19 @@ HOOKS = HostHooks(
     patches=(
         Patch(
             target="transformers.trainer:Trainer.train",
-            wrapper=wrap_train,
+            wrapper=Seam(f"{__name__}:train"),
             signature=("resume_from_checkpoint",),
             summary="refuses a checkpoint that would run code when it is unpickled, before it is, and dropped flags",
         ),
         Patch(
             target="transformers.trainer:Trainer._load_rng_state",
-            wrapper=wrap_load_rng_state,
+            wrapper=Seam(f"{__name__}:load_rng_state"),
             signature=("checkpoint",),
             summary="leaves the saved random states out under --finetune",
         ),
         Patch(
             target="transformers.trainer:Trainer._load_optimizer_and_scheduler",
-            wrapper=wrap_load_schedule,
+            wrapper=Seam(f"{__name__}:load_schedule"),
             signature=("checkpoint",),
             summary="refuses a scheduler that would take the checkpoint's rates, whatever the resume policy says",
         ),

@@ -154,7 +154,7 @@ def trainer_resume(folder: str, wanted: str | bool, deepspeed: dict[str, Any] | 
 
 def trainer_resume_of_old(wanted: str) -> tuple[str, str]:
     """The Trainer's method as releases 4.x have it (a synthetic stand-in)."""
-    from ds_reshard.hosts.transformers import wrap_train
+    from ds_reshard.hooks import Seam
 
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> None:
         raise AssertionError("it was loaded")
@@ -162,7 +162,7 @@ def trainer_resume_of_old(wanted: str) -> tuple[str, str]:
     class Held:
         args = None
 
-    return _told(lambda: wrap_train(train)(Held(), model_path=wanted))
+    return _told(lambda: Seam("ds_reshard.hosts.transformers:train")(train)(Held(), model_path=wanted))
 
 
 def dcp_save(folder: str) -> None:

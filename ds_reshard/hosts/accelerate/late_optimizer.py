@@ -27,6 +27,7 @@ from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedSchedule
 from torch.optim import Optimizer
 
 from ds_reshard.errors import PrepareError, raise_faults
+from ds_reshard.hooks import Call
 from ds_reshard.hosts.accelerate.diagnostic import (
     BACKWARD,
     REFUSED,
@@ -208,18 +209,19 @@ class LateOptimizer(DummyOptim, Optimizer):  # type: ignore[misc]
         Optimizer.__setstate__(self, state)
 
 
-def make_late(dummy: DummyOptim, original: Callable[..., object], *args: object, **kwargs: object) -> None:
-    """`original` is `DummyOptim.__init__`, bound; a subclass of the user's stays what it is."""
-    if type(dummy) is not DummyOptim:
-        original(*args, **kwargs)
+def make_late(call: Call) -> None:
+    """`DummyOptim.__init__`; a subclass of the user's stays what it is."""
+    dummy = call["self"]
+    if type(dummy) is not DummyOptim or "params" not in call.passed:
+        call()
         return
-    given = dict(inspect.signature(original).bind(*args, **kwargs).arguments)
+    given = {name: value for name, value in call.passed.items() if name != "self"}
     given |= given.pop("kwargs", {})
     params = given.pop("params")
     if isinstance(params, torch.Tensor):
         raise TypeError("DummyOptim takes an iterable of tensors or dicts, and was given a tensor")
     params = [_with_list(group) if isinstance(group, dict) else group for group in params]
-    original(params, **given)
+    call(params=params)
     if all(isinstance(group, dict) and not group["params"] for group in params):
         what = "holds no parameter: a generator such as model.parameters() gives them once"
         mend = "DummyOptim(list(model.parameters()), lr=...), and nothing that used the same generator before"
@@ -290,21 +292,22 @@ class SeveralEngines:
         _refuse(method, what, BACKWARD, subject="accelerate")
 
 
-def prepare_deepspeed(accelerator: Accelerator, original: Original, *args: object) -> tuple[object, ...]:
+def prepare_deepspeed(call: Call) -> object:
     """Prepare as accelerate does, with the scheduler that was given driving the optimizer that DeepSpeed makes.
 
     Collective: every rank calls it with the same arguments, and every rank raises the same PrepareError, before the
     engine is built. Without optimizer and scheduler, or with what is prepared already, accelerate's own method runs.
     """
+    accelerator, args = call["self"], call["args"]
     optimizers, schedulers = [x for x in args if is_optimizer(x)], [x for x in args if is_scheduler(x)]
     models = [x for x in args if is_module(x)]
     for plain in optimizers:
         # A DummyOptim made before the hooks were on: accelerate reads its generator once, and so must the rules.
         if isinstance(getattr(plain, "params", None), Iterator):
-            plain.params = list(plain.params)  # type: ignore[attr-defined]
+            plain.params = list(plain.params)
     fresh = any(not given_optimizer(optimizer).prepared for optimizer in optimizers)
     if not schedulers and not (fresh or (models and optimizers)):
-        return original(*args)
+        return call()
     plugin = accelerator.state.deepspeed_plugin
     _restore(plugin)
     config = plugin.deepspeed_config
@@ -315,7 +318,7 @@ def prepare_deepspeed(accelerator: Accelerator, original: Original, *args: objec
         logger.info("accelerate: %s: %s", finding.outcome, finding)
     by_script = not accelerator.step_scheduler_with_optimizer and is_the_scripts(found.optimizer, found.scheduler)
     with _filled(plugin, found.fills):
-        return _prepared(accelerator, original, args, found, clock_in(config) or (ACCELERATE if by_script else None))
+        return _prepared(accelerator, call, args, found, clock_in(config) or (ACCELERATE if by_script else None))
 
 
 # By the plugin's config: what the user had written where one prepare wrote something else, and what that was.
@@ -361,14 +364,14 @@ def _restore(plugin: DeepSpeedPlugin) -> None:
 
 
 def _prepared(
-    accelerator: Accelerator, original: Original, args: tuple[object, ...], found: Examined, clock: str | None
+    accelerator: Accelerator, call: Call, args: tuple[object, ...], found: Examined, clock: str | None
 ) -> tuple[object, ...]:
     """Have accelerate make the engine, and let the scheduler drive its optimizer, on the clock that is asked for."""
     optimizer, scheduler, given, kind = found.optimizer, found.scheduler, found.scheduler.thing, found.scheduler.kind
     # Whether the scheduler is attached here, and not by accelerate.
     ours = kind == CALLABLE or (kind == TORCH and (optimizer.kind == DUMMY or clock is not None or scheduler.unknown))
     sent = [None if ours and thing is given else thing for thing in args]
-    result = original(*(thing.plain() if isinstance(thing, LateOptimizer) else thing for thing in sent))
+    result = call(args=tuple(thing.plain() if isinstance(thing, LateOptimizer) else thing for thing in sent))
     engine: DeepSpeedEngine = accelerator._models[-1]
     _go_to_the_one_that_trains(accelerator, engine)
     real: Optimizer = engine.basic_optimizer

@@ -26,6 +26,7 @@ from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import trust_in
 from ds_reshard.errors import HookError, UnsupportedLayout, WriteFailed, raise_faults
 from ds_reshard.formats.zero.names import pattern_in_path
+from ds_reshard.hooks import Call
 from ds_reshard.hosts.accelerate.prepare_arguments import without_params
 from ds_reshard.operations.pickles import refuse_unsafe_folder
 from ds_reshard.operations.ranks import gather, together
@@ -101,13 +102,14 @@ class Saved(NamedTuple):
     by_script: bool = False
 
 
-def save_state(accelerator: Accelerator, original: Callable[..., object], *args: object, **given: object) -> object:
+def save_state(call: Call) -> object:
     """Save as accelerate does, and record the clock. Collective; every rank's files are there when it returns."""
+    accelerator = call["self"]
     if not _by_deepspeed(accelerator):
-        return original(*args, **given)
+        return call()
     _warn_of_what_is_left_out(accelerator)
-    location = original(*args, **given)
-    place = os.path.join(os.fspath(location), RECORD)  # type: ignore[call-overload]
+    location = call()
+    place = os.path.join(os.fspath(location), RECORD)
     together(lambda: _write_record(accelerator, place), subject=f"saving {location}")
     return location
 
@@ -144,18 +146,13 @@ def _warn_of_what_is_left_out(accelerator: Accelerator) -> None:
             )
 
 
-def load_state(
-    accelerator: Accelerator,
-    original: Callable[..., object],
-    input_dir: str | None = None,
-    *args: object,
-    **given: object,
-) -> object:
+def load_state(call: Call) -> object:
     """Load as accelerate does, the schedule also from the other clock, and `accelerator.step` on every rank.
 
     Raises UnsafePickle on every rank where anything below the folder acts when it is unpickled, also without DeepSpeed.
     Collective. accelerate is given the folder that was searched: of two with the same number it would take either.
     """
+    accelerator, input_dir = call["self"], call["input_dir"]
     where = os.path.expanduser(os.fspath(input_dir)) if input_dir is not None else _latest(accelerator)
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     if where is not None:
@@ -164,7 +161,7 @@ def load_state(
         refuse_unsafe_folder(where, trust=trust_in(getattr(plugin, "deepspeed_config", None)))
     # absolute: a name that begins with ~ would be expanded
     folder = os.path.abspath(where) if input_dir is None and where is not None else input_dir
-    original = functools.partial(original, folder, *args, **given)
+    original = functools.partial(call, input_dir=folder)
     if plugin is None:
         if accelerator.distributed_type != "MEGATRON_LM":  # whose own load takes the policy
             together(lambda: refuse_unapplied("this Accelerator"), subject=f"loading {where}")
@@ -181,7 +178,7 @@ def load_state(
             result = original()
         else:
             _refuse(mine, saved, policy, where, alone=len(accelerator._schedulers) == 1)
-            leave_out = given.get("load_lr_scheduler_states") is False
+            leave_out = call["load_model_func_kwargs"].get("load_lr_scheduler_states") is False
             result = _translated(accelerator, original, mine, saved.since, policy, leave_out=leave_out)
     if mine is not None:
         since = saved.since if policy.keeps_position else _updates(mine)

@@ -21,11 +21,11 @@ from ds_reshard.formats.zero.experts import expert_of
 from ds_reshard.formats.zero.layout import chunk_numel, flat_numel, partition_numel, sub_group_numel
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.target import sub_groups
+from ds_reshard.hooks import Seam
 from ds_reshard.hosts.deepspeed.coming_grid import Spot
 from ds_reshard.hosts.deepspeed.coming_model import ComingModel
 from ds_reshard.hosts.deepspeed.coming_optimizer import Kind, kind_of, optimizer_of
 from ds_reshard.hosts.deepspeed.live import param_shape
-from ds_reshard.hosts.deepspeed.settings import check_batch
 from ds_reshard.resume.lr_preview import SCRIPT_SCHEDULERS
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ def parsed(config: Mapping[str, object], world: int) -> DeepSpeedConfig:
             self.world_size = world
             super()._configure_train_batch_size()
 
-        def _batch_assertion(self) -> None:
-            check_batch(self, super()._batch_assertion)
+        _batch_assertion = Seam("ds_reshard.hosts.deepspeed.settings:check_batch")(DeepSpeedConfig._batch_assertion)
 
     try:
         return OfWorld(dict(config))

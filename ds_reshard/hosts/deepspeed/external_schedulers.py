@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault, ScheduleMismatch, UnsupportedLayout
+from ds_reshard.hooks import Call
 from ds_reshard.hosts.deepspeed import resume_values
 from ds_reshard.hosts.deepspeed.entries import MEND
 from ds_reshard.hosts.deepspeed.resume_values import amend, as_it_is, beginning_of, given, left_as_they_are, owns
@@ -30,20 +31,22 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
-def load_state_dict(scheduler: object, original: Callable[[], object], state: object) -> object:
+def load_state_dict(call: Call) -> object:
     """Give a scheduler a state, as the policy of its engine's last load says. Not collective; no rank differs."""
     if left_as_they_are():
-        return original()
+        return call()
+    scheduler, *arguments = call.passed.values()
+    state = next(iter(arguments), None)
     with as_it_is():
         _, faults, cause = attempt(lambda: beginning_of(scheduler))
         engine = resume_values.engine_of(scheduler)
         if engine is None or not isinstance(state, Mapping) or not _applies(engine, scheduler):
-            return original()
+            return call()
         last = resume_values.own_values(engine).last
         assert last is not None
         faults = faults or refused(engine, scheduler, state, last.policy)
         raise_caused(faults, subject=f"loading {last.saved.where}", cause=cause)
-        result, beside = _take(engine, scheduler, state, original)
+        result, beside = _take(engine, scheduler, state, call)
         amend(engine, resume_values.own_values(engine), beside)
         return result
 
@@ -133,7 +136,7 @@ def _fits(function: Callable[..., object], args: tuple[object, ...], kwargs: dic
     return True
 
 
-def take_model_step(engine: DeepSpeedEngine, original: Callable[[], object]) -> None:
+def take_model_step(call: Call) -> None:
     """Take one update; a TypeError of the scheduler's own is raised, of which DeepSpeed says nothing.
 
     The seam of `DeepSpeedEngine._take_model_step`. DeepSpeed steps the scheduler, and where that raises TypeError of
@@ -141,13 +144,14 @@ def take_model_step(engine: DeepSpeedEngine, original: Callable[[], object]) -> 
     whose own function fails goes on at that position. Rung 2: there is no extension point between the optimizer's step
     and the scheduler's.
     """
+    engine: DeepSpeedEngine = call["self"]
     scheduler = engine.lr_scheduler
     if scheduler is None:
-        original()
+        call()
         return
     engine.lr_scheduler = _Unmasked(scheduler)
     try:
-        original()
+        call()
     finally:
         engine.lr_scheduler = scheduler
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -34,6 +33,7 @@ from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.names import column_of, pattern_in_path, stray_files
 from ds_reshard.formats.zero.shards import ZeroShards, said_alike
 from ds_reshard.formats.zero.tensor_parallel import unnamed
+from ds_reshard.hooks import Call
 from ds_reshard.hosts.deepspeed.copies import Orders, by_other_stages, left_as_built, tell_orders
 from ds_reshard.hosts.deepspeed.divided import told_by_parameters
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries, reads_no_url, scheduler_faults
@@ -78,8 +78,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ds_reshard")
 
 Result = tuple[object, object]
-Original = Callable[[dict[str, object]], Result]
-"""DeepSpeed's own method with the user's arguments, but for those given here by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,32 +92,21 @@ class Considered:
     grid: LiveGrid = NO_GRID
 
 
-def load_checkpoint(
-    engine: DeepSpeedEngine,
-    original: Original,
-    *,
-    load_dir: str,
-    tag: object,
-    load_module_strict: bool,
-    load_optimizer_states: bool,
-    load_lr_scheduler_states: bool,
-    load_module_only: bool,
-    custom_load_fn: Callable[..., object] | None,
-) -> Result:
+def load_checkpoint(call: Call) -> Result:
     """Load through DeepSpeed where the layout is unchanged, directly from the files where it is not.
 
     Either way the resume policy decides what is asked for, and what this run's values replace afterwards.
     Collective: every rank calls it with the same arguments, and every rank leaves it the same way.
-    `original` is DeepSpeed's own method; it takes the arguments that differ from the user's.
     """
+    engine, tag = call["self"], call["tag"]
     request = Request(
-        load_dir=str(load_dir),
+        load_dir=str(call["load_dir"]),
         tag=str(tag) if tag is not None else "",
-        strict=load_module_strict,
-        optimizer=load_optimizer_states,
-        scheduler=load_lr_scheduler_states,
-        module_only=load_module_only,
-        custom_load_fn=custom_load_fn,
+        strict=call["load_module_strict"],
+        optimizer=call["load_optimizer_states"],
+        scheduler=call["load_lr_scheduler_states"],
+        module_only=call["load_module_only"],
+        custom_load_fn=call["custom_load_fn"],
     )
     steps = Steps()
     with as_it_is():
@@ -129,7 +116,7 @@ def load_checkpoint(
         settings = mine.settings if mine is not None else Settings()
         wanted = asked(settings.progress, settings.events, settings.timeout_s)
         with in_force(PickleRules(settings.trust)), watched("deepspeed", request.load_dir, wanted):
-            return _load(engine, mine, original, request, tag, steps)
+            return _load(engine, mine, call, request, tag, steps)
 
 
 def _consider(engine: DeepSpeedEngine, *, module_only: bool) -> Considered:
@@ -161,7 +148,7 @@ def _commit_pending_save(engine: DeepSpeedEngine) -> None:
 
 
 def _load(
-    engine: DeepSpeedEngine, mine: Considered | None, original: Original, request: Request, tag: object, steps: Steps
+    engine: DeepSpeedEngine, mine: Considered | None, call: Call, request: Request, tag: object, steps: Steps
 ) -> Result:
     with phase("prepare"):
         found, decision = _agreed(engine, mine, request, tag, steps)
@@ -170,7 +157,7 @@ def _load(
     if decision.prepared is not None:
         return resume.report(_load_directly(engine, decision.prepared, mine.settings, resume))
     with phase("deepspeed"):
-        result = _by_deepspeed(engine, original, resume.request, tag)
+        result = _by_deepspeed(engine, call, resume.request, tag)
     return resume.report(resume.after_deepspeed(result))
 
 
@@ -480,14 +467,12 @@ def _unsupported_fault(engine: DeepSpeedEngine, features: tuple[str, ...], check
     )
 
 
-def _by_deepspeed(engine: DeepSpeedEngine, original: Original, request: Request, tag: object) -> Result:
-    result = original(
-        {
-            "tag": tag,
-            "load_optimizer_states": request.optimizer,
-            "load_lr_scheduler_states": request.scheduler,
-            "load_module_only": request.module_only,
-        }
+def _by_deepspeed(engine: DeepSpeedEngine, call: Call, request: Request, tag: object) -> Result:
+    result: Result = call(
+        tag=tag,
+        load_optimizer_states=request.optimizer,
+        load_lr_scheduler_states=request.scheduler,
+        load_module_only=request.module_only,
     )
     restore_use(engine)
     return result

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.errors import ConfigError, Fault, ReshardError, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.hooks import Call
 from ds_reshard.hosts.deepspeed import resume_values
 from ds_reshard.hosts.deepspeed.entries import MEND, Request
 from ds_reshard.hosts.deepspeed.external_schedulers import (
@@ -492,15 +493,16 @@ Prints = frozenset[tuple[str, int, int]]
 _SAVED: weakref.WeakKeyDictionary[DeepSpeedEngine, set[Prints]] = weakref.WeakKeyDictionary()
 
 
-def note_save(engine: DeepSpeedEngine, save_dir: str, tag: object) -> None:
-    """Rank 0: note what `save_checkpoint` has written, where a resume policy was asked for. Never raises."""
+def save_checkpoint(call: Call) -> object:
+    """Save as DeepSpeed does; rank 0 notes what was written, where a resume policy was asked for."""
+    result = call()
     if rank() == 0:
-        attempt(
-            lambda: _note(engine, Path(save_dir, str(tag) if tag is not None else f"global_step{engine.global_steps}"))
-        )
+        attempt(lambda: _note(call["self"], str(call["save_dir"]), call["tag"]))
+    return result
 
 
-def _note(engine: DeepSpeedEngine, folder: Path) -> None:
+def _note(engine: DeepSpeedEngine, save_dir: str, tag: object) -> None:
+    folder = Path(save_dir, str(tag) if tag is not None else f"global_step{engine.global_steps}")
     settings = parse_settings(engine._config._param_dict)
     if not policy_of(engine, settings, module_only=False).is_default and (seen := _prints(folder)):
         _SAVED.setdefault(engine, set()).add(seen)

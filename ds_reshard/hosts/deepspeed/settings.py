@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ds_reshard.containers.pickle_rules import trust_faults
 from ds_reshard.errors import ConfigError, Fault, error_of, raise_faults, wrong_value
 from ds_reshard.formats.zero.tensor_parallel import Rule, rule_faults, rules_in
+from ds_reshard.hooks import Call
 from ds_reshard.operations.watching import watching_faults
 from ds_reshard.resume.policy import Given, from_json
 from ds_reshard.resume.schedulers import clock_faults, clock_in
@@ -130,14 +131,15 @@ class Config(Protocol):
     world_size: int
 
 
-def check_batch(config: Config, original: Callable[[], object]) -> None:
+def check_batch(call: Call) -> None:
     """DeepSpeed's check of the batch sizes; where it fails, a ConfigError with the numbers of ranks that are right.
 
     `train_batch_size` is micro batch x accumulation x data-parallel ranks (`_batch_assertion`, runtime/config.py).
     """
     try:
-        original()
+        call()
     except AssertionError:
+        config: Config = call["self"]
         names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         said = {name: config._param_dict.get(name) for name in names}
         batch, micro, steps = (value if isinstance(value, int) and value > 0 else None for value in said.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
 from ds_reshard.containers.dcp_directory import Chunk, Directory, SavedTensor, read_directory
@@ -18,6 +18,7 @@ from ds_reshard.errors import (
     faults_of,
     raise_faults,
 )
+from ds_reshard.hooks import Call
 from ds_reshard.model.layout import check_cover
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Box
@@ -33,8 +34,8 @@ _MEND = "save again into another folder, and do not resume from this one"
 logger = logging.getLogger("ds_reshard")
 
 
-def save(arguments: Mapping[str, object], by_torch: Callable[[dict[str, object]], object]) -> object:
-    """Save as torch does, then verify; `arguments` are those of `_save_state_dict`. Collective, as it is.
+def save(call: Call) -> object:
+    """Save as torch does, then verify: `_save_state_dict`. Collective, as it is.
 
     Every tensor that a rank has written is read again and compared with what its planner gave to be written, bit for
     bit; the boxes of each tensor add up to its shape. A save that cannot be verified is one warning: into storage that
@@ -44,14 +45,14 @@ def save(arguments: Mapping[str, object], by_torch: Callable[[dict[str, object]]
     import torch.distributed as dist
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-    planner = cast("SavePlanner", arguments["planner"] or DefaultSavePlanner())
-    metadata = by_torch({"planner": planner})
-    group = cast("ProcessGroup | None", arguments["process_group"])
-    together = not arguments["no_dist"] and dist.is_available() and dist.is_initialized()
+    planner = cast("SavePlanner", call["planner"] or DefaultSavePlanner())
+    metadata = call(planner=planner)
+    group = cast("ProcessGroup | None", call["process_group"])
+    together = not call["no_dist"] and dist.is_available() and dist.is_initialized()
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if together else (0, 1)
-    folder = _folder(arguments["storage_writer"])
+    folder = _folder(call["storage_writer"])
     plan = getattr(planner, "plan", None)
-    unable = _unable(folder, plan, arguments.get("use_collectives", True))
+    unable = _unable(folder, plan, call.arguments.get("use_collectives", True))
     mine = (unable, [] if unable else _faults(folder, cast("SavePlan", plan), planner, rank, size))
     seen = gather(mine, group) if together else [mine]
     if rank == 0:

@@ -7,11 +7,12 @@ element type, what differs, what is refused.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
+from ds_reshard.hooks import Call
 from ds_reshard.operations import ranks
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ def refuse_mixed(params: Sequence[Tensor], module: Module) -> None:
     raise_faults([fault], subject="building FSDP")
 
 
-def gather(arguments: Mapping[str, object], by_torch: Callable[[dict[str, object]], object]) -> object:
-    """Gather as torch does, the optimizer itself left as it is; `arguments` are those of `_optim_state_dict_impl`.
+def gather(call: Call) -> object:
+    """Gather as torch does, the optimizer itself left as it is: `_optim_state_dict_impl`.
 
     Empty entries of frozen parameters, which torch takes for a state, are left out. Where the element types of a unit
     differ, its states are gathered in a type that holds them all, and given back in their own. Collective: raises
@@ -57,15 +58,15 @@ def gather(arguments: Mapping[str, object], by_torch: Callable[[dict[str, object
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    model = cast("Module", arguments["model"])
-    state_dict = cast("Mapping[str, object]", arguments["optim_state_dict"])
-    if arguments["optim"] is None or arguments["optim_input"] is not None or "state" not in state_dict:
-        return by_torch({})
+    model = cast("Module", call["model"])
+    state_dict = cast("Mapping[str, object]", call["optim_state_dict"])
+    if call["optim"] is None or call["optim_input"] is not None or "state" not in state_dict:
+        return call()
     state = cast("Mapping[Key, States]", state_dict["state"])
     use_orig_params = bool(FullyShardedDataParallel.fsdp_modules(model)[0]._use_orig_params)
-    parameters = parameters_of(cast("Optimizer", arguments["optim"]), model, state_dict)
+    parameters = parameters_of(cast("Optimizer", call["optim"]), model, state_dict)
     units = units_of(model, parameters, state, use_orig_params=use_orig_params)
-    group = cast("ProcessGroup | None", arguments["group"])
+    group = cast("ProcessGroup | None", call["group"])
     agreed = agree(ranks.gather({unit.name: unit.shards for unit in units}, group), use_orig_params=use_orig_params)
     raise_faults(agreed.faults, subject="gathering the optimizer state of FSDP")
     if agreed.uneven and ranks.rank(group) == 0:
@@ -81,7 +82,7 @@ def gather(arguments: Mapping[str, object], by_torch: Callable[[dict[str, object
         # .cpu() copies nothing there, and the buffer of the gather is used again for the next state: with
         # cpu_offload=False torch clones (`_unflatten_orig_param_states`, _optim_utils.py, 2.13).
         changed["cpu_offload"] = False
-    return _restored(by_torch(changed), agreed)
+    return _restored(call(**changed), agreed)
 
 
 def _without_empty(state: Mapping[Key, States], units: list[Unit], *, use_orig_params: bool) -> Mapping[Key, States]:

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
+from ds_reshard.hooks import Call
 from ds_reshard.resume.megatron import Schedule
 from ds_reshard.resume.policy import ResumePolicy
 
@@ -173,12 +174,11 @@ def in_force(load: Load) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-@contextmanager
-def building() -> Iterator[None]:
-    """While inside, an optimizer may load its own state to allocate it: that is not a resume."""
+def build_state(call: Call) -> object:
+    """While this runs, an optimizer may load its own state to allocate it: that is not a resume."""
     token = _BUILDING.set(True)
     try:
-        yield
+        return call()
     finally:
         _BUILDING.reset(token)
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, cast
 
 from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.formats.megatron.checkpoint import saved_groups
+from ds_reshard.hooks import Call
 from ds_reshard.hosts.megatron.group_values import (
     fresh_moments,
     group_differences,
@@ -78,13 +79,19 @@ class Remembered:
     used: Schedule
 
 
-def note_built(scheduler: Scheduler, arguments: Mapping[str, object]) -> None:
+def build_scheduler(call: Call) -> None:
+    """A scheduler's `__init__`."""
+    call()
+    note_built(call["self"], call.passed)
+
+
+def note_built(scheduler: Scheduler, passed: Mapping[str, object]) -> None:
     """Note on the optimizer which scheduler was built for it: the optimizer may be loaded first.
 
-    `arguments` are what the caller gave the constructor. Its default for `use_checkpoint_opt_param_scheduler` is
-    True, so the attribute alone does not say that anybody asked for that.
+    `passed` is what the caller gave the constructor. Its default for `use_checkpoint_opt_param_scheduler` is True, so
+    the attribute alone does not say that anybody asked for that.
     """
-    setattr(scheduler, _ASKED_CHECKPOINT, bool(arguments.get("use_checkpoint_opt_param_scheduler")))
+    setattr(scheduler, _ASKED_CHECKPOINT, bool(passed.get("use_checkpoint_opt_param_scheduler")))
     _note_scheduler(scheduler)
 
 
@@ -244,9 +251,9 @@ def load_optimizer(optimizer: Optimizer, original: Callable[[object], object], s
     return load
 
 
-def load_parameter_state(optimizer: Optimizer, original: Callable[[], object]) -> object:
+def load_parameter_state(call: Call) -> object:
     """The rest of a distributed optimizer's state, which comes after `load_state_dict` and overwrites fresh moments."""
-    answer = original()
+    answer, optimizer = call(), call["self"]
     if current() is None and asked_policy().optimizer == "masters" and optimizer.optimizer is not None:
         fresh_moments(optimizer)
     return answer

@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
 
 from ds_reshard.containers.dcp_directory import METADATA
 from ds_reshard.errors import Fault, ReshardError
 from ds_reshard.formats.megatron.checkpoint import MODEL, find_iteration
+from ds_reshard.hooks import Call
 from ds_reshard.hosts.megatron.live import Load
 from ds_reshard.operations.pickles import already_scanned, refuse_unsafe, refuse_unsafe_folder, walk
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @contextmanager
@@ -22,7 +19,7 @@ def refuse_iteration(load_dir: str, step: object, load: Load | None) -> Iterator
     """Raise UnsafePickle on every rank for anything of an iteration that the load in the block would run. Collective.
 
     Before the ranks have joined each reads the arguments alone: from the first model-parallel rank's file, or from the
-    common state, which `refuse_common` looks at. One load of Megatron's training asks twice for the same iteration.
+    common state, which `read` looks at. One load of Megatron's training asks twice for the same iteration.
     """
     import torch.distributed as dist
 
@@ -54,26 +51,27 @@ def _rank_of(path: str) -> bool:
     return os.path.basename(os.path.dirname(path)).startswith("mp_rank_")
 
 
-@contextmanager
-def refuse_sharded(folder: object, group: object) -> Iterator[None]:
-    """Raise UnsafePickle on every rank for anything that the load in the block would run. Collective in the group."""
-    where = os.fspath(folder)  # type: ignore[call-overload]
-    refuse_unsafe_folder(where, group=cast("ProcessGroup | None", group))
+def load(call: Call) -> object:
+    """Load; UnsafePickle on every rank for anything that this would run. Collective in the group."""
+    where = os.fspath(call["checkpoint_dir"])
+    refuse_unsafe_folder(where, group=call.passed.get("process_group"))
     with already_scanned(where):
-        yield
+        return call()
 
 
-def refuse_common(folder: object) -> None:
+def read(call: Call) -> object:
     """The same on this rank alone, of what every rank reads: the directory, and the common state."""
-    where = os.fspath(folder)  # type: ignore[call-overload]
-    refuse_unsafe_folder(where, alone=True, objects="common_state")
+    refuse_unsafe_folder(os.fspath(call["checkpoint_dir"]), alone=True, objects="common_state")
+    return call()
 
 
-def refuse_file(path: str, group: object) -> None:
+def load_file(call: Call) -> object:
     """The same of one file, where it is: of the ranks of the group, who all call it, the first reads it."""
+    path, group = call["filename"], getattr(call["self"], "data_parallel_group", None)
     refuse_unsafe(
         lambda faults: [path] if os.path.isfile(path) else [],
         subject=f"loading {path}",
-        group=cast("ProcessGroup | None", group),
+        group=group,
         alone=group is None,
     )
+    return call()

@@ -6,6 +6,8 @@ import logging
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 
+from ds_reshard.hooks import Call
+from ds_reshard.hosts.megatron import parts
 from ds_reshard.hosts.megatron.group_values import remembered
 from ds_reshard.hosts.megatron.groups import BOUNDS
 from ds_reshard.hosts.megatron.live import Group, Load, Optimizer, Scheduler, as_number, leaves, live_groups
@@ -35,7 +37,17 @@ def training_report(load: Load, arguments: Namespace, iteration: int) -> ResumeR
     return _report(load, rows, (*load.warnings, *warnings))
 
 
-def publish_part(load: Load | None) -> None:
+def load_scheduler(call: Call) -> None:
+    """A scheduler's `load_state_dict`, and its report."""
+    _publish_part(parts.load_scheduler(call["self"], lambda state: call(state_dict=state), call["state_dict"]))
+
+
+def load_optimizer(call: Call) -> None:
+    """An optimizer's `load_state_dict`, and its report."""
+    _publish_part(parts.load_optimizer(call["self"], lambda state: call(state_dict=state), call["state_dict"]))
+
+
+def _publish_part(load: Load | None) -> None:
     """The same for one `load_state_dict` in a loop of the user's own, which has no iteration and no samples."""
     if load is not None and load.own_loop and rank() == 0:
         _publish(load, _report(load, [*_schedule(load), *_groups(load), *_states(load)], tuple(load.warnings)))

@@ -11,11 +11,13 @@ is saved: torch's planner stops at "out of bounds chunk". It is cut there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, cast
 
 from packaging.version import Version
+
+from ds_reshard.hooks import Call
 
 if TYPE_CHECKING:
     import torch
@@ -42,13 +44,14 @@ class _Distributed(Protocol):
     buffers: Sequence[_Buffer]
 
 
-def save_states(optimizer: _Distributed, original: Callable[[], object]) -> object:
+def save_states(call: Call) -> object:
     """Megatron's own method, given flat states in which each parameter lies where its buffer has it."""
     import megatron.core
 
+    optimizer: _Distributed = call["self"]
     gather = getattr(optimizer, _GATHER)
     if Version(megatron.core.__version__) > _LAST_WRONG or not any(map(_is_stripped, optimizer.buffers)):
-        return original()
+        return call()
 
     def padded(*args: object, empty_data: bool = False, **kwargs: object) -> object:
         state = gather(*args, empty_data=empty_data, **kwargs)
@@ -58,7 +61,7 @@ def save_states(optimizer: _Distributed, original: Callable[[], object]) -> obje
 
     setattr(optimizer, _GATHER, padded)
     try:
-        return original()
+        return call()
     finally:
         delattr(optimizer, _GATHER)
 
@@ -97,8 +100,9 @@ class _Sharded(Protocol):
     global_offset: tuple[int]
 
 
-def end_padding(state: object) -> object:
+def save_buckets(call: Call) -> object:
     """The sharded state of buckets, padding cut where the tensor ends that it is saved in."""
+    state = call()
     for entry in _entries(state):
         if getattr(entry.get("padding"), "obj", False) is not True:
             continue

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import cast
 
@@ -40,6 +40,7 @@ from ds_reshard.errors import (
     without_secrets,
 )
 from ds_reshard.formats.megatron.checkpoint import TRACKER, saved_groups
+from ds_reshard.hooks import Call
 from ds_reshard.hosts.megatron.direct import take
 from ds_reshard.hosts.megatron.group_values import (
     fresh_moments,
@@ -68,45 +69,38 @@ Result = tuple[int, object]
 _SAMPLES = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 
 
-def load_checkpoint(
-    original: Callable[..., Result],
-    arguments: Namespace,
-    *,
-    models: object,
-    optimizer: object,
-    scheduler: object,
-    load_arg: str,
-) -> Result:
+def load_checkpoint(call: Call) -> Result:
     """Load a checkpoint as the resume policy says; iteration and floating-point operations so far.
 
-    What Megatron refuses, or gets wrong, is loaded straight from the files (`direct`); `original` takes arguments of
-    Megatron's own by name. Every rank calls it, and `arguments` are Megatron's own. A load without optimizer and
-    scheduler, or from another argument than `--load`, brings in another model's weights (a teacher, a reference, a
-    dense model to be upcycled) and is left to Megatron, the policy waiting for the load that it is about. Raises
-    ConfigError for a policy that contradicts the arguments, and what the seams inside raise.
+    What Megatron refuses, or gets wrong, is loaded straight from the files (`direct`). Every rank calls it. A load
+    without optimizer and scheduler, or from another argument than `--load`, brings in another model's weights (a
+    teacher, a reference, a dense model to be upcycled) and is left to Megatron, the policy waiting for the load that it
+    is about. Raises ConfigError for a policy that contradicts the arguments, and what the seams inside raise.
     """
-    if (optimizer is None and scheduler is None) or load_arg != "load":
-        return original()
+    optimizer, scheduler, arguments = call["optimizer"], call["opt_param_scheduler"], _arguments()
+    if (optimizer is None and scheduler is None) or call["load_arg"] != "load":
+        result: Result = call()
+        return result
     policy, where = policy_of(arguments), getattr(arguments, "load", None)
     load = Load(policy=policy, optimizer=optimizer, scheduler=scheduler, where=str(where))
     before = {name: getattr(arguments, name) for name in _TOLD if hasattr(arguments, name)}
     with watched("megatron", str(where) if where else None):
         try:
-            return _load(load, original, arguments, models)
+            return _load(load, call, arguments)
         except BaseException:
             vars(arguments).update(before)  # of a load that was none, for a script that goes on
             raise
 
 
-def _load(load: Load, original: Callable[..., Result], arguments: Namespace, models: object) -> Result:
+def _load(load: Load, call: Call, arguments: Namespace) -> Result:
     policy, optimizer, scheduler = load.policy, load.optimizer, load.scheduler
     announced = [*hyperparameter_faults(optimizer, policy), *masters_faults(optimizer, policy)]
     announced += announced_faults(policy, arguments)
     tell_megatron(policy, arguments)
     with in_force(load):
-        load.taken = take(load, arguments, models, announced)
+        load.taken = take(load, arguments, call["ddp_model"], announced)
         with phase("load"):
-            iteration, operations = original() if load.taken is None else load.taken.load(original, arguments)
+            iteration, operations = call() if load.taken is None else load.taken.load(call, arguments)
         if load.found is None:
             if not policy.is_default:
                 logger.warning(
@@ -218,14 +212,14 @@ Base = tuple[object, str, bool, object]
 """What `_load_base_checkpoint` returns: state, name, whether it is a release, and `CheckpointType`."""
 
 
-def load_base_checkpoint(original: Callable[[], Base], load_dir: str, arguments: object) -> Base:
+def load_base_checkpoint(call: Call) -> Base:
     """Read as Megatron does, and refuse here what the policy in force cannot make of it.
 
-    Every rank calls it; `arguments` are Megatron's, which it changes where it falls back to a pretrained
-    checkpoint. Raises UnsafePickle before anything is read, ScheduleMismatch, ParamGroupMismatch, ConfigError or
-    UnsupportedLayout.
+    Every rank calls it; Megatron changes its arguments where it falls back to a pretrained checkpoint. Raises
+    UnsafePickle before anything is read, ScheduleMismatch, ParamGroupMismatch, ConfigError or UnsupportedLayout.
     """
-    load = current()
+    load, load_dir, arguments = current(), call["load_dir"], call["args"]
+    result: Base
     if load is not None and load.taken is not None:
         result = load.taken.answer()
     elif load is None and is_url(str(load_dir)):
@@ -234,7 +228,7 @@ def load_base_checkpoint(original: Callable[[], Base], load_dir: str, arguments:
         raise error_of([fault], subject="loading by URL")
     else:
         with refuse_iteration(load_dir, getattr(arguments, "ckpt_step", None), load):
-            result = original()
+            result = call()
     state, name, release, kind = result
     if load is None or not isinstance(state, Mapping):
         return result
@@ -410,27 +404,27 @@ def step_faults(where: str, arguments: object) -> list[Fault]:
     return [UnsupportedLayout.fault(where, what, folder.name, latest, mend=mend)]
 
 
-Provider = Callable[[ArgumentParser], ArgumentParser]
 _ALWAYS = "--ds-reshard-always"
 
 
-def parse_args(
-    original: Callable[[Provider, bool], Namespace], extra_args_provider: Provider | None, ignore_unknown_args: bool
-) -> Namespace:
+def parse_args(call: Call) -> Namespace:
     """Megatron's arguments, its own flags and those of the script adopted, and the resume flags that it has not.
 
     What was given is this process's policy from here on; what a YAML file says instead of the command line is met
     by `policy_of`. Raises ConfigError for flags that contradict each other or another place.
     """
 
+    provider = call["extra_args_provider"]
+
     def with_resume_flags(parser: ArgumentParser) -> ArgumentParser:
-        given = add_arguments(extra_args_provider(parser) if extra_args_provider is not None else parser)
+        given = add_arguments(provider(parser) if provider is not None else parser)
         if _ALWAYS not in given._option_string_actions:
             told = "read checkpoints straight from their files also where Megatron-LM loads them right (ds_reshard)"
             given.add_argument(_ALWAYS, action="store_true", help=told)
         return given
 
-    return original(with_resume_flags, ignore_unknown_args)
+    arguments: Namespace = call(extra_args_provider=with_resume_flags)
+    return arguments
 
 
 def policy_of(arguments: Namespace) -> ResumePolicy:
@@ -448,13 +442,20 @@ def policy_of(arguments: Namespace) -> ResumePolicy:
 _DESTS = {flag.dest: flag for flag in FLAGS}
 
 
-def build_data_loaders(original: Callable[[], object], arguments: Namespace) -> object:
+def _arguments() -> Namespace:
+    from megatron.training import get_args
+
+    return cast(Namespace, get_args())
+
+
+def build_data_loaders(call: Call) -> object:
     """Megatron's data loaders, from the data's start where that was asked for and the load has set it so."""
+    arguments = _arguments()
     iteration = arguments.iteration
     if iteration == 0 or arguments.consumed_train_samples != 0 or policy_of(arguments).dataloader != "reset":
-        return original()
+        return call()
     arguments.iteration = 0
     try:
-        return original()
+        return call()
     finally:
         arguments.iteration = iteration

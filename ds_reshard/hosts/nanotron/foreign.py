@@ -30,6 +30,7 @@ from ds_reshard.execution.checksums import SEEN_BY_ALL
 from ds_reshard.execution.fingerprint import fingerprint_of
 from ds_reshard.formats.nanotron.content import METADATA
 from ds_reshard.formats.nanotron.names import is_nanotron
+from ds_reshard.hooks import Call
 from ds_reshard.hosts.nanotron.live import ParallelContext, Shape, experts_of, regions_of, tiles_of_parameter
 from ds_reshard.hosts.nanotron.load import Load, config_of, current, same_policy
 from ds_reshard.model.checkpoint import Checkpoint
@@ -130,17 +131,17 @@ def _open(folder: str) -> Foreign | None:
     return Foreign(source=source, content=content)
 
 
-def parse_ckpt_path(arguments: Mapping[str, object], original: Callable[[], object]) -> object:
+def parse_ckpt_path(call: Call) -> object:
     """The folder to resume from: nanotron's own, else that of the checkpoint that `resume_checkpoint_path` holds.
 
     From a URL nanotron itself would copy all of it to its own disk (by s5cmd): it is read in place here, of any format.
     """
-    path = getattr(getattr(arguments["config"], "checkpoints", None), "resume_checkpoint_path", None)
-    world = cast(ParallelContext, arguments["parallel_context"]).world_pg
+    path = getattr(getattr(call["config"], "checkpoints", None), "resume_checkpoint_path", None)
+    world = cast(ParallelContext, call["parallel_context"]).world_pg
     if path is not None and is_url(url := folder_of(path)):
         return _by_url(url, world)
     subject = f"loading {path}"
-    found, told = together(lambda: _told(path, _found(path, original)), world, subject=subject)
+    found, told = together(lambda: _told(path, _found(path, call)), world, subject=subject)
     raise_faults(_other_finds(str(path), gather(told, world)), subject=subject)
     return found
 
@@ -220,20 +221,20 @@ class _Weight:
     shape: Shape
 
 
-def load_weights(arguments: Mapping[str, object], original: Callable[[], object]) -> object:
+def load_weights(call: Call) -> object:
     """Fill a model from a folder of any format; nanotron's own way from its own. Collective where it is another's.
 
     Nothing has changed on any rank where it raises for what was opened and compared.
     """
-    context, folder = cast(ParallelContext, arguments["parallel_context"]), folder_of(arguments["root_folder"])
+    context, folder = cast(ParallelContext, call["parallel_context"]), folder_of(call["root_folder"])
     load = current()
     foreign = foreign_of(load, folder, context.world_pg, alone=True)
     if foreign is None:
-        return original() if load.trainer is None else _own_weights(arguments, original, context, folder)
+        return call() if load.trainer is None else _own_weights(call, context, folder)
     subject, world = f"loading {folder}", context.world_pg
     same_policy(load.policy, world, subject=subject)
-    given = cast("Mapping[str, torch.Tensor] | None", arguments.get("filtered_state_dict"))
-    model = cast(Module, arguments["model"])
+    given = cast("Mapping[str, torch.Tensor] | None", call.arguments.get("filtered_state_dict"))
+    model = cast(Module, call["model"])
     weights = together(lambda: list(_weights(model, given)), world, subject=subject)
     plan, faults, cause = attempt(lambda: _plan(foreign, weights, context))
     names = {name for of_rank in gather([one.name for one in weights], world) for name in of_rank}
@@ -249,17 +250,15 @@ def load_weights(arguments: Mapping[str, object], original: Callable[[], object]
     return {one.name: {} for one in weights}
 
 
-def _own_weights(
-    arguments: Mapping[str, object], original: Callable[[], object], context: ParallelContext, folder: str
-) -> object:
+def _own_weights(call: Call, context: ParallelContext, folder: str) -> object:
     """What nanotron's own loading answers, once ranks that hold the same weights have read the same. Collective.
 
     Each has read files of its own node, which tell no checksum: so what was read is compared, after it is in place.
     """
     import torch.distributed as dist
 
-    made = original()
-    model, given = cast(Module, arguments["model"]), arguments.get("filtered_state_dict")
+    made = call()
+    model, given = cast(Module, call["model"]), call.arguments.get("filtered_state_dict")
     alike = ", ".join(map(str, dist.get_process_group_ranks(context.dp_cp_pg)))
     held = cast("Mapping[str, torch.Tensor]", given or model.state_dict())
     read = {

@@ -31,6 +31,7 @@ from ds_reshard.formats.nanotron.content import Hyperparameters
 from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
 from ds_reshard.formats.nanotron.names import CONFIG, META, NanotronListing, read_listing
 from ds_reshard.formats.nanotron.optimizer_file import MASTER, OptimizerFile, SavedGroup
+from ds_reshard.hooks import Call
 from ds_reshard.hosts.nanotron.foreign import Foreign, folder_of, foreign_of, states_of
 from ds_reshard.hosts.nanotron.live import Live, Optimizer, ParallelContext, Shape, TrainedPart, experts_of, live_of
 from ds_reshard.hosts.nanotron.load import (
@@ -108,17 +109,17 @@ class Saved:
         return [dict(values) for values in made], asked.faults, asked.left_out
 
 
-def load_optimizer(arguments: Mapping[str, object], original: Callable[[], object]) -> None:
+def load_optimizer(call: Call) -> None:
     """Load as the policy in force says; collective, and nothing has changed on any rank where it raises for a fault.
 
     Every rank reads what it trains of each parameter, whatever the saving run's dp, tp, pp and ZeRO stage were.
     """
-    load, folder = current(), folder_of(arguments["root_folder"])
-    context = cast(ParallelContext, arguments["parallel_context"])
+    load, folder = current(), folder_of(call["root_folder"])
+    context = cast(ParallelContext, call["parallel_context"])
     same_policy(load.policy, context.world_pg, subject=f"loading {folder}")
     refuse_contradiction(load)
     load.where, policy = folder, load.policy
-    optimizer = cast(Optimizer, arguments["optimizer"])
+    optimizer = cast(Optimizer, call["optimizer"])
     memory = remember(optimizer)
     foreign = foreign_of(load, folder, context.world_pg)
 
@@ -137,11 +138,11 @@ def load_optimizer(arguments: Mapping[str, object], original: Callable[[], objec
         found += experts_of(live.topology.exp)
         if foreign is not None:
             opened = partial(_of_foreign, foreign, masters=live.accumulator is not None)
-            saved = _reshard(load, live, opened, found, arguments.get("map_location"))
+            saved = _reshard(load, live, opened, found, call.arguments.get("map_location"))
         elif any(gather(bool(found), live.world)) or _takes_over(live, listing, metadata, policy):
-            saved = _reshard(load, live, partial(_open, listing), found, arguments.get("map_location"))
+            saved = _reshard(load, live, partial(_open, listing), found, call.arguments.get("map_location"))
         else:
-            together(original, live.world, subject=f"loading {folder}")
+            together(call, live.world, subject=f"loading {folder}")
             saved = list(values_of(live.base.param_groups))
         memory.decayed = True
     else:
@@ -260,10 +261,9 @@ def _unknown(memory: Memory, policy: ResumePolicy) -> list[Fault]:
     return faults
 
 
-def state_dict_to_device(arguments: Mapping[str, object], original: Callable[[], object]) -> object:
+def state_dict_to_device(call: Call) -> object:
     """The trainer moves loaded states in its first step: there are none where the optimizer was asked to begin anew."""
-    state_dict = cast("Mapping[str, object]", arguments["state_dict"])
-    return original() if state_dict["state"] else None
+    return call() if call["state_dict"]["state"] else None
 
 
 def findings(live: Live, checkpoint: Saved, policy: ResumePolicy) -> Iterator[Fault]:

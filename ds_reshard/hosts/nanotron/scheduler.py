@@ -29,6 +29,7 @@ from ds_reshard.formats.nanotron.checkpoint import open_checkpoint
 from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
 from ds_reshard.formats.nanotron.names import CONFIG, NanotronListing, read_listing, state_name
 from ds_reshard.formats.nanotron.optimizer_file import SavedScheduler, read_scheduler
+from ds_reshard.hooks import Call
 from ds_reshard.hosts.nanotron.foreign import Foreign, folder_of, foreign_of, lacks_schedule, no_schedule
 from ds_reshard.hosts.nanotron.live import Optimizer, ParallelContext, is_zero, live_of, place_of
 from ds_reshard.hosts.nanotron.load import (
@@ -76,20 +77,20 @@ class Scheduler(Protocol):
     _last_lr: list[float]
 
 
-def save(arguments: Mapping[str, object], original: Callable[[], object]) -> object:
+def save(call: Call) -> object:
     """nanotron's `save`, once configuration and optimizer agree and each file has one writer. Collective, as `save`."""
     import torch.distributed as dist
 
-    optimizer = cast(Optimizer, arguments["optimizer"])
-    context = cast(ParallelContext, arguments["parallel_context"])
+    optimizer = cast(Optimizer, call["optimizer"])
+    context = cast(ParallelContext, call["parallel_context"])
     remember(optimizer)
-    stage = getattr(getattr(arguments["config"], "optimizer", None), "zero_stage", None)
+    stage = getattr(getattr(call["config"], "optimizer", None), "zero_stage", None)
     faults = check_is_zero(stage, is_zero(optimizer), where="optimizer.zero_stage")
     file = ""
-    if arguments.get("should_save_lr_scheduler", True) and dist.get_rank(context.dp_cp_pg) == 0:
+    if call.arguments.get("should_save_lr_scheduler", True) and dist.get_rank(context.dp_cp_pg) == 0:
         from nanotron.serialize.optimizer import lr_scheduler_filename
 
-        file = os.path.join(str(arguments["root_folder"]), "lr_scheduler", lr_scheduler_filename(context, False))
+        file = os.path.join(str(call["root_folder"]), "lr_scheduler", lr_scheduler_filename(context, False))
     files = gather(file, context.world_pg)
     for one in sorted({file for file in files if file and files.count(file) > 1}):
         ranks = ", ".join(str(rank) for rank, file in enumerate(files) if file == one)
@@ -102,18 +103,18 @@ def save(arguments: Mapping[str, object], original: Callable[[], object]) -> obj
                 mend="give each rank a place of its own in the parallel context",
             )
         )
-    agree(faults, context.world_pg, subject=f"saving {arguments['root_folder']}")
-    return original()
+    agree(faults, context.world_pg, subject=f"saving {call['root_folder']}")
+    return call()
 
 
-def save_lr_scheduler(arguments: Mapping[str, object], original: Callable[..., object]) -> object:
+def save_lr_scheduler(call: Call) -> object:
     """Save once for all data-parallel ranks, who have one schedule, under the name that nanotron's trainer asks for.
 
     `is_zero` may be left out where the optimizer is known. Raises ConfigError for missing or shifted arguments.
     """
-    _, _, derived = _optimizer_of(arguments, subject="save_lr_scheduler")
-    raise_faults(check_is_zero(arguments.get("is_zero"), derived), subject="save_lr_scheduler")
-    return original(is_zero=False, **{name: arguments[name] for name in _NEEDED})
+    _, _, derived = _optimizer_of(call.arguments, subject="save_lr_scheduler")
+    raise_faults(check_is_zero(call.arguments.get("is_zero"), derived), subject="save_lr_scheduler")
+    return call(is_zero=False)
 
 
 def _optimizer_of(
@@ -150,18 +151,18 @@ def check_is_zero(given: object, derived: bool | None, *, where: str = "is_zero"
     return [ConfigError.fault(where, "is not what the optimizer is", expected, str(given), mend=mend)]
 
 
-def build(arguments: Mapping[str, object], original: Callable[[], object]) -> object:
+def build(call: Call) -> object:
     """Build the scheduler on the rates that this run gave its groups, also after an optimizer was loaded."""
     refuse_contradiction(current())
-    outer = arguments["optimizer"]
+    outer = call["optimizer"]
     memory = remember(outer)
     if memory.decayed:
-        for group, run in zip(outer.get_base_optimizer().param_groups, memory.run, strict=True):  # type: ignore[attr-defined]
+        for group, run in zip(outer.get_base_optimizer().param_groups, memory.run, strict=True):
             group["lr"] = base_rate(run)
             group.pop("initial_lr", None)
         memory.decayed = False
-    memory.schedule = (arguments["lr_scheduler_args"], cast(int, arguments["total_training_steps"]))
-    built = original()
+    memory.schedule = (call["lr_scheduler_args"], cast(int, call["total_training_steps"]))
+    built = call()
     memory.lambdas = tuple(cast(Scheduler, built).lr_lambdas)
     return built
 
@@ -171,15 +172,15 @@ def base_rate(run: Group) -> object:
     return run.get("initial_lr", run["lr"])
 
 
-def load_lr_scheduler(arguments: Mapping[str, object], _: object) -> None:
+def load_lr_scheduler(call: Call) -> None:
     """Put the scheduler where the saved one was; collective, and nothing has changed where it raises.
 
     The rates of a param group are found by the names of its members, whatever the topology of the files is.
     """
-    memory, outer, derived = _optimizer_of(arguments, subject="load_lr_scheduler")
-    load, folder = current(), folder_of(arguments["root_folder"])
-    scheduler = cast(Scheduler, arguments["lr_scheduler"])
-    context = cast(ParallelContext, arguments["parallel_context"])
+    memory, outer, derived = _optimizer_of(call.arguments, subject="load_lr_scheduler")
+    load, folder = current(), folder_of(call["root_folder"])
+    scheduler = cast(Scheduler, call["lr_scheduler"])
+    context = cast(ParallelContext, call["parallel_context"])
     load.where, policy, world = folder, load.policy, context.world_pg
     same_policy(policy, world, subject=f"loading {folder}")
 
@@ -189,7 +190,7 @@ def load_lr_scheduler(arguments: Mapping[str, object], _: object) -> None:
         listing = read_listing(folder) if foreign is None else NanotronListing(folder=foreign.folder, nbytes={})
         metadata = read_metadata(listing)[0] if foreign is None else None
         size = foreign.content.batch_size if foreign is not None else metadata.batch if metadata is not None else None
-        found = [*check_is_zero(arguments.get("is_zero"), derived), *other_batch(load, context.dp_pg.size(), size)]
+        found = [*check_is_zero(call.arguments.get("is_zero"), derived), *other_batch(load, context.dp_pg.size(), size)]
         raise_faults(found, subject="load_lr_scheduler")
         if not hasattr(scheduler, "lr_lambdas"):
             raise_faults([_no_lambdas(scheduler)], subject="load_lr_scheduler")

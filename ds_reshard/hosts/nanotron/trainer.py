@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -19,6 +19,7 @@ from ds_reshard.containers.revive import Builder, ReviveChild, revive
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointNotFound, ReshardError, fail
 from ds_reshard.execution.buffers import read_tensor
+from ds_reshard.hooks import Call
 from ds_reshard.hosts.nanotron.foreign import folder_of, foreign_of, meta_of
 from ds_reshard.hosts.nanotron.live import ParallelContext, place_of
 from ds_reshard.hosts.nanotron.load import Load, config_of, current, in_force, same_policy
@@ -39,18 +40,19 @@ class Trainer(Protocol):
     random_states: object
 
 
-def initialise(trainer: object, original: Callable[[], object]) -> None:
+def initialise(call: Call) -> None:
     """Start the trainer as the policy in force says; collective where it resumes."""
     with watched("nanotron", None) as seen:
-        _initialise(trainer, original, seen)
+        _initialise(call, seen)
         seen.say()
 
 
-def _initialise(trainer: object, original: Callable[[], object], seen: Watched) -> None:
+def _initialise(call: Call, seen: Watched) -> None:
+    trainer = call["self"]
     load = Load(policy=asked_policy(), trainer=trainer)
     try:
         with in_force(load), phase("start"):
-            original()
+            call()
     finally:
         folder = getattr(trainer, "init_checkpoint_path", None)
         seen.checkpoint = folder_of(folder) if folder is not None else None
@@ -100,13 +102,13 @@ class Counters(Protocol):
     data_stages: list[object]
 
 
-def load_meta(arguments: Mapping[str, object], original: Callable[[], object]) -> object:
+def load_meta(call: Call) -> object:
     """nanotron's metadata, with counters of 0 where the policy begins the iteration or the data anew."""
-    load, context = current(), cast(ParallelContext, arguments["parallel_context"])
-    world, folder = context.world_pg, folder_of(arguments["root_folder"])
+    load, context = current(), cast(ParallelContext, call["parallel_context"])
+    world, folder = context.world_pg, folder_of(call["root_folder"])
     foreign, policy = foreign_of(load, folder, world, alone=True), load.policy
     if foreign is None:
-        meta = original()
+        meta = call()
     else:
         meta = together(lambda: meta_of(load, foreign, context), world, subject=f"loading {folder}")
     if policy.keeps_iteration and policy.dataloader == "load":
@@ -141,13 +143,13 @@ def file_of(context: ParallelContext, folder: str) -> str:
     return os.path.join(folder, "random", name)
 
 
-def load_random_states(arguments: Mapping[str, object], _: object) -> object:
+def load_random_states(call: Call) -> object:
     """nanotron's `RandomStates` of this rank, checked; the states of the process are left as they are.
 
     Raises CheckpointNotFound where the checkpoint has none of this rank's place.
     """
-    context = cast(ParallelContext, arguments["parallel_context"])
-    path = file_of(context, folder_of(arguments["root_folder"]))
+    context = cast(ParallelContext, call["parallel_context"])
+    path = file_of(context, folder_of(call["root_folder"]))
     if not folders.is_file(path):
         what = "does not exist: random states are of the ranks that were saved, and fit no other number of them"
         raise CheckpointNotFound.of(path, what, mend="--no-load-rng, or the topology that was saved")

@@ -2,8 +2,8 @@
 
     .venv/bin/python tests/hosts/megatron/vendored.py     writes patches/megatron/RELEASE/*.patch anew
 
-Each is one file's worth of lines at its end: the functions that the hooks would replace are wrapped by the same
-wrappers, and a marker for each tells the hooks to stand aside.
+Each is one file's worth of lines at its end: the functions that the hooks would replace go to the same seams, and a
+marker for each tells the hooks to stand aside.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from releases import ROOT, WITH_TRAINING, home
 
+from ds_reshard.hooks import Seam
 from ds_reshard.hosts import table
 
 PATCHES = ROOT / "patches" / "megatron"
@@ -24,11 +25,12 @@ def additions() -> dict[str, str]:
     lines: dict[str, list[str]] = {}
     for patch in table("megatron").patches:
         path = patch.module.replace(".", "/") + ".py"
-        wrapper, target = patch.wrapper.__name__, ".".join(patch.path)
-        imported = f"from ds_reshard.hosts.megatron import {wrapper}  # noqa: E402"
+        assert isinstance(patch.wrapper, Seam)
+        seam, target = patch.wrapper.target, ".".join(patch.path)
+        imported = "from ds_reshard.hooks import Seam  # noqa: E402"
         block = lines.setdefault(path, ["", "", "# ds_reshard: " + "resume flags that mean what they say."])
         block += [imported] if imported not in block else []
-        block += [f"{target} = {wrapper}({target})", f"{patch.vendored_marker} = True"]
+        block += [f'{target} = Seam("{seam}")({target})', f"{patch.vendored_marker} = True"]
     return {path: "\n".join(block) + "\n" for path, block in lines.items()}
 
 
