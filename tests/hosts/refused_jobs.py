@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from cases import Model, Run
 from jobs import build
 
@@ -9,7 +11,7 @@ from jobs import build
 def load_with_feature(run: Run, model: Model, folder: str, switch: str) -> tuple[str, str]:
     """Switch a feature on in a real engine and load; the error's class and text, or "original"."""
     import ds_reshard
-    from ds_reshard.hosts.deepspeed import load as host
+    from ds_reshard.hooks import Seam
 
     engine = build(run, model, seed=99)
     optimizer = engine.optimizer
@@ -21,17 +23,9 @@ def load_with_feature(run: Run, model: Model, folder: str, switch: str) -> tuple
         optimizer.zenflow = True
     else:
         optimizer.__class__ = type(switch, (type(optimizer),), {})
-    arguments = {
-        "load_dir": folder,
-        "tag": None,
-        "load_module_strict": True,
-        "load_optimizer_states": True,
-        "load_lr_scheduler_states": True,
-        "load_module_only": False,
-        "custom_load_fn": None,
-    }
+    original = functools.wraps(type(engine).load_checkpoint)(lambda *args, **kwargs: ("original", ""))
     try:
-        host.load_checkpoint(engine, lambda tag: ("original", ""), **arguments)
+        Seam("ds_reshard.hosts.deepspeed.load:load_checkpoint")(original)(engine, folder)
     except ds_reshard.ReshardError as error:
         return type(error).__name__, str(error)
     return "original", ""

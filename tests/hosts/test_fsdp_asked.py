@@ -104,7 +104,7 @@ class _Manager:
         weights, states = get_state_dict(self.model, self.optimizer)
         torch.save(weights, folder / "model_world_size_1_rank_0.pt")
         torch.save(states, folder / "optim_world_size_1_rank_0.pt")
-        saved.verify_save({"self": self, "path": str(folder)})
+        saved.verify_save(self, folder)
 
 
 def test_a_save_that_is_not_read_here_is_told_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_a_save_that_is_not_read_here_is_told_and_goes_on(tmp_path: Path, monkey
     assert line.startswith(f"verify_after_save: {tmp_path} is not verified: ") and "has a state 'history'" in line
     (tmp_path / "optim_world_size_1_rank_0.pt").write_bytes(b"PK")
     with pytest.raises(ds_reshard.CheckpointDamaged):
-        saved.verify_save({"self": manager, "path": str(tmp_path)})
+        saved.verify_save(manager, tmp_path)
 
 
 @pytest.mark.distributed

@@ -38,7 +38,8 @@ def save_checkpoint(call: Call) -> object:
     if asks_to_verify():
         from ds_reshard.hosts.fsdp.saved import verify_save
 
-        verify_save(call)
+        manager, folder, *_ = call.arguments.values()
+        verify_save(manager, folder, model_only=bool(call.arguments.get("save_model_only")))
     return saved
 
 

@@ -27,7 +27,6 @@ from ds_reshard.errors import (
 )
 from ds_reshard.formats.fsdp.checkpoint import EXTRA, FsdpCheckpoint, file_name, open_fsdp, wrong_extra
 from ds_reshard.formats.fsdp.flat_parameters import ORDER, FlatOrder, Member, line_to_add
-from ds_reshard.hooks import Call
 from ds_reshard.hosts.fsdp.optimizer_state import local
 from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.layout import TensorKey
@@ -361,22 +360,21 @@ def _order(where: str, model: Module, optimizer: Optimizer) -> FlatOrder:
     )
 
 
-def verify_save(call: Call) -> None:
+def verify_save(manager: object, folder: str | os.PathLike[str] | None, *, model_only: bool = False) -> None:
     """Verify what a call of `FSDPCheckpointManager.save_checkpoint` has saved; collective.
 
     The folder is its first argument, `path` of EasyR1 and `local_path` of verl, None for no save
     (verl/utils/checkpoint/fsdp_checkpoint_manager.py of EasyR1 1537764 and of verl 0.9.1).
     """
-    manager, folder, *_ = call.arguments.values()
     if folder is None:
         return
     if not getattr(manager, "should_save_model", True):
         logger.warning("verify_after_save: %s is not verified: its manager saves no model", folder)
         return
     optimizer = cast("Optimizer | None", getattr(manager, "optimizer", None))
-    if call.arguments.get("save_model_only") or not getattr(manager, "should_save_optimizer", True):
+    if model_only or not getattr(manager, "should_save_optimizer", True):
         optimizer = None
-    path, model = os.fspath(cast("str", folder)), cast("Module", manager.model)
+    path, model = os.fspath(folder), cast("Module", manager.model)  # type: ignore[attr-defined]
     try:
         if getattr(manager, "should_save_lora_only", False):
             verify_saved(path)
