@@ -18,7 +18,7 @@ from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.errors import raise_faults
 from ds_reshard.execution.checksums import verify
 from ds_reshard.execution.interfaces import Outcome, Slice
-from ds_reshard.model.index import Record
+from ds_reshard.model.index import extent_of
 from ds_reshard.model.records import ElementType, TensorRecord
 
 HUGE_NBYTES = 2 << 20
@@ -235,10 +235,9 @@ def read_tensor(record: TensorRecord) -> torch.Tensor:
 
 def _checked_bytes(tensor: TensorRecord) -> bytes:
     """A row-major tensor's bytes, wherever in its file the archive lies; the whole record is compared with its sum."""
-    storage = tensor.storage
-    record = Record(path=storage.path, byte_offset=storage.byte_offset, nbytes=storage.nbytes, crc32=storage.crc32)
-    with PositionedFile(storage.path) as file:
+    record = extent_of(tensor).record
+    with PositionedFile(record.path) as file:
         data = file.read(tensor.byte_offset, tensor.nbytes)
     part = Slice(byte_offset=tensor.byte_offset - record.byte_offset, nbytes=tensor.nbytes, crc32=crc32(data))
-    raise_faults(verify(Outcome(slices={record: [part]})), subject=f"reading {storage.path}")
+    raise_faults(verify(Outcome(slices={record: [part]})), subject=f"reading {record.path}")
     return data

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 from typing import ClassVar, Protocol
 
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, error_of, raise_faults
@@ -346,16 +345,11 @@ class SavedCheckpoint(Checkpoint):
         """Files that are in no content."""
         return ()
 
-    def _extents(self, key: TensorKey) -> list[Extent]:
-        shape = self.layout[key].shape
-        region = Region(box=Box.whole(shape), start=0, stop=prod(shape))
-        return [fragment.extent for _, fragment in self.index.locate(key, region)]
-
     def _whole(self) -> Iterator[tuple[str, TensorRecord]]:
         """Weights without states that lie in one piece, as what torch would have saved of each."""
         for key, placement in self.layout.placements.items():
             if key.kind == WEIGHT and len(self.layout.kinds(key.name)) == 1:
-                extents = self._extents(key)
+                extents = _extents(self.index, key)
                 if len(extents) == 1 and extents[0].record.nbytes == placement.numel * placement.dtype.itemsize:
                     record = extents[0].record
                     made = new_tensor(str(record.byte_offset), placement.shape, placement.dtype)
@@ -394,7 +388,7 @@ class SavedCheckpoint(Checkpoint):
 
     def _bytes(self, key: TensorKey) -> object:
         """Where a tensor lies; one without elements is like no other."""
-        placement, extents = self.layout[key], self._extents(key)
+        placement, extents = self.layout[key], _extents(self.index, key)
         where = tuple((one.path, one.byte_offset, one.numel) for one in extents)
         return (placement.shape, placement.dtype, where) if where else key
 
@@ -413,11 +407,15 @@ class SavedCheckpoint(Checkpoint):
             )
 
 
+def _extents(index: Index, key: TensorKey) -> list[Extent]:
+    """Where the parts of a tensor lie."""
+    box = Box.whole(index.layout[key].shape)
+    return [extent for _, extent in index.locate(key, Region(box=box, start=0, stop=box.numel))]
+
+
 def checksums(index: Index, key: TensorKey) -> object:
     """Equal for two tensors of which checksums tell that their bytes are equal; None of one is like no other."""
-    placement = index.layout[key]
-    region = Region(box=Box.whole(placement.shape), start=0, stop=prod(placement.shape))
-    extents = [fragment.extent for _, fragment in index.locate(key, region)]
+    placement, extents = index.layout[key], _extents(index, key)
     if not extents or any(one.record.crc32 is None or one.nbytes != one.record.nbytes for one in extents):
         return key
     return placement.shape, placement.dtype, tuple((one.numel, one.record.crc32) for one in extents)

@@ -50,13 +50,6 @@ def extent_of(tensor: TensorRecord) -> Extent:
     return Extent(record=record, byte_offset=tensor.byte_offset, dtype=tensor.dtype, numel=tensor.numel)
 
 
-class Fragment(NamedTuple):
-    """The bytes that hold some elements of a logical tensor, in shard `shard` of its family."""
-
-    shard: int
-    extent: Extent
-
-
 class ShardSource(Protocol):
     """Opens one shard of a family and says where its buffers are.
 
@@ -155,11 +148,11 @@ class Index:
         if located != wanted.numel:
             self._uncovered(placement, f"{located} of {wanted.numel} wanted elements")
 
-    def locate(self, key: TensorKey, wanted: Region) -> Iterator[tuple[int, Fragment]]:
-        """The fragments that hold elements of `wanted`, each with its first element's offset in `wanted`."""
-        for shard, extent, run in self.runs(key, wanted):
+    def locate(self, key: TensorKey, wanted: Region) -> Iterator[tuple[int, Extent]]:
+        """The bytes that hold elements of `wanted`, each with its first element's offset in `wanted`."""
+        for _, extent, run in self.runs(key, wanted):
             for at, inside, numel, _ in run.each():
-                yield at, Fragment(shard, extent.part(inside, numel))
+                yield at, extent.part(inside, numel)
 
     def _uncovered(self, placement: Placement, found: str) -> None:
         fault = CheckpointDamaged.fault(

@@ -54,8 +54,7 @@ def logical(index: Index, key: TensorKey) -> Column:
     box = Box.whole(placement.shape)
 
     def locate(start: int, stop: int) -> Iterator[tuple[int, Extent]]:
-        for at, fragment in index.locate(key, Region(box=box, start=start, stop=stop)):
-            yield at, fragment.extent
+        yield from index.locate(key, Region(box=box, start=start, stop=stop))
         raise_faults(index.faults, subject="reading tensors")
 
     identity: object = key

@@ -21,7 +21,7 @@ from ds_reshard.errors import Fault, ReshardError
 from ds_reshard.execution.buffers import TensorTarget, element_type, torch_dtype
 from ds_reshard.execution.checksums import combine, partial_sums, settle
 from ds_reshard.execution.interfaces import Executor, Outcome, Target
-from ds_reshard.model.index import Fragment, Index, Record
+from ds_reshard.model.index import Extent, Index, Record
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box, Region
@@ -300,8 +300,7 @@ class FormatSuite:
             index = saved.open()
             assert index.opened == ()
             for key, tensor in saved.truth.items():
-                fragments = list(_locate(index, key))
-                assert bool(fragments) == bool(tensor.numel())
+                assert bool(list(_locate(index, key))) == bool(tensor.numel())
             placements = [part for key in saved.truth for part in index.layout[key].parts]
             holders = {(p.family, piece.shard) for p in placements for piece in p.cut.pieces(0, p.numel)}
             assert set(index.opened) == holders
@@ -311,7 +310,7 @@ class FormatSuite:
         with self._saved() as saved:
             index = saved.open()
             for key, tensor in saved.truth.items():
-                spans = sorted((at, at + fragment.extent.numel) for at, fragment in _locate(index, key))
+                spans = sorted((at, at + extent.numel) for at, extent in _locate(index, key))
                 edges = [0, *(stop for _, stop in spans)]
                 assert [start for start, _ in spans] == edges[:-1], f"{key}: fragments lie at {spans}"
                 assert edges[-1] == tensor.numel(), f"{key}: {edges[-1]} of {tensor.numel()} elements are placed"
@@ -322,8 +321,8 @@ class FormatSuite:
         with self._saved() as saved:
             index = saved.open()
             for key in saved.truth:
-                for _, fragment in _locate(index, key):
-                    extent, record = fragment.extent, fragment.extent.record
+                for _, extent in _locate(index, key):
+                    record = extent.record
                     assert record.byte_offset <= extent.byte_offset, f"{key}: begins before its record"
                     stop = record.byte_offset + record.nbytes
                     assert extent.byte_offset + extent.nbytes <= stop, f"{key}: ends behind its record"
@@ -332,9 +331,7 @@ class FormatSuite:
     def test_records_have_the_checksum_of_their_bytes(self) -> None:
         """A record that declares a crc32 has it."""
         with self._saved() as saved:
-            index = saved.open()
-            records = {fragment.extent.record for key in saved.truth for _, fragment in _locate(index, key)}
-            for record in records:
+            for record in _records(saved):
                 found = crc32(_read(record.path, record.byte_offset, record.nbytes))
                 assert record.crc32 in (None, found), f"{record.path}: {record} has crc32 {found:08x}"
 
@@ -379,7 +376,7 @@ def _whole(tensor: torch.Tensor) -> Region:
     return Region(box=Box.whole(tuple(tensor.shape)), start=0, stop=tensor.numel())
 
 
-def _locate(index: Index, key: TensorKey) -> Iterator[tuple[int, Fragment]]:
+def _locate(index: Index, key: TensorKey) -> Iterator[tuple[int, Extent]]:
     box = Box.whole(index.layout[key].shape)
     return index.locate(key, Region(box=box, start=0, stop=box.numel))
 
@@ -388,15 +385,14 @@ def _elements(index: Index, key: TensorKey, region: Region) -> bytes:
     """The bytes of a region's elements, gathered from its fragments."""
     size = index.layout[key].dtype.itemsize
     data = bytearray(region.numel * size)
-    for at, fragment in index.locate(key, region):
-        extent = fragment.extent
+    for at, extent in index.locate(key, region):
         data[at * size : at * size + extent.nbytes] = _read(extent.path, extent.byte_offset, extent.nbytes)
     return bytes(data)
 
 
 def _records(saved: SavedCheckpoint) -> set[Record]:
     index = saved.open()
-    return {fragment.extent.record for key in saved.truth for _, fragment in _locate(index, key)}
+    return {extent.record for key in saved.truth for _, extent in _locate(index, key)}
 
 
 def _complains(saved: SavedCheckpoint) -> bool:

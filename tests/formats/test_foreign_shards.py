@@ -29,8 +29,8 @@ def held(index: Index, key: TensorKey) -> bytes:
     place = index.layout[key]
     whole = Region(box=Box.whole(place.shape), start=0, stop=prod(place.shape))
     data = bytearray(place.numel * place.dtype.itemsize)
-    for at, fragment in index.locate(key, whole):
-        extent, begin = fragment.extent, at * place.dtype.itemsize
+    for at, extent in index.locate(key, whole):
+        begin = at * place.dtype.itemsize
         with open(extent.path, "rb") as file:
             file.seek(extent.byte_offset)
             data[begin : begin + extent.nbytes] = file.read(extent.nbytes)

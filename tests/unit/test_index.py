@@ -42,7 +42,7 @@ def _placement(boxes: list[tuple[int, int]]) -> Placement:
 
 def _located(index: Index) -> int:
     wanted = Region(box=Box.whole((8,)), start=0, stop=8)
-    return sum(fragment.extent.numel for _, fragment in index.locate(KEY, wanted))
+    return sum(extent.numel for _, extent in index.locate(KEY, wanted))
 
 
 def test_a_buffer_that_a_shard_lacks_is_told_once() -> None:
