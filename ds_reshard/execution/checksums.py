@@ -214,39 +214,15 @@ def mismatch(record: Record, crc: int) -> Fault:
     )
 
 
-class Ledger:
-    """Slices of records as they are read, in any order; `faults` are those of reading."""
-
-    def __init__(self) -> None:
-        self._read = Outcome()
-
-    @property
-    def read(self) -> Outcome:
-        """What was read, to be noted in another ledger."""
-        return self._read
-
-    @property
-    def bytes_read(self) -> int:
-        return self._read.bytes_read
-
-    @property
-    def faults(self) -> list[Fault]:
-        return self._read.faults
-
-    @property
-    def records(self) -> list[Record]:
-        """The records of which something was read."""
-        return list(self._read.slices)
-
-    def note(self, outcome: Outcome) -> None:
-        self._read.add(outcome)
+class Ledger(Outcome):
+    """All that was read, in any order, and what its records' checksums say of it; `faults` are those of reading."""
 
     def missing(self, record: Record) -> Iterator[Check]:
         """What is still to be read of a record for its checksum."""
         from ds_reshard.planning.plan import Check  # which needs numpy
 
         at = 0
-        for part in sorted(self._read.slices.get(record, ())):
+        for part in sorted(self.slices.get(record, ())):
             if part.byte_offset > at:
                 yield Check(record=record, byte_offset=record.byte_offset + at, nbytes=part.byte_offset - at)
             at = max(at, part.byte_offset + part.nbytes)
@@ -260,7 +236,7 @@ class Ledger:
         """
         total = 0
         for record in records:
-            parts = set(self._read.slices.get(record, ()))
+            parts = set(self.slices.get(record, ()))
             if sum(part.nbytes for part in parts) != record.nbytes:
                 parts = {Slice(byte_offset=0, nbytes=record.nbytes, crc32=crc32_on_disk(record)[0])}
             for part in parts:
@@ -269,4 +245,4 @@ class Ledger:
 
     def mismatches(self) -> list[Fault]:
         """The records whose bytes are not those that were written."""
-        return verify(self._read)
+        return verify(self)

@@ -102,7 +102,7 @@ def read_records(
 
     tell = (lambda nbytes, _: progress(before + nbytes, total)) if progress is not None else None
     for outcome in in_shares(read, reading, nbytes=sum(sizes), progress=tell, subject=subject):
-        ledger.note(outcome)
+        ledger.add(outcome)
 
 
 def _parts(check: Check) -> Iterator[Check]:

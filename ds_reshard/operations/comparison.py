@@ -50,15 +50,15 @@ def compare_listings(a: Found, b: Found, *, reading: Reading, progress: Progress
         reader = SpanReader(ledger, threads=own.threads, memory_nbytes=own.memory_nbytes, progress=told, total=of_share)
         for span in reader.read([rows[row] for row in mine]):
             found[mine[span.row]].add(span.start, *span.values)
-        return ledger.read, found
+        return ledger, found
 
     subject = f"comparing {a.folder} with {b.folder}"
     ledger, deviations = Ledger(), dict[int, Deviation]()
     for read, found in in_shares(compare, reading, nbytes=sum(sizes), progress=progress, subject=subject):
-        ledger.note(read)
+        ledger.add(read)
         deviations |= found
     # What lies between the tensors, for the checksum of the whole record.
-    read_records(sorted(ledger.records), ledger, reading, progress=None, subject=subject)
+    read_records(sorted(ledger.slices), ledger, reading, progress=None, subject=subject)
     tensors = [*pairs.other, *(_told(pairs, key, deviations[row]) for row, key in enumerate(keys))]
     return Difference(
         a=a.folder,

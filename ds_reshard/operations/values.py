@@ -142,7 +142,7 @@ class SpanReader:
                 copies += _copies(column, start, stop, buffer)
             spans.append(Span(row=row, start=start, stop=stop, values=tuple(values)))
         outcome = self._executor.execute(Plan(copies=coalesce(copies)), targets)
-        self._ledger.note(outcome)
+        self._ledger.add(outcome)
         raise_faults(outcome.faults, subject="reading tensors")
         if self._progress is not None:
             self._progress(self._ledger.bytes_read, self._total)

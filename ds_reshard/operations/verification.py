@@ -140,14 +140,14 @@ class _Check:
                 for span in reader.read([rows[row].columns for row in mine]):
                     found.look(replace(span, row=mine[span.row]).on(device))
             except ReshardError as error:
-                return ledger.read, found.bad, faults_of(error)
-            return ledger.read, found.bad, []
+                return ledger, found.bad, faults_of(error)
+            return ledger, found.bad, []
 
         values = Values(rows)
         for read, bad, failed in in_shares(
             look, self.reading, nbytes=sum(sizes), progress=self.progress, subject=f"verifying {source.folder}"
         ):
-            self.ledger.note(read)
+            self.ledger.add(read)
             values.bad |= bad
             faults += failed
         wrong, told = values.faults()

@@ -37,10 +37,10 @@ def test_what_is_missing_completes_what_was_read(tmp_path_factory, cuts: set[int
     first = [piece for piece in pieces if picked.random() < 0.5]
     ledger = Ledger()
     for start, stop in first:
-        ledger.note(_read(record, start, stop))
+        ledger.add(_read(record, start, stop))
     missing = list(ledger.missing(record))
     for check in missing:
-        ledger.note(_read(record, check.byte_offset, check.byte_offset + check.nbytes))
+        ledger.add(_read(record, check.byte_offset, check.byte_offset + check.nbytes))
     assert (ledger.bytes_read, ledger.mismatches()) == (len(CONTENT), [])
     assert ledger.crc32_of([record], len(CONTENT)) == zlib.crc32(CONTENT)
     assert sum(check.nbytes for check in missing) == len(CONTENT) - sum(stop - start for start, stop in first)
@@ -50,8 +50,8 @@ def test_a_changed_byte_is_a_mismatch(tmp_path: Path) -> None:
     """In whichever piece it lies."""
     record = _record(tmp_path / "file", CONTENT[:500] + b"\xff" + CONTENT[501:])
     ledger = Ledger()
-    ledger.note(_read(record, 0, 300))
-    ledger.note(_read(record, 300, len(CONTENT)))
+    ledger.add(_read(record, 0, 300))
+    ledger.add(_read(record, 300, len(CONTENT)))
     (fault,) = ledger.mismatches()
     assert (fault.error, fault.where) == ("ChecksumMismatch", record.path)
 
@@ -60,7 +60,7 @@ def test_pieces_that_overlap_are_no_mismatch(tmp_path: Path) -> None:
     """A record whose pieces cannot be combined is read again, for its own checksum and for the file's."""
     record = _record(tmp_path / "file")
     ledger = Ledger()
-    ledger.note(_read(record, 0, 700))
-    ledger.note(_read(record, 300, len(CONTENT)))
+    ledger.add(_read(record, 0, 700))
+    ledger.add(_read(record, 300, len(CONTENT)))
     assert ledger.mismatches() == []
     assert ledger.crc32_of([record], len(CONTENT)) == zlib.crc32(CONTENT)
