@@ -15,7 +15,7 @@ import os
 import posixpath
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple
@@ -68,12 +68,9 @@ def status(url: str) -> Status | None:
     if listing(url):
         return Status(None)
     store, path = _store(url)
-    try:
+    with _os_errors(), contextlib.suppress(FileNotFoundError):
         return _status(store.info(path))
-    except FileNotFoundError:
-        return None
-    except Exception as error:
-        raise _as_os_error(error) from None
+    return None
 
 
 def listing(url: str) -> dict[str, Status]:
@@ -90,12 +87,9 @@ def listing(url: str) -> dict[str, Status]:
 def _listed(url: str) -> dict[str, Status]:
     """The same, asked for."""
     store, path = _store(url)
-    try:
+    found: list[dict[str, object]] = []
+    with _os_errors(), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = store.ls(path, detail=True, refresh=True) if _refreshes(store) else store.ls(path, detail=True)
-    except (FileNotFoundError, NotADirectoryError):
-        found = []
-    except Exception as error:
-        raise _as_os_error(error) from None
     names = {posixpath.basename(str(one["name"]).rstrip("/")): one for one in found}
     itself = store._strip_protocol(path).rstrip("/")
     kept = {name: _status(one) for name, one in names.items() if str(one["name"]).rstrip("/") != itself}
@@ -188,10 +182,8 @@ class Object:
         kept = _RANGES.find((self._path, self._version), start, min(stop, self.nbytes))
         if kept is not None:
             return kept
-        try:
+        with _os_errors():
             data = bytes(self._store.cat_file(self._path, start=start, end=stop))
-        except Exception as error:
-            raise _as_os_error(error) from None
         with _LOCK:
             _COUNTED["requests"] += 1
             _COUNTED["nbytes"] += len(data)
@@ -356,6 +348,14 @@ def _as_os_error(error: Exception) -> OSError:
     return kind(error.errno or _CODES[kind], text)
 
 
+@contextlib.contextmanager
+def _os_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise _as_os_error(error) from None
+
+
 _CODES = {
     FileNotFoundError: errno.ENOENT,
     FileExistsError: errno.EEXIST,
@@ -375,23 +375,17 @@ PART_NBYTES = 5 << 20
 def read_anew(url: str) -> bytes | None:
     """All of a small file as it is now, None where there is none. Raises OSError."""
     store, path = _store(url)
-    try:
+    with _os_errors(), contextlib.suppress(FileNotFoundError):
         return bytes(store.cat_file(path))
-    except FileNotFoundError:
-        return None
-    except Exception as error:
-        raise _as_os_error(error) from None
+    return None
 
 
 def below(url: str) -> dict[str, Status]:
     """Each file below a folder as it is now, by its path from there. Raises OSError."""
     store, path = _store(url)
-    try:
+    found: dict[str, dict[str, object]] = {}
+    with _os_errors(), contextlib.suppress(FileNotFoundError):
         found = store.find(path, detail=True)
-    except FileNotFoundError:
-        return {}
-    except Exception as error:
-        raise _as_os_error(error) from None
     folder = f"{store._strip_protocol(path).rstrip('/')}/"
     if strange := [name for name in found if not f"{name}/".startswith(folder)]:
         raise OSError(errno.EIO, f"its store lists what does not lie there: {strange[0]}")
@@ -404,13 +398,10 @@ def file_on_the_way(url: str) -> str | None:
     at = url.rstrip("/")
     while True:
         store, path = _store(at)
-        try:
+        # Who may write a folder need not see those above.
+        with _os_errors(), contextlib.suppress(FileNotFoundError, PermissionError):
             if _status(store.info(path)).nbytes is not None:
                 return at
-        except (FileNotFoundError, PermissionError):  # who may write a folder need not see those above
-            pass
-        except Exception as error:
-            raise _as_os_error(error) from None
         at = posixpath.dirname(at)
         if not is_url(at):
             return None
@@ -429,10 +420,8 @@ def put(url: str, data: bytes, *, new: bool = False) -> None:
                 return
             if found is not None or isinstance(error, FileExistsError):  # or of one that was asked by two at once
                 raise FileExistsError(errno.EEXIST, _as_os_error(error).strerror) from None
-    try:
+    with _os_errors():
         store.pipe_file(path, data)
-    except Exception as error:
-        raise _as_os_error(error) from None
 
 
 def send(url: str, path: str) -> Status:
@@ -442,11 +431,9 @@ def send(url: str, path: str) -> Status:
     """
     store, there = _store(url)
     sizes = {"chunksize": PART_NBYTES, "max_concurrency": 2, "overwrite": True}
-    try:
+    with _os_errors():
         store.put_file(path, there, **{name: one for name, one in sizes.items() if _takes(store, "put_file", name)})
         return _status(store.info(there))
-    except Exception as error:
-        raise _as_os_error(error) from None
 
 
 def remove(urls: Iterable[str]) -> None:
@@ -454,12 +441,8 @@ def remove(urls: Iterable[str]) -> None:
 
     def one(url: str) -> None:
         store, path = _store(url)
-        try:
+        with _os_errors(), contextlib.suppress(FileNotFoundError):
             store.rm_file(path)
-        except FileNotFoundError:
-            return
-        except Exception as error:
-            raise _as_os_error(error) from None
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(one, urls))
@@ -471,12 +454,10 @@ def abort(url: str) -> None:
     if not hasattr(store, "call_s3"):
         return
     bucket, key, _ = store.split_path(path)
-    try:
+    with _os_errors():
         for one in store.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/").get("Uploads", ()):
             with contextlib.suppress(FileNotFoundError):  # it has gone since, or the answer to a first try was lost
                 store.call_s3("abort_multipart_upload", Bucket=bucket, Key=one["Key"], UploadId=one["UploadId"])
-    except Exception as error:
-        raise _as_os_error(error) from None
 
 
 def _takes(store: AbstractFileSystem, method: str, argument: str) -> bool:
