@@ -145,27 +145,12 @@ _CODES = {"float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32":
 def number_of(value: Scalar) -> int | float | None:
     """The number that a scalar is, None for one that is none."""
     if isinstance(value, ScalarTensor):
-        code = _CODES.get(value.dtype.label)
-        if code is None or len(value.data) != value.dtype.itemsize:
-            return None
-        number = struct.unpack("<" + code, value.data)[0]
-        assert isinstance(number, int | float)
-        return number
+        return exact_number(value) if value.dtype.label in _CODES else None
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 # Types of which every value is a number of Python, with no rounding; struct has a letter for each but bfloat16.
-_EXACT = {
-    **_CODES,
-    "float16": "e",
-    "int16": "h",
-    "int8": "b",
-    "uint8": "B",
-    "uint16": "H",
-    "uint32": "I",
-    "uint64": "Q",
-    "bool": "?",
-}
+_EXACT = _CODES | {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q", "bool": "?"}
 
 
 def exact_number(value: ScalarTensor) -> bool | int | float | None:
