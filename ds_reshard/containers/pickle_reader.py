@@ -381,11 +381,11 @@ def _zip(file: PositionedFile, member: str, rules: PickleRules) -> Scanned:
 
 
 def _archive(file: PositionedFile, start: int, member: str, rules: PickleRules) -> Scanned:
-    from ds_reshard.containers.torch_zip import ArchiveLimits, TorchArchive  # which reads pickles
+    from ds_reshard.containers.torch_zip import TorchArchive  # which reads pickles
 
     found = Scanned()
     try:
-        archive = TorchArchive(file, ArchiveLimits(), start)
+        archive = TorchArchive(file, start)
     except ReshardError as error:
         found.add(_members(file, member, rules, error))
         return found

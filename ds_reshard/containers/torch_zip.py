@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 from ds_reshard.containers import digests
 from ds_reshard.containers.crc import crc32
-from ds_reshard.containers.pickle_reader import DEFAULT_LIMITS, PickleLimits, begins_marked, read_pickle, scan_source
+from ds_reshard.containers.pickle_reader import DEFAULT_LIMITS, begins_marked, read_pickle, scan_source
 from ds_reshard.containers.pickle_rules import PickleRules, rules_in_force
 from ds_reshard.containers.positioned import PositionedFile, PositionedView
 from ds_reshard.containers.torch_zip_writer import STORAGES
@@ -28,22 +28,9 @@ from ds_reshard.errors import (
 )
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, StorageRecord, TensorRecord
 
-__all__ = ["ArchiveLimits", "ArchiveMember", "TorchArchive", "Twins", "check_root", "digest_of", "open_archive"]
-
-
 # caffe2/serialize/versions.h, kMinSupportedFileFormatVersion and kMaxSupportedFileFormatVersion, torch 2.13.
 _VERSIONS = range(1, 11)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArchiveLimits:
-    """What opening an archive may cost: the bytes of its directory, and its pickles' limits."""
-
-    directory_nbytes: int = 64 << 20
-    pickle: PickleLimits = DEFAULT_LIMITS
-
-
-_DEFAULT = ArchiveLimits()
+_DIRECTORY_NBYTES = 64 << 20
 
 
 class TorchArchive:
@@ -54,13 +41,12 @@ class TorchArchive:
     beginning of the file.
     """
 
-    def __init__(self, file: PositionedFile, limits: ArchiveLimits, start: int = 0) -> None:
+    def __init__(self, file: PositionedFile, start: int = 0) -> None:
         self.path = path = file.path
-        self._limits = limits
         self._file = file
         self._start = start
         try:
-            self.root, members = read_members(file, limits.directory_nbytes)
+            self.root, members = read_members(file, _DIRECTORY_NBYTES)
             if start:
                 members = {n: one._replace(byte_offset=start + one.byte_offset) for n, one in members.items()}
             self.members: Mapping[str, ArchiveMember] = MappingProxyType(members)
@@ -86,11 +72,8 @@ class TorchArchive:
         default those in force) do not allow, CheckpointDamaged, ChecksumMismatch, ReadFailed.
         """
         member = self._member(name)
-        limit = self._limits.pickle.nbytes
-        if member.nbytes > limit:
-            raise CheckpointDamaged(
-                f"{self.path}: {name!r} is a pickle of {member.nbytes} bytes; at most {limit} are read"
-            )
+        if member.nbytes > (most := DEFAULT_LIMITS.nbytes):
+            raise CheckpointDamaged(f"{self.path}: {name!r} is a pickle of {member.nbytes} bytes; at most {most} are read")
         rules = rules_in_force() if rules is None else rules
         data = self._file.read(member.byte_offset - self._start, member.nbytes)
         mismatch = self._mismatch(f"member {name!r}", data, member.crc32)
@@ -117,7 +100,6 @@ class TorchArchive:
                 where=self.path,
                 member=self._told(name),
                 persistent=self._calls.storage,
-                limits=self._limits.pickle,
                 reduce=self._calls.call,
                 rules=rules,
             )
@@ -275,9 +257,7 @@ def _sizes(members: Mapping[str, ArchiveMember]) -> dict[str, int]:
     return {name: member.nbytes for name, member in members.items()}
 
 
-def open_archive(
-    path: str | os.PathLike[str], *, limits: ArchiveLimits = _DEFAULT, part: tuple[int, int] | None = None
-) -> TorchArchive:
+def open_archive(path: str | os.PathLike[str], *, part: tuple[int, int] | None = None) -> TorchArchive:
     """Open a file of torch.save; for a shard of a gigabyte this reads kilobytes.
 
     `part` is the offset and number of bytes of an archive inside a file.
@@ -286,7 +266,7 @@ def open_archive(
     UnsupportedLayout (TorchScript, big-endian, a version of tomorrow) or CheckpointDamaged when the file is
     anything else than torch.save's zip format with every declared range in place.
     """
-    return TorchArchive(PositionedFile(os.fspath(path), part), limits, part[0] if part is not None else 0)
+    return TorchArchive(PositionedFile(os.fspath(path), part), part[0] if part is not None else 0)
 
 
 def digest_of(path: str) -> bytes:

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from torch.utils.serialization import config
 from torch_values import DTYPES, TREES, same
 
-from ds_reshard.containers import zip_directory
+from ds_reshard.containers import torch_zip, zip_directory
 from ds_reshard.containers.digests import digests
 from ds_reshard.containers.pickle_rules import PickleRules
 from ds_reshard.containers.positioned import PositionedBytes, PositionedFile, PositionedView
-from ds_reshard.containers.torch_zip import ArchiveLimits, Twins, digest_of, open_archive
+from ds_reshard.containers.torch_zip import Twins, digest_of, open_archive
 from ds_reshard.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -357,10 +357,10 @@ def test_a_twin_is_judged_by_its_own_rules_members_and_checksum(tmp_path):
     assert twin(tmp_path, twins, {"module": torch.ones(0)}, "rank_4.pt") is plain
 
 
-def test_limits_are_those_given(tmp_path):
-    path = saved(tmp_path, 1)
+def test_a_directory_without_end_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_zip, "_DIRECTORY_NBYTES", 10)
     with pytest.raises(CheckpointDamaged, match="at most 10 are read"):
-        open_archive(path, limits=ArchiveLimits(directory_nbytes=10))
+        open_archive(saved(tmp_path, 1))
 
 
 def test_torchscript_is_refused_by_name(tmp_path):
