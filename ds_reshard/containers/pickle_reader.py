@@ -38,19 +38,6 @@ from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.nesting import out_of_bounds
 from ds_reshard.model.records import GlobalName, ObjectRecord
 
-__all__ = [
-    "DEFAULT_LIMITS",
-    "PickleLimits",
-    "Scanned",
-    "begins_marked",
-    "read_pickle",
-    "run_pickle",
-    "scan_bytes",
-    "scan_file",
-    "scan_source",
-]
-
-
 DEFAULT_LIMITS = PickleLimits()
 
 _NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}

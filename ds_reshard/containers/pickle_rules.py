@@ -17,22 +17,6 @@ from ds_reshard.containers.pickle_table import ALLOWED, TRUSTED, Allowed, Args
 from ds_reshard.errors import Fault, TrustRequired, UnsafePickle, wrong_value
 from ds_reshard.model.records import GlobalName, ObjectRecord
 
-__all__ = [
-    "ALLOW_ALL",
-    "UNSAFE",
-    "Finding",
-    "PickleRules",
-    "acts",
-    "fault_of",
-    "in_force",
-    "rules_in_force",
-    "trust",
-    "trust_faults",
-    "trust_in",
-    "trusted",
-    "trusting",
-]
-
 
 class Callee:
     """A name on the stack of a pickle that is there to be called, and for nothing else."""

@@ -18,8 +18,6 @@ from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord
 if TYPE_CHECKING:
     from ds_reshard.containers.pickle_rules import PickleRules
 
-__all__ = ["ALLOWED", "TRUSTED", "Allowed", "Args", "is_enum", "plain_state", "reconstructed"]
-
 Args = tuple[object, ...]
 Items = Literal["", "list", "pairs", "both"]
 Nested = Literal["", "opened", "held"]

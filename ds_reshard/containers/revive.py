@@ -24,8 +24,6 @@ from ds_reshard.errors import (
 from ds_reshard.model.nesting import LEAVES, children
 from ds_reshard.model.records import GlobalName, ObjectRecord, SizeRecord, StorageRecord, TensorRecord
 
-__all__ = ["Builder", "ReviveChild", "revive"]
-
 ReviveChild = Callable[[object], object]
 Builder = Callable[[ObjectRecord | GlobalName, ReviveChild], object]
 

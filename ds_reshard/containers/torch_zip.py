@@ -73,7 +73,8 @@ class TorchArchive:
         """
         member = self._member(name)
         if member.nbytes > (most := DEFAULT_LIMITS.nbytes):
-            raise CheckpointDamaged(f"{self.path}: {name!r} is a pickle of {member.nbytes} bytes; at most {most} are read")
+            what = f"{name!r} is a pickle of {member.nbytes} bytes; at most {most} are read"
+            raise CheckpointDamaged(f"{self.path}: {what}")
         rules = rules_in_force() if rules is None else rules
         data = self._file.read(member.byte_offset - self._start, member.nbytes)
         mismatch = self._mismatch(f"member {name!r}", data, member.crc32)
