@@ -26,10 +26,11 @@ from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import raise_faults
 from ds_reshard.execution.buffers import TensorTarget, torch_dtype
 from ds_reshard.execution.checksums import verify
-from ds_reshard.execution.cuda import CudaExecutor, Device
+from ds_reshard.execution.cuda import CudaDevice, CudaExecutor, Device
 from ds_reshard.execution.fingerprint import sum_on_device
 from ds_reshard.execution.scatter import INDEX_NUMEL, Block, Portion, Scatter, Scattering, deal
-from ds_reshard.model.index import Record
+from ds_reshard.execution.threads import ThreadExecutor
+from ds_reshard.model.index import extent_of
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.planning.copies import Copy
 from ds_reshard.planning.plan import Plan
@@ -49,8 +50,8 @@ class Place:
         self.double = double
         self.name = "cpu" if double else "cuda"
 
-    def executor_device(self) -> Device | None:
-        return LateDevice() if self.double else None
+    def executor_device(self) -> Device:
+        return LateDevice() if self.double else CudaDevice(torch.cuda.current_device())
 
     def wait(self) -> None:
         if not self.double:
@@ -98,19 +99,16 @@ def load(path: str, place: Place, *, threads: int, memory_mib: int, checksum: bo
         for name, record in records.items()
     }
     plan = Plan(copies=tuple(_copy(name, record) for name, record in records.items()))
-    executor = CudaExecutor(
-        threads=threads, memory_nbytes=memory_mib << 20, checksum=checksum, device=place.executor_device()
-    )
+    host = ThreadExecutor(threads=threads, memory_nbytes=memory_mib << 20, checksum=checksum)
+    executor = CudaExecutor(host, place.executor_device())
     outcome = executor.execute(plan, {name: TensorTarget(tensor) for name, tensor in tensors.items()})
     raise_faults([*outcome.faults, *(verify(outcome) if checksum else ())], subject=path)
     return tensors
 
 
 def _copy(name: str, tensor: TensorRecord) -> Copy:
-    storage = tensor.storage
-    record = Record(path=storage.path, byte_offset=storage.byte_offset, nbytes=storage.nbytes, crc32=storage.crc32)
     return Copy(
-        record=record,
+        record=extent_of(tensor).record,
         byte_offset=tensor.byte_offset,
         numel=tensor.numel,
         dtype=tensor.dtype,

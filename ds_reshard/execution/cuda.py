@@ -190,41 +190,29 @@ SawThere = Callable[[Sequence[Copy], Sequence[torch.Tensor]], None]
 
 
 class CudaExecutor:
-    """Reads with `threads` threads; pinned memory, and scratch memory of the device, within `memory_nbytes` each.
+    """Reads with as many threads as `host`; pinned memory, and scratch memory of the device, within its memory each.
 
     Rows without a pattern need up to 32 MiB more of the device, for their index. Where the device has not so much
-    memory left, smaller chunks are used. `saw` is called as that of the ThreadExecutor; with `saw_there`, copies to the
-    device that are large, or cast, are shown to that one instead: as bytes there, on a stream of the executor. `named`
-    says in the fault of a device of which tensors the elements were.
+    memory left, smaller chunks are used. `host.saw` is called for copies to the device too; with `saw_there`, those
+    that are large, or cast, are shown to that one instead: as bytes there, on a stream of the executor. `named` says in
+    the fault of a device of which tensors the elements were.
     """
 
     def __init__(
-        self,
-        *,
-        threads: int,
-        memory_nbytes: int,
-        checksum: bool,
-        saw: Saw | None = None,
-        saw_there: SawThere | None = None,
-        device: Device | None = None,
-        named: Named | None = None,
+        self, host: ThreadExecutor, device: Device, *, saw_there: SawThere | None = None, named: Named | None = None
     ) -> None:
-        self.threads = threads
-        self.named = named
-        self.checksum = checksum
-        self.saw = saw
+        self.host = host
+        self.device = device
         self.saw_there = saw_there
-        self.device = device if device is not None else CudaDevice(torch.cuda.current_device())
-        self._host = ThreadExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=checksum, saw=saw)
-        self.slots = max(1, min(_SLOTS_A_THREAD * threads, memory_nbytes // SMALLEST_NBYTES))
-        share = max(1, min(_LARGEST_NBYTES, memory_nbytes // self.slots))
+        self.named = named
+        self.slots = max(1, min(_SLOTS_A_THREAD * host.threads, host.memory_nbytes // SMALLEST_NBYTES))
+        share = max(1, min(_LARGEST_NBYTES, host.memory_nbytes // self.slots))
         self.slot_nbytes = max(SMALLEST_NBYTES, 1 << share.bit_length() - 1)
-        self.nbytes_there = 0
 
     @property
     def nbytes_read(self) -> int:
         """How much was read so far, for the device and for the host."""
-        return self.nbytes_there + self._host.nbytes_read
+        return self.host.nbytes_read
 
     def execute(self, plan: Plan, targets: Mapping[str, Target]) -> Outcome:
         tensors = {
@@ -242,7 +230,7 @@ class CudaExecutor:
             remote = {copy.record.path for copy in copies if is_url(copy.record.path)}
             outcome.faults += changed_faults(remote) if remote else []
         others = tuple(copy for copy in runs if copy.buffer not in tensors)
-        outcome.add(self._host.execute(replace(plan, copies=others, fills=()), targets))
+        outcome.add(self.host.execute(replace(plan, copies=others, fills=()), targets))
         return outcome
 
 
@@ -259,7 +247,7 @@ class _Load:
 
     def run(self, copies: list[Copy]) -> None:
         """Move the copies; faults are in the outcome."""
-        executor = self._executor
+        executor, threads = self._executor, self._executor.host.threads
         slots = ring(executor.device, executor.slots, executor.slot_nbytes)
         if isinstance(slots, Fault):
             self._note(slots)
@@ -275,8 +263,8 @@ class _Load:
         with OpenFiles(paths, self._outcome) as self._files:
             left = iter(work)  # next() of a list's iterator is atomic: each thread takes the next chunk
             try:
-                with ThreadPoolExecutor(executor.threads, thread_name_prefix="ds-reshard") as pool:
-                    for done in [pool.submit(self._carry_all, left) for _ in range(min(executor.threads, len(work)))]:
+                with ThreadPoolExecutor(threads, thread_name_prefix="ds-reshard") as pool:
+                    for done in [pool.submit(self._carry_all, left) for _ in range(min(threads, len(work)))]:
                         done.result()
             finally:
                 self._finish(slots, work[-1])
@@ -344,7 +332,7 @@ class _Load:
 
         What is cast is shown there whatever its size: the NaN of a cast has other bits on a GPU than on the host.
         """
-        saw, there = self._executor.saw, self._executor.saw_there
+        saw, there = self._executor.host.saw, self._executor.saw_there
         small: list[tuple[Copy, int]] = []
         others: list[tuple[Copy, int]] = []
         for copy, at in (placed for run in runs for placed in run.placed()):
@@ -361,7 +349,7 @@ class _Load:
 
     def _read(self, run: Run, memory: memoryview) -> bool:
         """Fill the run's place in `memory`, summing what is still in the processor's cache."""
-        path = run.record.path
+        path, host = run.record.path, self._executor.host
         crc = calls = done = 0
         try:
             fd = self._files.acquire(path)
@@ -371,7 +359,7 @@ class _Load:
                 if not got:
                     self._note(ended_early(path, run.byte_offset, run.nbytes, run.byte_offset + done))
                     return False
-                if self._executor.checksum:
+                if host.checksum:
                     crc = crc32(part[:got], crc)
                 done, calls = done + got, calls + 1
         except OSError as error:
@@ -381,9 +369,9 @@ class _Load:
             self._files.release(path)
         with self._noting:
             self._outcome.bytes_read += run.nbytes
-            self._executor.nbytes_there += run.nbytes
+            host.nbytes_read += run.nbytes
             self._outcome.read_calls += calls
-            if self._executor.checksum:
+            if host.checksum:
                 at = run.byte_offset - run.record.byte_offset
                 self._outcome.slices.setdefault(run.record, []).append(
                     Slice(byte_offset=at, nbytes=run.nbytes, crc32=crc)
@@ -414,18 +402,9 @@ def choose(
 
     With "cpu" bytes for a GPU are cast on the host, and copied from memory that is not pinned.
     """
+    host = ThreadExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=checksum, saw=saw)
     gpu = gpu_of(targets) if device != "cpu" else None
-    if gpu is None:
-        return ThreadExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=checksum, saw=saw)
-    return CudaExecutor(
-        threads=threads,
-        memory_nbytes=memory_nbytes,
-        checksum=checksum,
-        saw=saw,
-        saw_there=saw_there,
-        device=gpu,
-        named=named,
-    )
+    return host if gpu is None else CudaExecutor(host, gpu, saw_there=saw_there, named=named)
 
 
 def gpu_of(targets: Mapping[str, TensorTarget]) -> Device | None:

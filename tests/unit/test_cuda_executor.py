@@ -15,6 +15,7 @@ from ds_reshard.execution import cuda
 from ds_reshard.execution.buffers import TensorTarget
 from ds_reshard.execution.cuda import CudaDevice, CudaExecutor, Slot
 from ds_reshard.execution.scatter import ROW_NBYTES, chunks, deal, scattering
+from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.index import Record
 from ds_reshard.model.records import ElementType
 from ds_reshard.planning.copies import Copy
@@ -29,15 +30,15 @@ CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 
 
 class TestOnALateDevice(ExecutorSuite):
-    def make(self, *, threads, memory_nbytes, checksum):
-        return CudaExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=checksum, device=LateDevice())
+    def make(self, **limits):
+        return CudaExecutor(ThreadExecutor(**limits), LateDevice())
 
 
 @pytest.mark.gpu
 @CUDA
 class TestOnAGpu(ExecutorSuite):
-    def make(self, *, threads, memory_nbytes, checksum):
-        return CudaExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=checksum)
+    def make(self, **limits):
+        return CudaExecutor(ThreadExecutor(**limits), CudaDevice(0))
 
     def place(self, tensor):
         return TensorTarget(tensor.cuda())
@@ -85,10 +86,9 @@ def long_copy(tmp_path, numel):
     return Plan(copies=(copy(record, 0, numel, 0),)), TensorTarget(torch.zeros(numel)), saved
 
 
-def loaded(plan, target, *, memory_nbytes=16 << 10, threads=2, **given):
-    device = given.pop("device", None) or LateDevice()
-    executor = CudaExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=True, device=device, **given)
-    return executor.execute(plan, {"a": target})
+def loaded(plan, target, *, memory_nbytes=16 << 10, threads=2, device=None, saw=None, **given):
+    host = ThreadExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=True, saw=saw)
+    return CudaExecutor(host, device or LateDevice(), **given).execute(plan, {"a": target})
 
 
 def test_pinned_and_scratch_memory_stay_within_the_budget(tmp_path):
@@ -224,7 +224,7 @@ def test_host_buffers_and_checks_are_left_to_the_host(tmp_path):
         checks=(Check(record=record, byte_offset=record.byte_offset + 32000, nbytes=4000),),
     )
     device = LateDevice(holds=lambda tensor: tensor.data_ptr() == there.data_ptr())
-    executor = CudaExecutor(threads=2, memory_nbytes=8 << 10, checksum=True, device=device)
+    executor = CudaExecutor(ThreadExecutor(threads=2, memory_nbytes=8 << 10, checksum=True), device)
     outcome = executor.execute(plan, {"a": TensorTarget(there), "host": TensorTarget(host)})
     assert outcome.faults == checksum_faults([outcome]) == []
     assert outcome.bytes_read == record.nbytes and device.scratch_nbytes

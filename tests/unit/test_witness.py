@@ -34,9 +34,8 @@ def by_host(witness):
 
 
 def by_device(witness):
-    return CudaExecutor(
-        threads=2, memory_nbytes=1, checksum=True, saw=witness.saw, saw_there=witness.saw_there, device=LateDevice()
-    )
+    host = ThreadExecutor(threads=2, memory_nbytes=1, checksum=True, saw=witness.saw)
+    return CudaExecutor(host, LateDevice(), saw_there=witness.saw_there)
 
 
 def watched(case, checkpoint, rank, harm=lambda copies: copies, made=by_host):
