@@ -40,7 +40,7 @@ from ds_reshard.model.layout import Layout, Placement
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box
 from ds_reshard.operations.source import find_listing
-from ds_reshard.planning.plan import Plan, plan_rank
+from ds_reshard.planning.plan import Plan, Planner
 
 sys.path.insert(0, str(ROOT / "tests" / "formats"))
 
@@ -160,7 +160,7 @@ def planned(checkpoint: ZeroCheckpoint, to: Sizes, tp_rank: int, stage: int, ran
     fresh = {f"{kind}/0": share for kind in KINDS}
     elsewhere = frozenset(checkpoint.layout.placements).difference(wanted) if to.pp else frozenset()
     layout = Layout(wanted, {RUN: to.dp})
-    plan = plan_rank(index, layout, rank, {key: key for key in wanted}, sizes=fresh, elsewhere=elsewhere)
+    plan = Planner(index, layout, {key: key for key in wanted}, elsewhere=elsewhere).plan(rank, sizes=fresh)
     assert not index.faults, index.faults[:3]
     return GridRank(plan, index, fresh, local, share, rank, to.dp)
 

@@ -29,7 +29,7 @@ from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, Placement
 from ds_reshard.model.records import ElementType
 from ds_reshard.operations.source import find_listing
-from ds_reshard.planning.plan import Plan, plan_rank
+from ds_reshard.planning.plan import Plan, Planner
 
 RUN = "run"
 KINDS = dict.fromkeys(("fp32", "exp_avg", "exp_avg_sq"), ElementType.FLOAT32)
@@ -56,7 +56,7 @@ def rank_plan(listing: Listing, dp: int, rank: int) -> tuple[Plan, Index, ZeroSh
     total = sum(placement.numel for key, placement in wanted.items() if key.kind == "fp32")
     share = sub_group_numel(shapes, dp) if checkpoint.stage == 3 else partition_numel(total, dp)
     fresh = {f"{kind}/0": share for kind in KINDS if kind != "fp32"}
-    plan = plan_rank(index, Layout(wanted, {RUN: dp}), rank, {key: key for key in wanted}, sizes=fresh)
+    plan = Planner(index, Layout(wanted, {RUN: dp}), {key: key for key in wanted}).plan(rank, sizes=fresh)
     if checkpoint.listing.partitioned_model:
         for shard in range(rank, checkpoint.dp, dp):
             index.open(MODEL, shard)

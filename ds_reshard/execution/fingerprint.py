@@ -50,7 +50,7 @@ from ds_reshard.planning.copies import (
     Numbers,
     Types,
 )
-from ds_reshard.planning.plan import Match, Wanted
+from ds_reshard.planning.plan import Match
 
 BLOCK_WORDS = 16384
 BLOCK_NBYTES = 4 * BLOCK_WORDS
@@ -362,11 +362,11 @@ class Witness:
     """
 
     @uncollected()
-    def __init__(self, source: Index, wanted: Wanted, rank: int) -> None:
+    def __init__(self, source: Index, wanted: Sequence[Match], rank: int) -> None:
         self.sums = Fingerprints[TensorKey]()
         keys, buffers, paths = Numbers[TensorKey](), Numbers[str](), Numbers[str]()
         tables = [numpy.empty((8, 0), dtype=numpy.int64)]
-        for match in wanted.matches:
+        for match in wanted:
             spans = _spans_alike if match.cuts is not None else _spans_of_boxes
             tables.append(spans(source, match, rank, (paths, keys, buffers)))
         table = numpy.concatenate(tables, axis=1)

@@ -62,14 +62,14 @@ def _owners(source: Checkpoint, keys: Sequence[TensorKey]) -> dict[TensorKey, Te
 
 def _planned(source: Checkpoint, keys: Sequence[TensorKey], elsewhere: frozenset[TensorKey] = frozenset()) -> Plan:
     """Each tensor whole into a buffer of its own; those `elsewhere` are read by other shares."""
-    from ds_reshard.planning.plan import plan_rank  # which needs numpy
+    from ds_reshard.planning.plan import Planner  # which needs numpy
 
     placements = {}
     for key in keys:
         placement = source.layout[key]
         placements[key] = whole(key.name, key.kind, placement.shape, placement.dtype, family=_FILE, buffer=str(key))
     wanted = dict(zip(placements, placements, strict=True))
-    plan = plan_rank(source.index, Layout(placements, {_FILE: 1}), 0, wanted, sizes={}, elsewhere=elsewhere)
+    plan = Planner(source.index, Layout(placements, {_FILE: 1}), wanted, elsewhere=elsewhere).plan(0, sizes={})
     raise_faults(source.index.faults, subject=f"checkpoint {source.folder}")
     return plan
 

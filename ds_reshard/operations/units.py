@@ -20,7 +20,7 @@ from ds_reshard.operations.formats import WRITERS
 from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.copies import Copies, Copy
-from ds_reshard.planning.plan import Plan, Planner, Wanted
+from ds_reshard.planning.plan import Match, Plan, Planner
 
 
 @uncollected()
@@ -71,7 +71,7 @@ class Units:
             self.wants[target.layout[key].family][key] = origin
         self._planners = {family: Planner(source.index, target.layout, wants) for family, wants in self.wants.items()}
 
-    def wanted(self, family: str) -> Wanted:
+    def wanted(self, family: str) -> Sequence[Match]:
         """What the units of a family want, and where the source has it."""
         return self._planners[family].wanted
 

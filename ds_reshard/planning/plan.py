@@ -109,19 +109,6 @@ def _copy(extent: Extent, run: Run, buffer: str, element_offset: int, dtype: Ele
     )
 
 
-def plan_rank(
-    source: Index,
-    target: Layout,
-    rank: int,
-    wants: Mapping[TensorKey, TensorKey],
-    *,
-    sizes: Mapping[str, int],
-    elsewhere: frozenset[TensorKey] = frozenset(),
-) -> Plan:
-    """The plan that fills `rank`'s buffers of the target layout: that of a `Planner`."""
-    return Planner(source, target, wants, elsewhere=elsewhere).plan(rank, sizes=sizes)
-
-
 _Shard = tuple[str, int]
 """A shard of a family."""
 
@@ -145,7 +132,7 @@ class Planner:
     ) -> None:
         self._source = source
         self._gaps = _Gaps(source, target, wants, elsewhere)
-        self.wanted = Wanted(source, target, wants)
+        self.wanted = matched(source, target, wants)
 
     @uncollected()
     def plan(self, rank: int, *, sizes: Mapping[str, int]) -> Plan:
@@ -156,7 +143,7 @@ class Planner:
         """
         work = _Work(self._source)
         spans: dict[str, list[tuple[int, int]]] = {buffer: [] for buffer in sizes}
-        for match in self.wanted.matches:
+        for match in self.wanted:
             held = match.held_by(rank)
             if match.cuts is not None:
                 work.alike(held, match)
@@ -175,24 +162,16 @@ class Planner:
 class Match:
     """Wanted tensors of one family of the target: numbers of its members, and where the source has each.
 
-    Where all lie in one box on both sides `cuts` are those of the source; `buffer` then says in which of the families
-    and buffers of the source each lies, by number.
+    Where all lie in one box on both sides (`alike`) `cuts` are those of the source; `buffer` then says in which of the
+    families and buffers of the source each lies, by number.
     """
 
-    def __init__(self, family: Family) -> None:
+    def __init__(self, family: Family, found: Sequence[tuple[int, Placement]], *, alike: bool) -> None:
         self.family = family
-        self.origins: list[Placement] = []
+        self.origins = [origin for _, origin in found]
         self.cuts: Cuts | None = None
-        self._members: list[int] = []
-
-    def add(self, member: int, origin: Placement) -> None:
-        self._members.append(member)
-        self.origins.append(origin)
-
-    def finish(self, *, alike: bool) -> None:
-        """All are added."""
-        self._place = numpy.full(len(self.family.members), -1, dtype=numpy.int64)
-        self._place[self._members] = numpy.arange(len(self._members))
+        self._place = numpy.full(len(family.members), -1, dtype=numpy.int64)
+        self._place[[member for member, _ in found]] = numpy.arange(len(found))
         if alike:
             buffers = Numbers[tuple[str, str]]()
             numbers = [buffers[one.family, one.buffer] for one in self.origins]
@@ -224,23 +203,20 @@ class Match:
         return list(zip(origins, pieces.shard[first].tolist(), strict=True)), number
 
 
-class Wanted:
+def matched(source: Index, target: Layout, wants: Mapping[TensorKey, TensorKey]) -> list[Match]:
     """The tensors of a target that are wanted, each matched with where the source has it."""
-
-    def __init__(self, source: Index, target: Layout, wants: Mapping[TensorKey, TensorKey]) -> None:
-        families = Families(target)
-        self.matches: list[Match] = []
-        for name in dict.fromkeys(target[key].family for key in wants):
-            alike, others = Match(families[name]), Match(families[name])
-            for number, member in enumerate(families[name].members):
-                origin = wants.get(member.key)
-                if origin is not None:
-                    placed = source.layout[origin]
-                    same = not placed.tiles and (placed.box is member.box or placed.box == member.box)
-                    (alike if same else others).add(number, placed)
-            alike.finish(alike=True)
-            others.finish(alike=False)
-            self.matches += [match for match in (alike, others) if match.origins]
+    families, made = Families(target), list[Match]()
+    for name in dict.fromkeys(target[key].family for key in wants):
+        alike: list[tuple[int, Placement]] = []
+        others: list[tuple[int, Placement]] = []
+        for number, member in enumerate(families[name].members):
+            origin = wants.get(member.key)
+            if origin is not None:
+                placed = source.layout[origin]
+                same = not placed.tiles and (placed.box is member.box or placed.box == member.box)
+                (alike if same else others).append((number, placed))
+        made += [Match(families[name], found, alike=found is alike) for found in (alike, others) if found]
+    return made
 
 
 _TYPES = list(ElementType)

@@ -33,7 +33,7 @@ from ds_reshard.model.index import Extent, Index, Record, extents_overlap
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box
-from ds_reshard.planning.plan import plan_rank
+from ds_reshard.planning.plan import Planner
 from ds_reshard.testing import FormatSuite, SavedCheckpoint
 from ds_reshard.testing.suites import checksum_faults
 
@@ -183,7 +183,7 @@ class Case:
         index = Index(self.source.layout(self.shapes), checkpoint)
         target = self.target.layout(self.shapes)
         sizes = self.target.sizes(self.shapes)
-        plan = plan_rank(index, target, rank, wants or self.wants, sizes=sizes)
+        plan = Planner(index, target, wants or self.wants).plan(rank, sizes=sizes)
         assert index.faults == []
         return plan
 
@@ -350,7 +350,7 @@ def test_a_part_of_a_tensor_is_moved_as_its_own_box(case, data):
         checkpoint = case.checkpoint(folder)
         for rank in case.target.ranks:
             index = Index(case.source.layout(case.shapes), checkpoint)
-            plan = plan_rank(index, target, rank, case.wants, sizes={})
+            plan = Planner(index, target, case.wants).plan(rank, sizes={})
             tensors = {p.buffer: torch.zeros(p.cut.chunk, dtype=torch_dtype(p.dtype)) for p in placements.values()}
             executor = ThreadExecutor(threads=1, memory_nbytes=1, checksum=True)
             outcomes.append(executor.execute(plan, {b: TensorTarget(t) for b, t in tensors.items()}))
@@ -503,7 +503,7 @@ def test_a_shard_that_cannot_be_opened_is_one_fault():
     source, target = GOLDEN_PLANS["flat_dp2_to_sub_group_dp3"]
     index = Index(source.layout(MODEL), Faulty())
     keys = [TensorKey(name=name, kind="fp32") for name in ("out", "bias")]
-    plan = plan_rank(index, target.layout(MODEL), 2, {key: key for key in keys}, sizes={})
+    plan = Planner(index, target.layout(MODEL), {key: key for key in keys}).plan(2, sizes={})
     assert (plan.copies, plan.checks) == ((), ())
     damaged = [(fault.error, fault.where) for fault in index.faults if fault.where == "shard1.pt"]
     assert damaged == [("CheckpointDamaged", "shard1.pt")]
@@ -514,7 +514,7 @@ def test_a_shard_without_a_wanted_buffer_is_a_fault():
     source, target = GOLDEN_PLANS["flat_dp2_to_sub_group_dp3"]
     index = Index(source.layout(MODEL), Faulty())
     key = TensorKey(name="embed", kind="fp32")
-    plan_rank(index, target.layout(MODEL), 0, {key: key}, sizes={})
+    Planner(index, target.layout(MODEL), {key: key}).plan(0, sizes={})
     assert index.faults != []
 
 
@@ -557,7 +557,7 @@ def test_elements_in_no_file_or_in_two_are_a_fault_before_a_byte_moves(boxes, wh
     )
     index = Index(Layout({key: all_of_it._replace(tiles=tiles)}, {"f": len(boxes)}), Whole())
     wanted = all_of_it._replace(box=Box(offset=(0, 2), size=(4, 3)), cut=Cut(chunk=12)) if part else all_of_it
-    plan = plan_rank(index, Layout({key: wanted}, {"f": 1}), 0, {key: key}, sizes={})
+    plan = Planner(index, Layout({key: wanted}, {"f": 1}), {key: key}).plan(0, sizes={})
     if whole:
         assert (index.faults, sum(copy.nbytes for copy in plan.copies)) == ([], 4 * wanted.numel)
     else:

@@ -29,7 +29,7 @@ from ds_reshard.model.layout import TensorKey
 from ds_reshard.operations.proof import is_zero
 from ds_reshard.operations.ranks import gather
 from ds_reshard.operations.values import SpanReader, logical
-from ds_reshard.planning.plan import Plan, plan_rank
+from ds_reshard.planning.plan import Plan, Planner
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -94,13 +94,8 @@ def plan_of(index: Index, wants: Wants, grid: LiveGrid, position: int, size: int
     """The plan of this rank, of what all ranks of the run divide and of what only some do; opens shards."""
     shares = {(position, size): wants, **wants.shares}
     plans = [
-        plan_rank(
-            index,
-            one.layout(ranks),
-            place,
-            one.sources,
-            sizes={**one.sizes, **one.padded},
-            elsewhere=wanted_elsewhere(one, grid),
+        Planner(index, one.layout(ranks), one.sources, elsewhere=wanted_elsewhere(one, grid)).plan(
+            place, sizes={**one.sizes, **one.padded}
         )
         for (place, ranks), one in shares.items()
     ]

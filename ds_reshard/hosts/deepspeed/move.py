@@ -26,7 +26,7 @@ from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.operations.progress import showing
 from ds_reshard.operations.ranks import Steps, answered, rank, read_together
-from ds_reshard.planning.plan import Wanted
+from ds_reshard.planning.plan import matched
 
 if TYPE_CHECKING:
     import torch
@@ -362,7 +362,7 @@ class Proof:
 def seen_by(prepared: Prepared) -> Witness:
     """Who sums up what this rank is going to read."""
     position, size = place(prepared.live)
-    wanted = Wanted(prepared.index, prepared.wants.layout(size), prepared.wants.sources)
+    wanted = matched(prepared.index, prepared.wants.layout(size), prepared.wants.sources)
     return Witness(prepared.index, wanted, position)
 
 
