@@ -6,7 +6,7 @@ import enum
 import importlib
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ds_reshard.containers.pickle_rules import acts, trusting
 from ds_reshard.containers.pickle_table import is_enum, reconstructed
@@ -59,21 +59,15 @@ def revive(
         raise CheckpointDamaged(f"{where}: a value cannot be rebuilt: {str(error)[:200]}") from error
 
 
+@dataclass(slots=True)
 class _Revival:
     """One call of `revive`: the objects made so far, by the identity of their records."""
 
-    def __init__(
-        self,
-        builders: Mapping[str, Builder],
-        trusted: frozenset[str],
-        tensor: Callable[[TensorRecord], object],
-        where: str,
-    ) -> None:
-        self._builders = builders
-        self._trusted = trusted
-        self._tensor = tensor
-        self._where = where
-        self._made: dict[int, object] = {}
+    builders: Mapping[str, Builder]
+    trusted: frozenset[str]
+    tensor: Callable[[TensorRecord], object]
+    where: str
+    made: dict[int, object] = field(default_factory=dict)
 
     def run(self, value: object) -> object:
         """Revive one value; the depth of its nesting costs memory, not stack."""
@@ -94,42 +88,42 @@ class _Revival:
         if type(value) in _PLAIN:
             return value
         key = id(value)
-        if key in self._made:
-            return self._made[key]
+        if key in self.made:
+            return self.made[key]
         if isinstance(value, list):
             made_list: list[object] = []
-            self._made[key] = made_list
+            self.made[key] = made_list
             for item in value:
                 made_list.append(item if type(item) in _PLAIN else (yield item))
             return made_list
         if isinstance(value, dict):
             made_dict: dict[object, object] = OrderedDict() if isinstance(value, OrderedDict) else {}
-            self._made[key] = made_dict
+            self.made[key] = made_dict
             for name, item in value.items():
                 live = name if type(name) in _PLAIN else (yield name)
                 made_dict[live] = item if type(item) in _PLAIN else (yield item)
             return made_dict
         if isinstance(value, set):
             made_set: set[object] = set()
-            self._made[key] = made_set
+            self.made[key] = made_set
             for item in value:
                 made_set.add((yield item))
             return made_set
         made = yield from self._unshared(value)
         # A tuple (or an object's arguments) may contain a list that contains it: then it is made already.
-        return self._made.setdefault(key, made)
+        return self.made.setdefault(key, made)
 
     def _unshared(self, value: object) -> _Steps:
         if isinstance(value, (tuple, frozenset)):
             items: list[object] = []
             for item in value:
                 items.append(item if type(item) in _PLAIN else (yield item))
-            if isinstance(value, SizeRecord) and "torch.Size" in self._builders:
+            if isinstance(value, SizeRecord) and "torch.Size" in self.builders:
                 record = ObjectRecord(callable=GlobalName(module="torch", name="Size"), args=(tuple(items),))
-                return self._builders["torch.Size"](record, lambda part: part)
+                return self.builders["torch.Size"](record, lambda part: part)
             return tuple(items) if isinstance(value, tuple) else frozenset(items)
         if isinstance(value, TensorRecord):
-            return self._tensor(value)
+            return self.tensor(value)
         if isinstance(value, GlobalName):
             return self._guarded(str(value), lambda: self._named(value))
         if isinstance(value, ObjectRecord):
@@ -138,25 +132,25 @@ class _Revival:
 
     def _named(self, name: GlobalName) -> object:
         dotted = str(name)
-        if dotted in self._builders:
-            return self._builders[dotted](name, self.run)
+        if dotted in self.builders:
+            return self.builders[dotted](name, self.run)
         if dotted in VALUES:
             return VALUES[dotted]()
-        return enum_class(name) if is_enum(name) else import_trusted(name, self._trusted, self._where)
+        return enum_class(name) if is_enum(name) else import_trusted(name, self.trusted, self.where)
 
     def _object(self, record: ObjectRecord) -> _Steps:
         name, given, by_new = target(record)
         dotted = str(name)
-        if dotted in self._builders:
-            return self._guarded(dotted, lambda: self._builders[dotted](record, self.run))
+        if dotted in self.builders:
+            return self._guarded(dotted, lambda: self.builders[dotted](record, self.run))
         args: list[object] = []
         for arg in given:
             args.append((yield arg))
         parts = Parts(args=tuple(args))
         for keyword, arg in record.kwargs.items():
             parts.kwargs[keyword] = yield arg
-        if id(record) in self._made:
-            return self._made[id(record)]
+        if id(record) in self.made:
+            return self.made[id(record)]
         recipe = RECIPES.get(dotted)
         if recipe is not None and recipe.fill is None:
             yield from self._complete(record, parts)
@@ -166,9 +160,9 @@ class _Revival:
         elif is_enum(name):
             return self._guarded(dotted, lambda: enum_member(name, parts.args))
         else:
-            accepted = import_trusted(name, self._trusted, self._where)
+            accepted = import_trusted(name, self.trusted, self.where)
             made = self._guarded(dotted, lambda: make_trusted(accepted, parts, by_new))
-        self._made[id(record)] = made
+        self.made[id(record)] = made
         yield from self._complete(record, parts)
         if recipe is not None and recipe.fill is not None:
             fill = recipe.fill
@@ -193,7 +187,7 @@ class _Revival:
         except ReshardError:
             raise
         except Exception as error:
-            raise CheckpointDamaged(f"{self._where}: {dotted} cannot be rebuilt: {str(error)[:200]}") from error
+            raise CheckpointDamaged(f"{self.where}: {dotted} cannot be rebuilt: {str(error)[:200]}") from error
 
 
 def target(record: ObjectRecord) -> tuple[GlobalName, tuple[object, ...], bool]:
