@@ -7,7 +7,6 @@ fetched before they are asked for, two at first, then twice as many each time.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 from bisect import bisect_right, insort
@@ -167,9 +166,3 @@ class ReadAhead:
                 continue
             with contextlib.suppress(Exception):  # whoever opens it is told
                 self._warm(place)
-
-
-def forked(*held: Ranges | ReadAhead) -> None:
-    """Have these begin anew in copies of this process."""
-    for one in held:
-        os.register_at_fork(after_in_child=one.after_fork)

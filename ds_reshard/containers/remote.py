@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple
 
-from ds_reshard.containers.ranges import AT_ONCE, Ranges, ReadAhead, forked
+from ds_reshard.containers.ranges import AT_ONCE, Ranges, ReadAhead
 from ds_reshard.errors import ConfigError, raise_faults, without_secrets
 
 if TYPE_CHECKING:
@@ -269,7 +269,8 @@ _COUNTED = {"requests": 0, "nbytes": 0}
 _LOCK = threading.Lock()
 _RANGES = Ranges(_KEPT_NBYTES)
 _AHEAD = ReadAhead(lambda place: Object(*place).warm())  # type: ignore[misc]
-forked(_RANGES, _AHEAD)
+os.register_at_fork(after_in_child=_RANGES.after_fork)
+os.register_at_fork(after_in_child=_AHEAD.after_fork)
 
 
 def _store(url: str) -> tuple[AbstractFileSystem, str]:
