@@ -238,9 +238,7 @@ def _contradictions(
         if keys:
             some = ", ".join(sorted(keys)[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
             expected = "each key in all parts of the directory"
-            mend = "restore the folder from a copy, or save it again"
-            told = f"contradicts itself: {some}: {what}"
-            yield CheckpointDamaged.fault(path, told, expected, f"{len(keys)} that are not", mend=mend)
+            yield damaged(path, f"contradicts itself: {some}: {what}", expected, f"{len(keys)} that are not")
 
 
 def _is(key: str, names: tuple[object, ...]) -> bool:
