@@ -39,7 +39,7 @@ def close(file: Opened) -> None:
 
 
 class PositionedFile:
-    """An open file of `nbytes` bytes, or a `part` of one; `bytes_read` counts what was read of it. Close it.
+    """An open file of `nbytes` bytes, or a `part` of one. Close it.
 
     `part` is the offset and the number of the bytes that are meant; positions then count from its beginning. `whole`
     says that no part is, `far` that a read costs a request.
@@ -48,12 +48,12 @@ class PositionedFile:
     """
 
     far = False
+    whole = False
+    _descriptor = -1
 
     def __init__(self, path: str, part: tuple[int, int] | None = None) -> None:
         self.path = path
         self.whole = part is None
-        self.bytes_read = 0
-        self._descriptor = -1
         self._object: Object | None = None
         self._kept: dict[int, bytes] = {}
         try:
@@ -115,7 +115,6 @@ class PositionedFile:
                     f"{self.path}: the file ends at byte {byte_offset}, {nbytes} bytes early: it shrank while open"
                 )
             parts.append(part)
-            self.bytes_read += len(part)
             byte_offset += len(part)
             nbytes -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -165,15 +164,11 @@ class PositionedBytes(PositionedFile):
 
     def __init__(self, path: str, data: bytes) -> None:
         self.path = path
-        self.whole = False
-        self.bytes_read = 0
         self.nbytes = len(data)
-        self._descriptor = -1
         self._kept = {}
         self._data = data
 
     def _exactly(self, byte_offset: int, nbytes: int) -> bytes:
-        self.bytes_read += nbytes
         return self._data[byte_offset : byte_offset + nbytes]
 
 
@@ -182,15 +177,11 @@ class PositionedView(PositionedFile):
 
     def __init__(self, file: PositionedFile, byte_offset: int, nbytes: int) -> None:
         self.path = file.path
-        self.whole = False
-        self.bytes_read = 0
-        self.nbytes = nbytes
-        self._descriptor = -1
-        self._kept = {}
         self.far = file.far
+        self.nbytes = nbytes
+        self._kept = {}
         self._file = file
         self._at = byte_offset
 
     def _exactly(self, byte_offset: int, nbytes: int) -> bytes:
-        self.bytes_read += nbytes
         return self._file.read(self._at + byte_offset, nbytes)

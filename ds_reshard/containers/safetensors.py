@@ -119,8 +119,6 @@ _TYPES = {label: dtype for dtype, label in DTYPES.items()}
 class SafetensorsHeader:
     """The tensors of a file, each in a storage of its own without checksum, and the text entries beside them."""
 
-    path: str
-    nbytes: int
     metadata: Mapping[str, str]
     tensors: Mapping[str, TensorRecord]
 
@@ -140,7 +138,7 @@ def read_header(path: str) -> SafetensorsHeader:
     start = _LENGTH.size + length
     tensors = {name: _tensor(path, name, entry, start) for name, entry in header.items()}
     _check_places(path, tensors, start, file.nbytes)
-    return SafetensorsHeader(path=path, nbytes=file.nbytes, metadata=metadata, tensors=tensors)
+    return SafetensorsHeader(metadata=metadata, tensors=tensors)
 
 
 def _parsed(path: str, data: bytes) -> dict[str, object]:

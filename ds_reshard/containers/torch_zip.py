@@ -36,9 +36,8 @@ _DIRECTORY_NBYTES = 64 << 20
 class TorchArchive:
     """An open archive; close it, or use it with `with`.
 
-    `root` is the folder that holds every member; `members` are by their name below it; `nbytes` is the
-    file's size, and `bytes_read` how many of them were read so far. Of a part of a file, offsets count from the
-    beginning of the file.
+    `root` is the folder that holds every member; `members` are by their name below it; `nbytes` is the file's size.
+    Of a part of a file, offsets count from the beginning of the file.
     """
 
     def __init__(self, file: PositionedFile, start: int = 0) -> None:
@@ -59,10 +58,6 @@ class TorchArchive:
     @property
     def nbytes(self) -> int:
         return self._file.nbytes
-
-    @property
-    def bytes_read(self) -> int:
-        return self._file.bytes_read
 
     def load(self, name: str = "data.pkl", *, rules: PickleRules | None = None, twins: Twins | None = None) -> object:
         """The value that member `name` pickles: TensorRecords for tensors, StorageRecords for bare storages.
