@@ -83,6 +83,7 @@ def test_runs_and_cuts_are_the_same_elements(copies, chunk_nbytes):
     cut = [part for portion in Copies.of(copies).runs() for part in portion.cut(chunk_nbytes)]
     assert elements(cut) == elements(copies)
     assert all(part.nbytes <= max(chunk_nbytes, part.dtype.itemsize) for part in cut)
+    assert len(cut) == sum(-(-run.numel // max(1, chunk_nbytes // run.dtype.itemsize)) for run in runs)
 
 
 @QUICK

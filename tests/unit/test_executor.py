@@ -21,7 +21,7 @@ from ds_reshard.execution.buffers import (
 )
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.records import ElementType
-from ds_reshard.planning.copies import Copies, Copy
+from ds_reshard.planning.copies import Copy
 from ds_reshard.planning.plan import Check, Plan, cut_checks
 from ds_reshard.testing import ExecutorSuite
 from ds_reshard.testing.suites import checksum_faults, open_files, write_record
@@ -110,21 +110,10 @@ def test_the_kit_for_executors_can_fail(executor, test):
         kept.pop().close()
 
 
-def one_by_one(record, numel, *, every=1, to=UINT8):
+def one_by_one(record, numel, *, every=1):
     """A plan of `numel` copies of one byte, every so many bytes of the record."""
-    copies = [
-        Copy(
-            record=record,
-            byte_offset=record.byte_offset + i * every,
-            numel=1,
-            dtype=UINT8,
-            buffer=f"b{i}",
-            element_offset=0,
-            target_dtype=to,
-        )
-        for i in range(numel)
-    ]
-    return Plan(copies=tuple(copies))
+    first = record.byte_offset
+    return Plan(copies=tuple(Copy(record, first + i * every, 1, UINT8, f"b{i}", 0, UINT8) for i in range(numel)))
 
 
 @pytest.mark.parametrize(
@@ -151,17 +140,7 @@ def test_short_reads_are_continued(tmp_path, monkeypatch):
     lengths = {"a": 3, "b": 7, "c": 90, "d": 400}
     copies, at = [], record.byte_offset
     for buffer, numel in lengths.items():
-        copies.append(
-            Copy(
-                record=record,
-                byte_offset=at,
-                numel=numel,
-                dtype=UINT8,
-                buffer=buffer,
-                element_offset=0,
-                target_dtype=UINT8,
-            )
-        )
+        copies.append(Copy(record, at, numel, UINT8, buffer, 0, UINT8))
         at += numel
     tensors = {buffer: torch.zeros(numel, dtype=torch.uint8) for buffer, numel in lengths.items()}
     targets = {buffer: TensorTarget(tensor) for buffer, tensor in tensors.items()}
@@ -175,28 +154,8 @@ def test_elements_of_different_sizes_share_scratch_memory(tmp_path):
     """A byte before four-byte elements: a cast reads elements that are not aligned in the scratch buffer."""
     values = torch.tensor([1.5, -2.25, 1e30])
     record = write_record(str(tmp_path), "file", b"\7" + bytes(values.view(torch.uint8).tolist()))
-    plan = Plan(
-        copies=(
-            Copy(
-                record=record,
-                byte_offset=record.byte_offset,
-                numel=1,
-                dtype=UINT8,
-                buffer="byte",
-                element_offset=0,
-                target_dtype=FP32,
-            ),
-            Copy(
-                record=record,
-                byte_offset=record.byte_offset + 1,
-                numel=3,
-                dtype=FP32,
-                buffer="cast",
-                element_offset=0,
-                target_dtype=BF16,
-            ),
-        )
-    )
+    first = Copy(record, record.byte_offset, 1, UINT8, "byte", 0, FP32)
+    plan = Plan(copies=(first, Copy(record, record.byte_offset + 1, 3, FP32, "cast", 0, BF16)))
     byte, cast = torch.zeros(1), torch.zeros(3, dtype=torch.bfloat16)
     targets = {"byte": TensorTarget(byte), "cast": TensorTarget(cast)}
     ThreadExecutor(threads=1, memory_nbytes=4096, checksum=True).execute(plan, targets)
@@ -358,19 +317,6 @@ def test_a_tensor_is_made_of_its_bytes(shape):
     expected = torch.arange(torch.Size(shape).numel(), dtype=torch.int16).reshape(shape)
     made = tensor_from_bytes(bytes(expected.reshape(-1).view(torch.uint8).tolist()), ElementType.INT16, shape)
     assert torch.equal(made, expected) and made.dtype == expected.dtype
-
-
-@pytest.mark.parametrize(
-    ("chunk_nbytes", "pieces"), [(1, 7), (3, 7), (4, 7), (7, 7), (8, 4), (27, 2), (28, 1), (99, 1)]
-)
-def test_copies_are_cut_between_elements(tmp_path, chunk_nbytes, pieces):
-    """Seven elements of four bytes: never less than one element a piece, even where the chunk is smaller."""
-    record = write_record(str(tmp_path), "file", bytes(40))
-    copy = Copy(record=record, byte_offset=50, numel=7, dtype=FP32, buffer="b", element_offset=3, target_dtype=BF16)
-    made = list(Copies.of([copy]).cut(chunk_nbytes))
-    assert len(made) == pieces
-    elements = [(c.byte_offset + 4 * i, c.element_offset + i) for c in made for i in range(c.numel)]
-    assert elements == [(50 + 4 * i, 3 + i) for i in range(7)]
 
 
 @pytest.mark.parametrize("chunk_nbytes", [1, 3, 10, 11])

@@ -138,15 +138,8 @@ def test_bytes_between_two_elements_count_nowhere():
     """A copy that begins one byte late would else count as the element before it, of which it holds three bytes."""
     key = TensorKey(name="w", kind="fp32")
     layout = Layout({key: whole("w", "fp32", (100,), ElementType.FLOAT32, family="f", buffer="a")}, {"f": 1})
-    copy = Copy(
-        record=OneBuffer().buffers("f", 0)["a"].record,
-        byte_offset=64 + 40,
-        numel=10,
-        dtype=ElementType.FLOAT32,
-        buffer="a",
-        element_offset=10,
-        target_dtype=ElementType.FLOAT32,
-    )
+    record = OneBuffer().buffers("f", 0)["a"].record
+    copy = Copy(record, 64 + 40, 10, ElementType.FLOAT32, "a", 10, ElementType.FLOAT32)
     for late, nbytes in ((0, 40), (1, 0), (4, 40)):
         witness = of_rank_0(Index(layout, OneBuffer()), layout, {key: key})
         witness.saw([copy._replace(byte_offset=copy.byte_offset + late)], [memoryview(bytearray(range(40)))])
