@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip_writer import Member
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout
 from ds_reshard.model.layout import TensorKey
-from ds_reshard.model.records import ElementType, StorageRecord, TensorRecord
+from ds_reshard.model.records import ElementType, StorageRecord, TensorRecord, new_tensor
 
 DTYPES = {
     ElementType.FLOAT64: "F64",
@@ -159,16 +159,13 @@ def _tensor(path: str, name: str, entry: object, start: int) -> TensorRecord:
     dtype = _TYPES.get(known["dtype"])
     if dtype is None:
         raise UnsupportedLayout(f"{path}: tensor {name!r} is of type {known['dtype']!r}, which is not known here")
-    numel, nbytes = prod(shape), offsets[1] - offsets[0]
-    if nbytes != numel * dtype.itemsize:
+    nbytes = offsets[1] - offsets[0]
+    if nbytes != prod(shape) * dtype.itemsize:
         raise CheckpointDamaged(
             f"{path}: tensor {name!r} of shape {list(shape)} has {nbytes} bytes, in {known['dtype']}"
         )
-    storage = StorageRecord(
-        path=path, key=name, dtype=dtype, numel=numel, byte_offset=start + offsets[0], nbytes=nbytes, crc32=None
-    )
-    stride = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return TensorRecord(storage=storage, dtype=dtype, element_offset=0, shape=shape, stride=stride, requires_grad=False)
+    made = new_tensor(name, shape, dtype)
+    return replace(made, storage=replace(made.storage, path=path, byte_offset=start + offsets[0]))
 
 
 def _numbers(value: object) -> tuple[int, ...] | None:
