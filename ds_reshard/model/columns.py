@@ -32,7 +32,7 @@ class Pieces(NamedTuple):
 
 
 _NO_WIDE = -1
-_NUMBER = {dtype: number for number, dtype in enumerate(ElementType)}
+NUMBER = {dtype: number for number, dtype in enumerate(ElementType)}
 
 
 class Cuts:
@@ -127,7 +127,7 @@ class Family:
         self.buffers = layout.buffers(family)
         by_buffer = [layout.in_buffer(family, buffer) for buffer in self.buffers]
         self.members = [member for members in by_buffer for member in members]
-        self.dtype = numpy.array([_NUMBER[member.dtype] for member in self.members], dtype=numpy.int64)
+        self.dtype = numpy.array([NUMBER[member.dtype] for member in self.members], dtype=numpy.int64)
         self.buffer = numpy.repeat(numpy.arange(len(by_buffer)), [len(members) for members in by_buffer])
         self.cuts = Cuts(self.members)
         self.cuts.check(layout.shards.get(family, 1))

@@ -13,11 +13,11 @@ from typing import NamedTuple, TypeVar, overload
 import numpy
 from numpy.typing import NDArray
 
+from ds_reshard.model.columns import Column
 from ds_reshard.model.index import Record
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Rows
 
-Column = NDArray[numpy.int64]
 T = TypeVar("T")
 
 
@@ -174,14 +174,11 @@ class Copies(Sequence[Copy]):
 
     def nbytes_of_paths(self) -> dict[str, int]:
         """Bytes that are read of each file."""
-        found: dict[str, int] = {}
-        nbytes = self.nbytes_each()
-        order = numpy.argsort(self.table[RECORD], kind="stable")
-        numbers, starts = numpy.unique(self.table[RECORD][order], return_index=True)
-        ends = [*starts[1:].tolist(), len(self)][: len(starts)]
-        for number, start, end in zip(numbers.tolist(), starts.tolist(), ends, strict=True):
+        found, nbytes = dict[str, int](), numpy.zeros(len(self.records), dtype=numpy.int64)
+        numpy.add.at(nbytes, self.table[RECORD], self.nbytes_each())
+        for number in _used(self.table[RECORD]):
             path = self.records[number].path
-            found[path] = found.get(path, 0) + total(nbytes[order[start:end]])
+            found[path] = found.get(path, 0) + int(nbytes[number])
         return found
 
     @property

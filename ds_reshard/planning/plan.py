@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from ds_reshard.model.columns import Column, Cuts, Families, Family, Pieces
+from ds_reshard.model.columns import NUMBER, Column, Cuts, Families, Family, Pieces
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Extent, Index, Record
 from ds_reshard.model.layout import Layout, Placement, TensorKey
@@ -220,7 +220,6 @@ def matched(source: Index, target: Layout, wants: Mapping[TensorKey, TensorKey])
 
 
 _TYPES = list(ElementType)
-_NUMBER = {dtype: number for number, dtype in enumerate(_TYPES)}
 _PAIRS: list[Types] = [(dtype, into) for dtype in _TYPES for into in _TYPES]
 
 
@@ -261,7 +260,7 @@ class _Work:
         if extent is None:
             return -1, 0, 0, 1
         self.touched.setdefault(extent.record, set()).add((origin.family, shard))
-        return self._records[extent.record], extent.byte_offset, _NUMBER[extent.dtype], extent.dtype.itemsize
+        return self._records[extent.record], extent.byte_offset, NUMBER[extent.dtype], extent.dtype.itemsize
 
     def one_by_one(self, held: Pieces, match: Match) -> None:
         """Plan tensors whose boxes differ, or of which one side has several."""
