@@ -124,7 +124,8 @@ def _rows(pairs: Iterable[tuple[object, object]], done: Mapping[int, str]) -> It
 def describe(value: object) -> str:
     """A short text of a value for an error message."""
     if isinstance(value, ScalarTensor):
-        return f"{value.dtype.label} {_number(value)}"
+        number = number_of(value)
+        return f"{value.dtype.label} {value.data.hex() if number is None else f'{number:g}'}"
     text = canonical(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -132,11 +133,6 @@ def describe(value: object) -> str:
 def text_of(value: object) -> str:
     """A text as it is, and of anything else what `describe` says: its own could be endless."""
     return value if isinstance(value, str) else describe(value)
-
-
-def _number(value: ScalarTensor) -> str:
-    number = number_of(value)
-    return f"{number:g}" if number is not None else value.data.hex()
 
 
 _CODES = {"float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b"}
