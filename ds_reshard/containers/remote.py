@@ -89,7 +89,8 @@ def _listed(url: str) -> dict[str, Status]:
     store, path = _store(url)
     found: list[dict[str, object]] = []
     with _os_errors(), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        found = store.ls(path, detail=True, refresh=True) if _refreshes(store) else store.ls(path, detail=True)
+        keeps_listings = hasattr(store, "dircache") and store.protocol != "memory"
+        found = store.ls(path, detail=True, **({"refresh": True} if keeps_listings else {}))
     names = {posixpath.basename(str(one["name"]).rstrip("/")): one for one in found}
     itself = store._strip_protocol(path).rstrip("/")
     kept = {name: _status(one) for name, one in names.items() if str(one["name"]).rstrip("/") != itself}
@@ -189,17 +190,13 @@ class Object:
             _COUNTED["nbytes"] += len(data)
         return data
 
-    @property
-    def _end_nbytes(self) -> int:
-        return _END_NBYTES if self._place[1] is None else _PART_NBYTES
-
     def _windows(self) -> list[tuple[int, int]]:
         """What is read at once: the beginning and the end, or all of it."""
         if self.nbytes <= _WHOLE_NBYTES:
             return [(0, self.nbytes)]
-        nbytes, usual = self._stop - self._begin, self._end_nbytes
-        seen = _ENDS.get(self._kind(), (0, 0)) if self._place[1] is None else (0, 0)
-        head, end = (max(usual, one) for one in seen)
+        nbytes, head, end = self._stop - self._begin, _PART_NBYTES, _PART_NBYTES
+        if self._place[1] is None:
+            head, end = (max(_END_NBYTES, one) for one in _ENDS.get(self._kind(), (0, 0)))
         if nbytes <= max(_WHOLE_NBYTES, head + end):
             return [(self._begin, self._stop)]
         return [(self._begin, self._begin + head), (self._stop - end, self._stop)]
@@ -320,11 +317,6 @@ _PACKAGES = {
     "abfss": "pip install adlfs",
     "hf": "pip install huggingface_hub",
 }
-
-
-def _refreshes(store: AbstractFileSystem) -> bool:
-    """Whether it keeps listings of its own."""
-    return hasattr(store, "dircache") and store.protocol != "memory"
 
 
 def _status(told: dict[str, object]) -> Status:
