@@ -198,16 +198,6 @@ def test_a_whole_tensor_is_in_every_shard(shape, shards):
         assert placement.region(piece) == Region(box=Box.whole(shape), start=0, stop=prod(shape))
 
 
-@QUICK
-@given(models, dps, st.sampled_from([flat_group, sub_group]))
-def test_no_two_elements_share_a_place(shapes, dp, rule):
-    arguments = (shapes, None, dp, KINDS) if rule is flat_group else (shapes, dp, KINDS)
-    found = places(list(rule(*arguments, number=0, family="f")), dp)
-    assert len(found) == len(set(found))
-    room = partition_numel(flat_offsets(shapes, None)[1], dp) if rule is flat_group else sub_group_numel(shapes, dp)
-    assert all(offset < room for _, _, offset in found)
-
-
 def tensor(name: str, numel: int, cut: Cut, **more: object) -> Placement:
     return Placement(
         key=TensorKey(name=name, kind="fp32"),

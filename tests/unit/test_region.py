@@ -99,15 +99,6 @@ def test_boxes_are_few_and_none_is_empty(region):
     assert all(box.numel for box in made)
 
 
-@QUICK
-@given(regions())
-def test_each_box_is_contiguous_in_storage(region):
-    positions = {index: i for i, index in enumerate(elements(region))}
-    for box in boxes(region):
-        found = [positions[index] for index in indices(box)]
-        assert found == list(range(found[0], found[0] + len(found)))
-
-
 @pytest.mark.parametrize("ndim", [1, 2, 3, 4])
 def test_the_bound_of_boxes_is_reached(ndim):
     """A span from the second element to the last but one of a cube of side 3 needs 2 * ndim - 1 boxes."""
@@ -139,14 +130,6 @@ def test_runs_of_an_overlap_are_as_long_as_can_be(pair):
     for run, after in pairwise(runs):
         continued = (run.first_offset + run.numel, run.second_offset + run.numel)
         assert (after.first_offset, after.second_offset) != continued
-
-
-@QUICK
-@given(pairs())
-def test_overlap_does_not_depend_on_which_comes_first(pair):
-    first, second = pair
-    swapped = sorted((run.second_offset, run.first_offset, run.numel) for run in rows(second, first))
-    assert swapped == sorted((run.first_offset, run.second_offset, run.numel) for run in rows(first, second))
 
 
 def test_spans_of_one_huge_box_overlap_in_one_run():
