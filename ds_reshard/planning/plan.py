@@ -60,23 +60,6 @@ class Plan:
         checks = sorted({*self.checks, *other.checks}, key=lambda check: (check.record.path, check.byte_offset))
         return Plan(copies=copies, fills=(*self.fills, *other.fills), checks=tuple(checks))
 
-    def to_json(self) -> dict[str, object]:
-        """The plan as plain JSON values."""
-
-        def rows(items: Sequence[Copy | Fill | Check]) -> list[dict[str, object]]:
-            told = ({name: _plain(value) for name, value in item._asdict().items()} for item in items)
-            return [{name: value for name, value in row.items() if value != []} for row in told]
-
-        return {"copies": rows(self.copies), "fills": rows(self.fills), "checks": rows(self.checks)}
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Record | Rows):
-        return value._asdict()
-    if isinstance(value, tuple):
-        return [_plain(one) for one in value]
-    return value.label if isinstance(value, ElementType) else value
-
 
 _WINDOW_NBYTES = 16 << 20
 

@@ -299,7 +299,6 @@ def test_the_same_layouts_give_the_same_plan(case, rng):
         for rank in case.target.ranks:
             plan = case.plan(rank, checkpoint)
             assert case.plan(rank, checkpoint) == plan == case.plan(rank, checkpoint, dict(wants))
-            assert json.loads(json.dumps(plan.to_json())) == plan.to_json()
 
 
 @SOME
@@ -469,7 +468,7 @@ def test_golden_plans(name):
     source, target = GOLDEN_PLANS[name]
     described = Described(source.sizes(MODEL))
     case = Case(shapes=MODEL, source=source, target=target, seed=0, pairs=False)
-    plans = {f"rank {rank}": case.plan(rank, described).to_json() for rank in target.ranks}
+    plans = {f"rank {rank}": case.plan(rank, described) for rank in target.ranks}
     file = GOLDEN / f"{name}.json"
     if os.environ.get("DS_RESHARD_WRITE_GOLDEN"):
         file.write_text(golden_text(plans))
@@ -477,14 +476,21 @@ def test_golden_plans(name):
     assert golden_text(plans) == file.read_text()
 
 
+def told(value):
+    """A copy, fill or check, and what it holds, in words of JSON."""
+    if hasattr(value, "_asdict"):
+        return {name: told(part) for name, part in value._asdict().items() if part != ()}
+    return value.label if isinstance(value, ElementType) else value
+
+
 def golden_text(plans):
     """JSON with one copy, fill or check a line."""
     lines = []
     for rank, plan in plans.items():
         parts = []
-        for kind, rows in plan.items():
-            body = ",\n".join(f"   {json.dumps(row)}" for row in rows)
-            parts.append(f'  "{kind}": [\n{body}\n  ]' if rows else f'  "{kind}": []')
+        for kind in ("copies", "fills", "checks"):
+            body = ",\n".join(f"   {json.dumps(told(row))}" for row in getattr(plan, kind))
+            parts.append(f'  "{kind}": [\n{body}\n  ]' if body else f'  "{kind}": []')
         lines.append(f' "{rank}": {{\n' + ",\n".join(parts) + "\n }")
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
