@@ -17,7 +17,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from listener import heard
-from payloads import Attack
+from payloads import Attack, call, text
 
 from ds_reshard.containers import zip_directory
 from ds_reshard.containers.pickle_reader import read_pickle
@@ -34,14 +34,6 @@ def read(data: bytes) -> object:
 
 def revived(data: bytes) -> object:
     return revive(read(data), builders={}, tensor=lambda record: record, where="file")
-
-
-def text(value: str) -> bytes:
-    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
-
-
-def call(module: str, name: str, *args: bytes) -> bytes:
-    return f"c{module}\n{name}\n".encode() + b"(" + b"".join(args) + b"tR"
 
 
 ATTACKS = {
