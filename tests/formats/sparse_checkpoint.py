@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sparse_archive import Hole, Shape, SparseArchive, sparse_archive, write_sparse
+from sparse_archive import Shape, SparseArchive, hole, sparse_archive, write_sparse
+
+from ds_reshard.model.records import TensorRecord
 
 
 def gpt_shapes(layers: int, width: int, vocabulary: int = 32000) -> dict[str, Shape]:
@@ -132,10 +134,10 @@ def write_pipeline(folder: Path, shapes: Mapping[str, Shape], tp: int, pp: int, 
     (folder / "latest").write_text(tag.name)
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "train_batch_size": dp}
     local = {name: shard(name, shape, tp) for name, shape in shapes.items()}
-    layers: dict[int, dict[str, Hole]] = {}
+    layers: dict[int, dict[str, TensorRecord]] = {}
     for name, shape in local.items():
         layer, _, entry = name.partition(".")
-        layers.setdefault(int(layer), {})[entry] = Hole(shape, torch.bfloat16)
+        layers.setdefault(int(layer), {})[entry] = hole(shape, torch.bfloat16)
     for layer, held in layers.items():
         made = sparse_archive(f"layer_{layer:02d}-model_00-model_states", OrderedDict(held))
         for rank in range(tp):
@@ -195,7 +197,7 @@ def _said(config: dict[str, Any]) -> dict[str, object]:
 def _model_file(shapes: Mapping[str, Shape], dp: int, stage: int, config: dict[str, Any]) -> dict[str, object]:
     whole = stage < 3  # stage 3 keeps placeholders of no element
     return {
-        "module": OrderedDict((name, Hole(shape if whole else (0,), torch.bfloat16)) for name, shape in shapes.items()),
+        "module": OrderedDict((name, hole(shape if whole else (0,), torch.bfloat16)) for name, shape in shapes.items()),
         "buffer_names": [],
         "optimizer": None,
         "param_shapes": [OrderedDict(shapes)],
@@ -213,7 +215,7 @@ def _model_file(shapes: Mapping[str, Shape], dp: int, stage: int, config: dict[s
 
 
 def _adam(numel: int) -> dict[str, object]:
-    moments = {kind: Hole((numel,), torch.float32) for kind in ("exp_avg", "exp_avg_sq")}
+    moments = {kind: hole((numel,), torch.float32) for kind in ("exp_avg", "exp_avg_sq")}
     group = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 1000, "params": [0]}
     return {"state": {0: moments}, "param_groups": [group]}
 
@@ -225,7 +227,7 @@ def _flat(used: int, chunk: int, dp: int, stage: int) -> dict[str, object]:
         "overflow": False,
         "clip_grad": 1.0,
         "base_optimizer_state": _adam(chunk),
-        "single_partition_of_fp32_groups": [Hole((used,), torch.float32)],
+        "single_partition_of_fp32_groups": [hole((used,), torch.float32)],
         "zero_stage": stage,
         "group_paddings": [chunk - used],
         "partition_count": [dp],
@@ -242,5 +244,5 @@ def _stage3(numel: int, dp: int) -> dict[str, object]:
         "overflow": False,
         "partition_count": dp,
         "optimizer_state_dict": _adam(numel),
-        "fp32_flat_groups": [Hole((numel,), torch.float32)],
+        "fp32_flat_groups": [hole((numel,), torch.float32)],
     }

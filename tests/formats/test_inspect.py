@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Model, Run
-from sparse_archive import Hole, write_sparse
+from sparse_archive import hole, write_sparse
 from sparse_checkpoint import gpt_shapes, write_checkpoint
 
 from ds_reshard.cli.main import main
@@ -385,11 +385,11 @@ def test_torch_reads_the_synthetic_files(tmp_path: Path) -> None:
     """The synthetic checkpoints below are in torch.save's own format: torch.load gives the zeros."""
     import torch
 
-    write_sparse(tmp_path / "some.pt", {"a": Hole((3, 5), torch.bfloat16), "b": [Hole((7,), torch.float32)]})
+    write_sparse(tmp_path / "some.pt", {"a": hole((3, 5), torch.bfloat16), "b": [hole((7,), torch.float32)]})
     read = torch.load(tmp_path / "some.pt", weights_only=False)
     assert torch.equal(read["a"], torch.zeros(3, 5, dtype=torch.bfloat16))
     assert torch.equal(read["b"][0], torch.zeros(7))
-    write_sparse(tmp_path / "wide.pt", [Hole((5 << 28,), torch.float32), Hole((5 << 28, 3), torch.float32)])
+    write_sparse(tmp_path / "wide.pt", [hole((5 << 28,), torch.float32), hole((5 << 28, 3), torch.float32)])
     first, second = torch.load(tmp_path / "wide.pt", weights_only=False, mmap=True)
     assert (first.shape, second.shape) == ((5 << 28,), (5 << 28, 3))
     assert not first[::1000003].any() and not second[-1].any()
