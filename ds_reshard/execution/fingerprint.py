@@ -484,14 +484,12 @@ def _spans_alike(source: Index, match: Match, rank: int, named: _Named) -> _Wide
 
 def _spans_of_boxes(source: Index, match: Match, rank: int, named: _Named) -> _Wide:
     """The same where boxes differ: what lies in the pieces of files that hold some of it."""
-    held, (paths, keys, buffers) = match.held_by(rank), named
-    columns = (held.member, held.start, held.stop, held.element_offset)
+    paths, keys, buffers = named
     found = []
-    for number, start, stop, offset in zip(*(column.tolist() for column in columns), strict=True):
-        member, origin = match.family.members[number], match.origin(number)
+    for member, origin, wanted, offset in match.each(match.held_by(rank)):
         whole = Region(box=Box.whole(origin.shape), start=0, stop=prod(origin.shape))
         key, buffer = keys[member.key], buffers[member.buffer]
-        for part, piece in source.pieces(origin, Region(box=member.box, start=start, stop=stop)):
+        for part, piece in source.pieces(origin, wanted):
             extent = source.open(origin.family, piece.shard).get(origin.buffer)
             if extent is None:
                 continue
@@ -500,7 +498,7 @@ def _spans_of_boxes(source: Index, match: Match, rank: int, named: _Named) -> _W
                 for first, element, numel, _ in run.each():
                     begin = extent.byte_offset + (piece.element_offset + first) * itemsize
                     end = begin + numel * itemsize
-                    found.append((paths[extent.path], begin, end, key, buffer, element, offset, stop - start))
+                    found.append((paths[extent.path], begin, end, key, buffer, element, offset, wanted.numel))
     table: _Wide = numpy.array(found, dtype=numpy.int64).reshape(-1, 8).T
     return table
 

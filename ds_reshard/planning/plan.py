@@ -175,8 +175,12 @@ class Match:
         pieces = self.cuts.take(origin).located(held.start, held.stop)
         return pieces, origin[pieces.member]
 
-    def origin(self, member: int) -> Placement:
-        return self.origins[int(self._place[member])]
+    def each(self, held: Pieces) -> Iterator[tuple[Placement, Placement, Region, int]]:
+        """Of what a rank holds, one by one: the tensor, its origin, the region, and the first element in the buffer."""
+        columns = (held.member, self._place[held.member], held.start, held.stop, held.element_offset)
+        for number, place, start, stop, at in zip(*(column.tolist() for column in columns), strict=True):
+            member = self.family.members[number]
+            yield member, self.origins[place], Region(box=member.box, start=start, stop=stop), at
 
     def extents(self, pieces: Pieces, origin: Column) -> tuple[list[tuple[Placement, int]], Column]:
         """The buffers that pieces lie in, each by a tensor in it and its shard; and of each piece its number."""
@@ -247,10 +251,7 @@ class _Work:
 
     def one_by_one(self, held: Pieces, match: Match) -> None:
         """Plan tensors whose boxes differ, or of which one side has several."""
-        columns = (held.member, held.start, held.stop, held.element_offset)
-        for number, start, stop, at in zip(*(column.tolist() for column in columns), strict=True):
-            member, origin = match.family.members[number], match.origin(number)
-            region = Region(box=member.box, start=start, stop=stop)
+        for member, origin, region, at in match.each(held):
             for shard, extent, run in self._source.runs(origin.key, region):
                 self.touched.setdefault(extent.record, set()).add((origin.family, shard))
                 self._others.append(_copy(extent, run, member.buffer, at, member.dtype))
