@@ -7,7 +7,7 @@ that it read of a record to one number, and ranks exclusive-or theirs.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
@@ -143,16 +143,16 @@ def compare_records(records: Iterable[Record]) -> list[Fault]:
 
 def _compared(record: Record, sums: Iterable[PartialSum]) -> Iterator[Fault]:
     edges = sorted({0, record.nbytes, *(edge for item in sums for span in item.spans for edge in span)})
-    before, total = {0: 0}, 0
+    before, total, lacking = {0: 0}, 0, 0
     try:
-        with _Opened(record) as file:
-            for start, stop in pairwise(edges):
-                total ^= shift(file.crc32(start, stop), record.nbytes - stop)
-                before[stop] = total
+        for stop, (crc, left) in zip(edges[1:], _crc32s(record, edges), strict=True):
+            total ^= shift(crc, record.nbytes - stop)
+            before[stop] = total
+            lacking += left
     except OSError as error:
         yield read_failed(record.path, error)
         return
-    if total != record.crc32 or file.left:
+    if total != record.crc32 or lacking:
         yield mismatch(record, total)
         return
     for item in sums:
@@ -164,38 +164,18 @@ def _compared(record: Record, sums: Iterable[PartialSum]) -> Iterator[Fault]:
             yield ChecksumMismatch.fault(record.path, what, f"crc32 {there:08x}", f"{item.crc32:08x}", mend=mend)
 
 
-class _Opened:
-    """A record's bytes in its file; `left` are those that the file does not have."""
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-        self._file = opened(record.path)
-        self._memory = memoryview(bytearray(min(record.nbytes, _CHUNK_NBYTES)))
-        self.left = 0
-
-    def __enter__(self) -> _Opened:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        close(self._file)
-
-    def crc32(self, start: int, stop: int) -> int:
-        """The crc32 of bytes [start, stop) of the record. Raises OSError."""
-        crc = 0
-        while start < stop:
-            room = self._memory[: min(stop - start, _CHUNK_NBYTES)]
-            got = read_into(self._file, [room], self._record.byte_offset + start)
-            if not got:
-                self.left += stop - start
-                break
-            crc, start = crc32(self._memory[:got], crc), start + got
-        return crc
-
-
-def crc32_on_disk(record: Record) -> tuple[int, int]:
-    """The crc32 of a record's bytes, and how many of them the file does not have. Raises OSError."""
-    with _Opened(record) as file:
-        return file.crc32(0, record.nbytes), file.left
+def _crc32s(record: Record, edges: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The crc32 of a record's bytes between each two edges, and how many of them its file lacks. Raises OSError."""
+    memory = memoryview(bytearray(min(record.nbytes, _CHUNK_NBYTES)))
+    file = opened(record.path)
+    try:
+        for start, stop in pairwise(edges):
+            crc = 0
+            while start < stop and (got := read_into(file, [memory[: stop - start]], record.byte_offset + start)):
+                crc, start = crc32(memory[:got], crc), start + got
+            yield crc, stop - start
+    finally:
+        close(file)
 
 
 def altered(record: Record) -> str:
@@ -238,7 +218,8 @@ class Ledger(Outcome):
         for record in records:
             parts = set(self.slices.get(record, ()))
             if sum(part.nbytes for part in parts) != record.nbytes:
-                parts = {Slice(byte_offset=0, nbytes=record.nbytes, crc32=crc32_on_disk(record)[0])}
+                ((crc, _),) = _crc32s(record, (0, record.nbytes))
+                parts = {Slice(byte_offset=0, nbytes=record.nbytes, crc32=crc)}
             for part in parts:
                 total ^= shift(part.crc32, nbytes - record.byte_offset - part.byte_offset - part.nbytes)
         return total
