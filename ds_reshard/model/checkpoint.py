@@ -6,6 +6,7 @@ weights are the masters of its optimizer.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -274,9 +275,12 @@ class SavedListing:
     format: str
     writer: str
     folder: str
-    tag: str
     files: Mapping[str, SavedFile]
     archives: Callable[[], Mapping[str, tuple[tuple[int, int], ...]]] = dict
+
+    @property
+    def tag(self) -> str:
+        return os.path.basename(os.path.abspath(self.folder))
 
     @property
     def nbytes(self) -> Mapping[str, int]:

@@ -57,8 +57,7 @@ def list_fsdp(folder: str) -> SavedListing:
     for name, nbytes in folders.files(folder).items():
         match = _NAME.fullmatch(name)
         files[name] = SavedFile(nbytes=nbytes, role=roles.get(match[1], "other") if match is not None else "other")
-    tag = os.path.basename(os.path.abspath(folder))
-    return SavedListing(format="files of FSDP ranks", writer="EasyR1 or verl", folder=folder, tag=tag, files=files)
+    return SavedListing(format="files of FSDP ranks", writer="EasyR1 or verl", folder=folder, files=files)
 
 
 def is_ranks_file(name: str) -> bool:

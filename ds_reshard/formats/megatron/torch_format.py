@@ -173,13 +173,7 @@ def list_torch_format(folder: str) -> SavedListing:
     for name in _folders(folder):
         for file, nbytes in folders.files(os.path.join(folder, name)).items():
             files[f"{name}/{file}"] = SavedFile(nbytes=nbytes, role="optimizer" if file == FLAT_FILE else "model")
-    return SavedListing(
-        format="Megatron-LM, torch",
-        writer="Megatron-LM",
-        folder=folder,
-        tag=os.path.basename(os.path.abspath(folder)),
-        files=files,
-    )
+    return SavedListing(format="Megatron-LM, torch", writer="Megatron-LM", folder=folder, files=files)
 
 
 def open_torch_format(folder: str) -> TorchFormat:

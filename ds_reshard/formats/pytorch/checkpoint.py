@@ -57,8 +57,7 @@ def list_pytorch(folder: str) -> SavedListing | None:
         model = name.endswith((".safetensors", ".bin")) and name.startswith(("model", "pytorch_model"))
         role = "model" if model else "optimizer" if name in OPTIMIZERS else "other"
         files[name] = SavedFile(nbytes=nbytes, role=role)
-    tag = os.path.basename(os.path.abspath(folder))
-    return SavedListing(format="plain PyTorch", writer="torch", folder=folder, tag=tag, files=files)
+    return SavedListing(format="plain PyTorch", writer="torch", folder=folder, files=files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
