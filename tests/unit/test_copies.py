@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_plan_blocks import InMemory
 
 from ds_reshard.containers.torch_zip_writer import plan_archive
 from ds_reshard.errors import InternalError
@@ -149,29 +150,16 @@ def test_files_are_not_filled_with_what_memory_held(tmp_path, fill, sound):
     path.write_bytes(random.Random(1).randbytes(64))
     record = Record(path=str(path), byte_offset=0, nbytes=64, crc32=None)
     copies = (Copy(record, 0, 3, UINT8, "b", 0, UINT8, (Rows(2, 10, 3),)), Copy(record, 40, 2, UINT8, "b", 8, UINT8))
-    written = bytearray(10)
-
-    class Target:
-        dtype = UINT8
-
-        def view(self, element_offset, numel, dtype):
-            return None
-
-        def store(self, element_offset, data, dtype):
-            written[element_offset : element_offset + len(data)] = data
-
-        def zero(self, element_offset, numel):
-            written[element_offset : element_offset + numel] = bytes(numel)
-
+    written = torch.full((10,), 7, dtype=torch.uint8)
     plan = Plan(copies=copies, fills=(fill,) if fill is not None else ())
     executor = StagingExecutor(threads=1, memory_nbytes=1 << 20, saw=lambda copies, views: None)
     if not sound:
         with pytest.raises(InternalError, match="elements are copied"):
-            executor.execute(plan, {"b": Target()})
+            executor.execute(plan, {"b": InMemory(written)})
         return
-    assert executor.execute(plan, {"b": Target()}).faults == []
+    assert executor.execute(plan, {"b": InMemory(written)}).faults == []
     data = path.read_bytes()
-    assert bytes(written) == data[0:3] + data[10:13] + bytes(2) + data[40:42]
+    assert bytes(written.tolist()) == data[0:3] + data[10:13] + bytes(2) + data[40:42]
 
 
 @pytest.mark.parametrize("memory_nbytes", [1 << 18, 8 << 20], ids=["many windows", "one window, cast in portions"])

@@ -74,7 +74,7 @@ class InMemory:
 
     def __init__(self, tensor):
         self._into = TensorTarget(tensor)
-        self.dtype = FP32
+        self.dtype, self.zero = self._into.dtype, self._into.zero
 
     def view(self, element_offset, numel, dtype):
         return None

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan import SOME, cases, execute, expected_buffers, model, raw
+from test_plan_blocks import InMemory
 
 from ds_reshard.execution import cuda
 from ds_reshard.execution.buffers import TensorTarget, element_type, torch_dtype
@@ -200,7 +201,7 @@ def test_nans_count_as_they_are_stored(tmp_path, saved, wanted, staged, joined):
     witness = of_rank_0(index, target, wants)
     plan, into = Planner(index, target, wants).plan(0, sizes={"fp32/0": len(made)}), TensorTarget(made)
     if staged:
-        into = mock.Mock(dtype=element_type(wanted), store=into.store, zero=into.zero)
+        into = InMemory(made)
         executor = StagingExecutor(threads=1, memory_nbytes=1 << 13, saw=witness.saw)
     else:
         executor = ThreadExecutor(threads=1, memory_nbytes=1 << 13, checksum=True, saw=witness.saw)
