@@ -21,6 +21,7 @@ from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord
 
 if TYPE_CHECKING:
+    from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
@@ -195,6 +196,17 @@ def client_entries(
     if request.load_optimizer and model.param_shapes is None and engine.zero_optimization_stage() == 0:
         entries["optimizer"] = engine.optimizer.state_dict()
     return entries
+
+
+def load_sampler(sampler: DeepSpeedDataSampler, state: object) -> None:
+    """Give the data sampler of curriculum learning a state, whatever it has drawn before.
+
+    Rank 0 opens the clusters that the state names, and DeepSpeed lists them behind those that are open already
+    (`load_state_dict`, runtime/data_pipeline/data_sampling/data_sampler.py, 0.19.8): it would draw from both.
+    """
+    for name in ("data_clusters", "data_cluster_sizes"):
+        getattr(sampler, name, []).clear()
+    sampler.load_state_dict(state)
 
 
 Record = ObjectRecord | GlobalName

@@ -17,7 +17,7 @@ from ds_reshard.execution.deviation import same_bits
 from ds_reshard.execution.fingerprint import Fingerprint, Fingerprints, Witness, held
 from ds_reshard.execution.interfaces import Executor, Outcome
 from ds_reshard.hosts.deepspeed.adopt import adopt
-from ds_reshard.hosts.deepspeed.entries import Request
+from ds_reshard.hosts.deepspeed.entries import Request, load_sampler
 from ds_reshard.hosts.deepspeed.grid import param_names
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_optimizer
 from ds_reshard.hosts.deepspeed.load_targets import EXTRA_STATE
@@ -272,7 +272,7 @@ def counters(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> N
         engine.random_ltd_scheduler.load_state_dict(entries["random_ltd"])
     loader = engine.training_dataloader
     if loader is not None and engine.curriculum_learning_enabled() and entries.get("data_sampler") is not None:
-        loader.data_sampler.load_state_dict(entries["data_sampler"])
+        load_sampler(loader.data_sampler, entries["data_sampler"])
     engine.global_steps = entries["global_steps"]
     engine.global_samples = entries.get("global_samples", engine.global_steps * engine.train_batch_size())
     engine.skipped_steps = entries.get("skipped_steps", 0)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.hooks.installation import REGISTRY
-from ds_reshard.hosts.deepspeed.entries import Request, revived
+from ds_reshard.hosts.deepspeed.entries import Request, load_sampler, revived
 from ds_reshard.hosts.deepspeed.prepare import SavedGroups
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.operations.ranks import attempt, rank
@@ -157,7 +157,7 @@ def apply(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy) -> None:
         engine.global_steps = engine.global_samples = engine.skipped_steps = 0
     sampler = _sampler(engine)
     if sampler is not None and (policy.dataloader == "reset" or policy.finetune):
-        sampler.load_state_dict(copy.deepcopy(own.sampler))
+        load_sampler(sampler, copy.deepcopy(own.sampler))
     if policy.scheduler == "checkpoint":
         _continue(scheduler, saved, policy, groups)
     elif policy.places_schedule and scheduler is not None:
