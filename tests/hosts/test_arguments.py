@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,37 @@ def test_a_custom_load_function_gets_whole_weights_or_is_refused(worlds: Any, sa
     assert all(set(names) == set(saved[0]["weights"]) for names in seen)
     refused = worlds[3].run("load_custom", run=Run(3, 3), model=MODEL, folder=str(folder))
     assert all("custom_load_fn" in text for text in refused)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"load_optimizer_states": False}, {"load_module_only": True}], ids=str)
+@pytest.mark.parametrize(
+    ("home", "target"),
+    [(Run(2, 2), Run(1, 2)), (Run(2, 2), Run(1, 1)), (Run(0, 2, "none"), Run(1, 2, "none"))],
+    ids=str,
+)
+def test_a_custom_load_function_alone_fills_the_module(
+    worlds: Any, saves: Saves, home: Run, target: Run, arguments: dict[str, Any]
+) -> None:
+    """What it leaves out stays as this run has built it, as where DeepSpeed itself calls it; masters are as asked."""
+    model = replace(MODEL, batchnorm=True)
+    folder, saved = saves(home, model)
+    given = {"model": model, "folder": str(folder), "arguments": arguments}
+    truth = worlds[home.dp].run("custom_jobs.load", run=home, hooks=False, **given)
+    loaded = worlds[target.dp].run("custom_jobs.load", run=target, hooks=True, **given)
+    assert not same_bits(truth[0]["weights"]["head.weight"], saved[0]["weights"]["head.weight"])
+    assert truth[0]["seen"] == loaded[0]["seen"]
+    _weights_equal(truth, loaded)
+    if home.stage != 0:  # where the weights are the masters
+        wrong = [key for key, values in gathered(truth).items() if not same_bits(values, gathered(loaded)[key])]
+        assert not wrong
+
+
+def test_a_custom_load_function_may_meet_another_model(worlds: Any, saves: Saves) -> None:
+    """It is there for a model that was not saved: what it has no values for is no fault."""
+    folder, _ = saves(Run(2, 2), MODEL)
+    given = {"model": replace(MODEL, extra=True), "folder": str(folder), "arguments": {"load_module_only": True}}
+    truth = worlds[2].run("custom_jobs.load", run=Run(2, 2), hooks=False, **given)
+    _weights_equal(truth, worlds[1].run("custom_jobs.load", run=Run(1, 1), hooks=True, **given))
 
 
 def test_client_state_of_plain_classes_comes_back_equal(worlds: Any, tmp_path: Path) -> None:

@@ -164,11 +164,12 @@ def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, request: Request,
             tensor.copy_(read_tensor(record))
         if request.custom_load_fn is not None:
             state = {name: read_tensor(record) for name, record in prepared.checkpoint.model.module.items()}
-            request.custom_load_fn(src=state, dst=engine.module)
-        elif _loads_itself(engine.module, prepared.wants.state):
-            _run_loaders(engine.module, prepared.wants.state)
-        for name, extra in prepared.extra.items():
-            engine.module.get_submodule(name).set_extra_state(extra)
+            request.custom_load_fn(src={**state, **prepared.extra}, dst=engine.module)
+        else:
+            if _loads_itself(engine.module, prepared.wants.state):
+                _run_loaders(engine.module, prepared.wants.state)
+            for name, extra in prepared.extra.items():
+                engine.module.get_submodule(name).set_extra_state(extra)
     if settings.checksum:
         folder = prepared.checkpoint.listing.folder
         raise_faults(masters_against_weights(engine, prepared), subject=f"loading {folder}")

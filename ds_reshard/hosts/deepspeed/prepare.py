@@ -125,12 +125,12 @@ def prepare(
 
     Raises every fault found on this rank at once.
     """
-    subject = f"loading {checkpoint.listing.folder}"
+    subject, custom = f"loading {checkpoint.listing.folder}", request.custom_load_fn is not None
     loads_optimizer = request.load_optimizer and live is not None
     shards = shards_of(checkpoint)
     divided, faults = run_shares(engine, grid, checkpoint)
-    run_model = live_model(engine, live, grid, divided)
-    faults += model_faults(run_model, checkpoint, grid, optimizer=loads_optimizer, strict=request.strict)
+    model_now, strict = live_model(engine, live, grid, divided), request.strict
+    faults += model_faults(model_now, checkpoint, grid, optimizer=loads_optimizer, strict=strict, custom=custom)
     faults += _custom_faults(request, live, checkpoint)
     faults += live.faults() if live is not None else []
     raise_faults(faults, subject=subject)
@@ -147,7 +147,7 @@ def prepare(
     own = live is None or live.stage == 0 or live.kind == "zero3" or bool(engine.zero_load_from_fp32_weights())
     masters, states = loads_optimizer and own, loads_optimizer and request.moments
     wants = Wants(checkpoint=checkpoint, divided=divided)
-    _fill(wants, engine, live, grid, loads_optimizer=loads_optimizer, states=states, masters=masters)
+    _fill(wants, engine, live, grid, loads_optimizer=loads_optimizer, states=states, masters=masters, custom=custom)
     model = _own_model(engine, checkpoint, grid)
     if model is not checkpoint.model and checkpoint.listing.partitioned_model:
         wants.take_buffers(model)
@@ -178,7 +178,7 @@ def prepare(
         values=values,
         masters=masters,
         entries=entries,
-        extra=extra_state(engine, model, settings),
+        extra=extra_state(engine, model, settings, custom=custom),
         shards=shards,
     )
 
@@ -213,14 +213,13 @@ def _own_model(engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint, grid: LiveGr
 
 def _custom_faults(request: Request, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     partitioned = checkpoint.listing.partitioned_model or (live is not None and live.kind == "zero3")
-    if request.custom_load_fn is not None and (
-        partitioned or checkpoint.stages or checkpoint.rows or checkpoint.listing.experts
-    ):
+    apart = partitioned or checkpoint.stages or checkpoint.rows or checkpoint.listing.experts or checkpoint.foreign
+    if request.custom_load_fn is not None and apart:
         yield UnsupportedLayout.fault(
             "load_checkpoint(custom_load_fn=...)",
-            "a custom load function gets whole weights, which stage 3, pipelines, experts and shards do not have",
+            "a custom load function gets whole weights, which stage 3, grids and other formats do not have",
             "stages 0 to 2 on both sides",
-            "stage 3" if partitioned else str(checkpoint.grid),
+            "stage 3" if partitioned else "another format" if checkpoint.foreign else str(checkpoint.grid),
             mend="load without custom_load_fn, or save and load at stages 0 to 2",
         )
 
@@ -234,14 +233,18 @@ def _fill(
     loads_optimizer: bool,
     states: bool,
     masters: bool,
+    custom: bool,
 ) -> None:
-    want_model(wants, engine, live, grid, masters=masters)
-    take_own_weights(wants, grid)
+    """Want what the load is asked for; of the module nothing that a `custom` load function fills."""
+    if not custom:
+        want_model(wants, engine, live, grid, masters=masters)
+        take_own_weights(wants, grid)
     if live is None:
         return
     gathered = bool(wants.from_masters) and live.kind in ("zero", "bf16")
     if loads_optimizer or gathered:
-        want_optimizer(wants, live, masters=masters or gathered, states=states)
+        weights = custom and live.kind == "torch"  # whose masters they are
+        want_optimizer(wants, live, masters=(masters or gathered) and not weights, states=states)
     take_own_copies(wants, grid)
 
 
@@ -410,9 +413,9 @@ def live_model(
 
 
 def model_faults(
-    model: LiveModel, checkpoint: ZeroCheckpoint, grid: LiveGrid, *, optimizer: bool, strict: bool
+    model: LiveModel, checkpoint: ZeroCheckpoint, grid: LiveGrid, *, optimizer: bool, strict: bool, custom: bool = False
 ) -> Iterator[Fault]:
-    """All differences between the model and the checkpoint that this load cannot accept."""
+    """All differences between model and checkpoint that this load cannot accept; a `custom` function's are its own."""
     saved = checkpoint.model
     held = {name for name in (*saved.module, *saved.objects) if grid.answers(name)}
     # weights that DeepSpeed saves in no file of a layer, or of an expert though "expert" is in their names
@@ -421,6 +424,8 @@ def model_faults(
     from_masters = {n for n in saved.trainable if unsaved and TensorKey(n, MASTER) in checkpoint.layout}
     shapes = saved_shapes(checkpoint)
     wanted = {**model.trainable, **model.frozen, **model.buffers}
+    if custom:
+        wanted, strict = model.trainable if optimizer else {}, False
     for name, shape in wanted.items():
         if name in shapes and shapes[name] != shape and not (prod(shape) == 0 == prod(shapes[name])):
             mend = "build the model with the shapes that were saved"
