@@ -1,11 +1,13 @@
-"""`loss_scale` of this run: at the level of DeepSpeed's own classes, as fp16 does not run on a CPU."""
+"""What scales the loss after a load: the checkpoint's in fp16, this run's where either side has another precision."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from gathered import gathered, same_bits
 
 pytestmark = pytest.mark.distributed
 
@@ -42,3 +44,40 @@ def test_the_loss_scaler_of_this_run_replaces_the_loaded_one() -> None:
     apply(engine, saved, ResumePolicy(hyperparameters=("loss_scale",)))
     assert optimizer.loss_scaler.cur_scale == 2.0**12
     assert type(optimizer.loss_scaler) is DynamicLossScaler
+
+
+def _loaded(worlds: Any, folder: Path, saved: tuple[int, str], loaded: tuple[int, str]) -> dict[str, Any]:
+    """What both sides say of the scale, where masters and moments are equal to the bit."""
+    told = worlds[2].run("scale_jobs.load", saved=saved, loaded=loaded, folder=str(folder), ranks=2)
+    truth, now = (gathered([one[when][0] for one in told]) for when in ("saved", "now"))
+    wrong = [key for key in truth if not same_bits(truth[key], now[key])]
+    assert truth and not wrong
+    return {"saved": told[0]["saved"][1], "own": told[0]["own"], "now": told[0]["now"][1]}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ((2, "fp32"), (2, "fp16")),
+        ((3, "fp32"), (3, "fp16")),
+        ((2, "fp16"), (2, "fp32")),
+        ((0, "bf16"), (0, "fp16")),
+        ((0, "fp16"), (0, "bf16")),
+        ((2, "bf16"), (2, "fp16 static")),
+        ((2, "fp16 static"), (2, "bf16")),
+        ((1, "fp16 static"), (2, "fp32")),
+    ],
+    ids=str,
+)
+def test_another_precision_scales_as_this_run_says(
+    worlds: Any, tmp_path: Path, saved: tuple[int, str], loaded: tuple[int, str]
+) -> None:
+    """Every precision has a scaler, of scale 1 where it needs none: DeepSpeed's own load switches scaling on or off."""
+    scales = _loaded(worlds, tmp_path, saved, loaded)
+    assert scales["now"] == scales["own"] != scales["saved"]
+
+
+@pytest.mark.parametrize("loaded", [(2, "fp16"), (3, "fp16"), (1, "fp16")], ids=str)
+def test_fp16_goes_on_with_the_scale_that_was_saved(worlds: Any, tmp_path: Path, loaded: tuple[int, str]) -> None:
+    scales = _loaded(worlds, tmp_path, (2, "fp16"), loaded)
+    assert scales["now"] == scales["saved"] != scales["own"]

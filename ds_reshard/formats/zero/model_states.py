@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from ds_reshard.containers.torch_zip import Twins, check_root, open_archive
 from ds_reshard.errors import damaged, error_of, fail, raise_faults
 from ds_reshard.model.facts import describe, text_of
-from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.records import ElementType, TensorRecord
 
 Shape = tuple[int, ...]
 
@@ -48,6 +48,12 @@ class ModelStates:
         """The saved DeepSpeed config, empty where it was not saved as a dict."""
         said = self.entries.get("ds_config")
         return said if isinstance(said, dict) else {}
+
+    @property
+    def in_fp16(self) -> bool:
+        """Whether the saved run trained in fp16, and so scaled its loss."""
+        names = self.trainable or self.module.keys() - self.buffer_names
+        return any(self.module[name].dtype is ElementType.FLOAT16 for name in names if name in self.module)
 
 
 def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:

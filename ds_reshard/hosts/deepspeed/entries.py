@@ -88,28 +88,52 @@ def reads_no_url(load_dir: str) -> Fault:
     return UnsupportedLayout.fault(load_dir, what, mend=mend)
 
 
-def loss_scaling(engine: DeepSpeedEngine, entries: Mapping[str, object], settings: Settings) -> dict[str, object]:
+def in_fp16(engine: DeepSpeedEngine) -> bool:
+    """Whether the run trains in fp16, with or without that in its JSON: DeepSpeed scales the loss by the type alone."""
+    import torch
+
+    return any(param.dtype is torch.float16 for param in engine.module.parameters() if param.requires_grad)
+
+
+def loss_scaling(
+    engine: DeepSpeedEngine, entries: Mapping[str, object], settings: Settings, request: Request, *, fp16: bool
+) -> dict[str, object]:
     """Loss scaler, overflow flag and clipping: restored as DeepSpeed restores them.
 
-    A loss scaler of another kind than this run's (the precision was changed) is left alone, loudly.
+    A loss scaler of another kind than this run's, or of another precision, is left alone, loudly; `fp16` is the saved
+    one. Every other precision has a static scaler too, of scale 1 (`CreateLossScaler`, runtime/fp16/loss_scaler.py).
     """
     extras: dict[str, object] = {}
-    if "clip_grad" in entries:
+    if "clip_grad" in entries and "clip_grad" not in request.replaced:
         extras["clip_grad"] = entries["clip_grad"]
     live = getattr(engine.optimizer, "loss_scaler", None)
     if live is not None and "loss_scaler" in entries:
         saved = revived(entries["loss_scaler"], trusted=settings.trust, where="loss_scaler")
-        if type(saved) is type(live):
+        if type(saved) is type(live) and fp16 is in_fp16(engine):
             extras["loss_scaler"] = saved
             extras["dynamic_loss_scale"] = entries.get("dynamic_loss_scale", False)
             extras["overflow"] = entries.get("overflow", False)
         else:
-            logger.warning(
-                "the checkpoint's loss scaler (%s) is not of this run's kind (%s): this run's is kept",
-                type(saved).__name__,
-                type(live).__name__,
-            )
+            kinds = [f"{type(one).__name__} of scale {getattr(one, 'cur_scale', '?')}" for one in (saved, live)]
+            what = "the checkpoint's loss scaler (%s) is not of this run's kind or precision (%s): this run's is kept"
+            logger.warning(what, *kinds)
     return extras
+
+
+def clipping_faults(engine: DeepSpeedEngine, entries: Mapping[str, object], replaced: frozenset[str]) -> list[Fault]:
+    """Where gradients were clipped, and this run computes no norm of them.
+
+    DeepSpeed says so when the weights are loaded (`_load_global_state`, runtime/zero/stage_1_and_2.py, 0.19.8).
+    """
+    saved, computes = entries.get("clip_grad"), getattr(engine.optimizer, "compute_grad_norm", True)
+    if computes or "clip_grad" in replaced or not isinstance(saved, int | float) or saved <= 0:
+        return []
+    what, mend = "computes no norm of gradients, which the saved one clipped", "use --override-optim-hparams clip_grad"
+    return [
+        UnsupportedLayout.fault(
+            "zero_optimization.compute_grad_norm: false", what, "clip_grad 0", str(saved), mend=mend
+        )
+    ]
 
 
 def live_entries(

@@ -33,7 +33,9 @@ from ds_reshard.hosts.deepspeed.divided import Share, run_shares
 from ds_reshard.hosts.deepspeed.entries import (
     OptimizerValues,
     Request,
+    clipping_faults,
     extra_state,
+    in_fp16,
     live_entries,
     loss_scaling,
     revived,
@@ -287,7 +289,8 @@ def _optimizer_values(
         scalars[number] = {name: scalar(value) for name, value in found.items()}
         faults += wrong + _uneven_states(checkpoint, number, buffer.shapes)
     entries = checkpoint.optimizer_entries
-    extras = loss_scaling(engine, entries, settings)
+    faults += clipping_faults(engine, entries, request.replaced)
+    extras = loss_scaling(engine, entries, settings, request, fp16=checkpoint.model.in_fp16)
     step = entries.get("base_optimizer_state_step") if moments else None
     return OptimizerValues(groups=hyper, scalars=scalars, extras=extras, step=step), faults
 
@@ -323,9 +326,9 @@ def same_layout(
     loses what is not tied of tied modules, all of one that the first stage has no file of, and bf16 at stage 0
     (`BF16_Optimizer._load_legacy_checkpoint`); experts of several expert-parallel ranks it takes for those of any other
     number, fp32 states of 16-bit masters it rounds, and what an optimizer needs in its groups, or another rule of its
-    steps, it overlooks.
+    steps, it overlooks. Between fp16 and another precision it would take over how the loss was scaled.
     """
-    if checkpoint.foreign:
+    if checkpoint.foreign or (live is not None and checkpoint.model.in_fp16 is not in_fp16(engine)):
         return False
     if checkpoint.rows or len(checkpoint.columns) > 1:
         return False
