@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jobs
@@ -45,7 +46,28 @@ class Kernel:
     def create_adam(*given: Any) -> int:
         return 0
 
-    destroy_adam = create_adam
+    destroy_adam = create_lion = destroy_lion = create_adam
+
+    @staticmethod
+    def multi_tensor_lion(
+        chunk: int, overflow: Any, lists: Any, lr: float, beta1: float, beta2: float, *_: Any
+    ) -> None:
+        for grad, param, exp_avg in zip(*lists, strict=True):
+            param.data.sub_(lr * (exp_avg * beta1 + grad * (1 - beta1)).sign())
+            exp_avg.mul_(beta2).add_(grad * (1 - beta2))
+
+    @staticmethod
+    def lion_update(number: int, step: int, lr: float, beta1: float, beta2: float, decay: float, *tensors: Any) -> None:
+        param, grad, exp_avg = tensors
+        Kernel.multi_tensor_lion(0, None, [[grad], [param], [exp_avg]], lr, beta1, beta2)
+
+    @staticmethod
+    def multi_tensor_adam(chunk: int, overflow: Any, lists: Any, lr: float, *rest: Any) -> None:
+        beta1, beta2, eps, step, *_ = rest
+        for grad, param, first, second in zip(*lists, strict=True):
+            first.mul_(beta1).add_(grad * (1 - beta1))
+            second.mul_(beta2).add_(grad**2 * (1 - beta2))
+            param.data.sub_(lr * first / (1 - beta1**step) / ((second / (1 - beta2**step)).sqrt() + eps))
 
     @staticmethod
     def adam_update(number: int, step: int, lr: float, beta1: float, beta2: float, *rest: Any) -> None:
@@ -57,26 +79,33 @@ class Kernel:
 
 def _engine(kind: str, stage: int, seed: int = 0, **asked: Any) -> Any:
     import deepspeed
-    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+    from deepspeed.ops.lion import fused_lion
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, CPULionBuilder, FusedAdamBuilder
 
     jobs.forget()
     torch.manual_seed(seed)
     net = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 1))
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
-        "bf16": {"enabled": kind != "of transformers"},
+        "bf16": {"enabled": kind not in ("of transformers", "fused")},
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
-    if kind == "cpu":
-        CPUAdamBuilder.load = lambda self, verbose=True: Kernel
-        config["bf16"]["bf16_master_weights_and_grads"] = True
-        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-        config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}}
+    if kind.startswith(("cpu", "fused")):
+        CPUAdamBuilder.load = FusedAdamBuilder.load = CPULionBuilder.load = lambda self, verbose=True: Kernel
+        fused_lion.FusedLionBuilder = lambda: SimpleNamespace(load=lambda: Kernel)
+        if not kind.startswith("fused"):
+            config["bf16"]["bf16_master_weights_and_grads"] = kind == "cpu"
+            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        config["optimizer"] = {
+            "type": "Lion" if "lion" in kind else "AdamW",
+            "params": {"lr": 0.01, "weight_decay": 0.0},
+        }
         return deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
     from transformers.optimization import Adafactor
 
     maker = {"needy": Needy, "adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+    maker |= {"sgd": functools.partial(torch.optim.SGD, momentum=0.9), "adagrad": torch.optim.Adagrad}
     maker |= {"adafactor": torch.optim.Adafactor, "of transformers": functools.partial(Adafactor, relative_step=False)}
     optimizer = maker[kind](net.parameters(), lr=0.01, **asked)
     return deepspeed.initialize(model=net, config=config, optimizer=optimizer)[0]
@@ -120,3 +149,42 @@ def load(saved: tuple[str, int], loaded: tuple[str, int], folder: str, steps: in
         _step(engine, steps)
     same = [all(map(torch.equal, *both)) and len(both[0]) == len(both[1]) for both in zip(before, after, strict=True)]
     return {"error": None, "same": same, "types": sorted({str(moment.dtype) for moment in after[0]})}
+
+
+def fused_of_stage_0(stage: int, folder: str) -> dict[str, Any]:
+    """Save FusedAdam at stage 0 in fp32 after three steps, and load at a stage; steps and weights after two more."""
+    import ds_reshard
+
+    engine = _engine("fused", 0)
+    for step in range(3):
+        _step(engine, step)
+    engine.save_checkpoint(folder)
+    held = {"saved": [state["step"] for state in engine.optimizer.state.values()]}
+    for made in (engine, _engine("fused", stage, seed=9)):
+        if made is not engine:
+            with ds_reshard.install("deepspeed"):
+                made.load_checkpoint(folder)
+            held["loaded"] = [state["step"] for state in made.optimizer.optimizer.state.values()]
+        for step in range(3, 5):
+            _step(made, step)
+        held["now" if made is not engine else "truth"] = _weights(made)
+    return held
+
+
+def lion(saved: tuple[str, int], loaded: tuple[str, int], folder: str) -> dict[str, Any]:
+    """Save DeepSpeed's Lion of the GPU or of the CPU, and load into the other; momentum, and weights a step later."""
+    import ds_reshard
+
+    engine = _engine(*saved)
+    for step in range(3):
+        _step(engine, step)
+    engine.save_checkpoint(folder)
+    held = {"saved": next(iter(engine.optimizer.optimizer.state.values()))["exp_avg"].clone()}
+    _step(engine, 3)
+    held["truth"] = _weights(engine)
+    engine = _engine(*loaded, seed=9)
+    with ds_reshard.install("deepspeed"):
+        engine.load_checkpoint(folder)
+    held["loaded"] = next(iter(engine.optimizer.optimizer.state.values()))["exp_avg"].clone()
+    _step(engine, 3)
+    return {**held, "now": _weights(engine)}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.distributed
 
@@ -14,6 +15,15 @@ pytestmark = pytest.mark.distributed
 def test_fp32_moments_of_16_bit_masters_are_not_rounded(worlds: Any, tmp_path: Path, stage: int) -> None:
     """torch casts what it loads to the type of the parameter: DeepSpeed's own load has another moment for each."""
     given = {"saved": ("cpu", 2), "loaded": ("cpu", stage), "folder": str(tmp_path), "steps": 3}
+    for told in worlds[2].run("adam_jobs.load", **given):
+        assert told["error"] is None, told
+        assert (told["same"], told["types"]) == ([True, True], ["torch.float32"])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_moments_are_not_rounded_where_the_masters_become_16_bit(worlds: Any, tmp_path: Path, stage: int) -> None:
+    """`bf16_master_weights_and_grads` was switched on, and nothing else was changed."""
+    given = {"saved": ("cpu, fp32 masters", stage), "loaded": ("cpu", stage), "folder": str(tmp_path), "steps": 3}
     for told in worlds[2].run("adam_jobs.load", **given):
         assert told["error"] is None, told
         assert (told["same"], told["types"]) == ([True, True], ["torch.float32"])
@@ -50,6 +60,29 @@ def test_torchs_adam_takes_the_rule_that_was_saved(worlds: Any, tmp_path: Path) 
     given = {"saved": ("adamw", 2), "loaded": ("adam", 1), "folder": str(tmp_path), "steps": 2, "weight_decay": 0.1}
     for told in worlds[2].run("adam_jobs.load", **given):
         assert told["error"] is None and told["same"] == [True, True], told
+
+
+@pytest.mark.parametrize("stages", [(2, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("kinds", [("fused lion", "cpu lion"), ("cpu lion", "fused lion")], ids=str)
+def test_lion_goes_into_cpu_memory_and_back(
+    worlds: Any, tmp_path: Path, kinds: tuple[str, str], stages: tuple[int, int]
+) -> None:
+    """DeepSpeed's Lion for the CPU has a second state, which no step uses."""
+    saved, loaded = zip(kinds, stages, strict=True)
+    for told in worlds[2].run("adam_jobs.lion", saved=saved, loaded=loaded, folder=str(tmp_path)):
+        assert torch.equal(told["saved"], told["loaded"]) and told["saved"].any()
+        assert all(map(torch.equal, told["truth"], told["now"]))
+
+
+@pytest.mark.parametrize("stages", [(2, 2), (3, 3), (2, 1)], ids=str)
+@pytest.mark.parametrize("loaded", ["sgd", "adagrad"])
+def test_states_of_another_optimizer_are_refused(
+    worlds: Any, tmp_path: Path, loaded: str, stages: tuple[int, int]
+) -> None:
+    """DeepSpeed's own load takes them at an unchanged layout; the first step may stop at what is missing."""
+    given = {"saved": ("adamw", stages[0]), "loaded": (loaded, stages[1]), "folder": str(tmp_path), "steps": 2}
+    for told in worlds[2].run("adam_jobs.load", **given):
+        assert told["error"] == "ModelMismatch" and "its states are others" in told["text"], told
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (1, 3), (2, 1), (3, 3), (3, 2), (2, 3)])

@@ -5,10 +5,12 @@ The engines are real; the feature is switched on in them by hand (synthetic: non
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from cases import Model, Run
+from gathered import assert_same
 from saves import Saves
 
 pytestmark = pytest.mark.distributed
@@ -62,3 +64,15 @@ def test_load_universal_without_latest_universal_is_deepspeeds_error(worlds: Any
     run = Run(2, 2, config={"checkpoint": {"load_universal": True}})
     with pytest.raises(WorkerFailed, match="latest_universal"):
         worlds[2].run("load", run=run, model=MODEL, folder=str(folder))
+
+
+@pytest.mark.parametrize("target", [Run(1, 2), Run(2, 3)], ids=str)
+def test_a_run_without_norms_takes_over_no_clipping(worlds: Any, saves: Saves, target: Run) -> None:
+    """DeepSpeed says so when it has loaded the weights; the flag that the error names loads the rest."""
+    folder, saved = saves(Run(1, 2), MODEL)
+    run = replace(target, options={"compute_grad_norm": False}, config={"gradient_clipping": 0.0})
+    for told in worlds[target.dp].run("load_refused", run=run, model=MODEL, folder=str(folder)):
+        assert (told["error"], told["unchanged"]) == ("UnsupportedLayout", True), told
+        assert "compute_grad_norm" in told["text"] and "--override-optim-hparams clip_grad" in told["text"]
+    run = replace(run, config={**run.config, "ds_reshard": {"resume": {"hyperparameters": ["clip_grad"]}}})
+    assert_same(saved, worlds[target.dp].run("load", run=run, model=MODEL, folder=str(folder)))

@@ -216,6 +216,7 @@ def _wrapper(
     nvme = "nvme" in (str(offload), str(getattr(offload, "value", "")))
     made: dict[str, object] = {
         "clip_grad": ds.gradient_clipping,
+        "compute_grad_norm": bool(getattr(zero, "compute_grad_norm", True)),
         "dp_process_group": place,
         "real_dp_process_group": shares,
         "zenflow": section(config, "zero_optimization").get("zenflow") is not None,

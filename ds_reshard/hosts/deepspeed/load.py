@@ -36,7 +36,7 @@ from ds_reshard.formats.zero.tensor_parallel import unnamed
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.deepspeed.copies import Orders, by_other_stages, left_as_built, tell_orders
 from ds_reshard.hosts.deepspeed.divided import told_by_parameters
-from ds_reshard.hosts.deepspeed.entries import Request, client_entries, reads_no_url, scheduler_faults
+from ds_reshard.hosts.deepspeed.entries import Request, client_entries, clipping_faults, reads_no_url, scheduler_faults
 from ds_reshard.hosts.deepspeed.find_checkpoint import (
     Found,
     deepspeeds_file,
@@ -57,6 +57,7 @@ from ds_reshard.hosts.deepspeed.live import (
     restore_use,
     unsupported,
 )
+from ds_reshard.hosts.deepspeed.load_targets import state_faults
 from ds_reshard.hosts.deepspeed.move import Moved, divided_names, move, unproved
 from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, live_model, model_faults, prepare, same_layout
 from ds_reshard.hosts.deepspeed.ready import Decision, Ready, agree_ready
@@ -402,6 +403,7 @@ def leave_to_deepspeed(
     takes every folder for a universal one.
     """
     same = not apart and same_layout(engine, mine.live, checkpoint, mine.grid)
+    same = same and not (request.load_optimizer and _overlooked(engine, mine, checkpoint))
     faults: list[Fault] = []
     if mine.features and not same:
         faults.append(_unsupported_fault(engine, mine.features, checkpoint))
@@ -425,6 +427,14 @@ def leave_to_deepspeed(
     if leave and checkpoint.stages:
         left_as_built(engine, mine.grid)
     return leave
+
+
+def _overlooked(engine: DeepSpeedEngine, mine: Considered, checkpoint: ZeroCheckpoint) -> bool:
+    """Whether DeepSpeed takes the states of an optimizer of another kind, or finds late that gradients were clipped."""
+    if mine.features or mine.live is None or mine.live.stage == 0:
+        return False
+    late = clipping_faults(engine, checkpoint.optimizer_entries, frozenset())
+    return bool(late) or any(state_faults(engine, mine.live, checkpoint))
 
 
 def _keeps_own_masters(mine: Considered) -> bool:

@@ -371,6 +371,8 @@ KEPT = {
     "DeepSpeedCPUAdagrad": ("exp_avg_sq",),
 }
 """The states of DeepSpeed's and apex's optimizers, which compile what they need (deepspeed/ops, 0.19.8)."""
+_LIONS, _UNUSED = frozenset({"FusedLion", "DeepSpeedCPULion"}), "exp_avg_sq"
+"""In CPU memory DeepSpeed's Lion keeps a state that no step uses (`step`, ops/lion/cpu_lion.py, 0.19.8)."""
 _HOMES = frozenset({"torch", "deepspeed", "apex"})
 
 
@@ -404,6 +406,8 @@ def state_faults(engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroC
         if own is not None and known is not None and checkpoint.facts is not None:
             own |= {name for name, follows in known.items() if not follows}
             saved |= {*checkpoint.facts.scalars.get(next(iter(buffer.shapes), ""), ())} - {"step"}
+        if own is not None and type(inner).__name__ in _LIONS:
+            own, saved = own - {_UNUSED}, saved - {_UNUSED}
         muon = MOMENTUM in (own or ()) and live.groups[buffer.group].get("use_muon")
         if not saved and (muon or _before_first_step(checkpoint)):
             continue

@@ -354,7 +354,8 @@ def same_layout(
     for buffer, partition in zip(live.buffers, optim.partitions, strict=True):
         if _gaps(buffer.gaps) != _gaps(partition.alignment):
             return False
-        if any(state.dtype.itemsize > partition.fp32.dtype.itemsize for state in partition.states.values()):
+        narrow = min(partition.fp32.dtype.itemsize, buffer.fp32.element_size())
+        if any(state.dtype.itemsize > narrow for state in partition.states.values()):
             return False
     facts = checkpoint.facts
     assert facts is not None
