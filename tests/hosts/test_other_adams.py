@@ -38,6 +38,14 @@ def test_a_group_keeps_what_this_runs_optimizer_needs(worlds: Any, tmp_path: Pat
         assert told["error"] is None and told["same"] == [True, True], told
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fused_adam_counts_at_the_last_parameter(worlds: Any, tmp_path: Path, stage: int) -> None:
+    """At stage 0 in fp32 DeepSpeed's FusedAdam keeps the step of a group with the last one, and steps all by it."""
+    told = worlds[1].run("adam_jobs.fused_of_stage_0", stage=stage, folder=str(tmp_path))[0]
+    assert (told["saved"], told["loaded"]) == ([0, 0, 0, 3], [3])
+    assert all(map(torch.allclose, told["truth"], told["now"]))
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize(
     ("kind", "into", "asked", "said"),

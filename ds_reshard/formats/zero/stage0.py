@@ -59,6 +59,15 @@ def masters(model: ModelStates | None) -> Iterator[TensorRecord]:
         yield from (tensor for tensor in tensors if isinstance(tensor, TensorRecord))
 
 
+def stage0_kind(checkpoint: ZeroCheckpoint) -> str:
+    """Which wrapper wrote a stage-0 optimizer: DeepSpeed loads each into its own kind alone."""
+    saved = checkpoint.model.entries.get("optimizer")
+    if not isinstance(saved, dict):
+        return "none"
+    marks = {"fp32_groups_flat": "fused", "fp32_groups": "unfused"}
+    return next((kind for mark, kind in marks.items() if mark in saved), "torch")
+
+
 Shape = tuple[int, ...]
 _RESERVED = frozenset({"weight", "fp32", "module", "frozen"})
 
@@ -118,7 +127,7 @@ def with_order(checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]])
                 _flat(found, saved["fp32_groups_flat"][g], inner["state"].get(group["params"][0], {}), shapes, g)
             else:
                 masters = saved["fp32_groups"][g] if not raw else None
-                _per_parameter(found, masters, inner["state"], group["params"], shapes)
+                _per_parameter(found, masters, _counted(group, inner["state"]), group["params"], shapes)
     raise_faults(found.faults, subject=f"checkpoint {checkpoint.listing.folder}")
     if raw:
         for name, shape in ((n, s) for shapes in order for n, s in shapes.items()):
@@ -181,6 +190,23 @@ def _group_facts(groups: list[dict[str, object]], order: Sequence[Mapping[str, S
     for group, shapes in zip(groups, order, strict=True):
         hyper = {str(key): value for key, value in group.items() if key != "params"}
         yield GroupFacts(members=tuple(shapes), hyperparameters=hyper)
+
+
+def _counted(
+    group: Mapping[str, object], states: Mapping[int, Mapping[str, object]]
+) -> Mapping[int, Mapping[str, object]]:
+    """The states with the step that each parameter has made.
+
+    DeepSpeed's FusedAdam and FusedLion count the steps of a group at its last parameter alone, and step all of them by
+    that number (`step`, ops/adam/fused_adam.py, 0.19.8). Their groups hold a `step`, and torch's do not.
+    """
+    indices = group["params"]
+    assert isinstance(indices, list)
+    said = {index: states[index].get("step") for index in indices if index in states}
+    steps = [step for step in said.values() if isinstance(step, int)]
+    if "step" not in group or len(steps) < len(said) or len(set(steps)) < 2:
+        return states
+    return {**states, **{index: {**states[index], "step": max(steps)} for index in said}}
 
 
 def _per_parameter(

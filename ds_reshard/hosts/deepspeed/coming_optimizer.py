@@ -17,11 +17,10 @@ import torch
 from ds_reshard.errors import ConfigError, Fault, error_of, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import section
-from ds_reshard.formats.zero.stage0 import param_groups, torch_optimizer
+from ds_reshard.formats.zero.stage0 import param_groups, stage0_kind, torch_optimizer
 from ds_reshard.hosts.deepspeed.coming_model import ComingModel, Group
 from ds_reshard.hosts.deepspeed.entries import revived
 from ds_reshard.hosts.deepspeed.load_targets import KEPT, kept_states
-from ds_reshard.hosts.deepspeed.prepare import stage0_kind
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig

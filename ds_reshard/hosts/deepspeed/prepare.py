@@ -15,7 +15,7 @@ from ds_reshard.formats.zero.content import SAME_BYTES
 from ds_reshard.formats.zero.experts import same_places
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.shards import ZeroShards
-from ds_reshard.formats.zero.stage0 import Named, param_groups, torch_optimizer
+from ds_reshard.formats.zero.stage0 import Named, param_groups, stage0_kind, torch_optimizer
 from ds_reshard.hosts.deepspeed.copies import (
     Orders,
     copies_apart,
@@ -365,15 +365,6 @@ def same_layout(
         if "bias_correction" in group.keys() - saved.keys() or any(group_faults(inner, {number: saved})):
             return False
     return [list(g.members) for g in facts.groups] == [live.members(g) for g in range(len(live.groups))]
-
-
-def stage0_kind(checkpoint: ZeroCheckpoint) -> str:
-    """Which wrapper wrote a stage-0 optimizer: DeepSpeed loads each into its own kind alone."""
-    saved = checkpoint.model.entries.get("optimizer")
-    if not isinstance(saved, dict):
-        return "none"
-    marks = {"fp32_groups_flat": "fused", "fp32_groups": "unfused"}
-    return next((kind for mark, kind in marks.items() if mark in saved), "torch")
 
 
 def _gaps(gaps: tuple[int, ...] | None) -> tuple[int, ...] | None:
