@@ -394,6 +394,24 @@ def fresh(run: Run, model: Model, seed: int = 99) -> dict[str, Any]:
     return contents(build(run, model, seed=seed))
 
 
+def load_without_optimizer(folder: str, dtype: str, arguments: dict[str, Any]) -> Any:
+    """The weights of an engine without an optimizer after a load, or the error."""
+    import deepspeed
+
+    import ds_reshard
+
+    forget()
+    torch.manual_seed(99)
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": dtype == "bf16"}}
+    engine = deepspeed.initialize(model=Net(Model(groups=2, frozen=True)), config=config, dist_init_required=False)[0]
+    try:
+        with ds_reshard.install("deepspeed"):
+            engine.load_checkpoint(folder, **arguments)
+    except ds_reshard.ReshardError as error:
+        return str(error)
+    return {"weights": weights(engine)}
+
+
 def load_custom(run: Run, model: Model, folder: str) -> Any:
     """Load through a custom function; what it saw, or the text of the refusal."""
     import ds_reshard

@@ -79,6 +79,19 @@ def test_without_scheduler_states_the_schedule_starts_anew(worlds: Any, saves: S
     assert_same(saved, loaded)
 
 
+@pytest.mark.parametrize("arguments", [{}, {"load_optimizer_states": False}, {"load_module_only": True}], ids=str)
+@pytest.mark.parametrize("source", [Run(3, 2), Run(2, 2), Run(0, 2), Run(0, 2, "none"), Run(3, 2, "none")], ids=str)
+def test_an_engine_without_an_optimizer_takes_the_weights(
+    worlds: Any, saves: Saves, source: Run, arguments: dict[str, Any]
+) -> None:
+    """A reference model: in bf16 DeepSpeed gives it a BF16_Optimizer that has no parameters, and in fp32 none."""
+    folder, saved = saves(source, MODEL)
+    given = {"folder": str(folder), "dtype": source.dtype, "arguments": arguments}
+    told = worlds[1].run("load_without_optimizer", **given)
+    assert isinstance(told[0], dict), told
+    _weights_equal(saved, told)
+
+
 def test_an_explicit_tag_and_latest(worlds: Any, tmp_path: Path) -> None:
     """`tag` chooses; without it `latest` does."""
     early = worlds[2].run("save", run=Run(1, 2), model=MODEL, folder=str(tmp_path), steps=2, tag="early")

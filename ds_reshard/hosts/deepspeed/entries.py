@@ -15,6 +15,7 @@ from ds_reshard.containers.revive import revive
 from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.execution.buffers import read_tensor, tensor_from_bytes
 from ds_reshard.formats.zero.model_states import ModelStates
+from ds_reshard.hosts.deepspeed.live import live_kind
 from ds_reshard.hosts.deepspeed.load_targets import EXTRA_STATE
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.facts import Scalar, ScalarTensor
@@ -222,7 +223,8 @@ def client_entries(
             for param, name in engine.param_names.items()
             if name in model.frozen_fragments
         }
-    if request.load_optimizer and model.param_shapes is None and engine.zero_optimization_stage() == 0:
+    kept = engine.zero_optimization_stage() == 0 and live_kind(engine) != "none"
+    if request.load_optimizer and model.param_shapes is None and kept:
         entries["optimizer"] = engine.optimizer.state_dict()
     return entries
 

@@ -154,6 +154,8 @@ def _nvme(engine: DeepSpeedEngine) -> bool:
 def live_kind(engine: DeepSpeedEngine) -> str:
     """The kind of the engine's optimizer; "none" without one, "offload" at stage 3 without one."""
     optimizer = getattr(engine, "optimizer", None)
+    if type(getattr(optimizer, "optimizer", None)).__name__ == "DummyOptim":
+        return "none"  # bf16 at stage 0 is wrapped without one, too (`_configure_bf16_optimizer`, engine.py, 0.19.8)
     marks = {
         "fp32_groups_flat_partition": "bf16",
         "single_partition_of_fp32_groups": "zero",
