@@ -145,3 +145,10 @@ def test_more_ranks_than_a_group_has_elements(worlds: Any, tmp_path: Path) -> No
     saved = worlds[4].run("save", run=Run(1, 4), model=model, folder=str(tmp_path), tiny=True)
     for target in (Run(3, 3), Run(2, 1), Run(1, 2)):
         assert_same(saved, worlds[target.dp].run("load", run=target, model=model, folder=str(tmp_path), tiny=True))
+
+
+def test_adagrad_at_stage_3_under_an_unchanged_layout(worlds: Any, saves: Saves) -> None:
+    """DeepSpeed's own load stops: a fresh torch Adagrad has its masters in its groups already."""
+    model = Model(optimizer="adagrad")
+    folder, saved = saves(Run(3, 2), model)
+    assert_same(saved, worlds[2].run("load", run=Run(3, 2), model=model, folder=str(folder), more=1))

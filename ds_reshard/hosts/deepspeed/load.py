@@ -430,9 +430,15 @@ def leave_to_deepspeed(
 
 
 def _overlooked(engine: DeepSpeedEngine, mine: Considered, checkpoint: ZeroCheckpoint) -> bool:
-    """Whether DeepSpeed takes the states of an optimizer of another kind, or finds late that gradients were clipped."""
+    """Whether DeepSpeed takes the states of an optimizer of another kind, or finds late that gradients were clipped.
+
+    At stage 3 it adds its masters to those that a fresh torch Adagrad has, and stops, as there are too many
+    (`_set_fp32_optimizer_param_groups`, runtime/zero/stage3.py, 0.19.8).
+    """
     if mine.features or mine.live is None or mine.live.stage == 0:
         return False
+    if mine.live.kind == "zero3" and any(group["params"] for group in mine.live.groups):
+        return True
     late = clipping_faults(engine, checkpoint.optimizer_entries, frozenset())
     return bool(late) or any(state_faults(engine, mine.live, checkpoint))
 
