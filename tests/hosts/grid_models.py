@@ -434,15 +434,17 @@ def _mpu_cut(grid: Grid) -> tuple[torch.nn.Module, Any]:
             owner = getattr(owner, part)
         owner.register_parameter(leaf, parameter)
     model.forward = lambda x: square(model)  # type: ignore[method-assign]
+    end = 2 if grid.layers == "beginnings" else None  # of names, which are enough for DeepSpeed
     patterns: dict[str, Any] = {
-        "tp_replicated_parameter_patterns": ["norm"],
-        "vocabulary_parameter_patterns": ["embed"],
+        "tp_replicated_parameter_patterns": ["norm"[:end]],
+        "vocabulary_parameter_patterns": ["embed"[:end]],
         "original_vocab_size": vocabulary,
     }
     if grid.layers != "forgotten":
-        patterns["parameter_with_row_parallelism_patterns"] = ["row"]
-        patterns["parameter_with_2_sub_params_cat_dim_0"] = ["gate_up"]
-        patterns["parameter_with_sub_params"] = [{"patterns": ["qkv"], "shape": ((8, 4, 4), 6), "partition_dim": 0}]
+        parts = {"patterns": ["qkv"[:end]], "shape": ((8, 4, 4), 6), "partition_dim": 0}
+        patterns["parameter_with_row_parallelism_patterns"] = ["row"[:end]]
+        patterns["parameter_with_2_sub_params_cat_dim_0"] = ["gate_up"[:end]]
+        patterns["parameter_with_sub_params"] = [parts]
     if grid.layers == "averaged":
         patterns["parameter_to_average_patterns"] = patterns.pop("tp_replicated_parameter_patterns")
     if grid.layers not in ("unsaid", "rules", "megatron", "attributes"):

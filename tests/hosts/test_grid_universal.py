@@ -72,7 +72,9 @@ def test_every_tensor_has_the_fingerprint_of_the_whole(universals: Universals, g
 
 
 SAME = "divided bare one position"
+BEGINNINGS = Grid("cut", tp=2, layers="beginnings")
 LOADED = [
+    (BEGINNINGS, replace(BEGINNINGS, tp=4), {}),
     (CUT, replace(CUT, tp=4), {}),
     (CUT, replace(CUT, dp=2), {"checkpoint": {"load_universal": True}}),
     (AUTOTP, Grid("autotp", tp=4, stage=2), {}),

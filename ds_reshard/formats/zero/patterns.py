@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class Patterns:
-    """Patterns that are matched whole; what is none is left out. One that spells a name is looked up, not tried.
+    """Patterns; what is none is left out. One that spells a name is looked up, not tried.
 
     Python keeps 512 of them compiled: with more, each would be compiled anew for each name.
     """
@@ -26,8 +26,9 @@ class Patterns:
                     continue
 
     def of(self, name: str) -> list[str]:
-        """The patterns that fit a name."""
-        return [*self._spelled.get(name, ()), *(one.pattern for one in self._others if one.fullmatch(name))]
+        """The patterns that fit a name, or where none does those that fit its beginning, as DeepSpeed looks."""
+        whole = [*self._spelled.get(name, ()), *(one.pattern for one in self._others if one.fullmatch(name))]
+        return whole or [one.pattern for one in self._others if one.match(name)]
 
 
 def spelled(pattern: str) -> str | None:

@@ -2,9 +2,9 @@
 
 DeepSpeed keeps it in `universal_checkpoint_info` of each model file: since 0.19.6 an affine map, which says of each
 shard where its elements lie (checkpoint/affine.py, 0.19.8); before that, and for a user's own model-parallel unit,
-patterns of names (checkpoint/ds_to_universal.py). Patterns are matched whole here, and one alone may fit: DeepSpeed
-matches their beginning, and takes the first. A bias that none names is cut as the rows of its weight: each element
-belongs to one of them.
+patterns of names (checkpoint/ds_to_universal.py). DeepSpeed looks whether one fits the beginning of a name, and takes
+the first; here one that fits the whole name goes before others of its kind, and one alone may fit. A bias that none
+names is cut as the rows of its weight: each element belongs to one of them.
 
 Patterns of AutoTP name what it has not cut since version 0.3 of them (`collect_autotp_universal_checkpoint_info`,
 module_inject/layers.py, 0.19.5), before that in part (0.18.9): what no pattern names may then be either. They never say
