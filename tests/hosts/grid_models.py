@@ -117,6 +117,19 @@ class Gain(torch.nn.Module):
         return x + square(self)
 
 
+class Pair(torch.nn.Module):
+    """One parameter under two names."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(3, 5), torch.nn.Linear(3, 5, bias=False)
+        self.a.weight.data, self.a.bias.data = numbers(start, 5, 3), numbers(start + 20, 5)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + square(self)
+
+
 class Divided(torch.nn.Module):
     """What the tensor-parallel ranks of a pipeline divide, and what each has a copy of."""
 
@@ -185,6 +198,8 @@ def _layers(kind: str, tp: int = 1, rank: int = 0) -> list[Any]:
     first = head_first if kind == "no file" else None
     if kind.startswith("no ties"):
         return [LayerSpec(Block, 100 * number) for number in range(1, 7 if kind.endswith("one more") else 6)]
+    if kind == "odd ones":  # a layer without parameters, which has a file, and second names
+        return [LayerSpec(Pair, 100), LayerSpec(torch.nn.Identity), LayerSpec(Block, 200, True), LayerSpec(Pair, 300)]
     if kind == "gains last":
         return [LayerSpec(Tie, 0), *(LayerSpec(Gain, 100 * number) for number in (1, 2, 3))]
     if kind == "two ties":

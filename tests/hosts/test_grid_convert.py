@@ -204,6 +204,7 @@ ONE_STAGE = [
     (UNSAVED, "bf16", Grid("pipeline", dp=2, stage="bf16opt", dtype="bf16", layers="one position"), False),
     (PIPE, "zero1", Grid("pipeline", pp=2, layers="one position"), True),
     (FOUR, "zero1", Grid("pipeline", pp=3, layers="one position"), True),
+    (Grid("pipeline", pp=2, layers="odd ones"), "zero1", Grid("pipeline", dp=2, layers="odd ones"), False),
 ]
 
 

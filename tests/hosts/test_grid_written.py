@@ -216,6 +216,7 @@ STAGES = [
     (pipe(2, 2, 0, "bf16", layers="usual"), "bf16", pipe(3, 1, "bf16opt", "bf16")),
     (pipe(2, 2, 1, "bf16", layers="usual"), "zero1", pipe(4, 1, 1, "bf16")),
     (pipe(2, 2), "zero1", pipe(2)),
+    (pipe(2, 2, layers="odd ones"), "zero1", pipe(3, layers="odd ones")),
 ]
 
 

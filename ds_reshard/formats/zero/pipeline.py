@@ -414,9 +414,10 @@ def with_stand_ins(zero: ZeroCheckpoint) -> ZeroCheckpoint:
 def layer_files(zero: ZeroCheckpoint) -> dict[str, dict[str, TensorKey]]:
     """The files of all layers of the first row, with the weights that they have by their names there.
 
-    Where no file has the first stage's copy of a weight, a later one's stands for it.
+    Where no file has the first stage's copy of a weight, a later one's stands for it; for a second name the first. A
+    layer without any has a file, too, which DeepSpeed looks for.
     """
-    files: dict[str, dict[str, TensorKey]] = {}
+    files: dict[str, dict[str, TensorKey]] = {name: {} for (_, rank), name in zero.listing.layers.items() if not rank}
     module = zero.rows[0].module if zero.rows else zero.model.module
     records = {TensorKey(name, WEIGHT): record for name, record in module.items()}
     copies = {key: _buffer(key) for key in zero.layout.placements if key.copy and key.kind == WEIGHT}
@@ -426,7 +427,7 @@ def layer_files(zero: ZeroCheckpoint) -> dict[str, dict[str, TensorKey]]:
     for key, record in held.items():
         tie, layer = tied_key(key.name), layer_of(key.name)
         entry = key.name.removeprefix(f"{layer}." if tie is None else f"tied_modules.{tie}.")
-        one = key._replace(copy=key.copy - lowest[key.name])
+        one = key._replace(name=zero.model.shared.get(key.name, key.name), copy=key.copy - lowest[key.name])
         files.setdefault(os.path.basename(record.storage.path), {})[entry] = one
     return files
 

@@ -304,7 +304,7 @@ class ModelTarget:
         made = whole_tensors(self.checkpoint.model)
         held = [TensorKey(name, "weight") for name in made]
         if self.layers is not None:
-            held = [key for entries in self.layers.values() for key in entries.values()]
+            held = list(dict.fromkeys(key for entries in self.layers.values() for key in entries.values()))
         for key in held:
             tensor = made[key.name]
             placed = whole(key.name, "weight", tensor.shape, tensor.dtype, family=MODEL, buffer=_weight(key))
