@@ -282,6 +282,13 @@ def _plain(grid: Grid) -> tuple[torch.nn.Module, Any]:
     return Plain(), None
 
 
+def _sequential(grid: Grid) -> tuple[torch.nn.Module, Any]:
+    """The layers of the pipeline without ties, by the same names."""
+    model = torch.nn.Sequential(*(Block(100 * number) for number in range(1, 6)))
+    model.forward = lambda x: square(model)  # type: ignore[method-assign]
+    return model, None
+
+
 def _muon(grid: Grid) -> tuple[torch.nn.Module, Any]:
     """Matrices that Muon trains, and vectors beside them."""
     model = Plain()
@@ -578,6 +585,7 @@ def _autoep(grid: Grid) -> tuple[torch.nn.Module, Any]:
 
 BUILD = {
     "plain": _plain,
+    "sequential": _sequential,
     "muon": _muon,
     "moe": _moe,
     "pipeline": _pipeline,

@@ -152,6 +152,17 @@ def test_a_layer_more_is_loaded_around_as_the_error_says(worlds: Any, folders: F
     assert weights == {"5.w", "5.b", "5.count"}
 
 
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (0, "fp32"), ("bf16opt", "bf16")])
+def test_a_pipeline_of_one_stage_and_a_plain_module_take_each_others(
+    worlds: Any, folders: Folders, stage: int | str, dtype: str
+) -> None:
+    """Of the same names and sizes: DeepSpeed would look for files of layers, or for a module."""
+    one, other = pipe(1, 2, stage, dtype, layers="no ties"), Grid("sequential", dp=2, stage=stage, dtype=dtype)
+    for source, target in ((one, other), (other, one)):
+        for rank in worlds[2].run("grid_jobs.load", grid=target, folder=str(folders(source))):
+            assert (rank["wrong"], rank["steps"], rank["global_steps"]) == ({}, [1.0], 1)
+
+
 OF_FIRST_STAGES = [
     (pipe(2, 2, 0), pipe(4, 1)),
     (pipe(4, 1, 0), pipe(3, 1, 0)),

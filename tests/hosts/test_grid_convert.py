@@ -221,6 +221,14 @@ def test_stages_are_written_as_one(
     assert not any(one.state != "equal" for one in diff(str(folders(source)), str(out)).tensors)
 
 
+def test_layers_that_are_in_the_model_file_are_loaded(worlds: Any, folders: Folders, tmp_path: Path) -> None:
+    """As they are in what is made of a universal checkpoint; DeepSpeed stops at them: it looks for files of layers."""
+    whole = converted(folders(PIPE), tmp_path / "whole", PIPE, "universal")
+    out, target = converted(whole, tmp_path / "out", PIPE, "zero1", dp=2), Grid("pipeline", dp=2, layers="one position")
+    for rank in worlds[2].run("grid_jobs.load", grid=target, folder=str(out)):
+        assert (rank["wrong"], rank["global_steps"]) == ({}, 1)
+
+
 EXPERTS = [
     ("zero1", Grid("moe", ep=1, dp=2), False),
     ("zero2", Grid("moe", ep=1, dp=4, stage=2), False),

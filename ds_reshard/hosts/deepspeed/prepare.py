@@ -335,6 +335,8 @@ def same_layout(
     sizes = {one.total // one.held for one in grid.experts.values()}
     if checkpoint.listing.places and not same_places(checkpoint, sizes, None if live is None else live.groups):
         return False
+    if bool(checkpoint.stages) != bool(grid.parts):  # DeepSpeed looks for files of layers, or for a module
+        return False
     if checkpoint.stages and (checkpoint.stage != 0 or len(checkpoint.stages) != grid.pp):
         return False
     if checkpoint.stages and not gives_back_ties(checkpoint, grid):
