@@ -227,9 +227,16 @@ def _unwritten(content: Content, to: str) -> Iterator[Fault]:
         yield UnsupportedLayout.fault(content.folder, what, mend=mend)
 
 
-def _of_stages(content: Content) -> Iterator[Fault]:
-    """Where the flat buffers of stages do not tell the order of one stage's: DeepSpeed fills them by places alone."""
+def _of_stages(content: Content, zero: ZeroCheckpoint) -> Iterator[Fault]:
+    """Where the flat buffers of stages do not tell the order of one stage's: DeepSpeed fills them by places alone.
+
+    And where there are no files of layers, which tell what is in them: ds_to_universal copies none.
+    """
     home = content.home
+    if not zero.layers:
+        what = "has no files of layers, which a PipelineModule loads: ds_to_universal copies none"
+        mend = "--like a folder that the coming run has saved, or --names for those of a plain module"
+        yield UnsupportedLayout.fault(content.folder, what, "layer_00-model_00-model_states.pt", "none", mend=mend)
     columns = home.columns if isinstance(home, ZeroCheckpoint) else ()
     held = [list(shapes) for column in columns for shapes in column.shapes.values()]
     if any(names != ties_first(names) for names in held):
@@ -343,7 +350,7 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     content = content if weights else _of_experts(content, asked, shown, subject)
     zero = _in_order_of(as_zero(content), shown)
     stages = zero.layers is not None and asked.to in ("zero1", "bf16") and like is None
-    raise_faults(list(_of_stages(content)) if stages else [], subject=subject)
+    raise_faults(list(_of_stages(content, zero)) if stages else [], subject=subject)
     target = _target(zero, asked, like)
     target = replace(target, wants={key: content.tensors[wanted].origin for key, wanted in target.wants.items()})
     if weights:
