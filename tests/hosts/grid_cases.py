@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -52,3 +54,11 @@ class Folders:
             self._made[name] = self._base / name
             self._worlds[grid.ranks].run("grid_jobs.save", grid=grid, folder=str(self._made[name]))
         return self._made[name]
+
+
+def forget_json(folder: Path) -> None:
+    """As DeepSpeed before 0.16 saves it that is given the path of its JSON (the files are edited so: synthetic)."""
+    for file in folder.glob("*.pt"):
+        content = torch.load(file, weights_only=False)
+        if "ds_config" in content:
+            torch.save({**content, "ds_config": "ds_config.json"}, file)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cases import Model, Run
 from gathered import assert_same
+from grid_cases import forget_json
 from saves import Saves
 from test_matrix import MODELS, OPTIONS
 
@@ -87,6 +90,39 @@ def test_deepspeed_itself_loads_a_universal_checkpoint(
     assert_same(saved, loaded)
     direct = worlds[target.dp].run("load", run=target, model=model, folder=str(folder), more=2)
     assert loaded[0]["later"] == direct[0]["later"]
+
+
+WITHOUT_JSON = (
+    (Run(2, 2, options={"round_robin_gradients": True}), Run(1, 3), Model(groups=2)),
+    (Run(1, 3, "fp32", options={"round_robin_gradients": True}), Run(3, 2, "fp32"), Model()),
+    (Run(2, 2), Run(1, 2), Model(groups=2)),
+    (Run("bf16", 2), Run("bf16", 3), Model()),
+    (Run(3, 2), Run("bf16", 2), Model(groups=2)),
+)
+
+
+@pytest.mark.parametrize(("source", "target", "model"), WITHOUT_JSON, ids=str)
+def test_what_was_saved_without_the_json(
+    worlds: Any, saves: Saves, tmp_path: Path, source: Run, target: Run, model: Model
+) -> None:
+    """As DeepSpeed before 0.16 saves it that is given the path of its JSON."""
+    folder, saved = saves(source, model)
+    forgotten = shutil.copytree(folder, tmp_path / "forgotten")
+    for folder in forgotten.glob("*/"):
+        forget_json(folder)
+    out = _converted(str(forgotten), tmp_path / "out", FORMATS[target.stage], target.dp)
+    assert_same(saved, worlds[target.dp].run("load", run=target, model=model, folder=str(out), hooks=False))
+
+
+def test_plain_pytorch_numbers_its_states_as_the_param_groups_do(saves: Saves, tmp_path: Path) -> None:
+    """Not as flat buffers that were dealt out in turn: torch takes states by their numbers."""
+    orders = []
+    for options in ({}, {"round_robin_gradients": True}):
+        folder, _ = saves(Run(2, 2, options=options), Model(groups=2))
+        convert(str(folder), str(tmp_path / f"out{len(orders)}"), to="pytorch")
+        (file,) = (tmp_path / f"out{len(orders)}").rglob("optimizer.pt")
+        orders.append([group["param_names"] for group in torch.load(file, weights_only=True)["param_groups"]])
+    assert orders[0] == orders[1]
 
 
 OF_DEEPSPEED = (

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from grid_cases import Folders, Grid
+from grid_cases import Folders, Grid, forget_json
 from grid_models import NAMES, RULES
 from grid_truth import tensors
 
@@ -260,15 +260,29 @@ def test_experts_have_no_stage_3(folders: Folders, tmp_path: Path) -> None:
         convert(str(folders(MOE)), str(tmp_path / "out"), to="zero3")
 
 
-def test_parameters_that_were_dealt_out_in_turn_are_refused(folders: Folders, tmp_path: Path) -> None:
-    """Under round_robin_gradients, whose order no plain file has."""
-    folder = shutil.copytree(folders(AUTOTP), tmp_path / "dealt")
-    for file in folder.glob("t/*.pt"):
-        content = torch.load(file, weights_only=False)
-        content["ds_config"]["zero_optimization"]["round_robin_gradients"] = True
-        torch.save(content, file)
+@pytest.mark.parametrize("known", [True, False], ids=["JSON", "path"])
+@pytest.mark.parametrize("grid", [AUTOTP, PIPE], ids=str)
+def test_parameters_that_were_dealt_out_in_turn_are_refused(
+    worlds: Any, tmp_path: Path, grid: Grid, known: bool
+) -> None:
+    """Under round_robin_gradients, whose order no plain file has; also where the JSON's path alone was saved."""
+    grid = replace(grid, options={"round_robin_gradients": True})
+    worlds[4].run("grid_jobs.save", grid=grid, folder=str(tmp_path))
+    if not known:
+        forget_json(tmp_path / "t")
     with pytest.raises(UnsupportedLayout, match="round_robin_gradients on a grid"):
-        convert(str(folder), str(tmp_path / "out"), to="zero1")
+        convert(str(tmp_path), str(tmp_path / "out"), to="zero1")
+
+
+@pytest.mark.parametrize("grid", [AUTOTP, PIPE], ids=str)
+def test_what_was_not_dealt_out_is_written_without_the_json(
+    worlds: Any, folders: Folders, tmp_path: Path, grid: Grid
+) -> None:
+    forget_json(shutil.copytree(folders(grid), tmp_path / "in") / "t")
+    convert(str(tmp_path / "in"), str(tmp_path / "out"), to="zero1")
+    target = Grid(grid.kind, dp=2, layers="one position" if grid is PIPE else "usual")
+    for rank in worlds[2].run("grid_jobs.load", grid=target, folder=str(tmp_path / "out"), hooks=False):
+        assert rank["wrong"] == {}
 
 
 @pytest.mark.parametrize(("dp", "stage"), [(2, 1), (2, 3)])

@@ -51,7 +51,8 @@ def content_of(checkpoint: ZeroCheckpoint) -> Content:
     strided = sorted(set(firsts.values()) - {key.name for key in tensors})
     faults = [UnsupportedLayout.fault(name, "does not lie row-major in the file", mend=mend) for name in strided]
     raise_faults(faults, subject=f"converting {checkpoint.listing.folder}")
-    for group in group_order(checkpoint):
+    order = group_order(checkpoint)
+    for group in order:
         for name in group:
             for kind in layout.kinds(name):
                 key = TensorKey(name=name, kind=kind)
@@ -64,7 +65,10 @@ def content_of(checkpoint: ZeroCheckpoint) -> Content:
         folder=checkpoint.listing.folder,
         ranks=checkpoint.dp,
         tensors=tensors,
-        facts=facts,
+        facts=replace(
+            facts,
+            groups=tuple(replace(group, members=tuple(own)) for group, own in zip(facts.groups, order, strict=True)),
+        ),
         tied={name: first for name, first in firsts.items() if name != first},
         buffers=model.buffer_names,
         records=buffers,

@@ -48,7 +48,7 @@ from ds_reshard.formats.zero.tensor_parallel import (
 from ds_reshard.model.content import SCHEDULER, regrouped, regrouping_fault
 from ds_reshard.model.facts import GroupFacts, canonical
 from ds_reshard.model.layout import Layout, Placement, TensorKey
-from ds_reshard.model.records import new_tensor
+from ds_reshard.model.records import ElementType, new_tensor
 from ds_reshard.model.region import Box
 from ds_reshard.model.target import RunSizes, Target, TargetFile, Unit
 
@@ -380,8 +380,12 @@ def _not_bf16(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
 
 
 def _in_bf16(checkpoint: ZeroCheckpoint) -> bool:
-    config = checkpoint.model.config
-    return section(config, "bf16" if "bf16" in config else "bfloat16").get("enabled") is True
+    """By the saved JSON; where its path was saved instead, by the names of files and the weights."""
+    model, config = checkpoint.model, checkpoint.model.config
+    if isinstance(model.entries.get("ds_config"), dict):
+        return section(config, "bf16" if "bf16" in config else "bfloat16").get("enabled") is True
+    types = {model.module[name].dtype for name in model.trainable if name in model.module}
+    return checkpoint.listing.optim_prefix == "bf16_" or ElementType.BFLOAT16 in types
 
 
 class _ModelTrees:

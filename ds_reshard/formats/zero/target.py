@@ -15,7 +15,7 @@ from itertools import islice
 from math import prod
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
-from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint, is_placeholder
+from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, GridColumn, ZeroCheckpoint, is_placeholder
 from ds_reshard.formats.zero.expert_groups import ep_of, experts_held, of_place
 from ds_reshard.formats.zero.experts import by_number, expert_of
 from ds_reshard.formats.zero.layout import (
@@ -30,6 +30,7 @@ from ds_reshard.formats.zero.layout import (
     whole,
 )
 from ds_reshard.formats.zero.model_states import ModelStates, section
+from ds_reshard.formats.zero.optim_states import read_optim_states
 from ds_reshard.formats.zero.universal import UniversalStates
 from ds_reshard.model.facts import Scalar, ScalarTensor, canonical
 from ds_reshard.model.layout import Cut, Placement, TensorKey
@@ -454,12 +455,36 @@ def group_order(checkpoint: ZeroCheckpoint) -> list[dict[str, Shape]]:
     assert checkpoint.facts is not None
     shapes = checkpoint.model.trainable
     order = [list(group.members) for group in checkpoint.facts.groups]
-    if (
-        checkpoint.kind == "zero"
-        and section(checkpoint.model.config, "zero_optimization").get("round_robin_gradients") is True
-    ):
+    if dealt_in_turn(checkpoint):
         order = [turned_back(members, checkpoint.dp) for members in order]
     return [{name: shapes[name] for name in members} for members in order]
+
+
+def dealt_in_turn(checkpoint: ZeroCheckpoint) -> bool:
+    """Whether flat buffers are in the order of `round_robin_gradients`, which stages 1 and 2 alone know.
+
+    The JSON is not saved where DeepSpeed was given its path. The optimizer files then tell: they list what each rank
+    has as its param groups do (`_create_param_mapping`, runtime/zero/stage_1_and_2.py, 0.19.8).
+    """
+    if checkpoint.kind != "zero" or checkpoint.dp == 1 or not checkpoint.columns:  # of a content, which is in order
+        return False
+    if isinstance(checkpoint.model.entries.get("ds_config"), dict):
+        return section(checkpoint.model.config, "zero_optimization").get("round_robin_gradients") is True
+    return any(_listed_otherwise(checkpoint, column) for column in checkpoint.columns)
+
+
+def _listed_otherwise(checkpoint: ZeroCheckpoint, column: GridColumn) -> bool:
+    """Whether the second parameter of a flat buffer is another than its param group's: any such order shows there."""
+    listed: dict[int, list[str]] = {number: [] for number in column.shapes}
+    for name in column.files:
+        if all(len(names) >= min(2, len(column.shapes[number])) for number, names in listed.items()):
+            break
+        said = checkpoint.listing.read(name, read_optim_states).entries.get("param_slice_mappings")
+        for number, names in listed.items():
+            mapping = said[number] if isinstance(said, list) and number < len(said) else {}
+            own = mapping if isinstance(mapping, dict) else {}
+            names += (one for one in map(str, own) if one in column.shapes[number] and one not in names)
+    return any(names[:2] != list(column.shapes[number])[: len(names[:2])] for number, names in listed.items())
 
 
 def turned_back(members: list[str], dp: int) -> list[str]:
@@ -494,9 +519,18 @@ def _lacking(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
         )
     if checkpoint.universal is not None:
         yield from _left_out(checkpoint.universal)
+    said = isinstance(checkpoint.model.entries.get("ds_config"), dict)
+    partitions = checkpoint.optim.partitions if checkpoint.optim is not None else ()
+    if checkpoint.kind == "zero" and not said and any(any(partition.alignment or ()) for partition in partitions):
+        yield UnsupportedLayout.fault(
+            folder,
+            "has gaps between parameters (parameter_alignment) and no DeepSpeed JSON, as DeepSpeed was given its path: "
+            "nothing tells whether they were dealt out in turn (round_robin_gradients)",
+            mend="load it in a run with import ds_reshard.auto, and save there",
+        )
     if checkpoint.of_grid:
         yield from _disordered(checkpoint)
-    for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim is not None else ()):
+    for number, partition in enumerate(partitions):
         for name, why in partition.unfollowed.items():
             yield UnsupportedLayout.fault(
                 f"state {name!r} of partition {number}",
@@ -508,7 +542,7 @@ def _lacking(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
 def _disordered(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     """Where flat buffers of a grid do not tell the order of the whole model's: DeepSpeed fills them by places alone."""
     folder, mend = checkpoint.listing.folder, "load it in a run with import ds_reshard.auto, and save there"
-    if section(checkpoint.model.config, "zero_optimization").get("round_robin_gradients") is True:
+    if dealt_in_turn(checkpoint):
         what, expected = "has round_robin_gradients on a grid", "parameters in the order of their param groups"
         yield UnsupportedLayout.fault(folder, what, expected, "dealt out", mend=mend)
     held = [list(shapes) for column in checkpoint.columns for shapes in column.shapes.values()]
