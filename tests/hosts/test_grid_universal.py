@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from grid_cases import Folders, Grid
+from grid_cases import Folders, Grid, forget_json
 from grid_models import RULES
 from grid_truth import tensors
 

@@ -36,6 +36,7 @@ from ds_reshard.model.layout import Placement
 from ds_reshard.model.records import TensorRecord
 
 _SAMPLED = 8
+_LAYER = re.compile(r"[0-9]+\.")
 
 
 def scrambled(
@@ -44,13 +45,17 @@ def scrambled(
     """A fault where the saved DeepSpeed JSON says so; where it was not saved, where masters are not of their weights.
 
     The JSON is not saved where DeepSpeed was given its path. Then the first elements of every master are compared with
-    those of the weight, which is whole in the model file below stage 3.
+    those of the weight, which is whole in the model file below stage 3. Of a PipelineModule, whose weights are not
+    there, the order tells: layers are counted up, and not where parameters were dealt out in turn.
     """
     if isinstance(model.entries.get("ds_config"), dict):
         wrong = section(model.config, "zero_optimization").get("round_robin_gradients") is True
     else:
         with open_archive(model.path) as weights:
             wrong = any(_differs(weights, model.module.get(name), master(name)) for name in names)
+        for group in model.param_shapes or ():
+            layers = [int(name.partition(".")[0]) for name in group if _LAYER.match(name) and name not in model.module]
+            wrong = wrong or layers != sorted(layers)
     if wrong:
         what = "was converted of a run with round_robin_gradients, whose parameters ds_to_universal mixes up"
         said = ("each parameter's own master and states", "parts of others")
