@@ -31,12 +31,13 @@ UNSAVED = Grid("pipeline", pp=2, dp=2, stage=0, dtype="bf16")
 AUTOTP, UNEVEN = Grid("autotp", tp=2, dp=2), Grid("autotp", tp=3, stage=3, dtype="bf16")
 FEW = Grid("autotp", tp=3, stage=2, layers="few")
 CUT, UNSAID = Grid("cut", tp=2, layers="said"), Grid("cut", tp=2, dp=2, layers="unsaid")
+WHOLE = Grid("cut", layers="unsaid")
 MOE, FOUR_PLACES = Grid("moe", ep=2, dp=4), Grid("moe", ep=4, dp=4)
 ROWS = Grid("pipeline", pp=2, tp=2, layers="divided")
 
 
 def converted(source: Path, out: Path, grid: Grid, to: str, **asked: Any) -> Path:
-    with given(rules_in(RULES) if grid is UNSAID else ()):
+    with given(rules_in(RULES) if grid in (UNSAID, WHOLE) else ()):
         convert(str(source), str(out), to=to, **asked)
     return out
 
@@ -163,6 +164,9 @@ UNIVERSAL = [
     (MOE, Grid("moe", ep=1, dp=4, stage=2)),
     (ROWS, Grid("pipeline", pp=4, layers="divided one position")),
     (ROWS, Grid("pipeline", tp=2, dp=2, layers="divided one position")),
+    (Grid("cut", dp=2, layers="said"), Grid("cut", tp=2, layers="said")),
+    (WHOLE, Grid("cut", tp=2, stage=2, layers="said")),
+    (Grid("pipeline", pp=2, layers="divided"), Grid("pipeline", tp=2, dp=2, layers="divided one position")),
 ]
 
 
@@ -170,7 +174,7 @@ UNIVERSAL = [
     ("source", "target", "hooks"),
     [
         *((source, target, False) for source, target in UNIVERSAL),
-        *((source, target, True) for source, target in UNIVERSAL if target.tp == 1 or source in (UNSAID, ROWS)),
+        *((source, target, True) for source, target in UNIVERSAL if target.tp == 1 or source in (UNSAID, WHOLE, ROWS)),
         (MOE, Grid("moe", ep=2, dp=2), True),
         (FOUR_PLACES, Grid("moe", ep=2, dp=2, stage=2), True),
         (MOE, Grid("moe", ep=4, dp=4, stage="bf16opt", dtype="bf16"), True),

@@ -5,6 +5,7 @@ The entries of the model file are those of `_common_checkpoint_state` (deepspeed
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -12,11 +13,13 @@ from math import isfinite
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.formats.zero.grid_target import said_of_all
 from ds_reshard.formats.zero.layout import by_key, whole
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.pipeline import layer_files
 from ds_reshard.formats.zero.target import first_names, group_order, refuse_source, whole_tensors
+from ds_reshard.formats.zero.tensor_parallel import Division, given, rules_given
 from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, flattened, schedule_of
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, ScalarTensor, canonical, exact_number
 from ds_reshard.model.layout import Layout, TensorKey
@@ -105,6 +108,7 @@ def as_zero(content: Content) -> ZeroCheckpoint:
     """
     facts, weights = content.facts, content.weights
     home = content.home if isinstance(content.home, ZeroCheckpoint) else None
+    divided = _divided(content, home) if home is not None else {}
     groups = tuple(map(_plain_group, facts.groups)) if facts is not None else ()
     module = OrderedDict((name, new_tensor(f"module/{name}", held.shape, held.dtype)) for name, held in weights.items())
     module.update((name, module[first]) for name, first in content.tied.items())
@@ -137,14 +141,22 @@ def as_zero(content: Content) -> ZeroCheckpoint:
         layers=layer_files(home)
         if home is not None and home.stages and home.model.module.keys() == module.keys()
         else None,
-        divided={
-            key.name: home.divided[held.origin.name]
-            for key, held in content.tensors.items()
-            if home is not None and held.origin.name in home.divided
-        },
+        divided=divided,
         facts=facts and OptimizerFacts(groups=groups, scalars=facts.scalars),
         layout=Layout(by_key(placements), {"content": 1}),
     )
+
+
+def _divided(content: Content, home: ZeroCheckpoint) -> dict[str, Division]:
+    """How tensors were divided, by their names here. What one rank had whole patterns tell, where no rule does."""
+    with given(()):  # the rules are of the names here
+        said = said_of_all(home)
+    rules = () if home.divided else rules_given()
+    return {
+        key.name: said[held.origin.name]
+        for key, held in content.tensors.items()
+        if held.origin.name in said and not any(re.fullmatch(rule.parameters, key.name) for rule in rules)
+    }
 
 
 def _kept(home: ZeroCheckpoint | None) -> dict[str, object]:

@@ -121,7 +121,7 @@ def zero_target(
     units = tuple(unit for column in columns for unit in _units(opened, column))
     padded = [name for name, division in divided.items() if division.vocabulary]
     notes = (f"rows behind the vocabulary are zeros in {', '.join(padded)}",) if padded else ()
-    taken = unnamed({name: division for name, division in divided.items() if name not in checkpoint.divided})
+    taken = unnamed(divided)
     ep = max(flat.ep for column in columns for flat in column.optim.flats)
     return Target(
         layout=layout,
@@ -178,6 +178,14 @@ def redivisions(
         what, mend = "has two vocabularies, and DeepSpeed's files have a place for one size", "convert it at --tp 1"
         faults.append(UnsupportedLayout.fault(folder, what, "one size", ", ".join(map(str, sizes)), mend=mend))
     return made, faults
+
+
+def said_of_all(checkpoint: ZeroCheckpoint) -> Mapping[str, Division]:
+    """How ranks divide each tensor: as the source's have; as a rule or a pattern says of what one rank had whole."""
+    info = checkpoint.model.entries.get(_INFO)
+    if not rules_given() and (not isinstance(info, dict) or info == UNIVERSAL_INFO):
+        return checkpoint.divided
+    return {**redivisions(checkpoint, 1)[0], **checkpoint.divided}
 
 
 def _info(divided: Mapping[str, Division], like: ZeroCheckpoint | None) -> Mapping[str, object]:

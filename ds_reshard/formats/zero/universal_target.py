@@ -15,7 +15,7 @@ from functools import partial
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
 from ds_reshard.formats.zero.experts import expert_of
-from ds_reshard.formats.zero.grid_target import redivisions
+from ds_reshard.formats.zero.grid_target import redivisions, said_of_all
 from ds_reshard.formats.zero.layout import alone, by_key
 from ds_reshard.formats.zero.target import (
     UNIVERSAL_INFO,
@@ -25,7 +25,7 @@ from ds_reshard.formats.zero.target import (
     refuse_source,
     whole_tensors,
 )
-from ds_reshard.formats.zero.tensor_parallel import pattern_info, rules_given
+from ds_reshard.formats.zero.tensor_parallel import Division, pattern_info, rules_given
 from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import GlobalName, ObjectRecord, new_tensor
@@ -45,7 +45,7 @@ def universal_target(checkpoint: ZeroCheckpoint) -> Target:
     keys = [
         TensorKey(name=name, kind=kind) for name in names for kind in checkpoint.layout.kinds(name) if kind != "weight"
     ]
-    units = _cut(checkpoint, keys)
+    units, divided = _cut(checkpoint, keys), said_of_all(checkpoint)
     placements = [
         alone(checkpoint.layout[key], number, family=TENSORS, buffer=f"{key.kind}/{key.name}")
         for number, members in enumerate(units)
@@ -60,7 +60,7 @@ def universal_target(checkpoint: ZeroCheckpoint) -> Target:
         wants=wants,
         pointers={"latest_universal": tag},
         folder=tag,
-        units=(_model_unit(checkpoint, model, order, steps), *_units(checkpoint, units, steps)),
+        units=(_model_unit(checkpoint, model, order, steps), *_units(checkpoint, units, steps, divided)),
     )
 
 
@@ -79,26 +79,32 @@ def _cut(checkpoint: ZeroCheckpoint, keys: list[TensorKey]) -> list[list[TensorK
     return units
 
 
-def _units(checkpoint: ZeroCheckpoint, units: list[list[TensorKey]], steps: Mapping[str, Scalar]) -> Iterator[Unit]:
+def _units(
+    checkpoint: ZeroCheckpoint,
+    units: list[list[TensorKey]],
+    steps: Mapping[str, Scalar],
+    divided: Mapping[str, Division],
+) -> Iterator[Unit]:
     for number, members in enumerate(units):
         files = []
         for key in members:
             folder = f"zero/{key.name}"
-            files.append(TargetFile(name=f"{folder}/{key.kind}.pt", tree=partial(_tensor, checkpoint, key)))
+            tree = partial(_tensor, checkpoint, key, divided.get(key.name))
+            files.append(TargetFile(name=f"{folder}/{key.kind}.pt", tree=tree))
             if key.kind == "fp32" and key.name in steps:
                 files.append(_step_file(folder, key.name, steps[key.name]))
         yield Unit(family=TENSORS, shard=number, files=tuple(files))
 
 
-def _tensor(checkpoint: ZeroCheckpoint, key: TensorKey) -> object:
+def _tensor(checkpoint: ZeroCheckpoint, key: TensorKey, division: Division | None) -> object:
     placement = checkpoint.layout[key]
     return {
         "param": new_tensor(f"{key.kind}/{key.name}", placement.shape, placement.dtype),
-        **_rule(checkpoint, key.name),
+        **_rule(key.name, division),
     }
 
 
-def _rule(checkpoint: ZeroCheckpoint, name: str) -> dict[str, object]:
+def _rule(name: str, division: Division | None) -> dict[str, object]:
     """How a run with tensor-parallel ranks is to cut a tensor, as `merge_tp_slices` (ds_to_universal.py) notes it.
 
     AutoTP knows it itself. Of an expert DeepSpeed's loader asks for the number of all where there are several
@@ -106,7 +112,6 @@ def _rule(checkpoint: ZeroCheckpoint, name: str) -> dict[str, object]:
     """
     if expert_of(name) is not None:
         return {"is_expert_param": True}
-    division = checkpoint.divided.get(name)
     if division is None:
         return {"cat_dim": 0}
     found: dict[str, object] = {"vocab_tensor": True} if division.vocabulary else {}
