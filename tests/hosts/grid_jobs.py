@@ -38,7 +38,7 @@ def config_of(grid: Grid) -> dict[str, Any]:
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     if grid.kind == "autotp" and grid.tp > 1:
         config["tensor_parallel"] = {"autotp_size": grid.tp, "partition_config": specs(grid.layers)}
-    if grid.kind == "llama" and grid.tp > 1:
+    if grid.kind in ("llama", "t5") and grid.tp > 1:
         config["tensor_parallel"] = {"autotp_size": grid.tp}
     if grid.kind == "muon":
         config["zero_optimization"]["reduce_scatter"] = False

@@ -380,6 +380,19 @@ def _llama(grid: Grid) -> tuple[torch.nn.Module, Any]:
     return model, None
 
 
+def _t5(grid: Grid) -> tuple[torch.nn.Module, Any]:
+    """A T5 of transformers: AutoTP gives no affine map of its relative positions, an embedding with a column a head."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 8, "d_kv": 2, "d_ff": 12, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 4}
+    model, start = T5ForConditionalGeneration(T5Config(vocab_size=20, **sizes)), 0
+    for parameter in model.parameters():
+        parameter.data.copy_(numbers(start, *parameter.shape))
+        start += parameter.numel()
+    model.forward = lambda x: square(model)  # type: ignore[method-assign]
+    return model, None
+
+
 class Mpu:
     """The calls that DeepSpeed makes; tensor-parallel ranks are neighbours."""
 
@@ -591,6 +604,7 @@ BUILD = {
     "pipeline": _pipeline,
     "autotp": _autotp,
     "llama": _llama,
+    "t5": _t5,
     "mpu": _mpu,
     "cut": _mpu_cut,
     "autoep": _autoep,

@@ -16,6 +16,7 @@ KINDS = {
     "pipeline": "`PipelineModule`",
     "autotp": "AutoTP",
     "llama": "AutoTP",
+    "t5": "AutoTP",
     "mpu": "an `mpu`",
     "cut": "an `mpu`",
     "moe": "`deepspeed.moe`",
@@ -25,9 +26,7 @@ KINDS = {
 
 def sizes(grid: Grid) -> str:
     axes = {"pp": grid.pp, "tp": grid.tp, "ep": grid.ep}
-    shown = {"pipeline": "pp", "autotp": "tp", "llama": "tp", "mpu": "tp", "cut": "tp", "moe": "ep", "autoep": "ep"}[
-        grid.kind
-    ]
+    shown = {"pipeline": "pp", "moe": "ep", "autoep": "ep"}.get(grid.kind, "tp")
     return "".join(f"{axis}{n}" for axis, n in axes.items() if n > 1 or axis == shown) + f"dp{grid.dp}"
 
 

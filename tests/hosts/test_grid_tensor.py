@@ -67,6 +67,8 @@ LOADS = [
     (llama(2, tp=2), llama(2, 2)),
     (llama(1, 3, "bf16", tp=2), llama(1, 1, "bf16", tp=3)),
     (llama(1, 2, tp=3, layers="untied"), llama(1, 3, tp=4, layers="untied")),
+    (Grid("t5", tp=2), Grid("t5", tp=3, stage=2)),
+    (Grid("t5", tp=3), Grid("t5", tp=4, dtype="bf16")),
     (few(1, tp=4), few(2, 2)),
     (few(1, 2, tp=3), proved(few(2))),
     (few(1, 3, tp=3), few(2)),

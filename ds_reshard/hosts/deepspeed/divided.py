@@ -43,7 +43,10 @@ def run_shares(
     local = {name: param_shape(param) for name, param in engine.module.named_parameters()}
     maps = affine_maps(info)
     mapped = Patterns(maps)
-    shards = {name: _shards([maps[one] for one in mapped.of(name)], shape, grid) for name, shape in local.items()}
+    sizes = {name: _sizes(parameter) for name, parameter in engine.module.named_parameters()}
+    shards = {
+        name: _shards([maps[one] for one in mapped.of(name)], shape, sizes[name], grid) for name, shape in local.items()
+    }
     row, rules = grid.row, [rule._replace(owner=None) for rule in grid.row.rules]
     found, unknown = divisions(shards, Evidence(info, divides_itself(engine), row.whole, row.live), rules)
     faults = unknown_faults(unknown, "this run")
@@ -113,12 +116,24 @@ def _of_experts(engine: DeepSpeedEngine) -> Iterator[tuple[str, Share]]:
         yield name, Share(shape, tuple(Part(box, at * row) for box, at in boxes))
 
 
-def _shards(mapped: Sequence[object], own: Shape, grid: LiveGrid) -> list[Shape]:
-    """The shapes of all ranks' shards: as the affine map says, else alike.
+def _sizes(parameter: object) -> Mapping[int, Sequence[int]]:
+    """Along a dimension, the sizes of the ranks' shards, where AutoTP says them of what it gives no affine map of.
+
+    Of embeddings (`_slice_embedding`, module_inject/auto_tp.py, 0.19.8).
+    """
+    said = getattr(parameter, "ds_autotp_universal_checkpoint_meta", None) or {}
+    dim, sizes = said.get("partition_dim"), said.get("partition_sizes")
+    return {dim: sizes} if isinstance(dim, int) and isinstance(sizes, (list, tuple)) else {}
+
+
+def _shards(mapped: Sequence[object], own: Shape, sizes: Mapping[int, Sequence[int]], grid: LiveGrid) -> list[Shape]:
+    """The shapes of all ranks' shards: as the affine map or AutoTP's own sizes say, else alike.
 
     Where they are not, the whole is not as long as this rank takes it for, and the load is refused.
     """
     shapes = [own] * grid.row.size
+    for dim, of_ranks in sizes.items():
+        shapes = [(*own[:dim], size, *own[dim + 1 :]) for size in of_ranks]
     for entry in mapped:
         of_ranks = entry["ranks"] if isinstance(entry, Mapping) else {}
         said = [of_ranks.get(rank, of_ranks.get(str(rank))) for rank in range(grid.row.size)]
