@@ -70,6 +70,8 @@ SUFFIX = ".ds-reshard"
 LOCKS, CONVERSION = "locks", "conversion.json"
 _MADE = re.compile(r"(locks|done|out|old)(/|$)|(conversion|files)\.json$|[0-9a-f]{16}\.part$|\.nfs")
 """What lies in such a folder; .nfs is what a file that is removed while it is open has for a name on NFS."""
+_ANOTHER = "name another folder, or add --force: it is then replaced when all of the new one is there"
+_MEANWHILE = "give what has come there meanwhile another name, or add --force; then run again with --resume"
 Part = tuple[int, int]
 """A part of the work, counted from 0, and the number of parts; (0, 1) is all of it."""
 
@@ -131,14 +133,9 @@ class Workspace:
             mend = "name another OUT, or give that folder another name"
             raise_faults([ConfigError.fault(self.folder, what, mend=mend)], subject="converting")
 
-    def _refuse_existing(self) -> None:
+    def _refuse_existing(self, mend: str = _ANOTHER) -> None:
         if folders.exists(self.target, follow=False) and not self._force:
-            fault = ConfigError.fault(
-                self.target,
-                "is there already",
-                mend="name another folder, or add --force: it is then replaced when all of the new one is there",
-            )
-            raise_faults([fault], subject="converting")
+            raise_faults([ConfigError.fault(self.target, "is there already", mend=mend)], subject="converting")
 
     @contextlib.contextmanager
     def _lock(self, part: Part) -> Iterator[None]:
@@ -243,6 +240,7 @@ class Workspace:
                 disk.write_whole(os.path.join(self.out, name), content.encode("utf-8"), beside=self.folder)
             disk.sync_folders(self.out)
             if folders.exists(self.target, follow=False) and not self.is_done():
+                self._refuse_existing(_MEANWHILE)
                 disk.rename(self.target, self._old)
             disk.rename(self.out, self.target)
             disk.sync(os.path.dirname(self.target))

@@ -69,6 +69,28 @@ def test_what_a_conversion_left_is_cleared(tmp_path: Path) -> None:
         assert sorted(path.name for path in folder.iterdir()) == ["conversion.json", "done", "locks", "out"]
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_what_took_the_outputs_name_meanwhile_is_not_replaced(tmp_path: Path, force: bool) -> None:
+    """A run may have begun to save there, hours after OUT was found to be free; what was converted is kept, too."""
+    out, mine = tmp_path / "out", tmp_path / "out" / "global_step5" / "mp_rank_00_model_states.pt"
+    workspace = Workspace(str(out), {"of": "a"}, force=force)
+    with workspace.open(resume=False, part=(0, 1)):
+        Path(workspace.path("some/file")).write_bytes(b"1234")
+        mine.parent.mkdir(parents=True)
+        mine.write_bytes(b"mine")
+        if force:
+            workspace.commit({"files": {}}, {})
+        else:
+            with pytest.raises(ConfigError, match=f"{out}: is there already(.|\n)*run again with --resume"):
+                workspace.commit({"files": {}}, {})
+    assert mine.exists() is not force and (out / "some" / "file").exists() is force
+    if not force:
+        out.rename(tmp_path / "theirs")
+        with workspace.open(resume=True, part=(0, 1)):
+            workspace.commit({"files": {}}, {})
+        assert (out / "some" / "file").read_bytes() == b"1234"
+
+
 @pytest.mark.parametrize("after", [b"", None], ids=["without its bytes", "without its name"])
 def test_a_noted_file_that_a_power_cut_has_taken_is_written_again(tmp_path: Path, after: bytes | None) -> None:
     """The note has reached the disk, and the file has not, or not the name of it."""
