@@ -188,6 +188,8 @@ class Object:
         with _LOCK:
             _COUNTED["requests"] += 1
             _COUNTED["nbytes"] += len(data)
+        if len(data) != (asked := max(0, min(stop, self.nbytes) - start)):  # of one that knows no ranges all of it
+            raise OSError(errno.EIO, f"its store gives {len(data)} bytes of [{start}, {stop}), which are {asked}")
         return data
 
     def _windows(self) -> list[tuple[int, int]]:
@@ -325,6 +327,8 @@ def _status(told: dict[str, object]) -> Status:
     seen = next((told[key] for key in _VERSIONS if told.get(key)), "")
     seen = str(seen.timestamp() if isinstance(seen, datetime) else seen)
     version = int.from_bytes(hashlib.blake2b(seen.encode(), digest_size=7).digest(), "big")
+    if told.get("size") is None:
+        raise OSError(errno.EIO, "its store does not say how many bytes a file has; copy the folder to a disk")
     return Status(int(str(told["size"])), version)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import far_store
@@ -14,12 +17,14 @@ import torch.distributed.checkpoint as dcp
 from far_store import Far
 from nanotron_builder import Run
 from nanotron_builder import write as write_nanotron
+from safetensors.torch import save_file
 from zero_builder import Built, write
 
+from ds_reshard.cli.main import main
 from ds_reshard.containers import remote
 from ds_reshard.containers.ranges import ReadAhead, _Sequence
 from ds_reshard.dcp import Reader
-from ds_reshard.errors import CheckpointDamaged
+from ds_reshard.errors import CheckpointDamaged, ReadFailed
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.operations import convert, diff, fingerprint, inspect, verify
 
@@ -163,6 +168,39 @@ def test_a_store_tells_a_file_from_a_later_one(told: str) -> None:
     """By what S3, Google's store, a hub and a local disk say of a file."""
     first, again, later = (remote._status({"size": 1, told: value}) for value in ("1", "1", "2"))
     assert first == again != later
+
+
+@pytest.mark.parametrize("answers", ["all of the file", "less"])
+def test_a_store_that_answers_with_another_range_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: str
+) -> None:
+    """As a plain web server does, which knows no ranges: of safetensors no checksum would tell."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    save_file({"weight": torch.arange(90_000.0), "other": torch.ones(7)}, folder / "model.safetensors")
+    assert convert(str(folder), str(tmp_path / "here"), to="safetensors").complete
+    ranges = Far.cat_file
+
+    def answered(store: Far, path: str, start: int, end: int) -> bytes:
+        given = ranges(store, path) if answers == "all of the file" else ranges(store, path, start, end)
+        return given if answers == "all of the file" or end - start < 100_000 else given[: len(given) // 2]
+
+    monkeypatch.setattr(Far, "cat_file", answered)
+    with pytest.raises(ReadFailed, match=r"its store gives \d+ bytes of \[\d+, \d+\), which are \d+"):
+        convert(f"far://{folder}", str(tmp_path / "out"), to="safetensors")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_store_that_tells_no_sizes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As one that lists the links of a web page."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "latest").write_text("global_step3")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert main(["inspect", f"http://127.0.0.1:{server.server_address[1]}/run"]) == 2
+        server.shutdown()
+    assert "does not say how many bytes a file has" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tool", [verify, fingerprint], ids=lambda tool: tool.__name__)
