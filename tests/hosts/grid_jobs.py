@@ -314,3 +314,21 @@ def refused(grid: Grid, folder: str, **arguments: Any) -> tuple[str, str, bool]:
         same = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
         return type(error).__name__, str(error), same
     return "", "nothing was raised", False
+
+
+@alone
+def half_loaded(grid: Grid, bad: str, good: str) -> list[str]:
+    """A load that fails while it copies; a step and a save behind it; and a step behind a load that succeeds."""
+    from jobs import outcome
+
+    import ds_reshard
+
+    engine = build(grid)
+    with ds_reshard.install("deepspeed"):
+        try:
+            engine.load_checkpoint(bad)
+        except ds_reshard.ReshardError as error:
+            told = [type(error).__name__]
+        told += [outcome(lambda: step(grid, engine)), outcome(lambda: engine.save_checkpoint(bad))]
+        engine.load_checkpoint(good)
+    return [*told, outcome(lambda: step(grid, engine))]

@@ -15,6 +15,7 @@ import torch
 from grid_cases import Folders, Grid
 from grid_models import PIPE_RULES, numbers
 
+from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged
 from ds_reshard.operations import convert, verify
 
@@ -478,3 +479,21 @@ def test_ranks_that_train_other_numbers_of_experts_are_not_damaged(worlds: Any, 
     assert "ranks have frozen different numbers of experts" in told[0][1]
     loaded = worlds[2].run("grid_jobs.load", grid=grid, folder=str(folders(grid)), load_optimizer_states=False)
     assert not [name for rank in loaded for name in rank["wrong"] if "." in name], loaded
+
+
+@pytest.mark.parametrize(("source", "target"), [(pipe(2, 1), pipe(1, 2)), (autotp(1), autotp(1, 2))], ids=str)
+def test_what_was_half_loaded_neither_trains_nor_saves(
+    worlds: Any, folders: Folders, tmp_path: Path, source: Grid, target: Grid
+) -> None:
+    """A pipeline trains by a method of its own."""
+    bad = shutil.copytree(folders(source), tmp_path / "bad")
+    path = bad / "t" / "zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    with open_archive(str(path)) as archive:
+        longest = max(
+            (member for name, member in archive.members.items() if name.startswith("data/")), key=lambda one: one.nbytes
+        )
+    content = bytearray(path.read_bytes())
+    content[longest.byte_offset + longest.nbytes // 2] ^= 1
+    path.write_bytes(content)
+    told = worlds[2].run("grid_jobs.half_loaded", grid=target, bad=str(bad), good=str(folders(source)))
+    assert told == [["ChecksumMismatch", "EngineUnusable", "EngineUnusable", "done"]] * 2

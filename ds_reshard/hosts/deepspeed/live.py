@@ -320,7 +320,8 @@ def _complete_gathers(group: dist.ProcessGroup) -> None:
             dist.barrier(group=group)
 
 
-_GUARDED = ("step", "save_checkpoint", "save_16bit_model", "save_fp16_model")
+_GUARDED = ("step", "train_batch", "save_checkpoint", "save_16bit_model", "save_fp16_model")
+"""What trains and saves; a pipeline's `train_batch` makes its step without `step` (runtime/pipe/engine.py, 0.19.8)."""
 
 
 def refuse_use(engine: DeepSpeedEngine, why: str) -> None:
