@@ -183,8 +183,8 @@ def _tell(load: Watched, error: BaseException | None, report: object) -> None:
 
 
 def _append(path: str, line: str) -> None:
-    """One write, so that lines of several jobs do not mix."""
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    """One write, so that lines of several jobs do not mix; a named pipe that nobody reads is waited for by no load."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
     try:
         os.write(file, f"{line}\n".encode())
     finally:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,25 @@ def test_an_event_that_cannot_be_written_is_a_warning(saves: Saves, worlds: Any,
     held = worlds[2].run("load", run=RUN, model=MODEL, folder=folder, reshard={"events": str(tmp_path)})
     plain = worlds[2].run("load", run=RUN, model=MODEL, folder=folder)
     assert_same(held, plain)
+
+
+def test_a_named_pipe_that_nobody_reads_is_waited_for_by_no_load(tmp_path: Path) -> None:
+    """Whoever collected the events has gone; who is there is told."""
+    file = tmp_path / "events"
+    os.mkfifo(file)
+
+    def load() -> None:
+        with watching.watched("deepspeed", "checkpoints", watching.Asked(events=str(file))):
+            pass
+
+    loading = threading.Thread(target=load, daemon=True)
+    loading.start()
+    loading.join(30)
+    assert not loading.is_alive()
+    reader = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    load()
+    assert json.loads(os.read(reader, 10_000))["result"] == "loaded"
+    os.close(reader)
 
 
 def test_spans(saves: Saves, worlds: Any, tmp_path: Path) -> None:
