@@ -141,18 +141,20 @@ def _join(mine: Launched) -> None:
         mend += "--shard $SLURM_PROCID/$SLURM_NTASKS"
         raise ConfigError.of("MASTER_ADDR, MASTER_PORT", "say where the ranks meet, and are not set", mend=mend)
     os.environ.setdefault("GLOO_LOG_LEVEL", "ERROR")
-    place: dict[str, Any] = {"init_method": "env://" if "TORCHELASTIC_RUN_ID" in os.environ else f"tcp://{host}:{port}"}
+    keeps = mine.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    joining = timedelta(seconds=_JOINING_S)
     with answered():
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            place = {"store": _of_this_start(TCPStore(host, int(port), is_master=False), mine)}
-        dist.init_process_group("gloo", rank=mine.rank, world_size=mine.size, timeout=_TIMEOUT, **place)
+        store = TCPStore(host, int(port), is_master=keeps, timeout=joining, wait_for_workers=False)
+        place = _of_this_start(store, mine)
+        dist.init_process_group("gloo", store=place, rank=mine.rank, world_size=mine.size, timeout=_TIMEOUT)
 
 
 def _of_this_start(store: Any, mine: Launched) -> Any:
-    """A part of the store that torchrun's agents keep, for the ranks that have been started together.
+    """A part of a store, for the ranks that have been started together, once all are there.
 
-    The store outlives its ranks: those that --max-restarts starts again would find addresses of ranks that are gone
-    (torch 2.5 to 2.13). So each rank says who it is, and which ranks it sees, until all see the same.
+    The store that torchrun's agents keep outlives its ranks: those that --max-restarts starts again would find
+    addresses of ranks that are gone (torch 2.5 to 2.13). So each rank says who it is, and which ranks it sees, until
+    all see the same.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 

@@ -21,6 +21,7 @@ from ports import free_port
 from store_proxy import store_here
 from zero_builder import Built, write
 
+from ds_reshard.cli import launch
 from ds_reshard.cli.main import main
 from ds_reshard.containers import remote
 from ds_reshard.errors import ConfigError, RankLost
@@ -188,6 +189,30 @@ def test_a_rank_that_hangs_ends_the_others_within_the_timeout(
     assert in_ranks(3, rank) == [2, -signal.SIGKILL, 2]
     assert "a rank has ended, or has not answered" in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("there", [[0], [1], [0, 2]])
+@pytest.mark.parametrize("agents", ["False", "True"])
+def test_ranks_do_not_wait_for_one_that_never_starts(
+    checkpoint: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    there: list[int],
+    agents: str,
+) -> None:
+    """As on a node without this package, of which srun tells the others nothing."""
+    monkeypatch.setattr(launch, "_JOINING_S", 2.0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = str(store.port if agents == "True" else free_port())
+
+    def rank(number: int) -> int:
+        launched(port, there[number], 3, TORCHELASTIC_USE_AGENT_STORE=agents)
+        return main(["convert", str(checkpoint), str(tmp_path / "out"), "--to", "zero3", "--dp", str(DP)])
+
+    assert in_ranks(len(there), rank) == [2] * len(there)
+    if 0 in there:  # else there is no one that tells
+        assert "a rank has ended, or has not answered" in capfd.readouterr().err
 
 
 def test_what_one_rank_finds_ends_the_work_of_all_at_once(
