@@ -43,6 +43,7 @@ class Parts(Generic[Part]):
 
 
 _RESUME = "run again with --resume; where memory was short, with fewer --processes or less --memory"
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def in_copies(
@@ -66,7 +67,7 @@ def in_copies(
     try:
         for _ in range(number):
             here, there = context.Pipe(duplex=False)
-            copy = context.Process(target=_copy, args=(work, there, [*copies, here]), daemon=True)
+            copy = context.Process(target=_copy, args=(work, there, [*copies, here], os.getpid()), daemon=True)
             copy.start()
             there.close()
             copies[here] = copy
@@ -75,7 +76,7 @@ def in_copies(
                 assert isinstance(pipe, Connection)
                 try:
                     said = pipe.recv()
-                except EOFError:
+                except (EOFError, OSError):  # it has ended, perhaps in the middle of what it said
                     copy = copies.pop(pipe)
                     pipe.close()
                     copy.join()
@@ -97,7 +98,11 @@ def _copy(
     work: Callable[[Callable[[Told], None]], None],
     pipe: Connection[object, object],
     of_others: Sequence[Connection[object, object]],
+    parent: int,
 ) -> None:
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)  # which may be killed, and its lock is held here too
+    if os.getppid() != parent:
+        os._exit(1)
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C the process that made it is told, and ends it

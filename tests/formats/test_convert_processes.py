@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,8 +133,22 @@ def test_each_part_is_given_out_once() -> None:
     assert sorted(taken) == list(range(200))
 
 
-def test_copies_end_with_the_process_that_made_them(tmp_path: Path) -> None:
-    """Ended by a signal that it cannot catch, it leaves none behind that works on."""
+def test_a_copy_that_ends_while_it_tells_is_named() -> None:
+    """Killed, as where memory is short, with half of what it had to say in the pipe."""
+
+    def works(tell: object) -> None:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        pipe = tell.__self__  # type: ignore[attr-defined]
+        os.write(pipe.fileno(), struct.pack("!i", 1 << 20) + bytes(10))
+        time.sleep(30)
+
+    with pytest.raises(WriteFailed, match=r"process \d+: was ended by signal 9 .*--resume"):
+        in_copies(2, works, print)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_copies_end_with_the_process_that_made_them(tmp_path: Path, tells: bool) -> None:
+    """Ended by a signal that it cannot catch, it leaves none behind that works on, also where none has much to say."""
     code = (
         "import os, time\n"
         "from ds_reshard.operations.processes import in_copies\n"
@@ -140,7 +156,7 @@ def test_copies_end_with_the_process_that_made_them(tmp_path: Path) -> None:
         "    tell(os.getpid())\n"
         "    while True:\n"
         "        time.sleep(0.05)\n"
-        "        tell(None)\n"
+        f"        {tells} and tell(None)\n"
         "in_copies(2, works, lambda said: said and print(said, flush=True))\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
