@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib import metadata
@@ -136,7 +137,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; an error of ours is its message on stderr and exit status 2, never a traceback."""
+    """Run one subcommand; an error of ours is its message on stderr and exit status 2, never a traceback.
+
+    So is one of the machine, which is short of something; and behind the traceback of a bug the status is the same.
+    """
     arguments = parse(sys.argv[1:] if argv is None else argv)
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
@@ -150,9 +154,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if launched().tells or not error.agreed:
             print(f"ds-reshard: {error}", file=sys.stderr)
         return UNUSABLE
+    except (OSError, MemoryError) as error:
+        print(f"ds-reshard: {_short_of(error)}", file=sys.stderr)
+        return UNUSABLE
     except KeyboardInterrupt:
         print("ds-reshard: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except Exception:
+        traceback.print_exc()
+        return UNUSABLE
+
+
+def _short_of(error: OSError | MemoryError) -> str:
+    """What the machine refused to a tool before it knew of any file, and what mends it."""
+    if isinstance(error, MemoryError):
+        return f"no memory is left ({error}); run it with fewer --processes and --threads, or less --memory"
+    what = without_secrets(str(error))
+    return f"this process: {what}; see its limits (ulimit -a), its folder and TMPDIR, or run it with --processes 1"
 
 
 def _hooks(arguments: argparse.Namespace) -> int:

@@ -172,6 +172,38 @@ def test_copies_end_with_the_process_that_made_them(tmp_path: Path, tells: bool)
             raise AssertionError(f"process {pid} works on")
 
 
+COPIES = """
+import resource, sys
+from ds_reshard.cli.main import main
+from ds_reshard.operations import conversion, shares
+conversion._LEAST_NBYTES = shares._LEAST_NBYTES = 1
+import multiprocessing.popen_fork, torch
+resource.setrlimit(resource.RLIMIT_NOFILE, (10, 10))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("tool", ["verify --deep", "fingerprint", "convert"])
+def test_a_process_that_is_short_of_something_is_no_finding(checkpoint: Path, tmp_path: Path, tool: str) -> None:
+    """Of files that may be open at a time: status 1 would say that the checkpoint has a fault."""
+    more = [str(tmp_path / "out"), "--to", "zero3", "--dp", "3"] if tool == "convert" else []
+    command = [sys.executable, "-c", COPIES, *tool.split(), str(checkpoint), *more, "--processes", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "Too many open files; see its limits" in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_a_bug_is_no_finding(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*given: object, **named: object) -> None:
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr("ds_reshard.cli.main.inspect", fails)
+    assert main(["inspect", str(checkpoint)]) == 2
+    assert "ValueError: no such thing" in capsys.readouterr().err
+
+
 def test_what_was_finished_of_damage_is_not_gone_on_behind(checkpoint: Path, tmp_path: Path) -> None:
     """A bit that was read wrong, of a record that several files of the output share, shows when all are written."""
     options = Options(threads=1)
