@@ -133,7 +133,7 @@ class WriteFailed(ReshardError):
 
 
 class DeviceFailed(ReshardError):
-    """A device has no memory left for the scratch of a load, or failed while bytes were brought to it."""
+    """A device has no memory left for the scratch of a load, or failed while bytes were brought to it; or the host."""
 
 
 class EngineUnusable(ReshardError):
@@ -197,6 +197,9 @@ def as_faults(error: Exception, *, where: str) -> list[Fault]:
     """Any exception as faults, so that other ranks can be told; one that nobody foresaw is an InternalError."""
     if isinstance(error, ReshardError):
         return faults_of(error)
+    if isinstance(error, MemoryError):
+        mend = 'give it more, or let it use less: "memory_mib" and "threads", or --memory, --threads and --processes'
+        return [DeviceFailed.fault(where, f"no memory is left on the host: {error}".rstrip(": "), mend=mend)]
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{os.path.basename(last.filename)}:{last.lineno}"
     return [

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import Generic, TypeVar
 
-from ds_reshard.errors import InternalError, ReshardError, WriteFailed, as_faults
+from ds_reshard.errors import ReshardError, WriteFailed, as_faults, error_of
 
 Part = TypeVar("Part")
 Told = TypeVar("Told")
@@ -114,8 +114,8 @@ def _copy(
     except ReshardError as error:
         pipe.send(error)
     except Exception as error:
-        (fault,) = as_faults(error, where=f"process {os.getpid()}")
-        pipe.send(InternalError(fault.line(), [fault]))
+        where = f"process {os.getpid()}"
+        pipe.send(error_of(as_faults(error, where=where), subject=where))
 
 
 def _end(copy: ForkProcess) -> str:

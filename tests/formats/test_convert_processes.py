@@ -17,7 +17,7 @@ from zero_builder import Built, write
 
 from ds_reshard.cli.main import main
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import ChecksumMismatch, InternalError, WriteFailed
+from ds_reshard.errors import ChecksumMismatch, DeviceFailed, InternalError, WriteFailed
 from ds_reshard.operations import Options, conversion, convert
 from ds_reshard.operations.processes import Parts, in_copies
 
@@ -119,6 +119,14 @@ def test_a_bug_in_a_copy_is_an_error_of_ours() -> None:
         raise ValueError("no such thing")
 
     with pytest.raises(InternalError, match="ValueError: no such thing"):
+        in_copies(2, fails, print)
+
+
+def test_a_copy_without_memory_is_no_bug() -> None:
+    def fails(tell: object) -> None:
+        raise MemoryError("Unable to allocate 2.00 MiB")
+
+    with pytest.raises(DeviceFailed, match=r"process \d+: no memory is left on the host: Unable(.|\n)*--processes"):
         in_copies(2, fails, print)
 
 
