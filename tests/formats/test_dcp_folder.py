@@ -384,6 +384,43 @@ def test_a_step_that_the_type_cannot_hold_is_refused_unless_it_may_be_cast(tmp_p
     assert wanted["optimizer"]["state"]["b"]["step"].isnan()
 
 
+def _numbered(groups: int, lr: float) -> tuple[Any, Any]:
+    """A model after a step, and its optimizer of so many param groups, each with a rate of its own."""
+    torch.manual_seed(int(lr))
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    parts = [net] if groups == 1 else list(net)
+    made = [{"params": list(part.parameters()), "lr": lr / (1 + number)} for number, part in enumerate(parts)]
+    optimizer = torch.optim.AdamW(made)
+    net(torch.ones(4, 3)).square().sum().backward()
+    optimizer.step()
+    return net, optimizer
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_an_optimizer_that_numbers_its_parameters_gets_its_states(tmp_path: Path, groups: int) -> None:
+    """`optimizer.state_dict()` as it is: given names for its numbers, torch would drop every state without a word."""
+    net, optimizer = _numbered(groups, 1.0)
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(copy.deepcopy(state), checkpoint_id=str(tmp_path), no_dist=True)
+    other, resumed = _numbered(groups, 7.0)
+    wanted = {"model": other.state_dict(), "optimizer": resumed.state_dict()}
+    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(tmp_path), no_dist=True)
+    assert _alike(wanted, state)
+    resumed.load_state_dict(wanted["optimizer"])
+    assert _alike(resumed.state_dict(), optimizer.state_dict())
+
+
+def test_an_optimizer_that_numbers_its_parameters_otherwise_is_refused(tmp_path: Path) -> None:
+    """Of another number of groups, or of fewer parameters: a number says nothing but a position."""
+    _, optimizer = _numbered(2, 1.0)
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=str(tmp_path), no_dist=True)
+    for members in ([0, 1, 2, 3], [0], [3, 2]):
+        wanted = {"optimizer": {"param_groups": [{"lr": 7.0, "params": list(members)}]}}
+        with pytest.raises(CheckpointException, match="have other numbers than those of the group that was saved"):
+            dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(tmp_path), no_dist=True)
+        assert wanted["optimizer"]["param_groups"] == [{"lr": 7.0, "params": members}]
+
+
 class Evil:
     """Unpickled by pickle, it makes a file."""
 

@@ -168,29 +168,47 @@ class Groups:
         self._where = where
         self._of = {name: group for group in groups for name in group.members}
 
-    def value(self, asked: GroupValue, members: Sequence[str] | None) -> object:
-        """The value that is asked for; `members` are those of this run's group, None where it names none.
+    def value(self, asked: GroupValue, members: Sequence[str | int]) -> object:
+        """The value that is asked for; `members` are those of this run's group, none where it has no list of them.
 
-        Raises ParamGroupMismatch where the saved groups of the members have different values.
+        Members that are numbers are those of `Optimizer.state_dict()`: they are the run's own, and say which group is
+        meant where a group of the same numbers was saved. Raises ParamGroupMismatch where the saved groups of the
+        members have different values, or count their parameters otherwise.
         """
         if asked.member is not None:
             return self._revived(self._of[asked.member], asked.name)
         assert asked.position is not None, "a value of a group is asked for by position or by member"
-        if members is None:
-            if len(self._groups) > 1:
+        names = [name for name in members if isinstance(name, str)]
+        if not names or len(names) < len(members):
+            group = self._alike_numbered(asked, members)
+            if group is not None and asked.name == "params":
+                return list(members)
+            if group is None and len(self._groups) > 1:
                 what = f"{len(self._groups)} groups were saved, and the target does not name the parameters of its own"
                 raise ParamGroupMismatch("", [self._fault(asked, what, 'names in "params", of get_state_dict', "none")])
-            group = self._groups[asked.position]
+            group = group or self._groups[asked.position]
             return list(group.members) if asked.name == "params" else self._revived(group, asked.name)
         if asked.name == "params":
-            return list(members)
-        saved = self._saved(members)
+            return names
+        saved = self._saved(names)
         if not saved:
             raise ParamGroupMismatch("", [self._fault(asked, "none of its parameters is in a saved group", "", "")])
         if differing := self._differing([(group.members[0], group) for group in saved], asked.name):
             what = "the parameters of this group were saved in groups that differ in it"
             raise ParamGroupMismatch("", [self._fault(asked, what, "one value", differing)])
         return self._revived(saved[0], asked.name)
+
+    def _alike_numbered(self, asked: GroupValue, members: Sequence[str | int]) -> GroupFacts | None:
+        """The saved group of the same numbers, None where none was saved that has one of them."""
+        numbers = [str(number) for number in members if isinstance(number, int)]
+        found = self._saved(numbers)
+        for group in found:
+            if list(group.members) != numbers:
+                what = "its parameters have other numbers than those of the group that was saved"
+                raise ParamGroupMismatch(
+                    "", [self._fault(asked, what, ", ".join(group.members[:8]), ", ".join(numbers[:8]))]
+                )
+        return found[0] if found else None
 
     def joined(self, current: Mapping[str, Mapping[str, object]]) -> Iterator[Fault]:
         """Faults of parameters with equal values in this run, `current` by name, that were saved with other ones.

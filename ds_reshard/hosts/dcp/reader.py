@@ -325,15 +325,13 @@ def _told(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:
     return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=shape, chunks=[chunk])
 
 
-def _members(planner: TorchPlanner, entry: GroupValue) -> Sequence[str] | None:
-    """The members of this run's param group, as its state dict names them."""
+def _members(planner: TorchPlanner, entry: GroupValue) -> Sequence[str | int]:
+    """The members of this run's param group, as its state dict names or numbers them."""
     if entry.position is None:
-        return None
+        return ()
     wanted = getattr(planner, "state_dict", {})
     members = wanted.get(".".join(map(str, (*entry.path[:-1], "params"))))
-    if isinstance(members, list) and members and all(isinstance(name, str) for name in members):
-        return members
-    return None
+    return members if isinstance(members, list) and all(isinstance(one, str | int) for one in members) else ()
 
 
 def _pickled(value: object) -> io.BytesIO:
