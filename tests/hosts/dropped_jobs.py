@@ -1,13 +1,17 @@
-"""Resumes under flags, by accelerate and by Hugging Face's Trainer, of what DeepSpeed does not load."""
+"""Resumes under flags, by accelerate, by Hugging Face's Trainer and by torch, of what DeepSpeed does not load."""
 
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import late_trainer_jobs
+import torch
+import torch.distributed as dist
 import unsafe_jobs
 
 
@@ -25,6 +29,11 @@ def _asked(flags: list[str]) -> Iterator[None]:
 def save(host: str, folder: str) -> None:
     if host == "accelerate":
         unsafe_jobs.accelerate_save(folder, safe=True)
+    elif host == "torch":
+        unsafe_jobs.dcp_save(folder)
+    elif host == "manager":
+        Path(folder).mkdir(exist_ok=True)
+        torch.save({"w": torch.ones(2)}, f"{folder}/model_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")
     else:
         unsafe_jobs.trainer_save(folder)
 
@@ -34,7 +43,21 @@ def resume(host: str, folder: str, flags: list[str]) -> tuple[str, str]:
     with _asked(flags):
         if host == "accelerate":
             return unsafe_jobs.accelerate_load(folder)[:2]
+        if host == "torch":
+            return unsafe_jobs.dcp_load(folder)[:2]
+        if host == "manager":
+            shutil.rmtree(f"{folder}/package{dist.get_rank()}", ignore_errors=True)
+            dist.barrier()
+            return unsafe_jobs.managed(folder, "path")
         return unsafe_jobs.trainer_resume(folder, f"{folder}/checkpoint-2")
+
+
+def beside_deepspeed(folder: str, flags: list[str]) -> tuple[str, str, bool]:
+    """What torch's load is told in a run of which DeepSpeed loads under the flags."""
+    import ds_reshard
+
+    with _asked(flags), ds_reshard.install("deepspeed"):
+        return unsafe_jobs.dcp_load(folder)
 
 
 def start(host: str, folder: str, flags: list[str]) -> str:
@@ -45,7 +68,6 @@ def start(host: str, folder: str, flags: list[str]) -> str:
 
 def random_states(folder: str, policy: dict[str, Any]) -> list[bool]:
     """Whether each load of the Trainer's random states, in a resume, has changed this run's."""
-    import torch
     from transformers import Trainer
 
     import ds_reshard

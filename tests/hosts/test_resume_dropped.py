@@ -1,4 +1,4 @@
-"""What accelerate and Hugging Face's Trainer load beside DeepSpeed, or without it: no flag is silently dropped."""
+"""What accelerate, Hugging Face's Trainer and torch load beside DeepSpeed, or without it: no flag is dropped."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("host", ["accelerate", "Trainer"])
+@pytest.mark.parametrize("host", ["accelerate", "Trainer", "torch", "manager"])
 def test_a_run_without_deepspeed_refuses_flags(worlds: Any, tmp_path: Path, host: str) -> None:
-    """Both load what torch has saved as it is, whatever the flags say; where nothing is loaded nothing is refused."""
+    """All load what torch has saved as it is, whatever the flags say; where nothing is loaded nothing is refused.
+
+    `dcp.load` of torch, and the managers of EasyR1 and verl (a synthetic class).
+    """
     folder = str(tmp_path / "saved")
     assert worlds[2].run("dropped_jobs.start", host=host, folder=folder, flags=["--no-load-optim"]) == ["", ""]
     for flag, given in FLAGS.items():
@@ -26,6 +29,14 @@ def test_a_run_without_deepspeed_refuses_flags(worlds: Any, tmp_path: Path, host
         assert {error for error, _ in told} == {"ConfigError"} and len({text for _, text in told}) == 1, told
         assert f"{flag}: " in told[0][1] and "without DeepSpeed" in told[0][1]
     assert worlds[2].run("dropped_jobs.resume", host=host, folder=folder, flags=[]) == [("", "")] * 2
+
+
+def test_torchs_load_beside_deepspeed_refuses_none(worlds: Any, tmp_path: Path) -> None:
+    """There the flags are those of the engine's load."""
+    folder = str(tmp_path / "saved")
+    worlds[2].run("unsafe_jobs.dcp_save", folder=folder)
+    told = worlds[2].run("dropped_jobs.beside_deepspeed", folder=folder, flags=["--no-load-optim"])
+    assert told == [("", "", False)] * 2
 
 
 def test_weights_alone_leave_the_trainers_random_states_out(worlds: Any, tmp_path: Path) -> None:

@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ds_reshard.errors import ConfigError
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
 from ds_reshard.hosts.fsdp.settings import asks_to_verify
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def check_flattened(call: Call) -> object:
@@ -56,7 +60,7 @@ def async_save(call: Call) -> object:
 def load_directory(call: Call) -> object:
     """Of `_load_state_dict`, and of what reads a directory before it: UnsafePickle where it or an object of it acts.
 
-    Collective, unless the load is one of this process alone: CheckpointDamaged where ranks see other directories, as
+    ConfigError where resume flags were given: torch loads what is there, whatever they say. Collective, unless the load is one of this process alone: CheckpointDamaged where ranks see other directories, as
     copies of two saves have them. A reader of anything else than files in a folder is its owner's affair; a URL of
     local files is a folder.
     """
@@ -67,15 +71,36 @@ def load_directory(call: Call) -> object:
     from ds_reshard.operations.watching import watched
 
     folder, alone = _local_folder(call["storage_reader"]), bool(call.arguments.get("no_dist"))
+    group = call.arguments.get("process_group")
     with watched("fsdp", folder):
+        refuse_policy("torch.distributed.checkpoint.load", group, alone=alone)
         if folder is not None:
-            group = call.arguments.get("process_group")
             refuse_unsafe_folder(folder, group=group, alone=alone)
             if not alone:
                 path = Path(folder, METADATA)
                 read, _, _ = attempt(lambda: {str(path): digest(path.read_bytes())})  # what is not there torch tells
                 agree_files(read or {}, group, subject=f"loading {folder}")
         return call()
+
+
+def refuse_policy(host: str, group: ProcessGroup | None = None, *, alone: bool = False) -> None:
+    """Raise ConfigError where a resume policy was asked for that nobody applies; on every rank, unless `alone`.
+
+    Where the hooks of a framework are on that applies it, its own load does: it may call torch's, or the script may.
+    """
+    from ds_reshard import hosts
+    from ds_reshard.operations.ranks import together
+    from ds_reshard.resume.policy_sources import refuse_unapplied
+
+    def refuse() -> None:
+        on = {status.host for status in hosts.installed() if status.state in ("installed", "vendored")}
+        if on.isdisjoint(("deepspeed", "megatron", "nanotron")):
+            refuse_unapplied(host)
+
+    if alone:
+        refuse()
+    else:
+        together(refuse, group, subject="loading")
 
 
 def _local_folder(reader: object) -> str | None:
@@ -103,6 +128,7 @@ def load_checkpoint(call: Call) -> object:
 
     given = [value for name, value in call.arguments.items() if name != "self"]
     if given and isinstance(given[0], str | os.PathLike):
+        refuse_policy("this FSDPCheckpointManager")
         refuse_unsafe_folder(os.fspath(given[0]))
     return call()
 
