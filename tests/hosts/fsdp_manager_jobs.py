@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_jobs import VLM, WORDS, Block, _hooks, build, cast, contents, touch, whole
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -292,6 +293,41 @@ def verified(
     train(model, optimizer, scheduler, range(2, 3))
     told["a later step"] = _said(folder, model=model, optimizer=optimizer)
     return told
+
+
+def _covered(kind: str) -> tuple[Any, Any]:
+    """A model of which modules are wrapped by more than FSDP2, or of FSDP1 that leaves one out."""
+    torch.manual_seed(0)
+    model, mesh = VLM(), init_device_mesh("cpu", (dist.get_world_size(),))
+    if kind == "ignored":
+        policy, device = ModuleWrapPolicy({Block}), torch.device("cpu")
+        model = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=policy,
+            use_orig_params=True,
+            device_id=device,
+            device_mesh=mesh,
+            ignored_modules=[model.norm],
+        )
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if kind == "checkpointed":
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def covered(folder: str, kind: str) -> tuple[str, str]:
+    """What `verify_saved` says of a save by `get_state_dict`, and once a parameter that FSDP1 ignores has changed."""
+    model, optimizer = _covered(kind)
+    scheduler = _schedule(optimizer)
+    train(model, optimizer, scheduler, range(2))
+    if kind == "compiled":
+        model = torch.compile(model)
+    _save(folder, model, optimizer, scheduler)
+    said = _said(folder, model=model, optimizer=optimizer)
+    with torch.no_grad():
+        next(param for name, param in model.named_parameters() if name.endswith("norm.weight")).add_(1)
+    return said, _said(folder, model=model, optimizer=optimizer)
 
 
 def _said(folder: str, **live: Any) -> str:

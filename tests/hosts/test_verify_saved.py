@@ -49,6 +49,14 @@ def test_a_good_save_passes(tmp_path: Path, orig: bool, size: int, tied: bool) -
         assert "embed.weight[exp_avg] is not what the ranks hold" in told["a later step"]
 
 
+@pytest.mark.parametrize("kind", ["checkpointed", "compiled", "ignored"])
+def test_a_good_save_of_what_more_than_fsdp_wraps_passes(tmp_path: Path, kind: str) -> None:
+    """Activation checkpointing and torch.compile add to names, which is not saved; FSDP1 ignores a module."""
+    for good, changed in fresh.run("fsdp_manager_jobs.covered", 2, folder=str(tmp_path), kind=kind):
+        assert good == ""
+        assert changed.count(" is not what the ranks hold") == 1 and "norm.weight[weight] is not what" in changed
+
+
 @pytest.mark.parametrize("fsdp2", [False, True])
 def test_groups_of_ranks_that_hold_the_same_shards(tmp_path: Path, fsdp2: bool) -> None:
     """HSDP: what is read is what the ranks held, each replica is compared; three groups load what two have saved."""

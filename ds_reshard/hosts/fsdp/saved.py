@@ -140,14 +140,15 @@ def _compared(checkpoint: FsdpCheckpoint, rank: int, size: int, model: Module, o
     return _Seen(
         faults=found.faults,
         other_steps=tuple(_other_steps(checkpoint, model, optimizer)),
-        saved={TensorKey(name=one.name, kind=one.kind): one.fingerprint for one in found.tensors},
+        saved={TensorKey(name=saved_name(one.name), kind=one.kind): one.fingerprint for one in found.tensors},
         live={key: live[key] for key in keys},
         passed=second_names(model),
     )
 
 
 def _other_steps(checkpoint: FsdpCheckpoint, model: Module, optimizer: Optimizer | None) -> Iterator[Fault]:
-    saved = checkpoint.facts.scalars if checkpoint.facts is not None else {}
+    scalars = checkpoint.facts.scalars if checkpoint.facts is not None else {}
+    saved = {saved_name(name): states for name, states in scalars.items()}
     for name, kind, data in steps_of(model, optimizer):
         found = saved.get(name, {}).get(kind)
         if not isinstance(found, ScalarTensor) or found.data != data:
@@ -197,16 +198,29 @@ def _parameters(model: Module) -> Iterator[_Parameter]:
     from torch.distributed.fsdp._optim_utils import _get_fqn_to_fsdp_param_info
 
     infos = _get_fqn_to_fsdp_param_info(model)
+    flattened = set[int]()
     for name, info in infos.items():
         flat, number = info.handle.flat_param, info.param_indices[name]
         region, offset = _flat_region(info, number)
         tensor = flat if flat._params is None else flat._params[number]
+        flattened |= {id(flat), id(tensor)}
         inside = slice(offset, offset + region.numel) if tensor is flat and region is not None else slice(None)
         shape = tuple(flat._shapes[number])
-        yield _Parameter(name=name, shape=shape, tensor=tensor, region=region, inside=inside)
-    for name, param in model.named_parameters() if not infos else ():
-        region, shape = _local_region(param), tuple(param.shape)
-        yield _Parameter(name=name, shape=shape, tensor=param, region=region, inside=slice(None))
+        yield _Parameter(name=saved_name(name), shape=shape, tensor=tensor, region=region, inside=inside)
+    for name, param in model.named_parameters():  # of FSDP2, and what FSDP1 was told to ignore
+        if id(param) not in flattened:
+            region, shape = _local_region(param), tuple(param.shape)
+            yield _Parameter(name=saved_name(name), shape=shape, tensor=param, region=region, inside=slice(None))
+
+
+def saved_name(name: str) -> str:
+    """The name of a parameter without those of what wraps modules: FSDP1, activation checkpointing, torch.compile.
+
+    get_state_dict saves it so; `state_dict()` of a compiled module keeps `_orig_mod`.
+    """
+    from torch.distributed.fsdp._common_utils import clean_tensor_name
+
+    return clean_tensor_name(name).replace("_orig_mod.", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +266,6 @@ def steps_of(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[str, 
 def second_names(model: Module) -> frozenset[str]:
     """The names of buffers, and all names of parameters: of a tied one, the first alone is compared."""
     from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp._common_utils import clean_tensor_name
 
     named = [*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)]
     handles = [
@@ -266,7 +279,7 @@ def second_names(model: Module) -> frozenset[str]:
         if handle is not None
         for info in handle.flat_param._shared_param_infos
     ]
-    return frozenset(clean_tensor_name(name) for name in (*tied, *(name for name, _ in named)))
+    return frozenset(saved_name(name) for name in (*tied, *(name for name, _ in named)))
 
 
 def _flat_region(info: FSDPParamInfo, number: int) -> tuple[Region | None, int]:
