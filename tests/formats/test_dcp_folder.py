@@ -421,6 +421,24 @@ def test_an_optimizer_that_numbers_its_parameters_otherwise_is_refused(tmp_path:
         assert wanted["optimizer"]["param_groups"] == [{"lr": 7.0, "params": members}]
 
 
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("value", [3, 0.5, True, "warm", None], ids=repr)
+def test_a_state_that_is_a_plain_value_comes_back(tmp_path: Path, value: Any, flat: bool) -> None:
+    """As the steps of transformers' Adafactor are; a number goes into the tensor that an optimizer has for it, too."""
+    states: dict[str, Any] = {"state": {"a": {"exp_avg": torch.ones(3), "kept": value}}}
+    if flat:
+        states = {"state.a.exp_avg": torch.ones(3), "state.a.kept": value}
+    dcp.save({"model": {"a": torch.ones(3)}, "optimizer": states}, checkpoint_id=str(tmp_path), no_dist=True)
+    for other in ("other", torch.tensor(7.0)):
+        for reader in (dcp.FileSystemReader(tmp_path), ds_reshard.dcp.Reader(tmp_path)):
+            wanted: Any = {"optimizer": {"state": {"a": {"exp_avg": torch.zeros(3), "kept": other}}}}
+            if flat:
+                wanted = {"optimizer": {"state.a.exp_avg": torch.zeros(3), "state.a.kept": other}}
+            dcp.load(wanted, storage_reader=reader, no_dist=True)
+            held = wanted["optimizer"]["state.a.kept"] if flat else wanted["optimizer"]["state"]["a"]["kept"]
+            assert held == value and (torch.is_tensor(held) or type(held) is type(value))
+
+
 class Evil:
     """Unpickled by pickle, it makes a file."""
 

@@ -39,10 +39,10 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Single:
-    """One value that is a small tensor in an optimizer of torch: `step`."""
+    """One value of a parameter: a small tensor, as `step` is in an optimizer of torch, or a plain one."""
 
     path: Path
-    value: ScalarTensor | int | float
+    value: Scalar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +122,7 @@ def _states(source: Checkpoint, optimizer: str) -> Iterator[Entry]:
             if kind not in _WEIGHTS:
                 yield Stored(path=(*at, kind), shape=layout[key].shape, sources={layout[key].dtype: key})
         for kind, value in source.facts.scalars.get(owner(source, name), {}).items():
-            if _is_number(value):
-                yield Single(path=(*at, kind), value=value)  # type: ignore[arg-type]
-
-
-def _is_number(value: Scalar) -> bool:
-    return isinstance(value, ScalarTensor) or (isinstance(value, int | float) and not isinstance(value, bool))
+            yield Single(path=(*at, kind), value=value)
 
 
 def _groups(groups: tuple[GroupFacts, ...], optimizer: str) -> Iterator[GroupValue]:

@@ -280,24 +280,23 @@ class Reader(StorageReader):
         faults = [fault for key, value in wanted.items() for fault in off_mesh(key, value)]
         flattened: dict[str, dict[str, object]] = {}
         for item in plan.items if not faults else ():
-            entry = self._entries[item.storage_index.fqn]
+            fqn = item.storage_index.fqn
+            entry = self._entries[fqn]
             try:
                 if isinstance(entry, GroupValue):
                     if entry.member is not None:
-                        current = wanted.get(item.storage_index.fqn)
+                        current = wanted.get(fqn)
                         flattened.setdefault(entry.member, {})[entry.name] = current
                     filling.values.append((item, self._groups.value(entry, _members(planner, entry))))
                     continue
-                if isinstance(entry, Own):
-                    filling.values.append((item, entry.value))
-                    continue
-                tensor = planner.resolve_tensor(item).detach()
                 if isinstance(entry, Stored):
-                    filling.add(item, entry, tensor)
-                else:
+                    filling.add(item, entry, planner.resolve_tensor(item).detach())
+                elif isinstance(entry, Single) and (tensor := _filled(item, entry, planner)) is not None:
                     filling.singles.append((item, tensor, single(entry, tensor.dtype, cast=self._cast)))
+                else:
+                    filling.values.append((item, entry.value))
             except Exception as error:
-                faults += as_faults(error, where=item.storage_index.fqn)
+                faults += as_faults(error, where=fqn)
         faults += self._groups.joined(flattened)
         return filling, [*faults, *shards.index.faults, *shards.compare()]
 
@@ -316,8 +315,21 @@ class Reader(StorageReader):
         raise_faults(faults if self._group is None else of_all(faults, self._group), subject=_SUBJECT)
 
 
+def _filled(item: ReadItem, entry: Single, planner: TorchPlanner) -> torch.Tensor | None:
+    """The tensor of the target into which a value is put; None where it takes the place of what is there.
+
+    So torch does with each that is no tensor in the checkpoint; a number is put into a tensor here.
+    """
+    if isinstance(entry.value, ScalarTensor):
+        return planner.resolve_tensor(item).detach()
+    current = getattr(planner, "state_dict", {}).get(item.storage_index.fqn)
+    if isinstance(entry.value, bool | str | None) or not isinstance(current, torch.Tensor) or current.dim():
+        return None
+    return (current.to_local() if isinstance(current, DTensor) else current).detach()
+
+
 def _told(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:
-    if isinstance(entry, GroupValue | Own):
+    if isinstance(entry, GroupValue | Own) or (isinstance(entry, Single) and not isinstance(entry.value, ScalarTensor)):
         return BytesStorageMetadata()
     shape = torch.Size(entry.shape if isinstance(entry, Stored) else ())
     dtype = torch_dtype(entry.dtype) if isinstance(entry, Stored) else torch.float32
