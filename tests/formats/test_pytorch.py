@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from ds_reshard.cli.main import main
 from ds_reshard.errors import CheckpointDamaged, ReshardError, UnsafePickle, UnsupportedLayout
@@ -56,6 +57,18 @@ def saved(folder: Path, *, named: bool = True, groups: int = 2, safe: bool = Fal
     return folder
 
 
+def gathered(folder: Path, *, groups: int, trainers: bool) -> Path:
+    """As accelerate saves FSDP's FULL_STATE_DICT, and the Trainer, which has its own file of weights beside it."""
+    folder.mkdir()
+    model, optimizer, _ = trained(False, groups)
+    weights, kept = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    torch.save(weights, folder / "pytorch_model_fsdp.bin")
+    torch.save(kept, folder / "optimizer.bin")
+    if trainers:
+        save_file(model.state_dict(), folder / "model.safetensors")
+    return folder
+
+
 def states(folder: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = torch.load(folder / "optimizer.pt", weights_only=True)
     names = [name for group in loaded["param_groups"] for name in group["param_names"]]
@@ -70,6 +83,22 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
             same(value, other[name])
         else:
             assert value.dtype == other[name].dtype and torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("trainers", [False, True], ids=["accelerate", "Trainer"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_an_optimizer_that_was_gathered_from_fsdp_has_names(groups: int, trainers: bool, tmp_path: Path) -> None:
+    """In place of numbers: of several groups, and of one whose weights lie in another order in their file."""
+    source = gathered(tmp_path / "saved", groups=groups, trainers=trainers)
+    done = convert(str(source), str(tmp_path / "out"), to="zero2", dp=2, options=ONE_THREAD)
+    assert any("pytorch_model_fsdp.bin" in note for note in done.notes) == trainers
+    assert verify(str(source), deep=True).clean and diff(str(source), str(tmp_path / "out")).equal
+    convert(str(tmp_path / "out"), str(tmp_path / "back"), to="pytorch", options=ONE_THREAD)
+    model, optimizer, _ = trained(True, groups)
+    held = {name: one for name, one in load_file(tmp_path / "back" / "model.safetensors").items() if one.numel()}
+    same(held, {name: value for name, value in model.state_dict().items() if value.numel()})
+    expected = {name: optimizer.state[param] for name, param in model.named_parameters() if param.numel()}
+    same({name: kinds for name, kinds in states(tmp_path / "back").items() if name != "none"}, expected)
 
 
 @pytest.mark.parametrize("to", ["zero1", "zero2", "zero3", "universal", "dcp"])

@@ -160,7 +160,9 @@ def resume(folder: str, model: Model, first: int, steps: int, out: str) -> list[
     return losses
 
 
-def accelerates(folder: str, model: Model, out: str | None = None) -> dict[tuple[str, str], torch.Tensor]:
+def accelerates(
+    folder: str, model: Model, out: str | None = None, kind: str = "SHARDED_STATE_DICT"
+) -> dict[tuple[str, str], torch.Tensor]:
     """Save two steps of FSDP2 by accelerate's own functions, or load what is there by them; what is held then, whole.
 
     `Accelerator` itself has FSDP for devices alone; these are what its save_state and load_state call.
@@ -172,7 +174,7 @@ def accelerates(folder: str, model: Model, out: str | None = None) -> dict[tuple
 
     PartialState._reset_state()
     PartialState(cpu=True)  # which the functions log through
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
     accelerator = SimpleNamespace(
         num_processes=dist.get_world_size(),
         process_index=dist.get_rank(),

@@ -90,6 +90,24 @@ def _prints(folder: str, master: str) -> dict[tuple[str, str], str | None]:
     }
 
 
+def test_what_accelerate_gathers_on_one_rank_is_converted(worlds: Any, tmp_path: Path) -> None:
+    """FULL_STATE_DICT of FSDP2: a file of weights, and an optimizer that names its parameters, in two groups."""
+    folder, model = tmp_path / "accelerate", Model(groups=2, scheduler=False)
+    how = {"model": model, "kind": "FULL_STATE_DICT"}
+    held = worlds[2].run("dcp_jobs.accelerates", folder="", out=str(folder), **how)[0]
+    assert {path.name for path in folder.iterdir()} == {"pytorch_model_fsdp.bin", "optimizer.bin"}
+    told = inspect(str(folder))
+    assert not told.faults and len(told.groups) == 2 and verify(str(folder), deep=True).clean
+    convert(str(folder), str(tmp_path / "zero"), to="zero2", dp=3)
+    loaded = worlds[3].run("load", run=Run(2, 3, "fp32"), model=model, folder=str(tmp_path / "zero"), hooks=False)
+    expected = {(n, "fp32" if kind == "weight" else kind): t for (n, kind), t in held.items() if kind != "step"}
+    found = gathered(loaded)
+    assert found.keys() == expected.keys()
+    assert all(same_bits(found[key], tensor.view(-1)) for key, tensor in expected.items())
+    for rank in worlds[3].run("load", run=Run(3, 3, "fp32"), model=model, folder=str(folder)):
+        assert rank["steps"] == loaded[0]["steps"]
+
+
 def test_accelerates_folders_both_ways(worlds: Any, saves: Saves, tmp_path: Path) -> None:
     """What accelerate's FSDP2 saved is converted to ZeRO; what ZeRO saved is loaded by accelerate."""
     model = Model(groups=2, scheduler=False)

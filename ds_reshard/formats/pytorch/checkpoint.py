@@ -5,7 +5,8 @@ Weights are `pytorch_model.bin` or `model.safetensors`, or shards of one of them
 Face's Trainer) or `optimizer.bin` (accelerate), the scheduler `scheduler.pt` or `scheduler.bin`. An optimizer numbers
 its parameters (torch/optim/optimizer.py, 2.13): which number is which is told by `param_names` of its groups, where it
 was built of `named_parameters()`; else by `optimizer_names.json`, a list; else by shapes, where no two are alike and
-every parameter has states of its own.
+every parameter has states of its own. Gathered from FSDP (FULL_STATE_DICT) it names them instead, and weights are
+`pytorch_model_fsdp.bin` where nothing else is there (accelerate/utils/fsdp_utils.py, 1.15).
 
 Of two files for one thing none is taken; of all other files no more than the step of Trainer's `trainer_state.json`
 (`TrainerState.global_step`, transformers/trainer_callback.py, 5.23), and what is left out is told.
@@ -35,6 +36,7 @@ OPTIMIZERS, SCHEDULERS = ("optimizer.pt", "optimizer.bin"), ("scheduler.pt", "sc
 NAMES = "optimizer_names.json"
 TRAINER = "trainer_state.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_GATHERED = "pytorch_model_fsdp.bin"
 _INDEXES = tuple(f"{name}.index.json" for name in _WEIGHTS)
 # A folder with one of these is another checkpoint's: Trainer and accelerate keep weights beside those of DeepSpeed.
 _OTHERS = ("latest", ".metadata", "zero_to_fp32.py", "pytorch_model_fsdp_0")
@@ -50,7 +52,7 @@ _LIST = "write a JSON list of the parameters' names, in the order of their numbe
 def list_pytorch(folder: str) -> SavedListing | None:
     """The files of such a folder, None for any other."""
     names = set(folders.names(folder))
-    if names.isdisjoint((*_WEIGHTS, *_INDEXES)) or not names.isdisjoint(_OTHERS):
+    if names.isdisjoint((*_WEIGHTS, *_INDEXES, _GATHERED)) or not names.isdisjoint(_OTHERS):
         return None
     files = {}
     for name, nbytes in folders.files(folder).items():
@@ -158,9 +160,8 @@ def _json(path: str) -> object:
 
 def _weights(folder: str, notes: list[str], left_out: list[str]) -> Iterator[tuple[str, dict[str, TensorRecord]]]:
     """The tensors of each file of weights, all of them those that the index lists."""
-    index = _single(folder, (*_WEIGHTS, *_INDEXES), "weights")
-    assert index is not None
-    if index in _WEIGHTS:
+    index = _single(folder, (*_WEIGHTS, *_INDEXES), "weights") or _GATHERED
+    if index in (*_WEIGHTS, _GATHERED):
         yield index, _tensors(f"{folder}/{index}", notes, left_out)
         return
     told = _json(f"{folder}/{index}")
@@ -285,6 +286,8 @@ def _names(
     if not told and folders.is_file(listed):
         read, where = _json(listed), listed
         told = [*read] if isinstance(read, list) else []
+    elif not told and all(isinstance(one, str) for one in numbers):
+        told = numbers  # FSDP.optim_state_dict and get_state_dict of torch
     elif not told and len(groups) == 1:
         floats = [name for name, weight in weights.items() if weight.dtype.label.startswith(("float", "bfloat"))]
         pairs = [(states.get(number), weights[name]) for number, name in zip(numbers, floats, strict=False)]

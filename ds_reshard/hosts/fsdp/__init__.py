@@ -60,9 +60,9 @@ def async_save(call: Call) -> object:
 def load_directory(call: Call) -> object:
     """Of `_load_state_dict`, and of what reads a directory before it: UnsafePickle where it or an object of it acts.
 
-    ConfigError where resume flags were given: torch loads what is there, whatever they say. Collective, unless the load is one of this process alone: CheckpointDamaged where ranks see other directories, as
-    copies of two saves have them. A reader of anything else than files in a folder is its owner's affair; a URL of
-    local files is a folder.
+    ConfigError where resume flags were given: torch loads what is there, whatever they say. Collective, unless the load
+    is one of this process alone: CheckpointDamaged where ranks see other directories, as copies of two saves have them.
+    A reader of anything else than files in a folder is its owner's affair; a URL of local files is a folder.
     """
     from ds_reshard.containers.dcp_directory import METADATA
     from ds_reshard.containers.digests import digest
