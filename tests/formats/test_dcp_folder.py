@@ -516,6 +516,33 @@ def test_a_member_without_states_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("part", "what"),
+    [
+        ({"precond": {0: torch.ones(2)}}, "state.norm.bias.precond.0"),
+        ({"precond": [torch.ones(2)]}, "state.norm.bias.precond.0"),
+        ({"seen": [1, 2]}, "state.norm.bias.seen"),
+        ({"betas": [torch.tensor(0.8), torch.tensor(0.9)]}, "param_groups.1.betas.1"),
+    ],
+    ids=["dict", "list of tensors", "list", "group"],
+)
+def test_parts_of_the_optimizer_that_lie_deeper_are_refused(tmp_path: Path, part: dict[str, Any], what: str) -> None:
+    """As Shampoo's: they became entries of the client state, and DeepSpeed's optimizer went on without them."""
+    state = _state(flat=False)
+    of = state["optimizer"]["param_groups"][1] if "betas" in part else state["optimizer"]["state"]["norm.bias"]
+    of.update(part)
+    folder = str(tmp_path / "saved")
+    dcp.save(copy.deepcopy(state), checkpoint_id=folder, no_dist=True)
+    for to in ("zero2", "universal"):
+        with pytest.raises(ds_reshard.UnsupportedLayout, match="inside a dict or a list") as raised:
+            convert(folder, str(tmp_path / to), to=to, dp=2 if to == "zero2" else None)
+        assert f"optimizer.{what}" in {fault.where for fault in raised.value.faults}
+    convert(folder, str(tmp_path / "dcp"), to="dcp", dp=2)
+    wanted = _emptied(state)
+    dcp.load(wanted, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    assert _alike(wanted["optimizer"], state["optimizer"])
+
+
 @pytest.mark.parametrize("name", ["pp 2 tp 2 dp 3", "pp 2 tp 2, whole states, fp32"])
 def test_the_reader_serves_nanotron(tmp_path: Path, name: str) -> None:
     """Synthetic files, of every axis: masters where there are some, and moments, to the bit."""
