@@ -16,7 +16,7 @@ from ds_reshard.formats.nanotron.checkpoint import (
 )
 from ds_reshard.formats.nanotron.content import adopt, content_of, digest_of
 from ds_reshard.formats.nanotron.names import LATEST, NanotronListing, is_nanotron, read_listing
-from ds_reshard.formats.nanotron.target import Wanted, nanotron_target
+from ds_reshard.formats.nanotron.target import nanotron_target
 from ds_reshard.model.checkpoint import Checkpoint, Format, Listing, Shards, Surveyed
 from ds_reshard.model.content import Content
 from ds_reshard.model.facts import ScalarTensor
@@ -171,16 +171,12 @@ class OpenedNanotron(Checkpoint):
     def target(self, asked: Asked, like: Checkpoint | None) -> Target | None:
         if asked.to != TO:
             return None
-        return nanotron_target(self.checkpoint, _wanted(asked), _opened(asked, like))
+        return nanotron_target(self.checkpoint, asked, _opened(asked, like))
 
     def values(self) -> Mapping[str, Mapping[str, object]]:
         saved = self.checkpoint
         kept = {key: value for key, value in saved.metadata.entries.items() if key not in ("tp", "dp", "version")}
         return {"": kept, "lr_scheduler": saved.schedulers[0].counters if saved.schedulers else {}}
-
-
-def _wanted(asked: Asked) -> Wanted:
-    return Wanted(dp=asked.dp, tp=asked.tp, pp=asked.pp, zero_stage=asked.zero_stage)
 
 
 def _opened(asked: Asked, like: Checkpoint | None) -> NanotronCheckpoint | None:
@@ -202,7 +198,7 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     adoption = adopt(content, shown)
     raise_faults([*faults, *content.faults, *adoption.faults], subject=f"converting {content.folder} to nanotron")
     assert adoption.checkpoint is not None
-    target = nanotron_target(adoption.checkpoint, _wanted(asked))
+    target = nanotron_target(adoption.checkpoint, asked)
     tag = str(content.steps)
     return replace(
         target,

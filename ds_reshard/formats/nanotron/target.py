@@ -34,19 +34,9 @@ from ds_reshard.model.content import Schedule
 from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType, new_tensor
-from ds_reshard.model.target import Target, TargetFile, Unit
+from ds_reshard.model.target import Asked, Target, TargetFile, Unit
 
 _LIKE = "name a checkpoint that a run of that topology has saved: --like DIR"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What was asked for; None is as it was saved, or as in the checkpoint `like`."""
-
-    dp: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    zero_stage: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +69,10 @@ class Arrangement:
     homes: Mapping[str, int]
 
 
-def arrange(source: NanotronCheckpoint, wanted: Wanted, like: NanotronCheckpoint | None) -> Arrangement:
+def arrange(source: NanotronCheckpoint, asked: Asked, like: NanotronCheckpoint | None) -> Arrangement:
     """Raises UnsupportedLayout, with every reason, where the source does not tell how the target is arranged."""
     subject = f"converting {source.folder} to nanotron"
-    topology, dp = _topology(source, wanted, like)
+    topology, dp = _topology(source, asked, like)
     faults = list(_lacking(source)) + (list(_unlike(source, like, topology)) if like is not None else [])
     raise_faults(faults, subject=subject)
     stages = _like_stages(source, like) if like is not None else _stages(source, topology.pp)
@@ -103,11 +93,11 @@ def arrange(source: NanotronCheckpoint, wanted: Wanted, like: NanotronCheckpoint
     return Arrangement(topology=topology, dp=dp, stages=stages, parameters=parameters, homes=homes)
 
 
-def _topology(source: NanotronCheckpoint, wanted: Wanted, like: NanotronCheckpoint | None) -> tuple[Topology, int]:
+def _topology(source: NanotronCheckpoint, asked: Asked, like: NanotronCheckpoint | None) -> tuple[Topology, int]:
     default = like if like is not None else source
-    cut = default.topology.dp is not None if wanted.zero_stage is None else wanted.zero_stage > 0
-    dp = wanted.dp or default.metadata.dp
-    pp, tp = wanted.pp or default.topology.pp, wanted.tp or default.topology.tp
+    cut = default.topology.dp is not None if asked.zero_stage is None else asked.zero_stage > 0
+    dp = asked.dp or default.metadata.dp
+    pp, tp = asked.pp or default.topology.pp, asked.tp or default.topology.tp
     return Topology(pp=pp, tp=tp, dp=dp if cut else None, exp=1), dp
 
 
@@ -246,12 +236,12 @@ def kinds_of(source: NanotronCheckpoint, name: str) -> dict[str, ElementType]:
 WEIGHTS, TEXTS = "weights", "texts"
 
 
-def nanotron_target(source: NanotronCheckpoint, wanted: Wanted, like: NanotronCheckpoint | None = None) -> Target:
-    """The files of the same state at the topology that is wanted, or that `like` has.
+def nanotron_target(source: NanotronCheckpoint, asked: Asked, like: NanotronCheckpoint | None = None) -> Target:
+    """The files of the same state at the topology that is asked for, or that `like` has.
 
     Raises UnsupportedLayout, with every reason, where the source does not tell how they are arranged.
     """
-    arrangement = arrange(source, wanted, like)
+    arrangement = arrange(source, asked, like)
     raise_faults(list(_idle(arrangement)), subject=f"converting {source.folder} to nanotron")
     writing = _Writing(source=source, arrangement=arrangement)
     placements = {placement.key: placement for placement in writing.placements()}
