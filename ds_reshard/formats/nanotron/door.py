@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_faults
+from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, error_of
 from ds_reshard.formats.nanotron.checkpoint import (
     NanotronCheckpoint,
     NanotronShards,
@@ -193,11 +193,8 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     if shown is None:
         what = "does not tell how nanotron cuts parameters, in which order it trains them, and with which config.yaml"
         mend = "save a step of the coming run, and name that checkpoint: --like DIR"
-        raise_faults([UnsupportedLayout.fault(content.folder, what, mend=mend)], subject="converting")
-    assert shown is not None
-    adoption = adopt(content, shown)
-    raise_faults([*faults, *content.faults, *adoption.faults], subject=f"converting {content.folder} to nanotron")
-    assert adoption.checkpoint is not None
+        raise error_of([UnsupportedLayout.fault(content.folder, what, mend=mend)], subject="converting")
+    adoption = adopt(content, shown, faults)
     target = nanotron_target(adoption.checkpoint, asked)
     tag = str(content.steps)
     return replace(
