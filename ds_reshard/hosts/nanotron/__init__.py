@@ -37,27 +37,6 @@ def _calls(module: str, seam: str, *, may_lack: bool = False) -> Callable[[Funct
     return wrap
 
 
-def wrap_trainer(original: Function) -> Function:
-    @functools.wraps(original)
-    def __init__(self: object, *args: object, **kwargs: object) -> None:
-        from ds_reshard.hosts.nanotron.trainer import initialise
-
-        initialise(self, functools.partial(original, self, *args, **kwargs))
-
-    return __init__
-
-
-wrap_save = _calls("scheduler", "save")
-wrap_save_lr_scheduler = _calls("scheduler", "save_lr_scheduler", may_lack=True)
-wrap_load_lr_scheduler = _calls("scheduler", "load_lr_scheduler", may_lack=True)
-wrap_build_scheduler = _calls("scheduler", "build")
-wrap_load_optimizer = _calls("optimizer", "load_optimizer")
-wrap_state_dict_to_device = _calls("optimizer", "state_dict_to_device")
-wrap_parse_ckpt_path = _calls("foreign", "parse_ckpt_path")
-wrap_load_weights = _calls("foreign", "load_weights")
-wrap_load_meta = _calls("trainer", "load_meta")
-wrap_load_random_states = _calls("trainer", "load_random_states")
-
 _SERIALIZE = "nanotron.serialize"
 _SCHEDULER = ("lr_scheduler", "is_zero", "parallel_context", "root_folder")
 
@@ -70,68 +49,68 @@ HOOKS = HostHooks(
     patches=(
         Patch(
             target=f"{_SERIALIZE}.main:save",
-            wrapper=wrap_save,
+            wrapper=_calls("scheduler", "save"),
             signature=("config", "model", "optimizer", "lr_scheduler", "parallel_context"),
             summary="configuration and optimizer agree on the ZeRO stage, and every scheduler file has one writer",
         ),
         Patch(
             target=f"{_SERIALIZE}.optimizer:save_lr_scheduler",
-            wrapper=wrap_save_lr_scheduler,
+            wrapper=_calls("scheduler", "save_lr_scheduler", may_lack=True),
             signature=_SCHEDULER,
             summary="saves the scheduler once, is_zero derived from the optimizer",
         ),
         Patch(
             target=f"{_SERIALIZE}.optimizer:load_lr_scheduler",
-            wrapper=wrap_load_lr_scheduler,
+            wrapper=_calls("scheduler", "load_lr_scheduler", may_lack=True),
             signature=_SCHEDULER,
             summary="goes on with the rates of an uninterrupted run, at any topology, as asked",
         ),
         Patch(
             target=f"{_SERIALIZE}.main:parse_ckpt_path",
-            wrapper=wrap_parse_ckpt_path,
+            wrapper=_calls("foreign", "parse_ckpt_path"),
             signature=("config", "parallel_context"),
             summary="finds a checkpoint of another format, where nanotron would begin anew",
         ),
         Patch(
             target=f"{_SERIALIZE}.weights:load_weights",
-            wrapper=wrap_load_weights,
+            wrapper=_calls("foreign", "load_weights"),
             signature=("model", "parallel_context", "root_folder"),
             summary="weights of a folder of another format",
         ),
         Patch(
             target=f"{_SERIALIZE}.optimizer:load_optimizer",
-            wrapper=wrap_load_optimizer,
+            wrapper=_calls("optimizer", "load_optimizer"),
             signature=("optimizer", "parallel_context", "root_folder", "map_location"),
             summary="optimizer states and fp32 masters of any dp, tp, pp and ZeRO stage, as asked",
         ),
         Patch(
             target=f"{_SERIALIZE}.optimizer:state_dict_to_device",
-            wrapper=wrap_state_dict_to_device,
+            wrapper=_calls("optimizer", "state_dict_to_device"),
             signature=("state_dict", "device"),
             summary="moves nothing where the optimizer was asked to begin anew",
         ),
         Patch(
             target=f"{_SERIALIZE}.metadata:load_meta",
-            wrapper=wrap_load_meta,
+            wrapper=_calls("trainer", "load_meta"),
             signature=("parallel_context", "root_folder"),
             summary="iteration and consumed samples as asked",
         ),
         Patch(
             target=f"{_SERIALIZE}.random:load_random_states",
-            wrapper=wrap_load_random_states,
+            wrapper=_calls("trainer", "load_random_states"),
             signature=("parallel_context", "root_folder"),
             summary="random states read without running what the file names, with any torch",
         ),
         Patch(
             target="nanotron.helpers:lr_scheduler_builder",
-            wrapper=wrap_build_scheduler,
+            wrapper=_calls("scheduler", "build"),
             signature=("optimizer", "lr_scheduler_args", "total_training_steps"),
             summary="the schedule is built on this run's rates, not on those that were loaded",
             optional=True,
         ),
         Patch(
             target="nanotron.trainer:DistributedTrainer.__init__",
-            wrapper=wrap_trainer,
+            wrapper=_calls("trainer", "initialise"),
             signature=("config_or_config_file",),
             summary="restores random states and reports what was resumed",
             optional=True,

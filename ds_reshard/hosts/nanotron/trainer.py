@@ -39,10 +39,10 @@ class Trainer(Protocol):
     random_states: object
 
 
-def initialise(trainer: object, original: Callable[[], object]) -> None:
+def initialise(arguments: Mapping[str, object], original: Callable[[], object]) -> None:
     """Start the trainer as the policy in force says; collective where it resumes."""
     with watched("nanotron", None) as seen:
-        _initialise(trainer, original, seen)
+        _initialise(arguments["self"], original, seen)
         seen.say()
 
 
