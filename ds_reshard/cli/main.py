@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from importlib import metadata
 from typing import NoReturn
 
 from ds_reshard import __version__
@@ -190,7 +189,7 @@ def _lr(arguments: argparse.Namespace) -> int:
         flags=arguments.flags,
         tag=arguments.tag,
         steps=arguments.steps,
-        version=_deepspeed_version(),
+        version=doctor.version_of("deepspeed"),
     )
     if arguments.png is not None:
         draw(coming, arguments.png)
@@ -204,11 +203,3 @@ def _doctor(arguments: argparse.Namespace) -> int:
     findings = diagnose(read_config(arguments.config)) if arguments.config is not None else ()
     show(arguments, lambda: doctor.to_json(found, findings), lambda console: doctor.render(found, findings, console))
     return FINDING if doctor.wrong(found, findings) else OK
-
-
-def _deepspeed_version() -> str | None:
-    """The DeepSpeed that is installed here, which is not imported."""
-    try:
-        return metadata.version("deepspeed")
-    except metadata.PackageNotFoundError:
-        return None
