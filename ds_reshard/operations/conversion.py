@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from ds_reshard.containers import folders
 from ds_reshard.containers.crc import crc32
 from ds_reshard.containers.remote import PART_NBYTES, is_url
-from ds_reshard.errors import CheckpointDamaged, Fault, InternalError, ReadFailed, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, InternalError, ReadFailed, error_of, raise_faults
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.files import ArchiveFile, FileTarget, StagingExecutor
 from ds_reshard.execution.fingerprint import Fingerprint, Witness
@@ -209,7 +209,7 @@ class _Work:
             mend = "let the save end, and put it where every rank reads it under this path"
             found = f"other sizes or times on rank {', '.join(others)}"
             fault = CheckpointDamaged.fault(self._source.folder, what, "the files of rank 0", found, mend=mend)
-            raise_faults([fault], subject=self._subject)
+            raise error_of([fault], subject=self._subject)
         left, (number, shards) = set(begun[0].left), self._options.shard
         units = [unit for unit in self._target.units[number::shards] if unit.name in left and not self._is_last(unit)]
         self._total = sum(self._sizes[unit.name] for unit in units)

@@ -20,7 +20,7 @@ from ds_reshard.containers import folders
 from ds_reshard.containers.crc import crc32
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.remote import file_on_the_way, is_url
-from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReshardError, WriteFailed, raise_faults
+from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReshardError, WriteFailed, error_of, raise_faults
 from ds_reshard.execution import disk
 
 MANIFEST = "ds_reshard.json"
@@ -129,16 +129,12 @@ class Workspace:
         if strange := [name for name in names if not _MADE.match(name)]:
             what = f"is where this output is made, and holds what no conversion has put there: {', '.join(strange[:4])}"
             mend = "name another OUT, or give that folder another name"
-            raise_faults([ConfigError.fault(self.folder, what, mend=mend)], subject="converting")
+            raise error_of([ConfigError.fault(self.folder, what, mend=mend)], subject="converting")
 
     def _refuse_existing(self) -> None:
         if folders.exists(self.target, follow=False) and not self._force:
-            fault = ConfigError.fault(
-                self.target,
-                "is there already",
-                mend="name another folder, or add --force: it is then replaced when all of the new one is there",
-            )
-            raise_faults([fault], subject="converting")
+            mend = "name another folder, or add --force: it is then replaced when all of the new one is there"
+            raise error_of([ConfigError.fault(self.target, "is there already", mend=mend)], subject="converting")
 
     @contextlib.contextmanager
     def _lock(self, part: Part) -> Iterator[None]:
@@ -166,7 +162,7 @@ class Workspace:
     def _refuse_beside(self, part: Part) -> None:
         what = "another process works there" + (f" at part {lock_name(part)}" if part[1] > 1 else "")
         mend = "wait for it, or end it; processes that share the work are each given their own --shard I/N"
-        raise_faults([ConfigError.fault(self.folder, what, mend=mend)], subject="converting")
+        raise error_of([ConfigError.fault(self.folder, what, mend=mend)], subject="converting")
 
     def _claim(self) -> None:
         """Note what is made here, or find that it is the same."""
@@ -180,12 +176,9 @@ class Workspace:
 
     def _refuse_other(self, found: bytes) -> None:
         if found != self.made_of.encode("utf-8"):
-            fault = ConfigError.fault(
-                self.folder,
-                "was left by another conversion, or of files that have changed since",
-                mend="run it without --resume and --shard: it is then cleared; or remove it",
-            )
-            raise_faults([fault], subject="converting")
+            what = "was left by another conversion, or of files that have changed since"
+            mend = "run it without --resume and --shard: it is then cleared; or remove it"
+            raise error_of([ConfigError.fault(self.folder, what, mend=mend)], subject="converting")
 
     def path(self, name: str) -> str:
         """Where a file of the output is written; its folder is made."""

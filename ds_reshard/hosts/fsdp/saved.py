@@ -22,6 +22,7 @@ from ds_reshard.errors import (
     WriteFailed,
     as_faults,
     damaged,
+    error_of,
     faults_of,
     raise_faults,
 )
@@ -352,7 +353,7 @@ def _order(where: str, model: Module, optimizer: Optimizer) -> FlatOrder:
         what = f"the optimizer has {others} parameters of no unit" if units else "the model has no flat parameters"
         mend = "give the model that FullyShardedDataParallel returned, and the optimizer that was made of it"
         fault = UnsupportedLayout.fault(where, what, "FSDP1", mend=mend)
-        raise_faults([fault], subject=f"the units of {where}")
+        raise error_of([fault], subject=f"the units of {where}")
     return FlatOrder(
         use_orig_params=any(info.handle._use_orig_params for info in infos.values()),
         parameters=tuple(numbered[id(param)] for param in counted),

@@ -22,6 +22,7 @@ from ds_reshard.errors import (
     ModelMismatch,
     ParamGroupMismatch,
     ScheduleMismatch,
+    error_of,
     raise_faults,
 )
 from ds_reshard.execution.buffers import element_type, read_tensor, tensor_from_bytes, torch_dtype
@@ -454,9 +455,8 @@ def state_dict(live: Live, states: States, saved: Sequence[Group]) -> dict[str, 
 def _open(listing: NanotronListing) -> Saved:
     checkpoint = open_checkpoint(listing)
     if checkpoint.facts is None:
-        mend = "--no-load-optim, or load another step"
-        raise_faults([_no_states(f"{listing.folder}/optimizer", "the file of each rank", mend)], subject=listing.folder)
-    assert checkpoint.facts is not None
+        where, mend = f"{listing.folder}/optimizer", "--no-load-optim, or load another step"
+        raise error_of([_no_states(where, "the file of each rank", mend)], subject=listing.folder)
     pieces = NanotronShards(checkpoint=checkpoint)
     index = Index(checkpoint.layout, pieces)
     shapes = {name: parameter.shape for name, parameter in checkpoint.parameters.items()}
